@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -12,16 +14,21 @@ from hypothesis import strategies as st
 from bench.workloads import document_lengths, spanning_layout
 from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning import (
+    LayerTimes,
+    Placed,
     PlannerConfig,
     TokenLayout,
     make_plan,
     place_and_plan,
     place_and_plan_step,
     place_step,
+    plan_step,
     validate_plan,
 )
-from torchtitan_cad.planning.placement.step import add_up
+from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
+from torchtitan_cad.planning.placement.fill import add_up
 from torchtitan_cad.planning.plan import moved_by
+from torchtitan_cad.planning.timed import stay_home
 
 
 def rows(lengths: list[list[int]], first_id: int = 0) -> TokenLayout:
@@ -89,6 +96,80 @@ def test_every_step(layouts: list[TokenLayout]) -> None:
     assert after == before or after.score(before) < before.score(before)
     again = place_step(layouts, LLAMA, config)
     assert [layout.segments() for layout in again] == [each.layout.segments() for each in placed]
+
+
+KINDS = {"one": (1, 2), "halves of rows": (2, 2), "halves in the middle of rows": (2, 1)}
+"""Kinds of microbatches: nano-batches, and rows of every rank."""
+TIMES = LayerTimes(unit=1e-9, linear=1e-10, bytes_per_second=1e9, between_hosts=1e9, exchange=1e-6, overlaps=True)
+
+
+def batch(kind: str, ranks: int, microbatches: int, lengths: list[int]) -> list[list[TokenLayout]]:
+    """Rows of 256 tokens for every rank, with documents of these lengths over and over again, cut at rows."""
+    nano_batches, rows_each = KINDS[kind]
+    of_rank = rows_each * microbatches * 256
+    begins = np.cumsum(np.resize(lengths, 10_000))
+    starts = [np.union1d(begins - rank * of_rank, np.arange(0, of_rank, 256)) for rank in range(ranks)]
+    starts = [each[(each >= 0) & (each < of_rank)] for each in starts]
+    shape = BatchShape(rows_each * microbatches, 256, rows_each)
+    return [nano_layouts(starts, shape, number, 1, nano_batches) for number in range(microbatches)]
+
+
+def holders(step: list[list[TokenLayout]]) -> list[TokenLayout]:
+    """The layouts that hold each token once: the later halves of rows hold the earlier ones, too."""
+    return [layout for nanos in step for layout in (nanos if nanos[-1].seg_attends.all() else nanos[-1:])]
+
+
+@settings(max_examples=40)
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    ranks=st.integers(1, 4),
+    microbatches=st.integers(1, 3),
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=9),
+    times=st.sampled_from([None, TIMES, replace(TIMES, bytes_per_second=1e12, exchange=0.0)]),
+    stages=st.integers(1, 2),
+)
+def test_every_kind_of_microbatch(
+    kind: str, ranks: int, microbatches: int, lengths: list[int], times: LayerTimes | None, stages: int
+) -> None:
+    given, config = batch(kind, ranks, microbatches, lengths), PlannerConfig(min_shard=64, tile=64)
+    step = plan_step(given, LLAMA, config, times, stages=stages)
+    homes = [[placed.layout for placed in nanos] for nanos in step]
+    assert documents(holders(given)) == documents(holders(homes))
+    for before, after in zip(chain.from_iterable(given), chain.from_iterable(homes), strict=True):
+        assert before.tokens_per_rank.tolist() == after.tokens_per_rank.tolist()
+        assert before.queries_per_rank.tolist() == after.queries_per_rank.tolist()
+    for placed in chain.from_iterable(step):
+        assert placed.plan.layout is placed.layout
+        validate_plan(placed.plan)
+    for earlier, later in (nanos for nanos in homes if not nanos[-1].seg_attends.all()):
+        keys_only = later.seg_length[~later.seg_attends].sum()
+        assert keys_only == earlier.num_tokens
+    again = plan_step(given, LLAMA, config, times, stages=stages)
+    assert [p.plan.fingerprint() for p in chain(*again)] == [p.plan.fingerprint() for p in chain(*step)]
+    if times is not None:
+        home = [stay_home(nanos, LLAMA, config) for nanos in given]
+        assert seconds(step, times, stages) <= seconds(home, times, stages)
+
+
+def seconds(step: list[list[Placed]], times: LayerTimes, stages: int) -> float:
+    each = [times.microbatch_seconds([placed.plan for placed in nanos]) for nanos in step]
+    return sum(each) + (stages - 1) * max(each)
+
+
+@pytest.mark.parametrize("times", [None, TIMES])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_stages_get_microbatches_of_equal_work(ranks: int, times: LayerTimes | None) -> None:
+    given, first_id = list[list[TokenLayout]](), 0
+    for length in (2048, 1024, 512, 256) * 2:
+        given.append([rows([[length] * (8192 // length)] * ranks, first_id)])
+        first_id += ranks * 8192 // length
+
+    def imbalance(step: list[list[Placed]]) -> float:
+        work = [placed.plan.stats.mean_load for (placed,) in step]
+        return float(max(work) / np.mean(work))
+
+    assert imbalance(plan_step(given, LLAMA, times=times, place=False)) > 1.5
+    assert imbalance(plan_step(given, LLAMA, times=times, stages=4)) < 1.05
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=9), total=st.integers(0, 100))

@@ -12,7 +12,7 @@ from torchtitan_cad.planning.model.profile import Profile
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TASK_DTYPE
 from torchtitan_cad.planning.placement.place import Placed, place, place_and_plan
-from torchtitan_cad.planning.placement.step import place_and_plan_step, place_step
+from torchtitan_cad.planning.placement.step import place_and_plan_step, place_step, plan_step
 from torchtitan_cad.planning.plan import Plan, make_plan, warm_up
 from torchtitan_cad.planning.planners import Planner, get_planner, planner_names, register_planner
 from torchtitan_cad.planning.stats import PlanStats
@@ -42,6 +42,7 @@ __all__ = [
     "place_and_plan",
     "place_and_plan_step",
     "place_step",
+    "plan_step",
     "planner_names",
     "register_planner",
     "validate_exchanges",

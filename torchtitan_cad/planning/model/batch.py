@@ -36,6 +36,7 @@ def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: in
     """Lay out one microbatch over a CAD group of len(starts) data-parallel times ``cp`` context-parallel ranks.
 
     Every row is cut into ``cp`` contiguous slices; a rank's tokens are its slices of the rows, one row after another.
+    Documents are numbered over the whole batch.
 
     Args:
         starts: per data-parallel rank, where the documents of its batch begin.
@@ -46,15 +47,16 @@ def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: in
     ranks, docs, begins, lengths = [], [], [], []
     next_doc = 0
     for dp_rank, all_starts in enumerate(starts):
-        mine = all_starts[(all_starts >= first) & (all_starts < last)]
+        before, after = np.searchsorted(all_starts, (first, last))
+        mine = all_starts[before:after]
         # Documents never cross rows, slices never cross rows: cutting at both gives the segments in token order.
         cuts = np.union1d(mine, np.arange(first, last, slice_len))
         doc = np.searchsorted(mine, cuts, side="right") - 1
         ranks.append(dp_rank * cp + cuts % shape.seq_len // slice_len)
-        docs.append(next_doc + doc)
+        docs.append(next_doc + before + doc)
         begins.append(cuts - mine[doc])
         lengths.append(np.diff(cuts, append=last))
-        next_doc += len(mine)
+        next_doc += len(all_starts)
     columns = (np.concatenate(column) for column in (ranks, docs, begins, lengths))
     return TokenLayout.from_arrays(len(starts) * cp, *columns)
 

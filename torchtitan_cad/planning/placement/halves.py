@@ -62,6 +62,13 @@ def place_halves(
     return Placed(best[0].layout, best[0], old[0]), Placed(best[1].layout, best[1], old[1])
 
 
+def join(first: Placed, second: Placed, shape: AttentionShape, cost: CostModel | None = None) -> Placed:
+    """Return the later half with all tokens, from two halves that have no document in common."""
+    joined = _joined(first.layout, second.layout, np.zeros_like(second.layout.seg_doc))
+    plan = make_plan(joined, shape, second.plan.config, cost)
+    return Placed(joined, plan, plan)
+
+
 def halve(lengths: IntArray, room: int) -> IntArray:
     """Return int64 [D]: how many first tokens of every document are in the earlier half, which has ``room`` tokens.
 

@@ -1,0 +1,186 @@
+"""Fill the microbatches of an optimizer step anew with its documents.
+
+Where the ranks of a microbatch hold documents of the same lengths, they have the same work and nothing moves. So the
+longest documents are dealt first: again and again, the rank of least work takes the longest that fits its room. The
+last tokens of a microbatch are filled by short documents whose lengths add up to them exactly.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from torchtitan_cad.planning.intervals import IntArray, end_to_end, sum_by_index
+from torchtitan_cad.planning.model.layout import TokenLayout
+
+FILLED = 0.25
+"""tokens of a microbatch that short documents must add up to exactly / mean tokens of a rank"""
+
+CANDIDATES = 64
+"""documents: the shortest, at least these, are candidates for the exact sum"""
+
+RETRIES = 8
+"""attempts: each returns the shortest document taken, where no sum is exact"""
+
+
+def fill(docs: IntArray, lengths: IntArray, rooms: Sequence[IntArray], *, equal: bool) -> list[TokenLayout]:
+    """Assign whole documents to microbatches and ranks, and keep every rank's number of tokens in each microbatch.
+
+    Args:
+        docs, lengths: [D] ids and tokens of the step's documents.
+        rooms: of every microbatch, [num_ranks] the tokens of each rank.
+        equal: give all microbatches the same work. By default each in turn takes the longest documents that are left,
+            so that its ranks hold documents of more equal lengths.
+
+    Returns:
+        One layout per microbatch; none where no documents add up to the tokens of one.
+    """
+    order = np.argsort(lengths, kind="stable")
+    docs, lengths = docs[order], lengths[order]
+    pool = _Pool(lengths.tolist())
+    microbatches = [_Microbatch(pool, of_ranks.tolist()) for of_ranks in rooms]
+    for together in [microbatches] if equal else [[each] for each in microbatches]:
+        _deal_longest(pool, together)
+        for each in together:
+            if not each.take_rest(all_left=each is microbatches[-1]):
+                return []
+    return [each.layout(docs, lengths) for each in microbatches]
+
+
+class _Pool:
+    """Documents that no microbatch has taken, by ascending length.
+
+    ``_below[i]`` is i where document i - 1 is left, and leads to a shorter one where it is not.
+    """
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self._below = list(range(len(lengths) + 1))
+
+    def longest(self, at_most: int) -> int | None:
+        """Return the longest document that is left, of these tokens at most; None if there is none."""
+        below, i = self._below, bisect_right(self.lengths, at_most)
+        while below[i] != i:
+            below[i] = below[below[i]]
+            i = below[i]
+        return i - 1 if i else None
+
+    def left(self) -> list[int]:
+        """Return the documents that are left, by ascending length."""
+        return [i - 1 for i, below in enumerate(self._below) if i and below == i]
+
+    def take(self, doc: int) -> None:
+        """Take a document out."""
+        self._below[doc + 1] = doc
+
+    def give_back(self, doc: int) -> None:
+        """Put a document back, which happens a few times a microbatch at most."""
+        left = {*self.left(), doc}
+        self._below = [i if i == 0 or i - 1 in left else i - 1 for i in range(len(self._below))]
+
+
+def _deal_longest(pool: _Pool, microbatches: Sequence[_Microbatch]) -> None:
+    """Deal the longest documents to the ranks of microbatches, until few tokens of each are left or none fits."""
+    widest = max(max(each.rooms) for each in microbatches)
+    while (doc := pool.longest(max(each.left for each in microbatches))) is not None and pool.lengths[doc] > widest:
+        roomy = (each for each in microbatches if each.left >= pool.lengths[doc])
+        min(roomy, key=lambda each: sum(each.work)).spread(doc)
+    ranks = [
+        (each.work[rank], -each.rooms[rank], number, rank)
+        for number, each in enumerate(microbatches)
+        for rank in range(len(each.rooms))
+    ]
+    heapq.heapify(ranks)
+    while ranks:
+        work, room, number, rank = heapq.heappop(ranks)
+        each = microbatches[number]
+        if each.left > each.few and (doc := pool.longest(-room)) is not None:
+            each.take(doc, rank)
+            length = pool.lengths[doc]
+            heapq.heappush(ranks, (work + length**2, room + length, number, rank))
+
+
+class _Microbatch:
+    """Documents of a microbatch: most are on one rank each, the others in the room that these leave.
+
+    Attributes:
+        rooms: tokens of every rank that no document has; those spread over ranks are counted, those of one rank not.
+        work: squared lengths of the spread documents on every rank.
+        left: tokens of the microbatch that no document has.
+        few: tokens that may be left when the longest documents are dealt.
+    """
+
+    def __init__(self, pool: _Pool, rooms: list[int]) -> None:
+        self._pool, self._tokens = pool, rooms
+        self._docs: list[tuple[int, int]] = []  # (document, its rank, or -1)
+        self.rooms, self.work, self.left = rooms.copy(), [0] * len(rooms), sum(rooms)
+        self.few = FILLED * self.left / len(rooms)
+
+    def take(self, doc: int, rank: int = -1) -> None:
+        """Take a document, which lies on one rank or in the room that others leave."""
+        self._pool.take(doc)
+        self._docs.append((doc, rank))
+        self.left -= self._pool.lengths[doc]
+
+    def spread(self, doc: int) -> None:
+        """Take a document longer than any rank's room, and count it on the ranks of least work."""
+        self.take(doc)
+        length = left = self._pool.lengths[doc]
+        for rank in sorted(range(len(self.rooms)), key=lambda rank: (self.work[rank], -self.rooms[rank])):
+            part = min(self.rooms[rank], left)
+            self.rooms[rank] -= part
+            self.work[rank] += part * length
+            left -= part
+
+    def take_rest(self, *, all_left: bool) -> bool:
+        """Take documents that fill what is left exactly, or all; returns False where none are found that do."""
+        pool = self._pool
+        for _ in range(RETRIES):
+            docs = [doc for doc in pool.left() if all_left or pool.lengths[doc] <= self.left]
+            lengths = [pool.lengths[doc] for doc in docs]
+            enough = bisect_right(list(accumulate(lengths)), 2 * self.left) + 1
+            chosen = range(len(docs)) if all_left else add_up(lengths[: max(CANDIDATES, enough)], self.left)
+            if chosen is not None:
+                for i in chosen:
+                    self.take(docs[i])
+                return not self.left
+            if not self._docs:
+                break
+            shortest = min(self._docs)
+            self._docs.remove(shortest)
+            self.left += pool.lengths[shortest[0]]
+            pool.give_back(shortest[0])
+        return False
+
+    def layout(self, ids: IntArray, lengths: IntArray) -> TokenLayout:
+        """Return the documents' homes; ``ids`` and ``lengths`` are those of the step's documents."""
+        doc, rank = np.array(self._docs, dtype=np.int64).reshape(-1, 2).T
+        placed, loose = rank >= 0, doc[rank < 0]
+        gaps = np.array(self._tokens) - sum_by_index(rank[placed], lengths[doc[placed]], len(self._tokens))
+        source, gap, start, end = end_to_end(lengths[loose], gaps)
+        return TokenLayout.from_arrays(
+            len(self._tokens),
+            np.append(rank[placed], gap),
+            ids[np.append(doc[placed], loose[source])],
+            np.append(np.zeros_like(doc[placed]), start),
+            np.append(lengths[doc[placed]], end - start),
+        )
+
+
+def add_up(lengths: Sequence[int], total: int) -> list[int] | None:
+    """Return indices of lengths that add up to ``total``, the last ones where there is a choice; None if none do."""
+    sums = [1]  # bit t of sums[n]: some of the first n lengths add up to t
+    for length in lengths:
+        sums.append((sums[-1] | sums[-1] << length) & ((2 << total) - 1))
+    if not sums[-1] >> total & 1:
+        return None
+    chosen = []
+    for i in reversed(range(len(lengths))):
+        if total >= lengths[i] and sums[i] >> (total - lengths[i]) & 1:
+            chosen.append(i)
+            total -= lengths[i]
+    return chosen
