@@ -172,6 +172,15 @@ def test_stages_get_microbatches_of_equal_work(ranks: int, times: LayerTimes | N
     assert imbalance(plan_step(given, LLAMA, times=times, stages=4)) < 1.05
 
 
+def test_a_pipeline_fills_and_drains_by_its_lightest_microbatches() -> None:
+    """No documents of other microbatches add up to these tokens."""
+    lengths = [9600], [3210, 6390], [5000, 4600], [2500, 2530, 4570]
+    given = [[rows([of_rank], first_id=10 * i)] for i, of_rank in enumerate(lengths)]
+    step = plan_step(given, LLAMA, stages=4)
+    assert [placed.layout.docs[0] for (placed,) in step] == [30, 10, 0, 20]
+    assert [placed.given.layout.docs[0] for (placed,) in step] == [0, 10, 20, 30]
+
+
 @given(lengths=st.lists(st.integers(1, 30), max_size=9), total=st.integers(0, 100))
 def test_add_up_finds_what_adds_up(lengths: list[int], total: int) -> None:
     chosen = add_up(lengths, total)

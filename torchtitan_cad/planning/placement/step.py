@@ -71,7 +71,7 @@ def plan_step(
         times: rates by which plans are chosen; None: plans of ``config.tolerance``, judged by their bytes.
         place: False: all tokens stay where they are, and microbatches are planned alone.
         stages: pipeline stages that run the microbatches one after the other. With more than one, microbatches get
-            equal work.
+            equal work where that is possible, and the last and the first the least: pipelines fill and drain by them.
 
     Raises:
         ValueError: as ``make_plan``, no microbatch, unequal numbers of ranks, or a document in two microbatches.
@@ -79,8 +79,10 @@ def plan_step(
     _check(given)
     config = config or PlannerConfig()
     if times is None:
-        return _by_bytes(given, shape, config, cost, place=place, stages=stages)
-    return _by_time(given, shape, config, times, cost, place=place, stages=stages)
+        step = _by_bytes(given, shape, config, cost, place=place, stages=stages)
+    else:
+        step = _by_time(given, shape, config, times, cost, place=place, stages=stages)
+    return _light_ends(step) if place and stages > 1 else step
 
 
 def _check(given: Given) -> None:
@@ -102,8 +104,9 @@ def _by_bytes(
     before = _moved(stay)
     if not place or config.planner == "home" or not (before.worst or stages > 1):
         return stay
-    refilled = _refilled(given, stages)
-    made = _finish([place_microbatch(parts, *how) for parts in refilled], given, plans, shape, cost)
+    made = list[list[Placed]]()
+    if refilled := _refilled(given, stages):
+        made = _finish([place_microbatch(parts, *how) for parts in refilled], given, plans, shape, cost)
     if not before.worst:  # all have the same, nothing
         return made or stay
     if not made or _moved(made).score(before) > SURE * before.score(before):
@@ -150,6 +153,20 @@ def _by_time(
     return best if seconds(best) < least else home
 
 
+def _light_ends(step: Step) -> Step:
+    """Return the microbatches in another order, if they have the same numbers of tokens and different work."""
+    tokens = np.array([[placed.layout.queries_per_rank for placed in nanos] for nanos in step])
+    work = [sum(placed.plan.stats.mean_load * placed.plan.stats.max_over_mean for placed in nanos) for nanos in step]
+    if (tokens != tokens[0]).any() or max(work) <= (1 + LEAST_GAIN) * min(work):
+        return step
+    ascending = sorted(range(len(step)), key=work.__getitem__)
+    order = [*ascending[::2], *ascending[1::2][::-1]]
+    return [
+        [Placed(new.layout, new.plan, old.given) for new, old in zip(step[i], nanos, strict=True)]
+        for i, nanos in zip(order, step, strict=True)
+    ]
+
+
 def _moved(step: Step) -> Moved:
     return moved_by(*(placed.plan for nanos in step for placed in nanos))
 
@@ -175,7 +192,7 @@ def _finish(
 ) -> Step:
     """Return refilled microbatches with the ``plans`` for the given ones; later halves get the earlier ones' keys."""
     step = []
-    for nanos, layouts, of_given in zip(placed, given if placed else (), plans if placed else (), strict=True):
+    for nanos, layouts, of_given in zip(placed, given, plans, strict=True):
         if not layouts[-1].seg_attends.all():
             nanos = [nanos[0], join(nanos[0], nanos[1], shape, cost)]
         step.append([Placed(each.layout, each.plan, plan) for each, plan in zip(nanos, of_given, strict=True)])
