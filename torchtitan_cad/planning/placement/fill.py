@@ -27,14 +27,14 @@ RETRIES = 8
 """attempts: each returns the shortest document taken, where no sum is exact"""
 
 
-def fill(docs: IntArray, lengths: IntArray, rooms: Sequence[IntArray], *, equal: bool) -> list[TokenLayout]:
+def fill(docs: IntArray, lengths: IntArray, rooms: Sequence[IntArray], *, together: int) -> list[TokenLayout]:
     """Assign whole documents to microbatches and ranks, and keep every rank's number of tokens in each microbatch.
 
     Args:
         docs, lengths: [D] ids and tokens of the step's documents.
         rooms: of every microbatch, [num_ranks] the tokens of each rank.
-        equal: give all microbatches the same work. By default each in turn takes the longest documents that are left,
-            so that its ranks hold documents of more equal lengths.
+        together: microbatches that get the same work. One group after the other takes the longest documents that are
+            left: the fewer microbatches in a group, the more equal are the lengths of the documents in it.
 
     Returns:
         One layout per microbatch; none where no documents add up to the tokens of one.
@@ -43,9 +43,10 @@ def fill(docs: IntArray, lengths: IntArray, rooms: Sequence[IntArray], *, equal:
     docs, lengths = docs[order], lengths[order]
     pool = _Pool(lengths.tolist())
     microbatches = [_Microbatch(pool, of_ranks.tolist()) for of_ranks in rooms]
-    for together in [microbatches] if equal else [[each] for each in microbatches]:
-        _deal_longest(pool, together)
-        for each in together:
+    for first in range(0, len(microbatches), together):
+        group = microbatches[first : first + together]
+        _deal_longest(pool, group)
+        for each in group:
             if not each.take_rest(all_left=each is microbatches[-1]):
                 return []
     return [each.layout(docs, lengths) for each in microbatches]

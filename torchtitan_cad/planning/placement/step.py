@@ -182,8 +182,8 @@ def _refilled(given: Given, stages: int) -> Given:
         return []
     holders = _holders(given)
     docs, lengths = (np.concatenate([getattr(each, name) for each in holders]) for name in ("docs", "doc_lengths"))
-    parts = fill(docs, lengths, [layout.queries_per_rank for nanos in given for layout in nanos], equal=stages > 1)
-    count = len(given[0])
+    rooms, count = [layout.queries_per_rank for nanos in given for layout in nanos], len(given[0])
+    parts = fill(docs, lengths, rooms, together=len(rooms) if stages > 1 else count)
     return [parts[i : i + count] for i in range(0, len(parts), count)]
 
 
