@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXIT_CODE = 128
 _DONE = 0
 """byte in the pipe that ends the watching thread; other bytes are numbers of signals"""
-_POLL_S = 0.1
+_POLL_S = 0.5
 
 
 @contextmanager
