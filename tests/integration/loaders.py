@@ -1,6 +1,6 @@
 """A data loader to plan for in tests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +27,9 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dis
 
 
 class CountingLoader(BaseDataLoader):
-    """Batches whose tokens all equal their number; optionally fails at one."""
+    """Batches whose tokens all equal their number; optionally fails at one, or has documents that depend on it."""
+
+    documents: Callable[[int], torch.Tensor] | None = None
 
     def __init__(self, num_batches: int, fails_at: int | None = None, extra: dict[str, torch.Tensor] | None = None):
         self.num_batches, self.fails_at, self.extra = num_batches, fails_at, extra or {}
@@ -38,6 +40,8 @@ class CountingLoader(BaseDataLoader):
             if self.next == self.fails_at:
                 raise OSError("disk on fire")
             tokens = torch.full((4, 8), self.next)
+            if self.documents is not None:
+                self.extra["document_ids"] = self.documents(self.next)
             self.next += 1
             yield {"input": tokens, **self.extra}, tokens
 

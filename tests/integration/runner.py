@@ -46,6 +46,7 @@ from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
 from tests.runtime.kernels_reference import dense_attention  # noqa: E402
 from tests.support.observer import observe  # noqa: E402
+from torchtitan_cad.integration.loading.placement import Layouts, Placement  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
 from torchtitan_cad.planning import TASK_DTYPE, TokenLayout, register_planner  # noqa: E402
 from torchtitan_cad.runtime.kernels import VarlenArgs  # noqa: E402
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_variants()
     register_flavors()
     register_split_keys_planner()
+    tell_what_changes_its_microbatch()
     record_steps(options.record_dir)
     if options.grads_at is not None:
         record_gradients(options.record_dir, step=options.grads_at)
@@ -178,6 +180,22 @@ def register_split_keys_planner() -> None:
                     if lo < hi:
                         tasks.append((doc, start, end, lo, hi, len(tasks) % layout.num_ranks))
         return np.array(tasks, dtype=TASK_DTYPE)
+
+
+def tell_what_changes_its_microbatch() -> None:
+    """Print for every step how many documents go to another microbatch than the one that they were loaded in."""
+    choose = Placement.choose
+
+    def microbatches(layouts: Layouts) -> set[tuple[int, int]]:
+        return {(i, doc) for i, nanos in enumerate(layouts) for nano in nanos for doc in nano.docs.tolist()}
+
+    @functools.wraps(choose)
+    def choose_and_tell(self: Placement, given: Layouts, *args: Any) -> Any:
+        homes = choose(self, given, *args)
+        print(f"{len(microbatches(homes.layouts) - microbatches(given))} documents change their microbatch")
+        return homes
+
+    Placement.choose = choose_and_tell
 
 
 def rank() -> int:

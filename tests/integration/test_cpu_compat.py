@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.integration.compositions import PLACED, PROFILED
+from tests.integration.compositions import PLACED, PROFILED, global_batch
 from tests.integration.harness import RunResult, read_scalars, run
 from tests.integration.launched import TORCHRUN, launched
 from torchtitan_cad.integration.titan022 import cpu
@@ -20,7 +20,9 @@ def train(*args: str, dump_folder: Path) -> RunResult:
     return result
 
 
-@pytest.mark.parametrize("args", [pytest.param((), marks=pytest.mark.matrix), PLACED], ids=["stock", "cad"])
+@pytest.mark.parametrize(
+    "args", [pytest.param((), marks=pytest.mark.matrix), (*PLACED, *global_batch(8))], ids=["stock", "cad"]
+)
 def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
     """A run resumed from a checkpoint repeats every bit of training, though the batch after it had been dealt already.
 

@@ -1,7 +1,7 @@
 """Dealing tokens to other homes: every token with its label and its position, on all ranks at once."""
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise, product
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
-from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal  # noqa: E402
-from torchtitan_cad.integration.loading.placement import Placement, _of_one_stage  # noqa: E402
+from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, _joined, check_dealable, make_deal  # noqa: E402
+from torchtitan_cad.integration.loading.placement import Placement, _of_one_stage, moved_bytes  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout  # noqa: E402
 from torchtitan_cad.planning.model.batch import (  # noqa: E402
@@ -53,6 +53,14 @@ def shuffled(layout: TokenLayout, rng: np.random.Generator) -> TokenLayout:
     return TokenLayout.from_segments(ranks)
 
 
+def parts(layout: TokenLayout, count: int) -> list[TokenLayout]:
+    """The inverse of ``_joined``; parts of a document may be in several."""
+    num_ranks = layout.num_ranks // count
+    number, rank = np.divmod(layout.seg_rank, num_ranks)
+    columns = rank, layout.seg_doc, layout.seg_start, layout.seg_length, layout.seg_attends
+    return [TokenLayout(num_ranks, *(column[number == part] for column in columns)) for part in range(count)]
+
+
 def expand(layout: TokenLayout) -> list[list[tuple[int, int]]]:
     """Per rank, (document, position) of every local row."""
     return [[(doc, start + i) for doc, start, n in segments for i in range(n)] for segments in layout.segments()]
@@ -76,20 +84,20 @@ def test_every_token_comes_to_its_home(data: st.DataObject) -> None:
     size = shape.rows * shape.seq_len
     starts = [np.union1d(np.arange(0, size, shape.seq_len), rng.integers(0, size, size=size // 3)) for _ in range(dp)]
     old = [group_layout(starts, shape, i, cp) for i in range(microbatches)]
-    new = [shuffled(layout, rng) for layout in old]
+    new = parts(shuffled(_joined(old), rng), microbatches)
     slots = [slot for i in range(microbatches) for slot in dealt_slots(shape, i, cp, 1)]
     deals = [make_deal(old, new, slots, rank) for rank in range(dp)]
     batches = [torch.arange(rank * size, (rank + 1) * size).view(shape.rows, -1) for rank in range(dp)]
     dealt = exchanged(deals, batches)
 
-    for microbatch in range(microbatches):
-        token = {}
-        for number, (rank, rows_of_rank) in enumerate(product(range(dp), range(cp))):
-            mine = batches[rank].split(rows)[microbatch].chunk(cp, 1)[rows_of_rank].flatten().tolist()
-            token |= dict(zip(expand(old[microbatch])[number], mine, strict=True))
-        for number, (rank, rows_of_rank) in enumerate(product(range(dp), range(cp))):
-            mine = dealt[rank].split(rows)[microbatch].chunk(cp, 1)[rows_of_rank].flatten().tolist()
-            assert mine == [token[each] for each in expand(new[microbatch])[number]]
+    def tokens_of(batches: list[torch.Tensor]) -> list[int]:
+        """In the order of (microbatch, data-parallel rank, context-parallel rank), the last changing first."""
+        chunks = [batch.split(rows)[i].chunk(cp, 1) for i in range(microbatches) for batch in batches]
+        return torch.cat([chunk.flatten() for each in chunks for chunk in each]).tolist()
+
+    before, after = (chain.from_iterable(expand(_joined(layouts))) for layouts in (old, new))
+    token = dict(zip(before, tokens_of(batches), strict=True))
+    assert tokens_of(dealt) == [token[each] for each in after]
     for rank, deal in enumerate(deals):
         assert torch.equal(deal.positions(shape.seq_len), (dealt[rank] % shape.seq_len).int())
     back = [make_deal(new, old, slots, rank) for rank in range(dp)]
@@ -113,11 +121,11 @@ def connected(topology: Topology, twins: bool = False, **config: Any) -> list[Pl
 @pytest.mark.parametrize("topology", params(TOPOLOGIES, TOPOLOGIES[-1:]), ids=str)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_ranks_deal_ids_and_labels(topology: Topology, rows: int, nano_batches: int) -> None:
-    """All but the first data-parallel rank have short documents, so that there is something to deal."""
+    """Two batches, in which all data-parallel ranks but the first have short documents: there is something to deal."""
     dp, cp = topology.dp, topology.cp
     shape = BatchShape(2 * rows, 64, rows)
     size = shape.rows * shape.seq_len
-    starts = [np.arange(0, size, 64 if rank == 0 else 4) for rank in range(dp)]
+    starts = [np.arange(0, size, 32 if rank == 0 else 4) for rank in range(dp)]
     given = [nano_layouts(starts, shape, i, cp, nano_batches) for i in range(shape.microbatches)]
     batches = [torch.arange(rank * size, (rank + 1) * size).view(shape.rows, -1) for rank in range(dp)]
 
@@ -126,23 +134,27 @@ def test_ranks_deal_ids_and_labels(topology: Topology, rows: int, nano_batches: 
         labels = torch.where(tokens % 5 == 0, IGNORED, tokens + 1)
         homes = placement.choose(given, shape)
         assert homes.deal is not None
-        return homes, *placement.deal(homes, {"input": tokens}, labels)
+        halves = zip(tokens.chunk(2), labels.chunk(2), strict=True)
+        return homes, placement.deal(homes, [({"input": half}, targets) for half, targets in halves])
 
     placements = connected(topology)
     with ThreadPoolExecutor(len(placements)) as pool:
         every = list(pool.map(deal, range(len(placements)), placements))
-    for rank, (homes, inputs, labels) in enumerate(every):
-        _, twin_inputs, _ = every[rank - rank % cp]  # whole rows, whatever the context-parallel rank
-        tokens = inputs["input"]
-        assert torch.equal(tokens, twin_inputs["input"])
-        assert torch.equal(inputs[POSITIONS], (tokens % 64).int())
-        assert torch.equal(labels, torch.where(tokens % 5 == 0, IGNORED, tokens + 1))
-        total, worst = homes.num_bytes.T
+    for rank, (homes, dealt) in enumerate(every):
+        _, twin = every[rank - rank % cp]  # whole rows, whatever the context-parallel rank
+        for (inputs, labels), (twin_inputs, _) in zip(dealt, twin, strict=True):
+            tokens = inputs["input"]
+            assert torch.equal(tokens, twin_inputs["input"])
+            assert torch.equal(inputs[POSITIONS], (tokens % 64).int())
+            assert torch.equal(labels, torch.where(tokens % 5 == 0, IGNORED, tokens + 1))
+        total, worst = moved_bytes(homes.placed).T
         assert worst[1] < worst[0]
         assert total[1] <= 1.03 * total[0]
-    stage = [every[rank][1]["input"].flatten() for rank in range(0, dp * cp, cp)]
-    assert torch.equal(torch.cat(stage).sort().values, torch.arange(dp * size))
-    assert not torch.equal(torch.cat(stage), torch.arange(dp * size))
+    first, second = (
+        torch.cat([every[rank][1][batch][0]["input"].flatten() for rank in range(0, dp * cp, cp)]) for batch in (0, 1)
+    )
+    assert torch.equal(torch.cat([first, second]).sort().values, torch.arange(dp * size))
+    assert topology.pp > 1 or (first % size >= size // 2).any(), "no document came from the other batch"
 
 
 def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
@@ -153,8 +165,8 @@ def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
     homes = placement.choose(layouts, shape)
     assert homes.deal is None
     assert homes.layouts[0][0] is layouts[0][0]
-    inputs, labels = {"input": torch.zeros(1, 64)}, torch.zeros(1, 64)
-    assert placement.deal(homes, inputs, labels) == (inputs, labels)
+    batches = [({"input": torch.zeros(1, 64)}, torch.zeros(1, 64))]
+    assert placement.deal(homes, batches) is batches
 
 
 def test_twins_with_other_homes_are_an_error_on_all() -> None:
@@ -165,7 +177,7 @@ def test_twins_with_other_homes_are_an_error_on_all() -> None:
 
     def deal(placement: Placement, layout: list[TokenLayout] | None) -> Any:
         homes = placement.choose([layout], shape) if layout else None
-        return placement.deal(homes, inputs, inputs["input"])
+        return placement.deal(homes, [(inputs, inputs["input"])])
 
     with ThreadPoolExecutor(2) as pool:
         for layout in (layouts[0], None):

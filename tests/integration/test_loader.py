@@ -29,7 +29,14 @@ from tests.integration.loaders import CPU, EOS, CountingLoader  # noqa: E402
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules  # noqa: E402
 from torchtitan_cad.integration.loading.documents import cut_for_halves, document_starts  # noqa: E402
-from torchtitan_cad.integration.loading.loader import PLAN_KEYS, WATCHED, PlanningLoader, _Pace, _Producer  # noqa: E402
+from torchtitan_cad.integration.loading.loader import (  # noqa: E402
+    PLAN_KEYS,
+    TRAINED,
+    WATCHED,
+    PlanningLoader,
+    _Pace,
+    _Producer,
+)
 from torchtitan_cad.integration.titan022.failure import _may_be_caused_by_a_peer  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
@@ -133,7 +140,7 @@ def test_pool_layouts_are_those_of_the_stages_and_share_no_document(rows: int, n
         assert not docs[0] & docs[2]
 
 
-def planning_loader(inner: CountingLoader, ahead: int = 1, rows_per_microbatch: int | None = None, **kwargs: Any):
+def planning_loader(inner: Any, accumulation: int = 1, rows_per_microbatch: int | None = None) -> Any:
     engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=1.0)
     rules = PlanRules(PlannerConfig(), AttentionShape(2, 2, 8, 4))
     planner = BatchPlanner(None, [0], Topology(1, 1, 1, 1), rules, engine)
@@ -143,33 +150,44 @@ def planning_loader(inner: CountingLoader, ahead: int = 1, rows_per_microbatch: 
         lambda: planner,
         eos_id=EOS,
         rows_per_microbatch=rows_per_microbatch,
-        ahead=ahead,
+        accumulation=accumulation,
         snapshot=True,
         on_batch=batches.append,
-        **kwargs,
     )
     return loader, engine, batches
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_state_is_that_of_the_last_consumed_batch(ahead: int) -> None:
-    loader, _, _ = planning_loader(CountingLoader(8), ahead)
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_state_is_that_of_the_last_consumed_batch(accumulation: int) -> None:
+    """In the middle of a step it is that of the step's beginning, and how many batches follow it."""
+    loader, _, _ = planning_loader(CountingLoader(8), accumulation)
     assert loader.state_dict() == {"next": 0}
     iterator = iter(loader)
     for number in range(3):
         inputs, labels = next(iterator)
         assert int(inputs["input"][0, 0]) == number == int(labels[0, 0])
-        assert loader.state_dict() == {"next": number + 1}
+        in_a_step = {"next": 0, TRAINED: number + 1}
+        assert loader.state_dict() == (in_a_step if accumulation > 1 else {"next": number + 1})
     state = loader.state_dict()
     loader.close()
 
-    resumed, _, _ = planning_loader(CountingLoader(8), ahead)
+    resumed, _, planned = planning_loader(CountingLoader(8), accumulation)
     resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
     assert [int(inputs["input"][0, 0]) for inputs, _ in resumed] == [3, 4, 5, 6, 7]
+    assert resumed.state_dict() == {"next": 8}
+    assert len(planned) == 5
+
+
+def test_a_step_without_enough_data_is_not_begun() -> None:
+    """torchtitan would draw its batches and train on none of them."""
+    loader, _, planned = planning_loader(CountingLoader(8), accumulation=3)
+    assert [int(labels[0, 0]) for _, labels in loader] == [0, 1, 2, 3, 4, 5]
+    assert len(planned) == 6
 
 
 def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed() -> None:
-    loader, engine, planned = planning_loader(CountingLoader(10), ahead=2, rows_per_microbatch=2)
+    loader, engine, planned = planning_loader(CountingLoader(10), accumulation=2, rows_per_microbatch=2)
     previous: list[int] = []
     for index, (inputs, _) in enumerate(loader):
         keys = inputs[PLAN_KEYS]
@@ -259,15 +277,16 @@ def worker_loader() -> Iterator[Callable[..., ParallelAwareDataloader]]:
         worker.join()
 
 
-def test_state_with_workers_is_that_of_the_last_consumed_batch(worker_loader) -> None:
-    loader, _, _ = planning_loader(worker_loader())
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_state_with_workers_is_that_of_the_last_consumed_batch(worker_loader, accumulation: int) -> None:
+    loader, _, _ = planning_loader(worker_loader(), accumulation)
     iterator = iter(loader)
     first = [next(iterator) for _ in range(3)]
     state = loader.state_dict()
     second = [next(iterator) for _ in range(3)]
     loader.close()
 
-    resumed, _, _ = planning_loader(worker_loader())
+    resumed, _, _ = planning_loader(worker_loader(), accumulation)
     resumed.load_state_dict(state)
     iterator = iter(resumed)
     again = [next(iterator) for _ in range(3)]

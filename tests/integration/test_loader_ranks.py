@@ -3,6 +3,7 @@
 Ranks are threads with a gloo group of their own, connected through real sockets.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -68,7 +69,9 @@ def on_all(items: Iterable[S], body: Callable[[S], T]) -> list[T]:
         return list(pool.map(body, items))
 
 
-def connect(ranks: list[OneRank], cp: int = 1, timeout_s: float = GROUP_TIMEOUT_S) -> list[PlanningLoader]:
+def connect(
+    ranks: list[OneRank], cp: int = 1, timeout_s: float = GROUP_TIMEOUT_S, accumulation: int = 1
+) -> list[PlanningLoader]:
     """One loader per rank, over one gloo group."""
     store = dist.HashStore()
 
@@ -88,7 +91,7 @@ def connect(ranks: list[OneRank], cp: int = 1, timeout_s: float = GROUP_TIMEOUT_
             lambda: planner,
             eos_id=EOS,
             rows_per_microbatch=2,
-            ahead=1,
+            accumulation=accumulation,
             snapshot=True,
             on_batch=lambda planned: None,
         )
@@ -131,9 +134,10 @@ def counting(lengths: list[int]) -> list[OneRank]:
     return [OneRank(CountingLoader(length, extra=documents(i))) for i, length in enumerate(lengths)]
 
 
-def test_the_shortest_rank_ends_all_after_the_same_batch() -> None:
-    loaders = connect(counting([5, 3, 5]))
-    assert drain_at_once(loaders) == ([[0, 1, 2]] * 3, [None] * 3)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_shortest_rank_ends_all_after_the_same_step(accumulation: int) -> None:
+    loaders = connect(counting([5, 3, 5]), accumulation=accumulation)
+    assert drain_at_once(loaders) == ([[0, 1, 2][: 4 - accumulation]] * 3, [None] * 3)
 
 
 ERRORS = {"iterator": SystemExit, "batch": OSError, "state": SystemExit}
@@ -216,6 +220,33 @@ def test_tokens_are_dealt_unless_a_rank_has_what_cannot_be(pixels_on: int | None
     warnings = [record.message for record in caplog.records if "leaves batches on the ranks" in record.message]
     assert len(warnings) == (pixels_on is not None)
     assert all("cannot deal batch key 'pixels'" in warning for warning in warnings)
+
+
+def dealt_over_steps(accumulation: int) -> list[PlanningLoader]:
+    """Loaders of two ranks whose documents get other homes; the lengths of the first rank's differ between batches."""
+    ranks = [replace(rank, placement="auto") for rank in counting([12, 12])]
+    rows = torch.arange(32).view(4, 8)
+    ranks[0].inner.documents = lambda number: rows // (8 >> number % 4)
+    return connect(ranks, accumulation=accumulation)
+
+
+def test_a_step_that_is_resumed_in_its_middle_is_dealt_alike() -> None:
+    def numbers(batches: list[Any]) -> list[list[int]]:
+        return [labels.flatten().tolist() for _, labels in batches]
+
+    loaders = dealt_over_steps(4)
+    iterators = [iter(loader) for loader in loaders]
+    first = on_all(iterators, lambda iterator: numbers(list(itertools.islice(iterator, 6))))
+    states = [loader.state_dict() for loader in loaders]
+    rest = on_all(iterators, lambda iterator: numbers(list(iterator)))
+    assert any(len(set(batch)) > 1 for batch in first[0][:4]), "no document came from another batch"
+    for step in range(2):
+        in_step = [token for batches in first for batch in batches[4 * step : 4 * step + 4] for token in batch]
+        assert step or sorted(in_step) == sorted([0, 1, 2, 3] * 64)
+    resumed = dealt_over_steps(4)
+    for loader, state in zip(resumed, states, strict=True):
+        loader.load_state_dict(state)
+    assert on_all(resumed, lambda loader: numbers(list(loader))) == rest
 
 
 def test_what_cannot_be_dealt_ends_a_job_that_insists() -> None:
@@ -308,8 +339,13 @@ def test_all_ranks_plan_by_the_rates_of_the_first(
     """Its link is fast; by the other's own rates everything would stay home. A change is in the log."""
     caplog.set_level("INFO")
     fast = LayerTimes(1.0, 0.0, 1e12, 1e12, 0.0, overlaps=False)
+    one_long = {"document_ids": torch.arange(32).sub(7).relu().view(4, 8)}  # so that other microbatches do not help
     ranks = [
-        OneRank(CountingLoader(2, extra=documents(rank)), placement=placement, rates=Corrections(times, layers=1))
+        OneRank(
+            CountingLoader(2, extra=one_long if rank == 0 else documents(1)),
+            placement=placement,
+            rates=Corrections(times, layers=1),
+        )
         for rank, times in enumerate((fast, replace(fast, bytes_per_second=1e-3)))
     ]
     loaders = connect(ranks)

@@ -10,7 +10,6 @@ import torch
 
 from tests.plans import random_tasks
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
-from torchtitan_cad.integration.loading.placement import Homes
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 
@@ -73,8 +72,7 @@ def test_bytes_between_hosts_are_those_of_a_microbatch() -> None:
 def test_placement_is_measured_by_the_bytes_of_all_batches() -> None:
     rng, statistics = np.random.default_rng(4), StepStatistics()
     for given, placed in (([1000, 100], [900, 10]), ([3000, 300], [1100, 30])):
-        homes = Homes([], None, np.array([given, placed]))
-        statistics.add(dataclasses.replace(random_batch(rng), homes=homes))
+        statistics.add(dataclasses.replace(random_batch(rng), home_bytes=np.array([given, placed])))
     figures = statistics.drain()
     assert (figures["placed_total"], figures["placed_worst"]) == (0.5, 0.1)
     statistics.add(random_batch(rng))

@@ -108,8 +108,9 @@ class CadSession:
 
     @property
     def deals(self) -> bool:
-        """Tell whether tokens of training batches may get other homes than the loader's."""
-        return self.cad.placement != "loader" and self.topology.dp * self.topology.cp > 1
+        """Tell whether tokens of training batches may get other homes, or microbatches, than the loader's."""
+        in_pipeline = self.topology.pp > 1 and self.job.microbatches * self.job.accumulation > 1
+        return self.cad.placement != "loader" and (in_pipeline or self.topology.dp * self.topology.cp > 1)
 
     @property
     def engine(self) -> CoreAttentionEngine:
@@ -264,7 +265,7 @@ class CadSession:
             lambda: self._built.training,
             eos_id=self.job.eos_id,
             rows_per_microbatch=None if self.topology.pp == 1 else self.job.rows // self.job.microbatches,
-            ahead=self.job.accumulation,
+            accumulation=self.job.accumulation,
             snapshot=self.job.checkpoints,
             on_batch=self._on_batch,
         )
@@ -306,7 +307,8 @@ class CadSession:
             self.engine.drop_plan(key)
         rows, seq_len = tokens.shape
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch(rows))
-        planned = self._built.validation.plan(document_starts(tokens, self.job.eos_id, document_ids), shape)
+        starts = document_starts(tokens, self.job.eos_id, document_ids)
+        (planned,), _ = self._built.validation.plan(starts, shape)
         self._validation_keys = planned.engine_keys
         return HostTensor.wrap(planned.keys)
 

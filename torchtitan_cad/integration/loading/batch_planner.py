@@ -1,9 +1,10 @@
 """From every rank's document boundaries to plans that the engine can execute.
 
 Every rank of a CAD group gathers the boundaries of all, computes the same plans for itself and compares fingerprints.
-The gathers run over a gloo group of their own, so planning never touches the accelerator's communicators. Every batch
-takes the same gathers on every rank; the first and the last begin with a status word, through which a rank that fails
-in between tells its peers. Where tokens get new homes, ids and labels follow by one all-to-all of the same group.
+The gathers run over a gloo group of their own, so planning never touches the accelerator's communicators. All batches
+of an optimizer step are planned together, by the same gathers on every rank; the first and the last begin with a status
+word, through which a rank that fails in between tells its peers. Where tokens get new homes, ids and labels follow by
+one all-to-all of the same group.
 """
 
 import hashlib
@@ -18,13 +19,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.integration.loading.placement import Homes, Placement
+from torchtitan_cad.integration.loading.placement import Homes, Layouts, Placement, moved_bytes
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Placed, Plan, PlannerConfig
 from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.exchange.traffic import measure_traffic
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
-from torchtitan_cad.planning.timed import LEAST_GAIN, RATES, plan_by_time
+from torchtitan_cad.planning.placement.step import plan_step
+from torchtitan_cad.planning.timed import LEAST_GAIN, RATES
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 _OK, _EXHAUSTED, _FAILED = range(3)
 _SHAPE, _RATES = slice(3, 6), slice(6, None)
 _WORDS = 5 + len(RATES)
-"""Numbers after the status in the first gather: how many document starts there are, whether the batch can be dealt, its
+"""Numbers after the status in the first gather: how many document starts there are, whether the step can be dealt, its
 shape, and this rank's rates (bits of doubles). In the last: a fingerprint of the plans, and zeros."""
 
 
@@ -55,13 +57,13 @@ class PlannedBatch:
     """Per plan, what this rank's kernel calls copy in one layer's forward."""
     between_hosts: list[int] = field(default_factory=list)
     """Per plan, the bytes of one layer's forward between hosts; empty where there is one host."""
-    homes: Homes | None = field(default=None, repr=False)
-    """Where the batch's tokens go before it is trained on; None without placement, and where they cannot be dealt."""
+    home_bytes: np.ndarray | None = field(default=None, repr=False)
+    """See ``moved_bytes``; None without placement, and where tokens cannot be dealt."""
 
 
 @dataclass(frozen=True)
 class PlanRules:
-    """Options of planning a batch; the same on all ranks.
+    """Options of planning; the same on all ranks.
 
     Attributes:
         config: of the planner.
@@ -86,7 +88,7 @@ class Exhausted(Exception):
 
 
 class BatchPlanner:
-    """Plans batches for one CAD group. All ranks of the group must plan the same batches in the same order.
+    """Plans steps for one CAD group. All ranks of the group must plan the same steps in the same order.
 
     Args:
         group: of gloo; None for a group of one, and for a dry run, in which all ranks are taken to have this one's
@@ -97,7 +99,7 @@ class BatchPlanner:
         engine: gets the plans.
         keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches; the step
             is at least ``rules.nano_batches``.
-        placement: gives the tokens new homes; what ``plan`` then plans for is the batch as ``placement.deal`` deals it.
+        placement: gives the tokens new homes; ``plan`` then plans for batches as ``placement.deal`` deals them.
     """
 
     def __init__(
@@ -117,38 +119,55 @@ class BatchPlanner:
         self._times: LayerTimes | None = None
         self._has_stayed = False
 
-    def plan(self, starts: np.ndarray, shape: BatchShape, *, can_deal: bool = False) -> PlannedBatch:
-        """Plan one batch from this rank's ``document_starts`` and make the plans known to the engine.
+    def plan(
+        self, starts: np.ndarray, shape: BatchShape, batches: int = 1, *, can_deal: bool = False
+    ) -> tuple[list[PlannedBatch], Homes | None]:
+        """Plan the ``batches`` of a step and make the plans known to the engine.
 
-        Tokens get new homes if there is a placement and every rank ``can_deal`` its part of the batch.
+        Tokens get new homes, which are returned, if there is a placement and every rank ``can_deal`` its part.
+
+        Args:
+            starts: this rank's ``document_starts`` in the rows of all batches, one after another.
+            shape: of every batch.
 
         Raises:
-            PeerError: a peer failed or disagrees on the batch's shape or documents.
+            PeerError: a peer failed or disagrees on the shape or on documents.
             PlanMismatchError: a peer computed another plan.
             Exhausted: a peer has no more data.
         """
-        gathered, deal = self._gather_starts(starts, shape, can_deal)  # and rates
+        step, each, homes = replace(shape, rows=batches * shape.rows), shape.microbatches, None
+        gathered, deal = self._gather_starts(starts, step, can_deal)  # and rates
         begin = time.perf_counter()  # without waits for peers
         try:
             nano_batches = self._rules.nano_batches
-            layouts = [nano_layouts(gathered, shape, i, self._cp, nano_batches) for i in range(shape.microbatches)]
-            homes = self.placement.choose(layouts, shape, self._times) if self.placement is not None and deal else None
-            plans = self._plan_homes(homes) if homes else self._plan_layouts(layouts)
-            every = list(itertools.chain.from_iterable(plans))
-            keys = [self._add_to_engine(nanos) for nanos in plans]
+            layouts = [nano_layouts(gathered, step, i, self._cp, nano_batches) for i in range(step.microbatches)]
+            if self.placement is not None and deal:
+                homes = self.placement.choose(layouts, step, self._times)
+            parts = [slice(first, first + each) for first in range(0, step.microbatches, each)]
+            plans = [self._plan_batch(layouts[part], homes.placed[part] if homes else None) for part in parts]
+            keys = [[self._add_to_engine(nanos) for nanos in batch] for batch in plans]
+            every = [plan for batch in plans for nanos in batch for plan in nanos]
             self._say_that_it_stays(every)
             for plan in every:
                 _ = plan.stats  # computed here, beside training, not when they are logged
         except Exception:
             self.announce_failure()
             raise
-        seconds = time.perf_counter() - begin
+        seconds = (time.perf_counter() - begin) / batches
         self._compare(every)
+        planned = [self._describe(*batch, shape, seconds) for batch in zip(plans, keys, strict=True)]
+        if homes is not None:
+            bytes_of = (moved_bytes(homes.placed[part]) for part in parts)
+            planned = [replace(batch, home_bytes=moved) for batch, moved in zip(planned, bytes_of, strict=True)]
+        return planned, homes
+
+    def _describe(self, plans: list[list[Plan]], keys: list[int], shape: BatchShape, seconds: float) -> PlannedBatch:
+        """Return what one batch needs of its plans, whose first keys are ``keys``."""
+        every, nano_batches = list(itertools.chain.from_iterable(plans)), self._rules.nano_batches
         per_row = torch.tensor(keys[: shape.microbatches]).repeat_interleave(shape.rows_per_microbatch)
         engine_keys = [key + nano for key in keys for nano in range(nano_batches)]
         copied = [self._engine.plan(key).copied_bytes(self._rules.shape) for key in engine_keys]
-        between = self._between_hosts(every)
-        return PlannedBatch(per_row, every, seconds, engine_keys, nano_batches, copied, between, homes)
+        return PlannedBatch(per_row, every, seconds, engine_keys, nano_batches, copied, self._between_hosts(every))
 
     def _between_hosts(self, plans: Sequence[Plan]) -> list[int]:
         hosts = np.array(self._rules.hosts)
@@ -162,20 +181,14 @@ class BatchPlanner:
         for key in planned.engine_keys:
             self._engine.drop_plan(key)
 
-    def _plan_homes(self, homes: Homes) -> list[list[Plan]]:
-        """Return the plans by which homes were chosen."""
-        return [[placed.plan for placed in nanos] for nanos in homes.placed]
+    def _plan_batch(self, given: Layouts, placed: list[list[Placed]] | None) -> list[list[Plan]]:
+        """Return the plans of a batch, one list per microbatch: those of its homes, or new ones for ``given``."""
+        return [[each.plan for each in nanos] for nanos in placed or self._plan_layouts(given)]
 
-    def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[Plan]]:
-        """Plan every nano-batch of every microbatch."""
-        return [self._plan_nanos(nanos) for nanos in layouts]
-
-    def _plan_nanos(self, layouts: list[TokenLayout]) -> list[Plan]:
+    def _plan_layouts(self, given: Layouts) -> list[list[Placed]]:
+        """Plan layouts as they are."""
         rules = self._rules
-        how = rules.shape, rules.config
-        if self._times is not None:
-            return [placed.plan for placed in plan_by_time(layouts, *how, self._times, rules.cost)]
-        return [make_plan(layout, *how, rules.cost) for layout in layouts]
+        return plan_step(given, rules.shape, rules.config, self._times, rules.cost, place=False)
 
     def _agree_on_rates(self, headers: torch.Tensor) -> None:
         """Take the rates of the group's first rank, and of the first such group of those that share homes."""

@@ -1,4 +1,4 @@
-"""Dealing a batch's tokens to the homes that ``place`` has found for them (``cad.placement``).
+"""Dealing the tokens of an optimizer step to the homes that ``plan_step`` has found for them (``cad.placement``).
 
 All ranks of a CAD group know the homes that the loader gave and those that the tokens get, so only ids and labels
 travel: who sends what to whom, and every token's position for RoPE, follow from the layouts.
@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import TokenLayout
+from torchtitan_cad.planning.intervals import concat_ranges
+
+Batch = tuple[dict[str, Tensor], Tensor]
+"""Inputs by name, and labels."""
 
 POSITIONS = "cad_positions"
 """Key of a dealt batch: int32 [B, S], every token's column in the row that it was loaded in, which RoPE goes by."""
@@ -23,16 +27,16 @@ POSITIONS = "cad_positions"
 
 @dataclass(frozen=True, eq=False)
 class Deal:
-    """Tokens that one data-parallel rank sends and receives. A flat position is row * S + column in a batch of B rows.
+    """Tokens that one data-parallel rank sends and receives. A flat position is row * S + column in B rows of a step.
 
-    Tokens travel in the order of (peer, layout, document, position).
+    Tokens travel in the order of (peer, document, position).
 
     Attributes (all int64):
         sent: [B * S] flat positions of the tokens that were loaded, in the order in which they are sent.
         send_counts: [dp] how many go to each data-parallel rank.
         received: [B * S] flat positions of what comes, in the order in which it comes.
         receive_counts: [dp] how many come from each.
-        source: [B * S] flat positions of what comes, in the batch of the rank that loaded it.
+        source: [B * S] flat positions of what comes, in the rows of the rank that loaded it.
     """
 
     sent: Tensor
@@ -42,48 +46,60 @@ class Deal:
     source: Tensor
 
     def scatter(self, came: Tensor) -> Tensor:
-        """Reorder ``came`` [B * S, ...] from the order of arrival to that of the batch."""
+        """Reorder ``came`` [B * S, ...] from the order of arrival to that of the rows."""
         dealt = torch.empty_like(came)
         dealt[self.received] = came
         return dealt
 
     def positions(self, seq_len: int) -> Tensor:
-        """Give the batch's positions [B, S]; see ``POSITIONS``."""
+        """Give the positions [B, S] of the rows; see ``POSITIONS``."""
         return self.scatter((self.source % seq_len).to(torch.int32)).view(-1, seq_len)
 
 
 def make_deal(
     given: Sequence[TokenLayout], homes: Sequence[TokenLayout], slots: Sequence[np.ndarray], dp_rank: int
 ) -> Deal:
-    """Return the part of data-parallel rank ``dp_rank`` in dealing a batch.
+    """Return the part of data-parallel rank ``dp_rank`` in dealing a step.
 
     Args:
-        given, homes: layouts of the batch's parts, old and new: the same documents, as many tokens on every rank.
+        given, homes: layouts of the step's parts, old and new: between them the same documents, whose ids are those of
+            the step, and in each part as many tokens on every rank.
         slots: of every part, [slices, tokens] flat positions of a rank's tokens in layout order; rank r of the layouts
             is slice r % slices of data-parallel rank r // slices.
     """
-    ways: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    offset = 0
-    for old, new, slot in zip(given, homes, slots, strict=True):
-        for mine, other, way in ((old, new, ways[0]), (new, old, ways[1])):
-            ranks = range(dp_rank * len(slot), (dp_rank + 1) * len(slot))
-            token = np.concatenate([mine.rank_positions(rank) for rank in ranks])
-            run = np.searchsorted(other.run_start, token, side="right") - 1
-            peer, cut = np.divmod(other.run_rank[run], len(slot))
-            there = slot[cut, other.run_row[run] + token - other.run_start[run]]
-            way.append(np.stack([peer, offset + token, slot.ravel(), there]))
-        offset += old.num_tokens
-    (out, _, out_counts), (into, source, into_counts) = (
-        _in_order(np.concatenate(way, axis=1), given[0].num_ranks // len(slots[0])) for way in ways
-    )
+    num_ranks, slot = given[0].num_ranks, np.stack(slots)
+    slices = slot.shape[1]
+    old, new = _joined(given), _joined(homes)
+    ways = []
+    for mine, other in ((old, new), (new, old)):
+        own = mine.seg_rank % num_ranks // slices == dp_rank
+        token = concat_ranges(mine.global_position(mine.seg_doc[own], mine.seg_start[own]), mine.seg_length[own])
+        run = np.searchsorted(other.run_start, token, side="right") - 1
+        part, rank = np.divmod(other.run_rank[run], num_ranks)
+        peer, cut = np.divmod(rank, slices)
+        there = slot[part, cut, other.run_row[run] + token - other.run_start[run]]
+        ways.append(_in_order(peer, token, slot.ravel(), there, num_ranks // slices))
+    (out, _, out_counts), (into, source, into_counts) = ways
     return Deal(out, out_counts, into, into_counts, source)
 
 
-def _in_order(tokens: np.ndarray, num_peers: int) -> tuple[Tensor, Tensor, list[int]]:
-    """From columns (peer, number, flat position here and there), give the last two by peer and number, and counts."""
-    order = np.lexsort((tokens[1], tokens[0]))
-    here, there = (torch.from_numpy(tokens[row][order]) for row in (2, 3))
-    return here, there, np.bincount(tokens[0], minlength=num_peers).tolist()
+def _joined(parts: Sequence[TokenLayout]) -> TokenLayout:
+    """Join parts into one layout over parts x ranks, which may have more tokens than others."""
+    num_ranks = parts[0].num_ranks
+    ranks = np.concatenate([part.seg_rank + number * num_ranks for number, part in enumerate(parts)])
+    doc, start, length = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("seg_doc", "seg_start", "seg_length")
+    )
+    return TokenLayout(len(parts) * num_ranks, ranks, doc, start, length, np.ones(len(ranks), dtype=bool))
+
+
+def _in_order(
+    peer: np.ndarray, token: np.ndarray, here: np.ndarray, there: np.ndarray, num_peers: int
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Give flat positions here and there by peer and token, and tokens per peer."""
+    order = np.lexsort((token, peer))
+    counts = np.bincount(peer, minlength=num_peers).tolist()
+    return torch.from_numpy(here[order]), torch.from_numpy(there[order]), counts
 
 
 def check_dealable(inputs: Mapping[str, Tensor], labels: Tensor) -> None:

@@ -1,6 +1,7 @@
-"""A data loader that plans ahead: the next batch is drawn and planned in a thread while the current one trains."""
+"""A data loader that plans ahead: the next step is drawn and planned in a thread while the current one trains."""
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -10,12 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
-import torch
+import numpy as np
 from torch._C import _error_if_any_worker_fails
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
+from torchtitan_cad.integration.loading.deal import Batch
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
 from torchtitan_cad.planning.model.batch import BatchShape
 
@@ -24,7 +26,9 @@ logger = logging.getLogger(__name__)
 PLAN_KEYS = "cad_plan"
 """Batch key that carries the plan of every row, [B] int64, from the loader to the model."""
 
-Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+TRAINED = "cad_trained_batches"
+"""Key of a loader's state in the middle of an optimizer step: how many of the step's batches were handed out. The other
+keys are then the inner loader's as the step began, from which all of it is drawn and planned again."""
 
 JOIN_S = 30.0
 """Seconds that closing waits for the planning thread, which in turn waits for the peers' planning threads."""
@@ -136,7 +140,7 @@ class PlanningLoader(Stateful):
     """Wraps a data loader; batches gain the key ``cad_plan``, and ``cad_positions`` where tokens are dealt.
 
     ``state_dict`` describes the last batch that was handed out, not the ones drawn ahead, so a checkpoint resumes with
-    the batch that would have come next.
+    the batch that would have come next. Of a step that the data does not suffice for no batch is handed out.
 
     Args:
         inner: the loader to draw from.
@@ -144,7 +148,7 @@ class PlanningLoader(Stateful):
             planning thread only, and dropped once their batch has been trained on.
         eos_id: document separator; None makes every row one document.
         rows_per_microbatch: rows that go through the model together; None for all.
-        ahead: batches drawn ahead; an optimizer step's worth keeps planning off the critical path.
+        accumulation: batches of an optimizer step, which are drawn and planned together, one step ahead.
         snapshot: record the loader's state with every batch (needed when checkpoints are saved).
         on_batch: called in the training thread with every batch's plans when the batch is handed out.
     """
@@ -154,16 +158,17 @@ class PlanningLoader(Stateful):
     _: KW_ONLY
     eos_id: int | None
     rows_per_microbatch: int | None
-    ahead: int
+    accumulation: int
     snapshot: bool
     on_batch: Callable[[PlannedBatch], None]
     _consumed_state: dict[str, Any] | None = field(default=None, init=False)
+    _to_skip: int = field(default=0, init=False)
     _producer: _Producer | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[Batch]:
         self._end_iteration()
         planner = self.planner()
-        producer = self._producer = _Producer(lambda put: self._produce(planner, put), self.ahead)
+        producer = self._producer = _Producer(lambda put: self._produce(planner, put), self.accumulation)
         # A step draws all its batches before its first forward, so plans of a step are in use until the next one draws.
         in_use: deque[PlannedBatch] = deque()
         cheaper = "" if planner.placement is None else "set cad.placement = 'loader', or "
@@ -171,12 +176,17 @@ class PlanningLoader(Stateful):
         while True:
             begin = time.perf_counter()
             try:
-                batch, planned, self._consumed_state = producer.get()
+                batch, planned, state = producer.get()
             except Exhausted:
                 return
+            if self._to_skip:
+                self._to_skip -= 1
+                planner.drop(planned)
+                continue
+            self._consumed_state = state
             pace.add(time.perf_counter() - begin, planned.seconds)
             in_use.append(planned)
-            while len(in_use) > 2 * self.ahead:
+            while len(in_use) > 2 * self.accumulation:
                 planner.drop(in_use.popleft())
             self.on_batch(planned)
             yield batch
@@ -186,8 +196,9 @@ class PlanningLoader(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._end_iteration()
-        self._consumed_state = None
-        self.inner.load_state_dict(state_dict)
+        self._consumed_state = state_dict
+        self._to_skip = state_dict.get(TRAINED, 0)
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != TRAINED})
 
     def close(self, timeout_s: float = JOIN_S) -> None:
         """Stop the planning thread, once it has joined its peers' current gather, so that none waits in vain.
@@ -212,30 +223,49 @@ class PlanningLoader(Stateful):
             )
 
     def _produce(self, planner: BatchPlanner, put: Callable[[Any], bool]) -> None:
-        """Draw and plan batches until some rank of the group has no more or stops, which raises ``Exhausted``."""
+        """Draw and plan steps until some rank of the group has no more or stops, which raises ``Exhausted``."""
         with _announced_failure(planner):
             iterator = iter(self.inner)
+            end = self._snapshot()
         while True:
-            placement, can_deal = planner.placement, False
+            begin, step = end, list[tuple[Batch, PlannedBatch]]()
             with _announced_failure(planner):
-                drawn = next(iterator, None)
-                if drawn is not None:
-                    inputs, labels = drawn
-                    document_ids = inputs.pop(DOCUMENT_IDS, None)
-                    can_deal = placement is not None and placement.can_deal(inputs, labels)
-                    starts = document_starts(inputs["input"], self.eos_id, document_ids)
-            if drawn is None:
+                drawn = list(itertools.islice(iterator, self.accumulation))
+                by_shape = itertools.groupby(drawn, lambda batch: batch[0]["input"].shape)
+                parts = [list(batches) for _, batches in by_shape]
+            if len(drawn) < self.accumulation:
                 planner.announce_exhausted()
-            rows, seq_len = inputs["input"].shape
-            shape = BatchShape(rows, seq_len, self.rows_per_microbatch or rows)
-            planned = planner.plan(starts, shape, can_deal=can_deal)
-            if placement is not None:
-                inputs, labels = placement.deal(planned.homes, inputs, labels)
+            for batches in parts:
+                step += self._plan(planner, batches)
             with _announced_failure(planner):
-                state = self.inner.state_dict() if self.snapshot else None
-                batch = ({**inputs, PLAN_KEYS: HostTensor.wrap(planned.keys)}, labels)
-            if not put((batch, planned, state)):
-                planner.announce_exhausted()
+                end = self._snapshot()
+            for number, each in enumerate(step, start=1):
+                state = begin and {**begin, TRAINED: number} if number < len(step) else end
+                if not put((*each, state)):
+                    planner.announce_exhausted()
+
+    def _snapshot(self) -> dict[str, Any] | None:
+        return self.inner.state_dict() if self.snapshot else None
+
+    def _plan(self, planner: BatchPlanner, batches: list[Batch]) -> list[tuple[Batch, PlannedBatch]]:
+        """Plan batches of one shape together, and deal their tokens."""
+        placement, starts, can_deal = planner.placement, list[np.ndarray](), True
+        with _announced_failure(planner):
+            rows, seq_len = batches[0][0]["input"].shape
+            for number, (inputs, labels) in enumerate(batches):
+                document_ids = inputs.pop(DOCUMENT_IDS, None)
+                can_deal = can_deal and placement is not None and placement.can_deal(inputs, labels)
+                begun = document_starts(inputs["input"], self.eos_id, document_ids)
+                starts.append(number * rows * seq_len + begun)
+        shape = BatchShape(rows, seq_len, self.rows_per_microbatch or rows)
+        planned, homes = planner.plan(np.concatenate(starts), shape, len(batches), can_deal=can_deal)
+        if placement is not None:
+            batches = placement.deal(homes, batches)
+        keyed = [
+            ({**inputs, PLAN_KEYS: HostTensor.wrap(each.keys)}, labels)
+            for (inputs, labels), each in zip(batches, planned, strict=True)
+        ]
+        return list(zip(keyed, planned, strict=True))
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""``cad.placement``: new homes for a batch's tokens, and the exchange that brings them there."""
+"""``cad.placement``: new homes for the tokens of an optimizer step, and the exchange that brings them there."""
 
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 
@@ -12,36 +12,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, check_dealable, make_deal
+from torchtitan_cad.integration.loading.deal import POSITIONS, Batch, Deal, check_dealable, make_deal
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Placed, PlannerConfig, TokenLayout
 from torchtitan_cad.planning.model.batch import BatchShape, dealt_slots
-from torchtitan_cad.planning.placement.halves import place_microbatch
+from torchtitan_cad.planning.placement.step import plan_step
 from torchtitan_cad.planning.plan import moved_by
-from torchtitan_cad.planning.timed import plan_by_time
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
 logger = logging.getLogger(__name__)
 
 Layouts = list[list[TokenLayout]]
-"""For every microbatch of a batch, the layouts of its nano-batches over data-parallel x context-parallel ranks."""
+"""For every microbatch of a step, the layouts of its nano-batches over data-parallel x context-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class Homes:
-    """The homes of one batch.
+    """The homes of an optimizer step.
 
     Attributes:
         placed: of every microbatch, its nano-batches' homes, those that the loader gave where there are no better ones,
             and the plans for them.
         deal: how this rank's tokens come there; None if all stay where they are.
-        num_bytes: [2, 2] bytes of one layer's forward, as ``Moved`` counts them, summed over layouts: of all ranks and
-            of the worst, first with the loader's homes and then with these.
     """
 
     placed: list[list[Placed]]
     deal: Deal | None
-    num_bytes: np.ndarray
 
     @property
     def layouts(self) -> Layouts:
@@ -92,12 +88,15 @@ class Placement:
         return True
 
     def choose(self, given: Layouts, shape: BatchShape, times: LayerTimes | None = None) -> Homes:
-        """Choose homes for a batch's tokens, maybe by time; the same on all ranks of the group."""
-        how = self.shape, self.config
-        if times is None or self.topology.group_stages > 1:  # in ticks the ranks of a stage do not attend alone
-            placed = [place_microbatch(nanos, *how, self.cost) for nanos in given]
-        else:
-            placed = [plan_by_time(nanos, *how, times, self.cost, place=True) for nanos in given]
+        """Choose homes for the tokens of a step, maybe by time; the same on all ranks of the group.
+
+        Args:
+            given: homes of the loader, with document ids of the step.
+            shape: of all the step's rows.
+        """
+        if self.topology.group_stages > 1:  # in ticks the ranks of a stage do not attend alone
+            times = None
+        placed = plan_step(given, self.shape, self.config, times, self.cost, place=True, stages=self.topology.pp)
         layouts = [[each.layout for each in nanos] for nanos in placed]
         cp, nano_batches = self.topology.cp, len(given[0])
         slots = [dealt_slots(shape, i, cp, nano_batches) for i in range(shape.microbatches)]
@@ -108,9 +107,7 @@ class Placement:
         deal = None
         if any(one is not other for one, other in zip(old, new, strict=True)):
             deal = make_deal(old, new, list(chain.from_iterable(slots)), self.rank % self._per_stage // cp)
-        every = list(chain.from_iterable(placed))
-        moved = [[moved_by(each.given) for each in every], [moved_by(each.plan) for each in every]]
-        return Homes(placed, deal, np.sum(moved, axis=1))
+        return Homes(placed, deal)
 
     def broadcast(self, words: Tensor) -> None:
         """Replace ``words`` by those of the first of the twins, which all call this together."""
@@ -121,19 +118,20 @@ class Placement:
         except RuntimeError as error:
             raise PeerError(f"agreeing with stages and tensor-parallel ranks failed: {error}") from error
 
-    def deal(self, homes: Homes | None, inputs: dict[str, Tensor], labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Exchange the batch that this rank has loaded for the one it trains on. Collective over group and twins.
+    def deal(self, homes: Homes | None, batches: list[Batch]) -> list[Batch]:
+        """Exchange the batches that this rank has loaded for those it trains on. Collective over group and twins.
 
         Args:
-            homes: None if some rank cannot deal its part of the batch, which then stays where it was loaded.
-            inputs: as ``check_dealable`` takes it.
+            homes: None if some rank cannot deal its part of the step, which then stays where it was loaded.
+            batches: of one step and one shape, as ``check_dealable`` takes them.
 
         Raises PeerError if a peer is gone, PlanMismatchError if a twin chose other homes.
         """
         self._compare([] if homes is None else homes.layouts)
         if homes is None or homes.deal is None:
-            return inputs, labels
-        tokens, deal = inputs["input"], homes.deal
+            return batches
+        tokens = torch.cat([inputs["input"] for inputs, _ in batches])
+        labels, deal = torch.cat([labels for _, labels in batches]), homes.deal
         mine = torch.stack((tokens.flatten(), labels.flatten()), dim=1)
         if self.group is None:
             came = mine[deal.source]
@@ -143,10 +141,11 @@ class Placement:
             try:
                 dist.all_to_all_single(came, mine[deal.sent], *counts, group=self.group)
             except RuntimeError as error:
-                raise PeerError(f"dealing a batch's tokens failed: {error}") from error
+                raise PeerError(f"dealing tokens failed: {error}") from error
         ids, targets = deal.scatter(came).unbind(1)
-        dealt = {"input": ids.reshape(tokens.shape), POSITIONS: deal.positions(tokens.shape[1])}
-        return dealt, targets.reshape(labels.shape)
+        dealt = (each.reshape(tokens.shape) for each in (ids, deal.positions(tokens.shape[1]), targets))
+        per_batch = zip(*(each.chunk(len(batches)) for each in dealt), strict=True)
+        return [({"input": ids, POSITIONS: positions}, targets) for ids, positions, targets in per_batch]
 
     def _per_peer(self, counts: list[int]) -> list[int]:
         """Per rank of the group, ``counts`` [dp] for those that differ from this one in that coordinate alone."""
@@ -173,6 +172,16 @@ class Placement:
                 "pipeline stages or tensor-parallel ranks deal a batch's tokens to different homes: all ranks must run "
                 "the same version of torchtitan_cad and numpy with the same [cad] table, and load the same rows"
             )
+
+
+def moved_bytes(placed: Sequence[Sequence[Placed]]) -> np.ndarray:
+    """[2, 2] bytes of one layer's forward, as ``Moved`` counts them, summed over layouts.
+
+    Those of all ranks and of the worst, first with the loader's homes and then with the new ones.
+    """
+    every = list(chain.from_iterable(placed))
+    moved = [[moved_by(each.given) for each in every], [moved_by(each.plan) for each in every]]
+    return np.sum(moved, axis=1)
 
 
 def _of_one_stage(config: PlannerConfig, num_ranks: int) -> PlannerConfig:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
-from torchtitan_cad.integration.loading.placement import Homes
-from torchtitan_cad.planning import Plan, TokenLayout
+from torchtitan_cad.integration.loading.placement import Layouts
+from torchtitan_cad.planning import Placed, Plan
 from torchtitan_cad.planning.model.batch import pool_layouts
 from torchtitan_cad.planning.pipeline.program import TickProgram
 
@@ -28,8 +28,7 @@ class TickPlanner(BatchPlanner):
         super().__init__(*options, **more)
         self._pools = program.pools
 
-    def _plan_homes(self, homes: Homes) -> list[list[Plan]]:
-        return self._plan_layouts(homes.layouts)
-
-    def _plan_layouts(self, layouts: list[list[TokenLayout]]) -> list[list[Plan]]:
-        return [self._plan_nanos(pool_layouts(layouts, pool.microbatches, self._per_stage)) for pool in self._pools]
+    def _plan_batch(self, given: Layouts, placed: list[list[Placed]] | None) -> list[list[Plan]]:
+        layouts = given if placed is None else [[each.layout for each in nanos] for nanos in placed]
+        pools = [pool_layouts(layouts, pool.microbatches, self._per_stage) for pool in self._pools]
+        return super()._plan_batch(pools, None)

@@ -56,8 +56,8 @@ class StepStatistics:
             ranked_before=sum(_ranked(plan, "loads_before") for plan in planned.plans),
             ranked_after=sum(_ranked(plan, "loads") for plan in planned.plans),
         )
-        if planned.homes is not None:
-            sums["home_bytes"] = planned.homes.num_bytes
+        if planned.home_bytes is not None:
+            sums["home_bytes"] = planned.home_bytes
         if planned.between_hosts:
             sums["between_hosts"] = sum(planned.between_hosts)
         for name, value in sums.items():
