@@ -11,7 +11,13 @@ from tokenizers import Tokenizer
 
 from torchtitan_cad.cli import main
 from torchtitan_cad.cli.prepare_command import length_table
-from torchtitan_cad.demo.datasets import STDLIB_FOLDER, build_synthetic_dataloader, read_sources, register_datasets
+from torchtitan_cad.demo.datasets import (
+    STDLIB_FOLDER,
+    UNITS,
+    build_synthetic_dataloader,
+    read_sources,
+    register_datasets,
+)
 from torchtitan_cad.demo.synthetic import SyntheticDataset, parse_lengths
 from torchtitan_cad.demo.tokenizer import EOS_TOKEN, prepare_tokenizer, train_tokenizer
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
@@ -92,6 +98,28 @@ class TestSources:
         numbers = [int(text.split("Module ")[1].split(".")[0]) for text in before]
         assert numbers != sorted(numbers)
 
+    def test_folders(self, sources, tmp_path):
+        files = sorted(sources.rglob("*.py"))
+        parents = sorted({file.parent for file in files})
+        expected = ["\n".join(file.read_text() for file in files if file.parent == parent) for parent in parents]
+        documents = read_sources(sources, unit="folder")
+        assert sorted(documents) == sorted(expected)
+        assert documents == read_sources(sources, unit="folder")
+        with pytest.raises(ValueError, match=r"has 0 folders with non-empty .py or .txt files, .* at least 1"):
+            read_sources(tmp_path, unit="folder")
+
+    def test_installed_packages(self, monkeypatch):
+        train, validation = (read_sources(split=split, unit="folder") for split in ("train", "validation"))
+        assert len(validation) == (len(train) + len(validation)) // 20
+        assert not set(validation) & set(train)
+        optimizers = Path(torch.__path__[0], "optim", "_multi_tensor", "__init__.py").read_text()
+        assert optimizers in train + validation
+        generated = Path(torch.__path__[0], "version.py").read_text()
+        assert not any(generated in text for text in train + validation)
+        monkeypatch.setattr("torchtitan_cad.demo.datasets.GENERATED", frozenset())
+        train, validation = (read_sources(split=split, unit="folder") for split in ("train", "validation"))
+        assert any(generated in text for text in train + validation)
+
     def test_what_is_left_out(self, tmp_path):
         (tmp_path / "kept.py").write_text("kept", encoding="utf-8")
         (tmp_path / "kept.txt").write_text("kept too", encoding="utf-8")
@@ -119,7 +147,8 @@ class TestSourcesLoader:
         DATASETS["of_somebody_else"] = other = DatasetConfig("", list, str)
         register_datasets()
         assert DATASETS.pop("of_somebody_else") is other
-        assert {"c4", "c4_test", "c4_validation", "python_stdlib", "python_stdlib_validation"} <= set(DATASETS)
+        sources = {f"python_{name}" for name in ("stdlib", "stdlib_validation", "packages", "packages_validation")}
+        assert {"c4", "c4_test", "c4_validation", *sources} <= set(DATASETS)
 
     def test_one_eos_between_documents(self, tokenizer, sources):
         texts = read_sources(sources)
@@ -130,9 +159,10 @@ class TestSourcesLoader:
         expected = [token for text in texts for token in [*tokenizer.encode(text, add_eos=False), EOS]]
         assert stream == expected[: len(stream)]
 
-    def test_default_path_is_the_standard_library(self, tokenizer):
-        inputs, _ = take(loader(tokenizer, "python_stdlib", None, batch=1, seq_len=16), 1)
-        assert read_sources()[0].startswith(tokenizer.decode(inputs.ravel().tolist()))
+    @pytest.mark.parametrize(("dataset", "unit"), UNITS.items())
+    def test_default_path_is_what_is_installed(self, tokenizer, dataset, unit):
+        inputs, _ = take(loader(tokenizer, dataset, None, batch=1, seq_len=16), 1)
+        assert read_sources(unit=unit)[0].startswith(tokenizer.decode(inputs.ravel().tolist()))
 
     def test_ranks_share_no_document(self, tokenizer, sources):
         modules = []

@@ -38,14 +38,14 @@ def run(
     from tokenizers import Tokenizer
 
     from torchtitan_cad.cli.shared import load_planner
-    from torchtitan_cad.demo.datasets import STDLIB_FOLDER, read_sources
+    from torchtitan_cad.demo.datasets import read_sources
     from torchtitan_cad.demo.tokenizer import prepare_tokenizer, training_sample
 
     if sources is not None and not sources.is_dir():
         raise ValueError(f"--sources {sources}: this is no folder; name one of .py or .txt files")
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output}: this is a file; name a folder")
-    texts = read_sources(sources or STDLIB_FOLDER)
+    texts = read_sources(sources)
     folder = prepare_tokenizer(output, vocab_size, kind, training_sample(texts), show_progress=True)
     load_planner()  # so that the ranks of the first run find the planners compiled
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -1,62 +1,88 @@
-"""Training data that needs no download: the standard library's sources, and synthetic documents.
+"""Training data that needs no download: Python sources that are installed here, and synthetic documents.
 
-    python_stdlib  one document a source file; python_stdlib_validation holds out every 20th file
-    synthetic      random tokens with given document lengths, see synthetic.py
+    python_stdlib    a document is a file of the standard library
+    python_packages  a document is a folder of installed packages: its .py files, one after another, as code models
+                     train on whole repositories; subfolders are documents of their own
+    synthetic        random tokens with given document lengths, see synthetic.py
 
-torchtitan is imported inside functions, so that `torchtitan-cad prepare` reads the corpus without loading it.
+The first two take `dataset_path` for other sources, and hold out every 20th document as python_stdlib_validation and
+python_packages_validation. torchtitan is imported inside functions: `torchtitan-cad prepare` does without it.
 """
 
 import os
 import random
 import sysconfig
+from collections import defaultdict
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_cad.demo.synthetic import SyntheticDataset
 
 Split = Literal["train", "validation"]
+Unit = Literal["file", "folder"]
 
+UNITS: dict[str, Unit] = {"python_stdlib": "file", "python_packages": "folder"}
+"""What is one document, by dataset."""
 STDLIB_FOLDER = Path(sysconfig.get_path("stdlib"))
+PACKAGES = ("numpy", "torch", "torchtitan")
+"""Every installation has them; those of the same versions give the same documents."""
+GENERATED = frozenset({"numpy/__config__.py", "torch/version.py"})
+"""Files of them that differ between builds of one version, and are left out."""
+INSTALLED: dict[Unit, str] = {"file": str(STDLIB_FOLDER), "folder": f"the packages {', '.join(PACKAGES)}"}
+"""Where documents come from without a `dataset_path`."""
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 SHUFFLE_SEED = 20251018
 HOLD_OUT_EVERY = 20
 
 
-def read_sources(folder: str | os.PathLike[str] = STDLIB_FOLDER, split: Split = "train") -> list[str]:
-    """Read every .py file below the standard library's folder, or every .py and .txt file below another one.
+def read_sources(path: str | os.PathLike[str] | None = None, split: Split = "train", unit: Unit = "file") -> list[str]:
+    """Read documents: by default the .py files of what is installed, else the .py and .txt files below `path`.
 
-    A file is a document. Installed packages, caches, copies, empty files and files that are not UTF-8 (some of Python's
-    own tests) are left out. Files are sorted by relative path and shuffled with a fixed seed; every 20th then belongs
-    to the validation split.
+    Installed packages inside others, caches, copies, empty files and files that are not UTF-8 (some of Python's own
+    tests) are left out. Files are sorted by relative path, and documents shuffled with a fixed seed; every 20th then
+    belongs to the validation split.
 
     Raises:
-        ValueError: if `folder` is not a folder or holds too few files for the split.
+        ValueError: if `path` is not a folder or holds too few documents for the split.
     """
     key = "training.dataset_path" if split == "train" else "validation.dataset_path"
-    folder = Path(folder)
-    if not folder.is_dir():
+    name = os.fspath(path or INSTALLED[unit])
+    roots, suffixes = [Path(name)], [".py", ".txt"]
+    if name == INSTALLED[unit]:
+        suffixes = [".py"]
+        if unit == "folder":
+            roots = [Path(import_module(package).__path__[0]) for package in PACKAGES]
+    if not all(root.is_dir() for root in roots):
         raise ValueError(
-            f'{key} = "{folder}" is not a folder; name a folder of .py or .txt files, or leave it out to use the '
-            "standard library's sources"
+            f'{key} = "{name}" is not a folder; name a folder of .py or .txt files, or leave it out to use '
+            f"{INSTALLED[unit]}"
         )
-    suffixes = (".py",) if folder == STDLIB_FOLDER else (".py", ".txt")
-    files: list[Path] = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
-        files += [Path(parent, name) for name in names if name.endswith(suffixes)]
-    files.sort(key=lambda file: file.relative_to(folder).as_posix())
+    files: dict[str, Path] = {}
+    for root in roots:
+        for parent, folders, names in os.walk(root):
+            folders[:] = [folder for folder in folders if folder not in SKIPPED_FOLDERS]
+            found = [Path(parent, file) for file in names if file.endswith(tuple(suffixes))]
+            files |= {file.relative_to(root.parent).as_posix(): file for file in found}
+    parts: defaultdict[Path, list[str]] = defaultdict(list)
+    for relative in sorted(files.keys() - GENERATED):
+        file = files[relative]
+        if text := _read_text(file):
+            parts[file if unit == "file" else file.parent].append(text)
 
     # A dict drops copies (the tests have some), so that no validation document is also a training document.
-    texts = list(dict.fromkeys(text for file in files if (text := _read_text(file))))
+    texts = list(dict.fromkeys("\n".join(part) for part in parts.values()))
     random.Random(SHUFFLE_SEED).shuffle(texts)
     held_out = HOLD_OUT_EVERY - 1
     chosen = [text for i, text in enumerate(texts) if (i % HOLD_OUT_EVERY == held_out) == (split == "validation")]
     if not chosen:
+        of_what = f"{'folders with ' * (unit == 'folder')}non-empty {' or '.join(suffixes)} files"
         raise ValueError(
-            f'{key} = "{folder}" has {len(texts)} non-empty {" or ".join(suffixes)} files, too few for the {split} '
-            f"split; name a folder with at least {1 if split == 'train' else HOLD_OUT_EVERY}"
+            f'{key} = "{name}" has {len(texts)} {of_what}, too few for the {split} split; name a folder with at least '
+            f"{1 if split == 'train' else HOLD_OUT_EVERY}"
         )
     return chosen
 
@@ -70,33 +96,26 @@ def _read_text(file: Path) -> str:
     return text if text.strip() else ""
 
 
-def _load_sources(folder: str, split: Split) -> Any:
+def _load_sources(path: str, split: Split, unit: Unit) -> Any:
     from datasets import Dataset
 
     # Map-style and in memory: torchtitan then resumes by sample index, and nothing is written to a cache folder.
-    return Dataset.from_dict({"text": read_sources(folder, split)})
-
-
-def _text_of(sample: dict[str, str]) -> str:
-    """Workers that are spawned get it pickled, which a lambda cannot be."""
-    return sample["text"]
+    return Dataset.from_dict({"text": read_sources(path, split, unit)})
 
 
 def register_datasets() -> None:
-    """Add the `python_stdlib` datasets to torchtitan's; calling it again changes nothing.
+    """Add the datasets of sources to torchtitan's; calling it again changes nothing.
 
     `synthetic` is not among them, because it yields tokens, not text: it has a loader of its own.
     """
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
-    variants: dict[str, Split] = {"python_stdlib": "train", "python_stdlib_validation": "validation"}
-    for name, split in variants.items():
-        DATASETS[name] = DatasetConfig(
-            path=str(STDLIB_FOLDER),
-            loader=partial(_load_sources, split=split),
-            sample_processor=_text_of,
-        )
+    splits: dict[str, Split] = {"": "train", "_validation": "validation"}
+    for name, unit in UNITS.items():
+        for suffix, split in splits.items():
+            load = partial(_load_sources, split=split, unit=unit)
+            DATASETS[name + suffix] = DatasetConfig(INSTALLED[unit], load, itemgetter("text"))
 
 
 def build_synthetic_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:

@@ -15,7 +15,7 @@ from torchtitan_cad.runtime.kernels.select import get_kernel
 
 SYNTHETIC = "synthetic"
 """Name of the demo's dataset for training that yields tokens, not text."""
-_DEMO_TEXTS = ("python_stdlib", "python_stdlib_validation")
+_DEMO_TEXTS = ("python_stdlib", "python_stdlib_validation", "python_packages", "python_packages_validation")
 _DEMO_FLAVOR = "debugmodel_cpu"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 _DEMO_VOCAB_SIZE = 2048

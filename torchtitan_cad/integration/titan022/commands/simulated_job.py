@@ -10,7 +10,7 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
-from torchtitan_cad.demo.datasets import read_sources
+from torchtitan_cad.demo.datasets import UNITS, read_sources
 from torchtitan_cad.demo.synthetic import parse_lengths
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
@@ -24,8 +24,8 @@ RANKS = 64
 """Taken where neither the job nor the caller says how many there are."""
 DRAWN = 5000
 """Documents drawn from a synthetic dataset."""
-CHARACTERS_PER_TOKEN = 3.1
-"""characters / token: of Python's standard library with the tokenizer of `torchtitan-cad prepare` (2048 tokens)."""
+CHARACTERS_PER_TOKEN = {"file": 3.0, "folder": 2.7}
+"""characters / token: of the demo's datasets with the tokenizer of `torchtitan-cad prepare` (2048 tokens)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -220,10 +220,11 @@ def _lengths(config: JobConfig, notes: list[str]) -> np.ndarray:
         notes.append(f"documents: {training.dataset_path} (training.dataset_path)")
         lengths = [drawn.draw(i, np.random.default_rng((drawn.seed, i))) for i in range(DRAWN)]
         return np.array(lengths, dtype=np.int64)
-    if training.dataset == "python_stdlib":
-        notes.append(f"documents: the dataset's files, {CHARACTERS_PER_TOKEN} characters a token (approximate)")
-        texts = read_sources(training.dataset_path) if training.dataset_path else read_sources()
-        return np.array([1 + round(len(text) / CHARACTERS_PER_TOKEN) for text in texts])
+    if (unit := UNITS.get(training.dataset)) is not None:
+        characters = CHARACTERS_PER_TOKEN[unit]
+        notes.append(f"documents: the dataset's {unit}s, {characters} characters a token (approximate)")
+        texts = read_sources(training.dataset_path, unit=unit)
+        return np.array([1 + round(len(text) / characters) for text in texts])
     notes.append(
         f"documents: {DEFAULT} (default), as the lengths of training.dataset = {training.dataset!r} are not known "
         "without reading it (--documents)"
