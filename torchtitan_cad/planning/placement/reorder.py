@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.model.batch import BatchShape
+from torchtitan_cad.planning.model.cost import CostModel
 
 
 def row_orders(work: FloatArray, ranks: int, microbatches: int) -> list[IntArray]:
@@ -53,3 +56,33 @@ def equal_work(work: FloatArray, rows: IntArray, parts: int) -> IntArray:
             break
         dealt[heavy, mine], dealt[part, theirs] = dealt[part, theirs], dealt[heavy, mine]
     return dealt
+
+
+def row_loads(
+    starts: Sequence[IntArray], shape: BatchShape, cost: CostModel, stages: int = 1
+) -> tuple[FloatArray, FloatArray]:
+    """Return the cost of attention of every rank in every microbatch, as loaded and with rows reordered.
+
+    Args:
+        starts: per rank, where the documents of its step begin; ``shape`` is of all the step's rows.
+        stages: pipeline stages that run the microbatches one after the other.
+
+    Returns:
+        Two arrays [ranks, microbatches].
+    """
+    work = np.stack([_row_work(each, shape, cost) for each in starts])
+    loaded = work.reshape(len(starts), shape.microbatches, -1).sum(axis=2)
+    orders = row_orders(work.ravel(), *loaded.shape)
+    ways = [loaded, *(work.ravel()[order].sum(axis=2) for order in orders)]
+    return loaded, min(ways, key=lambda loads: in_stages(loads.max(axis=0), stages))
+
+
+def _row_work(starts: IntArray, shape: BatchShape, cost: CostModel) -> FloatArray:
+    lengths, which = np.unique(np.diff(starts, append=shape.rows * shape.seq_len), return_inverse=True)
+    costs = np.array([cost.prefix_cost(length)[-1] for length in lengths.tolist()], dtype=np.float64)
+    return np.bincount(starts // shape.seq_len, weights=costs[which], minlength=shape.rows).astype(np.float64)
+
+
+def in_stages(seconds: FloatArray, stages: int) -> float:
+    """Return the time that microbatches, of ``seconds`` each, take to pass through a pipeline's ``stages``."""
+    return float(seconds.sum() + (stages - 1) * seconds.max())

@@ -1,0 +1,64 @@
+"""Steps without CAD, with rows reordered, and with CAD."""
+
+import numpy as np
+import pytest
+
+from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig
+from torchtitan_cad.planning.model.batch import BatchShape
+from torchtitan_cad.planning.outlook import Outlook, speedups
+from torchtitan_cad.planning.placement.reorder import in_stages
+
+TIMES = LayerTimes(unit=1e-6, linear=1e-7, bytes_per_second=1e12, between_hosts=1e12, exchange=0.0, overlaps=False)
+SHAPE = BatchShape(rows=2, seq_len=1024, rows_per_microbatch=1)
+LONG, SHORT = np.array([0]), np.arange(0, 1024, 128)
+"""Documents of a row."""
+
+
+def outlook(cp: int = 1, stages: int = 1, nano_batches: int = 1, times: LayerTimes | None = TIMES) -> Outlook:
+    shape, config = AttentionShape(4, 2, 32, 4), PlannerConfig(tolerance=0.02)
+    return Outlook(shape, config, None, nano_batches, cp, stages, times, times is not None, 3)
+
+
+def rows(*each: np.ndarray) -> np.ndarray:
+    """Where the documents of a rank's rows begin."""
+    return np.concatenate([number * SHAPE.seq_len + row for number, row in enumerate(each)])
+
+
+@pytest.mark.parametrize("nano_batches", [1, 2])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_rows_that_only_need_another_order(cp: int, nano_batches: int) -> None:
+    starts, ahead = [rows(LONG, SHORT), rows(SHORT, LONG)], outlook(cp, nano_batches=nano_batches)
+    plans = ahead.plan(starts, SHAPE, place=True)
+    assert [len(nanos) for nanos in plans] == [nano_batches] * 2
+    figures, count = ahead.without(starts, SHAPE, plans), 2 * nano_batches
+    # A long row is 8 x 9 / 2 tiles, of which a short one has 8.
+    assert figures["imbalance_before"] / count == pytest.approx(36 / 22)
+    assert figures["imbalance_reordered"] / count == pytest.approx(1.0)
+    assert figures["ranked_before"] / count == pytest.approx(np.repeat([36 / 22, 8 / 22], cp))
+    assert figures["loads_before"] == pytest.approx([44 / cp] * 2 * cp)
+    linear = 1e-7 * 1024 / cp
+    assert figures["seconds_before"] == pytest.approx(3 * 2 * (linear + 36e-6 / cp))
+    assert figures["seconds_reordered"] == pytest.approx(3 * (2 * linear + (36e-6 + 8e-6) / cp))
+    if (cp, nano_batches) == (1, 1):
+        assert figures["seconds_after"] == pytest.approx(figures["seconds_reordered"], rel=0.1)
+
+
+def test_rows_of_which_no_order_is_even() -> None:
+    starts, shape = [LONG, SHORT], BatchShape(1, 1024, 1)
+    plans = outlook().plan(starts, shape, place=False)
+    figures = outlook().without(starts, shape, plans)
+    assert figures["imbalance_reordered"] == figures["imbalance_before"] == pytest.approx(36 / 22)
+    assert figures["seconds_after"] < figures["seconds_before"]
+    assert outlook(times=None).without(starts, shape, plans).keys().isdisjoint({"seconds_before", "seconds_after"})
+
+
+def test_speedups() -> None:
+    figures = {"seconds_before": 4.0, "seconds_reordered": 4.0, "seconds_after": 2.0}
+    assert speedups(figures, 8.0) == {"speedup_reordered": 1.0, "speedup_after": pytest.approx(8 / 6)}
+    assert speedups(figures, 3.0)["speedup_after"] == pytest.approx(2.0)  # no more than the layers' own
+    assert speedups({}, 1.0) == {}
+
+
+def test_a_pipeline_waits_for_its_slowest_microbatch() -> None:
+    assert in_stages(np.array([1.0, 3.0, 2.0]), 1) == 6.0
+    assert in_stages(np.array([1.0, 3.0, 2.0]), 4) == 15.0
