@@ -22,14 +22,21 @@ from torchtitan_cad.integration.titan022 import metrics  # noqa: E402
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor, scalars_of  # noqa: E402
 
 OTHER_JOBS = {
-    f"cad/{tag}" for tag in ("placement/total(%)", "placement/worst(%)", "hosts/sent(MB)", "hosts/link(Gbit_s)")
+    f"cad/{tag}"
+    for tag in (
+        *("placement/total(%)", "placement/worst(%)", "hosts/sent(MB)", "hosts/link(Gbit_s)"),
+        *("imbalance/reordered", "speedup/reordered", "speedup/cad"),
+    )
 }
-"""Tags of jobs with placement, and on several hosts."""
+"""Tags of jobs with placement, on several hosts, and with ``cad.shadow``."""
 FIGURES: dict[str, Any] = {
     "exchange_seconds": 0.1,
     "exposed_percent": 2.0,
     "imbalance_before": 1.5,
     "imbalance_after": 1.0,
+    "imbalance_reordered": 1.2,
+    "speedup_reordered": 1.1,
+    "speedup_after": 1.3,
     "bytes_per_rank_mean": 1e6,
     "bytes_per_rank_max": 2e6,
     "bytes_copied": 3e6,
@@ -117,7 +124,7 @@ def test_validation_does_not_count_as_exchange_of_the_next_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor, clock = new_processor(monkeypatch, tmp_path), ExchangeClock()
-    session = types.SimpleNamespace(engine=types.SimpleNamespace(clock=clock))
+    session = types.SimpleNamespace(engine=types.SimpleNamespace(clock=clock), shadow=None)
     monkeypatch.setattr(metrics, "current_session", lambda: session)
     with clock.measure("waiting"):
         pass
@@ -144,6 +151,7 @@ def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, mo
         device=torch.device("cpu"),
         ranks=[0, 1],
         link_between_hosts=0.05,
+        shadow=None,
     )
     monkeypatch.setattr(metrics, "current_session", lambda: session)
     monkeypatch.setattr(metrics.StepsFile, "append", append)

@@ -25,6 +25,7 @@ flavor = "debugmodel"
 dataset = "python_stdlib"
 seq_len = 1024
 """
+SCHEDULE = ("--parallelism.pipeline_parallel_schedule=CAD1F1B",)
 MISTAKES = {
     "cad without its module, misspelled": (
         "[parallelism]\ncda = true",
@@ -99,6 +100,11 @@ MISTAKES = {
     "flash_attn on CPU": ("", ["--cad.kernel=flash_attn"], r"cad\.kernel = 'flash_attn' does not run on cpu .*; set"),
     "nano_batches": ("", ["--cad.nano_batches=3"], r"cad\.nano_batches = 3: set cad\.nano_batches to one of: 1, 2"),
     "tolerance": ("", ["--cad.tolerance=-1"], r"cad\.tolerance = -1\.0: set a finite number"),
+    "shadow in ticks": (
+        "",
+        ["--cad.shadow", "--parallelism.pipeline_parallel_degree=2", *SCHEDULE, "--training.local_batch_size=2"],
+        r"cad\.shadow = true .* = 'CAD1F1B'; set the schedule to '1F1B', or cad\.shadow to false",
+    ),
     "planner": ("", ["--cad.planner=foo"], r"cad\.planner = 'foo'.*set"),
     "unsupported model": ("", ["--model.name=deepseek_v3"], r"model\.name = 'deepseek_v3': set model\.name to one of"),
     "unwritable checkpoints": (

@@ -51,7 +51,7 @@ def run(
     from torchtitan_cad.integration.titan022.commands import comparison
     from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job
 
-    (ranks, places), args = _places(nproc), [f"--job.config_file={job}", *overrides]
+    (ranks, places), args = _places(nproc), [f"--job.config_file={job}", "--cad.no-shadow", *overrides]
     with tqdm(
         total=2 * rounds * steps, desc=f"training on {ranks} ranks", unit="step", leave=False, disable=None
     ) as bar:

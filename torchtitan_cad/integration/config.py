@@ -108,6 +108,12 @@ class Cad:
     plain causal mask. In both cases batches may carry "document_ids" instead.
     """
 
+    shadow: bool = False
+    """
+    True: train as torchtitan does, and log for every step what reordering whole rows, and CAD, would make of its
+    imbalance and its time (docs/shadow.md). Between ranks nothing but the places where documents begin is exchanged.
+    """
+
     heartbeat_seconds: float = 1.0
     """
     Seconds between heartbeats, by which a failed run names the peer at fault; five without one mean that it is gone.

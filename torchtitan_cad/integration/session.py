@@ -33,10 +33,12 @@ from torchtitan_cad.integration.machine import (
 )
 from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
+from torchtitan_cad.integration.shadow import Shadow
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, Plan, TileAreaCost, warm_up
 from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.model.batch import BatchShape
+from torchtitan_cad.planning.outlook import Outlook
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
@@ -88,7 +90,8 @@ class CadSession:
         self.monitor = self._start_monitor()
         self._mesh: DeviceMesh | None = None
         self._executor: _Executor | None = None
-        self._loader: PlanningLoader | None = None
+        self._loader: PlanningLoader | Shadow | None = None
+        self.shadow: Shadow | None = None
         self._batches = 0
         self._rates: Corrections | None = None
         self._step_begin, self._step_plans = 0.0, list[Plan]()
@@ -126,7 +129,7 @@ class CadSession:
     # Set-up -----------------------------------------------------------------------------------------------------------
 
     def _start_monitor(self) -> PeerMonitor | None:
-        if self.job.dry_run:
+        if self.job.dry_run or self.cad.shadow:
             return None
         return PeerMonitor(
             dist.distributed_c10d._get_default_store(),
@@ -239,7 +242,7 @@ class CadSession:
         return measure_times(compute, transport, *where, overlaps=self.cad.nano_batches == 2)
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
-        if self.monitor is None:
+        if self.job.dry_run:
             logger.info("CAD exchanges nothing in a dry run: rows from other ranks are zeros")
             return DryTransport(self.cad.buffer_bytes)
         if triton.runs_on(self.device):
@@ -270,6 +273,18 @@ class CadSession:
             on_batch=self._on_batch,
         )
         return self._loader
+
+    def build_shadow(self, loader: Loader, blocks: Sequence[nn.Module]) -> Shadow:
+        """Wrap the training loader for ``cad.shadow``, with rates measured by a transport that is needed no longer."""
+        times = None
+        if len(self.ranks) > 1 and not self.job.dry_run:
+            group = dist.new_group(self.ranks, use_local_synchronization=True)
+            times = self._measure_times(self._build_transport(group), blocks)
+            dist.destroy_process_group(group)
+        how = self.shape, self._config, self._cost, self.cad.nano_batches, self.topology.cp, self.topology.pp, times
+        outlook = Outlook(*how, self.cad.tolerance == "auto", len(blocks) // self.topology.pp)
+        self._loader = self.shadow = Shadow(loader, self.job, outlook, self._train_group, self.group_rank)
+        return self.shadow
 
     # While training ---------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,16 @@ from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
 from torchtitan_cad.planning import Plan
 
 PER = {
-    "plans": ("imbalance_before", "imbalance_after", "tolerance", "ranked_before", "ranked_after"),
+    "plans": (
+        "imbalance_before",
+        "imbalance_after",
+        "imbalance_reordered",
+        "tolerance",
+        "ranked_before",
+        "ranked_after",
+    ),
     "microbatches": ("bytes_per_rank_mean", "bytes_copied", "tasks", "tasks_moved"),
-    "batches": ("plan_seconds",),
+    "batches": ("plan_seconds", "seconds_before", "seconds_reordered", "seconds_after"),
 }
 """The counts over which figures are means."""
 
@@ -36,8 +43,8 @@ class StepStatistics:
         self._sums: defaultdict[str, Any] = defaultdict(float)
         self._most_bytes = 0.0
 
-    def add(self, planned: PlannedBatch) -> None:
-        """Add a batch's plans, of which numbers alone are kept."""
+    def add(self, planned: PlannedBatch, **others: Any) -> None:
+        """Add a batch's plans, of which numbers alone are kept, and ``others``, sums over the plans or the batch."""
         stats, nanos = [plan.stats for plan in planned.plans], planned.nano_batches
         sums = dict(
             batches=1,
@@ -60,7 +67,7 @@ class StepStatistics:
             sums["home_bytes"] = planned.home_bytes
         if planned.between_hosts:
             sums["between_hosts"] = sum(planned.between_hosts)
-        for name, value in sums.items():
+        for name, value in (sums | others).items():
             self._sums[name] = self._sums[name] + value
         worst_rank = np.reshape([s.max_rank_bytes for s in stats], (-1, nanos)).sum(axis=1)
         self._most_bytes = max(self._most_bytes, *worst_rank.tolist())
@@ -70,7 +77,7 @@ class StepStatistics:
         sums = self._sums
         if not sums["plans"]:
             return {}
-        figures = {name: sums[name] / sums[per] for per, names in PER.items() for name in names}
+        figures = {name: sums[name] / sums[per] for per, names in PER.items() for name in names if name in sums}
         figures |= {"loads_before": sums["loads_before"], "loads_after": sums["loads_after"]}
         figures["bytes_per_rank_max"] = float(self._most_bytes)
         if "home_bytes" in sums:

@@ -203,6 +203,11 @@ def _check_ticks(config: JobConfig) -> None:
     if schedule not in TICK_SCHEDULES or pp == 1:
         return
     selected = f"with parallelism.pipeline_parallel_schedule = {schedule!r}"
+    if config.cad.shadow:
+        raise ValueError(
+            f"cad.shadow = true trains as torchtitan does, which is not possible {selected}; set the schedule to "
+            "'1F1B', or cad.shadow to false"
+        )
     if config.cad.backward == "keep":
         raise ValueError(
             f"cad.backward = 'keep' is not possible {selected}: backward meets other microbatches than forward did; "

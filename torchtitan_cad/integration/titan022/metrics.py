@@ -1,6 +1,7 @@
 """CAD in torchtitan's log line, in TensorBoard (docs/metrics.md) and in the file that `torchtitan-cad report` reads."""
 
 import os
+import sys
 import threading
 import time
 from datetime import datetime
@@ -13,13 +14,16 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.report.steps_file import StepsFile
-from torchtitan_cad.integration.session import current_session
+from torchtitan_cad.integration.session import close_session, current_session
 
 TAGS: dict[str, tuple[str, float]] = {
     "cad/exchange/host(s)": ("exchange_seconds", 1),
     "cad/exchange/exposed(%)": ("exposed_percent", 1),
     "cad/imbalance/before": ("imbalance_before", 1),
     "cad/imbalance/after": ("imbalance_after", 1),
+    "cad/imbalance/reordered": ("imbalance_reordered", 1),
+    "cad/speedup/reordered": ("speedup_reordered", 1),
+    "cad/speedup/cad": ("speedup_after", 1),
     "cad/sent/mean(MB)": ("bytes_per_rank_mean", 1e-6),
     "cad/sent/max(MB)": ("bytes_per_rank_max", 1e-6),
     "cad/hosts/sent(MB)": ("bytes_between_hosts", 1e-6),
@@ -52,13 +56,16 @@ class CadMetricsProcessor(MetricsProcessor):
 
     def log(self, step: int, global_avg_loss: float, *others: float, extra_metrics: Any = None, **named: float) -> None:
         session = current_session()
-        figures = session.statistics.drain()
         # A resumed run does not log its first steps.
-        steps = step - (self._last_step or step - 1)
-        starting, waiting = session.engine.clock.reset()
-        figures["exchange_seconds"] = (starting + waiting) / steps
-        if session.device.type == "cpu":  # elsewhere the host does not wait
-            figures["exposed_percent"] = 100 * waiting / (time.perf_counter() - self.time_last_log)
+        steps, elapsed = step - (self._last_step or step - 1), time.perf_counter() - self.time_last_log
+        if session.shadow is not None:
+            figures = session.shadow.figures(elapsed / steps)
+        else:
+            figures = session.statistics.drain()
+            starting, waiting = session.engine.clock.reset()
+            figures["exchange_seconds"] = (starting + waiting) / steps
+            if session.device.type == "cpu":  # elsewhere the host does not wait
+                figures["exposed_percent"] = 100 * waiting / elapsed
         if "bytes_between_hosts" in figures and session.link_between_hosts:
             figures["link_between_hosts"] = session.link_between_hosts
         self._last_step = step
@@ -77,11 +84,13 @@ class CadMetricsProcessor(MetricsProcessor):
             if not self._closed:
                 super().log_validation(loss, step, extra_metrics)
         # As for torchtitan's own times, what comes before and the validation itself do not count for the next log line.
-        current_session().engine.clock.reset()
+        if (session := current_session()).shadow is None:
+            session.engine.clock.reset()
         self._last_step = step
 
     def close(self) -> None:
-        """Close the loggers, once. ``log`` does nothing from then on."""
+        """Close the loggers, once, and the session, if it is not closed. ``log`` does nothing from then on."""
+        close_session(failed=sys.exc_info()[0] is not None)
         with self._writing:
             if not self._closed:
                 super().close()
@@ -120,6 +129,11 @@ def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
 
 
 def _log_line(figures: dict[str, Any]) -> str:
+    if "imbalance_reordered" in figures:
+        ways = {"before": "as loaded", "reordered": "with rows reordered", "after": "with CAD"}
+        speeds = {way: f" ({figures[f'speedup_{way}']:.2f} x)" for way in ways if f"speedup_{way}" in figures}
+        parts = [f"{figures[f'imbalance_{way}']:.3f} {words}{speeds.get(way, '')}" for way, words in ways.items()]
+        return f"cad.shadow: imbalance {', '.join(parts)}  plan {figures['plan_seconds'] * 1e3:.1f} ms"
     exposed = placed = hosts = ""
     if "placed_total" in figures:
         total, worst = (100 * figures[name] for name in ("placed_total", "placed_worst"))

@@ -7,6 +7,7 @@
 torchtitan.
 """
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -94,6 +95,9 @@ def on_config(config: JobConfig) -> None:
     spec = check(config)
     check_inputs(config, spec)
     check_folders(config)
+    if config.cad.shadow:
+        _override(name, shadow_train_spec(spec, config.model.flavor))
+        return
     _override(name, cad_train_spec(spec, config.model.flavor))
     _undo.enter_context(mock.patch.object(titan_cp, "cp_shard", _contiguous_for_cad(titan_cp.cp_shard)))
     for trainer_cls in _trainer_classes():
@@ -201,6 +205,24 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         build_loss_fn=build_loss,
         build_validator_fn=validator and partial(upstream.build_validator, validator),
         build_metrics_processor_fn=CadMetricsProcessor,
+    )
+
+
+def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
+    """Make a spec that trains as ``spec`` does, while a ``Shadow`` sees the batches."""
+
+    def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
+        args = copy.deepcopy(spec.model_args[flavor])
+        with torch.random.fork_rng():  # the model's parameters will be drawn as without these measurements
+            with torch.device("meta"):
+                model: Any = spec.model_cls(args)
+            session = open_session(read_job(job_config, args, tokenizer.eos_id if tokenizer else None))
+            build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
+            loader = open_dataset("training", build, job_config=job_config, **options)
+            return session.build_shadow(loader, list(model.layers.values()))
+
+    return dataclasses.replace(
+        spec, build_dataloader_fn=build_dataloader, build_metrics_processor_fn=CadMetricsProcessor
     )
 
 
