@@ -37,14 +37,12 @@ from torchtitan_cad.planning.placement.table import (
     RANK,
     START,
     STRIPS,
+    WORST_WEIGHT,
     Table,
     link,
     touch,
     unlink,
 )
-
-WORST_WEIGHT = 0.3
-"""objective = total bytes + WORST_WEIGHT x number of ranks x bytes of the worst rank"""
 
 
 @jit_inner
@@ -152,7 +150,7 @@ def choose(table: Table, rank: int, one: int, other: int) -> None:
 
 @jit_inner
 def estimate(table: Table) -> float:
-    """Return the objective after the current move, see ``WORST_WEIGHT``.
+    """Return the objective after the move: total bytes + WORST_WEIGHT x number of ranks x worst rank's bytes.
 
     A power mean of order 8 over the bytes in and out of all ranks stands for the worst rank's bytes.
     """
@@ -170,7 +168,7 @@ def estimate(table: Table) -> float:
             reals[end, BYTES] += reals[rank, BYTES] - table.reals_before[at, BYTES]
             reals[end, POWER] += reals[rank, POWER] - table.reals_before[at, POWER]
     worst = np.sqrt(np.sqrt(np.sqrt(max(0.0, reals[end, POWER]) / (2 * len(table.limit)))))
-    return reals[end, BYTES] + WORST_WEIGHT * len(table.limit) * worst
+    return reals[end, BYTES] + prices[WORST_WEIGHT] * len(table.limit) * worst
 
 
 @jit_inner

@@ -49,8 +49,10 @@ assignment"""
 FEWER_NEAR = 4
 """moves tried from the initial assignment / moves tried near another one"""
 
-SHORT = 4
-"""Documents with work < mean work of a rank / SHORT are not cut, except to fill the last room."""
+Kind = tuple[int, float]
+KINDS: tuple[Kind, ...] = (4, 0.3), (2, 0.2), (1, 0.3)
+"""(short, WORST_WEIGHT) of the searches from initial assignments, in turns. Documents with work < mean work of a rank /
+short are not cut, except to fill the last room."""
 
 
 class Assignment(NamedTuple):
@@ -66,8 +68,9 @@ class HomeSearch:
     """Finds homes for the tokens of a layout; every call of :meth:`find` searches anew. Nodes are left to the plan."""
 
     def __init__(
-        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, short: int = SHORT
+        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, kind: Kind
     ) -> None:
+        short, worst_weight = kind
         num_ranks, tile, grid = layout.num_ranks, cost.granularity, config.min_shard
         lengths, room = layout.doc_lengths, layout.tokens_per_rank
         prefix = cost.prefix_cost(int(lengths.max())).astype(np.float64)
@@ -85,7 +88,8 @@ class HomeSearch:
         speeds = Speeds.of(config, num_ranks)
         speed = np.array([float(value) for value in speeds.values])[speeds.index]
         per_token = float(work[whole].sum()) / max(1, int(lengths[whole].sum()))
-        prices = np.array([shape.query_bytes, shape.kv_bytes, work.sum() / pairs.sum(), per_token, 0.0, 0.0])
+        per_pair = work.sum() / pairs.sum()
+        prices = np.array([shape.query_bytes, shape.kv_bytes, per_pair, per_token, 0.0, 0.0, worst_weight])
         size = int((lengths[long] // sizes[LEAST_CHUNK] + 3).sum()) + num_ranks
         self._table = make_table(size, (1 + config.tolerance) * mean * speed, speed, prefix, sizes, prices)
         self._layout, self._room = layout, room

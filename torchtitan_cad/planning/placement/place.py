@@ -15,15 +15,15 @@ from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TaskArray
-from torchtitan_cad.planning.placement.home_search import HomeSearch
+from torchtitan_cad.planning.placement.home_search import KINDS, HomeSearch
 from torchtitan_cad.planning.plan import Plan, entry_point_callers, make_plan, moved_by, warm_up
 from torchtitan_cad.planning.planners.local_search.planner import search
 
 _logger = logging.getLogger(__name__)
 
-SEARCHES = 80
-"""assignments planned x number of ranks: from the initial assignment, at least one, and as many near the best one so
-far. Estimates are coarse where ranks are few."""
+SEARCHES, SEARCHES_NEAR = 96, 64
+"""assignments planned x number of ranks: from initial ones, at least one, and near the best one so far. Estimates are
+coarse where ranks are few."""
 
 
 class Placed(NamedTuple):
@@ -60,16 +60,19 @@ def place_and_plan(
     before = least = moved_by(given)
     best = None
     if layout.num_ranks > 1 and before.worst and layout.seg_attends.all():
-        homes_search = HomeSearch(layout, shape, config, cost)
-        from_scratch, near = max(1, SEARCHES // layout.num_ranks), None
-        for seed in range(from_scratch + SEARCHES // layout.num_ranks):
-            homes, assignment = homes_search.find(seed, near if seed >= from_scratch else None)
+        from_scratch = max(1, SEARCHES // layout.num_ranks)
+        searches = [HomeSearch(layout, shape, config, cost, kind) for kind in KINDS[:from_scratch]]
+        for seed in range(from_scratch + SEARCHES_NEAR // layout.num_ranks):
+            homes_search, near = searches[seed % len(searches)], None
+            if best and seed >= from_scratch:
+                homes_search, near = best[2:]
+            homes, assignment = homes_search.find(seed, near)
             moved, tasks = _try(homes, shape, config, cost)
             if moved.score(before) < least.score(before):
-                best, least, near = (homes, tasks), moved, assignment
+                best, least = (homes, tasks, homes_search, assignment), moved
     if best is None:
         return Placed(layout, given, given)
-    homes, tasks = best
+    homes, tasks, *_ = best
     return Placed(homes, Plan.from_tasks(homes, shape, config, tasks(), cost, begin), given)
 
 
@@ -95,7 +98,7 @@ def place_small_batch() -> None:
     layout = TokenLayout.from_segments([[(0, 0, 2048)], [(1, 0, 1024), (2, 0, 1024)]])
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
     config = PlannerConfig()
-    HomeSearch(layout, shape, config, TileAreaCost(config.cost_tile)).find(0)
+    HomeSearch(layout, shape, config, TileAreaCost(config.cost_tile), KINDS[0]).find(0)
 
 
 entry_point_callers.append(place_small_batch)

@@ -60,15 +60,16 @@ NUM_TOUCHED, MOVE_NUMBER = range(2)
 TILE, GRID, LEAST_CHUNK = range(3)
 """Sizes in tokens: rows of a tile; grid of the cuts; smallest chunk that a move makes."""
 
-QUERY_BYTES, KEY_BYTES, PER_PAIR, PER_TOKEN, TYPICAL, HELP = range(6)
+QUERY_BYTES, KEY_BYTES, PER_PAIR, PER_TOKEN, TYPICAL, HELP, WORST_WEIGHT = range(7)
 """Prices:
 
-    QUERY_BYTES  bytes of a query
-    KEY_BYTES    bytes of a key
-    PER_PAIR     work of a (query, key) pair
-    PER_TOKEN    work of a token of a short document
-    TYPICAL      work that fits on a typical rank with room
-    HELP         bytes into a rank for work that others give away / square root of the work that fits on it"""
+    QUERY_BYTES   bytes of a query
+    KEY_BYTES     bytes of a key
+    PER_PAIR      work of a (query, key) pair
+    PER_TOKEN     work of a token of a short document
+    TYPICAL       work that fits on a typical rank with room
+    HELP          bytes into a rank for work that others give away / square root of the work that fits on it
+    WORST_WEIGHT  weight of the worst rank in the objective"""
 
 
 class Table(NamedTuple):
@@ -82,7 +83,7 @@ class Table(NamedTuple):
         counters: [2].
         limit, speed: [num_ranks] limit of the work and relative speed of each rank.
         prefix: prefix[i] is the work of the first i rows of tiles of a document.
-        sizes, prices: [3] and [6].
+        sizes, prices: [3] and [7].
     """
 
     ints: IntArray

@@ -117,28 +117,17 @@ def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: i
 
 
 @jit_inner
-def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
-    """Smallest cut b <= end such that [start, b) costs at least ``work``, as [start, end) does."""
+def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int, is_best: bool) -> int:
+    """Smallest cut b in (start, end] such that [a, b) costs at least ``work``, or ``end``.
+
+    The first query a is ``start`` or, with ``is_best``, b c_q / (c_q + c_kv).
+    """
     step = rules[STEP]
-    low, high = start // step + 1, -(-end // step)  # cut number ``high`` stands for ``end`` itself
+    low, high, begin = start // step + 1, -(-end // step), start  # cut number ``high`` stands for ``end`` itself
     while low < high:
         middle = (low + high) // 2
-        if _cost(prefix, rules, start, middle * step) >= work:
-            high = middle
-        else:
-            low = middle + 1
-    return min(end, low * step)
-
-
-@jit_inner
-def _best_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
-    """Smallest cut b in (start, end] such that [b c_q / (c_q + c_kv), b) costs at least ``work``, or ``end``."""
-    step = rules[STEP]
-    row_bytes = rules[PER_QUERY] + rules[PER_KEY]
-    low, high = start // step + 1, -(-end // step)
-    while low < high:
-        middle = (low + high) // 2
-        begin = middle * step * rules[PER_QUERY] // row_bytes // step * step
+        if is_best:
+            begin = middle * step * rules[PER_QUERY] // (rules[PER_QUERY] + rules[PER_KEY]) // step * step
         if _cost(prefix, rules, begin, middle * step) >= work:
             high = middle
         else:
@@ -168,12 +157,12 @@ def _best_range(
     step = rules[STEP]
     work = min(excess, room, _cost(prefix, rules, start, end))
     best, best_start, best_end = 0.0, start, end
-    stops = (_best_end(prefix, rules, start, end, work), end, start, received // step * step)
+    stops = (_first_end(prefix, rules, start, end, work, True), end, start, received // step * step)
     for stop in stops:
         if stop > end or stop < start:
             continue
         if stop == start or _cost(prefix, rules, start, stop) < work:
-            a, b = start, _first_end(prefix, rules, start, end, work)
+            a, b = start, _first_end(prefix, rules, start, end, work, False)
             if _cost(prefix, rules, a, b) > room:
                 b = (b - 1) // step * step
         else:
