@@ -18,6 +18,7 @@ from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.fill import fill
 from torchtitan_cad.planning.placement.halves import join, place_microbatch
 from torchtitan_cad.planning.placement.place import Placed
+from torchtitan_cad.planning.placement.reorder import in_stages
 from torchtitan_cad.planning.plan import Plan, make_plan, moved_by
 from torchtitan_cad.planning.timed import LEAST_GAIN, LayerTimes, plan_by_time, stay_home
 
@@ -129,14 +130,14 @@ def _by_time(
 ) -> Step:
     def seconds(step: Step) -> float:
         each = [times.microbatch_seconds([placed.plan for placed in nanos]) for nanos in step]
-        return sum(each) + (stages - 1) * max(each)
+        return in_stages(np.array(each), stages)
 
     def plan(nanos: Sequence[TokenLayout]) -> list[Placed]:
         return plan_by_time(nanos, shape, config, times, cost, place=place)
 
     home = [stay_home(nanos, shape, config, cost) for nanos in given]
     even = sum(times.best_seconds(placed.plan) for nanos in home for placed in nanos)
-    even += (stages - 1) * even / len(given)
+    even += (stages - 1) * even / len(given)  # of equal microbatches
     least = (1 - LEAST_GAIN) * seconds(home)
     if config.planner == "home" or even > least:
         return home
