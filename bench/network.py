@@ -5,8 +5,9 @@
 
 Nodes are network namespaces of this machine (tests/nodes/network.py: Linux, root, iproute2), with one rank on a core of
 its own each. Every rate and mode trains the same job, in turns; the time of a step is that of the slowest rank, the
-median of the rounds. Predictions are `simulate`'s, with compute as stock takes it on the fastest link. Prints a table,
-and writes JSON and a picture. Nothing else should run then.
+median of the rounds. Predictions are `simulate`'s, with compute as stock takes it on the fastest link, and with what
+stock takes on the same link besides, for FSDP's traffic. Prints a table, and writes JSON and a picture. Nothing else
+should run then.
 """
 
 import dataclasses
@@ -97,21 +98,24 @@ def measure(options: Options, overrides: Sequence[str]) -> list[Record]:
 
 
 def tabulate(runs: dict[tuple[float, str], Runs], job: SimulatedJob) -> list[Record]:
-    """Return one record per rate and mode; predictions are by what stock takes on the fastest link."""
+    """Return one record per rate and mode, with a prediction for those with CAD."""
     seconds = {case: each.step_seconds for case, each in runs.items()}
     first = next(iter(runs))[0], "stock"
     guesses = {case: predicted_seconds(runs[first], job, *case) for case in runs}
-    rest = float(seconds[first].mean()) - guesses[first]
-    return [
-        {
-            "Mbit/s": rate / 1e6 or "no limit",
-            "mode": mode,
-            "ms per step": 1e3 * float(seconds[rate, mode].mean()),
-            "predicted ms": 1e3 * (guesses[rate, mode] + rest),
-            "speed over stock": float(seconds[rate, "stock"].sum() / seconds[rate, mode].sum()),
-        }
-        for rate, mode in runs
-    ]
+    records: list[Record] = []
+    for rate, mode in runs:
+        mine, stock = seconds[rate, mode], seconds[rate, "stock"]
+        guess = guesses[rate, mode] + float(stock.mean()) - guesses[rate, "stock"]
+        records.append(
+            {
+                "Mbit/s": rate / 1e6 or "no limit",
+                "mode": mode,
+                "ms per step": 1e3 * float(mine.mean()),
+                "predicted ms": "" if mode == "stock" else 1e3 * guess,
+                "speed over stock": float(stock.sum() / mine.sum()),
+            }
+        )
+    return records
 
 
 def predicted_seconds(stock: Runs, job: SimulatedJob, rate: float, mode: str) -> float:
@@ -123,7 +127,7 @@ def predicted_seconds(stock: Runs, job: SimulatedJob, rate: float, mode: str) ->
 
 
 def draw(records: list[Record], path: Path) -> None:
-    """Draw the time of a step over the rate, measured and predicted, two lines per mode."""
+    """Draw the time of a step over the rate, measured and, with CAD, predicted."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
@@ -132,7 +136,10 @@ def draw(records: list[Record], path: Path) -> None:
         times = [record["ms per step"] for record in records if record["mode"] == mode]
         (line,) = axes.plot(np.arange(len(rates)), times, marker="o", label=mode)
         predicted = [record["predicted ms"] for record in records if record["mode"] == mode]
-        axes.plot(np.arange(len(rates)), predicted, linestyle=":", color=line.get_color(), label=f"{mode}, predicted")
+        if mode != "stock":
+            axes.plot(
+                np.arange(len(rates)), predicted, linestyle=":", color=line.get_color(), label=f"{mode}, predicted"
+            )
     axes.set_xticks(range(len(rates)), [rate if isinstance(rate, str) else f"{rate:g}" for rate in rates])
     axes.set_xlabel("rate of the link between two nodes, Mbit/s")
     axes.set_ylabel("ms per step")

@@ -22,8 +22,8 @@ def test_times_every_mode_at_every_rate(tmp_path: Path) -> None:
     rows = json.loads(output.read_text())["rows"]
     assert [row[:2] for row in rows] == [[1000.0, "stock"], [1000.0, "cad"]]
     assert rows[0][4] == 1
-    assert rows[0][3] == pytest.approx(rows[0][2])  # stock on the fastest link is the measure of predictions
-    assert all(milliseconds > 0 < predicted for _, _, milliseconds, predicted, _ in rows)
+    assert rows[0][3] == ""
+    assert rows[1][3] > 0 < rows[1][2]
     assert output.with_suffix(".png").stat().st_size > 0
 
 
