@@ -90,7 +90,7 @@ class CadSession:
         self.monitor = self._start_monitor()
         self._mesh: DeviceMesh | None = None
         self._executor: _Executor | None = None
-        self._loader: PlanningLoader | Shadow | None = None
+        self._loader: PlanningLoader | None = None
         self.shadow: Shadow | None = None
         self._batches = 0
         self._rates: Corrections | None = None
@@ -283,7 +283,7 @@ class CadSession:
             dist.destroy_process_group(group)
         how = self.shape, self._config, self._cost, self.cad.nano_batches, self.topology.cp, self.topology.pp, times
         outlook = Outlook(*how, self.cad.tolerance == "auto", len(blocks) // self.topology.pp)
-        self._loader = self.shadow = Shadow(loader, self.job, outlook, self._train_group, self.group_rank)
+        self.shadow = Shadow(loader, self.job, outlook, self._train_group, self.group_rank)
         return self.shadow
 
     # While training ---------------------------------------------------------------------------------------------------

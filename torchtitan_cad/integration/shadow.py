@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 60.0
 """seconds: maximum for which a log line waits for the plan of its step"""
+CLOSE_S = 5.0
+"""seconds: maximum for which the end of the job waits for the thread, which may wait for a peer that is gone"""
 
 
 @dataclass(eq=False)
@@ -78,7 +80,7 @@ class Shadow(Stateful):
         figures = self._statistics.drain()
         return figures | speedups(figures, step_seconds)
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Wait until this rank has done its part for the steps so far; False if it has not in that time."""
         with (done := self._steps.all_tasks_done):
             return done.wait_for(lambda: self._failed or not self._steps.unfinished_tasks, timeout_s)

@@ -1,7 +1,6 @@
 """CAD in torchtitan's log line, in TensorBoard (docs/metrics.md) and in the file that `torchtitan-cad report` reads."""
 
 import os
-import sys
 import threading
 import time
 from datetime import datetime
@@ -14,7 +13,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.report.steps_file import StepsFile
-from torchtitan_cad.integration.session import close_session, current_session
+from torchtitan_cad.integration.session import current_session
+from torchtitan_cad.integration.shadow import Shadow
 
 TAGS: dict[str, tuple[str, float]] = {
     "cad/exchange/host(s)": ("exchange_seconds", 1),
@@ -47,6 +47,7 @@ class CadMetricsProcessor(MetricsProcessor):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None) -> None:
         super().__init__(job_config, parallel_dims)
         self._last_step = 0
+        self._shadow: Shadow | None = None
         self._steps_file: StepsFile | None = None
         self._write_failed = False
         self._writing = threading.Lock()  # a signal closes from another thread, perhaps in the middle of a step's log
@@ -56,10 +57,11 @@ class CadMetricsProcessor(MetricsProcessor):
 
     def log(self, step: int, global_avg_loss: float, *others: float, extra_metrics: Any = None, **named: float) -> None:
         session = current_session()
+        self._shadow = session.shadow
         # A resumed run does not log its first steps.
         steps, elapsed = step - (self._last_step or step - 1), time.perf_counter() - self.time_last_log
-        if session.shadow is not None:
-            figures = session.shadow.figures(elapsed / steps)
+        if self._shadow is not None:
+            figures = self._shadow.figures(elapsed / steps)
         else:
             figures = session.statistics.drain()
             starting, waiting = session.engine.clock.reset()
@@ -89,10 +91,11 @@ class CadMetricsProcessor(MetricsProcessor):
         self._last_step = step
 
     def close(self) -> None:
-        """Close the loggers, once, and the session, if it is not closed. ``log`` does nothing from then on."""
-        close_session(failed=sys.exc_info()[0] is not None)
+        """Close the loggers, once. ``log`` does nothing from then on."""
         with self._writing:
             if not self._closed:
+                if self._shadow is not None:
+                    self._shadow.close()
                 super().close()
             self._closed = True
 
