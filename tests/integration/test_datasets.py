@@ -105,7 +105,7 @@ class TestSources:
         documents = read_sources(sources, unit="folder")
         assert sorted(documents) == sorted(expected)
         assert documents == read_sources(sources, unit="folder")
-        with pytest.raises(ValueError, match=r"has 0 folders with non-empty .py or .txt files, .* at least 1"):
+        with pytest.raises(ValueError, match=r"has 0 folders of .py or .txt with text, .* at least 1"):
             read_sources(tmp_path, unit="folder")
 
     def test_installed_packages(self, monkeypatch):

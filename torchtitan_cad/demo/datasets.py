@@ -9,6 +9,7 @@ The first two take `dataset_path` for other sources, and hold out every 20th doc
 python_packages_validation. torchtitan is imported inside functions: `torchtitan-cad prepare` does without it.
 """
 
+import contextlib
 import os
 import random
 import sysconfig
@@ -68,32 +69,21 @@ def read_sources(path: str | os.PathLike[str] | None = None, split: Split = "tra
             found = [Path(parent, file) for file in names if file.endswith(tuple(suffixes))]
             files |= {file.relative_to(root.parent).as_posix(): file for file in found}
     parts: defaultdict[Path, list[str]] = defaultdict(list)
-    for relative in sorted(files.keys() - GENERATED):
-        file = files[relative]
-        if text := _read_text(file):
-            parts[file if unit == "file" else file.parent].append(text)
-
+    for file in (files[relative] for relative in sorted(files.keys() - GENERATED)):
+        with contextlib.suppress(UnicodeDecodeError):
+            if (text := file.read_bytes().decode("utf-8")).strip():
+                parts[file if unit == "file" else file.parent].append(text)
     # A dict drops copies (the tests have some), so that no validation document is also a training document.
     texts = list(dict.fromkeys("\n".join(part) for part in parts.values()))
     random.Random(SHUFFLE_SEED).shuffle(texts)
     held_out = HOLD_OUT_EVERY - 1
     chosen = [text for i, text in enumerate(texts) if (i % HOLD_OUT_EVERY == held_out) == (split == "validation")]
     if not chosen:
-        of_what = f"{'folders with ' * (unit == 'folder')}non-empty {' or '.join(suffixes)} files"
         raise ValueError(
-            f'{key} = "{name}" has {len(texts)} {of_what}, too few for the {split} split; name a folder with at least '
-            f"{1 if split == 'train' else HOLD_OUT_EVERY}"
+            f'{key} = "{name}" has {len(texts)} {unit}s of {" or ".join(suffixes)} with text, too few for the {split} '
+            f"split; name a folder with at least {1 if split == 'train' else HOLD_OUT_EVERY}"
         )
     return chosen
-
-
-def _read_text(file: Path) -> str:
-    """Return the file's contents; "" if it is not UTF-8 or only white space."""
-    try:
-        text = file.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return ""
-    return text if text.strip() else ""
 
 
 def _load_sources(path: str, split: Split, unit: Unit) -> Any:
