@@ -212,13 +212,14 @@ def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
     """Make a spec that trains as ``spec`` does, while a ``Shadow`` sees the batches."""
 
     def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
+        build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
+        loader = open_dataset("training", build, job_config=job_config, **options)
         args = copy.deepcopy(spec.model_args[flavor])
-        with torch.random.fork_rng():  # the model's parameters will be drawn as without these measurements
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):  # the model's parameters will be drawn as without these measurements
             with torch.device("meta"):
                 model: Any = spec.model_cls(args)
             session = open_session(read_job(job_config, args, tokenizer.eos_id if tokenizer else None))
-            build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
-            loader = open_dataset("training", build, job_config=job_config, **options)
             return session.build_shadow(loader, list(model.layers.values()))
 
     return dataclasses.replace(
