@@ -1,4 +1,4 @@
-"""Time of a step with and without a pool of attention over all stages: three schedules, simulated.
+"""Time of a step with and without a pool of attention over all stages: four schedules, simulated.
 
     python -m bench.pipeline --pretrain document_lengths.json
 
@@ -8,15 +8,16 @@ microbatch's documents lie end to end over the data-parallel ranks and may span 
 
 - ``1F1B``: every rank attends for its own tokens.
 - ``1F1B + CAD``: the ranks of one stage share the attention of each microbatch.
+- ``1F1B + CAD, placed``: the documents of the step are first divided among its microbatches and ranks anew.
 - ``CAD1F1B``: all ranks, of all stages, share the attention of each tick (planning/pipeline/ticks.py).
 
-The ideal divides all attention evenly over all ranks and has the bubble of the linear work alone.
+The ideal divides all attention evenly over all ranks and has the bubble of the linear work alone. Equal microbatches
+divide it as evenly, but wait in the bubble of 1F1B with it.
 """
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import tyro
@@ -24,9 +25,9 @@ from tqdm import tqdm
 
 from bench.record import Record, conclude
 from bench.workloads import SHAPE, TOKENS_PER_RANK, known_workloads, workload_layout
-from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, plan_step
 from torchtitan_cad.planning.model.layout import stack
-from torchtitan_cad.planning.pipeline.ticks import tick_schedule
+from torchtitan_cad.planning.pipeline.ticks import Tick, tick_schedule
 from torchtitan_cad.simulation.streams import one_f_one_b
 
 PAIRS_PER_TOKEN = 26_600
@@ -35,7 +36,7 @@ parameters, against 4 x 4096 operations per pair."""
 BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
 """Cost of backward over that of forward."""
 TILE = 128
-SCHEDULES = ("1F1B", "1F1B + CAD", "CAD1F1B")
+SCHEDULES = ("1F1B", "1F1B + CAD", "1F1B + CAD, placed", "CAD1F1B")
 
 
 @dataclass(frozen=True)
@@ -66,45 +67,46 @@ class Step:
 
     def loads(self, layout: TokenLayout, planner: str) -> np.ndarray:
         """Attention time of every rank of the layout."""
-        plan = make_plan(layout, SHAPE, PlannerConfig(tolerance=self.tolerance, planner=planner))
-        return plan.stats.loads * TILE * TILE / (PAIRS_PER_TOKEN * TOKENS_PER_RANK)
+        return seconds(make_plan(layout, SHAPE, PlannerConfig(tolerance=self.tolerance, planner=planner)))
 
-    def ideal(self) -> float:
-        """All attention divided evenly, and the linear work with its bubble."""
-        attention = sum(float(self.loads(layout, "home").sum()) for layout in self.layouts) * self.pp
-        ticks = len(self.layouts) + self.pp - 1
-        return ticks * (1 + BACKWARD_LINEAR) + attention * (1 + BACKWARD_ATTENTION) / (self.pp * self.dp)
+    def shared_loads(self, place: bool) -> np.ndarray:
+        """[microbatches, ranks] attention time where the ranks of a stage share it."""
+        given = [[replace(each, seg_doc=each.seg_doc + (i << 32))] for i, each in enumerate(self.layouts)]
+        config = PlannerConfig(tolerance=self.tolerance)
+        return np.stack(
+            [seconds(each.plan) for (each,) in plan_step(given, SHAPE, config, place=place, stages=self.pp)]
+        )
+
+    def ideal(self, attention_waits: bool = False) -> float:
+        """All attention divided evenly, and the linear work with its bubble, in which attention may wait, too."""
+        attention = sum(float(self.loads(layout, "home").mean()) for layout in self.layouts)
+        bubble = (self.pp - 1) / len(self.layouts)
+        linear = len(self.layouts) * (1 + BACKWARD_LINEAR) * (1 + bubble)
+        return linear + attention * (1 + BACKWARD_ATTENTION) * (1 + bubble * attention_waits)
 
 
-class Figures(NamedTuple):
-    """Time of a step, and the largest load over the mean of all ranks in a tick; 0 without ticks."""
-
-    makespan: float
-    worst_tick: float = 0.0
+def seconds(plan: Plan) -> np.ndarray:
+    """Attention time of every rank."""
+    return plan.stats.loads * TILE * TILE / (PAIRS_PER_TOKEN * TOKENS_PER_RANK)
 
 
-def simulate(step: Step, schedule: str) -> Figures:
+def simulate(step: Step, schedule: str) -> float:
     """Time the step under one of SCHEDULES."""
     if schedule == "CAD1F1B":
-        return _in_ticks(step)
-    shared = schedule == "1F1B + CAD"
-    loads = np.stack([step.loads(layout, "local_search" if shared else "home") for layout in step.layouts])
+        return sum(_tick_seconds(step, tick) for tick in tick_schedule(step.pp, len(step.layouts)))
+    if shared := "CAD" in schedule:
+        loads = step.shared_loads(place="placed" in schedule)
+    else:
+        loads = np.stack([step.loads(layout, "home") for layout in step.layouts])
     # The ranks of a stage that share attention wait for each other in every layer.
-    ranks = [loads.max(axis=1)] if shared else list(loads.T)
-    forward = [1 + rank for rank in ranks]
-    backward = [BACKWARD_LINEAR + BACKWARD_ATTENTION * rank for rank in ranks]
-    return Figures(max(one_f_one_b(step.pp, f.tolist(), b.tolist()) for f, b in zip(forward, backward, strict=True)))
+    together = [shared] * len(loads)
+    return one_f_one_b(step.pp, 1 + loads, BACKWARD_LINEAR + BACKWARD_ATTENTION * loads, together)
 
 
-def _in_ticks(step: Step) -> Figures:
-    makespan = worst = 0.0
-    for tick in tick_schedule(step.pp, len(step.layouts)):
-        live = [step.layouts[work.microbatch] if work else None for work in tick.work]
-        loads = step.loads(stack(live, step.dp), "local_search")
-        linear, attention = (1.0, 1.0) if tick.forward else (BACKWARD_LINEAR, BACKWARD_ATTENTION)
-        makespan += linear + attention * float(loads.max())
-        worst = max(worst, float(loads.max() / loads.mean()))
-    return Figures(makespan, worst)
+def _tick_seconds(step: Step, tick: Tick) -> float:
+    live = [step.layouts[work.microbatch] if work else None for work in tick.work]
+    linear, attention = (1.0, 1.0) if tick.forward else (BACKWARD_LINEAR, BACKWARD_ATTENTION)
+    return linear + attention * float(step.loads(stack(live, step.dp), "local_search").max())
 
 
 def make_step(options: Options, workload: str, num_microbatches: int, seed: int) -> Step:
@@ -121,12 +123,13 @@ def run(options: Options) -> list[Record]:
     records = []
     for workload, microbatches, seed in tqdm(cases, desc="simulating", unit="step"):
         step = make_step(options, workload, microbatches, seed)
-        ideal = step.ideal()
+        ideal, equal = step.ideal(), step.ideal(attention_waits=True)
         for schedule in SCHEDULES:
-            makespan, worst_tick = simulate(step, schedule)
+            makespan = simulate(step, schedule)
             case = {"workload": workload, "microbatches": microbatches, "seed": seed, "schedule": schedule}
-            figures = {"over_ideal": makespan / ideal, "worst_tick_max_over_mean": worst_tick}
-            records.append(case | {"makespan": makespan} | figures)
+            records.append(
+                case | {"makespan": makespan, "over_ideal": makespan / ideal, "over_equal": makespan / equal}
+            )
     return records
 
 
@@ -137,8 +140,8 @@ def table(records: list[Record]) -> list[Record]:
         mine = [r for r in records if (r["workload"], r["microbatches"]) == (workload, microbatches)]
         row: Record = {"documents": workload, "microbatches": microbatches}
         for name in SCHEDULES:
-            row[f"{name} / ideal"] = statistics.fmean(r["over_ideal"] for r in mine if r["schedule"] == name)
-        row["worst tick, max over mean"] = max(r["worst_tick_max_over_mean"] for r in mine)
+            over, against = ("over_ideal", "ideal") if name == "CAD1F1B" else ("over_equal", "equal microbatches")
+            row[f"{name} / {against}"] = statistics.fmean(r[over] for r in mine if r["schedule"] == name)
         rows.append(row)
     return rows
 

@@ -90,6 +90,7 @@ def test_the_prediction_is_the_simulations_of_the_same_documents(tmp_path: Path,
     assert predicted is not None
     if known:  # 14 of 26 parts are attention, of which the longer row's rank has 1.7 or so times the mean
         assert 1.3 < predicted["overall"] < 1.5
+    assert predicted["reordering_alone"] == pytest.approx(1)  # each rank has one row
     balanced = dataclasses.replace(off, rows=[[[[16384]], [[16384]]]] * 3)
     assert dataclasses.replace(result, off=balanced).predicted(job)["overall"] == pytest.approx(1, rel=0.05)
 
@@ -112,9 +113,8 @@ def test_first_steps_are_left_out(tmp_path: Path) -> None:
 def test_figures_that_are_not_known_are_null_in_json(known: bool, tmp_path, monkeypatch, capsys) -> None:
     result = compared(tmp_path, **({} if known else {"busy": None, "attention": None}))
     monkeypatch.setattr(comparison, "run", lambda *args, **options: result)
-    monkeypatch.setattr(
-        Comparison, "predicted", lambda *args: {"least": 1.0, "overall": 1.2, "most": 1.4} if known else None
-    )
+    predicted = {"least": 1.0, "overall": 1.2, "most": 1.4, "reordering_alone": 1.1} if known else None
+    monkeypatch.setattr(Comparison, "predicted", lambda *args: predicted)
     compare_command.run(JOB, nproc=2, output=tmp_path)
     figures = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
     assert (figures["attention_share"] is None) == (figures["predicted_speedup"] is None) == (not known)

@@ -37,9 +37,11 @@ def test_every_configuration_is_simulated(config: Path, tmp_path: Path, capsys) 
         assert system["seconds_per_step"] > 0
         assert system["tokens_per_second"] > 0
         assert 0 < system["share_of_perfect"] <= 1 + 1e-9
+    if config.stem != "llama3_debug_cpu":  # whose exchange takes longer than the work that it evens out
+        shares = {name: systems[name]["share_of_perfect"] for name in ("packed", "reorder", "packing_cp")}
+        assert systems["cad"]["share_of_perfect"] >= max(shares.values())
     if config.stem in ("llama3_8b", "qwen3_8b", "llama3_8b_8gpus"):  # whose exchange can be hidden
         assert systems["cad"]["share_of_perfect"] > 0.98
-        assert systems["cad"]["seconds_per_step"] < systems["packed"]["seconds_per_step"]
     if config.stem == "llama3_8b_long":  # rows halved in the middle: not all of it
         assert systems["cad"]["share_of_perfect"] > 0.95
     printed = capsys.readouterr().out
@@ -95,8 +97,8 @@ def test_another_model_leaves_what_the_job_says_of_training() -> None:
 
 def test_systems_choose_what_neither_the_job_nor_an_option_says() -> None:
     job = CONFIGS / "llama3_8b_8gpus.toml"
-    assert read_inputs(job, (), Options())[0].open == {"microbatches", "nano_batches", "schedule"}
-    assert read_inputs(job, (), Options(nano_batches=1))[0].open == {"microbatches", "schedule"}
+    assert read_inputs(job, (), Options())[0].open == {"cp", "microbatches", "nano_batches", "schedule"}
+    assert read_inputs(job, (), Options(nano_batches=1, cp=1))[0].open == {"microbatches", "schedule"}
     assert read_inputs(None, (), Options(ranks=8, model="llama-8b", pp=1))[0].open == OPEN - {"pp"}
 
 
@@ -112,8 +114,8 @@ def test_synthetic_documents_are_the_jobs_own() -> None:
 
 def test_numbers_without_a_job(tmp_path: Path, capsys) -> None:
     output, plot = tmp_path / "out.json", tmp_path / "out.png"
-    args = ["simulate", *SMALL, "--output", str(output), "--plot", str(plot), "--cp=1", "--placement=balanced"]
-    assert main([*args, "--tolerance=auto"]) == 0
+    args = ["simulate", *SMALL, "--output", str(output), "--plot", str(plot), "--cp=1"]
+    assert main(args) == 0
     inputs = json.loads(output.read_text())["inputs"]
     assert inputs["cluster"]["ranks"] == 8
     assert (inputs["configuration"]["placement"], inputs["configuration"]["tolerance"]) == ("balanced", "auto")

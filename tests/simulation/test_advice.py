@@ -10,7 +10,7 @@ import pytest
 from bench import memory as bench_memory
 from bench.placed_steps import simulate_step
 from tests.simulation.cases import FAST, MODEL, cad, cluster, documents, step
-from torchtitan_cad.cli.advise_command import table
+from torchtitan_cad.cli.advise_command import reordering, table
 from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.simulation import MODELS, Advice, Configuration, Rates, advise
 from torchtitan_cad.simulation.advice import LEAST_GAIN
@@ -45,6 +45,13 @@ def test_recommended_changes_gain_and_are_simulated_together() -> None:
     lines = table(found).splitlines()
     assert sum(line.endswith("gains are over this") for line in lines) == 1
     assert lines[-1].startswith("recommended")
+
+
+def test_reordering_is_enough_for_short_documents_in_many_rows() -> None:
+    few, many = as_written(), advise(MODEL, cluster(), documents((900, 1000), row_tokens=2048), WRITTEN, Rates())
+    assert [few.reordering_is_enough, many.reordering_is_enough] == [False, True]
+    assert reordering(few).startswith("reordering alone is not enough: ")
+    assert reordering(many).startswith("reordering alone is enough: ")
 
 
 def test_equal_documents_are_not_worth_it() -> None:

@@ -73,8 +73,8 @@ def run(
         advice = advise(*inputs[:5], refused=titan.refused, progress=bar.set_description_str)
     keys = titan.keys(advice.best.configuration) if advice.worth_it else titan.keys_without()
     toml = snippet(keys)
-    print(f"{verdict(advice)}; means of {inputs.documents.batches} steps\n\n{table(advice)}\n\n{toml}\n")
-    print("\n".join(notes))
+    print(f"{verdict(advice)}; means of {inputs.documents.batches} steps\n{reordering(advice)}\n")
+    print(f"{table(advice)}\n\n{toml}\n", *notes, sep="\n")
     if output is not None:
         document = {"inputs": inputs.described(), "notes": notes, **_document(advice), "keys": keys, "toml": toml}
         output.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
@@ -94,11 +94,13 @@ def _document(advice: Advice) -> dict[str, Any]:
     return {
         "verdict": verdict(advice),
         "worth_it": advice.worth_it,
+        "reordering_is_enough": advice.reordering_is_enough,
         "speedup": advice.speedup,
         "job_as_written": of(advice.written),
         "gains_are_over": of(advice.base),
         "recommended": of(advice.best),
         "without_cad": {"as_written": of(advice.without_written), "at_its_best": of(advice.without)},
+        "reordered": of(advice.reorder),
         "trials": {KEYS[name]: [of(trial) for trial in trials] for name, trials in advice.trials.items()},
     }
 
@@ -112,9 +114,16 @@ def verdict(advice: Advice) -> str:
         what = "with cad nothing" if without.fits else "nothing"
         return f"not worth it: {what} that was tried fits; the job {best.reason}"
     word = "worth it" if advice.worth_it else "not worth it"
+    return f"{word}: {advice.speedup:.2f}x as fast as without cad ({_step(best)}, not {_step(without)}; predicted)"
+
+
+def reordering(advice: Advice) -> str:
+    """Say in one line whether it is enough to deal whole rows anew over ranks and microbatches."""
+    if (more := advice.best.gain_over(advice.reorder)) is None:
+        return f"reordering alone is not compared: {advice.reorder.reason or advice.best.reason}"
     return (
-        f"{word}: {advice.speedup:.2f}x as fast as without cad ({_step(best)} instead of {_step(without)}; predicted, "
-        "not measured)"
+        f"reordering alone is {'' if advice.reordering_is_enough else 'not '}enough: whole rows dealt anew over ranks "
+        f"and microbatches, with nothing exchanged, take {_step(advice.reorder)} ({100 * more:+.1f} % beside cad)"
     )
 
 
@@ -133,6 +142,7 @@ def table(advice: Advice) -> str:
     written, base = advice.written.configuration, advice.base.configuration
     add("without cad", advice.without_written, advice.without_written.configuration, "torchtitan alone")
     add("without cad", advice.without, written, "its best")
+    add("without cad", advice.reorder, written, "its best with whole rows reordered")
     add("with cad", advice.written, written)
     add("with cad", advice.base, written, "gains are over this")
     for name, trials in advice.trials.items():

@@ -52,9 +52,7 @@ def run(
     from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job
 
     (ranks, places), args = _places(nproc), [f"--job.config_file={job}", "--cad.no-shadow", *overrides]
-    with tqdm(
-        total=2 * rounds * steps, desc=f"training on {ranks} ranks", unit="step", leave=False, disable=None
-    ) as bar:
+    with tqdm(total=2 * rounds * steps, desc=f"on {ranks} ranks", unit="step", leave=False, disable=None) as bar:
         result = comparison.run(
             args, output, ranks=ranks, steps=steps, rounds=rounds, warmup=warmup, progress=bar.update
         )
@@ -108,6 +106,7 @@ def text(figures: dict[str, Any]) -> str:
     if predicted is not None:
         spread = f"steps from {predicted['least']:.2f} to {predicted['most']:.2f}"
         lines += [f"  predicted          {predicted['overall']:12.2f} x ({spread})"]
+        lines += [f"  reordering alone   {predicted['reordering_alone']:12.2f} x (predicted, whole rows, no exchange)"]
     if (share := figures["attention_share"]) == share:  # known
         imbalance = "imbalance (max/mean) {before:.2f} -> {after:.2f}".format(**figures["imbalance"])
         lines += [f"  attention          {share:12.0%} of the work, {imbalance}"]

@@ -114,8 +114,9 @@ def read_inputs(
         given["profile"] = Profile.read(profile)
     rates = _made(Rates, given)
     ours = {key: value for key, value in given.items() if key != "microbatches"}
-    configuration = _made(Configuration, ours, titan.configuration if titan else None)
-    is_open = (OPEN if titan is None else OPEN - {"pp", "cp", "checkpointing"}) - ours.keys()
+    written = titan.configuration if titan else Configuration(tolerance="auto", placement="balanced")  # as jobs have
+    configuration = _made(Configuration, ours, written)
+    is_open = (OPEN if titan is None else OPEN - {"pp", "checkpointing"}) - ours.keys()
     documents = _documents(options, titan, cluster, configuration.pp, notes)
     notes += _assumed(given, cluster, rates)
     if model.dtype_bytes != 2:

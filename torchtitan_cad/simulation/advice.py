@@ -13,6 +13,8 @@ from torchtitan_cad.simulation.search import Progress, Search, Trial
 
 LEAST_GAIN = 0.01
 """speed: least gain of a setting to be recommended, and of CAD to be worth it."""
+ENOUGH = 0.02
+"""share of CAD's step: reordering rows is enough where its step is at most this much longer."""
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, "auto")
 MICROBATCHES = (1, 2, 4, 8)
 """microbatches per pipeline rank: those tried where the number of pipeline ranks changes."""
@@ -29,6 +31,7 @@ class Advice:
         base: the same with as much activation checkpointing as it needs to fit; gains are over it.
         without_written: the job as it is, without CAD.
         without: without CAD at the best of the degrees and kinds of checkpointing that were tried for it.
+        reorder: without CAD at its best, with whole rows dealt anew over ranks and microbatches.
         best: with CAD and what is recommended.
         trials: by setting, every value tried on ``base``.
     """
@@ -37,6 +40,7 @@ class Advice:
     base: Trial
     without_written: Trial
     without: Trial
+    reorder: Trial
     best: Trial
     trials: dict[str, list[Trial]]
 
@@ -50,6 +54,11 @@ class Advice:
     def worth_it(self) -> bool:
         """Tell whether the job should use CAD: it fits, and gains ``LEAST_GAIN`` or does not fit otherwise."""
         return self.best.fits and (self.speedup is None or self.speedup >= 1 + LEAST_GAIN)
+
+    @property
+    def reordering_is_enough(self) -> bool:
+        """Tell whether rows that are only reordered take hardly longer than CAD."""
+        return self.reorder.seconds <= self.best.seconds * (1 + ENOUGH)
 
 
 def advise(
@@ -90,10 +99,11 @@ def advise(
         others = _alternatives(search, best.configuration)
         ranked = [search.run(planner, each, 1) for choices in others.values() for each in choices]
     tried = [trial.configuration for every in trials.values() for trial in every]
-    without = search.fastest("packed", _without_cad(search, [job, base.configuration, *tried, best.configuration]))
+    stock = _without_cad(search, [job, base.configuration, *tried, best.configuration])
+    without, reorder = (search.fastest(system, stock) for system in ("packed", "reorder"))
     # torchtitan alone has no kind of checkpointing that keeps the output of attention
     alone = replace(job, checkpointing="full") if job.checkpointing == "linear" else job
-    return Advice(written, base, search.run("packed", alone), without, best, trials)
+    return Advice(written, base, search.run("packed", alone), without, reorder, best, trials)
 
 
 def _made_to_fit(search: Search, planner: str, written: Trial) -> Trial:

@@ -1,6 +1,6 @@
-"""Systems without CAD: equal chunks, variable-length packing with per-document context parallelism, and perfection.
+"""Systems without CAD: equal chunks, reordered rows, packing with per-document context parallelism, and perfection.
 
-The first two do one thing after the other, so their times are sums.
+All but the last do one thing after the other, so their times are sums.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import replace
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.placement.reorder import row_orders
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.memory import in_flight, memory_without_cad, states, stock_attention, token_bytes
 from torchtitan_cad.simulation.step import Memory, Outcome, Step
-from torchtitan_cad.simulation.streams import one_f_one_b
+from torchtitan_cad.simulation.streams import light_ends, one_f_one_b
 
 
 def _repeated(step: Step, values: FloatArray) -> FloatArray:
@@ -50,7 +51,7 @@ def _seconds(step: Step, tokens: FloatArray, layer: FloatArray) -> float:
         times[direction] += none + (one - none) * tokens
     if step.lockstep:
         return float(times.sum(axis=0).max(axis=0).sum())
-    return max(one_f_one_b(step.pp, *times[:, replica].tolist()) for replica in range(times.shape[1]))
+    return one_f_one_b(step.pp, times[0].T, times[1].T)
 
 
 def perfect(step: Step) -> Outcome:
@@ -59,18 +60,42 @@ def perfect(step: Step) -> Outcome:
 
 
 def packed(step: Step) -> Outcome:
-    """Divide tokens into equal chunks. Rows that ranks share are dealt out in pairs of an early and a late chunk, as in
-    torchtitan's context parallelism, and their keys gathered.
+    """Divide tokens into equal chunks, of rows in the order in which they come. Rows that ranks share are dealt out in
+    pairs of an early and a late chunk, as in torchtitan's context parallelism, and their keys gathered.
     """
-    costs, cp = step.costs, step.configuration.cp
-    shape = (step.ranks // cp, step.microbatches)
-    attention, documents, tokens = np.zeros((2, *shape)), 1, step.tokens * cp
-    for microbatch in range(step.microbatches):
-        for replica, rows in enumerate(step.rows(microbatch)):
-            attention[:, replica, microbatch] = sum(_slowest(costs, row, cp) for row in rows)
-            documents = max(documents, sum(map(len, rows)))
-    memory = memory_without_cad(step, step.tokens, tokens, documents, tokens * costs.shape.kv_bytes if cp > 1 else 0.0)
-    return in_sequence(step, memory, np.full(shape, step.tokens), attention, np.full(shape, tokens))
+    return _in_rows(step, step.row_order, _row_seconds(step))
+
+
+def reorder(step: Step) -> Outcome:
+    """Deal whole rows to other ranks and microbatches, with as many rows in each; all else is as in ``packed``.
+
+    The fastest order counts, of those of ``row_orders`` and the loader's, and in pipelines with light microbatches at
+    both ends.
+    """
+    seconds = _row_seconds(step)
+    work, loaded = _repeated(step, seconds).sum(axis=0), step.row_order
+    orders = [loaded, *row_orders(work, *loaded.shape[:2])]
+    if step.pp > 1:
+        orders += [np.take_along_axis(each, light_ends(work[each].sum(axis=2))[..., None], axis=1) for each in orders]
+    return min((_in_rows(step, order, seconds) for order in orders), key=lambda outcome: outcome.seconds)
+
+
+def _row_seconds(step: Step) -> FloatArray:
+    """[2, rows] seconds of one layer's attention of every row, of the slowest of its ranks: forward, backward."""
+    return np.stack([_slowest(step.costs, row, step.configuration.cp) for row in step.batch.rows], axis=1)
+
+
+def _in_rows(step: Step, order: IntArray, row_seconds: FloatArray) -> Outcome:
+    """Time the step with the rows in this order, of the shape of ``Step.row_order``."""
+    costs, cp, tokens = step.costs, step.configuration.cp, step.tokens * step.configuration.cp
+    documents = np.array([len(row) for row in step.batch.rows])[order].sum(axis=2).max()
+    memory = memory_without_cad(
+        step, step.tokens, tokens, int(documents), tokens * costs.shape.kv_bytes if cp > 1 else 0.0
+    )
+    shape = order.shape[:2]
+    return in_sequence(
+        step, memory, np.full(shape, step.tokens), row_seconds[:, order].sum(axis=3), np.full(shape, tokens)
+    )
 
 
 def _slowest(costs: Costs, lengths: IntArray, cp: int) -> FloatArray:
@@ -122,7 +147,8 @@ def packing_cp(step: Step) -> Outcome | None:
     sums = sums[:, np.argsort(-sums[0], kind="stable")]
     dealt = sums.reshape(-1, microbatches, replicas)  # equal ones side by side
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]  # and heavier ones to each replica in turn
-    _, tokens, forward, backward, gathered, documents = dealt.transpose(0, 2, 1)
+    ordered = dealt[:, light_ends(dealt[0].sum(axis=1))]
+    _, tokens, forward, backward, gathered, documents = ordered.transpose(0, 2, 1)
     most = float(tokens.max())
     keys = (tokens + gathered * (1 - 1 / cp)).max()
     memory = memory_without_cad(step, most, keys, int(documents.max()), float(gathered.max()) * key_bytes)

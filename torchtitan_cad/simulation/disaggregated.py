@@ -7,13 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
-from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, plan_step
 from torchtitan_cad.planning.exchange import messages
+from torchtitan_cad.planning.intervals import FloatArray
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, pool_layouts
 from torchtitan_cad.planning.model.limits import server_loads
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
-from torchtitan_cad.planning.placement.halves import place_microbatch
-from torchtitan_cad.planning.timed import plan_by_time
 from torchtitan_cad.simulation.memory import in_flight, kept_bytes, states, token_bytes, working_bytes
 from torchtitan_cad.simulation.step import Memory, Outcome, Step
 from torchtitan_cad.simulation.streams import Nano, Streams, one_f_one_b
@@ -34,10 +33,8 @@ class Disaggregated:
 
     def __init__(self, step: Step, planner: str = PlannerConfig.planner, plans: Plans | None = None) -> None:
         self.step, self.configuration, self._name = step, step.configuration, planner
-        self._layouts: dict[int, list[TokenLayout]] = {}
         self._plans: Plans = {} if plans is None else plans
         self._known: dict[tuple[PoolKey, bool, bool], list[Nano]] = {}
-        self._by_time = self.configuration.tolerance == "auto"
         self._in_ticks = step.pp > 1 and self.configuration.schedule == "CAD1F1B"
 
     @cached_property
@@ -49,35 +46,44 @@ class Disaggregated:
             return [(tick.forward, tuple(sorted(work.microbatch for work in tick.work if work))) for tick in ticks]
         return [(forward, (microbatch,)) for microbatch in range(microbatches) for forward in (True, False)]
 
-    def layouts(self, microbatch: int) -> list[TokenLayout]:
-        """Lay out a microbatch, or its halves, over the ranks of a stage."""
-        if microbatch not in self._layouts:
-            step, costs = self.step, self.step.costs
-            starts = [np.cumsum(every) - every for every in map(np.concatenate, step.rows(microbatch))]
-            shape = BatchShape(step.rows_per_rank, step.batch.row_tokens, step.rows_per_rank)
-            homes = nano_layouts(starts, shape, 0, self.configuration.cp, self.configuration.nano_batches)
-            if self.configuration.placement == "balanced" and (self._in_ticks or not self._by_time):
-                placed = place_microbatch(homes, costs.shape, self._config(step.ranks), costs.plan_cost)
-                homes = [each.layout for each in placed]
-            self._layouts[microbatch] = homes
-        return self._layouts[microbatch]
+    @cached_property
+    def layouts(self) -> list[list[TokenLayout]]:
+        """Lay out every microbatch, or its halves, over the ranks of a stage, as loaders give them."""
+        step, batch, nano_batches = self.step, self.step.batch, self.configuration.nano_batches
+        groups = [np.concatenate([batch.rows[row] for row in rows.ravel()]) for rows in step.row_order]
+        starts = [np.cumsum(lengths) - lengths for lengths in groups]
+        shape = BatchShape(step.rows_per_rank * step.microbatches, batch.row_tokens, step.rows_per_rank)
+        return [
+            nano_layouts(starts, shape, microbatch, self.configuration.cp, nano_batches)
+            for microbatch in range(step.microbatches)
+        ]
+
+    @cached_property
+    def homes(self) -> list[list[TokenLayout]]:
+        """Lay out microbatches for ticks: homes are chosen by bytes, and plans for all stages are made for them."""
+        if self.configuration.placement == "loader":
+            return self.layouts
+        step, costs = self.step, self.step.costs
+        placed = plan_step(self.layouts, costs.shape, self._config(step.ranks), cost=costs.plan_cost, stages=step.pp)
+        return [[each.layout for each in nanos] for nanos in placed]
 
     def plans(self, pool: PoolKey) -> list[Plan]:
         """Plan a pool of microbatches, one plan per half; stages without a microbatch only serve."""
         if pool not in self._plans:
-            step, costs = self.step, self.step.costs
-            halves = [self.layouts(m) for m in pool]
-            idle = [None] * (step.pp - len(pool))
-            joint = pool_layouts(halves, [*range(len(pool)), *idle], step.ranks) if self._in_ticks else halves[0]
-            ranks = step.ranks * (step.pp if self._in_ticks else 1)
-            how = costs.shape, self._config(ranks)
-            if self._by_time:
+            step, costs, ranks, stages = self.step, self.step.costs, self.step.ranks, self.step.pp
+            pools: list[PoolKey] = [(microbatch,) for microbatch in range(step.microbatches)]
+            given = self.layouts
+            if self._in_ticks:
+                working = [*pool, *[None] * (stages - len(pool))]
+                pools, given = [pool], [pool_layouts(self.homes, working, ranks)]
+                ranks, stages = ranks * stages, 1
+            times = None
+            if self.configuration.tolerance == "auto":
                 times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
-                place = self.configuration.placement == "balanced" and not self._in_ticks
-                placed = plan_by_time(joint, *how, times, costs.plan_cost, place=place)
-                self._plans[pool] = [each.plan for each in placed]
-            else:
-                self._plans[pool] = [make_plan(layout, *how, costs.plan_cost) for layout in joint]
+            place = self.configuration.placement == "balanced" and not self._in_ticks
+            how = costs.shape, self._config(ranks), times, costs.plan_cost
+            planned = plan_step(given, *how, place=place, stages=stages)
+            self._plans |= {key: [each.plan for each in nanos] for key, nanos in zip(pools, planned, strict=True)}
         return self._plans[pool]
 
     def outcome(self) -> Outcome:
@@ -111,7 +117,10 @@ class Disaggregated:
         if step.pp > 1:
             known = {each: self._alone(*each, exchange) for each in set(self.passes)}
             times = [known[each] for each in self.passes]
-            return sum(times) if self._in_ticks else one_f_one_b(step.pp, times[::2], times[1::2])
+            if self._in_ticks:
+                return float(sum(each.max() for each in times))
+            moved = [any(plan.moves_rows for plan in self.plans(pool)) for _, pool in self.passes[::2]]
+            return one_f_one_b(step.pp, times[::2], times[1::2], moved)
         streams = Streams(step.ranks)
         for forward, pool in self.passes:
             self._pass(streams, forward, pool, exchange, background)
@@ -119,11 +128,11 @@ class Disaggregated:
                 streams.join()
         return float(streams.compute.max())
 
-    def _alone(self, forward: bool, pool: PoolKey, exchange: bool) -> float:
-        """Seconds of one pass of a stage, or of all, that begins and ends together."""
+    def _alone(self, forward: bool, pool: PoolKey, exchange: bool) -> FloatArray:
+        """Seconds, [ranks], of one pass of a stage, or of all, that begins together."""
         streams = Streams(self.step.ranks * (self.step.pp if self._in_ticks else 1))
         self._pass(streams, forward, pool, exchange, background=False)
-        return float(streams.compute.max())
+        return streams.compute
 
     def _pass(self, streams: Streams, forward: bool, pool: PoolKey, exchange: bool, background: bool) -> None:
         step = self.step

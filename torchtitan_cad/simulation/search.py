@@ -8,18 +8,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchtitan_cad.simulation.baselines import packed, packing_cp, perfect
+from torchtitan_cad.simulation.baselines import packed, packing_cp, perfect, reorder
 from torchtitan_cad.simulation.batches import Batch
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.disaggregated import Disaggregated, Plans, halves_allowed
-from torchtitan_cad.simulation.inputs import CHECKPOINTING, OPEN, SCHEDULES, Cluster, Configuration, Model, Rates
+from torchtitan_cad.simulation.inputs import (
+    CHECKPOINTING,
+    OPEN,
+    SCHEDULES,
+    Cluster,
+    Configuration,
+    Model,
+    Placement,
+    Rates,
+)
 from torchtitan_cad.simulation.step import Outcome, Step
 
 MAX_PP = 8
 MAX_MICROBATCHES = 8
 """microbatches per pipeline rank: most that are tried."""
-TRIED, FINALISTS = 2, 3
-"""batches: those that rank the baselines' configurations; configurations: the best of them, compared on all batches."""
+TRIED, FINALISTS = 3, 3
+"""batches: the first, which rank configurations; configurations: the best of a baseline, compared on all batches, or of
+CAD for the first batch, compared on ``TRIED``."""
 
 Progress = Callable[[str], None]
 
@@ -63,7 +73,7 @@ class Trial:
 
 @dataclass(eq=False)
 class Search:
-    """Tries configurations of the systems "packed", "packing_cp" and "perfect", and of CAD by its planner's name.
+    """Tries configurations of the systems of ``BASELINES``, and of CAD by its planner's name.
 
     Attributes:
         asked: what the configuration is, but for its fields in ``open``, of which every system takes its best.
@@ -103,66 +113,72 @@ class Search:
 
     def run(self, system: str, configuration: Configuration, batches: int | None = None) -> Trial:
         """Simulate a configuration, once, on the first ``batches``, by default on all."""
-        count = batches or len(self.batches)
-        key = (system, configuration, count)
-        if key not in self._known:
-            self._known[key] = self._run(system, configuration, self.batches[:count])
-        return self._known[key]
+        trial = Trial(configuration)
+        for number in range(1, (batches or len(self.batches)) + 1):
+            if (key := (system, configuration, number)) not in self._known:
+                self._known[key] = self._with_batch(number, system, trial)
+            trial = self._known[key]
+            if not trial.fits:
+                break
+        return trial
 
-    def _run(self, system: str, configuration: Configuration, batches: list[Batch]) -> Trial:
-        is_cad = system not in BASELINES
-        if is_cad and (reason := self.refused(configuration)):
+    def _with_batch(self, number: int, system: str, before: Trial) -> Trial:
+        """Simulate one batch more than were simulated ``before``."""
+        configuration = before.configuration
+        if system not in BASELINES and (reason := self.refused(configuration)):
             return Trial(configuration, reason=reason)
-        changes = ", ".join(f"{key} {value}" for key, value in configuration.changes(self.asked).items()) or "as asked"
-        outcomes, most = list[Outcome](), 0.0
-        for number, batch in enumerate(batches, start=1):
-            step = self.step(system, configuration, batch)
-            if step is None:
-                return Trial(configuration, reason="the step's rows cannot be divided so")
-            if not is_cad:
-                outcome = BASELINES[system](step)
-                if outcome is None:
-                    return Trial(configuration, reason="no memory for so many tokens")
-            elif not halves_allowed(step):
-                return Trial(configuration, reason="TP halves microbatches by whole rows")
-            else:
-                self.progress(f"{system}: batch {number} of {len(batches)}, {changes}")
-                # Those of the first batch are kept; checkpointing and ``backward`` do not change them.
-                key = (system, replace(configuration, checkpointing="none", backward="resend"))
-                cad = Disaggregated(step, system, self._plans.setdefault(key, {}) if number == 1 else {})
-                most = max(most, cad.memory().total)  # without what plans take
-                outcome = cad.outcome() if most <= self.cluster.memory else None
-            most = max(most, outcome.memory.total if outcome else 0.0)
-            if outcome is None or most > self.cluster.memory:
-                text = f"needs {most / 1e9:.1f} GB of a GPU's {self.cluster.memory / 1e9:.1f} GB"
-                return Trial(configuration, memory=most, reason=text)
-            outcomes.append(outcome)
-        return Trial(configuration, tuple(outcomes), most)
+        step = self.step(system, configuration, self.batches[number - 1])
+        if step is None:
+            return Trial(configuration, reason="the step's rows cannot be divided so")
+        memory = 0.0
+        if system in BASELINES:
+            outcome = BASELINES[system](step)
+            if outcome is None:
+                return Trial(configuration, reason="no memory for so many tokens")
+        elif not halves_allowed(step):
+            return Trial(configuration, reason="TP halves microbatches by whole rows")
+        else:
+            changes = ", ".join(f"{key} {value}" for key, value in configuration.changes(self.asked).items())
+            self.progress(f"{system}: batch {number} of {len(self.batches)}, {changes or 'as asked'}")
+            # Those of the first batch are kept; checkpointing and ``backward`` do not change them.
+            plans = (system, replace(configuration, checkpointing="none", backward="resend"))
+            cad = Disaggregated(step, system, self._plans.setdefault(plans, {}) if number == 1 else {})
+            memory = cad.memory().total  # without what plans take
+            outcome = cad.outcome() if memory <= self.cluster.memory else None
+        most = max(before.memory, memory, outcome.memory.total if outcome else 0.0)
+        if outcome is None or most > self.cluster.memory:
+            text = f"needs {most / 1e9:.1f} GB of a GPU's {self.cluster.memory / 1e9:.1f} GB"
+            return Trial(configuration, memory=most, reason=text)
+        return Trial(configuration, (*before.outcomes, outcome), most)
 
     def fastest(self, system: str, candidates: Iterable[Configuration]) -> Trial:
-        """Return the configuration that fits every batch and takes the least time.
-
-        Baselines are ranked by the first ``TRIED`` batches, and the ``FINALISTS`` best compared on all.
-        """
+        """Return a baseline's fastest configuration that fits every batch, of the best for ``TRIED`` batches."""
         tried = [self.run(system, each, min(TRIED, len(self.batches))) for each in candidates]
         fitting = (self.run(system, each.configuration) for each in sorted(tried, key=lambda t: t.seconds) if each.fits)
         finalists = [trial for trial, _ in zip((t for t in fitting if t.fits), range(FINALISTS), strict=False)]
         return min(finalists, key=lambda trial: trial.seconds) if finalists else self.none(tried)
 
-    def fastest_cad(self, planner: str, candidates: Iterable[Configuration]) -> Trial:
-        """Return the fastest of CAD's configurations by the first batch.
+    def fastest_cad(self, planner: str, candidates: Sequence[Configuration]) -> Trial:
+        """Return CAD's fastest configuration for ``TRIED`` batches that fits every batch, of the best for the first.
 
         What even perfect balance would leave behind the best so far is not planned.
         """
-        best, tried = Trial(self.asked), []
+        best, tried = Trial(self.asked), list[Trial]()
         for each in candidates:
-            now = best.configuration
-            if best.fits and each.pp == 1 == now.pp and each.microbatches > now.microbatches:
+            now, places = best.configuration, each.placement == "balanced"
+            if best.fits and not places and each.pp == 1 == now.pp and each.microbatches > now.microbatches:
                 continue  # without a pipeline smaller microbatches only leave less to balance
             if self.bound(planner, each) < best.seconds:
                 tried.append(self.run(planner, each, 1))
                 best = min(best, tried[-1], key=lambda trial: trial.seconds)
-        return best if best.fits else self.none(tried)
+        fitting = sorted((trial for trial in tried if trial.fits), key=lambda trial: trial.seconds)
+        for first in range(0, len(fitting), FINALISTS):
+            finalists = fitting[first : first + FINALISTS]
+            few = [self.run(planner, one.configuration, min(TRIED, len(self.batches))) for one in finalists]
+            for trial in sorted(few, key=lambda trial: trial.seconds):
+                if (every := self.run(planner, trial.configuration)).fits:
+                    return every
+        return self.none([self.run(planner, trial.configuration) for trial in tried])
 
     def bound(self, planner: str, configuration: Configuration) -> float:
         """Return the seconds of a step if everything were balanced and hidden; infinite if it cannot be divided so."""
@@ -176,8 +192,8 @@ class Search:
             return min(known, key=lambda trial: trial.memory)
         return Trial(self.asked, reason="no configuration fits the memory")
 
-    def candidates(self, system: str) -> list[Configuration]:
-        """List the configurations of a system, for CAD the most promising first, with the loader's homes."""
+    def candidates(self, system: str, placement: Placement = "loader") -> list[Configuration]:
+        """List the configurations of a system, for CAD the most promising first."""
         found = list[Configuration]()
         cp, rows = 1 if "cp" in self.open else self.asked.cp, len(self.batches[0].rows)
         pps = [2**i for i in range(MAX_PP.bit_length()) if self.cluster.ranks % (self.cluster.tp * 2**i * cp) == 0]
@@ -187,7 +203,7 @@ class Search:
                 most = MAX_MICROBATCHES * pp
                 every = [m for m in range(1, most + 1) if (m & (m - 1) == 0 or rows % m == 0) and 2 * m >= pp]
                 for m in self._choices("microbatches", every):
-                    now = replace(self.asked, placement="loader", checkpointing=kind, pp=pp, microbatches=m)
+                    now = replace(self.asked, placement=placement, checkpointing=kind, pp=pp, microbatches=m)
                     found += self._ways(system, now)
         if system in BASELINES:
             return found
@@ -201,39 +217,35 @@ class Search:
     def _ways(self, system: str, now: Configuration) -> Iterator[Configuration]:
         """Yield a system's configurations with these numbers of pipeline ranks and microbatches."""
         batch, ranks = self.batches[0], self.cluster.ranks // (self.cluster.tp * now.pp)
+        divisors = [cp for cp in range(1, ranks + 1) if ranks % cp == 0]
         if system == "perfect":
             yield replace(now, cp=1)
         elif system == "packing_cp":
-            divisors = range(1, ranks + 1) if now.packing_cp is None else [now.packing_cp]
-            for cp in (each for each in divisors if ranks % each == 0):
+            for cp in divisors if now.packing_cp is None else {now.packing_cp}.intersection(divisors):
                 if now.microbatches * (ranks // cp) <= len(batch.lengths):
                     yield replace(now, cp=cp, backward="resend")
                     if cp > 1:
                         yield replace(now, cp=cp, backward="keep")
         else:
-            needed = now.microbatches * ranks * batch.row_tokens // batch.tokens
-            now = replace(now, cp=max(1, needed) if "cp" in self.open else now.cp)
-            step = self.step(system, now)
-            if step is None:
-                return
-            ways = [now]
-            if step.rows_per_rank % 2 and (system != "packed" or "cp" in self.open):
-                # Twice the rows on twice the ranks: halves of whole rows are more even, and all there are under TP.
-                ways += [each for each in [replace(now, cp=2 * now.cp)] if self.step(system, each)]
+            ways = dict[int, int]()
+            for cp in self._choices("cp", divisors):
+                if step := self.step(system, replace(now, cp=cp)):  # placed, documents are not bound to a row's ranks
+                    ways.setdefault(step.rows_per_rank % 2 if now.placement == "balanced" else cp, cp)
             schedules = self._choices("schedule", SCHEDULES)
             if now.pp > 1 and now.backward == "keep":  # schedules in ticks refuse to keep rows
                 schedules = ["1F1B"]
-            for each in ways:
-                if system == "packed":
-                    yield each
+            for cp in ways.values():
+                if system in BASELINES:
+                    yield replace(now, cp=cp)
                     continue
                 for schedule in schedules if now.pp > 1 else schedules[:1]:
                     for nano_batches in self._choices("nano_batches", (1, 2)):
-                        yield replace(each, schedule=schedule, nano_batches=nano_batches)
+                        yield replace(now, cp=cp, schedule=schedule, nano_batches=nano_batches)
 
 
 BASELINES: dict[str, Callable[[Step], Outcome | None]] = {
     "packed": packed,
+    "reorder": reorder,
     "packing_cp": packing_cp,
     "perfect": perfect,
 }

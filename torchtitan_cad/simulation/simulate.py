@@ -15,13 +15,14 @@ from torchtitan_cad.simulation.step import Parts
 _DIVISION = ("pp", "cp", "microbatches", "checkpointing")
 SYSTEMS = {
     "packed": _DIVISION,
+    "reorder": _DIVISION,
     "packing_cp": (*_DIVISION, "backward"),
     "greedy": (*_DIVISION, "nano_batches", "schedule"),
     "cad": (*_DIVISION, "nano_batches", "schedule"),
     "perfect": ("pp", "microbatches", "checkpointing"),
 }
 """Systems, with the fields of a configuration that each chooses."""
-BASELINES = ("packed", "packing_cp", "greedy")
+BASELINES = ("packed", "reorder", "packing_cp", "greedy")
 PARTS = tuple(Parts.__annotations__)
 
 
@@ -112,8 +113,8 @@ def simulate(
 ) -> Report:
     """Return the times of a step under every system of ``SYSTEMS``.
 
-    Each takes its configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first batch and the
-    loader's homes; ``perfect`` takes the fastest by all batches, so that nothing is below it.
+    Each takes its configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first batch;
+    ``greedy`` keeps the loader's homes. ``perfect`` takes the fastest by all batches, so that nothing is below it.
 
     ``configuration`` is what all systems have in common, but for its fields in ``open``. Raises ValueError for inputs
     that do not fit each other, or documents that no configuration can divide.
@@ -127,14 +128,12 @@ def simulate(
             f"{cluster.ranks} ranks with tp = {cluster.tp}: set a multiple of ranks / (tp x pp x cp) rows, and rows "
             "that 2 x cp divides"
         )
-    found = {name: search.fastest(name, search.candidates(name)) for name in ("packed", "packing_cp")}
+    found = {name: search.fastest(name, search.candidates(name)) for name in ("packed", "reorder", "packing_cp")}
+    greedy = found["greedy"] = search.fastest_cad("greedy", search.candidates("greedy"))
+    # What is best for the greedy planner is tried first: then most others are left by their bounds.
+    first = [replace(greedy.configuration, placement=asked.placement)] if greedy.fits else []
     planner = asked.planner.planner
-    greedy = best = search.fastest_cad("greedy", search.candidates("greedy"))
-    if planner != "greedy":  # tried first, most choices are left before all their plans are made
-        best = search.fastest_cad(planner, [greedy.configuration] * greedy.fits + search.candidates(planner))
-    found["greedy"] = search.run("greedy", greedy.configuration) if greedy.fits else greedy
-    placed = replace(best.configuration, placement=asked.placement)
-    found["cad"] = search.run(planner, placed) if best.fits else best
+    found["cad"] = search.fastest_cad(planner, [*first, *search.candidates(planner, asked.placement)])
     trials = [search.run("perfect", each) for each in search.candidates("perfect")]
     fastest = min(trials, key=lambda trial: trial.seconds)
     found["perfect"] = fastest if fastest.fits else search.none(trials)

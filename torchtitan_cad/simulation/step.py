@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.simulation.batches import Batch
 from torchtitan_cad.simulation.costs import Costs
@@ -115,11 +117,11 @@ class Step:
         cp, row = self.configuration.cp, self.batch.row_tokens
         return self.rows_per_rank > 0 and self.tokens * cp % row == 0 and row % (2 * cp) == 0
 
-    def rows(self, microbatch: int) -> list[list[IntArray]]:
-        """List a microbatch's rows, for every group of ``cp`` ranks; a group reads its rows one after the other."""
-        per_group, first = self.rows_per_rank * self.microbatches, microbatch * self.rows_per_rank
-        starts = [group * per_group + first for group in range(self.ranks // self.configuration.cp)]
-        return [list(self.batch.rows[start : start + self.rows_per_rank]) for start in starts]
+    @property
+    def row_order(self) -> IntArray:
+        """int64 [groups of ``cp`` ranks, microbatches, rows]: rows in the order in which loaders read them."""
+        shape = self.ranks // self.configuration.cp, self.microbatches, self.rows_per_rank
+        return np.arange(len(self.batch.rows)).reshape(shape)
 
     @property
     def tokens(self) -> float:

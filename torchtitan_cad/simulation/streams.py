@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import FloatArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.simulation.costs import Transfer
 
 
@@ -83,10 +84,17 @@ class Streams:
                 returned[index] = self.send(attended, nano.back)
 
 
-def one_f_one_b(pp: int, forward: Sequence[float], backward: Sequence[float]) -> float:
-    """Return the seconds of 1F1B over ``pp`` equal stages; times are those of every microbatch on one stage."""
-    ready: dict[tuple[bool, int, int], float] = {}
-    free = [0.0] * pp
+def one_f_one_b(
+    pp: int, forward: Sequence[Any], backward: Sequence[Any], together: Sequence[bool] | None = None
+) -> float:
+    """Return the seconds of 1F1B over ``pp`` equal stages.
+
+    Args:
+        forward, backward: seconds of every microbatch on one stage, a number or [ranks].
+        together: whether the ranks of a stage begin and end a microbatch together; by default none does.
+    """
+    ready: dict[tuple[bool, int, int], Any] = {}
+    free: list[Any] = [0.0] * pp
     orders = [_order(len(forward), min(len(forward), pp - stage)) for stage in range(pp)]
     while any(orders):
         for stage, order in enumerate(orders):
@@ -95,10 +103,21 @@ def one_f_one_b(pp: int, forward: Sequence[float], backward: Sequence[float]) ->
                 before = (is_forward, stage - 1 if is_forward else stage + 1, m)
                 if 0 <= before[1] < pp and before not in ready:
                     break
-                start = max(free[stage], ready.get(before, 0.0))
-                free[stage] = ready[is_forward, stage, m] = start + (forward if is_forward else backward)[m]
+                start, seconds = (
+                    np.maximum(free[stage], ready.get(before, 0.0)),
+                    (forward if is_forward else backward)[m],
+                )
+                if together and together[m]:
+                    start, seconds = np.max(start), np.max(seconds)
+                free[stage] = ready[is_forward, stage, m] = start + seconds
                 del order[0]
-    return max(free)
+    return float(np.max([np.max(each) for each in free]))
+
+
+def light_ends(work: FloatArray) -> IntArray:
+    """Return the order of microbatches, the last axis, in which a pipeline fills and drains with the least work."""
+    order = np.argsort(work, axis=-1, kind="stable")
+    return np.concatenate([order[..., ::2], order[..., 1::2][..., ::-1]], axis=-1)
 
 
 def _order(num: int, ahead: int) -> list[tuple[bool, int]]:
