@@ -1,4 +1,4 @@
-"""The streams that ``cad.streams = "auto"`` chooses; test_failures.py has the jobs that "traced" refuses."""
+"""The streams that ``cad.streams = "auto"`` chooses; test_mistakes.py has the jobs that "traced" refuses."""
 
 from pathlib import Path
 
