@@ -101,11 +101,6 @@ def test_shape_bytes() -> None:
     assert AttentionShape(num_heads=1, num_kv_heads=1, head_dim=4, dtype_bytes=4).query_bytes == 48
 
 
-def test_heads_must_divide() -> None:
-    with pytest.raises(ValueError, match="divisor of num_heads = 32"):
-        AttentionShape(num_heads=32, num_kv_heads=5, head_dim=128, dtype_bytes=2)
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -122,32 +117,20 @@ def test_bad_options(option: dict, message: str) -> None:
         PlannerConfig(**option)
 
 
-def test_unknown_planner() -> None:
-    with pytest.raises(ValueError, match="planner = 'magic': set one of greedy, home"):
-        make_plan(TokenLayout.from_segments([[(0, 0, 1)]]), LLAMA, PlannerConfig(planner="magic"))
-
-
 def test_cost_grid_follows_min_shard() -> None:
     assert PlannerConfig(min_shard=256).cost_tile == 128
     assert PlannerConfig(min_shard=100).cost_tile == 4
     assert PlannerConfig(min_shard=128, tile=1).cost_tile == 1
 
 
-def test_statistics() -> None:
-    plan = make_plan(LAYOUT, LLAMA)
-    stats = plan.stats
-    assert stats.mean_load == (32 * 33 // 2 + 2 * 4 * 5 // 2) / 3
+def test_statistics_beside_those_of_the_exchange() -> None:
+    """Others are counted token by token: reference.check_exchanges and check_guarantee."""
+    stats = make_plan(LAYOUT, LLAMA).stats
     assert stats.loads_before.tolist() == [32 * 33 // 2, 2 * 4 * 5 // 2, 0]
-    assert stats.max_over_mean_before == stats.loads_before.max() / stats.mean_load
     assert stats.max_over_mean == stats.loads.max() / stats.mean_load
-    assert stats.total_bytes == stats.query_rows_moved * LLAMA.query_bytes + stats.kv_rows_moved * LLAMA.kv_bytes
-    assert stats.total_bytes == stats.bytes_in.sum() == stats.bytes_out.sum()
-    assert stats.mean_rank_bytes == stats.total_bytes / 3
-    assert stats.num_tasks == len(plan.tasks)
-    assert stats.tasks_moved == (plan.tasks["server"] != np.minimum(plan.tasks["doc"], 1)).sum()
+    assert (stats.mean_rank_bytes, stats.total_bytes) == (stats.total_bytes / 3, stats.bytes_in.sum())
     assert stats.plan_seconds > 0
-    nothing = make_plan(TokenLayout.from_segments([[], []]), LLAMA)
-    assert (len(nothing.tasks), nothing.stats.max_over_mean) == (0, 1.0)
+    assert make_plan(TokenLayout.from_segments([[], []]), LLAMA).stats.max_over_mean == 1.0
 
 
 def test_fingerprint_depends_on_layout_and_tasks_only() -> None:
@@ -191,15 +174,6 @@ def test_cost_model_must_fit_min_shard() -> None:
 def test_tasks_must_fit_the_layout(doc: int, server: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan.from_tasks(LAYOUT, LLAMA, PlannerConfig(), make_tasks([doc], 0, 4, 0, 4, server))
-
-
-def test_only_attending_runs_have_tasks_and_rows() -> None:
-    plan = make_plan(SOME_ATTEND, LLAMA, HOME)
-    assert [tuple(task)[:5] for task in plan.tasks.tolist()] == [(0, 8, 16, 0, 16), (1, 0, 5, 0, 5)]
-    assert SOME_ATTEND.queries_per_rank.tolist() == [8, 5]
-    assert plan.exchange(0).causal.q_rows.tolist() == list(range(8))
-    assert plan.exchange(0).causal.kv_rows.tolist() == list(range(16))
-    assert (plan.stats.lower_bound_bytes, plan.stats.lower_bound_rank_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(
