@@ -44,7 +44,7 @@ def check(seed: int, max_delay_s: float = 0.0, *, symmetric: bool = False) -> No
     rng = np.random.default_rng(seed)
     ranks, rows, seq_len = int(rng.integers(1, 4)), int(rng.integers(1, 5)), 2 * int(rng.integers(5, 24))
     keep, mode = bool(rng.integers(2)), str(rng.choice(list(AC_MODES)))
-    transports = symmetric_transports(ranks) if symmetric else thread_transports(ranks, max_delay_s)
+    transports = symmetric_transports(ranks, 2**13) if symmetric else thread_transports(ranks, max_delay_s)
     options = {"rows": rows, "transports": transports, "microbatches": 2, "keep": keep}
     job = HalvesAndWhole(torch.device("cpu"), torch.float32, 32, seq_len, SHAPE, seed, **options)
     job.check(prepare=None if mode == "none" else lambda loop: checkpoint(loop, mode))
@@ -58,4 +58,5 @@ def test_any_plans_and_delays_give_the_undivided_result(seed: int) -> None:
 @needs_linux
 @pytest.mark.parametrize("seed", params(range(20, 26), (20, 21)))
 def test_exchanges_of_both_halves_fit_into_symmetric_memory(seed: int) -> None:
+    """Into buffers so small that rows travel in several trips, with those of the other half in between."""
     check(seed, symmetric=True)

@@ -1,20 +1,16 @@
 """Kernels that call a library, on the CPU: stand-ins with the interfaces of FlashAttention-2, 3 and 4 and of cuDNN."""
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.attention import varlen as stock
 
-from tests.accuracy import assert_as_exact
 from tests.runtime import statistics
 from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, fake_cudnn, fake_operator, install
-from tests.runtime.kernels_reference import check_marshalling, dense_backward, dense_in_fp64, random_qkv
+from tests.runtime.kernels_reference import check_marshalling, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel, varlen
-from torchtitan_cad.runtime.kernels.base import Merged, row_delta
-from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.kernels.base import Merged
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel
 from torchtitan_cad.runtime.kernels.fused import FusedKernel
 
@@ -70,32 +66,6 @@ def test_bounds_of_long_tasks(monkeypatch, generation: int) -> None:
     q, k, v, _ = random_qkv(5, 1400, (2, 1), 8, torch.bfloat16)
     kernel.forward(q, k, v, call)
     assert (seen.max_q, seen.max_k) == ([512], [700])
-
-
-@GENERATIONS
-def test_backward_takes_merged_statistics(monkeypatch, generation: int) -> None:
-    """Keys of a document in two tasks: each backward gets the merged lse and delta, and gradients add up."""
-    kernel, _ = make_kernel(monkeypatch, generation)
-    q, k, v, dout = random_qkv(64, 192, (4, 2), 16, torch.bfloat16)
-    whole = VarlenArgs.from_numpy([0, 64], [0, 192], causal=True, scale=0.25)
-    out, lse = CpuKernel().forward(q, k, v, whole)
-    delta = row_delta(dout, out)
-    front = VarlenArgs.from_numpy([0, 64], [0, 100], causal=False, scale=0.25)
-    back = VarlenArgs.from_numpy([0, 64], [0, 92], causal=True, scale=0.25)
-    parts = (slice(0, 100), front), (slice(100, 192), back)
-
-    def add_up(backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        dq, dk, dv = zip(*(backward(keys, part) for keys, part in parts), strict=True)
-        return dq[0].float() + dq[1].float(), torch.cat(dk), torch.cat(dv)
-
-    def in_fp32(keys: slice, part: VarlenArgs) -> tuple[Tensor, ...]:
-        rows = (x.float() for x in (q, k[keys], v[keys], dout))
-        return tuple(x.bfloat16() for x in dense_backward(*rows, lse, delta, part))
-
-    got = add_up(lambda keys, part: kernel.backward(dout, q, k[keys], v[keys], Merged(lse, delta), part))
-    references = dense_in_fp64(q, k, v, dout, whole)[2:]
-    for grad, other, reference in zip(got, add_up(in_fp32), references, strict=True):
-        assert_as_exact(grad, other, reference)
 
 
 @GENERATIONS

@@ -9,14 +9,11 @@ import torch
 
 from tests.plans import random_layout, random_plan
 from tests.runtime.rows import CPU, SHAPES, TRANSPORTS, Tensors, assert_same_bits, execute
-from tests.runtime.threaded import BUFFER_BYTES, needs_linux, run_ranks, symmetric_transports
+from tests.runtime.threaded import BUFFER_BYTES, needs_linux
 from tests.sets import params
 from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import calls
 from torchtitan_cad.planning.exchange.messages import RowBytes
-from torchtitan_cad.runtime.call import Saved
-from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Route
 
@@ -77,44 +74,6 @@ def test_combining_own_results_early_changes_no_bit(
     monkeypatch.setattr(calls, "MOST_UNCOMBINED", 0)
     buffer_bytes = 2**14 if trips == "several" else BUFFER_BYTES
     assert_same_bits(execute(plan, tensors, symmetric=True, two_rounds=two_rounds, buffer_bytes=buffer_bytes), late)
-
-
-@needs_linux
-def test_two_nano_batches_in_flight() -> None:
-    """The steps of ping-pong; the trips of one half pass while rows of the other have arrived and wait."""
-    torch.manual_seed(1)
-    layouts = ONE_HOME, TokenLayout.from_segments([*([] for _ in range(RANKS - 1)), [(0, 0, 1000)]])
-    plans = [make_plan(layout, SHAPE) for layout in layouts]
-    tensors = [Tensors.random(layout, SHAPE) for layout in layouts]
-    expected = [execute(plan, x) for plan, x in zip(plans, tensors, strict=True)]
-    buffer_bytes = 2**16
-    assert all(min(trips_of(plan, buffer_bytes)) > 2 for plan in plans)
-    transports = symmetric_transports(RANKS, buffer_bytes)
-
-    def body(rank: int) -> None:
-        engine = CoreAttentionEngine(
-            get_kernel("cpu", CPU), transports[rank], rank=rank, device=CPU, scale=SHAPE.head_dim**-0.5
-        )
-        for key, plan in enumerate(plans):
-            engine.add_plan(key, plan)
-        rows = [(x.q[rank], x.k[rank], x.v[rank]) for x in tensors]
-        for layer in range(3):
-            forwards = [engine.send(engine.begin_forward(*qkv, key)) for key, qkv in enumerate(rows)]
-            for call in forwards:
-                engine.attend(call)
-            done = [engine.finish(call) for call in forwards]
-            back = {}
-            for key in (1, 0):
-                saved = Saved(*rows[key], *done[key])
-                back[key] = engine.send(engine.begin_backward(tensors[key].dout[rank], saved, key))
-            for call in back.values():
-                engine.attend(call)
-            # Finishing starts no exchange: each rank may do it in its own order.
-            gradients = {key: engine.finish(back[key]) for key in sorted(back, reverse=(rank + layer) % 2 > 0)}
-            for key, want in enumerate(expected):
-                assert_same_bits([[*done[key][:2], *gradients[key]]], [want[rank]])
-
-    run_ranks(RANKS, body)
 
 
 @pytest.mark.parametrize("seed", range(5))
