@@ -1,15 +1,13 @@
 """The order of streams in turns' compiled graphs (pingpong/turn.py), on devices that report what no event orders.
 
-Two ranks run the real engine, plans and graphs, forward and backward (tests/support/ledger/turns.py). Every check is
-also made with mistakes planted, and without each of the ways around torch's defects, which it must find.
+Two ranks run the real engine, plans and graphs, forward and backward (tests/support/ledger/turns.py). Races are also
+looked for with mistakes planted, which must be found.
 """
 
 import functools
 from typing import Any
 
 import pytest
-import torch
-from torch.torch_version import TorchVersion
 
 from tests.integration.compositions import needs_traced
 from tests.runtime.processes import run_processes, values
@@ -105,52 +103,3 @@ def test_what_turns_are_composed_with_is_in_order(composed: dict[str, Any], comp
 def test_mistakes_are_found(mistake: str) -> None:
     """The calls' marks are off, which order what events in the graph do not."""
     assert races(Job(without=("marks", mistake)))
-
-
-# Ways around torch's defects, without which something fails -----------------------------------------------------------
-
-
-@matrix
-def test_marks_are_needed() -> None:
-    assert races(Job(runs=3, without=("marks",)))
-
-
-@matrix
-def test_forgetting_objects_is_needed() -> None:
-    for outcome in outcomes(Job(runs=3, without=("forgetting",))):
-        assert outcome.objects[2] > outcome.objects[1] > outcome.objects[0]
-
-
-@matrix
-@pytest.mark.parametrize("way_around", ["two sides", "late readers", "the graph of the rows"])
-def test_backward_would_wait_for_exchanges_without(way_around: str) -> None:
-    for outcome in outcomes(Job(without=(way_around,))):
-        waits = main_stream_idles(outcome.histories[0][1])
-        assert any(0 < share < 1 for share, _ in waits)
-
-
-@matrix
-def test_gradients_that_enter_a_graph_are_not_waited_for() -> None:
-    """The calls' marks are off, and the order is the graphs' own."""
-    assert not races(Job(without=("marks",)))
-    assert races(Job(without=("marks", "the graph of the rows")))
-
-
-FAILING = {
-    "repair": ({}, "expected a stream object"),
-    "one output": ({}, "'tuple' object has no attribute 'device'"),
-    "a record at the end": ({"compiler": "inductor", "blocks": 2}, "failed to partition"),
-    "recomputation from before": ({"recompute": True}, "must recompute: marked by checkpoint policy"),
-    "kept buffers": ({"compiler": "inductor", "blocks": 2}, "end_step_snode"),
-}
-"""Ways around torch's defects, jobs that take them, and the errors of torch without them."""
-
-
-@matrix
-@pytest.mark.parametrize("way_around", FAILING)
-def test_torch_fails_without(way_around: str) -> None:
-    if way_around == "repair" and TorchVersion(torch.__version__) < "2.15":
-        pytest.skip("torch 2.14 sets the list of objects in place")
-    options, message = FAILING[way_around]
-    with pytest.raises(AssertionError, match=message):
-        outcomes(Job(**options, without=(way_around,)))
