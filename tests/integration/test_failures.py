@@ -1,13 +1,11 @@
-"""Bad configurations and dead peers: one clear error on every rank, in time, and nothing lost."""
+"""Bad configurations: one clear error on every rank; and no checkpoint after an exchange that failed."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
 
-from tests.integration.compositions import CAD, COMMON, PLACED
+from tests.integration.compositions import CAD
 from tests.integration.harness import run
-from tests.runtime.threaded import needs_linux
 from tests.sets import params
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
@@ -49,18 +47,6 @@ REFUSED = {
 def test_bad_configuration_is_one_value_error_on_every_rank(name: str) -> None:
     args, message = REFUSED[name]
     run([*CAD, *args], nranks=2, timeout_s=120).assert_refused(message)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("transport", ["collective", pytest.param("symm_mem", marks=needs_linux)])
-def test_every_other_rank_names_one_that_was_killed(transport: str) -> None:
-    """No launcher ends them here, and the harness gives them 10 s (rank_server.GRACE_S)."""
-    args = ["--comm.train_timeout_seconds=20", "--cad.heartbeat_seconds=0.5", f"--cad.transport={transport}"]
-    killed = run([*COMMON, *PLACED, *args], nranks=4, kill=(2, 2))
-    assert killed.returncodes == [1, 1, -9, 1], killed.report()
-    for rank in (0, 1, 3):
-        message = r"PeerError: rank \d stopped at step 2 because rank 2 \([^)]*\) is gone\. Noticed as"
-        assert re.search(message, killed.logs[rank]), killed.report()
 
 
 class Checkpointer:
