@@ -6,7 +6,7 @@
 Nodes are network namespaces of this machine (tests/nodes/network.py: Linux, root, iproute2), with one rank on a core of
 its own each. Every rate and mode trains the same job, in turns; the time of a step is that of the slowest rank, the
 median of the rounds. Predictions are `simulate`'s, with compute as stock takes it on the fastest link. Prints a table,
-and writes JSON and a picture. Nothing else should run then.
+and writes JSON. Nothing else should run then.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import tyro
 from tqdm import tqdm
 
@@ -24,7 +23,7 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
-from bench.record import Record, markdown_table, save_records  # noqa: E402
+from bench.record import Record, conclude  # noqa: E402
 from tests.nodes.network import Nodes, missing  # noqa: E402
 from torchtitan_cad.integration.titan022.commands import measured  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.comparison import Runs  # noqa: E402
@@ -55,7 +54,7 @@ class Options:
     folder: Path = Path("outputs/network")
     """For records and logs of the runs."""
     output: Path | None = None
-    """JSON file for the figures; a picture beside it."""
+    """JSON file for the figures."""
 
 
 def train(options: Options, rate: float, mode: str, folder: Path, overrides: Sequence[str]) -> None:
@@ -122,26 +121,6 @@ def predicted_seconds(stock: Runs, job: SimulatedJob, rate: float, mode: str) ->
     return search.run("packed" if mode == "stock" else configuration.planner.planner, configuration).seconds
 
 
-def draw(records: list[Record], path: Path) -> None:
-    """Draw the time of a step over the rate, measured and predicted, two lines per mode."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    rates = list(dict.fromkeys(record["Mbit/s"] for record in records))
-    for mode in dict.fromkeys(record["mode"] for record in records):
-        times = [record["ms per step"] for record in records if record["mode"] == mode]
-        (line,) = axes.plot(np.arange(len(rates)), times, marker="o", label=mode)
-        predicted = [record["predicted ms"] for record in records if record["mode"] == mode]
-        axes.plot(np.arange(len(rates)), predicted, linestyle=":", color=line.get_color(), label=f"{mode}, predicted")
-    axes.set_xticks(range(len(rates)), [rate if isinstance(rate, str) else f"{rate:g}" for rate in rates])
-    axes.set_xlabel("rate of the link between two nodes, Mbit/s")
-    axes.set_ylabel("ms per step")
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def main(options: Options, overrides: Sequence[str] = ()) -> None:
     """Train, print and write the figures; ``overrides`` are further arguments of the job.
 
@@ -153,10 +132,7 @@ def main(options: Options, overrides: Sequence[str] = ()) -> None:
     if "stock" not in options.modes or set(options.modes) - set(MODES):
         raise ValueError(f"--modes {' '.join(options.modes)}: set some of {', '.join(MODES)}, stock among them")
     records = measure(options, overrides)
-    print("\n".join(markdown_table(records)))
-    if options.output is not None:
-        save_records(options.output, "bench.network", records)
-        draw(records, options.output.with_suffix(".png"))
+    conclude(options.output, "bench.network", records, records)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ def test_times_every_mode_at_every_rate(tmp_path: Path) -> None:
     assert rows[0][4] == 1
     assert rows[0][3] == pytest.approx(rows[0][2])  # stock on the fastest link is the measure of predictions
     assert all(milliseconds > 0 < predicted for _, _, milliseconds, predicted, _ in rows)
-    assert output.with_suffix(".png").stat().st_size > 0
 
 
 def test_refuses_modes_without_stock() -> None:

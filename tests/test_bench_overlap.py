@@ -1,7 +1,6 @@
 """The benchmark of overlap runs in every mode, and overlap leaves less exposed than none."""
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from bench.overlap import Options, main, mp
+from bench.overlap import Options, main
 from bench.record import read_records
-from tests.runtime import processes  # noqa: F401  its server has imported what ranks need
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 
 TRACED = TorchVersion(torch.__version__) >= FIRST_TORCH
@@ -19,9 +17,7 @@ TRACED = TorchVersion(torch.__version__) >= FIRST_TORCH
 
 def figures_of(options: Options, folder: Path) -> dict[str, dict[str, Any]]:
     output = folder / "overlap.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mp, "spawn", functools.partial(mp.start_processes, start_method="forkserver"))
-        main(dataclasses.replace(options, output=output))
+    main(dataclasses.replace(options, output=output))
     return {row["mode"]: row for row in read_records(output)}
 
 
