@@ -1,4 +1,7 @@
-"""The run of `python -m bench.gpu`: what becomes of parts that go wrong, its verdicts, and a run on CPU stand-ins."""
+"""The run of `python -m bench.gpu`: what becomes of parts that go wrong, and its verdicts.
+
+`make bench-gpu-dry` runs all of them on CPU stand-ins.
+"""
 
 import json
 import time
@@ -7,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench.gpu import __main__ as command
 from bench.gpu import attention, goals, layer, report, session
-from bench.gpu.parts import ENVIRONMENT, PARTS, Part
+from bench.gpu.parts import PARTS, Part
 from bench.gpu.process import ROOT, Outcome, run_part
-from tests.sets import needs_triton
 
 
 def fake(function: str, *arguments: str, **fields: Any) -> Part:
@@ -217,27 +218,3 @@ def test_a_trace_is_counted_inside_its_layers() -> None:
     trace += [layer.Event(name, True, begin, end) for name, begin, end in device]
     assert layer.counts(trace) == {"launches": 3, "synchronisations": 2, "allocations": 2, "on_device": 2}
     assert layer.longest(trace, 1) == [{"kernel": "gemm", "per_layer": 2.0, "microseconds": 47.0}]
-
-
-MEASURED = ("planner", "layer", "plain", "choice", "attention", "bandwidth", "put", "replay", "profile")
-"""Parts that are no tests."""
-
-
-@pytest.mark.matrix
-@needs_triton
-def test_stand_ins_run_all_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--dry-run", "--output", str(tmp_path), "--only", "test-combine", *MEASURED]) == 0
-    document = json.loads((tmp_path / "gpu.json").read_text())
-    assert len(document["goals"]) == 6
-    assert "CPU stand-ins" in (tmp_path / "gpu.md").read_text()
-    parts = document["parts"]
-    assert parts.pop("test-combine")["status"] == "skipped"
-    statuses = {name: outcome["status"] for name, outcome in parts.items()}
-    assert statuses == dict.fromkeys((ENVIRONMENT.name, *MEASURED), "done")
-    assert parts["layer"]["figures"]["counts"]["launches"] == 0  # of a device
-    # In fp32, over at most 16 keys of 8 channels: a rounding for each of a sum's products.
-    assert max(parts["layer"]["figures"]["errors"].values()) < 16 * 8 * torch.finfo(torch.float32).eps
-    assert {row["name"] for row in parts["bandwidth"]["figures"]["kernels"]} >= {"merge", "sum", "delta", "pack"}
-    printed = capsys.readouterr().out
-    assert "| planned/mean at most 1.05 in replay | " in printed
-    assert "profile: done" in printed

@@ -16,7 +16,6 @@ from tests.integration.compositions import (
 )
 from tests.integration.harness import run
 from tests.profiles import linear, make_profile
-from tests.sets import params
 from torchtitan_cad.cli.report_command import find_steps, read_steps
 from torchtitan_cad.planning import AttentionShape, Profile
 
@@ -54,21 +53,14 @@ def test_measured_times_are_balanced(
     assert min(sum(step["loads_before"]) for step in steps) > 1e6
 
 
-BAD = {
-    "nonsense": ("{}", (), r"cad\.profile = '[^']*': .*format = None: must be 1"),
-    "other heads": (make_profile(), (), r"cad\.profile = '[^']*': the profile was measured for head_dim = 128, not 16"),
-    "other kernel": (
-        make_profile(TINY, kernel="varlen"),
-        (),
-        r"cad\.profile = '[^']*' was measured with kernel 'varlen', but the job runs 'cpu'; measure again",
-    ),
-    "small shards": (PAYS, ("--cad.min_shard=64",), r"cad\.min_shard = 64 is not a multiple of 128.*set .* to 128"),
-}
+def test_a_profile_of_another_kernel_is_one_value_error_on_every_rank(tmp_path: Path) -> None:
+    """Other heads are found by test_doctor.py, files that are no profiles by tests/planning/test_cost.py."""
+    message = r"cad\.profile = '[^']*' was measured with kernel 'varlen', but the job runs 'cpu'; measure again"
+    args = [*CAD, write(tmp_path, make_profile(TINY, kernel="varlen"))]
+    run(args, nranks=2, timeout_s=60).assert_refused(message)
 
 
-@pytest.mark.parametrize("name", params(BAD, ["other kernel"]))
-def test_a_bad_profile_is_one_value_error_on_every_rank(name: str, tmp_path: Path) -> None:
-    content, args, message = BAD[name]
-    path = tmp_path / "profile.json"
-    path.write_text(content if isinstance(content, str) else content.to_json())
-    run([*CAD, f"--cad.profile={path}", *args], nranks=2, timeout_s=60).assert_refused(message)
+@pytest.mark.matrix
+def test_shards_smaller_than_the_profiles_tiles_are_refused(tmp_path: Path) -> None:
+    args = [*CAD, write(tmp_path, PAYS), "--cad.min_shard=64"]
+    run(args, nranks=2, timeout_s=60).assert_refused(r"cad\.min_shard = 64 is not a multiple of 128.*set .* to 128")

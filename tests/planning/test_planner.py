@@ -195,17 +195,6 @@ def test_balance_before_bytes_where_rows_cost_most() -> None:
     assert plans[0].stats.max_over_mean <= plans[1].stats.max_over_mean < 1.03
 
 
-def test_one_document_on_one_of_many_ranks() -> None:
-    """All ranks help. Moving F pairs to each of 7 helpers costs at least 2 sqrt(c_q c_kv F) bytes each."""
-    plan = plan_of(TokenLayout.from_segments([[(0, 0, 65536)], *[[] for _ in range(7)]]), "greedy")
-    validate_plan(plan)  # the table of one piece has grown
-    assert plan.stats.max_over_mean <= 1.02
-    assert set(plan.tasks["server"].tolist()) == set(range(8))
-    pairs = 65536**2 / 2 / 8
-    ideal = 7 * 2 * np.sqrt(LLAMA.query_bytes * LLAMA.kv_bytes * pairs)
-    assert ideal * 0.9 < plan.stats.lower_bound_bytes < plan.stats.total_bytes < 2.5 * ideal
-
-
 def test_moved_range_has_the_shape_of_the_closed_form() -> None:
     """A document far longer than what must move gives the piece [a, b) with a / b = c_q / (c_q + c_kv)."""
     lengths = [40960, 20480, 20480]

@@ -25,21 +25,13 @@ SHAPE = AttentionShape(32, 8, 128, 2)
 RANKS_PER_NODE = 8
 
 
-def kernels() -> list[tuple[str, str]]:
-    """Module and name of every Triton kernel of the runtime, with a mark for those that NVSHMEM initialises."""
-    found = []
-    for file in sorted(Path(torchtitan_cad.runtime.triton.__file__).parent.glob("*.py")):
-        for node in ast.parse(file.read_text()).body:
-            decorators = [ast.unparse(each) for each in getattr(node, "decorator_list", [])]
-            if any(each.startswith("triton.jit") for each in decorators):
-                found.append((node.name, "nvshmem" if "nvshmem.requires_nvshmem" in decorators else file.stem))
-    return found
-
-
 def test_no_other_kernel_has_the_name_of_one_that_nvshmem_initialises() -> None:
-    every = kernels()
-    assert sum(kind == "nvshmem" for _, kind in every) == 3
-    assert Counter(name for name, _ in every).most_common(1)[0][1] == 1
+    folder = Path(torchtitan_cad.runtime.triton.__file__).parent
+    nodes = [node for file in folder.glob("*.py") for node in ast.parse(file.read_text()).body]
+    marks = {node: [ast.unparse(mark) for mark in getattr(node, "decorator_list", [])] for node in nodes}
+    names = [node.name for node, mark in marks.items() if any(each.startswith("triton.jit") for each in mark)]
+    assert sum("nvshmem.requires_nvshmem" in mark for mark in marks.values()) == 3
+    assert Counter(names).most_common(1)[0][1] == 1
 
 
 def compile_kernels(group: object, folder: str) -> tuple[list[str], list[str], int]:

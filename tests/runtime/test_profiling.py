@@ -109,9 +109,3 @@ def test_short_tasks_are_many_and_long_ones_few() -> None:
     assert num_tasks(512, 128, 4, CPU) == CPU_ROWS // 512
     assert num_tasks(128, 10**6, 4, CPU) == 1
     assert all(num_tasks(q, k, 4, CPU) * k <= LONGEST_CALL * CPU_ROWS for q in (1, 128) for k in (128, 1024, 8192))
-
-
-def test_default_grid_on_a_cpu_is_small() -> None:
-    grid = ProfileGrid.default(CPU)
-    assert grid.kv_lengths == (128, 256, 512, 1024, 2048, 4096)
-    assert grid.q_lengths[0] < 128 < grid.q_lengths[-1]
