@@ -27,22 +27,20 @@ def test_every_file_of_tests_is_a_part() -> None:
 
 
 def test_what_a_part_measured_before_it_failed_is_kept() -> None:
-    outcome = run_part(fake("good", "x"), "cpu", 60, None)
-    assert (outcome.status, outcome.why, outcome.figures) == ("done", "", {"figure": ["cpu", "x"]})
-    outcome = run_part(fake("bad"), "cpu", 60, None)
-    assert (outcome.status, outcome.why, outcome.figures) == ("failed", "RuntimeError: it went wrong", {"figure": 1})
-    assert "Traceback" in outcome.output
-    outcome = run_part(fake("crash"), "cpu", 60, None)
-    assert (outcome.status, outcome.why) == ("failed", "killed by signal 11 (SIGSEGV)")
-    assert outcome.figures == {"figure": 1}
-    assert "fake_parts.py" in outcome.output  # where
-    outcome = run_part(fake("unable"), "cpu", 60, None)
-    assert (outcome.status, outcome.why) == ("skipped", "there is no such thing here")
+    outcomes = {name: run_part(fake(name), "cpu", 60, None) for name in ("good", "bad", "crash", "unable")}
+    assert {name: (outcome.status, outcome.why, outcome.figures) for name, outcome in outcomes.items()} == {
+        "good": ("done", "", {"figure": ["cpu"]}),
+        "bad": ("failed", "RuntimeError: it went wrong", {"figure": 1}),
+        "crash": ("failed", "killed by signal 11 (SIGSEGV)", {"figure": 1}),
+        "unable": ("skipped", "there is no such thing here", {}),
+    }
+    assert "Traceback" in outcomes["bad"].output
+    assert "fake_parts.py" in outcomes["crash"].output  # where
     outcome = run_part(fake("good", needs=("no_such_module",)), "cpu", 60, None)
     assert (outcome.status, outcome.why.split(":")[0]) == ("skipped", "no_such_module cannot be imported")
     too_old = "TypeError('only 0-dimensional arrays can be converted')"
-    assert run_part(fake("interpreted", too_old), "cpu", 60, None).status == "skipped"
-    assert run_part(fake("interpreted", "out of bounds"), "cpu", 60, None).status == "failed"
+    for message, status in ((too_old, "skipped"), ("out of bounds", "failed")):
+        assert run_part(fake("interpreted", message), "cpu", 60, None).status == status
 
 
 def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
@@ -110,15 +108,13 @@ def test_a_run_can_be_resumed(tmp_path: Path, quick_environment: None, monkeypat
 
 
 def test_what_does_not_fit_into_the_budget_is_skipped(tmp_path: Path, quick_environment: None) -> None:
+    """All parts do."""
+    assert sum(part.seconds for part in PARTS) <= 60 * command.MINUTES - session.RESERVE_S
     parts = [fake("good", seconds=300), fake("good", name="short", seconds=10)]
     good, outcomes = run_session(tmp_path, parts, seconds=100)
     assert good
     assert [outcomes[name]["status"] for name in ("good", "short")] == ["skipped", "done"]
     assert outcomes["good"]["why"].startswith("no time: ")
-
-
-def test_all_parts_fit_into_the_budget() -> None:
-    assert sum(part.seconds for part in PARTS) <= 60 * command.MINUTES - session.RESERVE_S
 
 
 def test_a_part_that_hangs_leaves_the_others_their_time(tmp_path, quick_environment, monkeypatch) -> None:

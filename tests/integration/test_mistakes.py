@@ -1,4 +1,4 @@
-"""The commonest mistakes: one line, which names the key, the value and the remedy."""
+"""The commonest mistakes: one line, which names the key, the value and the remedy; and what `auto` chooses instead."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
-from tests.integration.harness import tokenizer_folder
+from tests.integration.harness import parse_job, tokenizer_folder
 from tests.integration.launched import launched
 from torchtitan_cad.integration.errors import CheckpointError, one_line_errors
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
@@ -338,3 +338,46 @@ def test_full_disk_names_the_folder_and_the_remedy(capsys: pytest.CaptureFixture
 def test_first_sentence_drops_what_torch_appends() -> None:
     error = RuntimeError("Connection closed\nby peer. This may indicate a remote process failure. GLHF!")
     assert first_sentence(error) == "Connection closed by peer"
+
+
+COMPILED = (HALVES, COMPILE)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "device", "torch_version", "traced", "why"),
+    [
+        (COMPILED, CPU, FIRST_TORCH, True, "nothing stands in the way"),
+        ((*COMPILED, SELECTIVE, BY_OPERATOR), CPU, FIRST_TORCH, True, "nothing stands in the way"),
+        ((*COMPILED, "--cad.streams=opaque"), CPU, FIRST_TORCH, False, "cad.streams = 'opaque'"),
+        ((*COMPILED, FULL), CPU, FIRST_TORCH, False, "cannot recompute exchanges"),
+        (
+            (*COMPILED, TP),
+            CPU,
+            FIRST_TORCH,
+            False,
+            "needs parallelism.tensor_parallel_degree = 1",
+        ),
+        ((HALVES,), CPU, FIRST_TORCH, False, "needs compile.enable = true"),
+        (COMPILED, CUDA, FIRST_TORCH, False, "has not run on GPUs yet"),
+        ((*COMPILED, TRACED), CUDA, FIRST_TORCH, True, "cad.streams = 'traced'"),
+        (COMPILED, CPU, "2.14.0", False, "needs torch 2.14.1 or newer, not 2.14.0"),
+    ],
+)
+def test_streams_are_traced_where_that_is_possible_and_has_run(
+    args: tuple[str, ...],
+    device: torch.device,
+    torch_version: str,
+    traced: bool,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch, "__version__", TorchVersion(torch_version))
+    config = parse_job(tmp_path, *args)
+    from torchtitan_cad.integration.titan022 import checks
+
+    chosen, reason = checks.choose_streams(config, device)
+    assert chosen == traced
+    assert why in reason

@@ -227,22 +227,6 @@ def test_traced_turns_gather_and_reduce_when_regions_do() -> None:
 
 
 @matrix
-def test_traces_show_the_overlap(tmp_path: Path) -> None:
-    """An exchange of one half goes on while the other half attends, and the profiler's files stay as they are."""
-    for spans in profiled(tmp_path):
-        assert {span.name for span in spans if span.kind == "linear"} >= {
-            "pre 0.ping",
-            "pre 0.pong",
-            "post 0 pre 1.ping",
-        }
-        assert_overlap(spans)
-        backward = {span.name for span in spans if span.kind == "linear backward"}
-        assert backward == {f"{work}.{half} backward" for work in WORKS for half in ("ping", "pong")}
-    names = {path.name for path in (tmp_path / "profile_traces" / "iteration_2").iterdir()}
-    assert names == {f"rank{rank}_trace.json" for rank in (0, 1)}
-
-
-@matrix
 @needs_traced
 def test_traces_name_what_happens_in_compiled_turns(tmp_path: Path) -> None:
     """Inductor leaves the halves' turns as they are: what one sends is under way while the other computes."""

@@ -5,6 +5,7 @@ looked for with mistakes planted, which must be found.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from tests.integration.compositions import needs_traced
 from tests.runtime.processes import run_processes, values
 from tests.support.cpp import build
 from tests.support.ledger import SOURCE, needs_ledger
-from tests.support.ledger.timeline import main_stream_idles
 from tests.support.ledger.turns import Job, Outcome, run_job
 
 pytestmark = [needs_ledger, needs_traced, pytest.mark.timeout(1200)]
@@ -103,3 +103,33 @@ def test_what_turns_are_composed_with_is_in_order(composed: dict[str, Any], comp
 def test_mistakes_are_found(mistake: str) -> None:
     """The calls' marks are off, which order what events in the graph do not."""
     assert races(Job(without=("marks", mistake)))
+
+
+DURATIONS = {"attention kernel": 4, "mm": 1, "all_to_all": 2}
+"""any unit: of operators; all others take none"""
+
+
+def main_stream_idles(history: Sequence[str]) -> list[tuple[float, float]]:
+    """The waits of stream 0 that take time: how much of its attention has run before, from 0 to 1, and how long.
+
+    Args:
+        history: what ``torch.ops.ledger.history`` returns.
+    """
+    kernels = history.count("attention kernel on 0")
+    now: dict[str, float] = {}
+    events: dict[str, float] = {}
+    idles, done = [], 0
+    for line in history:
+        what, stream = line.rsplit(" on ", 1)
+        clock = now.get(stream, 0.0)
+        if what.startswith("record e"):
+            events[what.removeprefix("record ")] = clock
+        elif what.startswith("wait "):
+            until = max(clock, events.get(what.removeprefix("wait "), 0.0))
+            if stream == "0" and until > clock:
+                idles.append((done / kernels, until - clock))
+            now[stream] = until
+        else:
+            now[stream] = clock + DURATIONS.get(what, 0)
+            done += line == "attention kernel on 0"
+    return idles

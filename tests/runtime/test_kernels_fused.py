@@ -129,30 +129,21 @@ def test_the_package_fits_the_device(monkeypatch, capability: tuple[int, int], g
     assert f"FlashAttention-{generation}" in str(kernel)
 
 
-def test_missing_packages_are_named(monkeypatch) -> None:
-    install(monkeypatch)
-    with pytest.raises(
-        ValueError,
-        match=r"cad\.kernel = 'flash_attn' needs .*flash_attention_4: import of flash_attn.*install .*'varlen'",
-    ):
-        get_kernel("flash_attn", "cuda")
-
-
-def test_a_package_for_other_devices_is_named(monkeypatch) -> None:
-    install(monkeypatch, FAKES[3](Recorder()), capability=(10, 0))
-    with pytest.raises(ValueError, match=r"FlashAttention-3 .* not made for compute capability 10\.0.*'varlen'"):
-        get_kernel("flash_attn", "cuda")
-
-
-def test_other_versions_of_a_package_are_not_called(monkeypatch) -> None:
-    module = FAKES[2](Recorder())
+def test_packages_that_cannot_be_called_are_named(monkeypatch) -> None:
+    """None, one for other devices, and one of another version."""
 
     def older(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal): ...
 
-    module._flash_attn_varlen_forward = older
-    install(monkeypatch, module)
-    with pytest.raises(ValueError, match=r"_flash_attn_varlen_forward of another version is needed"):
-        get_kernel("flash_attn", "cuda")
+    other = FAKES[2](Recorder())
+    other._flash_attn_varlen_forward = older
+    for modules, capability, message in (
+        ([], (9, 0), r"'flash_attn' needs .*flash_attention_4: import of flash_attn.*install .*'varlen'"),
+        ([FAKES[3](Recorder())], (10, 0), r"FlashAttention-3 .* not made for compute capability 10\.0.*'varlen'"),
+        ([other], (9, 0), r"_flash_attn_varlen_forward of another version is needed"),
+    ):
+        install(monkeypatch, *modules, capability=capability)
+        with pytest.raises(ValueError, match=message):
+            get_kernel("flash_attn", "cuda")
 
 
 def test_where_cudnn_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
