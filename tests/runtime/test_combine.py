@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.accuracy import assert_as_exact
+from tests.runtime.fake_flash_attn import COMPONENTS, prepare_statistics
 from tests.runtime.interpreter import interpret
 from tests.runtime.processes import run_processes, values
-from tests.runtime.statistics import COMPONENTS, prepare_statistics
 from tests.sets import needs_triton, seeds
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.combine import TENSOR_BITS, Combination

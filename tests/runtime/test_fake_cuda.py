@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.nn.attention import varlen as stock
 
 from bench.gpu.loopback import two_rank_plan
-from tests.runtime import statistics
+from tests.runtime.fake_flash_attn import use_torch
 from tests.runtime.kernels_reference import offsets
 from tests.sets import needs_triton
 from torchtitan_cad.planning import AttentionShape
@@ -55,7 +55,7 @@ EVERY_KERNEL = pytest.mark.parametrize("make_kernel", KERNELS.values(), ids=KERN
 def fake_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Launches of Triton kernels need a GPU, so statistics are prepared by operations of torch."""
     monkeypatch.setattr(triton, "runs_on", lambda device: False)
-    statistics.use_torch(monkeypatch)
+    use_torch(monkeypatch)
     monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)  # keeps no fake tensors
     with FakeTensorMode():
         yield

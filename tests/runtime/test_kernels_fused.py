@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import varlen as stock
 
-from tests.runtime import statistics
-from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, fake_cudnn, fake_operator, install
+from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, fake_cudnn, fake_operator, install, use_torch
 from tests.runtime.kernels_reference import check_marshalling, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel, varlen
 from torchtitan_cad.runtime.kernels.base import Merged
@@ -29,7 +28,7 @@ NOT_OF_CUDNN: list[tuple[list[int], list[int], bool]] = [
 
 def make_kernel(monkeypatch: pytest.MonkeyPatch, name: str | int) -> tuple[FusedKernel, Recorder]:
     seen = Recorder()
-    statistics.use_torch(monkeypatch)
+    use_torch(monkeypatch)
     if name == "cudnn":
         monkeypatch.setattr(torch.ops, "torch_attn", fake_cudnn(seen))
         return cudnn.CudnnKernel(), seen
