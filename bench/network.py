@@ -16,7 +16,6 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import tyro
 from tqdm import tqdm
 
@@ -25,7 +24,7 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
-from bench.record import Record, markdown_table, save_records  # noqa: E402
+from bench.record import Record, conclude  # noqa: E402
 from tests.nodes.network import Nodes, missing  # noqa: E402
 from torchtitan_cad.integration.titan022.commands import measured  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.comparison import Runs  # noqa: E402
@@ -131,16 +130,13 @@ def draw(records: list[Record], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    rates = list(dict.fromkeys(record["Mbit/s"] for record in records))
     for mode in dict.fromkeys(record["mode"] for record in records):
-        times = [record["ms per step"] for record in records if record["mode"] == mode]
-        (line,) = axes.plot(np.arange(len(rates)), times, marker="o", label=mode)
-        predicted = [record["predicted ms"] for record in records if record["mode"] == mode]
+        mine = [record for record in records if record["mode"] == mode]
+        rates, times, guesses = ([record[key] for record in mine] for key in ("Mbit/s", "ms per step", "predicted ms"))
+        names = [rate if isinstance(rate, str) else f"{rate:g}" for rate in rates]
+        (line,) = axes.plot(names, times, marker="o", label=mode)
         if mode != "stock":
-            axes.plot(
-                np.arange(len(rates)), predicted, linestyle=":", color=line.get_color(), label=f"{mode}, predicted"
-            )
-    axes.set_xticks(range(len(rates)), [rate if isinstance(rate, str) else f"{rate:g}" for rate in rates])
+            axes.plot(names, guesses, linestyle=":", color=line.get_color(), label=f"{mode}, predicted")
     axes.set_xlabel("rate of the link between two nodes, Mbit/s")
     axes.set_ylabel("ms per step")
     axes.set_ylim(bottom=0)
@@ -160,9 +156,8 @@ def main(options: Options, overrides: Sequence[str] = ()) -> None:
     if "stock" not in options.modes or set(options.modes) - set(MODES):
         raise ValueError(f"--modes {' '.join(options.modes)}: set some of {', '.join(MODES)}, stock among them")
     records = measure(options, overrides)
-    print("\n".join(markdown_table(records)))
+    conclude(options.output, "bench.network", records, records)
     if options.output is not None:
-        save_records(options.output, "bench.network", records)
         draw(records, options.output.with_suffix(".png"))
 
 

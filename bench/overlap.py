@@ -23,12 +23,9 @@ ping-pong; "tp in turns", as trained (integration/pingpong/loop.py); "no tp", th
 """
 
 import dataclasses
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +33,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import tyro
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
@@ -47,6 +43,7 @@ enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
 from bench.record import conclude  # noqa: E402
+from tests.runtime.processes import run_processes, values  # noqa: E402
 from torchtitan_cad.integration.pingpong.loop import PingPong  # noqa: E402
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
@@ -64,6 +61,7 @@ SIGNAL_ONLY, TRACED_SIGNAL_ONLY, NO_TP = "signal only", "traced signal only", "n
 """Modes without a network."""
 TOKENS = 1024
 """Per rank and half: one document on the first rank, eight on the others."""
+LONGEST_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,14 +287,12 @@ def dispatched_bytes(plan: Plan) -> int:
     )
 
 
-def run_rank(rank: int, options: Options, store: str, results: str) -> None:
-    """One rank: every mode at every speed; rank 0 writes its figures, see ``measure``."""
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=options.ranks, timeout=timeout)
+def run_rank(group: dist.ProcessGroup, options: Options) -> list[dict[str, Any]]:
+    """One rank's figures, every mode at every speed; see ``measure``."""
+    rank = group.rank()
     seconds, plan = options.work_ms / 1e3, make_half(options.ranks)
     pairs = sum(n * (n + 1) / 2 for n in plan.layout.doc_lengths.tolist()) / options.ranks
-    kernel, link = SleepingKernel(seconds, pairs), Link(CollectiveTransport(dist.group.WORLD), 0.0, "")
+    kernel, link = SleepingKernel(seconds, pairs), Link(CollectiveTransport(group), 0.0, "")
     for name, two_rounds in ((ENGINE, False), (HALVING, True)):
         engine = CoreAttentionEngine(
             kernel, link, rank=rank, device=torch.device("cpu"), scale=1.0, two_rounds=two_rounds
@@ -306,10 +302,7 @@ def run_rank(rank: int, options: Options, store: str, results: str) -> None:
         register_engine(name, engine)
     torch.manual_seed(0)
     CLOCK.counted = 0.0 if options.counted else None
-    figures = run_link(options, link, dispatched_bytes(plan)) + run_tensor_parallel(options, link)
-    if rank == 0:
-        Path(results).write_text(json.dumps(figures))
-    dist.destroy_process_group()
+    return run_link(options, link, dispatched_bytes(plan)) + run_tensor_parallel(options, link)
 
 
 def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any]]:
@@ -389,10 +382,7 @@ def one_step(loop: PingPong, link: Link) -> float:
 
 def main(options: Options) -> None:
     """Runs the ranks and prints a table."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        mp.spawn(run_rank, (options, str(Path(folder) / "store"), str(results)), nprocs=options.ranks)
-        figures = json.loads(results.read_text())
+    figures = values(run_processes(options.ranks, run_rank, options, timeout_s=LONGEST_S))[0]
     print(f"{options.ranks} ranks, {options.layers} layers, medians of {options.repeats} steps of each mode, in turns")
     rows = []
     for figure in figures:

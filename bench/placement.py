@@ -18,8 +18,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from bench.planner import fresh
-from bench.planner_checks import TOLERANCE
+from bench.planner import TOLERANCE, fresh
 from bench.record import Record, conclude
 from bench.workloads import SEEDS, SHAPE, known_workloads, workload_layout
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, place_and_plan

@@ -3,7 +3,7 @@
     python -m bench.planner --pretrain document_lengths.json --check
 
 plans every workload (``bench/workloads.py``) for 8 to 4096 ranks at the homes that ``place`` chooses, prints a table of
-means over the seeds, writes every figure as JSON and draws a plan.
+means over the seeds, and bytes relative to the default planner's, writes every figure as JSON and draws a plan.
 Bytes are those of one layer's forward for 32 query and 8 key heads of 128 in bf16.
 """
 
@@ -19,19 +19,27 @@ from typing import Any
 import tyro
 from tqdm import tqdm
 
-from bench.planner_checks import TOLERANCE, slow_cases, wrong_cases
-from bench.record import Record, conclude
+from bench.record import Record, conclude, markdown_table
 from bench.workloads import SEEDS, SHAPE, WORKLOADS, known_workloads, workload_layout
 from torchtitan_cad.cli.plan_plot import draw_plan
-from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, warm_up
+from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, register_planner, warm_up
+from torchtitan_cad.planning.planners.base import Planner
+from torchtitan_cad.planning.planners.local_search.planner import search
 
+TOLERANCE = 0.02
+"""At which the planners are compared and timed."""
+TIME_LIMITS = {64: 10.0, 512: 100.0, 4096: 2000.0}
+"""Milliseconds by number of ranks, for a plan of the default planner and all tables of one rank, on two cores."""
 PLANNERS: dict[str, dict[str, Any]] = {
     "home": {"planner": "home"},
     "greedy": {"planner": "greedy"},
     "local_search, whole keys": {"planner": "local_search", "split_kv": False},
     "local_search": {"planner": "local_search"},
+    "within the limits alone": {"planner": "within the limits alone"},
+    "ten times the moves": {"planner": "ten times the moves"},
 }
-"""home: nothing moves. greedy: the paper's. local_search: the default planner; whole keys: with split_kv = false."""
+"""home: nothing moves. greedy: the paper's. local_search: the default planner; whole keys: with split_kv = false. The
+last two are local_search with other numbers of moves for fewer bytes."""
 LARGE, HUGE = 64, 512
 """Beyond LARGE ranks there are two seeds; beyond HUGE one, and not the planner without split keys, which is slow."""
 SLOW = 1.0
@@ -56,6 +64,8 @@ class Options:
     ranks: tuple[int, ...] = (8, 64, 512, 4096)
     workloads: tuple[str, ...] = WORKLOADS
     """Names of workloads; those named pretrain need --pretrain and are left out without it."""
+    planners: tuple[str, ...] = tuple(PLANNERS)[:4]
+    """Names of planners, local_search among them."""
     seeds: tuple[int, ...] = SEEDS
     """One layout per seed; the first two beyond 64 ranks, the first beyond 512."""
     repeats: int = 5
@@ -68,7 +78,16 @@ class Options:
     check: bool = False
     """Fail if a plan breaks its guarantee or its bound, or the default planner moves more bytes than the greedy."""
     check_times: bool = False
-    """Fail if the default planner takes longer than its limits (bench/planner_checks.py)."""
+    """Fail if the default planner takes longer than its limits (TIME_LIMITS)."""
+
+
+def _search(evaluated: float) -> Planner:
+    """The default planner, which evaluates a multiple of the moves for fewer bytes."""
+    return lambda layout, shape, config, cost: search(layout, shape, config, cost, evaluated)[1]()
+
+
+for _name, _evaluated in (("within the limits alone", 0.0), ("ten times the moves", 10.0)):
+    register_planner(_name)(_search(_evaluated))
 
 
 def seeds_for(ranks: int, seeds: tuple[int, ...]) -> tuple[int, ...]:
@@ -119,7 +138,7 @@ def measure(plan: Callable[[], Plan], repeats: int) -> Record:
 def cases(options: Options) -> Iterator[Record]:
     """Names of all plans to make."""
     for ranks in options.ranks:
-        planners = [p for p in PLANNERS if ranks <= HUGE or p != "local_search, whole keys"]
+        planners = [p for p in options.planners if ranks <= HUGE or p != "local_search, whole keys"]
         workloads, seeds = known_workloads(options.workloads, options.pretrain), seeds_for(ranks, options.seeds)
         for workload, planner, seed in product(workloads, planners, seeds):
             yield {"ranks": ranks, "workload": workload, "seed": seed, "planner": planner}
@@ -149,6 +168,61 @@ def table(records: list[Record]) -> list[Record]:
     return rows
 
 
+def relative(records: list[Record]) -> list[Record]:
+    """Bytes relative to the default planner's: means over workloads of means over seeds."""
+    rows = []
+    for planner in dict.fromkeys(r["planner"] for r in records):
+        row: Record = {"planner": planner}
+        for ranks in dict.fromkeys(r["ranks"] for r in records if r["planner"] == planner):
+            some = [r for r in records if r["ranks"] == ranks]
+            for title, figure in (("total", "total_bytes"), ("worst rank", "rank_bytes")):
+                mine, default = (_by_workload(some, name, figure) for name in (planner, "local_search"))
+                ratios = [sum(mine[key]) / sum(of_key) for key, of_key in default.items() if sum(of_key)]
+                row[f"{ranks}: {title}"] = f"{100 * (statistics.fmean(ratios) - 1):+.1f} %"
+        rows.append(row)
+    return rows
+
+
+def wrong_cases(records: list[Record]) -> list[str]:
+    """Plans above their guarantee or below their bound; workloads for which the default planner moves more bytes than
+    the greedy one, in total or for the worst rank, on average over the seeds."""
+    problems = []
+    bounds = (("total_bytes", "bound_bytes"), ("rank_bytes", "bound_rank_bytes"), ("rank_bytes", "forced_export_bytes"))
+    for record in records:
+        name = ", ".join(f"{key} {record[key]}" for key in ("ranks", "workload", "seed", "planner"))
+        if record["planner"] != "home" and record["max_over_mean"] > record["guaranteed"] * (1 + 1e-6):
+            problems.append(f"{name}: max/mean {record['max_over_mean']} exceeds the guaranteed {record['guaranteed']}")
+        for figure, bound in bounds:
+            if record[figure] < record[bound]:
+                problems.append(f"{name}: {figure} {record[figure]} is below {bound} {record[bound]}")
+    for figure in ("total_bytes", "rank_bytes"):
+        ours, greedy = (_by_workload(records, planner, figure) for planner in ("local_search", "greedy"))
+        for key in ours.keys() & greedy.keys():
+            ratio = statistics.fmean(ours[key]) / max(1, statistics.fmean(greedy[key]))
+            if ratio > 1:
+                problems.append(f"ranks {key[0]}, workload {key[1]}: {figure} is {ratio:.3f} of the greedy's")
+    return problems
+
+
+def slow_cases(records: list[Record], limits: dict[int, float] = TIME_LIMITS) -> list[str]:
+    """Numbers of ranks and workloads whose median time over the seeds exceeds the limit."""
+    timed = [record | {"ms": record["plan_ms"] + record["tables_ms"]} for record in records]
+    return [
+        f"{ranks} ranks, {workload}: {statistics.median(values):.1f} ms, limit {limits[ranks]:.0f} ms"
+        for (ranks, workload), values in _by_workload(timed, "local_search", "ms").items()
+        if ranks in limits and statistics.median(values) > limits[ranks]
+    ]
+
+
+def _by_workload(records: list[Record], planner: str, figure: str) -> dict[tuple[Any, ...], list[float]]:
+    """A planner's figure for the seeds of every workload."""
+    values: dict[tuple[Any, ...], list[float]] = {}
+    for record in records:
+        if record["planner"] == planner:
+            values.setdefault((record["ranks"], record["workload"]), []).append(record[figure])
+    return values
+
+
 def main(options: Options) -> int:
     """Returns the exit code."""
     records = run(options)
@@ -156,6 +230,7 @@ def main(options: Options) -> int:
         draw_plan(make_plan(placed_layout(*EXAMPLE), SHAPE), options.plot)
     problems = wrong_cases(records) if options.check else []
     problems += slow_cases(records) if options.check_times else []
+    print("\n".join([*markdown_table(relative(records)), ""]))
     return conclude(options.output, "bench.planner", records, table(records), problems)
 
 

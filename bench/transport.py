@@ -10,26 +10,24 @@ and without MPS processes take turns of about 2 ms on the device: that is then m
 """
 
 import dataclasses
-import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import tyro
 
 from bench.record import Record, conclude
+from tests.runtime.processes import run_processes, values
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.transport import Route, Routes, Transport, build_transport
 
 ROW_ELEMENTS = 32 * 128
 WARM_UP = 5
+LONGEST_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +78,14 @@ def exchange_seconds(transport: Transport, route: Route, device: torch.device, r
     return median_seconds(exchange, device, repeats)
 
 
-def measure(rank: int, num_ranks: int, folder: str, options: Options) -> None:
-    """One rank of a group: writes its figures to a file."""
-    torch.set_num_threads(1)
+def measure(group: dist.ProcessGroup, options: Options) -> list[Record]:
+    """One rank's figures for every size."""
+    rank, num_ranks = group.rank(), group.size()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         # Several ranks on one device, which torch otherwise refuses.
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         torch.cuda.set_device(device)
-    store = dist.FileStore(f"{folder}/store", num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
     figures: list[Record] = []
     for megabytes in options.megabytes:
         rows_per_peer = max(1, round(megabytes * 1e6 / (2 * ROW_ELEMENTS) / (num_ranks - 1)))
@@ -100,20 +96,16 @@ def measure(rank: int, num_ranks: int, folder: str, options: Options) -> None:
         target = torch.empty_like(source)
         row["copy"] = median_seconds(lambda target=target, source=source: target.copy_(source), device, options.repeats)
         for name in options.transports:
-            transport = build_transport(name, dist.group.WORLD, device)
+            transport = build_transport(name, group, device)
             route = make_route(num_ranks, rank, rows_per_peer, device)  # with tables of this transport
             row[name] = exchange_seconds(transport, route, device, options.repeats)
         figures.append(row)
-    Path(folder, f"{rank}.json").write_text(json.dumps(figures))
-    dist.barrier()
-    os._exit(0)  # not to wait for the clean-up of large allocations
+    return figures
 
 
 def run(num_ranks: int, options: Options) -> list[Record]:
     """Figures of the slowest rank for every size."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (num_ranks, folder, options), num_ranks)
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    ranks = values(run_processes(num_ranks, measure, options, timeout_s=LONGEST_S))
     names = ("copy", *options.transports)
     return [
         {**rows[0], **{name: max(row[name] for row in rows) for name in names}} for rows in zip(*ranks, strict=True)

@@ -87,7 +87,7 @@ FAULTS = [
         "runtime/row_tables.py",
         "index = concat_ranges(first_sent + first - offsets, sent_now)",
         "index = concat_ranges(first_sent, sent_now)",
-        ("runtime/test_trips.py",),
+        ("runtime/test_engine.py",),
     ),
     Fault(
         "loader: a batch carries the plan before its own",

@@ -1,4 +1,7 @@
-"""The run of `python -m bench.gpu`: what becomes of parts that go wrong, its verdicts, and a run on CPU stand-ins."""
+"""The run of `python -m bench.gpu`: what becomes of parts that go wrong, and its verdicts.
+
+`make bench-gpu-dry` runs all of them on CPU stand-ins.
+"""
 
 import json
 import time
@@ -9,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench import replay
 from bench.gpu import __main__ as command
 from bench.gpu import attention, goals, layer, report, session
-from bench.gpu.parts import ENVIRONMENT, PARTS, Part
+from bench.gpu.parts import PARTS, Part
 from bench.gpu.process import ROOT, Outcome, run_part
-from tests.sets import needs_triton
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 
 def fake(function: str, *arguments: str, **fields: Any) -> Part:
@@ -26,22 +30,20 @@ def test_every_file_of_tests_is_a_part() -> None:
 
 
 def test_what_a_part_measured_before_it_failed_is_kept() -> None:
-    outcome = run_part(fake("good", "x"), "cpu", 60, None)
-    assert (outcome.status, outcome.why, outcome.figures) == ("done", "", {"figure": ["cpu", "x"]})
-    outcome = run_part(fake("bad"), "cpu", 60, None)
-    assert (outcome.status, outcome.why, outcome.figures) == ("failed", "RuntimeError: it went wrong", {"figure": 1})
-    assert "Traceback" in outcome.output
-    outcome = run_part(fake("crash"), "cpu", 60, None)
-    assert (outcome.status, outcome.why) == ("failed", "killed by signal 11 (SIGSEGV)")
-    assert outcome.figures == {"figure": 1}
-    assert "fake_parts.py" in outcome.output  # where
-    outcome = run_part(fake("unable"), "cpu", 60, None)
-    assert (outcome.status, outcome.why) == ("skipped", "there is no such thing here")
+    outcomes = {name: run_part(fake(name), "cpu", 60, None) for name in ("good", "bad", "crash", "unable")}
+    assert {name: (outcome.status, outcome.why, outcome.figures) for name, outcome in outcomes.items()} == {
+        "good": ("done", "", {"figure": ["cpu"]}),
+        "bad": ("failed", "RuntimeError: it went wrong", {"figure": 1}),
+        "crash": ("failed", "killed by signal 11 (SIGSEGV)", {"figure": 1}),
+        "unable": ("skipped", "there is no such thing here", {}),
+    }
+    assert "Traceback" in outcomes["bad"].output
+    assert "fake_parts.py" in outcomes["crash"].output  # where
     outcome = run_part(fake("good", needs=("no_such_module",)), "cpu", 60, None)
     assert (outcome.status, outcome.why.split(":")[0]) == ("skipped", "no_such_module cannot be imported")
     too_old = "TypeError('only 0-dimensional arrays can be converted')"
-    assert run_part(fake("interpreted", too_old), "cpu", 60, None).status == "skipped"
-    assert run_part(fake("interpreted", "out of bounds"), "cpu", 60, None).status == "failed"
+    for message, status in ((too_old, "skipped"), ("out of bounds", "failed")):
+        assert run_part(fake("interpreted", message), "cpu", 60, None).status == status
 
 
 def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
@@ -109,15 +111,13 @@ def test_a_run_can_be_resumed(tmp_path: Path, quick_environment: None, monkeypat
 
 
 def test_what_does_not_fit_into_the_budget_is_skipped(tmp_path: Path, quick_environment: None) -> None:
+    """All parts do."""
+    assert sum(part.seconds for part in PARTS) <= 60 * command.MINUTES - session.RESERVE_S
     parts = [fake("good", seconds=300), fake("good", name="short", seconds=10)]
     good, outcomes = run_session(tmp_path, parts, seconds=100)
     assert good
     assert [outcomes[name]["status"] for name in ("good", "short")] == ["skipped", "done"]
     assert outcomes["good"]["why"].startswith("no time: ")
-
-
-def test_all_parts_fit_into_the_budget() -> None:
-    assert sum(part.seconds for part in PARTS) <= 60 * command.MINUTES - session.RESERVE_S
 
 
 def test_a_part_that_hangs_leaves_the_others_their_time(tmp_path, quick_environment, monkeypatch) -> None:
@@ -219,25 +219,24 @@ def test_a_trace_is_counted_inside_its_layers() -> None:
     assert layer.longest(trace, 1) == [{"kernel": "gemm", "per_layer": 2.0, "microseconds": 47.0}]
 
 
-MEASURED = ("planner", "layer", "plain", "choice", "attention", "bandwidth", "put", "replay", "profile")
-"""Parts that are no tests."""
+def test_a_layout_has_as_many_tokens_as_asked_for() -> None:
+    layout = replay.make_layout(replay.Options(tokens_per_rank=700, longest=300), 5)
+    assert layout.tokens_per_rank.tolist() == [700] * 5
+    assert layout.doc_lengths.max() == 300
 
 
-@pytest.mark.matrix
-@needs_triton
-def test_stand_ins_run_all_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--dry-run", "--output", str(tmp_path), "--only", "test-combine", *MEASURED]) == 0
-    document = json.loads((tmp_path / "gpu.json").read_text())
-    assert len(document["goals"]) == 6
-    assert "CPU stand-ins" in (tmp_path / "gpu.md").read_text()
-    parts = document["parts"]
-    assert parts.pop("test-combine")["status"] == "skipped"
-    statuses = {name: outcome["status"] for name, outcome in parts.items()}
-    assert statuses == dict.fromkeys((ENVIRONMENT.name, *MEASURED), "done")
-    assert parts["layer"]["figures"]["counts"]["launches"] == 0  # of a device
-    # In fp32, over at most 16 keys of 8 channels: a rounding for each of a sum's products.
-    assert max(parts["layer"]["figures"]["errors"].values()) < 16 * 8 * torch.finfo(torch.float32).eps
-    assert {row["name"] for row in parts["bandwidth"]["figures"]["kernels"]} >= {"merge", "sum", "delta", "pack"}
-    printed = capsys.readouterr().out
-    assert "| planned/mean at most 1.05 in replay | " in printed
-    assert "profile: done" in printed
+@pytest.mark.parametrize("squares_only", [False, True])
+def test_shards_have_the_work_of_the_undivided_document(squares_only: bool) -> None:
+    """As many query-key pairs as the causal triangle, up to half a shard; unmasked if the kernel takes squares only."""
+    kernel = CpuKernel()
+    kernel.squares_only = squares_only
+    sizes = attention.Sizes(torch.device("cpu"), length=8192)
+    whole = attention.visible_pairs(8192, 8192)
+    assert whole == 8192 * 8193 // 2
+    assert attention.shard_call(kernel, 8192, sizes).causal
+    for shard in (128, 512, 2048):
+        call = attention.shard_call(kernel, shard, sizes)
+        assert call.causal is not squares_only
+        each = attention.visible_pairs(shard, 8192, call.causal)
+        assert abs(len(call.q_start) * each - whole) <= each / 2
+        assert (call.max_q, call.max_k) == (shard, 8192)

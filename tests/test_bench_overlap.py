@@ -1,7 +1,7 @@
-"""The benchmark of overlap runs in every mode, and overlap leaves less exposed than none."""
+"""The benches that run ranks: overlap leaves less exposed than none, two nodes at every rate, and traced streams."""
 
 import dataclasses
-import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from bench.overlap import Options, main, mp
+from bench import network, streams
+from bench.overlap import Options, main
 from bench.record import read_records
-from tests.runtime import processes  # noqa: F401  its server has imported what ranks need
+from tests.integration.compositions import TOLERANCE, needs_traced
+from tests.integration.harness import tokenizer_folder
+from tests.nodes.network import missing
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 
 TRACED = TorchVersion(torch.__version__) >= FIRST_TORCH
@@ -19,9 +22,7 @@ TRACED = TorchVersion(torch.__version__) >= FIRST_TORCH
 
 def figures_of(options: Options, folder: Path) -> dict[str, dict[str, Any]]:
     output = folder / "overlap.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mp, "spawn", functools.partial(mp.start_processes, start_method="forkserver"))
-        main(dataclasses.replace(options, output=output))
+    main(dataclasses.replace(options, output=output))
     return {row["mode"]: row for row in read_records(output)}
 
 
@@ -41,3 +42,44 @@ def test_every_mode_is_measured(tmp_path: Path) -> None:
     for exposed, hidden in (*((rows[0], mode) for mode in rows[1:]), ("tp exposed", "tp in turns")):
         assert figures[hidden]["link"] == pytest.approx(figures[exposed]["link"])
         assert figures[hidden]["exposed"] < figures[exposed]["exposed"]
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(missing() is not None, reason=f"no nodes on this machine: {missing()}")
+def test_times_every_mode_at_every_rate(tmp_path: Path) -> None:
+    output = tmp_path / "network.json"
+    options = network.Options(
+        rates=(1e9,), modes=("stock", "cad"), steps=2, rounds=1, folder=tmp_path / "runs", output=output
+    )
+    network.main(options, ["--training.seq_len=512", f"--model.hf_assets_path={tokenizer_folder()}"])
+    rows = json.loads(output.read_text())["rows"]
+    assert [row[:2] for row in rows] == [[1000.0, "stock"], [1000.0, "cad"]]
+    assert rows[0][4] == 1
+    assert rows[0][3] == ""
+    assert rows[1][3] > 0 < rows[1][2]
+    assert output.with_suffix(".png").stat().st_size > 0
+
+
+def test_refuses_modes_without_stock() -> None:
+    if missing() is not None:
+        pytest.skip(f"no nodes on this machine: {missing()}")
+    with pytest.raises(ValueError, match="stock among them"):
+        network.main(network.Options(modes=("cad",)))
+
+
+JOB = Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml"
+
+
+@needs_traced
+@pytest.mark.slow
+def test_both_ways_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = (f"--model.hf_assets_path={tokenizer_folder()}", "--training.seq_len=1024")
+    output = tmp_path / "streams.json"
+    streams.main(streams.Options(JOB, steps=4, rounds=1, folder=tmp_path, output=output), overrides)
+    figures = json.loads(output.read_text())["figures"]
+    assert figures["traced_over_opaque"] > 0
+    assert figures["largest_relative_loss_difference"] < TOLERANCE
+    assert "traced over opaque" in capsys.readouterr().out
+    for mode, chosen in (("off1", "opaque"), ("on1", "traced")):
+        assert f"Streams of nano-batches: {chosen}" in (tmp_path / mode / "log.txt").read_text()

@@ -1,13 +1,12 @@
 """The benches of planning and placement: results that can be read again, and checks that notice what is wrong."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench import ablation, pipeline, placement, planner, tolerance
-from bench.planner_checks import slow_cases, wrong_cases
+from bench import pipeline, placement, planner, tolerance
+from bench.planner import slow_cases, wrong_cases
 from bench.record import read_records
 from bench.workloads import SHAPE, TOKENS_PER_RANK, spanning_layout, workload_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, place
@@ -18,8 +17,9 @@ from torchtitan_cad.simulation.streams import one_f_one_b
 def results(tmp_path_factory: pytest.TempPathFactory) -> planner.Options:
     """A small run: 8 and 64 ranks, one workload, one seed, all planners."""
     folder = tmp_path_factory.mktemp("bench")
-    small = planner.Options(ranks=(8, 64), workloads=("lognormal",), seeds=(11,), repeats=1, check=True)
-    options = replace(small, output=folder / "results" / "planner.json", plot=folder / "plan.png")
+    few = {"ranks": (8, 64), "workloads": ("lognormal",), "seeds": (11,), "planners": tuple(planner.PLANNERS)}
+    files = {"output": folder / "results" / "planner.json", "plot": folder / "plan.png"}
+    options = planner.Options(**few, **files, repeats=1, check=True)
     assert planner.main(options) == 0
     return options
 
@@ -29,6 +29,7 @@ def test_results_can_be_read_again_and_a_plan_is_drawn(results: planner.Options)
     assert {"date", "cpu", "python", "numpy", "numba", "command"} <= set(data)
     records = read_records(results.output)
     assert len(records) == 2 * len(planner.PLANNERS)
+    assert list(planner.relative(records)[3].values()) == ["local_search", *["+0.0 %"] * 4]
     ours = [r for r in records if r["planner"] == "local_search"]
     assert all(0 < r["bound_bytes"] <= r["total_bytes"] and r["plan_ms"] > 0 for r in ours)
     assert ours[0]["total_bytes"] / 1e9 in [row["total GB"] for row in planner.table(records)]
@@ -68,18 +69,6 @@ def test_failing_checks_are_exit_code_1(results, monkeypatch, tmp_path, capsys) 
     monkeypatch.setattr(planner, "run", lambda options: records)
     assert planner.main(planner.Options(output=tmp_path / "wrong.json", plot=None, check=True)) == 1
     assert "FAILED: ranks 64" in capsys.readouterr().err
-
-
-def test_ablation(tmp_path: Path) -> None:
-    """Every variant makes a plan of every layout; the whole planner is its own measure."""
-    options = ablation.Options(ranks=(8,), seeds=(11,), repeats=1, output=tmp_path / "ablation.json")
-    ablation.main(options)
-    records = read_records(options.output)
-    assert len(records) == 3 * len(ablation.VARIANTS)
-    assert all(r["total_bytes"] >= r["rank_bytes"] > 0 for r in records)
-    rows = ablation.table(records)
-    assert len(rows) == len(ablation.VARIANTS)
-    assert list(rows[-1].values())[:3] == ["all", "+0.0 %", "+0.0 %"]
 
 
 @pytest.mark.matrix

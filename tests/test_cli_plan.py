@@ -137,7 +137,6 @@ def test_paths_that_no_file_can_have(layout_file: str, option: str, path: str, t
         ([], ""),
         (["fly"], "fly"),
         (["plan"], "PATH"),
-        (["plan", "none.json"], "none.json"),
         (["doctor", "job.toml", "--nproc", str(2**70)], "of which the product is at most 65536"),
     ],
 )
@@ -243,12 +242,11 @@ def test_plots_of_many_ranks(num_ranks: int, tmp_path: Path, drawn) -> None:
     assert len({patch.get_facecolor() for patch in loads.patches}) == (num_ranks + 2 if num_ranks == FEW else 2)
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-@pytest.mark.parametrize("planner", ["local_search", "home"])
-def test_plot(layout_file: str, tmp_path: Path, suffix: str, planner: str) -> None:
-    picture = tmp_path / f"plan.{suffix}"
-    assert main(["plan", layout_file, "--plot", str(picture), "--planner", planner]) == 0
-    assert picture.stat().st_size > 10_000
+def test_plots_are_written(layout_file: str, tmp_path: Path) -> None:
+    for suffix, planner in (("png", "local_search"), ("svg", "home")):
+        picture = tmp_path / f"plan.{suffix}"
+        assert main(["plan", layout_file, "--plot", str(picture), "--planner", planner]) == 0
+        assert picture.stat().st_size > 10_000
 
 
 def test_plot_shows_the_plan(plan, tmp_path: Path, drawn) -> None:

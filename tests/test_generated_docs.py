@@ -1,11 +1,15 @@
-"""Pages that repeat the code say what the code says, and links between pages lead somewhere."""
+"""Pages say what the code says, their links lead somewhere, and all that examples/ shows works."""
 
 import dataclasses
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.generated_docs import PAGE, ROOT, up_to_date
+from torchtitan_cad.cli import main
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,3 +37,37 @@ def test_links_lead_somewhere(page) -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def output_of(name: str) -> str:
+    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested() -> None:
+    names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert names == {"layout.json", "plan_a_batch.py", "two_ranks.py"}
+
+
+def test_plan_a_batch() -> None:
+    printed = output_of("plan_a_batch.py")
+    assert "document 0: queries 0 to" in printed
+    assert "before, 1.0" in printed
+
+
+def test_plan_a_layout_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(EXAMPLES / "layout.json"), "--plot", str(tmp_path / "plan.png"), "--validate"]) == 0
+    printed = capsys.readouterr().out
+    assert f"wrote {tmp_path / 'plan.png'}" in printed
+    assert "4, 7, 131072" in printed
+    before, after = re.findall(r"load max/mean(?: before)? +([\d.]+)", printed)
+    assert float(before) > 1.5 > 1.05 > float(after)
+
+
+@pytest.mark.matrix
+def test_two_ranks() -> None:
+    assert output_of("two_ranks.py").count("agree with ordinary attention") == 2

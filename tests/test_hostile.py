@@ -10,21 +10,23 @@ from typing import Any
 
 import pytest
 
-from tests.hostile import VALUES, _mutate
+from tests.hostile import NUMBERS, VALUES, _mutate
 from tests.profiles import make_profile
+from torchtitan_cad.cli import main
 from torchtitan_cad.demo.tokenizer import prepare_tokenizer
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, Profile, TokenLayout, make_plan, warm_up
+from torchtitan_cad.planning.serialize import layout_to_dict
 
 MOST_SECONDS = 20
 MOST_BYTES = 2 * 2**30
 PROGRESS = ("compiling the planner", "torchtitan-cad: warning: ")
 
 
-def _run(kind: str, folder: Path, first: int, last: int, timeout: float) -> None:
-    """Run the cases [first, last) of a kind in one process and check each."""
+def _run(folder: Path, first: int, last: int, timeout: float) -> None:
+    """Run the cases [first, last) in one process and check each."""
     warm_up()  # on disk, too: the first of a machine's processes takes longer
     results = folder / "results"
-    command = [sys.executable, "-m", "tests.hostile", kind, str(folder), str(results), str(first), str(last)]
+    command = [sys.executable, "-m", "tests.hostile", str(folder), str(results), str(first), str(last)]
     try:
         subprocess.run(command, check=False, timeout=timeout, cwd=Path(__file__).parents[1])
     except subprocess.TimeoutExpired:
@@ -52,18 +54,6 @@ def _run(kind: str, folder: Path, first: int, last: int, timeout: float) -> None
 @pytest.mark.parametrize(
     ("first", "last"),
     [
-        pytest.param(0, 20, marks=pytest.mark.matrix),
-        pytest.param(173, 175, marks=pytest.mark.matrix),  # an error; one document over hundreds of ranks
-        pytest.param(20, 220, marks=pytest.mark.slow),
-    ],
-)
-def test_hostile_command_lines(first: int, last: int, tmp_path: Path) -> None:
-    _run("layouts", tmp_path, first, last, timeout=590)
-
-
-@pytest.mark.parametrize(
-    ("first", "last"),
-    [
         (0, 5),
         pytest.param(5, 40, marks=pytest.mark.matrix),
         *(pytest.param(first, first + 40, marks=pytest.mark.slow) for first in range(40, 240, 40)),
@@ -72,7 +62,7 @@ def test_hostile_command_lines(first: int, last: int, tmp_path: Path) -> None:
 def test_hostile_jobs(first: int, last: int, tmp_path: Path) -> None:
     """simulate, advise, doctor and compare: command lines, and jobs."""
     prepare_tokenizer(tmp_path / "assets", kind="bytes")
-    _run("jobs", tmp_path, first, last, timeout=300)
+    _run(tmp_path, first, last, timeout=300)
 
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 3000)], [(1, 0, 200), (2, 0, 200)], [(0, 3000, 40)], []])
@@ -99,6 +89,21 @@ def test_mutated_plans(count: int) -> None:
         for rank in range(plan.layout.num_ranks):
             plan.exchange(rank)
     assert 0 < read < count / 2
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(3000, marks=pytest.mark.slow)])
+def test_mutated_layouts(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan, or one line of error, also with options that are mutated."""
+    path, codes = tmp_path / "layout.json", set()
+    text = json.dumps(layout_to_dict(LAYOUT, SHAPE))
+    for seed, mutant in enumerate(_mutants(text, count)):
+        path.write_text(mutant if seed % 3 else text)
+        rng = Random(seed)
+        options = [rng.choice(["--tolerance", "--min-shard", "--tile", "--ranks-per-node"]), rng.choice(NUMBERS)]
+        codes.add(code := main(["plan", str(path), *(options if seed % 3 == 0 else ["--validate"])]))
+        error = capsys.readouterr().err
+        assert code == 0 or (code == 2 and error.count("\n") == 1), (mutant, options, error)
+    assert codes == {0, 2}
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])

@@ -53,7 +53,7 @@ PARTS = (
     Part("choice", "Attention kernels that auto chooses from", "bench.gpu.speed:kernels", 20),
     Part("attention", "Shards against the undivided document", "bench.gpu.attention:attention", 20),
     Part("bandwidth", "Memory-bound kernels against a copy", "bench.gpu.attention:bandwidth", 20, needs=("triton",)),
-    Part("put", "The put kernel beside a GEMM", "bench.gpu.put_gemm:measure", 20, needs=("triton",)),
+    Part("put", "The put kernel beside a GEMM", "bench.gpu.putting:measure", 20, needs=("triton",)),
     Part("replay", "All ranks of a plan, one after another", "bench.gpu.speed:replayed", 55),
     _test("profiling", 15),
     Part("profile", "torchtitan-cad profile", "bench.gpu.speed:profile", 25, needs=("tqdm",)),

@@ -1,6 +1,7 @@
 """The engine on a CUDA device: exact, and without synchronisation or new device memory in the steady state.
 
-One rank, with plans that cut its documents at random, so that every kernel but those of the exchange takes part.
+One rank, with plans that cut its documents at random, so that every kernel but those of the exchange takes part. The
+kernels that combine partials are compared with torch operations there.
 """
 
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ import torch
 from tests.gpu.device import ON_GPU, no_synchronisation
 from tests.plans import random_plan
 from tests.runtime.rows import Tensors, assert_ranks_as_exact, dense
+from tests.runtime.test_combine import compare_orders
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
+from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import get_kernel
 
@@ -87,3 +90,21 @@ def test_a_plan_added_behind_a_slow_stream_is_waited_for() -> None:
         engine.add_plan(1, random_plan(np.random.default_rng(0), LAYOUT, SHAPE, aligned=False, split_kv=True))
     results = run(engine, tensors, 1)
     torch.testing.assert_close(results, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_kernels_combine_as_torch_does(seed: int) -> None:
+    compare_orders(seed, torch.device("cuda"))
+
+
+def test_every_run_gives_the_same_bits() -> None:
+    device = torch.device("cuda")
+    rng = np.random.default_rng(0)
+    combination = Combination.build([rng.integers(0, 1000, 5000)], 1000, device)
+    assert combination.is_fused
+    out, lse = torch.randn(5000, 32, 128, device=device, dtype=torch.bfloat16), torch.randn(5000, 32, device=device)
+    results = []
+    for _ in range(3):
+        results.append((*combination.merge([[out], [lse]], out), *combination.add([[out], [out]], out)))
+    for again in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(again, results[0], strict=True))

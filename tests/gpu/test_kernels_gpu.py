@@ -14,8 +14,8 @@ from tests.runtime.kernels_reference import (
     random_qkv,
     run_split,
 )
-from tests.runtime.test_delta import compare_with_torch
-from tests.runtime.test_kernels_bits import Document, run_group
+from tests.runtime.test_combine import compare_with_torch
+from tests.runtime.test_kernels import Document, run_group
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel, select
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 

@@ -26,7 +26,7 @@ def test_halves_give_what_the_whole_gives(backend: str | None) -> None:
 
 def test_the_loop_does_not_wait_for_the_device() -> None:
     job = new_job(seed=1)
-    run, gradient = job.run_halves(job.blocks), torch.ones_like(job.x)
+    run, gradient = job.run_halves(job.blocks), torch.ones_like(job.xs[0])
     run().backward(gradient)
     with no_synchronisation():
         run().backward(gradient)

@@ -86,7 +86,6 @@ def run(
     grads_at: int | None = None,
     trace_at: int | None = None,
     init_seed: int | None = 0,
-    kill: tuple[int, int] | None = None,
     as_dp: int | None = None,
     fp64: bool = False,
     pythonpath: Sequence[Path] = (),
@@ -104,7 +103,6 @@ def run(
         grads_at: step whose full gradients are returned in `RunResult.grads`.
         trace_at: step whose steps and collectives are returned in `RunResult.traces`.
         init_seed: initialise parameters by name, the same under every parallelism; None for torchtitan's own init.
-        kill: (rank, step); that rank receives SIGKILL as it begins the step.
         as_dp: a single process takes the batches of that many data-parallel ranks in turn (accumulate over as many).
         fp64: compute in fp64, with attention as a dense softmax: the reference of references.
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
@@ -118,7 +116,6 @@ def run(
     numbers = {"grads-at": grads_at, "trace-at": trace_at, "init-seed": init_seed, "as-dp": as_dp}
     hooks = [f"--{name}={number}" for name, number in numbers.items() if number is not None]
     hooks += [f"--record-dir={record_dir}", *["--fp64"] * fp64]
-    hooks += [] if kill is None else ["--kill", *map(str, kill)]
     # Hosting the rendezvous store here lets the system choose the port, so parallel runs cannot collide.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     job = {

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests.integration.harness import REPOSITORY, child_environment, job_files
@@ -25,6 +25,13 @@ SMALL = [
 ]
 MARK = "LAUNCHED_BY_TEST"
 """Environment variable that all processes of a job inherit; ranks are not in the launcher's process group."""
+
+
+def read_lines(process: subprocess.Popen, take: Callable[[str], object]) -> None:
+    """Give ``take`` every line that a process prints, without colours."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        take(re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip("\n")))
 
 
 class Launched:
@@ -47,13 +54,8 @@ class Launched:
             start_new_session=True,  # a foreground process group of its own, as in a terminal
         )
         self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=read_lines, args=(self.process, self.lines.append), daemon=True)
         self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip("\n")))
 
     def wait_for(self, pattern: str, timeout_s: float) -> None:
         """Until a line has matched.

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import sys
 import time
 import types
@@ -63,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--as-dp", type=int, help="one process: take the batches of that many data-parallel ranks in turn"
     )
-    parser.add_argument("--kill", type=int, nargs=2, metavar=("RANK", "STEP"), help="SIGKILL a rank as a step begins")
     parser.add_argument("--fp64", action="store_true", help="compute in fp64, attention as a dense softmax")
     parser.add_argument("--trace-at", type=int, help="step whose order of steps and collectives is written down")
     parser.add_argument("titan_args", nargs="*")
@@ -87,8 +85,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         take_turns(options.as_dp)
     if options.fp64:
         compute_in_fp64()
-    if options.kill is not None and options.kill[0] == rank():
-        kill_at(step=options.kill[1])
     # The final sleep lets other ranks finish before a store hosted by rank 0 disappears; here the harness hosts it.
     titan_train.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     # The default of parse_args() was bound to this script's sys.argv when torchtitan was imported.
@@ -345,19 +341,6 @@ def compute_in_fp64() -> None:
         return dense_attention(*(x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv)), call)[0]
 
     VarlenAttentionWrapper.forward = attend
-
-
-def kill_at(step: int) -> None:
-    """Makes this rank die without a word when it begins `step`."""
-    train_step = titan_train.Trainer.train_step
-
-    @functools.wraps(train_step)
-    def train_step_or_die(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self.step == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        train_step(self, *args, **kwargs)
-
-    titan_train.Trainer.train_step = train_step_or_die
 
 
 def initialise_by_name(seed: int) -> None:

@@ -1,11 +1,75 @@
-"""Every parameter's gradient against a single process in fp64, relative to what undivided attention gets wrong."""
+"""Training with a measured profile; and gradients relative to what undivided attention gets wrong in fp64."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.integration.compositions import CAD, COMMON, CP2, KEEP, TP2, alone
+from tests.integration.compositions import (
+    CAD,
+    COMMON,
+    CP2,
+    FULL,
+    KEEP,
+    TP2,
+    VALIDATE_OFTEN,
+    VALIDATION,
+    alone,
+    assert_trains_alike,
+    reference,
+)
 from tests.integration.harness import gradient_errors, run
+from tests.profiles import linear, make_profile
 from tests.sets import params
+from torchtitan_cad.cli.report_command import find_steps, read_steps
+from torchtitan_cad.planning import AttentionShape, Profile
+
+TINY = AttentionShape(num_heads=4, num_kv_heads=4, head_dim=16, dtype_bytes=4)
+PAYS = make_profile(TINY, forward=linear(0.001), backward=linear(0.001, fixed=0.02))
+"""Backward costs rows rather than tiles, so that a plan balanced for forward is not for backward."""
+
+
+def write(folder: Path, profile: Profile) -> str:
+    path = folder / "profile.json"
+    path.write_text(profile.to_json())
+    return f"--cad.profile={path}"
+
+
+@pytest.mark.parametrize(
+    ("nranks", "args", "shared"),
+    [
+        pytest.param(4, (), VALIDATE_OFTEN, marks=pytest.mark.matrix),
+        (2, FULL, ()),
+        pytest.param(4, (), (*TP2, "--compile.enable"), marks=pytest.mark.slow),
+    ],
+    ids=["fsdp4_validation", "ac_full", "fsdp2xtp2_compile"],
+)
+def test_measured_times_are_balanced(
+    nranks: int, args: tuple[str, ...], shared: tuple[str, ...], tmp_path: Path
+) -> None:
+    result = run([*COMMON, *CAD, *VALIDATION, *shared, *args, write(tmp_path, PAYS)], nranks, grads_at=2)
+    expected = reference(nranks, shared)
+    assert_trains_alike(result, expected)
+    assert result.validation_losses.keys() == expected.validation_losses.keys()
+    steps = read_steps(find_steps(result.dump_folder))
+    assert all(step["imbalance_after"] <= step["imbalance_before"] for step in steps)
+    assert sum(step["tasks_moved"] for step in steps) > 0
+    # Loads are in the profile's units: the steps' home plans cost picoseconds, not tiles.
+    assert min(sum(step["loads_before"]) for step in steps) > 1e6
+
+
+def test_a_profile_of_another_kernel_is_one_value_error_on_every_rank(tmp_path: Path) -> None:
+    """Other heads are found by test_doctor.py, files that are no profiles by tests/planning/test_cost.py."""
+    message = r"cad\.profile = '[^']*' was measured with kernel 'varlen', but the job runs 'cpu'; measure again"
+    args = [*CAD, write(tmp_path, make_profile(TINY, kernel="varlen"))]
+    run(args, nranks=2, timeout_s=60).assert_refused(message)
+
+
+@pytest.mark.matrix
+def test_shards_smaller_than_the_profiles_tiles_are_refused(tmp_path: Path) -> None:
+    args = [*CAD, write(tmp_path, PAYS), "--cad.min_shard=64"]
+    run(args, nranks=2, timeout_s=60).assert_refused(r"cad\.min_shard = 64 is not a multiple of 128.*set .* to 128")
+
 
 STEP = 1
 SUMMED = 64

@@ -1,4 +1,4 @@
-"""The commonest mistakes: one line, which names the key, the value and the remedy."""
+"""The commonest mistakes: one line, which names the key, the value and the remedy; and what `auto` chooses instead."""
 
 import contextlib
 import io
@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.torch_version import TorchVersion
 
-from tests.integration.harness import tokenizer_folder
+from tests.integration.harness import parse_job, tokenizer_folder
 from tests.integration.launched import launched
 from torchtitan_cad.integration.errors import CheckpointError, one_line_errors
+from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 
@@ -21,101 +24,113 @@ STOCK = """
 [model]
 name = "llama3"
 flavor = "debugmodel"
+[activation_checkpoint]
+mode = "none"
+[validation]
+seq_len = 1024
+local_batch_size = 2
 [training]
 dataset = "python_stdlib"
 seq_len = 1024
+local_batch_size = 2
 """
-SCHEDULE = ("--parallelism.pipeline_parallel_schedule=CAD1F1B",)
-MISTAKES = {
-    "cad without its module, misspelled": (
-        "[parallelism]\ncda = true",
-        [],
-        r"parallelism\.cda: .*did you mean paral\S*\.cad\?",
-    ),
-    "typo in [cad]": ("[cad]\ntolerence = 0.1", [], r"cad\.tolerence: no such key; did you mean cad\.tolerance\?"),
-    "typo in an option": (
-        "",
-        ["--cad.nano-batch=2"],
-        r"cad\.nano_batch: no such key; did you mean cad\.nano_batches\?",
-    ),
-    "typo in a table": ("[traning]\nsteps = 3", [], r"traning: no such key; did you mean the table \[training\]\?"),
-    "key of another table": (
-        "[training]\ntolerance = 0.1",
-        [],
-        r"training\.tolerance: .*did you mean cad\.tolerance\?",
-    ),
-    "not a number": (
-        "",
-        ["--cad.heartbeat_seconds=abc"],
-        r"cad\.heartbeat.seconds: could not convert string to float: 'abc'; --help",
-    ),
-    "neither a number nor auto": ("", ["--cad.tolerance=abc"], r"cad\.tolerance: .*FLOAT\|\{auto\}.*'abc'"),
-    "neither a number nor auto, in the file": (
-        "[cad]\ntolerance = 'abc'\n",
-        [],
-        r"cad\.tolerance = 'abc': set a number or 'auto'$",
-    ),
-    "text for a number, in the file": (
-        "[parallelism]\ntensor_parallel_degree = '2'\n",
-        [],
-        r"parallelism\.tensor_parallel_degree = '2': set an integer",
-    ),
-    "number for a choice, in the file": ("[comm]\nmode = 3\n", [], r"comm\.mode = 3: set one of 'default', 'fake_b"),
-    "text for a switch, in the file": ("[compile]\nenable = 'no'\n", [], r"compile\.enable = 'no': set true or false"),
-    "number for a list, in the file": (
-        "[cad]\nrank_speeds = 1\n",
-        [],
-        r"cad\.rank_speeds = 1: set a list, of which each is a number",
-    ),
-    "no value": ("", ["--training.steps"], r"Missing value for argument '--training\.steps'"),
-    "broken file": (
-        "[cad\n",
-        [],
-        r"job\.config_file = '.*job\.toml': .*line \d+.*; mend that line; every \[table\] stands once",
-    ),
-    "table twice": (
-        "[cad]\n[cad]\n",
-        [],
-        r"job\.config_file = '.*': .*twice.*; mend that line; every \[table\] stands once",
-    ),
-    "unknown flavor": ("", ["--model.flavor=7B"], r"model\.flavor = '7B' .*set model\.flavor to one of debugmodel,"),
-    "missing tokenizer": (
-        "",
-        ["--model.hf_assets_path=/none"],
-        r"model\.hf_assets_path = '/none': no such folder; set",
-    ),
-    "empty tokenizer": (
-        "",
-        ["--model.hf_assets_path=/proc"],
-        r"model\.hf_assets_path = '/proc': no tokenizer in it; set",
-    ),
-    "CP that does not divide": (
-        "",
-        ["--parallelism.context_parallel_degree=3"],
-        r"context_parallel_degree = 3, .* do not multiply to the 2 ranks of this job; set",
-    ),
-    "seq_len": ("", ["--training.seq_len=1023"], r"training\.seq_len = 1023 is .*; set training\.seq_len to 1024"),
-    "missing profile": ("", ["--cad.profile=none.json"], r"cad\.profile = 'none\.json': .*leave cad\.profile out"),
-    "cudnn on CPU": ("", ["--cad.kernel=cudnn"], r"cad\.kernel = 'cudnn' does not run on cpu .*; set"),
-    "flash_attn on CPU": ("", ["--cad.kernel=flash_attn"], r"cad\.kernel = 'flash_attn' does not run on cpu .*; set"),
-    "nano_batches": ("", ["--cad.nano_batches=3"], r"cad\.nano_batches = 3: set cad\.nano_batches to one of: 1, 2"),
-    "tolerance": ("", ["--cad.tolerance=-1"], r"cad\.tolerance = -1\.0: set a finite number"),
-    "shadow in ticks": (
-        "",
-        ["--cad.shadow", "--parallelism.pipeline_parallel_degree=2", *SCHEDULE, "--training.local_batch_size=2"],
-        r"cad\.shadow = true .* = 'CAD1F1B'; set the schedule to '1F1B', or cad\.shadow to false",
-    ),
-    "planner": ("", ["--cad.planner=foo"], r"cad\.planner = 'foo'.*set"),
-    "unsupported model": ("", ["--model.name=deepseek_v3"], r"model\.name = 'deepseek_v3': set model\.name to one of"),
-    "unwritable checkpoints": (
-        "",
-        ["--checkpoint.enable", "--checkpoint.folder=/proc/none"],
-        r"checkpoint\.folder = '/proc/none' in .*: cannot write to /proc: .*; set checkpoint\.folder to a folder",
-    ),
-    "unwritable output": ("", ["--job.dump_folder=/proc/none"], r"job\.dump_folder = '/proc/none': cannot write"),
-    "unknown dataset": ("", ["--training.dataset=foo"], r"training\.dataset = 'foo' is not a dataset; set .*synthetic"),
-    "missing module": ("", ["--job.custom_config_module=nowhere"], r"custom_config_module: No module named 'nowhere'"),
+FILES = {
+    "[parallelism]\ncda = true": r"parallelism\.cda: .*did you mean paral\S*\.cad\?",
+    "[cad]\ntolerence = 0.1": r"cad\.tolerence: no such key; did you mean cad\.tolerance\?",
+    "[traning]\nsteps = 3": r"traning: no such key; did you mean the table \[training\]\?",
+    "tolerance = 0.1": r"training\.tolerance: .*did you mean cad\.tolerance\?",
+    "[cad]\ntolerance = 'abc'": r"cad\.tolerance = 'abc': set a number or 'auto'$",
+    "[parallelism]\ntensor_parallel_degree = '2'": r"parallelism\.tensor_parallel_degree = '2': set an integer",
+    "[comm]\nmode = 3": r"comm\.mode = 3: set one of 'default', 'fake_b",
+    "[compile]\nenable = 'no'": r"compile\.enable = 'no': set true or false",
+    "[cad]\nrank_speeds = 1": r"cad\.rank_speeds = 1: set a list, of which each is a number",
+    "[cad": r"job\.config_file = '.*job\.toml': .*line \d+.*; mend that line; every \[table\] stands once",
+    "[cad]\n[cad]": r"job\.config_file = '.*': .*twice.*; mend that line; every \[table\] stands once",
 }
+"""What the end of a file says, after the table [training], and the line that is printed."""
+PP, TP = "--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
+SCHEDULE = f"{PP} --parallelism.pipeline_parallel_schedule"
+TICKS, INTERLEAVED, V = f"{SCHEDULE}=CAD1F1B", f"{SCHEDULE}=CADInterleaved1F1B", f"{SCHEDULE}=ZBVZeroBubble"
+DUALPIPE, NO_OVERLAP = f"{SCHEDULE}=DualPipeV", "--parallelism.no-pipeline-parallel-expert-parallel-overlap"
+DDP = "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=1"
+FULL, SELECTIVE, BUDGET = (f"--activation_checkpoint.mode={mode}" for mode in ("full", "selective", "memory_budget"))
+KEPT, BY_OPERATOR = "--cad.no-recompute-attention", "--activation_checkpoint.selective_ac_option=op"
+VALIDATION, CSV = "--validation.enable", "--parallelism.pipeline_parallel_schedule_csv=order.csv"
+TRACED, HALVES, COMPILE = "--cad.streams=traced", "--cad.nano_batches=2", "--compile.enable"
+TRACED_HALVES = f"{TRACED} {HALVES} {COMPILE}"
+OPTIONS = {
+    "--cad.nano-batch=2": r"cad\.nano_batch: no such key; did you mean cad\.nano_batches\?",
+    "--cad.heartbeat_seconds=abc": r"cad\.heartbeat.seconds: could not convert string to float: 'abc'; --help",
+    "--cad.tolerance=abc": r"cad\.tolerance: .*FLOAT\|\{auto\}.*'abc'",
+    "--training.steps": r"Missing value for argument '--training\.steps'",
+    "--model.flavor=7B": r"model\.flavor = '7B' .*set model\.flavor to one of debugmodel,",
+    "--model.hf_assets_path=/none": r"model\.hf_assets_path = '/none': no such folder; set",
+    "--model.hf_assets_path=/proc": r"model\.hf_assets_path = '/proc': no tokenizer in it; set",
+    "--parallelism.context_parallel_degree=3": r"context_parallel_degree = 3, .* multiply to the 2 ranks of.*; set",
+    "--parallelism.data_parallel_shard_degree=3": r"data_parallel_shard_degree = 3 do not multiply to the 2 ranks",
+    "--parallelism.context_parallel_degree=0": r"context_parallel_degree = 0: set",
+    "--parallelism.pipeline_parallel_microbatch_size=0": r"microbatch_size = 0: set",
+    "--training.seq_len=1023": r"training\.seq_len = 1023 is .*; set training\.seq_len to 1024",
+    "--training.global_batch_size=5": r"global_batch_size = 5 is not a multiple",
+    "--cad.profile=none.json": r"cad\.profile = 'none\.json': .*leave cad\.profile out",
+    "--cad.kernel=warp": r"cad\.kernel = 'warp'.*set cad\.kernel",
+    "--cad.kernel=cudnn": r"cad\.kernel = 'cudnn' does not run on cpu .*; set",
+    "--cad.kernel=flash_attn": r"cad\.kernel = 'flash_attn' does not run on cpu .*; set",
+    "--cad.transport=rdma": r"cad\.transport = 'rdma'.*set cad\.transport",
+    "--cad.nano_batches=3": r"cad\.nano_batches = 3: set cad\.nano_batches to one of: 1, 2",
+    "--cad.tolerance=-1": r"cad\.tolerance = -1\.0: set a finite number",
+    f"--cad.shadow {TICKS}": r"cad\.shadow = true .* = 'CAD1F1B'; set the schedule to '1F1B', or cad\.shadow to false",
+    "--cad.planner=foo": r"cad\.planner = 'foo'.*set",
+    "--cad.min_shard=0": r"cad\.min_shard = 0.*set",
+    "--cad.rank_speeds 1.0": r"cad\.rank_speeds has 1 entries for CAD groups of 2 ranks.*set",
+    "--cad.rank_speeds 1.0 0.0": r"cad\.rank_speeds\[1\] = 0\.0: set",
+    "--cad.receive_buffer_gb=0": r"cad\.receive_buffer_gb = 0\.0: set",
+    "--cad.ranks_per_node=3": r"cad\.ranks_per_node = 3: set .* divides the 2 ranks",
+    "--cad.backward=never": r"cad\.backward = 'never'.*set cad\.backward",
+    "--cad.streams=lanes": r"cad\.streams = 'lanes': set cad\.streams to one of: 'auto'",
+    "--model.name=deepseek_v3": r"model\.name = 'deepseek_v3': set model\.name to one of",
+    "--checkpoint.enable --checkpoint.folder=/proc/none": r"folder = '/proc/none' .*: cannot write to /proc: .*; set",
+    "--job.dump_folder=/proc/none": r"job\.dump_folder = '/proc/none': cannot write",
+    "--training.dataset=foo": r"training\.dataset = 'foo' is not a dataset; set .*synthetic",
+    f"{VALIDATION} --validation.dataset=synthetic": r"validation\.dataset = 'synthetic' is not .*; set .*to one of c4",
+    f"{VALIDATION} --validation.seq_len=2048": r"seq_len = 2048 is more than training.*; set .*seq_len to 1024",
+    "--job.custom_config_module=nowhere": r"custom_config_module: No module named 'nowhere'",
+    f"{HALVES} {TP} --training.local_batch_size=1": r"cad\.nano_batches = 2 .* 1 rows; set training\.local_batch_size",
+    f"{DDP} {TP}": r"replicate_degree = 2 .* DDP, .*tensor_parallel_degree = 2; set .*replicate_degree to 1",
+    f"{DDP} {PP}": r"replicate_degree = 2 .* DDP, .*pipeline_parallel_degree = 2; set .*replicate_degree to 1",
+    f"{TP} {COMPILE}": r"compile\.enable = true with .*tensor_parallel_degree = 2 .*; set compile\.enable to false",
+    # Schedules of torch.
+    DUALPIPE: r"expert_parallel_overlap = true .*'DualPipeV' .*set pipeline_parallel_expert_parallel_overlap to false",
+    f"{DUALPIPE} {NO_OVERLAP} {VALIDATION}": r"enable = true: .*'DualPipeV' .*set validation\.enable to false",
+    f"{V} {VALIDATION}": r"validation\.enable = true: .*'ZBVZeroBubble' .*set validation\.enable to false",
+    f"{V} {COMPILE}": r"'ZBVZeroBubble' computes .* compile\.enable = true; set compile\.enable to false",
+    f"{V} {COMPILE} {HALVES}": r"'ZBVZeroBubble' computes .* compile\.enable = true; set compile\.enable to false",
+    f"{V} {SELECTIVE} {BY_OPERATOR}": r"'ZBVZeroBubble' computes .*option = 'op'; set activation_checkpoint\.mode to",
+    f"{V} {FULL} {KEPT}": r"'ZBVZeroBubble' computes .*recompute_attention = false; set activation_checkpoint\.mode to",
+    f"{SCHEDULE}=CAD1f1b": r"schedule = 'CAD1f1b': set it to 'CAD1F1B' or 'CADInterleaved1F1B', or",
+    # Schedules in ticks.
+    f"{TICKS} --parallelism.no-cad": r"'CAD1F1B' needs parallelism\.cad = true; set that",
+    f"{TICKS} --cad.backward=keep": r"cad\.backward = 'keep' .*set cad\.backward to 'resend'",
+    f"{TICKS} {CSV}": r"pipeline_parallel_schedule_csv = 'order\.csv' .*leave it out",
+    f"{TICKS} {BUDGET} {COMPILE}": r"mode = 'memory_budget' .*set activation_checkpoint\.mode to 'full'",
+    f"{INTERLEAVED} --training.local_batch_size=3": r"local_batch_size = 3 makes 3 micro.*set it to a multiple of 2",
+    f"{TICKS} {VALIDATION} --validation.local_batch_size=4": r"local_batch_size = 4 differs .*set .*_batch_size to 2",
+    f"{TICKS} {VALIDATION} --validation.seq_len=128": r"validation\.seq_len = 128 differs .*set .*seq_len to 1024",
+    f"{TICKS} --cad.rank_speeds 1.0": r"cad\.rank_speeds has 1 entries for .* 2 ranks \(pipeline parallel 2 x .*set",
+    # Streams, and attention that is kept.
+    f"{TRACED} {COMPILE}": r"cad\.streams = 'traced' needs cad\.nano_batches = 2, not 1; set that, or cad\.streams to",
+    f"{TRACED} {HALVES}": r"cad\.streams = 'traced' needs compile\.enable = true, not false; set that, or cad\.streams",
+    f"{TRACED_HALVES} --compile.components=loss": r"needs 'model' in compile\.components = \['loss'\]; add that",
+    f"{TRACED_HALVES} --compile.backend=aot_eager": r"needs compile\.backend = 'inductor', not 'aot_eager'; set that",
+    f"{TRACED_HALVES} {TP}": r"'traced' needs .*tensor_parallel_degree = 1, not 2, .*; set that, or cad\.streams",
+    f"{TRACED_HALVES} {FULL}": r"cad\.streams = 'traced' cannot recompute .*mode = 'full' .*; set the mode to 'none'",
+    f"{TRACED_HALVES} {PP} {CSV}": r"'traced' cannot .*_schedule_csv = 'order\.csv' may; leave that out, or cad\.",
+    f"{SELECTIVE} --activation_checkpoint.selective_ac_option=2 {KEPT}": r"option = '2'; set the mode to 'full'",
+    f"{BUDGET} {COMPILE} {KEPT}": r"recompute_attention = false .*mode = 'memory_budget' .*; set the mode to 'full'",
+}
+"""Options, and the line that is printed."""
+if TorchVersion(torch.__version__) < FIRST_TORCH:
+    OPTIONS[TRACED_HALVES] = rf"needs torch {FIRST_TORCH} or newer, not .*; install that, or cad\.streams to 'auto'"
 
 
 LINES = {
@@ -165,11 +180,17 @@ def fail(error: Exception) -> None:
     raise error
 
 
-@pytest.mark.parametrize(("toml", "options", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+CASES = [(toml + "\n", [], line) for toml, line in FILES.items()] + [
+    ("", o.split(), line) for o, line in OPTIONS.items()
+]
+
+
+@pytest.mark.parametrize(("toml", "options", "message"), CASES, ids=[*FILES, *OPTIONS])
 def test_mistake_is_one_line(
-    toml: str, options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    toml: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
-    toml = toml.replace("[training]\n", "")  # goes on with the last table
+    if any("replicate_degree" in option for option in options):
+        monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit) as end:
         parse(tmp_path, toml, options)
     printed = capfd.readouterr()
@@ -232,7 +253,7 @@ def test_key_that_is_gone_says_what_replaces_it(tmp_path: Path, capsys: pytest.C
         negative = f"--cad.no-{key.replace('_', '-')}"
         for toml, options in ((f"[cad]\n{key} = 1\n", []), ("", [f"--{name}=1"]), ("", [negative])):
             with pytest.raises(SystemExit):
-                parse(tmp_path, toml.replace("[training]\n", ""), options)
+                parse(tmp_path, toml, options)
             assert capsys.readouterr().err == f"error: {name}: no such key; {remedy}\n"
 
 
@@ -317,3 +338,46 @@ def test_full_disk_names_the_folder_and_the_remedy(capsys: pytest.CaptureFixture
 def test_first_sentence_drops_what_torch_appends() -> None:
     error = RuntimeError("Connection closed\nby peer. This may indicate a remote process failure. GLHF!")
     assert first_sentence(error) == "Connection closed by peer"
+
+
+COMPILED = (HALVES, COMPILE)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "device", "torch_version", "traced", "why"),
+    [
+        (COMPILED, CPU, FIRST_TORCH, True, "nothing stands in the way"),
+        ((*COMPILED, SELECTIVE, BY_OPERATOR), CPU, FIRST_TORCH, True, "nothing stands in the way"),
+        ((*COMPILED, "--cad.streams=opaque"), CPU, FIRST_TORCH, False, "cad.streams = 'opaque'"),
+        ((*COMPILED, FULL), CPU, FIRST_TORCH, False, "cannot recompute exchanges"),
+        (
+            (*COMPILED, TP),
+            CPU,
+            FIRST_TORCH,
+            False,
+            "needs parallelism.tensor_parallel_degree = 1",
+        ),
+        ((HALVES,), CPU, FIRST_TORCH, False, "needs compile.enable = true"),
+        (COMPILED, CUDA, FIRST_TORCH, False, "has not run on GPUs yet"),
+        ((*COMPILED, TRACED), CUDA, FIRST_TORCH, True, "cad.streams = 'traced'"),
+        (COMPILED, CPU, "2.14.0", False, "needs torch 2.14.1 or newer, not 2.14.0"),
+    ],
+)
+def test_streams_are_traced_where_that_is_possible_and_has_run(
+    args: tuple[str, ...],
+    device: torch.device,
+    torch_version: str,
+    traced: bool,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch, "__version__", TorchVersion(torch_version))
+    config = parse_job(tmp_path, *args)
+    from torchtitan_cad.integration.titan022 import checks
+
+    chosen, reason = checks.choose_streams(config, device)
+    assert chosen == traced
+    assert why in reason

@@ -48,62 +48,42 @@ def train(case: Composition, nano_batches: int, *more: str) -> RunResult:
     return result
 
 
-def check_twins(case: Composition, *more: str) -> None:
-    """The job with one nano-batch and with two."""
-    check_close(train(case, 1, *more), train(case, 2, *more))
-
-
 def check_close(one: RunResult, two: RunResult) -> None:
     assert two.validation_losses.keys() == one.validation_losses.keys()
     assert_trains_alike(two, one)
     assert_not_recompiled(two)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=() if case.name in SHORT else matrix) for case in HALVED]
-)
-def test_two_nano_batches_train_like_one(case: Composition) -> None:
-    check_twins(case)
+LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]
+TWINS = [
+    *(pytest.param(case, 3, id=case.name, marks=() if case.name in SHORT else matrix) for case in HALVED),
+    *(pytest.param(case, 3, id=case.name, marks=[matrix, needs_linux]) for case in HALVED_SYMMETRIC),
+    *(pytest.param(case, 20, id=f"{case.name}, 20 steps", marks=LONG) for case in [*HALVED, *MORE_HALVED]),
+]
 
 
-@matrix
-@needs_linux
-@pytest.mark.parametrize("case", HALVED_SYMMETRIC, ids=lambda case: case.name)
-def test_two_nano_batches_train_like_one_over_symmetric_memory(case: Composition) -> None:
-    check_twins(case)
+@pytest.mark.parametrize(("case", "steps"), TWINS)
+def test_two_nano_batches_train_like_one(case: Composition, steps: int) -> None:
+    check_close(*(train(case, nano_batches, f"--training.steps={steps}") for nano_batches in (1, 2)))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", [*HALVED, *MORE_HALVED], ids=lambda case: case.name)
-def test_two_nano_batches_train_like_one_for_20_steps(case: Composition) -> None:
-    check_twins(case, "--training.steps=20")
+TWINS_TRACED = [
+    *(pytest.param(case, 3, id=case.name, marks=matrix if case.name != "rows" else ()) for case in TRACED),
+    *(pytest.param(case, 20, id=f"{case.name}, 20 steps", marks=LONG) for case in TRACED),
+]
 
 
-def check_traced(case: Composition, *more: str) -> None:
+@needs_traced
+@pytest.mark.parametrize(("case", "steps"), TWINS_TRACED)
+def test_traced_streams_train_alike(case: Composition, steps: int) -> None:
     """Compiled turns train like one nano-batch, and like the regions of two, in no more graphs."""
-    traced, opaque = train(case, 2, *more), train(case, 2, "--cad.streams=opaque", *more)
+    more = f"--training.steps={steps}"
+    traced, opaque = train(case, 2, more), train(case, 2, "--cad.streams=opaque", more)
     for result, chosen in ((traced, "traced"), (opaque, "opaque")):
         assert all(f"Streams of nano-batches: {chosen}" in log for log in result.logs)
-    check_close(train(case, 1, *more), traced)
+    check_close(train(case, 1, more), traced)
     check_close(opaque, traced)
     assert traced.graphs[-1] <= opaque.graphs[-1]
-
-
-@needs_traced
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=matrix if case.name != "rows" else ()) for case in TRACED]
-)
-def test_traced_streams_train_alike(case: Composition) -> None:
-    check_traced(case)
-
-
-@needs_traced
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", TRACED, ids=lambda case: case.name)
-def test_traced_streams_train_alike_for_20_steps(case: Composition) -> None:
-    check_traced(case, "--training.steps=20")
 
 
 @pytest.mark.slow
@@ -244,22 +224,6 @@ def test_traced_turns_gather_and_reduce_when_regions_do() -> None:
         orders = [[name for name in trace["collectives"] if name in COLLECTIVES] for trace in (one, other)]
         assert orders[0] == orders[1]
         assert set(orders[0]) == set(COLLECTIVES)
-
-
-@matrix
-def test_traces_show_the_overlap(tmp_path: Path) -> None:
-    """An exchange of one half goes on while the other half attends, and the profiler's files stay as they are."""
-    for spans in profiled(tmp_path):
-        assert {span.name for span in spans if span.kind == "linear"} >= {
-            "pre 0.ping",
-            "pre 0.pong",
-            "post 0 pre 1.ping",
-        }
-        assert_overlap(spans)
-        backward = {span.name for span in spans if span.kind == "linear backward"}
-        assert backward == {f"{work}.{half} backward" for work in WORKS for half in ("ping", "pong")}
-    names = {path.name for path in (tmp_path / "profile_traces" / "iteration_2").iterdir()}
-    assert names == {f"rank{rank}_trace.json" for rank in (0, 1)}
 
 
 @matrix

@@ -1,168 +1,61 @@
-"""The ping-pong loop with all ranks as threads: any plans, any delays, the same results, and no deadlock."""
+"""The ping-pong loop over blocks in plain PyTorch, with all ranks as threads: any plans, any delays, no deadlock.
 
-import copy
-from collections.abc import Callable
+It asks of a block no more than ``BlockView``, and not for torchtitan.
+"""
+
+import itertools
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
-from tests.accuracy import assert_as_exact
-from tests.plans import random_plan
-from tests.runtime.kernels_reference import dense_attention
-from tests.runtime.threaded import needs_linux, run_ranks, symmetric_transports, thread_transports
+from tests.runtime.threaded import needs_linux, symmetric_transports, thread_transports
 from tests.sets import params, seeds
+from tests.support.cpp import needs_compiler
+from tests.support.plain_blocks import HalvesAndWhole, PlainBlock
+from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.planning import AttentionShape
 
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
 from torchtitan.distributed import activation_checkpoint  # noqa: E402
-from torchtitan.models.attention import VarlenMetadata  # noqa: E402
-from torchtitan.models.llama3 import TransformerModelArgs  # noqa: E402
-from torchtitan.models.llama3.model.model import Transformer  # noqa: E402
 
-from torchtitan_cad.integration.pingpong.loop import PingPong  # noqa: E402
-from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac  # noqa: E402
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, validate_plan  # noqa: E402
-from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts  # noqa: E402
-from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
-from torchtitan_cad.runtime.kernels import VarlenArgs  # noqa: E402
-from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402
+from torchtitan_cad.integration.titan022.blocks import apply_ac  # noqa: E402
 
-CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=4)
-AC_MODES = {
-    "none": None,
-    "op": SimpleNamespace(mode="selective", selective_ac_option="op"),
-    "layer": SimpleNamespace(mode="selective", selective_ac_option="2"),
-    "full": SimpleNamespace(mode="full", selective_ac_option="op"),
-}
-MICROBATCHES = 2
-ENGINE = "test_pingpong_threads"
+AC_MODES = {"none": ("none", ""), "op": ("selective", "op"), "layer": ("selective", "2"), "full": ("full", "op")}
+"""Modes of activation checkpointing, and their options."""
 
 
-def new_model() -> nn.Module:
-    torch.manual_seed(0)
-    args = TransformerModelArgs(
-        dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=32, max_seq_len=64, attn_type="varlen"
-    )
-    model = Transformer(args)
-    with torch.no_grad():
-        model.init_weights()
-    return model
-
-
-class Job:
-    """Random documents and plans for a number of ranks; every rank takes two microbatches forward, then backward."""
-
-    def __init__(self, seed: int, *, symmetric: bool = False) -> None:
-        self.symmetric = symmetric
-        rng = np.random.default_rng(seed)
-        self.ranks, self.rows, seq_len = int(rng.integers(1, 4)), int(rng.integers(1, 5)), 2 * int(rng.integers(4, 24))
-        self.keep, self.ac = bool(rng.integers(2)), str(rng.choice(list(AC_MODES)))
-        self.model = new_model()
-        self.tokens = torch.from_numpy(rng.integers(0, 32, (self.ranks, self.rows, seq_len)))
-        size = self.rows * seq_len
-        drawn = [rng.choice(size, int(rng.integers(0, 6))) for _ in range(self.ranks)]
-        starts = [np.union1d(np.arange(0, size, seq_len), more) for more in drawn]
-        shape = BatchShape(self.rows, seq_len, self.rows)
-        self.layouts = nano_layouts(starts, shape, 0, 1, nano_batches=2)
-        self.offsets = [[*of_rank.tolist(), size] for of_rank in starts]
-        self.plans = [self._any_plan(rng, layout) for _ in range(MICROBATCHES) for layout in self.layouts]
-
-    @staticmethod
-    def _any_plan(rng: np.random.Generator, layout: TokenLayout) -> Any:
-        if layout.seg_attends.all():
-            plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
-        else:
-            plan = make_plan(layout, SHAPE, PlannerConfig(tolerance=0.0, min_shard=int(rng.choice([1, 4])), tile=1))
-        validate_plan(plan)
-        return plan
-
-    def pingpong(self, max_delay_s: float = 0.0) -> list[list[Tensor]]:
-        """Per rank the outputs of the blocks and the gradients of their parameters."""
-        transports: list[Any] = symmetric_transports(self.ranks) if self.symmetric else []
-        transports = transports or thread_transports(self.ranks, max_delay_s)
-        models = [copy.deepcopy(self.model) for _ in range(self.ranks)]
-
-        loops = []
-        for rank in range(self.ranks):
-            engine = self._engine(rank, transports[rank])
-            for key, plan in enumerate(self.plans):
-                engine.add_plan(key, plan)
-            register_engine(f"{ENGINE} {rank}", engine)
-            loops.append(PingPong(map(TitanBlock, models[rank].layers.values()), f"{ENGINE} {rank}"))
-            if AC_MODES[self.ac] is not None:
-                apply_ac(loops[-1], checkpoint, AC_MODES[self.ac])
-
-        def body(rank: int) -> list[Tensor]:
-            rope = models[rank].freqs_cis
-            return self._train(rank, models[rank], lambda h, key: loops[rank](h, rope, None, 2 * key))
-
-        return run_ranks(self.ranks, body)
-
-    def undivided(self, dtype: torch.dtype) -> list[list[Tensor]]:
-        """The same without nano-batches, in which every rank computes a dense softmax of its documents."""
-        results = []
-        for rank in range(self.ranks):
-            model = copy.deepcopy(self.model)
-            model = model.double() if dtype == torch.float64 else model  # .to() would make rotary angles real
-            for block in model.layers.values():
-                block.attention.inner_attention.forward = attention_of(self.offsets[rank])
-
-            def blocks(h: Tensor, _: int, model: nn.Module = model) -> Tensor:
-                for block in model.layers.values():
-                    h = block(h, model.freqs_cis, VarlenMetadata(None, None, None, None))
-                return h
-
-            results.append(self._train(rank, model, blocks))
-        return results
-
-    def _engine(self, rank: int, transport: Any) -> CoreAttentionEngine:
-        kernel = get_kernel("cpu", CPU)
-        return CoreAttentionEngine(kernel, transport, rank=rank, device=CPU, scale=8**-0.5, keep=self.keep)
-
-    def _train(self, rank: int, model: nn.Module, blocks: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
-        outputs = [blocks(model.tok_embeddings(self.tokens[rank]), key) for key in range(MICROBATCHES)]
-        for i, out in enumerate(outputs):
-            (out * torch.linspace(1, 2 + i, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        return [out.detach() for out in outputs] + gradients
-
-
-def attention_of(offsets: list[int]) -> Callable[..., Tensor]:
-    """Dense attention over documents that begin at these tokens; the last offset is the end."""
-    call = VarlenArgs.from_numpy(offsets, offsets, causal=True, scale=8**-0.5, device=CPU)
-
-    def forward(xq: Tensor, xk: Tensor, xv: Tensor, *_: Any) -> Tensor:
-        return dense_attention(*(x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv)), call)[0]
-
-    return forward
-
-
-def checkpoint(model: nn.Module, config: SimpleNamespace) -> None:
+def checkpoint(loop: PingPong, mode: str) -> None:
     activation_checkpoint._layer_sac_count = 0  # counts all ranks' blocks, as they share a process
     config = SimpleNamespace(
-        **vars(config),
+        mode=AC_MODES[mode][0],
+        selective_ac_option=AC_MODES[mode][1],
         preserve_rng_state=False,
         determinism_check="default",
         early_stop=True,
         debug=False,
         per_op_sac_force_recompute_mm_shapes_by_fqns=[],
     )
-    activation_checkpoint.apply_ac(model, config, op_sac_save_list={torch.ops.aten.mm.default})
+    apply_ac(loop, activation_checkpoint.apply_ac, config, op_sac_save_list={torch.ops.aten.mm.default})
 
 
 def check(seed: int, max_delay_s: float = 0.0, *, symmetric: bool = False) -> None:
-    job = Job(seed, symmetric=symmetric)
-    results = job.pingpong(max_delay_s), *(job.undivided(dtype) for dtype in (torch.float32, torch.float64))
-    for of_rank in zip(*results, strict=True):
-        for got, other, reference in zip(*of_rank, strict=True):
-            assert_as_exact(got, other, reference)
+    """Two microbatches go forward, then backward; ranks, rows, their length and the mode are drawn."""
+    rng = np.random.default_rng(seed)
+    ranks, rows, seq_len = int(rng.integers(1, 4)), int(rng.integers(1, 5)), 2 * int(rng.integers(5, 24))
+    keep, mode = bool(rng.integers(2)), str(rng.choice(list(AC_MODES)))
+    transports = symmetric_transports(ranks, 2**13) if symmetric else thread_transports(ranks, max_delay_s)
+    options = {"rows": rows, "transports": transports, "microbatches": 2, "keep": keep}
+    job = HalvesAndWhole(torch.device("cpu"), torch.float32, 32, seq_len, SHAPE, seed, **options)
+    job.check(prepare=None if mode == "none" else lambda loop: checkpoint(loop, mode))
 
 
 @pytest.mark.parametrize("seed", seeds(3, 12))
@@ -173,4 +66,39 @@ def test_any_plans_and_delays_give_the_undivided_result(seed: int) -> None:
 @needs_linux
 @pytest.mark.parametrize("seed", params(range(20, 26), (20, 21)))
 def test_exchanges_of_both_halves_fit_into_symmetric_memory(seed: int) -> None:
+    """Into buffers so small that rows travel in several trips, with those of the other half in between."""
     check(seed, symmetric=True)
+
+
+@pytest.mark.parametrize(
+    "backend", [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.matrix])], ids=["eager", "compiled"]
+)
+def test_halves_of_plain_blocks_give_what_the_whole_gives(backend: str | None) -> None:
+    HalvesAndWhole(torch.device("cpu"), torch.float32, dim=32, seq_len=64, shape=SHAPE, seed=0).check(backend)
+
+
+def test_torchtitan_is_not_needed() -> None:
+    code = "import sys, tests.support.plain_blocks; print([name for name in sys.modules if name == 'torchtitan'])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@needs_compiler
+def test_stages_of_one_block_and_of_several_compile_for_every_layout_of_rows() -> None:
+    """Runs with gradients and without take more graphs together than torch's own limit allows."""
+    loops = []
+    for number in (1, 3):
+        views: Any = [PlainBlock(32, SHAPE) for _ in range(number)]
+        loops.append(PingPong(views, "never run"))
+        loops[-1].compile("eager")
+    torch._dynamo.utils.counters.clear()
+    for grad, rows, loop in itertools.product((True, False), (1, 2), loops):
+        whole, rope = torch.randn(rows, 16, 32), torch.randn(16, 4)
+        xs, ropes = (whole.chunk(2), (rope, rope)) if rows == 2 else (whole.chunk(2, 1), rope.chunk(2))
+        with torch.set_grad_enabled(grad):
+            for i, region in enumerate(loop.regions):
+                attended = torch.randn(xs[0].shape) if i else None
+                begun = ropes if i < len(loop.blocks) else (None, None)
+                results = [region(x, attended, rope, None) for x, rope in zip(xs, begun, strict=True)]
+                xs = tuple(x for x, *_ in results)
+                assert all((q is None) == (i == len(loop.blocks)) for _, q, _, _ in results)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 8

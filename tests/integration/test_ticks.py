@@ -13,7 +13,7 @@ from tests.sets import params
 
 SHORT = ("interleaved", "halves pp2 dp2")
 """Cases that the short set trains; the matrix adds the rest of ``QUICK``, the slow set those of ``SLOW``."""
-TRACED = ("halves compile", "halves interleaved compile", "halves by row dp2 ac op compile")
+TRACED = ("halves compile", "halves interleaved compile", "halves by row compile")
 """Cases of ``SLOW`` that run with traced streams as well."""
 
 
@@ -95,15 +95,7 @@ def test_traced_streams_train_alike(name: str) -> None:
 @needs_linux
 @pytest.mark.parametrize(
     "name",
-    [
-        "pp2 dp2",
-        "interleaved",
-        "halves pp2 dp2",
-        "halves pp4 ac full",
-        "halves cp2",
-        "halves interleaved",
-        "halves by row tp2",
-    ],
+    [*QUICK, "halves pp4 ac full", "halves cp2", "halves interleaved dp2", "halves by row tp2"],
 )
 def test_symmetric_memory(name: str) -> None:
-    check((QUICK | SLOW)[name], "--cad.transport=symm_mem")
+    check((SLOW | QUICK)[name], "--cad.transport=symm_mem")

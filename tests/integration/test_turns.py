@@ -1,21 +1,19 @@
 """The order of streams in turns' compiled graphs (pingpong/turn.py), on devices that report what no event orders.
 
-Two ranks run the real engine, plans and graphs, forward and backward (tests/support/ledger/turns.py). Every check is
-also made with mistakes planted, and without each of the ways around torch's defects, which it must find.
+Two ranks run the real engine, plans and graphs, forward and backward (tests/support/ledger/turns.py). Races are also
+looked for with mistakes planted, which must be found.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
-from torch.torch_version import TorchVersion
 
 from tests.integration.compositions import needs_traced
 from tests.runtime.processes import run_processes, values
 from tests.support.cpp import build
 from tests.support.ledger import SOURCE, needs_ledger
-from tests.support.ledger.timeline import main_stream_idles
 from tests.support.ledger.turns import Job, Outcome, run_job
 
 pytestmark = [needs_ledger, needs_traced, pytest.mark.timeout(1200)]
@@ -107,50 +105,31 @@ def test_mistakes_are_found(mistake: str) -> None:
     assert races(Job(without=("marks", mistake)))
 
 
-# Ways around torch's defects, without which something fails -----------------------------------------------------------
+DURATIONS = {"attention kernel": 4, "mm": 1, "all_to_all": 2}
+"""any unit: of operators; all others take none"""
 
 
-@matrix
-def test_marks_are_needed() -> None:
-    assert races(Job(runs=3, without=("marks",)))
+def main_stream_idles(history: Sequence[str]) -> list[tuple[float, float]]:
+    """The waits of stream 0 that take time: how much of its attention has run before, from 0 to 1, and how long.
 
-
-@matrix
-def test_forgetting_objects_is_needed() -> None:
-    for outcome in outcomes(Job(runs=3, without=("forgetting",))):
-        assert outcome.objects[2] > outcome.objects[1] > outcome.objects[0]
-
-
-@matrix
-@pytest.mark.parametrize("way_around", ["two sides", "late readers", "the graph of the rows"])
-def test_backward_would_wait_for_exchanges_without(way_around: str) -> None:
-    for outcome in outcomes(Job(without=(way_around,))):
-        waits = main_stream_idles(outcome.histories[0][1])
-        assert any(0 < share < 1 for share, _ in waits)
-
-
-@matrix
-def test_gradients_that_enter_a_graph_are_not_waited_for() -> None:
-    """The calls' marks are off, and the order is the graphs' own."""
-    assert not races(Job(without=("marks",)))
-    assert races(Job(without=("marks", "the graph of the rows")))
-
-
-FAILING = {
-    "repair": ({}, "expected a stream object"),
-    "one output": ({}, "'tuple' object has no attribute 'device'"),
-    "a record at the end": ({"compiler": "inductor", "blocks": 2}, "failed to partition"),
-    "recomputation from before": ({"recompute": True}, "must recompute: marked by checkpoint policy"),
-    "kept buffers": ({"compiler": "inductor", "blocks": 2}, "end_step_snode"),
-}
-"""Ways around torch's defects, jobs that take them, and the errors of torch without them."""
-
-
-@matrix
-@pytest.mark.parametrize("way_around", FAILING)
-def test_torch_fails_without(way_around: str) -> None:
-    if way_around == "repair" and TorchVersion(torch.__version__) < "2.15":
-        pytest.skip("torch 2.14 sets the list of objects in place")
-    options, message = FAILING[way_around]
-    with pytest.raises(AssertionError, match=message):
-        outcomes(Job(**options, without=(way_around,)))
+    Args:
+        history: what ``torch.ops.ledger.history`` returns.
+    """
+    kernels = history.count("attention kernel on 0")
+    now: dict[str, float] = {}
+    events: dict[str, float] = {}
+    idles, done = [], 0
+    for line in history:
+        what, stream = line.rsplit(" on ", 1)
+        clock = now.get(stream, 0.0)
+        if what.startswith("record e"):
+            events[what.removeprefix("record ")] = clock
+        elif what.startswith("wait "):
+            until = max(clock, events.get(what.removeprefix("wait "), 0.0))
+            if stream == "0" and until > clock:
+                idles.append((done / kernels, until - clock))
+            now[stream] = until
+        else:
+            now[stream] = clock + DURATIONS.get(what, 0)
+            done += line == "attention kernel on 0"
+    return idles

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.integration.harness import ENVIRONMENT, tokenizer_folder
-from tests.integration.launched import CONFIG, SMALL
+from tests.integration.harness import ENVIRONMENT, job_files
+from tests.integration.launched import CONFIG, SMALL, read_lines
 from tests.nodes.network import Nodes
 
 
@@ -22,22 +22,16 @@ class NodesJob:
     """``train_configs/llama3_debug_cpu.toml``, made small, with ``ranks`` ranks on every node."""
 
     def __init__(self, nodes: Nodes, ranks: int, args: Sequence[str], folder: Path) -> None:
-        job = [f"--job.config_file={CONFIG}", f"--job.dump_folder={folder}"]
-        job += [f"--model.hf_assets_path={tokenizer_folder()}", *SMALL, *args]
+        job = [*job_files(CONFIG, folder), *SMALL, *args]
         self.lines: list[list[tuple[float, str]]] = [[] for _ in range(nodes.count)]
         """Per node, every line with the time when it came."""
         pipe = {"env": ENVIRONMENT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.processes = [
             nodes.torchrun(node, ranks, ["-m", "torchtitan_cad.train", *job], **pipe) for node in range(nodes.count)
         ]
-        for node in range(nodes.count):
-            threading.Thread(target=self._read, args=(node,), daemon=True).start()
-
-    def _read(self, node: int) -> None:
-        stream = self.processes[node].stdout
-        assert stream is not None
-        for line in stream:
-            self.lines[node].append((time.monotonic(), re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip("\n"))))
+        for process, lines in zip(self.processes, self.lines, strict=True):
+            take = lambda line, lines=lines: lines.append((time.monotonic(), line))  # noqa: E731
+            threading.Thread(target=read_lines, args=(process, take), daemon=True).start()
 
     @property
     def text(self) -> str:

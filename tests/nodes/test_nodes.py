@@ -1,5 +1,9 @@
-"""Jobs on several nodes train as on one machine."""
+"""Jobs on several nodes: they train as on one machine, and faults between nodes are named within seconds."""
 
+import contextlib
+import os
+import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,3 +67,86 @@ def test_a_checkpoint_of_two_nodes_resumes_on_four(tmp_path: Path) -> None:
     train(2, 2, half, tmp_path / "saved")
     resumed = train(4, 1, whole, tmp_path / "saved")
     assert resumed == pytest.approx(expected[2:], rel=1e-5)
+
+
+STEP_TIMEOUT_S = 20
+LINE_S = 10.0
+"""Seconds until a line must have come on every node."""
+OTHER = [r"rank 1 \(node1, pid \d+\)", r"rank 0 \(node0, pid \d+\)"]
+"""Per node, the rank of the other one."""
+STORE = r"key-value store (answers|does not answer)|no answer from the job's key-value store"
+NO_RENDEZVOUS = r"launch: .*the rendezvous at 10\.77\.0\.1:\d+ does not answer"
+ENDLESS = ["--training.steps=100000", f"--comm.train_timeout_seconds={STEP_TIMEOUT_S}"]
+
+
+def signal_node(nodes: Nodes, node: int, number: signal.Signals) -> None:
+    for pid in nodes.pids(node):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+FAULTS = {
+    "cut": (lambda nodes: nodes.cut(1), (0, 1)),
+    "frozen": (lambda nodes: signal_node(nodes, 1, signal.SIGSTOP), (0,)),
+    "frozen with the store": (lambda nodes: signal_node(nodes, 0, signal.SIGSTOP), (1,)),
+    "killed": (lambda nodes: signal_node(nodes, 1, signal.SIGKILL), (0,)),
+    "killed with the store": (lambda nodes: signal_node(nodes, 0, signal.SIGKILL), (1,)),
+}
+"""What happens, and the nodes that can say so."""
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_node_names_the_other_in_time_and_ends(name: str, tmp_path: Path) -> None:
+    """The last checkpoint resumes afterwards."""
+    happen, speakers = FAULTS[name]
+    saving = ["--checkpoint.enable", "--checkpoint.interval=3"]
+    with Nodes(2) as nodes:
+        nodes.limit(1e9)
+        job = NodesJob(nodes, 1, [*ENDLESS, *saving], tmp_path)
+        job.wait_for(0, r"step: +5 ", 150)
+        begin = time.monotonic()
+        happen(nodes)
+        for node in speakers:
+            seconds, line = job.wait_for(node, f"(?=.*{OTHER[node]})(?=.*({STORE}))", LINE_S, begin)
+            print(f"node{node} after {seconds:.1f} s: {line}")
+        for node in speakers:
+            assert job.processes[node].wait(STEP_TIMEOUT_S + 130) != 0
+            seconds, line = job.wait_for(
+                node, f"error: rank {node} stopped at step .*{OTHER[node]}|{NO_RENDEZVOUS}", 5, begin
+            )
+            print(f"node{node} after {seconds:.1f} s: {line}")
+        assert "Traceback" not in job.text
+    with Nodes(2) as nodes:
+        again = NodesJob(nodes, 1, ["--training.steps=7", *saving], tmp_path)
+        assert again.finish(200) == [0, 0], again.text
+        assert 1 <= len(again.losses) < 7
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_a_link_that_comes_back_costs_no_job(tmp_path: Path) -> None:
+    with Nodes(2) as nodes:
+        nodes.limit(1e9)
+        job = NodesJob(nodes, 1, ENDLESS, tmp_path)
+        job.wait_for(0, r"step: +5 ", 150)
+        nodes.cut(1)
+        time.sleep(3)
+        nodes.mend(1)
+        job.wait_for(0, r"step: +12 ", 60)
+        assert [process.poll() for process in job.processes] == [None, None], job.text
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_a_link_at_one_percent_is_said_on_every_node(tmp_path: Path) -> None:
+    with Nodes(2) as nodes:
+        nodes.limit(1e9)
+        job = NodesJob(nodes, 1, [*ENDLESS, "--training.seq_len=4096"], tmp_path)
+        job.wait_for(0, r"step: +6 ", 150)
+        begin = time.monotonic()
+        nodes.limit(1e7)
+        for node in range(2):
+            seconds, line = job.wait_for(node, f"where steps took at most .*{OTHER[node]}.*({STORE})", LINE_S, begin)
+            print(f"node{node} after {seconds:.1f} s: {line}")

@@ -13,7 +13,7 @@ from bench.workloads import document_lengths, spanning_layout
 from tests.planning.costs import concave_cost
 from tests.planning.layouts import LLAMA, Case, cases
 from torchtitan_cad.planning import (
-    Plan,
+    CostModel,
     PlannerConfig,
     TokenLayout,
     make_plan,
@@ -63,10 +63,6 @@ def test_every_layout(case: Case) -> None:
     assert before.fingerprint() == given_plan.fingerprint()
 
 
-def figures(plan: Plan) -> tuple[int, int]:
-    return plan.stats.total_bytes, plan.stats.max_rank_bytes
-
-
 @pytest.mark.parametrize(
     ("workload", "num_ranks"), [("lognormal", 8), ("one big", 8), ("lognormal", 64), ("one big", 64)]
 )
@@ -74,60 +70,44 @@ def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
     layout = spanning_layout(document_lengths(workload, num_ranks, 21), num_ranks)
     placed = place(layout, LLAMA)
     check_homes(layout, placed)
-    total, worst = figures(make_plan(layout, LLAMA))
-    new_total, new_worst = figures(make_plan(placed, LLAMA))
-    assert new_worst < 0.8 * worst
-    assert new_total < 1.1 * total
+    before, after = (make_plan(homes, LLAMA).stats for homes in (layout, placed))
+    assert after.max_rank_bytes < 0.8 * before.max_rank_bytes
+    assert after.total_bytes < 1.1 * before.total_bytes
     # Lengths and rooms are multiples of min_shard, so every cut is.
     assert all(position % 128 == 0 for _, position in cuts(placed))
 
 
-@pytest.mark.parametrize("num_ranks", [8, 64, 128])
-def test_homes_without_bytes_are_kept(num_ranks: int) -> None:
-    layout = spanning_layout(np.full(2 * num_ranks, 1024), num_ranks)
-    assert place(layout, LLAMA) is layout
-
-
-def test_equal_ranks_keep_their_homes() -> None:
-    layout = TokenLayout.from_segments([[(rank, 0, 4096)] for rank in range(8)])
-    assert place(layout, LLAMA) is layout
-
-
-def test_layouts_that_leave_queries_out_keep_their_homes() -> None:
-    layout = TokenLayout.from_segments([[(0, 0, 4096), (0, 4096, 8192)], [(1, 0, 12288)]], [False, True, True])
-    assert place(layout, LLAMA) is layout
-
-
-def test_one_rank_and_no_tokens() -> None:
-    for layout in (TokenLayout.from_segments([[(0, 0, 100)]]), TokenLayout.from_segments([[], []])):
+def test_homes_that_cannot_be_better_are_kept() -> None:
+    """Without bytes, with equal ranks, with queries left out, on one rank, and without tokens."""
+    for layout in (
+        *(spanning_layout(np.full(2 * num_ranks, 1024), num_ranks) for num_ranks in (8, 64, 128)),
+        TokenLayout.from_segments([[(rank, 0, 4096)] for rank in range(8)]),
+        TokenLayout.from_segments([[(0, 0, 4096), (0, 4096, 8192)], [(1, 0, 12288)]], [False, True, True]),
+        TokenLayout.from_segments([[(0, 0, 100)]]),
+        TokenLayout.from_segments([[], []]),
+    ):
         assert place(layout, LLAMA) is layout
 
 
+@pytest.mark.parametrize("cost", [None, concave_cost(3.0)], ids=["tiles", "concave"])
 @pytest.mark.parametrize(
     "options",
     [
+        {},
         {"rank_speeds": (1.0, 0.5, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0)},
         {"ranks_per_node": 4},
         {"planner": "greedy"},
         {"planner": "home"},
     ],
 )
-def test_options(options: dict) -> None:
+def test_options_and_cost_models(options: dict, cost: CostModel | None) -> None:
     layout = spanning_layout(document_lengths("lognormal", 8, 22), 8)
     config = PlannerConfig(**options)
-    placed = place(layout, LLAMA, config)
+    placed = place(layout, LLAMA, config, cost)
     check_homes(layout, placed)
-    before, after = make_plan(layout, LLAMA, config), make_plan(placed, LLAMA, config)
+    before, after = (make_plan(homes, LLAMA, config, cost) for homes in (layout, placed))
     validate_plan(after)
     assert after.stats.max_rank_bytes <= before.stats.max_rank_bytes or "ranks_per_node" in options
-
-
-def test_another_cost_model() -> None:
-    layout, cost = spanning_layout(document_lengths("lognormal", 8, 23), 8), concave_cost(3.0)
-    placed = place(layout, LLAMA, None, cost)
-    check_homes(layout, placed)
-    before, after = make_plan(layout, LLAMA, None, cost), make_plan(placed, LLAMA, None, cost)
-    assert after.stats.max_rank_bytes < before.stats.max_rank_bytes
 
 
 @pytest.mark.parametrize("num_ranks", [4, 32])

@@ -1,16 +1,20 @@
-"""The planners on layouts worth looking at: balance, bytes, kinds of task, speeds, nodes, costs and determinism."""
+"""The planners on layouts worth looking at: balance, bytes, speeds, nodes, costs; and what local search adds up."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bench.workloads import workload_layout
-from tests.planning.costs import concave_cost, noisy_cost
-from tests.planning.layouts import LLAMA
+from tests.planning.costs import concave_cost, cost_of, noisy_cost
+from tests.planning.layouts import LLAMA, Case, cases
 from tests.sets import params
 from torchtitan_cad.planning import (
     CostModel,
@@ -23,9 +27,11 @@ from torchtitan_cad.planning import (
     register_planner,
     validate_plan,
 )
-from torchtitan_cad.planning.model.limits import server_loads
-from torchtitan_cad.planning.model.tasks import is_diagonal
+from torchtitan_cad.planning.model.limits import load_limits, server_loads
+from torchtitan_cad.planning.model.tasks import from_table, home_tasks, is_diagonal, make_tasks, task_table
+from torchtitan_cad.planning.plan import moved_by
 from torchtitan_cad.planning.planners import greedy
+from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
 
 ROOT = Path(__file__).parents[2]
 MODELS: dict[str, CostModel] = {
@@ -154,14 +160,6 @@ def test_nodes_with_room_keep_everything_inside() -> None:
     assert stats.total_bytes > stats.inter_node_bytes == 0
 
 
-def test_work_left_by_the_exchange_between_nodes_is_shared_inside() -> None:
-    """One node has all the work: half of it crosses, and each node's ranks end with equal parts."""
-    plan = plan_of(TokenLayout.from_segments([[(0, 0, 65536)], [], [], []]), ranks_per_node=2)
-    validate_plan(plan)
-    assert plan.stats.max_over_mean <= 1.02
-    assert 0 < plan.stats.inter_node_bytes < plan.stats.total_bytes
-
-
 def test_without_nodes_nothing_crosses() -> None:
     plans = [plan_of(workload_layout("lognormal", 16, 11), ranks_per_node=n) for n in (None, 16, 99)]
     assert len({plan.fingerprint() for plan in plans}) == 1
@@ -203,17 +201,6 @@ def test_balance_before_bytes_where_rows_cost_most() -> None:
     assert plans[0].stats.max_over_mean <= plans[1].stats.max_over_mean < 1.03
 
 
-def test_one_document_on_one_of_many_ranks() -> None:
-    """All ranks help. Moving F pairs to each of 7 helpers costs at least 2 sqrt(c_q c_kv F) bytes each."""
-    plan = plan_of(TokenLayout.from_segments([[(0, 0, 65536)], *[[] for _ in range(7)]]), "greedy")
-    validate_plan(plan)  # the table of one piece has grown
-    assert plan.stats.max_over_mean <= 1.02
-    assert set(plan.tasks["server"].tolist()) == set(range(8))
-    pairs = 65536**2 / 2 / 8
-    ideal = 7 * 2 * np.sqrt(LLAMA.query_bytes * LLAMA.kv_bytes * pairs)
-    assert ideal * 0.9 < plan.stats.lower_bound_bytes < plan.stats.total_bytes < 2.5 * ideal
-
-
 def test_moved_range_has_the_shape_of_the_closed_form() -> None:
     """A document far longer than what must move gives the piece [a, b) with a / b = c_q / (c_q + c_kv)."""
     lengths = [40960, 20480, 20480]
@@ -246,29 +233,79 @@ def test_just_inside_and_just_outside_the_tolerance() -> None:
     assert plan_with(1021).stats.tasks_moved == 1
 
 
-def test_searches_by_bisection_find_what_trying_every_cut_finds() -> None:
-    """They are compiled, and the trials are in Python."""
-    rng = np.random.default_rng(0)
-    prefix = np.arange(100) * np.arange(1, 101) // 2
-    for _ in range(300):
-        tile = int(rng.integers(1, 4))
-        step = tile * int(rng.integers(1, 4))
-        start, end = np.sort(rng.choice(np.arange(90 * tile), size=2, replace=False)).tolist()
-        rules = np.array([tile, step, 5, 1])
-
-        def cost(a: int, b: int, tile: int = tile) -> int:
-            return int(prefix[-(-b // tile)] - prefix[a // tile])
-
-        cuts = [c for c in range(start + 1, end) if c % step == 0]
-        work = int(rng.integers(1, cost(start, end) + 1))
-        starts = [a for a in [start, *cuts] if cost(a, end) >= work]
-        ends = [b for b in [*cuts, end] if cost(start, b) >= work]
-        best = [b for b in [*cuts, end] if b == end or cost(b * 5 // 6 // step * step, b) >= work]
-        assert greedy._last_start(prefix, rules, start, end, work) == starts[-1]
-        assert greedy._first_end(prefix, rules, start, end, work) == ends[0]
-        assert greedy._best_end(prefix, rules, start, end, work) == best[0]
-
-
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ValueError, match="'greedy' is already registered"):
         register_planner("greedy")(greedy.plan_greedy)
+
+
+# Local search ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    case=cases,
+    kind=st.sampled_from(["tiles", "concave", "noisy"]),
+    load=st.floats(1.0, 1.5),
+    split_kv=st.booleans(),
+    ranks_per_node=st.sampled_from([None, 2]),
+)
+def test_any_plan_it_returns_covers_the_layout_within_the_loads(
+    case: Case, kind: str, load: float, split_kv: bool, ranks_per_node: int | None
+) -> None:
+    """From the home plan, whatever the limits."""
+    case = dataclasses.replace(case, tile=64, min_shard=128)
+    layout, home = case.layout(), home_tasks(case.layout())
+    config = dataclasses.replace(case.config, ranks_per_node=ranks_per_node)
+    cost = cost_of(kind, case.seed, config.cost_tile)
+    limits = np.full(layout.num_ranks, int(load * cost.cost(home).sum() / layout.num_ranks))
+    config = dataclasses.replace(config, split_kv=split_kv)
+    search = LocalSearch(layout, LLAMA, config, cost, np.arange(len(layout.docs)))
+    found = search.improve(task_table(layout, home), np.zeros_like(limits), limits, limits + limits // 10, 500)
+    if found is None:
+        return
+    table, moved = found
+    tasks = from_table(layout.docs, table)
+    plan = Plan.from_tasks(layout, LLAMA, config, tasks)
+    assert moved == moved_by(plan)
+    validate_plan(dataclasses.replace(plan, config=dataclasses.replace(plan.config, tolerance=1e9)))
+    assert (server_loads(tasks, cost, layout.num_ranks) <= 1.1 * limits).all()
+    if not split_kv:
+        assert is_diagonal(tasks).all()
+
+
+@pytest.mark.parametrize("kind", ["tiles", "concave", "noisy"])
+def test_as_little_more_as_is_found_where_the_limits_cannot_be_kept(kind: str) -> None:
+    layout = TokenLayout.from_segments([[(0, 0, 4096)], []])
+    cost, home = cost_of(kind, 3, 128), home_tasks(layout)
+    total = int(cost.cost(home).sum())
+    search = LocalSearch(layout, LLAMA, PlannerConfig(), cost, np.arange(1))
+    limits, guaranteed = np.full(2, total // 2 - 1), np.full(2, int(0.6 * total))
+    found = search.improve(task_table(layout, home), np.zeros(2, dtype=np.int64), limits, guaranteed, 100)
+    assert found is not None
+    assert server_loads(from_table(layout.docs, found[0]), cost, 2).max() <= 0.6 * total
+
+
+def test_documents_served_by_each_others_home_are_swapped_back() -> None:
+    layout = TokenLayout.from_segments([[(0, 0, 1024)], [(1, 0, 1024)]])
+    crossed = make_tasks(np.arange(2), 0, 1024, 0, 1024, np.array([1, 0]))
+    search = LocalSearch(layout, LLAMA, PlannerConfig(), TileAreaCost(128), np.arange(2))
+    start, limits = task_table(layout, crossed), np.full(2, 36)
+    found = [search.improve(start, np.zeros(2, dtype=np.int64), limits, limits, budget) for budget in (0, 100)]
+    tasks = [from_table(layout.docs, each[0]) for each in found if each is not None]
+    assert [Plan.from_tasks(layout, LLAMA, PlannerConfig(), each).moves_rows for each in tasks] == [True, False]
+
+
+def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_room_it_has() -> None:
+    """Rank 0 has the most room, but less than a sixteenth of its load, and holds keys of what rank 1 gives away."""
+    short = iter((number, 0, 512) for number in range(5, 1000))
+    layout = TokenLayout.from_segments(
+        [
+            [*islice(short, 107), (0, 32384, 10496), (3, 0, 256)],
+            [*islice(short, 109), (0, 42880, 9344), (3, 256, 256), (4, 0, 128)],
+            [*islice(short, 95), (0, 15744, 16640), (4, 128, 256)],
+            [(1, 0, 11776), *islice(short, 34), (0, 0, 15744), (2, 0, 20480), (4, 384, 128)],
+        ]
+    )
+    config, cost, home = PlannerConfig(split_kv=False), TileAreaCost(128), home_tasks(layout)
+    limits = load_limits(layout, config, cost, server_loads(home, cost, 4)).guaranteed
+    search = LocalSearch(layout, LLAMA, config, cost, np.arange(len(layout.docs)))
+    assert search.improve(task_table(layout, home), np.zeros_like(limits), limits, limits, 0) is not None

@@ -72,10 +72,6 @@ def plan_of(records: list[tuple[int, ...]]) -> Plan:
     return dataclasses.replace(right, tasks=make_tasks(*np.array(records, dtype=np.int64).reshape(-1, 6).T))
 
 
-def test_right_plan() -> None:
-    validate_plan(plan_of(RIGHT))
-
-
 @pytest.mark.parametrize(
     ("index", "task", "message"),
     [

@@ -1,5 +1,7 @@
-"""The engine on threaded ranks against an fp64 reference and against undivided attention."""
+"""The engine on threaded ranks: as exact as undivided attention, and the same bits however many trips rows take."""
 
+import dataclasses
+import itertools
 from itertools import product
 from typing import Any
 
@@ -19,13 +21,15 @@ from tests.runtime.rows import (
     execute,
     undivided,
 )
-from tests.runtime.threaded import thread_transports
+from tests.runtime.threaded import BUFFER_BYTES, needs_linux, thread_transports
 from tests.sets import params, seeds
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.planning.exchange import calls
+from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.tables import PlanTables
+from torchtitan_cad.runtime.transport import Route
 
 SHAPE = SHAPES["gqa 8:2"]
 LAYOUT = TokenLayout.from_segments([[(0, 0, 1500)], [(1, 0, 700), (2, 0, 800)], [(3, 0, 129)], []])
@@ -40,11 +44,24 @@ def check_exactness(plan: Plan, tensors: Tensors, *runs: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("seed", seeds(1, 6))
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        (SHAPES["mha"], torch.float32),
+        (SHAPE, torch.float32),
+        (SHAPE, torch.bfloat16),
+        pytest.param(SHAPE, torch.float16, marks=pytest.mark.matrix),
+    ],
+)
 @pytest.mark.parametrize("backward", ["resend", "keep"])
 @TRANSPORTS
 def test_any_plan_is_as_exact_as_undivided_attention(
-    monkeypatch: pytest.MonkeyPatch, seed: int, shape: AttentionShape, backward: str, symmetric: bool
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    backward: str,
+    symmetric: bool,
 ) -> None:
     monkeypatch.setattr(calls, "CUT_AT", 8)  # so that two rounds of these tasks are cut inside one
     rng = np.random.default_rng(seed)
@@ -59,7 +76,7 @@ def test_any_plan_is_as_exact_as_undivided_attention(
         {**options, "two_rounds": two_rounds, "squares_only": squares_only}
         for two_rounds, squares_only in product((False, True), repeat=2)
     ]
-    check_exactness(plan, Tensors.random(layout, shape), *runs)
+    check_exactness(plan, Tensors.random(layout, shape, dtype), *runs)
 
 
 @pytest.mark.parametrize("seed", seeds(2, 8))
@@ -105,26 +122,6 @@ def test_planned_bytes_are_those_that_travel(plans: tuple[Plan, Plan]) -> None:
         assert sum(transport.sent[direction] for transport in transports) == plan.stats.total_bytes
 
 
-@TRANSPORTS
-def test_the_default_planner_splits_keys_and_is_as_exact_as_undivided_attention(symmetric: bool) -> None:
-    torch.manual_seed(6)
-    shape = AttentionShape(num_heads=4, num_kv_heads=1, head_dim=16, dtype_bytes=4)
-    layout = TokenLayout.from_segments([[(0, 0, 1536)], [(1, 0, 150)], [(2, 0, 50)], []])
-    plan = make_plan(layout, shape)
-    assert (plan.tasks["kv_end"] != plan.tasks["q_end"]).any(), "no rectangle: nothing is tested"
-    check_exactness(plan, Tensors.random(layout, shape), {"symmetric": symmetric})
-
-
-@pytest.mark.parametrize("dtype", params([torch.bfloat16, torch.float16], [torch.bfloat16]))
-@TRANSPORTS
-def test_half_precision(dtype: torch.dtype, symmetric: bool) -> None:
-    rng = np.random.default_rng(3)
-    torch.manual_seed(3)
-    layout = random_layout(rng, num_ranks=3)
-    plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
-    check_exactness(plan, Tensors.random(layout, SHAPE, dtype), {"symmetric": symmetric})
-
-
 def test_a_plan_that_moves_nothing_gives_the_kernel_its_own_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients have the bits of those that are computed by delta."""
     layout = TokenLayout.from_segments([[(0, 0, 300), (1, 0, 50)]])
@@ -146,3 +143,97 @@ def test_errors_name_the_plan() -> None:
     engine.add_plan(5, make_plan(TokenLayout.from_segments([[(0, 0, 2)]]), SHAPES["mha"]))
     with pytest.raises(ValueError, match="plan 5 is for 2 local queries and 2 local tokens, got 3 and 3"):
         engine.forward(q, q, q, 5)
+
+
+# Rows in several trips ------------------------------------------------------------------------------------------------
+
+
+RANKS = 6
+ONE_HOME = TokenLayout.from_segments([[(0, 0, 1536)], *([] for _ in range(RANKS - 1))])
+"""All rows live on one rank, which gets back more than any server receives."""
+
+
+def trips_of(plan: Plan, buffer_bytes: int = BUFFER_BYTES) -> list[int]:
+    """Numbers of trips of queries and keys out, and of their results home."""
+    trips = plan.most_rows.trips(RowBytes.of(plan.shape, keep=False), buffer_bytes)
+    return [len(each) for each in dataclasses.astuple(trips)]
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
+@TRANSPORTS
+def test_trips_change_no_bit(symmetric: bool, keep: bool) -> None:
+    """A row's partials are combined in the order in which they arrive, in however many trips."""
+    torch.manual_seed(0)
+    tensors, plan = Tensors.random(ONE_HOME, SHAPE), make_plan(ONE_HOME, SHAPE)
+    assert trips_of(plan) == [1, 1, 1, 1]
+    assert min(trips_of(plan, 2**17)) > 1
+    for two_rounds in (False, True):
+        at_once = execute(plan, tensors, keep=keep, two_rounds=two_rounds)
+        options = {"keep": keep, "symmetric": symmetric, "two_rounds": two_rounds}
+        assert_same_bits(execute(plan, tensors, **options, buffer_bytes=2**17), at_once)
+
+
+@pytest.mark.parametrize("seed", params([0, 1, 2, 4, 5], [0]))
+@needs_linux
+def test_trips_of_any_plan_change_no_bit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    layout = random_layout(rng, num_ranks=int(rng.integers(2, 5)), max_length=300)
+    plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
+    tensors = Tensors.random(layout, SHAPE)
+    at_once = execute(plan, tensors)
+    buffer_bytes = 512 * int(rng.integers(4, 100))
+    assert max(trips_of(plan, buffer_bytes)) > 2
+    assert_same_bits(execute(plan, tensors, symmetric=True, buffer_bytes=buffer_bytes), at_once)
+
+
+@pytest.mark.parametrize("trips", ["one", "several"])
+@pytest.mark.parametrize("two_rounds", [False, True])
+@needs_linux
+def test_combining_own_results_early_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, two_rounds: bool, trips: str
+) -> None:
+    """They wait for those that return in fp32, whatever the dtype."""
+    rng = np.random.default_rng(3)
+    torch.manual_seed(3)
+    layout = random_layout(rng, num_ranks=4, max_length=300)
+    plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
+    tensors = Tensors.random(layout, SHAPE, torch.bfloat16)
+    monkeypatch.setattr(calls, "MOST_UNCOMBINED", 1000)
+    late = execute(plan, tensors, symmetric=True, two_rounds=two_rounds)
+    monkeypatch.setattr(calls, "MOST_UNCOMBINED", 0)
+    buffer_bytes = 2**14 if trips == "several" else BUFFER_BYTES
+    assert_same_bits(execute(plan, tensors, symmetric=True, two_rounds=two_rounds, buffer_bytes=buffer_bytes), late)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_routes_of_every_trip_fit_together(seed: int) -> None:
+    """Ranks send in a trip the rows that others wait for, side by side from the beginning of their buffers."""
+    rng = np.random.default_rng(seed)
+    num_ranks, shape = 4, AttentionShape(2, 1, 8, 4)
+    layout = random_layout(rng, num_ranks, 100)
+    plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)
+    trips = plan.most_rows.trips(RowBytes.of(shape, keep=False), 128 * int(rng.integers(1, 60)))
+    ranks = [PlanTables.from_exchange(plan.exchange(r), True, CPU, 1.0, trips=trips) for r in range(num_ranks)]
+    for kind, way in itertools.product(("queries", "keys"), ("out", "home")):
+        sent: list[list[int]] = [[] for _ in range(num_ranks)]
+        for of_ranks in zip(*(getattr(getattr(tables, kind), way) for tables in ranks), strict=True):
+            routes = [trip if isinstance(trip, Route) else trip.route for trip in of_ranks]
+            assert len({(route.most_rows, route.buffer) for route in routes}) == 1
+            for receiver, route in enumerate(routes):
+                assert sum(route.recv_counts) <= route.most_rows
+                assert route.recv_counts == [sender.send_counts[receiver] for sender in routes]
+                places = [(sender.put_offsets[receiver], sender.send_counts[receiver]) for sender in routes]
+                end = 0
+                for place, count in places:
+                    assert count == 0 or place == end
+                    end += count
+            for sender, route in enumerate(routes):
+                rows = [*range(sum(route.send_counts))] if route.rows is None else route.rows.tolist()
+                assert len(rows) == sum(route.send_counts)
+                sent[sender] += rows
+        for rank in range(num_ranks):
+            exchange = plan.exchange(rank)
+            rows = getattr(exchange, kind)
+            wanted = rows.send_rows if way == "out" else np.arange(rows.num_received)
+            assert sorted(sent[rank]) == sorted(wanted.tolist())

@@ -1,23 +1,33 @@
-"""Kernels on CUDA tensors that hold nothing: what their operators make of the arguments, without a GPU.
+"""Kernels and the engine's two ranks on CUDA tensors that hold nothing, without a GPU.
 
-The operators' own functions for such tensors (their "fake" or "meta" implementations) check shapes and say what results
-look like. What needs a package or a torch that is not installed is skipped.
+Operators check their arguments and say what results look like by their own functions for such tensors (their "fake" or
+"meta" implementations). Kernels of Triton are not launched: each launch of the engine checks that its tensors are the
+device's. What needs a package or a torch that is not installed is skipped.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.attention import varlen as stock
 
-from tests.runtime import statistics
+from bench.gpu.loopback import two_rank_plan
+from tests.runtime.fake_flash_attn import use_torch
 from tests.runtime.kernels_reference import offsets
-from torchtitan_cad.runtime import triton
+from tests.sets import needs_triton
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.runtime import streams, triton
+from torchtitan_cad.runtime.call import Saved
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, varlen
 from torchtitan_cad.runtime.kernels.base import Merged
 from torchtitan_cad.runtime.kernels.fused import FusedKernel
+from torchtitan_cad.runtime.transport import SymmetricTransport, cuda_memory
+from torchtitan_cad.runtime.transport import base as transport_base
 
 DEVICE = torch.device("cuda", 0)
 HEADS, DIM = (8, 2), 64
@@ -41,11 +51,11 @@ needs_copies = pytest.mark.skipif(
 EVERY_KERNEL = pytest.mark.parametrize("make_kernel", KERNELS.values(), ids=KERNELS.keys())
 
 
-@pytest.fixture(autouse=True)
-def _fake_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture
+def fake_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Launches of Triton kernels need a GPU, so statistics are prepared by operations of torch."""
     monkeypatch.setattr(triton, "runs_on", lambda device: False)
-    statistics.use_torch(monkeypatch)
+    use_torch(monkeypatch)
     monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)  # keeps no fake tensors
     with FakeTensorMode():
         yield
@@ -66,6 +76,7 @@ def assert_like(results: tuple[torch.Tensor, ...], likes: tuple[torch.Tensor, ..
         assert result.is_contiguous()
 
 
+@pytest.mark.usefixtures("fake_tensors")
 @EVERY_KERNEL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @EVERY_CALL
@@ -76,6 +87,7 @@ def test_forward(make_kernel: type[FusedKernel], dtype: torch.dtype, len_q, len_
     assert (lse.shape, lse.dtype, lse.device) == (q.shape[:2], torch.float32, DEVICE)
 
 
+@pytest.mark.usefixtures("fake_tensors")
 @needs_copies
 @EVERY_KERNEL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -93,6 +105,7 @@ def test_backward(
     assert_like(make_kernel().backward(dout, q, k, v, merged, call), (q, k, v))
 
 
+@pytest.mark.usefixtures("fake_tensors")
 def test_bottom_right_masks() -> None:
     """FlashAttention-2 takes causal tasks with more keys than queries; cuDNN would see other keys, and refuses."""
     call = make_call([40, 60], [40, 90], causal=True)
@@ -101,3 +114,91 @@ def test_bottom_right_masks() -> None:
     assert_like((out,), (q,))
     with pytest.raises(ValueError, match="as many keys as queries only"):
         cudnn.CudnnKernel().forward(q, k, v, call)
+
+
+# The engine: devices, shapes and dtypes of all it passes --------------------------------------------------------------
+
+
+SHAPE = AttentionShape(32, 8, 128, 2)
+ADDRESS, BUFFER_BYTES = 4096, 2**29
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for x in value:
+            yield from tensors_in(x)
+
+
+class Memory(cuda_memory.DeviceMemory):
+    """Memory whose host record nobody writes."""
+
+    def overdue(self) -> None:
+        return None
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Launches by the kernel's name, within a mode in which tensors hold nothing."""
+    from triton.runtime.jit import JITFunction
+
+    from torchtitan_cad.runtime.triton import put
+
+    counted: Counter[str] = Counter()
+
+    def launch(self: JITFunction, *args: object, **kwargs: object) -> None:
+        name = self.fn.__name__
+        wrong = [x.device for x in tensors_in([*args, *kwargs.values()]) if x.device != DEVICE]
+        assert wrong == ([torch.device("cpu")] if name == "_wait" else []), f"{name}: {wrong}"  # the host's record
+        counted[name] += 1
+
+    def copy(tensor: Tensor, device: torch.device) -> Tensor:
+        assert device == DEVICE
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    split = put.split_into_blocks
+
+    def split_for_real(*args: Sequence[int], **kwargs: int | None) -> Tensor:
+        with unset_fake_temporarily():
+            return split(*args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: ADDRESS)
+    monkeypatch.setattr(transport_base, "to_device", copy)
+    monkeypatch.setattr(cuda_memory, "to_device", copy)
+    monkeypatch.setattr(put, "split_into_blocks", split_for_real)
+    monkeypatch.setattr(streams, "record_event", lambda device: None)
+    monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)  # keeps no fake tensors
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield counted
+
+
+def make_engine(kernel: FusedKernel, rank: int, *, keep: bool, two_rounds: bool) -> CoreAttentionEngine:
+    def allocate(num_bytes: int) -> Memory:
+        return Memory(torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE), [ADDRESS] * 2, None, 1e6)
+
+    transport = SymmetricTransport(range(2), rank, allocate, lambda: 20.0, BUFFER_BYTES)
+    return CoreAttentionEngine(kernel, transport, rank=rank, device=DEVICE, scale=0.1, keep=keep, two_rounds=two_rounds)
+
+
+@needs_copies
+@needs_triton
+@EVERY_KERNEL
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
+@pytest.mark.parametrize("two_rounds", [False, True], ids=["one round", "two rounds"])
+def test_layer(launches: Counter[str], make_kernel: type[FusedKernel], rank: int, keep: bool, two_rounds: bool) -> None:
+    plan = two_rank_plan(16_384, SHAPE)
+    engine = make_engine(make_kernel(), rank, keep=keep, two_rounds=two_rounds)
+    engine.add_plan(0, plan)
+    tokens = int(plan.layout.tokens_per_rank[rank])
+    heads = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads, SHAPE.num_heads
+    q, k, v, dout = (torch.empty(tokens, n, SHAPE.head_dim, dtype=torch.bfloat16, device=DEVICE) for n in heads)
+    results = engine.forward(q, k, v, 0)
+    assert_like(results[:2], (q, torch.empty(q.shape[:2], device=DEVICE)))
+    forward = Counter(launches)
+    assert forward["_merge_rows"]
+    assert {"_put_rows", "_gather_rows", "_post", "_wait"} <= set(forward)
+    assert_like(engine.backward(dout, Saved(q, k, v, *results), 0), (q, k, v))
+    assert {"_put_rows", "_gather_rows", "_sum_rows", "_row_delta", "_prepare_statistics"} <= set(launches - forward)

@@ -1,20 +1,15 @@
 """Kernels that call a library, on the CPU: stand-ins with the interfaces of FlashAttention-2, 3 and 4 and of cuDNN."""
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.attention import varlen as stock
 
-from tests.accuracy import assert_as_exact
-from tests.runtime import statistics
-from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, fake_cudnn, fake_operator, install
-from tests.runtime.kernels_reference import check_marshalling, dense_backward, dense_in_fp64, random_qkv
+from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, fake_cudnn, fake_operator, install, use_torch
+from tests.runtime.kernels_reference import check_marshalling, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel, varlen
-from torchtitan_cad.runtime.kernels.base import Merged, row_delta
-from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.kernels.base import Merged
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel
 from torchtitan_cad.runtime.kernels.fused import FusedKernel
 
@@ -33,7 +28,7 @@ NOT_OF_CUDNN: list[tuple[list[int], list[int], bool]] = [
 
 def make_kernel(monkeypatch: pytest.MonkeyPatch, name: str | int) -> tuple[FusedKernel, Recorder]:
     seen = Recorder()
-    statistics.use_torch(monkeypatch)
+    use_torch(monkeypatch)
     if name == "cudnn":
         monkeypatch.setattr(torch.ops, "torch_attn", fake_cudnn(seen))
         return cudnn.CudnnKernel(), seen
@@ -70,32 +65,6 @@ def test_bounds_of_long_tasks(monkeypatch, generation: int) -> None:
     q, k, v, _ = random_qkv(5, 1400, (2, 1), 8, torch.bfloat16)
     kernel.forward(q, k, v, call)
     assert (seen.max_q, seen.max_k) == ([512], [700])
-
-
-@GENERATIONS
-def test_backward_takes_merged_statistics(monkeypatch, generation: int) -> None:
-    """Keys of a document in two tasks: each backward gets the merged lse and delta, and gradients add up."""
-    kernel, _ = make_kernel(monkeypatch, generation)
-    q, k, v, dout = random_qkv(64, 192, (4, 2), 16, torch.bfloat16)
-    whole = VarlenArgs.from_numpy([0, 64], [0, 192], causal=True, scale=0.25)
-    out, lse = CpuKernel().forward(q, k, v, whole)
-    delta = row_delta(dout, out)
-    front = VarlenArgs.from_numpy([0, 64], [0, 100], causal=False, scale=0.25)
-    back = VarlenArgs.from_numpy([0, 64], [0, 92], causal=True, scale=0.25)
-    parts = (slice(0, 100), front), (slice(100, 192), back)
-
-    def add_up(backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        dq, dk, dv = zip(*(backward(keys, part) for keys, part in parts), strict=True)
-        return dq[0].float() + dq[1].float(), torch.cat(dk), torch.cat(dv)
-
-    def in_fp32(keys: slice, part: VarlenArgs) -> tuple[Tensor, ...]:
-        rows = (x.float() for x in (q, k[keys], v[keys], dout))
-        return tuple(x.bfloat16() for x in dense_backward(*rows, lse, delta, part))
-
-    got = add_up(lambda keys, part: kernel.backward(dout, q, k[keys], v[keys], Merged(lse, delta), part))
-    references = dense_in_fp64(q, k, v, dout, whole)[2:]
-    for grad, other, reference in zip(got, add_up(in_fp32), references, strict=True):
-        assert_as_exact(grad, other, reference)
 
 
 @GENERATIONS
@@ -159,30 +128,21 @@ def test_the_package_fits_the_device(monkeypatch, capability: tuple[int, int], g
     assert f"FlashAttention-{generation}" in str(kernel)
 
 
-def test_missing_packages_are_named(monkeypatch) -> None:
-    install(monkeypatch)
-    with pytest.raises(
-        ValueError,
-        match=r"cad\.kernel = 'flash_attn' needs .*flash_attention_4: import of flash_attn.*install .*'varlen'",
-    ):
-        get_kernel("flash_attn", "cuda")
-
-
-def test_a_package_for_other_devices_is_named(monkeypatch) -> None:
-    install(monkeypatch, FAKES[3](Recorder()), capability=(10, 0))
-    with pytest.raises(ValueError, match=r"FlashAttention-3 .* not made for compute capability 10\.0.*'varlen'"):
-        get_kernel("flash_attn", "cuda")
-
-
-def test_other_versions_of_a_package_are_not_called(monkeypatch) -> None:
-    module = FAKES[2](Recorder())
+def test_packages_that_cannot_be_called_are_named(monkeypatch) -> None:
+    """None, one for other devices, and one of another version."""
 
     def older(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal): ...
 
-    module._flash_attn_varlen_forward = older
-    install(monkeypatch, module)
-    with pytest.raises(ValueError, match=r"_flash_attn_varlen_forward of another version is needed"):
-        get_kernel("flash_attn", "cuda")
+    other = FAKES[2](Recorder())
+    other._flash_attn_varlen_forward = older
+    for modules, capability, message in (
+        ([], (9, 0), r"'flash_attn' needs .*flash_attention_4: import of flash_attn.*install .*'varlen'"),
+        ([FAKES[3](Recorder())], (10, 0), r"FlashAttention-3 .* not made for compute capability 10\.0.*'varlen'"),
+        ([other], (9, 0), r"_flash_attn_varlen_forward of another version is needed"),
+    ):
+        install(monkeypatch, *modules, capability=capability)
+        with pytest.raises(ValueError, match=message):
+            get_kernel("flash_attn", "cuda")
 
 
 def test_where_cudnn_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

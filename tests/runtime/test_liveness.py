@@ -66,6 +66,14 @@ def ranks(make_ranks: MakeRanks) -> list[Rank]:
     return make_ranks()
 
 
+def only(findings: list[str], rank: int, *texts: str) -> str:
+    """The one finding, which names the rank first and has the texts."""
+    (finding,) = findings
+    assert finding.startswith(f"rank {rank} (")
+    assert all(text in finding for text in texts), finding
+    return finding
+
+
 def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
@@ -75,9 +83,8 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
 
 def test_dead_peer_is_named_and_logged_once(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
     ranks[2].die()
-    (finding,) = ranks[0].monitor.diagnose()
-    assert finding.startswith("rank 2 (")
-    assert finding.endswith("for 0.2 s, last seen at step 1; the job's key-value store answers")
+    said = "for 0.2 s, last seen at step 1; the job's key-value store answers"
+    finding = only(ranks[0].monitor.diagnose(), 2, said)
     assert eventually(lambda: finding in caplog.messages)
     ranks[0].monitor.diagnose()
     assert caplog.messages.count(finding) == 1  # both others watch it
@@ -91,12 +98,8 @@ def test_hung_peer_is_named_with_its_phase(make_ranks: MakeRanks, caplog: pytest
     for rank in (ranks[0], ranks[2]):
         rank.exchange("forward outputs")
     assert eventually(lambda: len(ranks[0].monitor.diagnose()) == 1)  # all have published where they are
-    (finding,) = ranks[0].monitor.diagnose()
-    assert finding.startswith("rank 1 (")
-    assert finding.endswith(
-        "is alive but behind, at step 1, exchange 1 'forward rows', "
-        "while this rank is at step 1, exchange 2 'forward outputs'"
-    )
+    said = "is alive but behind, at step 1, exchange 1 'forward rows', while this rank is at step 1, exchange 2 'for"
+    finding = only(ranks[0].monitor.diagnose(), 1, said)
     assert ranks[1].monitor.diagnose() == []
     assert eventually(lambda: finding in caplog.messages)
     ranks[0].monitor.diagnose()
@@ -110,9 +113,7 @@ def test_steps_but_not_exchanges_are_compared_across_groups(make_ranks: MakeRank
     assert ranks[0].monitor.diagnose() == []
     ranks[0].step = ranks[1].step = 2
     assert eventually(lambda: len(ranks[0].monitor.diagnose()) == 1)
-    (finding,) = ranks[0].monitor.diagnose()
-    assert finding.startswith("rank 2 (")
-    assert "is alive but behind, at step 1, while" in finding
+    only(ranks[0].monitor.diagnose(), 2, "is alive but behind, at step 1, while")
 
 
 def test_peer_that_stopped_and_left_is_not_called_dead(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
@@ -123,12 +124,8 @@ def test_peer_that_stopped_and_left_is_not_called_dead(ranks: list[Rank], caplog
     assert ranks[1].monitor.find_cause("ValueError: then", by_itself=True) == []
     ranks[1].monitor.close()
     first, second = caplog.messages
-    assert first == (
-        "communication of rank 0 failed at step 1, looking for the cause among its peers: "
-        "RuntimeError: connection closed"
-    )
-    assert second.startswith("rank 1 (")
-    assert second.endswith("stopped by itself at step 1, exchange 1 'forward rows': ValueError: bad batch")
+    assert first.startswith("communication of rank 0 failed at step 1, looking for the cause among its peers: Runtime")
+    only([second], 1, "stopped by itself at step 1, exchange 1 'forward rows': ValueError: bad batch")
     for rank in (0, 2):
         assert ranks[rank].monitor.diagnose() == [second]
 
@@ -137,16 +134,11 @@ def test_failed_communication_is_no_cause_if_there_is_a_better_one(ranks: list[R
     for rank in (0, 1):
         ranks[rank].monitor.find_cause("RuntimeError: connection closed", by_itself=False)
     assert ranks[0].monitor.diagnose() == []
-    (finding,) = ranks[1].monitor.diagnose()
-    assert finding.startswith("rank 0 (")
-    assert finding.endswith(
-        "stopped after failed communication at step 1: RuntimeError: connection closed (the first to stop)"
-    )
+    said = "stopped after failed communication at step 1: RuntimeError: connection closed (the first to stop)"
+    only(ranks[1].monitor.diagnose(), 0, said)
     ranks[2].die()
     for rank in (0, 1):
-        (finding,) = ranks[rank].monitor.diagnose()
-        assert finding.startswith("rank 2 (")
-        assert "no sign of life" in finding
+        only(ranks[rank].monitor.diagnose(), 2, "no sign of life")
 
 
 def test_closed_peer_is_well(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
@@ -214,8 +206,7 @@ def test_dead_process_of_the_host_is_named_once(
     for rank in (0, 2):
         (clause,) = host[rank].monitor.find_cause("RuntimeError: Connection reset by peer", by_itself=False)
         assert clause == f"rank 1 (host, pid {victim.pid}) is gone"
-    (message,) = not_of_silence(caplog)
-    assert message.startswith(f"rank 1 (host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
+    only(not_of_silence(caplog), 1, f"host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
 
 
 def test_rank_that_a_signal_ends_says_so_and_is_not_called_gone(
@@ -236,8 +227,7 @@ def test_signal_that_follows_a_death_names_the_death(
     end(victim)
     for rank in (0, 2):
         host[rank].monitor.announce_signal("SIGTERM")
-    (message,) = not_of_silence(caplog)
-    assert message.startswith(f"rank 1 (host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
+    only(not_of_silence(caplog), 1, f"host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
 
 
 def test_the_launchers_first_rank_says_that_the_launcher_is_gone(

@@ -1,8 +1,9 @@
-"""Core attention recorded once and replayed over other plans, as a CUDA graph would; and padded tables as such."""
+"""Core attention recorded once: replayed over other plans, as a CUDA graph would, with padded tables; and counted."""
 
 from collections.abc import Callable
 from dataclasses import astuple
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -11,15 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.plans import random_layout, random_plan
+from tests.runtime.fake_flash_attn import Recorder, fake_operator
 from tests.runtime.interpreter import interpret, interpreted_transport
 from tests.runtime.processes import run_processes, values
 from tests.runtime.rows import CPU, SHAPES, SquareKernel, Tensors, assert_same_bits, execute
 from tests.runtime.tape import Tape, record_kernels
 from tests.runtime.threaded import needs_linux
 from tests.sets import needs_triton, seeds
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels import varlen
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.replay import TableSizes
@@ -182,3 +185,99 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
 @pytest.mark.parametrize(("num_ranks", "keep"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])
 def test_recorded_attention_follows_the_plan(num_ranks: int, keep: bool) -> None:
     assert sum(values(run_processes(num_ranks, replay_on_interpreted_devices, keep, timeout_s=240))) > 50
+
+
+# Launches of the path for CUDA, counted on the CPU --------------------------------------------------------------------
+
+
+_T = TypeVar("_T")
+COUNTED_SHAPE = AttentionShape(4, 2, 16, 2)
+COUNTED_LAYOUT = TokenLayout.from_segments([[(0, 0, 96), (1, 0, 40)], [(2, 0, 70), (3, 0, 30)]])
+# Both ranks serve causal and unmasked tasks, for themselves and for the other one.
+COUNTED_TASKS = [
+    (0, 0, 48, 0, 48, 0),
+    (0, 48, 96, 48, 96, 0),
+    (0, 48, 96, 0, 48, 1),
+    (1, 0, 40, 0, 40, 1),
+    (2, 0, 30, 0, 30, 1),
+    (2, 30, 70, 30, 70, 1),
+    (2, 30, 70, 0, 30, 0),
+    (3, 0, 30, 0, 30, 0),
+]
+
+
+@pytest.mark.matrix
+@needs_linux
+@needs_triton
+def test_launches_of_a_layer() -> None:
+    """Two exchanges in either direction: each says that it is ready, waits for that, puts, posts and waits for rows."""
+    for forward, backward in values(run_processes(2, count, timeout_s=240)):
+        assert forward == {
+            "put_rows": 3,
+            "post": 4,
+            "wait": 4,
+            "gather_rows": 4,  # per call once of queries, once of keys and values
+            "flash_attention": 2,
+            "merge_rows": 2,  # of served rows, and at home
+        }, forward
+        assert backward == {
+            "row_delta": 1,
+            "put_rows": 4,
+            "post": 4,
+            "wait": 4,
+            "gather_rows": 4,
+            "prepare_statistics": 2,
+            "flash_attention": 2,
+            "sum_rows": 4,  # of dq, and of dk and dv, of served rows and at home
+        }, backward
+
+
+def test_launches_of_a_layer_that_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of stock, and one each way that lays out the log-sum-exp."""
+    tape = Tape()
+    for name in ("_forward_op", "_backward_op"):
+        fake = fake_operator(getattr(varlen, name), Recorder())
+        monkeypatch.setattr(varlen, name, partial(tape.run, "flash_attention", fake))
+    monkeypatch.setattr(varlen, "_takes", lambda op, argument: False)
+    engine = CoreAttentionEngine(varlen.VarlenKernel(), None, rank=0, device=CPU, scale=0.25)
+    engine.add_plan(0, make_plan(TokenLayout.from_segments([[(0, 0, 96), (1, 0, 40)]]), COUNTED_SHAPE))
+    q, k, v, dout = (torch.randn(136, heads, COUNTED_SHAPE.head_dim).bfloat16() for heads in (4, 2, 2, 4))
+    varlen._without_dropout(CPU)  # made once
+    with tape:
+        results = engine.forward(q, k, v, 0)
+    assert tape.launches() == {"flash_attention": 1, "clone": 1}
+    with tape:
+        engine.backward(dout, Saved(q, k, v, *results), 0)
+    assert tape.launches() == {"flash_attention": 2, "clone": 2}
+
+
+def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
+    """Launches by name of one layer's forward and backward, once the buffers of the transport have been in use."""
+    interpret(everywhere=True)
+    tape: Tape | None = None
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return tape.run("flash_attention", *args, **kwargs)
+
+    def counted(function: Callable[..., _T], *args: Any) -> tuple[dict[str, int], _T]:
+        nonlocal tape
+        tape = Tape()
+        with tape:
+            result = function(*args)
+        assert all(x is transport._memory._record for x in tape.numbers_read()), "the host waits for the device"
+        return dict(tape.launches()), result
+
+    record_kernels(lambda: tape)
+    varlen._takes = lambda op, argument: False
+    for name in ("_forward_op", "_backward_op"):
+        setattr(varlen, name, partial(attend, fake_operator(getattr(varlen, name), Recorder())))
+    transport = interpreted_transport(group, 2**24)
+    plan = Plan.from_tasks(COUNTED_LAYOUT, COUNTED_SHAPE, PlannerConfig(), np.array(COUNTED_TASKS, dtype=TASK_DTYPE))
+    engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=group.rank(), device=CPU, scale=0.25)
+    engine.add_plan(0, plan)
+    tokens = int(COUNTED_LAYOUT.tokens_per_rank[group.rank()])
+    q, k, v, dout = (torch.randn(tokens, heads, COUNTED_SHAPE.head_dim).bfloat16() for heads in (4, 2, 2, 4))
+    for _ in range(2):
+        forward, results = counted(engine.forward, q, k, v, 0)
+        backward, _ = counted(engine.backward, dout, Saved(q, k, v, *results), 0)
+    return forward, backward

@@ -1,21 +1,29 @@
-"""Transports between processes: random exchanges with delays, peers that fail, misuse and full buffers."""
+"""Transports between processes: exchanges, peers that fail, misuse; memory that ranks share, and messages of rows."""
 
 import os
 import re
 import signal
 import time
+import weakref
+from dataclasses import astuple
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.exchanges import ONE_EACH, exchange_at_random, make_route, start, symmetric
+from tests.runtime.exchanges import ONE_EACH, RecordingMemory, exchange_at_random, make_route, start, symmetric
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_linux
 from tests.sets import params
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.exchange.messages import RowBytes
+from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.errors import PeerError
-from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Routes
+from torchtitan_cad.runtime.kernels.base import compute_dtype
+from torchtitan_cad.runtime.packing import RowFormat, hide_storage
+from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Peers, Routes, SymmetricTransport
+from torchtitan_cad.runtime.transport.memory import CpuMemory
 
 
 @pytest.mark.parametrize("num_ranks", params([2, 4, 8], [4]))
@@ -113,3 +121,134 @@ def exceed_a_buffer(group: dist.ProcessGroup) -> None:
 @needs_linux
 def test_a_buffer_is_never_exceeded() -> None:
     values(run_processes(2, exceed_a_buffer))
+
+
+# Memory that ranks share ----------------------------------------------------------------------------------------------
+
+
+def exchange_and_leave(group: dist.ProcessGroup) -> list[int]:
+    """Numbers of mappings of this process: with a transport, and once it is gone."""
+    transport, rank = symmetric(group), group.rank()
+    route = make_route(ONE_EACH, rank, None)
+    pending = start(transport, [torch.full((sum(route.send_counts), 4), rank)], route, "only", transport.begin())
+    assert (pending.wait()[0].view(torch.int64) == 1 - rank).all()
+    pending.release()
+    mapped = number_of_mappings()
+    del pending, transport
+    return [mapped, number_of_mappings()]
+
+
+@needs_linux
+def test_memory_is_allocated_once_and_given_back() -> None:
+    """Each rank maps its own and its peer's."""
+    assert values(run_processes(2, exchange_and_leave)) == [[2, 0]] * 2
+
+
+def share(group: dist.ProcessGroup) -> None:
+    """Every rank sees what the other writes, and waits no longer than it is told to."""
+    memory, peers = CpuMemory.allocate(4096, group), Peers([1 - group.rank()])
+    memory.buffers[1 - group.rank()][64:72] = group.rank()
+    memory.post(peers, 0, (3, torch.zeros(1)))
+    assert memory.wait(Peers([0]), 0, (3, torch.zeros(1)), 60.0) == []
+    assert memory.own[64:72].tolist() == [1 - group.rank()] * 8
+    begin = time.monotonic()
+    assert memory.wait(Peers([0, 1]), 0, (4, torch.zeros(1)), 0.1) == [0, 1]
+    assert 0.1 <= time.monotonic() - begin < 30
+
+
+@needs_linux
+def test_words_of_cpu_ranks_order_what_they_write() -> None:
+    values(run_processes(2, share))
+
+
+def number_of_mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("torchtitan_cad" in line and "memfd" in line for line in maps)
+
+
+def recorded_transport(monkeypatch: pytest.MonkeyPatch, **options: bool) -> tuple[SymmetricTransport, RecordingMemory]:
+    memory = RecordingMemory()
+
+    def join(_: torch.device, mark: str | None) -> None:
+        memory.steps.extend([(f"join {mark}", [])] if mark else [])
+
+    monkeypatch.setattr(streams, "record_event", lambda _: f"mark {len(memory.steps)}")
+    monkeypatch.setattr(streams, "wait_event", join)
+
+    return SymmetricTransport([0, 1], 0, memory.allocate, lambda: 1.0, 512, **options), memory
+
+
+@pytest.mark.parametrize("replayable", [False, True])
+def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, replayable: bool
+) -> None:
+    """The sending stream reads parts and tables, whose memory belongs to the stream that releases the exchange."""
+    transport, memory = recorded_transport(monkeypatch, replayable=replayable)
+    route = make_route(ONE_EACH, 0, torch.zeros(2, dtype=torch.int64))
+    part = torch.ones(1, 3)
+    read = [weakref.ref(tensor) for tensor in (part, route.rows)]
+    pending = start(transport, [part], route, "trial", 0)
+    read.append(weakref.ref(route.tables[0]))
+    del part, route
+    assert [step for step, _ in memory.steps] == ["post", "wait", "send"]
+    pending.wait()
+    assert all(ref() is not None for ref in read)
+    pending.release()
+    assert [step for step, _ in memory.steps] == ["post", "wait", "send", "wait", "join mark 3"]
+    assert read[0]() is None
+    del pending
+    assert all(ref() is None for ref in read)
+
+
+def test_a_captured_call_has_one_exchange_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, _ = recorded_transport(monkeypatch, replayable=True)
+    start(transport, [torch.ones(1, 3)], make_route(ONE_EACH, 0, None), "first", 0)
+    with pytest.raises(RuntimeError, match="exchange 'second' would use the buffer of exchange 'first'"):
+        start(transport, [torch.ones(1, 3)], make_route(ONE_EACH, 0, None, buffer=1), "second", 0)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_round_trip_of_mixed_dtypes_and_odd_sizes(num_rows: int, dtype: torch.dtype) -> None:
+    parts = [torch.randn(7, 3, 5).to(dtype), torch.randn(7, 3), torch.randn(7, 1, 1).to(dtype)]
+    rows = torch.tensor([6, 0, 3, 3, 2])[:num_rows]
+    row_format = RowFormat(parts)
+    message = row_format.pack(parts, rows)
+    assert message.dtype == torch.uint8
+    assert message.shape == (num_rows, row_format.row_bytes)
+    for part, back in zip(parts, row_format.unpack(message), strict=True):
+        assert back.dtype == part.dtype
+        assert torch.equal(back, part[rows])
+
+
+def test_rows_cost_their_bytes_and_at_most_alignment() -> None:
+    parts = [torch.zeros(4, 3, 5, dtype=torch.bfloat16), torch.zeros(4, 3)]
+    payload = 3 * 5 * 2 + 3 * 4
+    assert payload <= RowFormat(parts).row_bytes < payload + 16 * len(parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (3, 1, 5)])
+def test_planned_bytes_are_those_of_the_engines_messages(heads: int, kv_heads: int, head_dim: int, dtype) -> None:
+    q, k = torch.zeros(1, heads, head_dim, dtype=dtype), torch.zeros(1, kv_heads, head_dim, dtype=dtype)
+    statistic = torch.zeros(1, heads, dtype=compute_dtype(dtype))
+    shape = AttentionShape(heads, kv_heads, head_dim, dtype.itemsize)
+    for keep, backward in ((False, [q, q, statistic, statistic]), (True, [q, statistic, statistic])):
+        messages = [[q], [q, statistic], backward, [q], [k, k], [k, k]]
+        assert astuple(RowBytes.of(shape, keep=keep)) == tuple(RowFormat(parts).row_bytes for parts in messages)
+
+
+def test_a_hidden_message_comes_back_whole() -> None:
+    message = torch.randint(0, 255, (5, 32), dtype=torch.uint8)
+    hidden = hide_storage(message)
+    assert hidden.shape == (0,)
+    want = message.clone()
+    del message
+    (rows,) = RowFormat([torch.zeros(0, 32, dtype=torch.uint8)]).reveal(hidden, 5)
+    assert torch.equal(rows, want)
+
+
+def test_a_copied_view_is_an_error_that_names_the_setting() -> None:
+    message = torch.zeros(5, 32, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match=r"cad\.backward = 'keep'.*set cad\.backward = 'resend'"):
+        RowFormat([message]).reveal(hide_storage(message).clone(), 5)

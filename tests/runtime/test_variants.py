@@ -5,14 +5,9 @@ launches are compiled but launch nothing.
 """
 
 import os
-import re
-import subprocess
-import tempfile
 import warnings
 from collections import Counter
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,10 +28,6 @@ pytestmark = needs_triton
 MOST_VARIANTS = 16
 SHAPE = AttentionShape(32, 8, 128, 2)
 WORKLOADS = ("lognormal", "one big", "uniform", "whole documents")
-H100_BYTES_IN_FLIGHT = 3.35e12 * 1e-6 / 132
-"""bytes of an SM: bandwidth times a latency of a microsecond under load, over the SMs"""
-REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32
-"""the most that an SM of compute capability 9.0 has"""
 WIDE = ("_put_rows", "_gather_rows", "_merge_rows", "_sum_rows", "_prepare_statistics", "_row_delta")
 
 
@@ -95,48 +86,15 @@ def compile_for(group: object, capability: int, folder: str) -> None:
     for name in WIDE:
         assert any(load in code[name] for load in ("ld.global.v4.b32", "ld.global.v2.b64")), name
         assert "st.local" not in code[name], f"registers of {name} spill"
-    if capability == 90:
-        read = bytes_read_at_a_time()
-        for name, kernel in mock_driver.compiled:
-            if name in read:
-                in_flight = programs_per_multiprocessor(kernel) * read[name]
-                assert in_flight >= H100_BYTES_IN_FLIGHT, (name, in_flight)
     for name in WIDE[:-1]:
         assert any(store in code[name] for store in ("st.global.v4.b32", "st.global.v2.b64")), name
     assert "sys.release" in code["_post"]
     assert "sys.acquire" in code["_wait"]
 
 
-def bytes_read_at_a_time() -> dict[str, int]:
-    """Bytes that a program of each memory-bound kernel reads at a time, in bf16."""
-    from torchtitan_cad.runtime.triton import combine, delta, gather, rows
-
-    return {
-        "_gather_rows": 8 * gather.HEIGHT.value * rows.WIDTH.value,
-        "_merge_rows": 2 * min(combine.MERGE_TILE, SHAPE.num_heads * SHAPE.head_dim),
-        "_sum_rows": 2 * combine.SUM_TILE,
-        "_row_delta": 2 * 2 * delta.TILE,
-        "_prepare_statistics": 2 * delta.TILE,
-    }
-
-
-def programs_per_multiprocessor(kernel: Any) -> int:
-    """How many programs run at a time, by their registers and threads."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    threads = 32 * kernel.metadata.num_warps
-    registers = -(-int(re.search(r"REG:(\d+)", usage)[1]) // 8) * 8
-    return min(REGISTERS // (registers * threads), THREADS // threads, PROGRAMS)
-
-
 @pytest.mark.parametrize("capability", params([80, 90, 100], [90]))
 def test_code_for_a_device(capability: int, tmp_path) -> None:
-    """Accesses of 16 bytes, enough of them at a time for an H100, and the memory order that the protocol relies on."""
+    """Accesses of 16 bytes, and the memory order that the protocol relies on."""
     values(run_processes(1, compile_for, capability, str(tmp_path), timeout_s=300))
 
 

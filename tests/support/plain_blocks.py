@@ -1,7 +1,7 @@
 """Ping-pong over transformer blocks in plain PyTorch, beside the same blocks undivided, on any device."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,15 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.plans import random_plan
+from tests.runtime.threaded import run_ranks
 from torchtitan_cad.integration.pingpong.loop import PingPong
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, make_plan
+from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels import get_kernel
 from torchtitan_cad.runtime.ops import core_attention
 
-ROWS = 2
 WHOLE, HALVES = "plain_blocks whole", "plain_blocks halves"
+Prepare = Callable[[PingPong], None]
 
 
 class PlainBlock(nn.Module):
@@ -62,75 +63,112 @@ def _rotate(rows: Tensor, rope: Tensor) -> Tensor:
 
 
 class HalvesAndWhole:
-    """Blocks, rows of them and plans: for the batch an undivided one, for its halves some that cut documents at random.
+    """Blocks, rows of every rank and plans: for the rows an undivided one, for their halves some that cut documents.
 
     Args:
         dim: of the model; ``shape``: of its attention.
+        transports: of the ranks, which are threads; None for one alone.
+        microbatches: the number that are in flight together, each with plans of its own.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, dim: int, seq_len: int, shape: AttentionShape, seed: int
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        dim: int,
+        seq_len: int,
+        shape: AttentionShape,
+        seed: int,
+        *,
+        rows: int = 2,
+        transports: Sequence[Any] = (None,),
+        microbatches: int = 1,
+        keep: bool = False,
     ) -> None:
         torch.manual_seed(seed)
-        self.dtype = dtype
+        self.dtype, self.microbatches = dtype, microbatches
         blocks = [PlainBlock(dim, shape) for _ in range(3)]
         self.blocks = nn.ModuleList(blocks).to(device, dtype)
-        self.x = torch.randn(ROWS, seq_len, dim).to(device, dtype)
+        self.xs = [torch.randn(rows, seq_len, dim).to(device, dtype) for _ in transports]
         rates = 1e4 ** -(torch.arange(shape.head_dim // 2) / (shape.head_dim // 2))
         self.rope = torch.outer(torch.arange(seq_len), rates).to(device)
 
-        rng = np.random.default_rng(seed)
-        starts = [np.union1d([0, seq_len], rng.choice(ROWS * seq_len, 9))]
+        rng, batch = np.random.default_rng(seed), BatchShape(rows, seq_len, rows)
+        row_starts = np.arange(0, rows * seq_len, seq_len)
+        starts = [np.union1d(row_starts, rng.choice(rows * seq_len, 9)) for _ in transports]
+        halves = nano_layouts(starts, batch, 0, 1, nano_batches=2)
+        plans = [_any_plan(rng, layout, shape) for _ in range(microbatches) for layout in halves]
         kernel = get_kernel("auto", device, shape)
-        for name, nano_batches in ((WHOLE, 1), (HALVES, 2)):
-            engine = CoreAttentionEngine(kernel, None, rank=0, device=device, scale=shape.head_dim**-0.5)
-            for key, layout in enumerate(nano_layouts(starts, BatchShape(ROWS, seq_len, ROWS), 0, 1, nano_batches)):
-                plan = make_plan(layout, shape, PlannerConfig(planner="home"))
-                if name == HALVES:
-                    plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)
-                engine.add_plan(key, plan)
-            register_engine(name, engine)
+        for rank, transport in enumerate(transports):
+            (layout,) = nano_layouts(starts[rank : rank + 1], batch, 0, 1, 1)
+            whole = make_plan(layout, shape, PlannerConfig(planner="home"))
+            for name, own, place, some in ((WHOLE, None, 0, [whole]), (HALVES, transport, rank, plans)):
+                engine = CoreAttentionEngine(
+                    kernel, own, rank=place, device=device, scale=shape.head_dim**-0.5, keep=keep
+                )
+                for key, plan in enumerate(some):
+                    engine.add_plan(key, plan)
+                register_engine(f"{name} {rank}", engine)
 
-    def run_halves(self, blocks: nn.ModuleList, backend: str | None = None) -> Callable[[], Tensor]:
-        """By the ping-pong loop; ``backend`` compiles its regions."""
+    def run_halves(
+        self, blocks: nn.ModuleList, backend: str | None = None, rank: int = 0, prepare: Prepare | None = None
+    ) -> Callable[..., Tensor]:
+        """By the ping-pong loop; ``backend`` compiles its regions, ``prepare`` may change the loop before."""
         views: Any = list(blocks)
-        loop = PingPong(views, HALVES)
+        loop = PingPong(views, f"{HALVES} {rank}")
+        if prepare:
+            prepare(loop)
         if backend:
             loop.compile(backend)
-        return lambda: loop(self.x, self.rope, None, 0)
+        return lambda number=0: loop(self.xs[rank], self.rope, None, 2 * number)
 
-    def run_whole(self, blocks: nn.ModuleList) -> Callable[[], Tensor]:
+    def run_whole(self, blocks: nn.ModuleList, rank: int = 0) -> Callable[..., Tensor]:
         """Block by block; linear work in the blocks' dtype, core attention always in ``dtype``."""
 
-        def run() -> Tensor:
-            x = self.x.to(next(blocks.parameters()).dtype)
+        def run(number: int = 0) -> Tensor:
+            x = self.xs[rank].to(next(blocks.parameters()).dtype)
             for block in blocks:
                 qkv = block.project(x, self.rope, None)
-                out = core_attention(*(rows.to(self.dtype) for rows in qkv), torch.tensor(0), WHOLE)
+                out = core_attention(*(rows.to(self.dtype) for rows in qkv), torch.tensor(0), f"{WHOLE} {rank}")
                 x = block.finish(x, out.to(x.dtype).view(*x.shape[:2], -1))
             return x
 
         return run
 
-    def check(self, backend: str | None) -> None:
-        """Output and gradients of the halves err at most twice as much as those of the whole.
+    def check(self, backend: str | None = None, prepare: Prepare | None = None) -> None:
+        """Output and gradients of the halves err at most twice as much as those of the whole, on every rank.
 
         The measure is linear work in a wider dtype: what rounding alone may do.
         """
-        exact, whole, halved = (copy.deepcopy(self.blocks) for _ in range(3))
         wider = torch.float64 if self.dtype == torch.float32 else torch.float32
-        runs = (
-            (exact, self.run_whole(exact.to(wider))),
-            (whole, self.run_whole(whole)),
-            (halved, self.run_halves(halved, backend)),
-        )
-        results = []
-        for blocks, run in runs:
-            out = run()
-            out.to(wider).square().mean().backward()
-            results.append([out, *(parameter.grad for parameter in blocks.parameters())])
-        for want, *others in zip(*results, strict=True):
-            scale = want.norm()
-            assert scale > 0
-            of_whole, of_halves = ((other.to(wider) - want).norm() / scale for other in others)
-            assert of_halves <= 2 * of_whole + 8 * torch.finfo(self.dtype).eps
+        ranks = range(len(self.xs))
+        copies = [[copy.deepcopy(self.blocks) for _ in range(3)] for _ in ranks]
+        halved = [self.run_halves(copies[rank][2], backend, rank, prepare) for rank in ranks]
+
+        def train(run: Callable[..., Tensor], blocks: nn.ModuleList) -> list[Tensor]:
+            outputs = [run(number) for number in range(self.microbatches)]
+            for number, out in enumerate(outputs):
+                ((1 + number) * out.to(wider).square().mean()).backward()
+            return [*outputs, *(parameter.grad for parameter in blocks.parameters())]
+
+        def results_of(rank: int) -> list[Tensor]:
+            return train(halved[rank], copies[rank][2])
+
+        results = run_ranks(len(self.xs), results_of) if len(self.xs) > 1 else [results_of(0)]
+        for rank, of_rank in enumerate(results):
+            exact, whole = copies[rank][0].to(wider), copies[rank][1]
+            others = (train(self.run_whole(blocks, rank), blocks) for blocks in (exact, whole))
+            for want, of_whole, of_halves in zip(*others, of_rank, strict=True):
+                assert want.norm() > 0
+                whole_error, error = ((x.to(wider) - want).norm() / want.norm() for x in (of_whole, of_halves))
+                assert error <= 2 * whole_error + 8 * torch.finfo(self.dtype).eps
+
+
+def _any_plan(rng: np.random.Generator, layout: TokenLayout, shape: AttentionShape) -> Plan:
+    """Any plan; one of the planner's where some queries are left out."""
+    if layout.seg_attends.all():
+        plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)
+    else:
+        plan = make_plan(layout, shape, PlannerConfig(tolerance=0.0, min_shard=int(rng.choice([1, 4])), tile=1))
+    validate_plan(plan)
+    return plan

@@ -6,8 +6,8 @@ import functools
 import random
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, chdir, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, chdir
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,11 +21,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from tests.accuracy import assert_as_exact
 from tests.support.ledger import load
 from torchtitan_cad.integration.pingpong import turn as turns
-from torchtitan_cad.integration.pingpong.recomputation import RecomputeFromBefore
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
-from torchtitan_cad.runtime import steps, streams, traced
+from torchtitan_cad.runtime import steps, traced
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.ops import core_attention
 from torchtitan_cad.runtime.packing import RowFormat
@@ -206,54 +205,6 @@ class _Unmarked(steps.Flight):
     _event = property(lambda self: None, lambda self, event: None)  # type: ignore[assignment]
 
 
-class _OneSide(turns.SideStreams):
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.sides = self.sides[:1] * 2
-
-
-class _NoEvent:
-    def record(self, stream: torch.Stream) -> None:
-        pass
-
-
-class _NoEnd(turns.SideStreams):
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.end = _NoEvent()
-
-
-def _all_but(left_out: str) -> Callable[..., Tensor]:
-    step_backward = steps.step_backward
-
-    def step(token: Tensor, name: str, *args: Any) -> Tensor:
-        return token if name == left_out else step_backward(token, name, *args)
-
-    return step
-
-
-def _read_early(token: Tensor, _: int, *call: Any) -> tuple[Tensor, Tensor]:
-    """In backward the main stream holds a copy of what the side stream reads; for all turns made from now on."""
-    return token, steps.step_backward(token, "hold", *call)
-
-
-@contextmanager
-def _in_the_next_graph() -> Iterator[None]:
-    """Backward sends rows in the graph that their gradient enters, not in the one that makes them."""
-    wait = turns.Turn._wait
-
-    def wait_alone(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
-        if step != "receive":
-            return wait(self, way, half, step, token, key)
-        self.side_streams.current().wait_event(self.side_streams.back[half][1])
-        return token
-
-    (_, send), (_, send_home) = steps.STEPS["receive"], steps.STEPS["arrive"]
-    changed = {"give_back": (send_home, send), "receive": (None, None)}
-    with mock.patch.object(turns.Turn, "_wait", wait_alone), mock.patch.dict(steps.STEPS, changed):
-        yield
-
-
 _trips = MostRows.trips
 
 
@@ -269,15 +220,6 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "the right stream": lambda: mock.patch.object(turns.Turn, "_exchange", _swapped),
     "buffers of their own": lambda: mock.patch.object(Collective.__init__, "__kwdefaults__", {"one_buffer": True}),
     "held inputs": lambda: mock.patch.object(steps, "Flight", _Forgetful),
-    "repair": lambda: mock.patch.object(streams, "repair_graphs", return_value=None),
-    "forgetting": lambda: mock.patch.object(streams, "forget_objects_of_graphs", return_value=None),
-    "one output": lambda: mock.patch.object(steps, "step_backward", _all_but("one output")),
-    "two sides": lambda: mock.patch.object(turns, "SideStreams", _OneSide),
-    "a record at the end": lambda: mock.patch.object(turns, "SideStreams", _NoEnd),
-    "late readers": lambda: mock.patch.object(steps, "gradients_of_tokens", _read_early),
-    "the graph of the rows": _in_the_next_graph,
-    "recomputation from before": lambda: mock.patch.object(RecomputeFromBefore, "__call__", return_value=None),
-    "kept buffers": lambda: mock.patch.dict(turns.COMPILE_OPTIONS, allow_buffer_reuse=True),
 }
 
 
