@@ -38,7 +38,7 @@ def table_of(lengths: list[int], num_ranks: int, longest: int) -> Table:
     prefix = np.cumsum(np.arange(max(lengths) + 1)).astype(np.float64)
     mean = sum(prefix[length] for length in lengths) / num_ranks
     limit, speed = np.full(num_ranks, 1.02 * mean), np.ones(num_ranks)
-    prices = np.array([LLAMA.query_bytes, LLAMA.kv_bytes, 1 / 128**2, 0.0, 0.0, 0.0, 0.3])
+    prices = np.array([LLAMA.query_bytes, LLAMA.kv_bytes, 1 / 128**2, 0.0, 0.0, 0.0, 0.3, 0.4])
     table = make_table(3 * sum(lengths) + num_ranks, limit, speed, prefix, np.array([128, 128, 256]), prices)
     begin(table, np.full(num_ranks, 128 * (3 * sum(lengths) // (2 * num_ranks) + 1)))
     for doc, length in enumerate(lengths):
@@ -110,7 +110,7 @@ def test_moves_keep_tokens_loads_and_figures(lengths: list[int], num_ranks: int,
 
 def test_short_documents_go_to_the_rank_of_least_time() -> None:
     """Of two ranks with as much room the first has more work already, and gets what the second has no room for."""
-    prices, units = np.array([1.0, 1.0, 1.0, 0.01, 0.0, 0.0, 0.3]), np.array([128, 128, 128])
+    prices, units = np.array([1.0, 1.0, 1.0, 0.01, 0.0, 0.0, 0.3, 0.4]), np.array([128, 128, 128])
     table = make_table(4, np.full(2, 1e9), np.ones(2), np.cumsum(np.arange(9)).astype(np.float64), units, prices)
     begin(table, np.full(2, 2048))
     home, heap = np.zeros(4, dtype=np.int64), np.zeros(2, dtype=np.int64)

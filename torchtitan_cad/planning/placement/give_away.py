@@ -6,10 +6,7 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray
 from torchtitan_cad.planning.jit import jit_inner
-from torchtitan_cad.planning.placement.table import KEY_BYTES, PER_PAIR, QUERY_BYTES, TYPICAL
-
-SPARE = 0.4
-"""helpers: added to those side by side, as pieces do not fill rooms exactly; fitted to plans."""
+from torchtitan_cad.planning.placement.table import KEY_BYTES, PER_PAIR, QUERY_BYTES, SPARE, TYPICAL
 
 
 @jit_inner
@@ -20,7 +17,7 @@ def _beside(excess: float, rows: float, keys: float, prices: FloatArray) -> tupl
     """
     helpers = max(1.0, excess / prices[TYPICAL])
     best = np.sqrt(helpers * keys * prices[KEY_BYTES] / (rows * prices[QUERY_BYTES]))
-    return max(1.0, best + SPARE), helpers / max(1.0, best)
+    return max(1.0, best + prices[SPARE]), helpers / max(1.0, best)
 
 
 @jit_inner

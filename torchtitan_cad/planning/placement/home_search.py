@@ -40,7 +40,7 @@ FEWEST = 8
 """shortest initial chunk = tokens of a rank / FEWEST"""
 
 MOVES = 14_000
-"""moves tried on r ranks = MOVES (r / 64)^(1/4), with fewer than 64 ranks MOVES (r / 64)^(1/2)"""
+"""moves tried on r ranks = MOVES (r / 64)^(1/4), with fewer than 64 ranks MOVES (r / 64)^0.6"""
 
 RISE, RISE_NEAR = 0.15, 0.1
 """threshold accepting: initial threshold = RISE x objective / number of chunks, RISE_NEAR for searches near another
@@ -49,10 +49,10 @@ assignment"""
 FEWER_NEAR = 4
 """moves tried from the initial assignment / moves tried near another one"""
 
-Kind = tuple[int, float]
-KINDS: tuple[Kind, ...] = (4, 0.3), (2, 0.2), (1, 0.3)
-"""(short, WORST_WEIGHT) of the searches from initial assignments, in turns. Documents with work < mean work of a rank /
-short are not cut, except to fill the last room."""
+Kind = tuple[int, float, float]
+KINDS: tuple[Kind, ...] = (4, 0.3, 0.4), (2, 0.2, 0.0), (1, 0.3, 0.0)
+"""(short, WORST_WEIGHT, SPARE) of searches from initial assignments, in turns. Documents with work < mean work of a
+rank / short are not cut, except to fill the last room."""
 
 
 class Assignment(NamedTuple):
@@ -70,7 +70,7 @@ class HomeSearch:
     def __init__(
         self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, kind: Kind
     ) -> None:
-        short, worst_weight = kind
+        short, *weights = kind
         num_ranks, tile, grid = layout.num_ranks, cost.granularity, config.min_shard
         lengths, room = layout.doc_lengths, layout.tokens_per_rank
         prefix = cost.prefix_cost(int(lengths.max())).astype(np.float64)
@@ -89,13 +89,13 @@ class HomeSearch:
         speed = np.array([float(value) for value in speeds.values])[speeds.index]
         per_token = float(work[whole].sum()) / max(1, int(lengths[whole].sum()))
         per_pair = work.sum() / pairs.sum()
-        prices = np.array([shape.query_bytes, shape.kv_bytes, per_pair, per_token, 0.0, 0.0, worst_weight])
+        prices = np.array([shape.query_bytes, shape.kv_bytes, per_pair, per_token, 0.0, 0.0, *weights])
         size = int((lengths[long] // sizes[LEAST_CHUNK] + 3).sum()) + num_ranks
         self._table = make_table(size, (1 + config.tolerance) * mean * speed, speed, prefix, sizes, prices)
         self._layout, self._room = layout, room
         self._short = whole[np.argsort(-lengths[whole], kind="stable")]
         self._long, self._most_work = long, MOST_WORK * mean
-        self._tries = int(MOVES * (num_ranks / 64) ** (0.25 if num_ranks > 64 else 0.5))
+        self._tries = int(MOVES * (num_ranks / 64) ** (0.25 if num_ranks > 64 else 0.6))
         _, shortest, longest = min((self._assign_long(*pair), *pair) for pair in cuts)
         self._initial = self._assignment(self._assign_long(shortest, longest))
 

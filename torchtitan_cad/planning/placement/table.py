@@ -60,7 +60,7 @@ NUM_TOUCHED, MOVE_NUMBER = range(2)
 TILE, GRID, LEAST_CHUNK = range(3)
 """Sizes in tokens: rows of a tile; grid of the cuts; smallest chunk that a move makes."""
 
-QUERY_BYTES, KEY_BYTES, PER_PAIR, PER_TOKEN, TYPICAL, HELP, WORST_WEIGHT = range(7)
+QUERY_BYTES, KEY_BYTES, PER_PAIR, PER_TOKEN, TYPICAL, HELP, WORST_WEIGHT, SPARE = range(8)
 """Prices:
 
     QUERY_BYTES   bytes of a query
@@ -69,7 +69,8 @@ QUERY_BYTES, KEY_BYTES, PER_PAIR, PER_TOKEN, TYPICAL, HELP, WORST_WEIGHT = range
     PER_TOKEN     work of a token of a short document
     TYPICAL       work that fits on a typical rank with room
     HELP          bytes into a rank for work that others give away / square root of the work that fits on it
-    WORST_WEIGHT  weight of the worst rank in the objective"""
+    WORST_WEIGHT  weight of the worst rank in the objective
+    SPARE         helpers added to those side by side, as pieces do not fill rooms exactly"""
 
 
 class Table(NamedTuple):
@@ -83,7 +84,7 @@ class Table(NamedTuple):
         counters: [2].
         limit, speed: [num_ranks] limit of the work and relative speed of each rank.
         prefix: prefix[i] is the work of the first i rows of tiles of a document.
-        sizes, prices: [3] and [7].
+        sizes, prices: [3] and [8].
     """
 
     ints: IntArray
