@@ -92,8 +92,8 @@ FAULTS = [
     Fault(
         "loader: a batch carries the plan before its own",
         "integration/loading/loader.py",
-        "HostTensor.wrap(planned.keys)",
-        "HostTensor.wrap(planned.keys - 1)",
+        "HostTensor.wrap(each.keys)",
+        "HostTensor.wrap(each.keys - 1)",
         ("integration/test_loader.py",),
     ),
     Fault(
