@@ -31,10 +31,14 @@ class CheckpointError(Exception):
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_sentence(cause)
         # A writer's own complaint often hides that the disk is full.
         free = f", {shutil.disk_usage(folder).free / 1e6:,.0f} MB are free there" if os.path.isdir(folder) else ""
+        remedy = (
+            "make room, or set checkpoint.folder or job.dump_folder to another disk, and start again: the job resumes from "
+            "the last checkpoint that is complete"
+        )
+        if reason.startswith(("Missing key", "Size mismatch")):
+            remedy = "start the job with the model and options that it was saved with, or set another checkpoint.folder"
         super().__init__(
-            f"a checkpoint in {folder} could not be written or read by rank {rank}{free}: {reason}; make room, or set "
-            "checkpoint.folder or job.dump_folder to another disk, and start again: the job resumes from the last "
-            "checkpoint that is complete"
+            f"a checkpoint in {folder} could not be written or read by rank {rank}{free}: {reason}; {remedy}"
         )
 
 
