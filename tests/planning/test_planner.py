@@ -233,6 +233,20 @@ def test_just_inside_and_just_outside_the_tolerance() -> None:
     assert plan_with(1021).stats.tasks_moved == 1
 
 
+def test_searches_by_bisection_find_what_trying_every_cut_finds() -> None:
+    rng, prefix, rules = np.random.default_rng(0), np.arange(100) * np.arange(1, 101) // 2, np.array([2, 4, 5, 1])
+    for _ in range(300):
+        start, end = np.sort(rng.choice(180, size=2, replace=False)).tolist()
+        cuts = [cut for cut in range(start + 1, end) if cut % 4 == 0]
+        work = int(rng.integers(1, greedy._cost(prefix, rules, start, end) + 1))
+        starts = [a for a in [start, *cuts] if greedy._cost(prefix, rules, a, end) >= work]
+        ends = [b for b in [*cuts, end] if greedy._cost(prefix, rules, start, b) >= work]
+        best = [b for b in [*cuts, end] if b == end or greedy._cost(prefix, rules, b * 5 // 6 // 4 * 4, b) >= work]
+        assert greedy._last_start(prefix, rules, start, end, work) == starts[-1]
+        assert greedy._first_end(prefix, rules, start, end, work, False) == ends[0]
+        assert greedy._first_end(prefix, rules, start, end, work, True) == best[0]
+
+
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ValueError, match="'greedy' is already registered"):
         register_planner("greedy")(greedy.plan_greedy)
