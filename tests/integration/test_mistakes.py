@@ -331,7 +331,7 @@ def test_bugs_keep_their_stack_and_peers_do_not(capsys: pytest.CaptureFixture[st
     ("cause", "remedy"),
     [
         (OSError(28, "No space left on device"), "No space left on device; make room"),
-        (RuntimeError("Missing key in checkpoint state_dict: norm."), "norm; start the job with the model"),
+        (RuntimeError("Missing key in checkpoint state_dict: norm."), "norm.; start the job with the model"),
     ],
 )
 def test_checkpoints_that_fail_name_folder_and_remedy(

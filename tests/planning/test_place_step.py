@@ -119,7 +119,7 @@ def holders(step: list[list[TokenLayout]]) -> list[TokenLayout]:
     return [layout for nanos in step for layout in (nanos if nanos[-1].seg_attends.all() else nanos[-1:])]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     kind=st.sampled_from(list(KINDS)),
     ranks=st.integers(1, 4),
