@@ -32,8 +32,8 @@ class CheckpointError(Exception):
         # A writer's own complaint often hides that the disk is full.
         free = f", {shutil.disk_usage(folder).free / 1e6:,.0f} MB are free there" if os.path.isdir(folder) else ""
         remedy = (
-            "make room, or set checkpoint.folder or job.dump_folder to another disk, and start again: the job resumes from "
-            "the last checkpoint that is complete"
+            "make room, or set checkpoint.folder or job.dump_folder to another disk, and start again: the job resumes "
+            "from the last checkpoint that is complete"
         )
         if reason.startswith(("Missing key", "Size mismatch")):
             remedy = "start the job with the model and options that it was saved with, or set another checkpoint.folder"
