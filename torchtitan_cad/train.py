@@ -46,12 +46,18 @@ def main() -> None:
 
 
 def start() -> None:
-    """Run `main` as the process's own, and end it at once if a rank fails."""
+    """Run `main` as the process's own, and end it at once.
+
+    If it has failed, the launcher and the other ranks wait for its end. If not, nothing is left to do, and process groups
+    that something still refers to would abort the interpreter's own end, now and then ("terminate called without an
+    active exception", seen with torch 2.13 and gloo): the finished job would count as failed.
+    """
+    code = 0
     try:
         main()
     except SystemExit as end:
-        # The launcher and the other ranks wait for it.
-        end_at_once(end.code if isinstance(end.code, int) else int(end.code is not None))
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    end_at_once(code)
 
 
 if __name__ == "__main__":

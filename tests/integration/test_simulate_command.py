@@ -138,7 +138,7 @@ def test_batches_from_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
     batches = [[[8192], *[[4096, 4096]] * 7], [[1024, 7168]] * 8]
     for content, count in ((batches, 2), (batches[0], 1)):
         rows.write_text(json.dumps(content))
-        options = [f"--documents={rows}", "--packing-cp=1", "--tolerance=0.02", "--nano-batches=1"]
+        options = [f"--documents={rows}", "--packing-cp=1", "--placement=loader"]
         assert main(["simulate", *SMALL, *options, "--output", str(output)]) == 0
         written = json.loads(output.read_text())
         assert (written["inputs"]["documents"]["batches"], written["step_tokens"]) == (count, 8 * 8192)

@@ -36,8 +36,7 @@ GENERATED = frozenset({"numpy/__config__.py", "torch/version.py"})
 INSTALLED: dict[Unit, str] = {"file": str(STDLIB_FOLDER), "folder": f"the packages {', '.join(PACKAGES)}"}
 """Where documents come from without a `dataset_path`."""
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
-SHUFFLE_SEED = 20251018
-HOLD_OUT_EVERY = 20
+SHUFFLE_SEED, HOLD_OUT_EVERY = 20251018, 20
 
 
 def read_sources(path: str | os.PathLike[str] | None = None, split: Split = "train", unit: Unit = "file") -> list[str]:
@@ -52,11 +51,10 @@ def read_sources(path: str | os.PathLike[str] | None = None, split: Split = "tra
     """
     key = "training.dataset_path" if split == "train" else "validation.dataset_path"
     name = os.fspath(path or INSTALLED[unit])
-    roots, suffixes = [Path(name)], [".py", ".txt"]
-    if name == INSTALLED[unit]:
-        suffixes = [".py"]
-        if unit == "folder":
-            roots = [Path(import_module(package).__path__[0]) for package in PACKAGES]
+    suffixes = [".py"] if name == INSTALLED[unit] else [".py", ".txt"]
+    roots = [Path(name)]
+    if name == INSTALLED["folder"]:
+        roots = [Path(import_module(package).__path__[0]) for package in PACKAGES]
     if not all(root.is_dir() for root in roots):
         raise ValueError(
             f'{key} = "{name}" is not a folder; name a folder of .py or .txt files, or leave it out to use '
@@ -76,8 +74,7 @@ def read_sources(path: str | os.PathLike[str] | None = None, split: Split = "tra
     # A dict drops copies (the tests have some), so that no validation document is also a training document.
     texts = list(dict.fromkeys("\n".join(part) for part in parts.values()))
     random.Random(SHUFFLE_SEED).shuffle(texts)
-    held_out = HOLD_OUT_EVERY - 1
-    chosen = [text for i, text in enumerate(texts) if (i % HOLD_OUT_EVERY == held_out) == (split == "validation")]
+    chosen = [text for i, text in enumerate(texts, 1) if (i % HOLD_OUT_EVERY == 0) == (split == "validation")]
     if not chosen:
         raise ValueError(
             f'{key} = "{name}" has {len(texts)} {unit}s of {" or ".join(suffixes)} with text, too few for the {split} '

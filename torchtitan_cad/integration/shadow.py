@@ -87,7 +87,9 @@ class Shadow(Stateful):
 
     def _fail(self, reason: str) -> None:
         logger.warning(f"cad.shadow says no more, and training goes on: {reason}")
-        self._failed = True
+        with (done := self._steps.all_tasks_done):
+            self._failed = True
+            done.notify_all()
 
     def _run(self) -> None:
         while not self._failed:
