@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.planning.placement.reorder import row_orders
+from torchtitan_cad.planning.placement.reorder import light_ends, row_orders
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.memory import in_flight, memory_without_cad, states, stock_attention, token_bytes
 from torchtitan_cad.simulation.step import Memory, Outcome, Step
-from torchtitan_cad.simulation.streams import light_ends, one_f_one_b
+from torchtitan_cad.simulation.streams import one_f_one_b
 
 
 def _repeated(step: Step, values: FloatArray) -> FloatArray:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.intervals import FloatArray
 from torchtitan_cad.simulation.costs import Transfer
 
 
@@ -103,21 +103,13 @@ def one_f_one_b(
                 before = (is_forward, stage - 1 if is_forward else stage + 1, m)
                 if 0 <= before[1] < pp and before not in ready:
                     break
-                start, seconds = (
-                    np.maximum(free[stage], ready.get(before, 0.0)),
-                    (forward if is_forward else backward)[m],
-                )
+                start = np.maximum(free[stage], ready.get(before, 0.0))
+                seconds = (forward if is_forward else backward)[m]
                 if together and together[m]:
                     start, seconds = np.max(start), np.max(seconds)
                 free[stage] = ready[is_forward, stage, m] = start + seconds
                 del order[0]
     return float(np.max([np.max(each) for each in free]))
-
-
-def light_ends(work: FloatArray) -> IntArray:
-    """Return the order of microbatches, the last axis, in which a pipeline fills and drains with the least work."""
-    order = np.argsort(work, axis=-1, kind="stable")
-    return np.concatenate([order[..., ::2], order[..., 1::2][..., ::-1]], axis=-1)
 
 
 def _order(num: int, ahead: int) -> list[tuple[bool, int]]:

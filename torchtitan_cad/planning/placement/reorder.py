@@ -86,3 +86,9 @@ def _row_work(starts: IntArray, shape: BatchShape, cost: CostModel) -> FloatArra
 def in_stages(seconds: FloatArray, stages: int) -> float:
     """Return the time that microbatches, of ``seconds`` each, take to pass through a pipeline's ``stages``."""
     return float(seconds.sum() + (stages - 1) * seconds.max())
+
+
+def light_ends(work: FloatArray) -> IntArray:
+    """Return the order of microbatches, the last axis, in which a pipeline fills and drains with the least work."""
+    order = np.argsort(work, axis=-1, kind="stable")
+    return np.concatenate([order[..., ::2], order[..., 1::2][..., ::-1]], axis=-1)

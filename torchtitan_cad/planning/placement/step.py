@@ -18,7 +18,7 @@ from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.fill import fill
 from torchtitan_cad.planning.placement.halves import join, place_microbatch
 from torchtitan_cad.planning.placement.place import Placed
-from torchtitan_cad.planning.placement.reorder import in_stages
+from torchtitan_cad.planning.placement.reorder import in_stages, light_ends
 from torchtitan_cad.planning.plan import Plan, make_plan, moved_by
 from torchtitan_cad.planning.timed import LEAST_GAIN, LayerTimes, plan_by_time, stay_home
 
@@ -161,11 +161,9 @@ def _light_ends(step: Step) -> Step:
     work = [sum(placed.plan.stats.mean_load * placed.plan.stats.max_over_mean for placed in nanos) for nanos in step]
     if (tokens != tokens[0]).any() or max(work) <= (1 + LEAST_GAIN) * min(work):
         return step
-    ascending = sorted(range(len(step)), key=work.__getitem__)
-    order = [*ascending[::2], *ascending[1::2][::-1]]
     return [
         [Placed(new.layout, new.plan, old.given) for new, old in zip(step[i], nanos, strict=True)]
-        for i, nanos in zip(order, step, strict=True)
+        for i, nanos in zip(light_ends(np.array(work)), step, strict=True)
     ]
 
 
