@@ -48,9 +48,9 @@ def main() -> None:
 def start() -> None:
     """Run `main` as the process's own, and end it at once.
 
-    If it has failed, the launcher and the other ranks wait for its end. If not, nothing is left to do, and gloo's process
-    groups that something still refers to may abort the interpreter's own end ("terminate called without an active
-    exception", seen with torch 2.13): the finished job would count as failed.
+    If it has failed, the launcher and the other ranks wait for its end. If not, nothing is left to do, and process
+    groups of gloo that something still refers to may abort the interpreter's own end ("terminate called without an
+    active exception", seen with torch 2.13): the finished job would count as failed.
     """
     code = 0
     try:
