@@ -20,6 +20,7 @@ from tests.integration.compositions import (
     COMPOSITIONS,
     PLACED,
     TOLERANCE,
+    TOLERANCE_AUTO,
     VALIDATION,
     Composition,
     assert_not_recompiled,
@@ -60,6 +61,14 @@ def cases_and_transports() -> Iterator[object]:
                 marks.append(pytest.mark.matrix if in_matrix else pytest.mark.slow)
             name = case.name if transport == "collective" else f"{case.name}-{transport}"
             yield pytest.param(case, transport, id=name, marks=marks)
+
+
+def test_starts_from_the_parameters_of_stock() -> None:
+    """What a job measures at its start takes none of torchtitan's random numbers, from which parameters are drawn."""
+    stock, cad = (run([*COMMON, *more], 2, init_seed=None) for more in ((), (*CAD, *TOLERANCE_AUTO)))
+    assert stock.ok, stock.report()
+    assert cad.ok, cad.report()
+    assert cad.losses == pytest.approx(stock.losses, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(("case", "transport"), list(cases_and_transports()))

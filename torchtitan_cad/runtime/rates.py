@@ -48,7 +48,8 @@ def time_attention(
 def linear_seconds(parameters: int, dim: int, dtype: torch.dtype, device: torch.device) -> float:
     """Return the seconds per token of matrix products with ``parameters``, of width ``dim``, forward and backward."""
     tokens = _TOKENS[device.type]
-    x, weight = (torch.randn(n, dim, device=device).to(dtype) for n in (tokens, dim))
+    generator = torch.Generator(device).manual_seed(0)  # as of random_rows
+    x, weight = (torch.randn(n, dim, device=device, generator=generator).to(dtype) for n in (tokens, dim))
     seconds = 1e-3 * median_milliseconds(lambda: x @ weight.t(), device, _REPEATS)
     return _LINEAR_PASSES * parameters * seconds / (tokens * dim * dim)
 

@@ -215,12 +215,10 @@ def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
         loader = open_dataset("training", build, job_config=job_config, **options)
         args = copy.deepcopy(spec.model_args[flavor])
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices):  # the model's parameters will be drawn as without these measurements
-            with torch.device("meta"):
-                model: Any = spec.model_cls(args)
-            session = open_session(read_job(job_config, args, tokenizer.eos_id if tokenizer else None))
-            return session.build_shadow(loader, list(model.layers.values()))
+        with torch.device("meta"):
+            model: Any = spec.model_cls(args)
+        session = open_session(read_job(job_config, args, tokenizer.eos_id if tokenizer else None))
+        return session.build_shadow(loader, list(model.layers.values()))
 
     return dataclasses.replace(
         spec, build_dataloader_fn=build_dataloader, build_metrics_processor_fn=CadMetricsProcessor

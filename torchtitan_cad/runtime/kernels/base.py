@@ -79,13 +79,15 @@ class VarlenArgs:
         return cls(device_q, device_k, max_q, max_k, causal, scale, cu_q, cu_k, q_start)
 
 
-def random_rows(
-    shape: AttentionShape, dtype: torch.dtype, call: VarlenArgs, generator: torch.Generator | None = None
-) -> list[Tensor]:
-    """Return random q, k, v and dout for the rows of a call, [rows, heads, D] on its device."""
+def random_rows(shape: AttentionShape, dtype: torch.dtype, call: VarlenArgs) -> list[Tensor]:
+    """Return random q, k, v and dout for the rows of a call, [rows, heads, D] on its device.
+
+    They have a generator of their own: a job's parameters are drawn as if nothing was measured.
+    """
     num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
     sizes = [(num_q, shape.num_heads), *[(num_k, shape.num_kv_heads)] * 2, (num_q, shape.num_heads)]
     device, dim = call.cu_q.device, shape.head_dim
+    generator = torch.Generator(device).manual_seed(0)
     return [torch.randn(*size, dim, dtype=dtype, device=device, generator=generator) for size in sizes]
 
 
