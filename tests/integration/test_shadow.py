@@ -76,6 +76,7 @@ def test_state_is_the_loaders() -> None:
     assert shadow.state_dict() == {"next": 3}
     shadow.load_state_dict({"next": 6})
     assert [int(labels[0, 0]) for _, labels in shadow] == [6, 7]
+    assert shadow.close()
 
 
 def test_training_goes_on_without_predictions(caplog: pytest.LogCaptureFixture) -> None:
