@@ -41,6 +41,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDatase
 from torchtitan.models import llama3  # noqa: E402
 from torchtitan.models.attention import VarlenAttentionWrapper  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: E402
+from torchtitan.models.moe import MoEArgs  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
 from tests.runtime.kernels_reference import dense_attention  # noqa: E402
@@ -149,7 +150,8 @@ def register_flavors() -> None:
     llama3_args["tiny4_varlen"] = varlen(n_layers=4)
     llama3_args["tiny8_varlen"] = varlen(n_layers=8)
     llama3_args["tiny_sdpa_3_heads"] = tiny(dim=96, n_heads=3)
-    qwen3_args["tiny_varlen"] = Qwen3ModelArgs(
+    qwen3 = functools.partial(
+        Qwen3ModelArgs,
         dim=64,
         n_layers=2,
         n_heads=4,
@@ -160,6 +162,13 @@ def register_flavors() -> None:
         attn_type="varlen",
         attn_mask_type="block_causal",
     )
+    qwen3_args["tiny_varlen"] = qwen3()
+    experts = functools.partial(
+        MoEArgs, num_shared_experts=0, score_func="softmax", route_norm=True, score_before_experts=False, top_k=2
+    )
+    moe = functools.partial(qwen3, moe_enabled=True, moe_inter_dim=32)
+    qwen3_args["tiny_moe"] = moe(moe_args=experts(use_grouped_mm=False))
+    qwen3_args["tiny_moe_grouped"] = moe(moe_args=experts())
 
 
 def register_split_keys_planner() -> None:

@@ -85,6 +85,37 @@ def test_accelerator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.profiler.profile.__init__ is profiler_init
 
 
+@pytest.mark.parametrize(("experts", "ranks", "alignment"), [(1, 1, 8), (3, 2, 8), (8, 4, 16), (2, 3, 32)])
+def test_tokens_are_ordered_by_experts_into_aligned_slots(experts: int, ranks: int, alignment: int) -> None:
+    rng = torch.Generator().manual_seed(experts)
+    counts = torch.randint(0, 40, (ranks * experts,), generator=rng) * torch.randint(
+        0, 2, (ranks * experts,), generator=rng
+    )
+    owners = [e for e, count in zip(list(range(experts)) * ranks, counts.tolist(), strict=True) for _ in range(count)]
+    expected: list[int] = []
+    sizes = []
+    for expert in range(experts):
+        mine = [token for token, owner in enumerate(owners) if owner == expert]
+        sizes.append(max(1, -(-len(mine) // alignment)) * alignment)
+        expected += mine + [-1] * (sizes[-1] - len(mine))
+    slots = len(expected) + alignment
+    indices, got_sizes, ends = cpu._generate_permute_indices(counts, experts, ranks, slots, alignment)
+    assert indices.tolist() == expected + [-1] * alignment
+    assert got_sizes.tolist() == sizes
+    assert ends.tolist() == [sum(sizes[: i + 1]) for i in range(experts)]
+    assert {x.dtype for x in (indices, got_sizes, ends)} == {torch.int32}
+
+
+def test_integers_are_counted() -> None:
+    cpu.enable_cpu()
+    values = torch.randint(0, 61, (4096,))
+    counts = torch.histc(values, bins=61, min=0, max=61)
+    assert counts.dtype == torch.int64
+    assert torch.equal(counts, torch.bincount(values, minlength=61))
+    floats = torch.rand(64)
+    assert torch.histc(floats, bins=4).sum() == 64
+
+
 def test_device_module_names_what_is_missing() -> None:
     device = cpu._CpuDeviceModule("cpu_device")
     assert device.current_device() == 0

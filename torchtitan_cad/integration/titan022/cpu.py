@@ -1,13 +1,12 @@
 """Run torchtitan 0.2.2 on CPU ranks over gloo.
 
-torchtitan assumes an accelerator in six places. `enable_cpu` adapts those places from outside, so that stock
+torchtitan assumes an accelerator in seven places. `enable_cpu` adapts those places from outside, so that stock
 torchtitan code, configuration and parallelism run unmodified on a laptop or in CI. It changes nothing when an
 accelerator is available, and nothing about what is computed.
 """
 
 import functools
 import importlib
-import importlib.util
 import os
 import resource
 import sys
@@ -38,7 +37,8 @@ def enable_cpu() -> bool:
             "no accelerator. Start training with `python -m torchtitan_cad.train`, or call "
             "torchtitan_cad.integration.titan022.cpu.enable_cpu() before the first import of torchtitan."
         )
-    _stub_moe_triton_kernels()
+    _replace_moe_triton_kernels()
+    _count_integers()
     _import_torchtitan_with_cpu_device()
     _force_sum_reduction_in_fsdp()
     _drop_missing_profiler_activity()
@@ -95,21 +95,54 @@ class _CpuDeviceModule(ModuleType):
         """Nothing to do: CPU memory is not cached by torch."""
 
 
-def _stub_moe_triton_kernels() -> None:
-    """`import torchtitan` reaches one Triton file unconditionally, and CPU builds of torch come without triton.
+def _replace_moe_triton_kernels() -> None:
+    """`import torchtitan` reaches one Triton file, whose kernels do not run on CPU; CPU builds of torch lack triton.
 
     Only that file is replaced: a fake `triton` module would make dynamo and Inductor believe Triton is installed.
     """
-    if importlib.util.find_spec("triton") is not None:
-        return
     name = "torchtitan.models.moe.kernels"
+    replacement = ModuleType(name)
+    replacement.generate_permute_indices = _generate_permute_indices  # type: ignore[attr-defined]
+    sys.modules[name] = replacement
 
-    def generate_permute_indices(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{name} needs triton, which is not installed: expert parallelism is not available here")
 
-    stub = ModuleType(name)
-    stub.generate_permute_indices = generate_permute_indices  # type: ignore[attr-defined]
-    sys.modules[name] = stub
+def _generate_permute_indices(
+    tokens_per_expert_group: torch.Tensor, experts_per_rank: int, num_ranks: int, max_len: int, alignment: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Order tokens that lie by rank, then by expert, into slots of their experts.
+
+    Args:
+        tokens_per_expert_group: [num_ranks * experts_per_rank] tokens of every rank for every expert.
+        max_len: slots in all.
+        alignment: slots of an expert are a multiple of it, at least one.
+
+    Returns:
+        [max_len] int32 token of every slot, -1 for none; [experts_per_rank] int32 slots of every expert and their sums.
+    """
+    experts = torch.arange(experts_per_rank).repeat(num_ranks).repeat_interleave(tokens_per_expert_group)
+    tokens = tokens_per_expert_group.view(num_ranks, experts_per_rank).sum(0)
+    sizes = tokens.clamp_min(alignment).add(alignment - 1).div(alignment, rounding_mode="floor") * alignment
+    # Slots of an expert that remain empty shift what follows.
+    shifts = (sizes - tokens).cumsum(0) - (sizes - tokens)
+    slots = torch.arange(len(experts)) + shifts.repeat_interleave(tokens)
+    indices = torch.full((max_len,), -1, dtype=torch.int32)
+    indices[slots] = experts.argsort(stable=True).to(torch.int32)
+    return indices, sizes.to(torch.int32), sizes.cumsum(0).to(torch.int32)
+
+
+def _count_integers() -> None:
+    """torchtitan counts the tokens of experts by `torch.histc` of integers, which has no CPU kernel.
+
+    fp64 holds every integer below 2^53, so the counts are the same.
+    """
+    original = torch.histc
+
+    def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+        if input.is_floating_point() or input.device.type != "cpu":
+            return original(input, bins, min, max)
+        return original(input.double(), bins, min, max).to(input.dtype)
+
+    torch.histc = histc  # type: ignore[assignment]
 
 
 def _import_torchtitan_with_cpu_device() -> None:
