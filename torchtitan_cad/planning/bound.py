@@ -60,9 +60,9 @@ class _Holdings(NamedTuple):
 def lower_bounds(layout: TokenLayout, shape: AttentionShape, max_pairs: int | IntArray) -> Bounds:
     """Return the bounds of plans in which rank r executes at most ``max_pairs[r]`` pairs; int: the same for all ranks.
 
-    All bounds are 0 for layouts that leave queries out.
+    All bounds are 0 for layouts that leave queries out, and for attention in a window.
     """
-    if not layout.seg_attends.all():
+    if not layout.seg_attends.all() or shape.window is not None:
         return Bounds(0, 0, 0)
     limit = np.broadcast_to(np.asarray(max_pairs, dtype=np.int64), layout.num_ranks)
     end = layout.seg_start + layout.seg_length

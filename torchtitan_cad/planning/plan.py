@@ -22,7 +22,7 @@ from torchtitan_cad.planning.exchange.traffic import Moved, measure_traffic, nod
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
+from torchtitan_cad.planning.model.cost import CostModel, cost_model
 from torchtitan_cad.planning.model.layout import WIDEST, TokenLayout
 from torchtitan_cad.planning.model.limits import Speeds, require_plannable
 from torchtitan_cad.planning.model.shape import AttentionShape
@@ -43,7 +43,7 @@ FINGERPRINT_VERSION = b"torchtitan_cad plan 1"
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Tasks that cover every causal (query, key) pair of a layout exactly once, and their costs.
+    """Tasks that cover every (query, key) pair of a layout's attention exactly once, and their costs.
 
     Attributes:
         tasks: structured array [num_tasks] of int64 fields doc, q_start, q_end, kv_start, kv_end, server, sorted by
@@ -81,7 +81,7 @@ class Plan:
             raise ValueError(f"task servers must lie in [0, {layout.num_ranks}), got {np.unique(tasks['server'])}")
         tasks = canonical(tasks)
         layout.doc_index(tasks["doc"])
-        cost = TileAreaCost(config.cost_tile) if cost is None else cost
+        cost = cost_model(cost, config.cost_tile, shape.window)
         return cls(layout, shape, config, tasks, cost, time.perf_counter() - begin)
 
     @cached_property
@@ -176,12 +176,13 @@ class Plan:
                     raise ValueError(f"tasks[{number}].{name} = {brief(record[name])} does not fit in 62 bits")
         columns = [np.array([record[name] for record in records], dtype=np.int64) for name in TASK_FIELDS]
         config = _config_from_dict(require(data, "config", dict))
+        shape = shape_from_dict(data)
         plan = cls(
             layout=layout_from_dict(data),
-            shape=shape_from_dict(data),
+            shape=shape,
             config=config,
             tasks=canonical(make_tasks(*columns)),
-            cost=TileAreaCost(config.cost_tile),
+            cost=cost_model(None, config.cost_tile, shape.window),
         )
         if data.get("fingerprint") != plan.fingerprint():
             written = brief(data.get("fingerprint"))
@@ -200,8 +201,9 @@ def make_plan(
 ) -> Plan:
     """Plan a batch: deterministic, so every rank computes the same plan from the same layout.
 
-    ``cost`` defaults to tile area; its granularity must divide ``config.min_shard``. The first plan of a process waits
-    for the planner's compiled code, see :func:`warm_up`.
+    Of attention in a window all queries stay at home, whatever the planner. ``cost`` defaults to tile area; its
+    granularity must divide ``config.min_shard``. The first plan of a process waits for the planner's compiled code, see
+    :func:`warm_up`.
 
     Raises:
         ValueError: unknown planner, a cost model whose granularity does not fit, speeds of another number of ranks, or
@@ -209,8 +211,8 @@ def make_plan(
     """
     warm_up()
     begin = time.perf_counter()
-    config = config or PlannerConfig()
-    cost = TileAreaCost(config.cost_tile) if cost is None else cost
+    config = (config or PlannerConfig()).for_window(shape.window)
+    cost = cost_model(cost, config.cost_tile, shape.window)
     if config.min_shard % cost.granularity:
         raise ValueError(
             f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"

@@ -5,7 +5,7 @@ A segment whose tokens are keys only also has "attends": false."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -13,6 +13,8 @@ from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.text import brief
 
 _KIND_NAMES = {dict: "an object", list: "a list", int: "an integer", bool: "true or false"}
+_OPTIONAL = {field.name: field.default for field in fields(AttentionShape) if field.default is not MISSING}
+"""Keys of "attention" that may be left out, with their values then."""
 _SEGMENT_KEYS = ("doc", "start", "length", "attends")
 
 
@@ -38,7 +40,8 @@ def shape_from_dict(data: Any) -> AttentionShape:
     attention = require(data, "attention", dict)
     names = [field.name for field in fields(AttentionShape)]
     refuse_unknown(attention, names, "'attention'")
-    return AttentionShape(**{name: require(attention, name, int) for name in names})
+    given = [name for name in names if name in attention or name not in _OPTIONAL]
+    return AttentionShape(**{name: require(attention, name, int) for name in given})
 
 
 def layout_from_dict(data: Any) -> TokenLayout:
@@ -64,4 +67,5 @@ def layout_to_dict(layout: TokenLayout, shape: AttentionShape) -> dict[str, Any]
     for segment, attends in zip((s for segments in ranks for s in segments), layout.seg_attends, strict=True):
         if not attends:
             segment["attends"] = False
-    return {"attention": asdict(shape), "ranks": ranks}
+    attention = {name: value for name, value in asdict(shape).items() if value != _OPTIONAL.get(name, ...)}
+    return {"attention": attention, "ranks": ranks}

@@ -145,7 +145,8 @@ def compute_stats(
 ) -> PlanStats:
     """Return the statistics of the canonical ``tasks``, with their ``needs`` of queries and keys."""
     queries, keys = needs
-    loads, loads_before = (server_loads(each, cost, layout.num_ranks) for each in (tasks, home_tasks(layout)))
+    home = home_tasks(layout, shape.window)
+    loads, loads_before = (server_loads(each, cost, layout.num_ranks) for each in (tasks, home))
     limits = load_limits(layout, config, cost, loads_before)
     traffic = measure_traffic(shape, queries, keys, node_of_ranks(config, layout.num_ranks))
     total = int(traffic.bytes_in.sum())

@@ -1,4 +1,4 @@
-"""Proof that a plan is right: it covers the causal pairs exactly, and the tables of all ranks agree."""
+"""Proof that a plan is right: it covers the pairs that attend exactly, and the tables of all ranks agree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange, RowExchange
 from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.tasks import TASK_DTYPE, TaskArray, is_diagonal
+from torchtitan_cad.planning.model.tasks import TASK_DTYPE, TaskArray, first_keys, is_diagonal
 from torchtitan_cad.planning.plan import Plan
 
 MAX_ENTRIES = 200_000_000
@@ -22,7 +22,7 @@ class PlanError(ValueError):
 
 
 def validate_plan(plan: Plan) -> None:
-    """Prove that the tasks cover every causal pair exactly once and that all ranks' tables carry them out.
+    """Prove that the tasks cover every pair that attends exactly once and that all ranks' tables carry them out.
 
     The proof is exact, not sampled. Its time is linear in the tasks' overlaps along the queries and in all ranks' rows.
 
@@ -31,7 +31,9 @@ def validate_plan(plan: Plan) -> None:
         ValueError: the tables of all ranks are too large to be checked (``MAX_ENTRIES``).
     """
     _check_tasks(plan.layout, plan.tasks)
-    _check_cover(plan.layout, plan.tasks)
+    if plan.shape.window is not None:
+        _reject(plan.tasks, ~is_diagonal(plan.tasks), f"a rectangle, which a window of {plan.shape.window} forbids")
+    _check_cover(plan.layout, plan.tasks, plan.shape.window)
     _require_room(plan)
     validate_exchanges(plan.layout, plan.tasks, [plan.exchange(rank) for rank in range(plan.layout.num_ranks)])
     _check_stats(plan)
@@ -83,12 +85,13 @@ def _check_tasks(layout: TokenLayout, tasks: TaskArray) -> None:
     _reject(tasks, order != np.arange(len(tasks)), "not in canonical order (doc, q_start, kv_start)")
 
 
-def _check_cover(layout: TokenLayout, tasks: TaskArray) -> None:
+def _check_cover(layout: TokenLayout, tasks: TaskArray, window: int | None) -> None:
     """Check the exact cover of the causal pairs, by a sweep along the layout's queries.
 
     Between neighbouring query breakpoints (in a *cell*) the set of tasks is constant. For any query row p of the cell,
     the keys [0, p] are covered exactly once if and only if the tasks, in order of kv_start, follow each other from key
-    0 without gap or overlap, and the last task is the only diagonal (a rectangle never reaches key p).
+    0 without gap or overlap, and the last task is the only diagonal (a rectangle never reaches key p). With a window,
+    all tasks are diagonals, which start at the first key that their first query attends to.
     """
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
     begin, end = base + tasks["q_start"], base + tasks["q_end"]
@@ -106,8 +109,8 @@ def _check_cover(layout: TokenLayout, tasks: TaskArray) -> None:
         where = _query_range(layout, cuts[first], cuts[first + 1])
         raise PlanError(f"no task has {where}" if wanted[first] else f"{where} do not attend, but a task has them")
     last = np.append(cell[1:] != cell[:-1], True)[: len(cell)]
-    expected = np.zeros(len(cell), dtype=np.int64)
-    expected[1:] = np.where(last[:-1], 0, tasks["kv_end"][task[:-1]])
+    expected = first_keys(tasks["q_start"], window)[task]
+    expected[1:] = np.where(last[:-1], expected[1:], tasks["kv_end"][task[:-1]])
     diagonal = is_diagonal(tasks)[task]
     wrong = (tasks["kv_start"][task] != expected) | (diagonal != last)
     if not wrong.any():

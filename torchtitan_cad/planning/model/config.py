@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
 from torchtitan_cad.planning.text import brief, is_integer, is_number
@@ -67,6 +67,10 @@ class PlannerConfig:
                 f"inter_node_weight = {brief(weight)}: set a number of at least 1 and at most {MAX_NODE_WEIGHT}, "
                 "such as 4.0"
             )
+
+    def for_window(self, window: int | None) -> PlannerConfig:
+        """Return the options for attention with this window, whose queries stay at home: their work is even."""
+        return self if window is None else replace(self, planner="home", split_kv=False)
 
     @property
     def cost_tile(self) -> int:

@@ -190,6 +190,49 @@ class ProfileCost:
         return prefix
 
 
+@dataclass(frozen=True)
+class WindowCost:
+    """Cost of tasks whose queries attend to ``window`` keys at most: a row of tiles never touches more than ``most``.
+
+    Tasks are diagonals with all keys of their queries' windows, see ``home_tasks``.
+    """
+
+    base: CostModel
+    window: int
+
+    @property
+    def granularity(self) -> int:
+        return self.base.granularity
+
+    @property
+    def most(self) -> int:
+        """Key tiles of a row of tiles, maximum: that of its last query and those that its first one looks back to."""
+        return 1 - (1 - self.window) // self.granularity
+
+    def cost(self, tasks: TaskArray) -> IntArray:
+        tile = self.granularity
+        first, rows = tasks["q_start"] // tile, -(-tasks["q_end"] // tile)
+        before = first - tasks["kv_start"] // tile
+        prefix = self.prefix_cost(tile * int((rows - first + before).max(initial=0)))
+        return prefix[rows - first + before] - prefix[before]
+
+    def row_cost(self, num_key_tiles: IntArray) -> IntArray:
+        return self.base.row_cost(np.minimum(num_key_tiles, self.most))
+
+    def prefix_cost(self, length: int) -> IntArray:
+        return exclusive_cumsum(self.row_cost(np.arange(1, -(-length // self.granularity) + 1)))
+
+    def max_pairs(self, load: int) -> int:
+        return self.base.max_pairs(load)
+
+
+def cost_model(cost: CostModel | None, tile: int, window: int | None) -> CostModel:
+    """Return ``cost``, by default tile area in tiles of ``tile``, for tasks with this window."""
+    if cost is None:
+        cost = TileAreaCost(tile)
+    return cost if window is None or isinstance(cost, WindowCost) else WindowCost(cost, window)
+
+
 def isotonic(values: Sequence[Fraction]) -> list[Fraction]:
     """Return the non-decreasing sequence nearest to ``values`` in least squares: averages neighbours out of order."""
     blocks: list[tuple[Fraction, int]] = []

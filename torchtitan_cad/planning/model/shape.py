@@ -21,6 +21,9 @@ layouts then fit in int64."""
 class AttentionShape:
     """Heads and element size of one attention layer, as one member of the CAD group sees them (after TP).
 
+    Attributes:
+        window: keys that a query attends to at most, itself included; None: all that come before it.
+
     Raises:
         ValueError: a value is not a positive integer, num_heads is not a multiple of num_kv_heads, or num_heads x
             head_dim x dtype_bytes exceeds ``MAX_ROW_BYTES``.
@@ -30,9 +33,12 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for key, value in asdict(self).items():
+            if key == "window" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"attention.{key} = {brief(value)}: set a positive integer")
             if value > MAX_ROW_BYTES:

@@ -88,11 +88,21 @@ def merge_queries(tasks: TaskArray) -> TaskArray:
     return canonical(merged)
 
 
-def home_tasks(layout: TokenLayout) -> TaskArray:
-    """Return one full-prefix diagonal per maximal range of a document's queries on one rank, in canonical order."""
+def first_keys(q_start: IntArray, window: int | None) -> IntArray:
+    """Return the first key that each query of ``q_start`` attends to."""
+    return np.zeros_like(q_start) if window is None else np.maximum(0, q_start - (window - 1))
+
+
+def home_tasks(layout: TokenLayout, window: int | None = None) -> TaskArray:
+    """Return one diagonal per maximal range of a document's queries on one rank, in canonical order.
+
+    It has all keys that its queries attend to: the full prefix, or with a ``window`` those of the first query and all
+    that follow.
+    """
     order = layout.run_order[layout.run_attends]
     rank, doc, start = layout.seg_rank[order], layout.seg_doc[order], layout.seg_start[order]
     end = start + layout.seg_length[order]
     joins = (doc[1:] == doc[:-1]) & (rank[1:] == rank[:-1]) & (start[1:] == end[:-1])
     begins, ends = np.append(True, ~joins)[: len(doc)], np.append(~joins, True)[: len(doc)]
-    return make_tasks(doc[begins], start[begins], end[ends], 0, end[ends], rank[begins])
+    first = first_keys(start[begins], window)
+    return make_tasks(doc[begins], start[begins], end[ends], first, end[ends], rank[begins])

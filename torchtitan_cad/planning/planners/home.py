@@ -1,4 +1,4 @@
-"""The plan without disaggregation: every query is served where it lives."""
+"""The plan in which every query is served where it lives: without disaggregation, and of attention in windows."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from torchtitan_cad.planning.planners.base import register_planner
 
 @register_planner("home")
 def plan_home(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
-    """Leave all queries at home; only keys of documents that span ranks move. A baseline without any guarantee."""
-    return home_tasks(layout)
+    """Leave all queries at home; only keys of documents that span ranks move. There is no guarantee."""
+    return home_tasks(layout, shape.window)
