@@ -28,9 +28,10 @@ from torchtitan_cad.planning.model.batch import (  # noqa: E402
     group_layout,
     nano_layouts,
 )
+from torchtitan_cad.planning.model.kind import AttentionKind  # noqa: E402
 from torchtitan_cad.runtime.errors import PlanMismatchError  # noqa: E402
 
-ATTENTION = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=2)
+KINDS = [AttentionKind("full", 1, AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=2))]
 IGNORED = -100
 TOPOLOGIES = [Topology(1, 3, 1, 1), Topology(1, 2, 2, 1), Topology(2, 2, 2, 1, across_stages=True)]
 
@@ -111,7 +112,7 @@ def connected(topology: Topology, twins: bool = False, **config: Any) -> list[Pl
     def connect(rank: int) -> Placement:
         group = gloo_group(store, rank, topology.group_size, timeout_s=60)
         planner = PlannerConfig(min_shard=1, tile=1, **config)
-        return Placement(group, group if twins else None, topology, rank, planner, ATTENTION, None)
+        return Placement(group, group if twins else None, topology, rank, planner, KINDS, None)
 
     with ThreadPoolExecutor(topology.group_size) as pool:
         return list(pool.map(connect, range(topology.group_size)))
@@ -132,7 +133,7 @@ def test_ranks_deal_ids_and_labels(topology: Topology, rows: int, nano_batches: 
     def deal(number: int, placement: Placement) -> tuple[Any, ...]:
         tokens = batches[number % (dp * cp) // cp]
         labels = torch.where(tokens % 5 == 0, IGNORED, tokens + 1)
-        homes = placement.choose(given, shape)
+        homes = placement.choose(given, np.concatenate(starts) % shape.seq_len, shape)
         assert homes.deal is not None
         halves = zip(tokens.chunk(2), labels.chunk(2), strict=True)
         return homes, placement.deal(homes, [({"input": half}, targets) for half, targets in halves])
@@ -147,7 +148,7 @@ def test_ranks_deal_ids_and_labels(topology: Topology, rows: int, nano_batches: 
             assert torch.equal(tokens, twin_inputs["input"])
             assert torch.equal(inputs[POSITIONS], (tokens % 64).int())
             assert torch.equal(labels, torch.where(tokens % 5 == 0, IGNORED, tokens + 1))
-        total, worst = moved_bytes(homes.placed).T
+        total, worst = moved_bytes(homes.kinds, KINDS).T
         assert worst[1] < worst[0]
         assert total[1] <= 1.03 * total[0]
     first, second = (
@@ -160,9 +161,9 @@ def test_ranks_deal_ids_and_labels(topology: Topology, rows: int, nano_batches: 
 def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
     """There are no peers here, for which an exchange would wait."""
     starts, shape = [np.array([0]), np.array([0])], BatchShape(1, 64, 1)
-    placement = Placement(None, None, Topology(1, 2, 1, 1), 0, PlannerConfig(), ATTENTION, None)
+    placement = Placement(None, None, Topology(1, 2, 1, 1), 0, PlannerConfig(), KINDS, None)
     layouts = [[group_layout(starts, shape, 0, 1)]]
-    homes = placement.choose(layouts, shape)
+    homes = placement.choose(layouts, np.zeros(2, np.int64), shape)
     assert homes.deal is None
     assert homes.layouts[0][0] is layouts[0][0]
     batches = [({"input": torch.zeros(1, 64)}, torch.zeros(1, 64))]
@@ -176,7 +177,7 @@ def test_twins_with_other_homes_are_an_error_on_all() -> None:
     placements = connected(Topology(1, 2, 1, 1), twins=True)
 
     def deal(placement: Placement, layout: list[TokenLayout] | None) -> Any:
-        homes = placement.choose([layout], shape) if layout else None
+        homes = placement.choose([layout], np.zeros(32, np.int64), shape) if layout else None
         return placement.deal(homes, [(inputs, inputs["input"])])
 
     with ThreadPoolExecutor(2) as pool:

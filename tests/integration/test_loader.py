@@ -48,6 +48,7 @@ from torchtitan_cad.planning.model.batch import (  # noqa: E402
     nano_layouts,
     pool_layouts,
 )
+from torchtitan_cad.planning.model.kind import AttentionKind  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
 from torchtitan_cad.runtime.errors import first_sentence  # noqa: E402
 from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402
@@ -142,8 +143,8 @@ def test_pool_layouts_are_those_of_the_stages_and_share_no_document(rows: int, n
 
 def planning_loader(inner: Any, accumulation: int = 1, rows_per_microbatch: int | None = None) -> Any:
     engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=1.0)
-    rules = PlanRules(PlannerConfig(), AttentionShape(2, 2, 8, 4))
-    planner = BatchPlanner(None, [0], Topology(1, 1, 1, 1), rules, engine)
+    rules = PlanRules(PlannerConfig(), [AttentionKind("full", 1, AttentionShape(2, 2, 8, 4))])
+    planner = BatchPlanner(None, [0], Topology(1, 1, 1, 1), rules, [engine])
     batches: list[Any] = []
     loader = PlanningLoader(
         inner,
@@ -206,8 +207,8 @@ def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed() -> Non
 
 
 def test_training_that_waits_for_plans_is_told_once(caplog, monkeypatch) -> None:
-    make = BatchPlanner._plan_layouts
-    monkeypatch.setattr(BatchPlanner, "_plan_layouts", lambda *args: time.sleep(0.02) or make(*args))
+    make = BatchPlanner._plan_batch
+    monkeypatch.setattr(BatchPlanner, "_plan_batch", lambda *args: time.sleep(0.02) or make(*args))
     loader, _, _ = planning_loader(CountingLoader(4 * WATCHED))
     assert len(list(loader)) == 4 * WATCHED
     (warning,) = [record.message for record in caplog.records if "training waits for plans" in record.message]

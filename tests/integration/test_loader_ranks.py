@@ -26,6 +26,7 @@ from torchtitan_cad.integration.machine import check_same_profile
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig
 from torchtitan_cad.planning.corrections import Corrections
+from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 from torchtitan_cad.runtime.kernels.select import get_kernel
@@ -79,13 +80,13 @@ def connect(
         mine = ranks[group_rank]
         group = gloo_group(store, group_rank, len(ranks), timeout_s)
         engine = CoreAttentionEngine(get_kernel("cpu", CPU), mine.transport, rank=group_rank, device=CPU, scale=1.0)
-        shape = AttentionShape(2, 2, 8, 4)
-        rules = PlanRules(mine.config, shape, rates=mine.rates)
+        kinds = [AttentionKind("full", 1, AttentionShape(2, 2, 8, 4))]
+        rules = PlanRules(mine.config, kinds, rates=mine.rates)
         placement, topology = None, Topology(1, len(ranks) // cp, cp, 1)
         if mine.placement != "loader":
             strict = mine.placement == "balanced"
-            placement = Placement(group, None, topology, group_rank, CONFIG, shape, None, strict=strict)
-        planner = BatchPlanner(group, RANKS[: len(ranks)], topology, rules, engine, placement=placement)
+            placement = Placement(group, None, topology, group_rank, CONFIG, kinds, None, strict=strict)
+        planner = BatchPlanner(group, RANKS[: len(ranks)], topology, rules, [engine], placement=placement)
         return PlanningLoader(
             mine.inner,
             lambda: planner,

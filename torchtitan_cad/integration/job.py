@@ -7,6 +7,7 @@ import torch
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.model.kind import AttentionKind
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Job:
     Attributes:
         cad: the ``[cad]`` table.
         topology: degrees of parallelism.
-        shape: heads of this rank, and bytes per element of the tensors that travel.
+        kinds: of the model's attention, with the heads of this rank and bytes per element of the tensors that travel;
+            "full" first where the model has it.
         dtype: of queries, keys and values.
         device: of this rank.
         eos_id: the token that ends documents; None where rows are documents.
@@ -31,7 +33,7 @@ class Job:
 
     cad: Cad
     topology: Topology
-    shape: AttentionShape
+    kinds: tuple[AttentionKind, ...]
     dtype: torch.dtype
     device: torch.device
     eos_id: int | None
@@ -43,3 +45,8 @@ class Job:
     dry_run: bool
     start_timeout_s: float
     step_timeout_s: float
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Heads of the first kind."""
+        return self.kinds[0].shape

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_cad.integration.engines import Ticks, build_engines
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch, PlanRules
@@ -35,41 +36,27 @@ from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.shadow import Shadow
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import CostModel, LayerTimes, Plan, TileAreaCost, warm_up
+from torchtitan_cad.planning import CostModel, LayerTimes, TileAreaCost, warm_up
 from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.outlook import Outlook
-from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
-from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor
-from torchtitan_cad.runtime.tick_engine import TickEngine
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 from torchtitan_cad.runtime.transport import DryTransport, Transport, build_transport
 from torchtitan_cad.runtime.transport.base import gather
 
 logger = logging.getLogger(__name__)
 
-ENGINE = "cad"
-"""Name of the session's engine in the core-attention operator."""
-
-
-@dataclass(frozen=True)
-class Ticks:
-    """A pipeline in ticks: what its ranks run in training and validation, and the dtype of their queries and keys."""
-
-    training: TickProgram
-    validation: TickProgram
-    dtype: torch.dtype
-
 
 @dataclass(frozen=True)
 class _Executor:
     """Made by ``build``. Two planners, because training plans ahead in a thread while validation plans on the fly."""
 
-    engine: CoreAttentionEngine
+    engines: list[CoreAttentionEngine]
     training: BatchPlanner
     validation: BatchPlanner
 
@@ -82,7 +69,7 @@ class CadSession:
         self.rank = dist.get_rank()
         self.ranks = self.topology.group_ranks(self.rank)
         self.group_rank = self.topology.group_rank(self.rank)
-        self.scale = self.shape.head_dim**-0.5
+        self.scale = job.kinds[0].score_scale
         self.side_stream = SideStream(self.device)
         self.statistics = StepStatistics()
         if self.deals:
@@ -94,8 +81,8 @@ class CadSession:
         self.shadow: Shadow | None = None
         self._batches = 0
         self._rates: Corrections | None = None
-        self._step_begin, self._step_plans = 0.0, list[Plan]()
-        self._validation_keys: list[int] = []
+        self._step_begin, self._step = 0.0, list[PlannedBatch]()
+        self._validated: PlannedBatch | None = None
 
         self._train_group, self._validation_group = (self._planning_group(self.ranks) for _ in range(2))
         self.hosts = number_hosts(self.ranks, self._train_group)
@@ -103,7 +90,8 @@ class CadSession:
         if self._config.ranks_per_node is None:
             self._config = replace(self._config, ranks_per_node=ranks_per_host(self.hosts))
         self.kernel = get_kernel(self.cad.kernel, self.device, self.shape, self._train_group)
-        self.kernel.check(job.dtype, self.shape.head_dim)
+        for kind in job.kinds:
+            self.kernel.check(job.dtype, kind.shape.head_dim)
         self._cost = self._plan_cost(self._train_group)
         self._placement: Placement | None = None
         if self.deals:
@@ -117,8 +105,8 @@ class CadSession:
 
     @property
     def engine(self) -> CoreAttentionEngine:
-        """Executes core attention; there is none before ``build``."""
-        return self._built.engine
+        """Executes core attention of the first kind; there is none before ``build``."""
+        return self._built.engines[0]
 
     @property
     def _built(self) -> _Executor:
@@ -170,7 +158,7 @@ class CadSession:
             self.topology,
             self.group_rank,
             self._config,
-            self.shape,
+            self.job.kinds,
             self._cost,
             strict=self.cad.placement == "balanced",
         )
@@ -184,7 +172,7 @@ class CadSession:
     def build(
         self, mesh: DeviceMesh, blocks: Sequence[nn.Module], *, two_rounds: bool, ticks: Ticks | None = None
     ) -> CoreAttentionEngine:
-        """Build the transport, the engine and the planners. Collective over the group.
+        """Build the transport, the engines and the planners; returns the first engine. Collective over the group.
 
         Args:
             mesh: of ``build_mesh``.
@@ -205,25 +193,22 @@ class CadSession:
             "transport": transport,
             "rank": self.group_rank,
             "device": self.device,
-            "scale": self.scale,
             "keep": self.cad.backward == "keep",
             "two_rounds": two_rounds,
         }
-        engine = CoreAttentionEngine(**options) if ticks is None else TickEngine(self.shape, ticks.dtype, **options)
-        register_engine(ENGINE, engine)
-        self._executor = self._build_planners(engine, ticks)
-        return engine
+        self._executor = self._build_planners(build_engines(self.job.kinds, ticks, **options), ticks)
+        return self.engine
 
-    def _build_planners(self, engine: CoreAttentionEngine, ticks: Ticks | None) -> _Executor:
+    def _build_planners(self, engines: list[CoreAttentionEngine], ticks: Ticks | None) -> _Executor:
         nano_batches = self.cad.nano_batches
         key_step = KEY_STEP * nano_batches
-        rules = PlanRules(self._config, self.shape, self._cost, nano_batches, self._rates, self.hosts)
+        rules = PlanRules(self._config, self.job.kinds, self._cost, nano_batches, self._rates, self.hosts)
         group = self.ranks, self.topology
-        training = self._train_group, *group, rules, engine, (0, key_step), self._placement
-        validation = self._validation_group, *group, rules, engine, (nano_batches, key_step)
+        training = self._train_group, *group, rules, engines, (0, key_step), self._placement
+        validation = self._validation_group, *group, rules, engines, (nano_batches, key_step)
         if ticks is None:
-            return _Executor(engine, BatchPlanner(*training), BatchPlanner(*validation))
-        return _Executor(engine, TickPlanner(ticks.training, *training), TickPlanner(ticks.validation, *validation))
+            return _Executor(engines, BatchPlanner(*training), BatchPlanner(*validation))
+        return _Executor(engines, TickPlanner(ticks.training, *training), TickPlanner(ticks.validation, *validation))
 
     def _measure_times(self, transport: Transport, blocks: Sequence[nn.Module]) -> LayerTimes:
         """Measure how fast this machine is. Collective over the group.
@@ -248,7 +233,8 @@ class CadSession:
         if triton.runs_on(self.device):
             from torchtitan_cad.runtime.triton.warm_up import warm_up
 
-            warm_up(self.shape, self.job.dtype, self.device, self.rank)
+            for shape in dict.fromkeys(kind.shape for kind in self.job.kinds):
+                warm_up(shape, self.job.dtype, self.device, self.rank)
         transport = build_transport(
             self.cad.transport,
             group,
@@ -307,10 +293,11 @@ class CadSession:
             return
         if self._batches % self.job.accumulation == 0:
             now = time.perf_counter()
-            if self._step_plans:
-                self._rates.add(now - self._step_begin, self._step_plans)
-            self._step_begin, self._step_plans = now, []
-        self._step_plans += planned.plans
+            if self._step:
+                plans = [each for batch in self._step for each in batch.with_shares]
+                self._rates.add(now - self._step_begin, *zip(*plans, strict=True))
+            self._step_begin, self._step = now, []
+        self._step.append(planned)
 
     def rows_per_microbatch(self, rows: int) -> int:
         """Count the rows, of a batch of ``rows``, that go through the model together."""
@@ -318,14 +305,13 @@ class CadSession:
 
     def plan_now(self, tokens: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Plan a batch that did not come through the planning loader (validation); returns its plan keys [B]."""
-        for key in self._validation_keys:
-            self.engine.drop_plan(key)
+        if self._validated is not None:
+            self._built.validation.drop(self._validated)
         rows, seq_len = tokens.shape
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch(rows))
         starts = document_starts(tokens, self.job.eos_id, document_ids)
-        (planned,), _ = self._built.validation.plan(starts, shape)
-        self._validation_keys = planned.engine_keys
-        return HostTensor.wrap(planned.keys)
+        (self._validated,), _ = self._built.validation.plan(starts, shape)
+        return HostTensor.wrap(self._validated.keys)
 
     def confirm_exchanges(self) -> None:
         """Wait until the device is idle; raises ``PeerError`` if an exchange so far has failed there."""

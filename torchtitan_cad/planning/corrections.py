@@ -46,15 +46,18 @@ class Corrections:
         self._count = 0
         self._factors = 0.0, 0.0
 
-    def add(self, seconds: float, plans: Sequence[Plan]) -> None:
-        """Add a step that took ``seconds`` with these plans, and correct ``times`` once there are enough."""
+    def add(self, seconds: float, plans: Sequence[Plan], shares: Sequence[float] | None = None) -> None:
+        """Add a step that took ``seconds`` with these plans, and correct ``times`` once there are enough.
+
+        Each plan is that of all layers, or of the ``shares`` [plans] of them.
+        """
         self._count += 1
         if self._count <= STARTING:
             return
         measured = self._measured
         predict = measured.attention_seconds, measured.exchange_seconds, measured.hidden_seconds
         parts = [[each(plan) for plan in plans] for each in predict]
-        self._steps.append((seconds, self._layers * np.array(parts)))
+        self._steps.append((seconds, self._layers * np.array(parts) * (1.0 if shares is None else shares)))
         if len(self._steps) >= FEWEST and self._count % EVERY == 0:
             self._correct()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
@@ -173,6 +173,25 @@ def compute_stats(
         plan_seconds=plan_seconds,
         bounds=cache(lambda: lower_bounds(layout, shape, _max_pairs(layout, cost, limits.with_slowest(loads)))),
     )
+
+
+def mean_stats(kinds: Sequence[PlanStats], layers: Sequence[int]) -> PlanStats:
+    """Return the means over layers, as floats, of plans of which every kind's ``layers`` run one.
+
+    Ranks meet in every layer, so that imbalances are means over the layers' work.
+    """
+    if len(kinds) == 1:
+        return kinds[0]
+    shares = np.array(layers) / sum(layers)
+    work = shares * [each.mean_load for each in kinds]
+    work = work / work.sum() if work.any() else shares
+
+    def mean(name: str) -> Any:
+        weights = work if name.endswith(("over_mean", "over_mean_before")) else shares
+        return sum(weight * getattr(each, name) for weight, each in zip(weights, kinds, strict=True))
+
+    bounds = cache(lambda: Bounds(*(int(mean(name)) for name in _BOUNDS)))
+    return PlanStats(**{name: mean(name) for name in _STORED}, bounds=bounds)
 
 
 def _max_pairs(layout: TokenLayout, cost: CostModel, loads: IntArray) -> IntArray:

@@ -8,11 +8,11 @@ one all-to-all of the same group.
 """
 
 import hashlib
-import itertools
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NoReturn
 
 import numpy as np
@@ -21,11 +21,14 @@ import torch.distributed as dist
 
 from torchtitan_cad.integration.loading.placement import Homes, Layouts, Placement, moved_bytes
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Placed, Plan, PlannerConfig
+from torchtitan_cad.planning import CostModel, LayerTimes, Plan, PlannerConfig
 from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.exchange.traffic import measure_traffic
+from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
-from torchtitan_cad.planning.placement.step import plan_step
+from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.planning.placement.kinds import plan_kinds
+from torchtitan_cad.planning.placement.step import Step
 from torchtitan_cad.planning.timed import LEAST_GAIN, RATES
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
@@ -44,8 +47,8 @@ class PlannedBatch:
     """The plans of one batch: one key per row (equal within a microbatch), and what was planned.
 
     With two nano-batches a microbatch's key is that of nano-batch 0, and nano-batch 1 has the next number. ``plans``:
-    for every microbatch the plan of nano-batch 0, then that of nano-batch 1. ``engine_keys``: keys of all these in the
-    engine.
+    for every microbatch the plan of nano-batch 0, then that of nano-batch 1, of the first kind of attention.
+    ``engine_keys``: keys of all these in the engines.
     """
 
     keys: torch.Tensor
@@ -54,11 +57,26 @@ class PlannedBatch:
     engine_keys: list[int]
     nano_batches: int = 1
     copied_bytes: list[int] = field(default_factory=list)
-    """Per plan, what this rank's kernel calls copy in one layer's forward."""
+    """Per plan, what this rank's kernel calls copy in the mean layer's forward."""
     between_hosts: list[int] = field(default_factory=list)
-    """Per plan, the bytes of one layer's forward between hosts; empty where there is one host."""
+    """Per plan, the bytes of the mean layer's forward between hosts; empty where there is one host."""
     home_bytes: np.ndarray | None = field(default=None, repr=False)
     """See ``moved_bytes``; None without placement, and where tokens cannot be dealt."""
+    others: list[list[Plan]] = field(default_factory=list, repr=False)
+    """For each other kind of attention, its plans, as ``plans``."""
+    layers: tuple[int, ...] = (1,)
+    """Layers of every kind."""
+
+    @property
+    def by_kind(self) -> list[tuple[Plan, ...]]:
+        """For each of ``plans``, that plan and those of the other kinds."""
+        return list(zip(self.plans, *self.others, strict=True))
+
+    @property
+    def with_shares(self) -> list[tuple[Plan, float]]:
+        """The plans of all kinds, and the share of their kind's layers."""
+        shares = [layers / sum(self.layers) for layers in self.layers]
+        return [each for plans in self.by_kind for each in zip(plans, shares, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -67,7 +85,7 @@ class PlanRules:
 
     Attributes:
         config: of the planner.
-        shape: heads of a rank.
+        kinds: of the model's attention, with the heads of a rank.
         cost: of forward and backward together, by a profile; None: tile area.
         nano_batches: parts of every microbatch, each with a plan of its own.
         rates: of this machine, by which tolerances are chosen; None: the config's is taken. All ranks plan by those of
@@ -76,7 +94,7 @@ class PlanRules:
     """
 
     config: PlannerConfig
-    shape: AttentionShape
+    kinds: Sequence[AttentionKind]
     cost: CostModel | None = None
     nano_batches: int = 1
     rates: Corrections | None = None
@@ -96,7 +114,7 @@ class BatchPlanner:
         ranks: global numbers of the group's ranks: stages x data-parallel x context-parallel, the last changing first.
         topology: degrees of these; all stages of a group load the same batches.
         rules: how to plan.
-        engine: gets the plans.
+        engines: of every kind of attention, which get the plans.
         keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches; the step
             is at least ``rules.nano_batches``.
         placement: gives the tokens new homes; ``plan`` then plans for batches as ``placement.deal`` deals them.
@@ -108,13 +126,14 @@ class BatchPlanner:
         ranks: list[int],
         topology: Topology,
         rules: PlanRules,
-        engine: CoreAttentionEngine,
+        engines: Sequence[CoreAttentionEngine],
         keys: tuple[int, int] = (0, 1),
         placement: Placement | None = None,
     ) -> None:
         self._group, self._ranks, self._cp = group, ranks, topology.cp
         self._per_stage = topology.dp * topology.cp
-        self._rules, self._engine, self.placement = rules, engine, placement
+        self._rules, self._engines, self.placement = rules, engines, placement
+        self._layers = tuple(kind.layers for kind in rules.kinds)
         self._next_key, self._key_step = keys
         self._times: LayerTimes | None = None
         self._has_stayed = False
@@ -122,7 +141,7 @@ class BatchPlanner:
     def plan(
         self, starts: np.ndarray, shape: BatchShape, batches: int = 1, *, can_deal: bool = False
     ) -> tuple[list[PlannedBatch], Homes | None]:
-        """Plan the ``batches`` of a step and make the plans known to the engine.
+        """Plan the ``batches`` of a step and make the plans known to the engines.
 
         Tokens get new homes, which are returned, if there is a placement and every rank ``can_deal`` its part.
 
@@ -141,12 +160,14 @@ class BatchPlanner:
         try:
             nano_batches = self._rules.nano_batches
             layouts = [nano_layouts(gathered, step, i, self._cp, nano_batches) for i in range(step.microbatches)]
+            columns = np.concatenate(gathered) % step.seq_len  # document ids count over data-parallel ranks
             if self.placement is not None and deal:
-                homes = self.placement.choose(layouts, step, self._times)
+                homes = self.placement.choose(layouts, columns, step, self._times)
             parts = [slice(first, first + each) for first in range(0, step.microbatches, each)]
-            plans = [self._plan_batch(layouts[part], homes.placed[part] if homes else None) for part in parts]
-            keys = [[self._add_to_engine(nanos) for nanos in batch] for batch in plans]
-            every = [plan for batch in plans for nanos in batch for plan in nanos]
+            placed = [[kind[part] for kind in homes.kinds] if homes else None for part in parts]
+            plans = [self._plan_batch(layouts[part], columns, of) for part, of in zip(parts, placed, strict=True)]
+            keys = [[self._add_to_engines(nanos) for nanos in zip(*batch, strict=True)] for batch in plans]
+            every = [plan for batch in plans for kind in batch for nanos in kind for plan in nanos]
             self._say_that_it_stays(every)
             for plan in every:
                 _ = plan.stats  # computed here, beside training, not when they are logged
@@ -157,38 +178,56 @@ class BatchPlanner:
         self._compare(every)
         planned = [self._describe(*batch, shape, seconds) for batch in zip(plans, keys, strict=True)]
         if homes is not None:
-            bytes_of = (moved_bytes(homes.placed[part]) for part in parts)
+            bytes_of = (moved_bytes([kind[part] for kind in homes.kinds], self._rules.kinds) for part in parts)
             planned = [replace(batch, home_bytes=moved) for batch, moved in zip(planned, bytes_of, strict=True)]
         return planned, homes
 
-    def _describe(self, plans: list[list[Plan]], keys: list[int], shape: BatchShape, seconds: float) -> PlannedBatch:
+    def _describe(
+        self, plans: list[list[list[Plan]]], keys: list[int], shape: BatchShape, seconds: float
+    ) -> PlannedBatch:
         """Return what one batch needs of its plans, whose first keys are ``keys``."""
-        every, nano_batches = list(itertools.chain.from_iterable(plans)), self._rules.nano_batches
+        (first, *others), nano_batches = [list(chain.from_iterable(kind)) for kind in plans], self._rules.nano_batches
         per_row = torch.tensor(keys[: shape.microbatches]).repeat_interleave(shape.rows_per_microbatch)
         engine_keys = [key + nano for key in keys for nano in range(nano_batches)]
-        copied = [self._engine.plan(key).copied_bytes(self._rules.shape) for key in engine_keys]
-        return PlannedBatch(per_row, every, seconds, engine_keys, nano_batches, copied, self._between_hosts(every))
+        executed = list(zip(self._engines, self._rules.kinds, strict=True))
+        copied = [
+            self._mean([engine.plan(key).copied_bytes(kind.shape) for engine, kind in executed]) for key in engine_keys
+        ]
+        planned = PlannedBatch(
+            per_row, first, seconds, engine_keys, nano_batches, copied, others=others, layers=self._layers
+        )
+        return replace(planned, between_hosts=self._between_hosts(planned))
 
-    def _between_hosts(self, plans: Sequence[Plan]) -> list[int]:
+    def _between_hosts(self, planned: PlannedBatch) -> list[int]:
         hosts = np.array(self._rules.hosts)
         if not hosts.any():
             return []
-        traffic = [measure_traffic(each.shape, each.query_needs, each.key_needs, hosts) for each in plans]
-        return [int(each.inter_in.sum()) for each in traffic]
+        return [
+            self._mean(
+                [
+                    int(measure_traffic(each.shape, each.query_needs, each.key_needs, hosts).inter_in.sum())
+                    for each in plans
+                ]
+            )
+            for plans in planned.by_kind
+        ]
+
+    def _mean(self, of_kinds: Sequence[int]) -> int:
+        """Return the mean over layers."""
+        return sum(layers * each for layers, each in zip(self._layers, of_kinds, strict=True)) // sum(self._layers)
 
     def drop(self, planned: PlannedBatch) -> None:
-        """Make the engine forget the plans of a batch that has been trained on."""
-        for key in planned.engine_keys:
-            self._engine.drop_plan(key)
+        """Make the engines forget the plans of a batch that has been trained on."""
+        for engine in self._engines:
+            for key in planned.engine_keys:
+                engine.drop_plan(key)
 
-    def _plan_batch(self, given: Layouts, placed: list[list[Placed]] | None) -> list[list[Plan]]:
-        """Return the plans of a batch, one list per microbatch: those of its homes, or new ones for ``given``."""
-        return [[each.plan for each in nanos] for nanos in placed or self._plan_layouts(given)]
-
-    def _plan_layouts(self, given: Layouts) -> list[list[Placed]]:
-        """Plan layouts as they are."""
-        rules = self._rules
-        return plan_step(given, rules.shape, rules.config, self._times, rules.cost, place=False)
+    def _plan_batch(self, given: Layouts, columns: IntArray, placed: list[Step] | None) -> list[list[list[Plan]]]:
+        """Return for each kind the plans of a batch by microbatch: those of its homes, or new ones for ``given``."""
+        if placed is None:
+            rules = self._rules
+            placed = plan_kinds(given, rules.kinds, columns, rules.config, self._times, rules.cost, place=False)
+        return [[[each.plan for each in nanos] for nanos in kind] for kind in placed]
 
     def _agree_on_rates(self, headers: torch.Tensor) -> None:
         """Take the rates of the group's first rank, and of the first such group of those that share homes."""
@@ -233,11 +272,12 @@ class BatchPlanner:
         except PeerError:
             logger.warning("CAD could not tell the peers, which are gone", exc_info=True)
 
-    def _add_to_engine(self, nanos: Sequence[Plan]) -> int:
+    def _add_to_engines(self, kinds: Sequence[Sequence[Plan]]) -> int:
         """Make the plans of a microbatch executable, under a key and the next ones; returns the first."""
         key = self._next_key
-        for nano, plan in enumerate(nanos):
-            self._engine.add_plan(key + nano, plan)
+        for engine, nanos in zip(self._engines, kinds, strict=True):
+            for nano, plan in enumerate(nanos):
+                engine.add_plan(key + nano, plan)
         self._next_key += self._key_step
         return key
 

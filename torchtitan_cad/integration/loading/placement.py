@@ -14,9 +14,12 @@ from torch import Tensor
 
 from torchtitan_cad.integration.loading.deal import POSITIONS, Batch, Deal, check_dealable, make_deal
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, CostModel, LayerTimes, Placed, PlannerConfig, TokenLayout
+from torchtitan_cad.planning import CostModel, LayerTimes, PlannerConfig, TokenLayout
+from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, dealt_slots
-from torchtitan_cad.planning.placement.step import plan_step
+from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.planning.placement.kinds import plan_kinds
+from torchtitan_cad.planning.placement.step import Step
 from torchtitan_cad.planning.plan import moved_by
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
@@ -31,18 +34,18 @@ class Homes:
     """The homes of an optimizer step.
 
     Attributes:
-        placed: of every microbatch, its nano-batches' homes, those that the loader gave where there are no better ones,
-            and the plans for them.
+        kinds: of every kind of attention, for every microbatch its nano-batches' homes, those that the loader gave
+            where there are no better ones, and the plans for them. Kinds differ in where documents are cut.
         deal: how this rank's tokens come there; None if all stay where they are.
     """
 
-    placed: list[list[Placed]]
+    kinds: list[Step]
     deal: Deal | None
 
     @property
     def layouts(self) -> Layouts:
         """The homes alone."""
-        return [[placed.layout for placed in nanos] for nanos in self.placed]
+        return [[placed.layout for placed in nanos] for nanos in self.kinds[0]]
 
 
 @dataclass(eq=False)
@@ -63,7 +66,7 @@ class Placement:
     topology: Topology
     rank: int
     config: PlannerConfig
-    shape: AttentionShape
+    kinds: Sequence[AttentionKind]
     cost: CostModel | None
     _: KW_ONLY
     strict: bool = False
@@ -87,17 +90,18 @@ class Placement:
             return False
         return True
 
-    def choose(self, given: Layouts, shape: BatchShape, times: LayerTimes | None = None) -> Homes:
+    def choose(self, given: Layouts, columns: IntArray, shape: BatchShape, times: LayerTimes | None = None) -> Homes:
         """Choose homes for the tokens of a step, maybe by time; the same on all ranks of the group.
 
         Args:
             given: homes of the loader, with document ids of the step.
+            columns: of each document's first token, by id.
             shape: of all the step's rows.
         """
         if self.topology.group_stages > 1:  # in ticks the ranks of a stage do not attend alone
             times = None
-        placed = plan_step(given, self.shape, self.config, times, self.cost, place=True, stages=self.topology.pp)
-        layouts = [[each.layout for each in nanos] for nanos in placed]
+        steps = plan_kinds(given, self.kinds, columns, self.config, times, self.cost, stages=self.topology.pp)
+        layouts = [[each.layout for each in nanos] for nanos in steps[0]]
         cp, nano_batches = self.topology.cp, len(given[0])
         slots = [dealt_slots(shape, i, cp, nano_batches) for i in range(shape.microbatches)]
         old, new = (
@@ -107,7 +111,7 @@ class Placement:
         deal = None
         if any(one is not other for one, other in zip(old, new, strict=True)):
             deal = make_deal(old, new, list(chain.from_iterable(slots)), self.rank % self._per_stage // cp)
-        return Homes(placed, deal)
+        return Homes(steps, deal)
 
     def broadcast(self, words: Tensor) -> None:
         """Replace ``words`` by those of the first of the twins, which all call this together."""
@@ -174,14 +178,16 @@ class Placement:
             )
 
 
-def moved_bytes(placed: Sequence[Sequence[Placed]]) -> np.ndarray:
-    """[2, 2] bytes of one layer's forward, as ``Moved`` counts them, summed over layouts.
+def moved_bytes(steps: Sequence[Step], kinds: Sequence[AttentionKind]) -> np.ndarray:
+    """[2, 2] bytes of the mean layer's forward, as ``Moved`` counts them, summed over layouts.
 
     Those of all ranks and of the worst, first with the loader's homes and then with the new ones.
     """
-    every = list(chain.from_iterable(placed))
-    moved = [[moved_by(each.given) for each in every], [moved_by(each.plan) for each in every]]
-    return np.sum(moved, axis=1)
+    moved, layers = np.zeros((2, 2), dtype=np.int64), sum(kind.layers for kind in kinds)
+    for kind, step in zip(kinds, steps, strict=True):
+        for placed in chain.from_iterable(step):
+            moved += kind.layers * np.array([moved_by(placed.given), moved_by(placed.plan)])
+    return moved // layers
 
 
 def _of_one_stage(config: PlannerConfig, num_ranks: int) -> PlannerConfig:

@@ -4,9 +4,11 @@ from typing import Any
 
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
 from torchtitan_cad.integration.loading.placement import Layouts
-from torchtitan_cad.planning import Placed, Plan
+from torchtitan_cad.planning import Plan
+from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.batch import pool_layouts
 from torchtitan_cad.planning.pipeline.program import TickProgram
+from torchtitan_cad.planning.placement.step import Step
 
 KEY_STEP = 2
 """Between the keys of one planner, in multiples of the nano-batches: training and validation take turns."""
@@ -28,7 +30,7 @@ class TickPlanner(BatchPlanner):
         super().__init__(*options, **more)
         self._pools = program.pools
 
-    def _plan_batch(self, given: Layouts, placed: list[list[Placed]] | None) -> list[list[Plan]]:
-        layouts = given if placed is None else [[each.layout for each in nanos] for nanos in placed]
+    def _plan_batch(self, given: Layouts, columns: IntArray, placed: list[Step] | None) -> list[list[list[Plan]]]:
+        layouts = given if placed is None else [[each.layout for each in nanos] for nanos in placed[0]]
         pools = [pool_layouts(layouts, pool.microbatches, self._per_stage) for pool in self._pools]
-        return super()._plan_batch(pools, None)
+        return super()._plan_batch(pools, columns, None)

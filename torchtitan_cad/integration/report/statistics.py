@@ -1,12 +1,14 @@
 """Sums of what plans did between two log lines."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
 from torchtitan_cad.planning import Plan
+from torchtitan_cad.planning.stats import mean_stats
 
 PER = {
     "plans": (
@@ -26,12 +28,13 @@ PER = {
 class StepStatistics:
     """Adds up planned batches as training consumes them, and keeps no plan: its size does not depend on their number.
 
-    Imbalance is max over mean of attention work per rank, averaged over plans, since ranks meet in every one. Bytes
-    are those of one layer's forward, per rank, averaged over microbatches (their maximum for the worst rank), tasks
-    likewise; those of two nano-batches are added up. ``tolerance`` is the mean of what the plans were made with.
-    Seconds of planning are those of one batch. ``bytes_copied`` is what this rank's kernel calls copy in one layer's
-    forward, because they need ranges of rows in order. ``ranked_before`` and ``ranked_after`` are the ranks' times over
-    the mean, from the busiest of a plan to the least busy, averaged over plans; the first is the imbalance.
+    Imbalance is max over mean of attention work per rank, averaged over plans, since ranks meet in every one; where
+    layers differ in their kinds of attention, averaged over their work. Bytes are those of the mean layer's forward,
+    per rank, averaged over microbatches (their maximum for the worst rank), tasks likewise; those of two nano-batches
+    are added up. ``tolerance`` is the mean of what the plans were made with. Seconds of planning are those of one
+    batch. ``bytes_copied`` is what this rank's kernel calls copy in one layer's forward, because they need ranges of
+    rows in order. ``ranked_before`` and ``ranked_after`` are the ranks' times over the mean, from the busiest of a plan
+    to the least busy, averaged over plans; the first is the imbalance.
 
     ``bytes_between_hosts``: of all ranks together, in a layer's forward, averaged over microbatches; on several hosts.
 
@@ -45,7 +48,8 @@ class StepStatistics:
 
     def add(self, planned: PlannedBatch, **others: Any) -> None:
         """Add a batch's plans, of which numbers alone are kept, and ``others``, sums over the plans or the batch."""
-        stats, nanos = [plan.stats for plan in planned.plans], planned.nano_batches
+        by_kind, layers, nanos = planned.by_kind, planned.layers, planned.nano_batches
+        stats = [mean_stats([plan.stats for plan in plans], layers) for plans in by_kind]
         sums = dict(
             batches=1,
             microbatches=len(stats) // nanos,
@@ -60,8 +64,8 @@ class StepStatistics:
             tasks_moved=sum(s.tasks_moved for s in stats),
             loads_before=np.sum([s.loads_before for s in stats], axis=0),
             loads_after=np.sum([s.loads for s in stats], axis=0),
-            ranked_before=sum(_ranked(plan, "loads_before") for plan in planned.plans),
-            ranked_after=sum(_ranked(plan, "loads") for plan in planned.plans),
+            ranked_before=sum(_ranked(plans, layers, "loads_before") for plans in by_kind),
+            ranked_after=sum(_ranked(plans, layers, "loads") for plans in by_kind),
         )
         if planned.home_bytes is not None:
             sums["home_bytes"] = planned.home_bytes
@@ -89,12 +93,18 @@ class StepStatistics:
         return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in figures.items()}
 
 
-def _ranked(plan: Plan, loads: str) -> np.ndarray:
-    """[ranks] times over the mean, the longest first: its entry 0 is ``max_over_mean`` of the plan's statistics."""
-    stats, speeds = plan.stats, plan.config.rank_speeds
-    if not stats.mean_load:
-        return np.ones(len(stats.loads))
-    relative = getattr(stats, loads) / stats.mean_load
-    if speeds is not None:
-        relative *= np.mean(speeds) / np.array(speeds)
-    return -np.sort(-relative)
+def _ranked(kinds: Sequence[Plan], layers: Sequence[int], loads: str) -> np.ndarray:
+    """[ranks] times over the mean, the longest first: its entry 0 is ``max_over_mean`` of the plans' statistics.
+
+    ``kinds`` are the plans of layers of every kind; the result is the mean over the layers' work.
+    """
+    work = [count * plan.stats.mean_load for plan, count in zip(kinds, layers, strict=True)]
+    if not any(work):
+        return np.ones(len(kinds[0].stats.loads))
+    ranked = np.zeros(len(kinds[0].stats.loads))
+    for plan, of_kind in zip(kinds, work, strict=True):
+        speeds, relative = plan.config.rank_speeds, getattr(plan.stats, loads) / (plan.stats.mean_load or 1)
+        if speeds is not None:
+            relative *= np.mean(speeds) / np.array(speeds)
+        ranked += of_kind / sum(work) * -np.sort(-relative)
+    return ranked

@@ -11,6 +11,7 @@ from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.model.kind import AttentionKind
 
 
 def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
@@ -25,7 +26,7 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
     return Job(
         cad=config.cad,
         topology=topology,
-        shape=attention_shape(config, model_args),
+        kinds=(AttentionKind("full", model_args.n_layers, attention_shape(config, model_args)),),
         dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         device=torch.device(utils.device_type, utils.device_module.current_device()),
         eos_id=document_end(config.cad, eos_id),

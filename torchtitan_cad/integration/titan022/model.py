@@ -10,12 +10,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.tools.logging import logger
 
+from torchtitan_cad.integration.engines import Ticks
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.deal import POSITIONS
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.pingpong.loop import PingPong
-from torchtitan_cad.integration.session import Ticks, current_session
+from torchtitan_cad.integration.session import current_session
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 
 

@@ -14,8 +14,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part, pipeline_module_split
 from torchtitan.tools.logging import logger
 
+from torchtitan_cad.integration.engines import Ticks
 from torchtitan_cad.integration.pipeline.schedule import TickSchedule
-from torchtitan_cad.integration.session import Ticks
 from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
 from torchtitan_cad.integration.titan022.model import build_engine
 from torchtitan_cad.planning.pipeline.program import make_program

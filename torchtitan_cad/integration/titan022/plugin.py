@@ -31,9 +31,10 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad import runtime
+from torchtitan_cad.integration.engines import ENGINE
 from torchtitan_cad.integration.loading.documents import cut_for_halves
 from torchtitan_cad.integration.pingpong.loop import PingPong
-from torchtitan_cad.integration.session import ENGINE, current_session, open_session
+from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
 from torchtitan_cad.integration.titan022.blocks import CoreAttentionParallel, TitanBlock, apply_ac, checkpointing
 from torchtitan_cad.integration.titan022.checks import choose_streams, validate

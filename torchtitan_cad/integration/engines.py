@@ -1,0 +1,52 @@
+"""The engines of a job: one for each kind of the model's attention, over one transport."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.planning.pipeline.program import TickProgram
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
+from torchtitan_cad.runtime.tick_engine import TickEngine
+
+ENGINE = "cad"
+"""Name of the first kind's engine in the core-attention operator."""
+
+
+@dataclass(frozen=True)
+class Ticks:
+    """A pipeline in ticks: what its ranks run in training and validation, and the dtype of their queries and keys."""
+
+    training: TickProgram
+    validation: TickProgram
+    dtype: torch.dtype
+
+
+def engine_name(kinds: Sequence[AttentionKind], name: str) -> str:
+    """Return the name of the engine of the kind ``name``."""
+    return ENGINE if name == kinds[0].name else f"{ENGINE}/{name}"
+
+
+def build_engines(kinds: Sequence[AttentionKind], ticks: Ticks | None, **options: Any) -> list[CoreAttentionEngine]:
+    """Build and register an engine for each kind; ``options`` are those of all of them.
+
+    They count exchanges together, and a plan has the same key in all of them.
+
+    Raises:
+        ValueError: several kinds in a pipeline in ticks, where ranks that attend together are in different layers.
+    """
+    if ticks is not None and len(kinds) > 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule: stages in ticks attend together, but this model has layers of "
+            f"{len(kinds)} kinds of attention; set a schedule of torch, such as '1F1B'"
+        )
+    engines = list[CoreAttentionEngine]()
+    for kind in kinds:
+        of_kind = {**options, "scale": kind.score_scale}
+        engine = CoreAttentionEngine(**of_kind) if ticks is None else TickEngine(kind.shape, ticks.dtype, **of_kind)
+        engine.clock = engines[0].clock if engines else engine.clock
+        register_engine(engine_name(kinds, kind.name), engine)
+        engines.append(engine)
+    return engines
