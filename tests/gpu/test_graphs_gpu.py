@@ -47,7 +47,7 @@ def build_engine(plans: list[Plan], group: dist.ProcessGroup | None, keep: bool 
 def random_job(num_ranks: int) -> tuple[list[Plan], Tensors]:
     torch.manual_seed(0)
     layout = random_layout(np.random.default_rng(1), num_ranks, 2000)
-    return random_plans(layout, SHAPE, NUM_PLANS), Tensors.random(layout, SHAPE, torch.bfloat16)
+    return random_plans(layout, SHAPE, NUM_PLANS), Tensors.random(layout, SHAPE, torch.bfloat16, with_dlse=True)
 
 
 def replay_on_one_device(group: dist.ProcessGroup, keep: bool) -> None:

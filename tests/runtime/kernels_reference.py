@@ -37,11 +37,14 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[
     return torch.cat(outs), torch.cat(lses)
 
 
-def dense_in_fp64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: VarlenArgs) -> Results:
+def dense_in_fp64(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: VarlenArgs, dlse: Tensor | None = None
+) -> Results:
     """The reference, differentiated by autograd."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     out, lse = dense_attention(q, k, v, call)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.double(), materialize_grads=True)
+    results, gradients = ([out], [dout.double()]) if dlse is None else ([out, lse], [dout.double(), dlse.double()])
+    dq, dk, dv = torch.autograd.grad(results, (q, k, v), gradients, materialize_grads=True)
     return out.detach(), lse.detach(), dq, dk, dv
 
 

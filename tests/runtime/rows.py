@@ -1,7 +1,7 @@
 """Rows of ranks to attend to, the engine over them on threaded ranks, and what it is compared with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.runtime.threaded import BUFFER_BYTES, needs_linux, run_ranks, symmetr
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels.base import VarlenArgs
+from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.replay import TableSizes
@@ -29,22 +29,37 @@ SHAPES = {"gqa 8:2": AttentionShape(8, 2, 16, 4), "mha": AttentionShape(4, 4, 16
 
 @dataclass
 class Tensors:
-    """Per rank: q, k, v and the gradient of the output."""
+    """Per rank: q, k, v, the gradient of the output and, where a test has one, that of the log-sum-exp."""
 
     q: list[Tensor]
     k: list[Tensor]
     v: list[Tensor]
     dout: list[Tensor]
+    dlse: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def random(cls, layout: TokenLayout, shape: AttentionShape, dtype: torch.dtype = torch.float32) -> "Tensors":
-        def rows(heads: int) -> list[Tensor]:
-            return [torch.randn(n, heads, shape.head_dim).to(dtype) for n in layout.tokens_per_rank.tolist()]
+    def random(
+        cls, layout: TokenLayout, shape: AttentionShape, dtype: torch.dtype = torch.float32, *, with_dlse: bool = False
+    ) -> "Tensors":
+        counts, heads = layout.tokens_per_rank.tolist(), shape.num_heads
 
-        return cls(*(rows(h) for h in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)))
+        def rows(heads: int) -> list[Tensor]:
+            return [torch.randn(n, heads, shape.head_dim).to(dtype) for n in counts]
+
+        made = cls(*(rows(h) for h in (heads, shape.num_kv_heads, shape.num_kv_heads, heads)))
+        if with_dlse:
+            made.dlse = [torch.randn(n, heads, dtype=compute_dtype(dtype)) for n in counts]
+        return made
+
+    @property
+    def fields(self) -> list[list[Tensor]]:
+        return [self.q, self.k, self.v, self.dout, *([self.dlse] if self.dlse else [])]
+
+    def of_rank(self, rank: int) -> list[Tensor]:
+        return [xs[rank] for xs in self.fields]
 
     def to(self, device: torch.device | str) -> "Tensors":
-        return Tensors(*([x.to(device) for x in xs] for xs in (self.q, self.k, self.v, self.dout)))
+        return Tensors(*([x.to(device) for x in xs] for xs in self.fields))
 
 
 class SquareKernel(CpuKernel):
@@ -98,15 +113,15 @@ def execute(
         )
         engine.add_plan(7, plan)
         engine.add_plan(8, backward or plan)
-        q, k, v, dout = tensors.q[rank], tensors.k[rank], tensors.v[rank], tensors.dout[rank]
+        q, k, v, dout, *dlse = tensors.of_rank(rank)
         if not two_rounds:
             saved = Saved(q, k, v, *engine.forward(q, k, v, 7))
-            return [saved.out, saved.lse, *engine.backward(dout, saved, 8)]
+            return [saved.out, saved.lse, *engine.backward(dout, [*saved, *dlse], 8)]
         forward = engine.send(engine.begin_forward(q, k, v, 7))
         engine.attend_first(forward)
         engine.attend(forward)
         saved = Saved(q, k, v, *engine.finish(forward))
-        call = engine.send(engine.begin_backward(dout, saved, 8))
+        call = engine.send(engine.begin_backward(dout, [*saved, *dlse], 8))
         engine.attend_first_of_two(call)
         engine.attend(call)
         return [saved.out, saved.lse, *engine.finish(call)]
@@ -117,9 +132,9 @@ def execute(
 def dense(layout: TokenLayout, tensors: Tensors) -> list[list[Tensor]]:
     """The fp64 reference by autograd; same structure as ``execute``."""
     order, cu = layout_order(layout), offsets(layout.doc_lengths.tolist())
-    rows = [torch.cat(xs)[order] for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)]
-    call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=rows[0].shape[-1] ** -0.5)
-    return by_rank(layout, dense_in_fp64(*rows, call))
+    q, k, v, dout, *dlse = (torch.cat(xs)[order] for xs in tensors.fields)
+    call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=q.shape[-1] ** -0.5)
+    return by_rank(layout, dense_in_fp64(q, k, v, dout, call, *dlse))
 
 
 def assert_same_bits(mine: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
@@ -145,7 +160,7 @@ def gathered(layout: TokenLayout) -> TokenLayout:
 def undivided(layout: TokenLayout, shape: AttentionShape, tensors: Tensors) -> list[list[Tensor]]:
     """The same kernel over whole documents on one rank, in the layout of ``execute``."""
     order = layout_order(layout)
-    one = Tensors(*([torch.cat(xs)[order]] for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)))
+    one = Tensors(*([torch.cat(xs)[order]] for xs in tensors.fields))
     return by_rank(layout, execute(make_plan(gathered(layout), shape, PlannerConfig(planner="home")), one)[0])
 
 

@@ -54,6 +54,7 @@ def check_exactness(plan: Plan, tensors: Tensors, *runs: dict[str, Any]) -> None
     ],
 )
 @pytest.mark.parametrize("backward", ["resend", "keep"])
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["out", "lse"])
 @TRANSPORTS
 def test_any_plan_is_as_exact_as_undivided_attention(
     monkeypatch: pytest.MonkeyPatch,
@@ -61,6 +62,7 @@ def test_any_plan_is_as_exact_as_undivided_attention(
     shape: AttentionShape,
     dtype: torch.dtype,
     backward: str,
+    with_dlse: bool,
     symmetric: bool,
 ) -> None:
     monkeypatch.setattr(calls, "CUT_AT", 8)  # so that two rounds of these tasks are cut inside one
@@ -76,7 +78,7 @@ def test_any_plan_is_as_exact_as_undivided_attention(
         {**options, "two_rounds": two_rounds, "squares_only": squares_only}
         for two_rounds, squares_only in product((False, True), repeat=2)
     ]
-    check_exactness(plan, Tensors.random(layout, shape, dtype), *runs)
+    check_exactness(plan, Tensors.random(layout, shape, dtype, with_dlse=with_dlse), *runs)
 
 
 @pytest.mark.parametrize("seed", seeds(2, 8))

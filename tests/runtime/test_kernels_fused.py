@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.nn.attention import varlen as stock
 
+from tests.accuracy import assert_as_exact
 from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, fake_cudnn, fake_operator, install, use_torch
-from tests.runtime.kernels_reference import check_marshalling, random_qkv
+from tests.runtime.kernels_reference import check_marshalling, dense_in_fp64, random_qkv
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel, varlen
-from torchtitan_cad.runtime.kernels.base import Merged
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta, subtract_lse_gradient
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel
 from torchtitan_cad.runtime.kernels.fused import FusedKernel
 
@@ -56,6 +58,23 @@ def test_marshalling(monkeypatch, name: str | int, call: tuple[list, list, bool]
         assert all(seen.same_offsets) or not call[2]
     elif name != "varlen":
         assert {*seen.max_q, *seen.max_k} <= {512}  # the same for all short calls, so that nothing is compiled anew
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_log_sum_exp_has_a_gradient_where_the_output_has_none(monkeypatch, dtype: torch.dtype) -> None:
+    """Libraries take delta as a product with dout."""
+    kernel, _ = make_kernel(monkeypatch, "varlen")
+    call = VarlenArgs.from_numpy([0, 200], [0, 200], causal=True, scale=0.2)
+    q, k, v, dout = random_qkv(200, 200, (4, 2), 32, dtype)
+    dout[::2] = 0
+    dlse = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    out, lse = kernel.forward(q, k, v, call)
+    moved, delta = subtract_lse_gradient(dout, row_delta(dout, out), dlse)
+    grads = kernel.backward(moved, q, k, v, Merged(lse, delta), call)
+    exact = CpuKernel().backward(dout, q, k, v, Merged(lse, row_delta(dout, out) - dlse), call)
+    references = dense_in_fp64(q, k, v, dout, call, dlse)[2:]
+    for grad, other, reference in zip(grads, exact, references, strict=True):
+        assert_as_exact(grad, other.to(dtype), reference)
 
 
 @GENERATIONS

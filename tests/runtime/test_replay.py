@@ -121,12 +121,12 @@ def check_replays(
     rank, recorded = engine.rank, len(plans)
     for key, plan in enumerate([*plans, plans[0]]):
         engine.add_plan(key, plan)
-    rows = [xs[rank].to(engine.device) for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)]
-    q, k, v, dout = rows
+    rows = [x.to(engine.device) for x in tensors.of_rank(rank)]
+    q, k, v, dout, *dlse = rows
 
     def run(key: int) -> list[Tensor]:
         saved = Saved(q, k, v, *engine.forward(q, k, v, key))
-        return [saved.out, saved.lse, *engine.backward(dout, saved, key)]
+        return [saved.out, saved.lse, *engine.backward(dout, [*saved, *dlse], key)]
 
     keys = [*range(len(plans)), 1]
     given = [[torch.randn_like(x) for x in rows] for _ in keys]
@@ -137,7 +137,7 @@ def check_replays(
         expected.append([x.clone() for x in run(key)])
     run(recorded)
     forward, replay_forward = record(lambda: list(engine.forward(q, k, v, recorded)))
-    backward, replay_backward = record(lambda: list(engine.backward(dout, Saved(q, k, v, *forward), recorded)))
+    backward, replay_backward = record(lambda: list(engine.backward(dout, [q, k, v, *forward, *dlse], recorded)))
     results = [*forward[:2], *backward]
     for key, values_of_rows, want in zip(keys, given, expected, strict=True):
         for x, values_of_x in zip(rows, values_of_rows, strict=True):
@@ -175,7 +175,7 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
         DeviceKernel(get_tape), transport, rank=rank, device=CPU, scale=1.0, keep=keep, sizes=common_sizes(plans)
     )
     torch.manual_seed(0)
-    check_replays(engine, plans, Tensors.random(layout, shape), record)
+    check_replays(engine, plans, Tensors.random(layout, shape, with_dlse=True), record)
     return sum(plan.exchange(rank).queries.num_received for plan in plans)
 
 

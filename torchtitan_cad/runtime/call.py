@@ -56,9 +56,9 @@ def _forward(kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], ar
 
 def _backward(kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
     dout, lse, delta, q, k, v = rows
-    if not is_plain:
-        return kernel.backward(dout, q, k, v, Merged(lse, delta), args)
-    return tuple(x.to(q.dtype) for x in kernel.backward(dout, q, k, v, Merged(lse, out=delta), args))
+    merged = Merged(lse, out=delta) if delta.dim() == dout.dim() else Merged(lse, delta)
+    gradients = kernel.backward(dout, q, k, v, merged, args)
+    return tuple(x.to(q.dtype) for x in gradients) if is_plain else gradients
 
 
 FORWARD = Direction("forward", "outputs", {"queries": 2}, _forward, lambda index, *rows: index.merge(*rows))
@@ -67,7 +67,7 @@ FORWARD = Direction("forward", "outputs", {"queries": 2}, _forward, lambda index
 BACKWARD = Direction(
     "backward", "gradients", {"queries": 1, "keys": 2}, _backward, lambda index, *rows: index.add(*rows)
 )
-"""query rows: dout, lse, delta (out if ``PlanTables.is_plain``), q; key rows: k, v; results: dq; dk, dv"""
+"""query rows: dout, lse, delta (or out, if ``PlanTables.is_plain``), q; key rows: k, v; results: dq; dk, dv"""
 
 
 @dataclasses.dataclass(eq=False)

@@ -27,7 +27,7 @@ from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
 from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta, subtract_lse_gradient
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.replay import TableSizes, copy_tables
 from torchtitan_cad.runtime.tables import PlanTables
@@ -162,7 +162,13 @@ class CoreAttentionEngine:
         return self._run(self.begin_forward(q, k, v, key))
 
     def backward(self, dout: Tensor, saved: Sequence[Tensor], key: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of q, k and v, in their shapes and dtype, from dout [Tq, Hq, D] and ``Saved``."""
+        """Compute the gradients of q, k and v, in their shapes and dtype.
+
+        Args:
+            dout: [Tq, Hq, D], the gradient of out.
+            saved: ``Saved`` and, if the log-sum-exp has a gradient, this gradient [Tq, Hq].
+            key: the plan's key.
+        """
         return self._run(self.begin_backward(dout, saved, key))
 
     def _run(self, call: AttentionState) -> Any:
@@ -183,11 +189,14 @@ class CoreAttentionEngine:
 
     def begin_backward(self, dout: Tensor, saved: Sequence[Tensor], key: int) -> AttentionState:
         """Begin a backward call, with the arguments of ``backward``."""
-        q, k, v, out, lse, *kept = saved
+        q, k, v, out, lse, kept_q, kept_kv, *dlse = saved
         key = self._enter("start", BACKWARD, key, q)
         plan = self.plan(key)
         dout = dout.contiguous()
-        queries = [dout, lse, out if plan.is_plain else row_delta(dout, out), q]
+        delta = out if plan.is_plain and not dlse else row_delta(dout, out)
+        if dlse:
+            dout, delta = subtract_lse_gradient(dout, delta, *dlse)
+        queries, kept = [dout, lse, delta, q], (kept_q, kept_kv)
         return AttentionState(BACKWARD, key, plan, {"queries": queries, "keys": [k, v]}, self.keep, kept)
 
     def send(self, call: AttentionState) -> AttentionState:

@@ -29,8 +29,6 @@ def define(
     like: Callable[..., Any],
     gradients: Callable[..., Sequence[Tensor | None]] | None = None,
     remember: Callable[[Sequence[Any], Any], Remembered] = lambda arguments, results: ((), ()),
-    *,
-    has_statistics: bool = False,
 ) -> Any:
     """Define the operator torchtitan_cad::``signature``, with the additional arguments plan_key and engine.
 
@@ -39,10 +37,9 @@ def define(
         body: computes the results from the engine, the plan's key and the arguments.
         like: returns empty results of the right shapes from the arguments.
         gradients: returns the gradients of the arguments, from the gradients of the results, the remembered tensors,
-            the other remembered values, plan_key and engine. It is not called if the first result has no gradient. By
-            default the operator has no gradients.
+            the other remembered values, plan_key and engine. The gradient of a result that was not used is None; it is
+            not called if no result has a gradient. By default the operator has no gradients.
         remember: returns the values that ``gradients`` needs, from the arguments and the results.
-        has_statistics: True if only the first result has a gradient.
     """
     name, arguments, results = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", signature).groups()  # type: ignore[union-attr]
 
@@ -65,14 +62,12 @@ def define(
         tensors, ctx.others = remember(arguments, output)
         ctx.num_arguments = len(arguments)
         ctx.set_materialize_grads(False)
-        if has_statistics:
-            ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*tensors, plan_key)
 
     def backward(ctx: Any, *of_results: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, plan_key = ctx.saved_tensors
         of_arguments: Sequence[Tensor | None] = (None,) * ctx.num_arguments
-        if of_results[0] is not None:
+        if any(gradient is not None for gradient in of_results):
             of_arguments = gradients(of_results, tensors, *ctx.others, plan_key, ctx.engine)
         return *of_arguments, None, None
 
@@ -91,6 +86,12 @@ def remember_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> Rememb
     return Saved(*arguments[-3:], *results), ()
 
 
+def backward_arguments(of_results: Sequence[Tensor | None], saved: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return dout and saved as ``CoreAttentionEngine.backward`` takes them; one of ``RESULTS`` has a gradient."""
+    dout, dlse, *_ = of_results
+    return torch.zeros_like(Saved(*saved).out) if dout is None else dout, [*saved, *([] if dlse is None else [dlse])]
+
+
 _core_attention_backward = define(
     "core_attention_backward(Tensor dout, Tensor[] saved) -> (Tensor, Tensor, Tensor)",
     lambda engine, key, dout, saved: engine.backward(dout, saved, key),
@@ -100,9 +101,8 @@ _core_attention = define(
     f"core_attention({QKV}) -> {RESULTS}",
     lambda engine, key, *qkv: engine.forward(*qkv, key),
     lambda q, k, v: results_like(q),
-    lambda douts, saved, *call: _core_attention_backward(douts[0], saved, *call),
+    lambda of_results, saved, *call: _core_attention_backward(*backward_arguments(of_results, saved), *call),
     remember_call,
-    has_statistics=True,
 )
 
 
@@ -121,6 +121,17 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: st
         [T, Hq, D] in q's dtype. Gradients flow to q, k and v.
     """
     return _core_attention(q, k, v, plan_key, engine)[0]
+
+
+def core_attention_with_lse(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
+    """Return the result of ``core_attention`` and its log-sum-exp, for models that rescale outputs by it.
+
+    Returns:
+        out [T, Hq, D] in q's dtype, and the natural logarithm of the softmax's denominator, [T, Hq] in fp32 (fp64 for
+        fp64). Gradients of both flow to q, k and v.
+    """
+    out, lse, _, _ = _core_attention(q, k, v, plan_key, engine)
+    return out, lse
 
 
 def read_key(plan_key: Tensor) -> int:

@@ -4,6 +4,8 @@
     token = step(token, "attend", key, engine)  # waits, computes, sends back; backward likewise
     out = combine(token, q, k, v, key, engine)  # waits and merges;            backward sends dO, statistics, Q, K, V
 
+``combine_with_lse`` is ``combine`` that returns the log-sum-exp too.
+
 ``traced`` has the operators of graphs that contain streams.
 
 Like ``ops.core_attention``, the operators are opaque to torch.compile, and their output shapes depend on input shapes
@@ -24,7 +26,7 @@ from torch import Tensor
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.ops import QKV, RESULTS, define, remember_call, results_like
+from torchtitan_cad.runtime.ops import QKV, RESULTS, backward_arguments, define, remember_call, results_like
 
 COMPILE_OPTIONS = {"reorder_for_peak_memory": False}
 """``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``combine``. Otherwise
@@ -124,10 +126,12 @@ step = define(
 """step(token, name): run the step ``STEPS[name]``; returns another token."""
 
 
-def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Callable[..., Tensor]]:
+def define_ends(
+    family: str, *, on_streams: bool
+) -> tuple[Any, Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
     """Define a family's operators ``open`` and ``close``, which begin and end a call; in backward ``close`` begins it.
 
-    Returns ``open``, and a function that returns the output of ``close``.
+    Returns ``open``, and two functions that return the output of ``close``, alone and with its log-sum-exp.
 
     Args:
         on_streams: True for two tokens instead of one (see ``traced``), and for sending rows as a step of its own.
@@ -151,8 +155,8 @@ def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Callable[..., Te
             token = step_backward(token, "one output", *others[-2:])
         return open_backward(token, *hold, *others)
 
-    def gradients_of_call(douts: Sequence[Tensor], saved: Sequence[Tensor], *call: Any) -> tuple[Tensor | None, ...]:
-        token = close_backward(douts[0], saved, *call)
+    def gradients_of_call(of_results: Any, saved: Sequence[Tensor], *call: Any) -> tuple[Tensor | None, ...]:
+        token = close_backward(*backward_arguments(of_results, saved), *call)
         return *(token,) * num_tokens, None, None, None
 
     open_backward = define(
@@ -169,7 +173,6 @@ def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Callable[..., Te
         lambda *arguments: results_like(arguments[num_tokens]),
         gradients_of_call,
         remember_call,
-        has_statistics=True,
     )
     begin_forward = define(
         f"{family}_open({QKV}) -> {'(Tensor, Tensor)' if on_streams else 'Tensor'}",
@@ -178,11 +181,11 @@ def define_ends(family: str, *, on_streams: bool) -> tuple[Any, Callable[..., Te
         gradients_of_rows,
         lambda rows, _: ((), (rows[0].shape, rows[1].shape)),
     )
-    return begin_forward, lambda *arguments: close(*arguments)[0]
+    return begin_forward, lambda *arguments: close(*arguments)[0], lambda *arguments: close(*arguments)[:2]
 
 
-dispatch, combine = define_ends("steps", on_streams=False)
+dispatch, combine, combine_with_lse = define_ends("steps", on_streams=False)
 """dispatch(q, k, v): send the rows that other ranks serve; returns a token for ``step``. q [Tq, Hq, D], k and v
 [T, Hkv, D] are this rank's tokens in layout order (Tq = T unless the layout leaves queries out).
 combine(token, q, k, v): wait for the outputs of other ranks; returns [Tq, Hq, D] in q's dtype. Gradients flow to q, k
-and v through dispatch."""
+and v through dispatch. combine_with_lse(token, q, k, v): the same, and the log-sum-exp [Tq, Hq]."""

@@ -169,6 +169,20 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     return (dout.to(dtype) * out.to(dtype)).sum(-1)
 
 
+def subtract_lse_gradient(dout: Tensor, delta: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``dout`` and ``delta`` of rows whose log-sum-exp has the gradient ``dlse`` [T, H].
+
+    The gradient of the scores is P * (dout v^T - delta + dlse), so a kernel needs no more than delta - dlse. Libraries
+    for 16-bit dtypes take it as a product of dout and an output, which only exists if dout is not negligible: the first
+    element of such a row gets 2^-14 of dlse, far below the precision of the row's other terms.
+    """
+    if dout.dtype.itemsize == 2:
+        least, dout = dlse * 2**-14, dout.clone()
+        first = dout[..., 0]
+        first.copy_(torch.where(first.abs() < least.abs(), least, first))
+    return dout, delta - dlse
+
+
 def _offsets(name: str, values: np.ndarray | Sequence[int]) -> np.ndarray:
     offsets = np.array(values, dtype=np.int64)
     if offsets.ndim != 1 or len(offsets) == 0 or offsets[0] != 0 or np.any(np.diff(offsets) < 0):
