@@ -44,6 +44,7 @@ from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: 
 from torchtitan.models.moe import MoEArgs  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
+from tests.integration import dense_twin, tiny_models  # noqa: E402
 from tests.runtime.kernels_reference import dense_attention  # noqa: E402
 from tests.support.observer import observe  # noqa: E402
 from torchtitan_cad.integration.loading.placement import Layouts, Placement  # noqa: E402
@@ -73,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     register_datasets()
     add_variants()
     register_flavors()
+    tiny_models.register_flavors()
+    dense_twin.install()
     register_split_keys_planner()
     tell_what_changes_its_microbatch()
     record_steps(options.record_dir)
@@ -353,7 +356,7 @@ def compute_in_fp64() -> None:
 
 
 def initialise_by_name(seed: int) -> None:
-    """After a Trainer is built, set matrices to N(0, 0.02) from a generator seeded by the parameter's name.
+    """After a Trainer is built, set all but norms' weights to N(0, 0.02) from generators seeded by parameters' names.
 
     torchtitan's own initialisation draws from one stream per rank, so it depends on the parallelism.
     """
@@ -364,7 +367,7 @@ def initialise_by_name(seed: int) -> None:
         init(self, *args, **kwargs)
         with torch.no_grad():
             for name, parameter in named_parameters(self.model_parts):
-                if parameter.dim() < 2:  # weights of norms, which are 1
+                if parameter.dim() < 2 and not name.endswith(("bias", "sinks")):  # weights of norms, which are 1
                     continue
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
                 value = torch.randn(parameter.shape, generator=generator).mul_(0.02)

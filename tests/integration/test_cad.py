@@ -103,11 +103,12 @@ def test_every_flavor_becomes_a_cad_flavor(name: str) -> None:
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
 
+    from torchtitan_cad.integration.titan022.models import ADAPTERS
     from torchtitan_cad.integration.titan022.plugin import cad_train_spec
 
     stock = get_train_spec(name)
     for flavor in list(stock.model_args):
-        spec = cad_train_spec(stock, flavor)
+        spec = cad_train_spec(stock, ADAPTERS[name], flavor)
         args = spec.model_args[flavor]
         args.update_from_config(ConfigManager().parse_args([*CAD[:1], f"--model.name={name}"]))
         assert (args.attn_type, args.attn_mask_type) == ("varlen", "block_causal")

@@ -69,7 +69,6 @@ class CadSession:
         self.rank = dist.get_rank()
         self.ranks = self.topology.group_ranks(self.rank)
         self.group_rank = self.topology.group_rank(self.rank)
-        self.scale = job.kinds[0].score_scale
         self.side_stream = SideStream(self.device)
         self.statistics = StepStatistics()
         if self.deals:

@@ -53,7 +53,7 @@ class CoreAttentionParallel(ParallelStyle):
         ) -> Tensor:
             if scale is not None and abs(scale - engine_scale) > 1e-6 * engine_scale:
                 raise ValueError(f"attention scale {scale} differs from the {engine_scale} that CAD was built for")
-            q, k, v = (_rows(_local(x).transpose(1, 2)) for x in (xq, xk, xv))
+            q, k, v = (rows(local(x).transpose(1, 2)) for x in (xq, xk, xv))
             out = core_attention(q, k, v, attention_masks.cu_seq_q, engine)
             out = out.view(xq.shape[0], xq.shape[2], *out.shape[1:])
             if isinstance(xq, DTensor):
@@ -138,17 +138,17 @@ def _finish_projection(
     if getattr(attention, "q_norm", None) is not None:  # of qwen3, with k_norm
         q, k = attention.q_norm(q), attention.k_norm(k)
     if not isinstance(rope, DTensor):
-        q, k = _local(q), _local(k)
+        q, k = local(q), local(k)
     q, k = attention.rotate(q, k, rope, positions=positions)
-    return _rows(q), _rows(k), _rows(v)
+    return rows(q), rows(k), rows(v)
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
     """[B, S, H, D], possibly a DTensor sharded over H, to this rank's [B * S, H_local, D]."""
-    return _local(x).flatten(0, 1)
+    return local(x).flatten(0, 1)
 
 
-def _local(x: Tensor) -> Tensor:
+def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -17,11 +17,12 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
+from torchtitan_cad.integration.titan022.models import ADAPTERS
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
 from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime.kernels.select import KERNELS
 
-SUPPORTED_MODELS = ("llama3", "qwen3")
+SUPPORTED_MODELS = tuple(ADAPTERS)
 _SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
 """Schedules that compute gradients of inputs and of weights apart from each other."""
 

@@ -9,8 +9,8 @@ from torchtitan.tools import utils
 
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.job import Job
+from torchtitan_cad.integration.titan022.models import ADAPTERS
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.model.kind import AttentionKind
 
 
@@ -26,7 +26,7 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
     return Job(
         cad=config.cad,
         topology=topology,
-        kinds=(AttentionKind("full", model_args.n_layers, attention_shape(config, model_args)),),
+        kinds=attention_kinds(config, model_args),
         dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         device=torch.device(utils.device_type, utils.device_module.current_device()),
         eos_id=document_end(config.cad, eos_id),
@@ -41,19 +41,17 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
     )
 
 
-def attention_shape(job_config: JobConfig, model_args: Any) -> AttentionShape:
-    """Return heads per TP rank and bytes per element of what travels. Raises ValueError if TP does not divide heads."""
-    head_dim = getattr(model_args, "head_dim", None) or model_args.dim // model_args.n_heads
-    tp = job_config.parallelism.tensor_parallel_degree
-    num_kv_heads = model_args.n_kv_heads or model_args.n_heads
-    for name, heads in (("query", model_args.n_heads), ("key/value", num_kv_heads)):
+def attention_kinds(job_config: JobConfig, model_args: Any) -> tuple[AttentionKind, ...]:
+    """Return the kinds of the model's attention in a TP rank. Raises ValueError if TP does not divide the heads."""
+    adapter, tp = ADAPTERS[job_config.model.name], job_config.parallelism.tensor_parallel_degree
+    for name, heads in (("query", model_args.n_heads), ("key/value", adapter.key_heads(model_args))):
         if heads % tp:
             raise ValueError(
                 f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} {name} heads of "
                 f"model.flavor = {job_config.model.flavor!r}; set it to a divisor of {heads}"
             )
     dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
-    return AttentionShape(model_args.n_heads // tp, num_kv_heads // tp, head_dim, dtype.itemsize)
+    return adapter.kinds(model_args, job_config.training.seq_len, tp, dtype.itemsize)
 
 
 def document_end(cad: Cad, eos_id: int | None) -> int | None:

@@ -1,8 +1,9 @@
 """torchtitan's models and model args, with document-masked attention and the plan's key handed to every block."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import nn
@@ -17,15 +18,23 @@ from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import current_session
+from torchtitan_cad.integration.titan022.models import Adapter
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 
 
-def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
+def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Module]:
     """Make a subclass of ``model_cls`` whose attention masks are plan keys. Parameters keep their names."""
 
     class CadModel(model_cls):  # type: ignore[misc, valid-type]
+        adapter: Adapter
         pingpong: PingPong | None = None
         """Runs the blocks when there are two nano-batches."""
+
+        def __init__(self, model_args: Any) -> None:
+            # To the trainer attention is varlen; modules that do not know that are built as for sdpa.
+            attn_type = "sdpa" if adapter.replaces_forward else model_args.attn_type
+            with mock.patch.object(model_args, "attn_type", attn_type):
+                super().__init__(model_args)
 
         def get_attention_masks(
             self, input_batch: torch.Tensor, tokenizer: Any, extra_inputs: dict[str, torch.Tensor] | None = None
@@ -56,14 +65,19 @@ def cad_model_class(model_cls: type[nn.Module]) -> type[nn.Module]:
                 positions = positions_of(attention_masks)
             if isinstance(keys, HostTensor):
                 keys = keys.unwrap()
-            if self.pingpong is None:
-                return super().forward(tokens, VarlenMetadata(keys, keys, keys, keys), positions)
+            masks = VarlenMetadata(keys, keys, keys, keys)
+            if self.pingpong is None and not adapter.runs_blocks:
+                return super().forward(tokens, masks, positions)
             h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-            rope = self.freqs_cis if hasattr(self, "freqs_cis") else self.rope_cache  # llama3, qwen3
-            h = self.pingpong(h, rope, positions, int(keys.reshape(-1)[0]))
+            rope = self.freqs_cis if hasattr(self, "freqs_cis") else self.rope_cache  # qwen3, gpt_oss
+            if self.pingpong is None:
+                h = adapter.run_blocks(self.layers.values(), h, rope, masks, positions)
+            else:
+                h = self.pingpong(h, rope, positions, int(keys.reshape(-1)[0]))
             h = h if self.norm is None else self.norm(h)
             return h if self.output is None else self.output(h)
 
+    CadModel.adapter = adapter
     CadModel.__name__ = CadModel.__qualname__ = f"Cad{model_cls.__name__}"
     return CadModel
 
@@ -83,15 +97,19 @@ def positions_of(masks: VarlenMetadata) -> torch.Tensor | None:
     return masks.cu_seq_k if masks.cu_seq_k.ndim == 2 else None
 
 
+def update_without_cp(update_from_config: Callable[..., None], job_config: Any, **kwargs: Any) -> None:
+    """Update model args as torchtitan does, which refuses context parallelism with all of its attention but sdpa."""
+    with mock.patch.object(job_config.parallelism, "context_parallel_degree", 1):
+        update_from_config(job_config, **kwargs)
+
+
 def cad_model_args(args: Any) -> Any:
     """Return a copy of a flavor's model args that selects torchtitan's varlen call of ``inner_attention``."""
     args_cls = type(args)
 
     class CadModelArgs(args_cls):  # type: ignore[misc, valid-type]
         def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-            # torchtitan refuses its own varlen attention under context parallelism; CAD does not use it.
-            self.attn_type = "sdpa"
-            super().update_from_config(job_config, **kwargs)
+            update_without_cp(super().update_from_config, job_config, **kwargs)
             if args.attn_mask_type == "causal" and job_config.cad.documents == "eos":
                 logger.info(
                     f"CAD: attention stays within documents. Without cad, flavor {job_config.model.flavor} attends "

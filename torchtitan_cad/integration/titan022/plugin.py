@@ -11,18 +11,18 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 import torchtitan.distributed.context_parallel as titan_cp
 import torchtitan.protocols.train_spec as titan_specs
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -31,12 +31,12 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad import runtime
-from torchtitan_cad.integration.engines import ENGINE
+from torchtitan_cad.integration.engines import ENGINE, engine_name
 from torchtitan_cad.integration.loading.documents import cut_for_halves
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
-from torchtitan_cad.integration.titan022.blocks import CoreAttentionParallel, TitanBlock, apply_ac, checkpointing
+from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac, checkpointing
 from torchtitan_cad.integration.titan022.checks import choose_streams, validate
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
 from torchtitan_cad.integration.titan022.folders import check_folders
@@ -51,6 +51,7 @@ from torchtitan_cad.integration.titan022.inputs import (
 from torchtitan_cad.integration.titan022.job import read_job
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.titan022.model import build_engine, cad_model_args, cad_model_class, positions_of
+from torchtitan_cad.integration.titan022.models import ADAPTERS, Adapter, has_experts
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.planning.model.batch import halves_by_row
@@ -99,7 +100,7 @@ def on_config(config: JobConfig) -> None:
     if config.cad.shadow:
         _override(name, shadow_train_spec(spec, config.model.flavor))
         return
-    _override(name, cad_train_spec(spec, config.model.flavor))
+    _override(name, cad_train_spec(spec, ADAPTERS[name], config.model.flavor))
     _undo.enter_context(mock.patch.object(titan_cp, "cp_shard", _contiguous_for_cad(titan_cp.cp_shard)))
     for trainer_cls in _trainer_classes():
         for method in ("forward_backward_step", "train", "close"):
@@ -127,7 +128,17 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
             f"set model.flavor to one of {', '.join(spec.model_args)}"
         )
     model_args = spec.model_args[config.model.flavor]
-    experts = getattr(model_args, "moe_enabled", False)
+    if config.validation.enable and spec.build_validator_fn is None:
+        raise ValueError(
+            f"validation.enable = true: torchtitan has no validation for model.name = {name!r}; "
+            "set validation.enable to false"
+        )
+    if config.parallelism.pipeline_parallel_degree > 1 and spec.pipelining_fn is None:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}: torchtitan has no "
+            f"pipelines for model.name = {name!r}; set it to 1"
+        )
+    experts = has_experts(model_args)
     if config.cad.nano_batches == 2 and experts:
         raise ValueError(
             f"cad.nano_batches = 2 does not know the experts of model.flavor = {config.model.flavor!r}; "
@@ -165,7 +176,7 @@ def _trainer_classes() -> list[Any]:
     return list(dict.fromkeys(cls for cls in classes if cls is not None))
 
 
-def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
+def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
     """Make a spec with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
     model_args = {name: cad_model_args(args) for name, args in spec.model_args.items()}
     tokenize, validator, partial = spec.build_tokenizer_fn, spec.build_validator_fn, functools.partial
@@ -197,7 +208,7 @@ def cad_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
 
     return dataclasses.replace(
         spec,
-        model_cls=cad_model_class(spec.model_cls),
+        model_cls=cad_model_class(spec.model_cls, adapter),
         model_args=model_args,
         parallelize_fn=parallelize,
         pipelining_fn=spec.pipelining_fn and pipeline,
@@ -216,6 +227,7 @@ def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
         loader = open_dataset("training", build, job_config=job_config, **options)
         args = copy.deepcopy(spec.model_args[flavor])
+        args.update_from_config(job_config)
         with torch.device("meta"):
             model: Any = spec.model_cls(args)
         session = open_session(read_job(job_config, args, tokenizer.eos_id if tokenizer else None))
@@ -246,9 +258,11 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
             traced_on=session.job.device if traced else None,
         )
     else:
-        style = CoreAttentionParallel(ENGINE, session.scale)
-        for block in blocks:
-            parallelize_module(block.attention.inner_attention, mesh, style)
+        adapter, args = cast(Adapter, model.adapter), model.model_args
+        kinds = {kind.name: kind for kind in session.job.kinds}
+        for layer, block in model.layers.items():  # type: ignore[operator]
+            kind = kinds[adapter.kind_of(args, int(layer), job_config.training.seq_len)]
+            adapter.replace_attention(block, mesh, engine_name(session.job.kinds, kind.name), kind.score_scale)
     logger.info(
         f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
         f"nano-batches: {session.cad.nano_batches}"
@@ -294,12 +308,18 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
     def with_positions(apply: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **options: apply(*args, **{**options, "cp_enabled": True})
 
-    replaced: dict[str, Any] = {"apply_cp_to_attention_module": lambda *_: None, "apply_ac": checkpoint}
+    replaced: dict[str, Any] = {"apply_ac": checkpoint}
+    if hasattr(module, "apply_cp_to_attention_module"):
+        replaced["apply_cp_to_attention_module"] = lambda *_: None
     if pingpong is not None:
         replaced["apply_compile"] = lambda _, config, *__: pingpong.compile(config.backend)
     if current_session().deals:
-        names = [name for name in ("apply_tp", "apply_non_moe_tp") if hasattr(module, name)]
-        replaced |= {name: with_positions(getattr(module, name)) for name in names}
+        appliers = {name: getattr(module, name, None) for name in ("apply_tp", "apply_non_moe_tp")}
+        replaced |= {
+            name: with_positions(apply)
+            for name, apply in appliers.items()
+            if apply is not None and "cp_enabled" in inspect.signature(apply).parameters
+        }
     with mock.patch.multiple(module, **replaced), mock.patch.object(model.model_args, "attn_type", "sdpa"):
         yield
 

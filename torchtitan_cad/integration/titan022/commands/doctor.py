@@ -27,8 +27,9 @@ from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS, choose_
 from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta
 from torchtitan_cad.integration.titan022.folders import check_folders, checkpoint_folder, nearest_folder, resumed_from
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, load_tokenizer, open_dataset
-from torchtitan_cad.integration.titan022.job import attention_shape, document_end
+from torchtitan_cad.integration.titan022.job import attention_kinds, document_end
 from torchtitan_cad.integration.titan022.manager import quiet, read_config
+from torchtitan_cad.integration.titan022.model import update_without_cp
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning.compile_once import is_compiled
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
@@ -200,9 +201,11 @@ def _check_model(job: Job) -> Answer:
     args = copy.deepcopy(spec.model_args[model.flavor])
     if job.has_cad:
         if job.is_valid:
-            attention_shape(job.config, args)
+            attention_kinds(job.config, args)
         args.attn_type = "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
-    args.update_from_config(job.config)
+        update_without_cp(args.update_from_config, job.config)
+    else:
+        args.update_from_config(job.config)
     built = build_on_meta(job.config, args)
     job.model, job.num_parameters = args, sum(parameter.numel() for parameter in built.parameters())
     heads = f"{args.n_heads} query and {getattr(args, 'n_kv_heads', None) or args.n_heads} key heads"
@@ -271,7 +274,7 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
 
 
 def _check_kernel(job: Job) -> Answer:
-    name, shape = job.config.cad.kernel, attention_shape(job.config, job.model)
+    name, shape = job.config.cad.kernel, attention_kinds(job.config, job.model)[0].shape
     kernel, reason = choose_kernel(name, job.device, shape)
     dtype = TORCH_DTYPE_MAP[job.config.training.mixed_precision_param]
     kernel.check(dtype, shape.head_dim)
@@ -317,7 +320,7 @@ def _check_profile(job: Job) -> Answer:
         return "none: plans balance tiles of the causal triangle"
     if job.kernel is None:
         return "skip", "needs a kernel without errors"
-    cad.plan_cost(attention_shape(job.config, job.model), job.kernel.name)
+    cad.plan_cost(attention_kinds(job.config, job.model)[0].shape, job.kernel.name)
     if remark := other_device(cad, profile, job.device):
         return "note", remark
     return f"{cad.profile}: plans balance times measured on {profile.device!r} with kernel {profile.kernel!r}"

@@ -1,0 +1,97 @@
+"""Models whose attention CAD replaces as a whole, each composition against stock torchtitan without CAD.
+
+Stock torchtitan 0.2.2 gives these models masks for flex attention, which dense_twin.py computes on CPU.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.compositions import (
+    CAD,
+    COMMON,
+    COMPILE,
+    CP2,
+    FULL,
+    KEEP,
+    OP,
+    PLACED,
+    TP2,
+    VALIDATION,
+    Composition,
+    assert_not_recompiled,
+    assert_trains_alike,
+    cad_summary,
+    dp,
+    global_batch,
+    pp2,
+    reference,
+)
+from tests.integration.harness import run
+
+EP2 = dp(expert_parallel=2)
+ETP2 = (*TP2, "--parallelism.expert_tensor_parallel_degree=2")
+ROWS = ("--cad.documents=row",)
+"""Every row is one document: plain causal attention."""
+
+
+def flavor(model: str, name: str = "tiny") -> tuple[str, ...]:
+    return f"--model.name={model}", f"--model.flavor={name}"
+
+
+COMPOSITIONS = [
+    Composition("fsdp2"),
+    Composition("fsdp2xtp2", nranks=4, args=TP2, reference_nranks=2),
+    Composition("ep2", args=EP2),
+    # Stock torchtitan's gradients of routers differ where experts borrow ranks of TP: the twin borrows them too.
+    Composition("ep2xtp2", nranks=4, shared=(*EP2, *TP2)),
+    Composition("ep2xetp2", nranks=4, shared=(*EP2, *ETP2)),
+    Composition("cp2", args=CP2, reference_nranks=1),
+    Composition("fsdp2xcp2", nranks=4, args=CP2, reference_nranks=2),
+    Composition("keep", args=KEEP),
+    Composition("ac_selective_op", args=OP),
+    Composition("ac_full", args=FULL),
+    Composition("compile", args=(*COMPILE, "--compile.components=model")),
+    Composition("gradient_accumulation", shared=global_batch(8)),
+]
+"""What is tested of every model."""
+DEEPSEEK = [
+    Composition(
+        "q_lora_fsdp2xtp2", nranks=4, args=TP2, shared=flavor("deepseek_v3", "tiny_q_lora"), reference_nranks=2
+    ),
+    # The one flavor that stock torchtitan trains on CPU: sdpa knows no documents.
+    Composition("sdpa_rows_cp2", args=(*ROWS, *CP2), shared=flavor("deepseek_v3", "tiny_sdpa"), reference_nranks=1),
+    pp2("pp2_1f1b"),
+    pp2("pp2xcp2", *CP2, reference_nranks=1),
+]
+SHORT = ("fsdp2", "ep2xtp2", "cp2")
+"""Compositions of every model that the short set trains."""
+VALIDATES = ("llama4",)
+"""Models with which stock torchtitan validates."""
+
+
+def cases() -> Iterator[object]:
+    for model, of_model in {"deepseek_v3": DEEPSEEK}.items():
+        for case in (*COMPOSITIONS, *of_model):
+            if not any("--model.name" in arg for arg in case.shared):
+                case = dataclasses.replace(case, shared=(*flavor(model), *case.shared))
+            case = dataclasses.replace(case, validates=model in VALIDATES and "compile" not in case.name)
+            for homes in ("loader", "placed"):
+                short = case.name in SHORT and homes == "loader"
+                marks = [] if short else [pytest.mark.matrix]
+                yield pytest.param(case, homes, id=f"{model}-{case.name}-{homes}", marks=marks)
+
+
+@pytest.mark.parametrize(("case", "homes"), list(cases()))
+def test_composition_trains_like_its_reference(case: Composition, homes: str) -> None:
+    validation = VALIDATION if case.validates else ()
+    cad = CAD if homes == "loader" else PLACED
+    result = run([*COMMON, *validation, *cad, *case.shared, *case.args], case.nranks, 300, grads_at=2)
+    assert result.ok, result.report()
+    args = (*case.shared, *case.reference_args)
+    stock_validates = any(arg.endswith(VALIDATES) for arg in args)
+    expected = reference(case.reference_nranks or case.nranks, args, validates=stock_validates)
+    assert_trains_alike(result, expected)
+    assert_not_recompiled(result)
+    assert homes == "placed" or cad_summary(result)["tasks_moved"] > 0

@@ -1,0 +1,200 @@
+"""How each model of torchtitan 0.2.2 attends: its kinds of attention, and where its queries, keys and values are.
+
+llama3 and qwen3 hand them to ``inner_attention``, which CAD replaces. The other models use masks of their own, so CAD
+replaces ``Attention.forward``: by a projection that follows the model's code up to core attention, core attention, and
+the projection of its output.
+"""
+
+import math
+import types
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.parallel import parallelize_module
+from torchtitan.models.attention import VarlenMetadata
+from torchtitan.models.deepseek_v3.model import model as deepseek_v3
+from torchtitan.models.gpt_oss.model import model as gpt_oss
+from torchtitan.models.llama4.model import model as llama4
+
+from torchtitan_cad.integration.titan022.blocks import CoreAttentionParallel, local, rows
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.runtime.ops import core_attention
+
+Kind = Literal["full", "chunked", "window"]
+
+Projected = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""q [T, Hq, D], k [T, Hkv, D - shared], v [T, Hkv, Dv] and what all heads of keys share [T, 1, shared], if anything"""
+
+
+class Adapter:
+    """llama3 and qwen3, and what other models have in common with them."""
+
+    replaces_forward = False
+    """Whether CAD replaces ``Attention.forward``, of a model that knows no varlen attention."""
+    runs_blocks = False
+    """Whether ``run_blocks`` calls the blocks, in place of the model's ``forward``."""
+
+    def kinds(self, args: Any, seq_len: int, tp: int, dtype_bytes: int) -> tuple[AttentionKind, ...]:
+        """Return the kinds of attention of a flavor's layers, with the heads of a TP rank, for rows of ``seq_len``."""
+        layers = Counter(self.kind_of(args, layer, seq_len) for layer in range(args.n_layers))
+        shape, scale = self.shape(args, tp, dtype_bytes), self.scale(args, seq_len)
+        kinds = {
+            "full": {"shape": shape},
+            "chunked": {"shape": shape, "block": getattr(args, "fixed_attn_block_size", None)},
+            "window": {"shape": replace(shape, window=getattr(args, "sliding_window_size", None))},
+        }
+        return tuple(
+            AttentionKind(name, layers[name], **of, scale=scale) for name, of in kinds.items() if name in layers
+        )
+
+    def kind_of(self, args: Any, layer: int, seq_len: int) -> Kind:
+        """Name the kind of attention of a layer, on rows of ``seq_len`` tokens."""
+        return "full"
+
+    def shape(self, args: Any, tp: int, dtype_bytes: int) -> AttentionShape:
+        """Return the attention shape of a TP rank without a window."""
+        head_dim = getattr(args, "head_dim", None) or args.dim // args.n_heads
+        return AttentionShape(args.n_heads // tp, self.key_heads(args) // tp, head_dim, dtype_bytes)
+
+    def key_heads(self, args: Any) -> int:
+        """Return the number of key heads of the whole model."""
+        return getattr(args, "n_kv_heads", None) or args.n_heads
+
+    def scale(self, args: Any, seq_len: int) -> float | None:
+        """Return the factor on the scores of a model built for ``seq_len`` positions; None: 1 / sqrt(head_dim)."""
+        return None
+
+    def run_blocks(
+        self, blocks: Iterable[Any], h: Tensor, rope: Tensor, masks: VarlenMetadata, positions: Tensor | None
+    ) -> Tensor:
+        """Compute the last block's output from the first one's input ``h`` [B, S, dim]."""
+        raise NotImplementedError
+
+    def replace_attention(self, block: Any, mesh: DeviceMesh, engine: str, scale: float) -> None:
+        """Make ``block`` attend through the registered ``engine``, with the ``scale`` that it was built for."""
+        parallelize_module(block.attention.inner_attention, mesh, CoreAttentionParallel(engine, scale))
+
+
+class _ByProjection(Adapter):
+    replaces_forward = True
+
+    def project(self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None) -> Projected:
+        """Project x [B, S, dim] to rows of queries, keys and values, rotated."""
+        raise NotImplementedError
+
+    def attend(
+        self, attention: Any, q: Tensor, k: Tensor, v: Tensor, shared: Tensor | None, plan_key: Tensor, engine: str
+    ) -> Tensor:
+        """Return core attention's output [T, Hq, Dv] as the model's output projection takes it."""
+        return _attend(q, k, v, shared, plan_key, engine)
+
+    def replace_attention(self, block: Any, mesh: DeviceMesh, engine: str, scale: float) -> None:
+        attention, adapter = block.attention, self
+        own = getattr(attention, "softmax_scale", scale)
+        if abs(own - scale) > 1e-6 * scale:
+            raise ValueError(f"attention scale {own} differs from the {scale} that CAD was built for")
+
+        def forward(
+            self: Any, x: Tensor, rope: Tensor, masks: VarlenMetadata, positions: Tensor | None = None
+        ) -> Tensor:
+            out = adapter.attend(self, *adapter.project(self, x, rope, positions), masks.cu_seq_q, engine)
+            return self.wo(out.reshape(*x.shape[:2], -1))
+
+        attention.forward = types.MethodType(forward, attention)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, shared: Tensor | None, plan_key: Tensor, engine: str) -> Tensor:
+    if shared is None:
+        return core_attention(q, k, v, plan_key, engine)
+    k = torch.cat((k, shared.expand(-1, k.shape[1], -1)), dim=-1)
+    padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+    return core_attention(q, k, padded, plan_key, engine)[..., : v.shape[-1]]
+
+
+class DeepSeekV3(_ByProjection):
+    """Multi-head latent attention: values have other sizes than keys, whose rotary part all heads share."""
+
+    def shape(self, args: Any, tp: int, dtype_bytes: int) -> AttentionShape:
+        heads = args.n_heads // tp
+        return AttentionShape(heads, heads, args.qk_nope_head_dim + args.qk_rope_head_dim, dtype_bytes)
+
+    def scale(self, args: Any, seq_len: int) -> float:
+        mscale = 0.1 * args.mscale * math.log(args.rope_factor) + 1.0 if seq_len > args.original_seq_len else 1.0
+        return self.shape(args, 1, 1).head_dim ** -0.5 * mscale * mscale
+
+    def project(self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None) -> Projected:
+        rotate, by_head = deepseek_v3.apply_rotary_emb, (*x.shape[:2], -1)
+        nope, rotary, value = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim
+        q = attention.wq(x) if attention.q_lora_rank == 0 else attention.wq_b(attention.q_norm(attention.wq_a(x)))
+        q, q_rotary = q.view(*by_head, nope + rotary).split([nope, rotary], dim=-1)
+        q = torch.cat((q, rotate(q_rotary, rope, positions)), dim=-1)
+        latent, k_rotary = attention.wkv_a(x).split([attention.kv_lora_rank, rotary], dim=-1)
+        shared = rotate(k_rotary.unsqueeze(2), rope, positions)
+        if isinstance(shared, DTensor):  # every TP rank adds what its heads contribute to the gradient
+            shared = shared.to_local(grad_placements=[Partial()])
+        kv = attention.wkv_b(attention.kv_norm(latent)).view(*by_head, nope + value)
+        k, v = kv.split([nope, value], dim=-1)
+        return rows(q), rows(k), rows(v), shared.flatten(0, 1)
+
+
+class Llama4(_ByProjection):
+    """Layers with rotary positions attend within blocks of the row, those without to all of the document before."""
+
+    def kind_of(self, args: Any, layer: int, seq_len: int) -> Kind:
+        period, block = args.every_n_layers_nope, args.fixed_attn_block_size
+        return "full" if period is None or layer % period == 0 or seq_len <= block else "chunked"
+
+    def project(self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None) -> Projected:
+        linears = attention.wq, attention.wk, attention.wv
+        q, k, v = (linear(x).view(*x.shape[:2], -1, attention.head_dim) for linear in linears)
+        if attention.use_rope:
+            q, k = llama4.apply_rotary_emb(q, k, freqs_cis=rope, positions=positions)
+        return rows(q), rows(k), rows(v), None
+
+
+class GptOss(_ByProjection):
+    """Every other layer sees a sliding window; a learned sink takes part of every head's attention."""
+
+    runs_blocks = True
+
+    def kind_of(self, args: Any, layer: int, seq_len: int) -> Kind:
+        return "full" if layer % 2 == 1 or seq_len <= args.sliding_window_size else "window"
+
+    def run_blocks(
+        self, blocks: Iterable[Any], h: Tensor, rope: Tensor, masks: VarlenMetadata, positions: Tensor | None
+    ) -> Tensor:
+        rope = rope if positions is None else rope[positions]  # blocks take no positions
+        by_name = dict.fromkeys(("basic_mask", "sliding_window_mask"), masks)
+        for block in blocks:
+            h = block(h, rope, by_name)
+        return h
+
+    def project(self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None) -> Projected:
+        linears, rope = (attention.wq, attention.wk, attention.wv), local(rope)
+        q, k, v = (local(linear(x)).view(*x.shape[:2], -1, attention.head_dim) for linear in linears)
+        rope = rope[: x.shape[1]] if rope.ndim == 2 else rope
+        cos, sin = rope.to(q.dtype).unsqueeze(-2).chunk(2, dim=-1)
+        q, k = (heads * cos + gpt_oss.rotate_half(heads) * sin for heads in (q, k))
+        return rows(q), rows(k), rows(v), None
+
+
+ADAPTERS: dict[str, Adapter] = {
+    "llama3": Adapter(),
+    "qwen3": Adapter(),
+    "deepseek_v3": DeepSeekV3(),
+    "llama4": Llama4(),
+}
+"""What CAD knows of torchtitan's models, by ``model.name``."""
+
+
+def has_experts(args: Any) -> bool:
+    """Tell whether a flavor has mixtures of experts; only qwen3 has flavors of both kinds."""
+    return getattr(args, "moe_enabled", hasattr(args, "moe_args"))
