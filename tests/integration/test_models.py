@@ -18,6 +18,7 @@ from tests.integration.compositions import (
     OP,
     PLACED,
     TP2,
+    VALIDATE_OFTEN,
     VALIDATION,
     Composition,
     assert_not_recompiled,
@@ -65,6 +66,11 @@ DEEPSEEK = [
     pp2("pp2_1f1b"),
     pp2("pp2xcp2", *CP2, reference_nranks=1),
 ]
+LLAMA4 = [
+    Composition("sdpa_rows_cp2", args=(*ROWS, *CP2), shared=flavor("llama4", "tiny_sdpa"), reference_nranks=1),
+    Composition("validation", shared=VALIDATE_OFTEN),
+    pp2("pp2_1f1b"),
+]
 SHORT = ("fsdp2", "ep2xtp2", "cp2")
 """Compositions of every model that the short set trains."""
 VALIDATES = ("llama4",)
@@ -72,7 +78,7 @@ VALIDATES = ("llama4",)
 
 
 def cases() -> Iterator[object]:
-    for model, of_model in {"deepseek_v3": DEEPSEEK}.items():
+    for model, of_model in {"deepseek_v3": DEEPSEEK, "llama4": LLAMA4}.items():
         for case in (*COMPOSITIONS, *of_model):
             if not any("--model.name" in arg for arg in case.shared):
                 case = dataclasses.replace(case, shared=(*flavor(model), *case.shared))
