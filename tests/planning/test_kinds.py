@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning.layouts import LLAMA, Case, cases
-from tests.planning.reference import check_bounds, check_exchanges, check_json, local_tokens
+from tests.planning.reference import check_bounds, check_exchanges, check_json
+from tests.planning.test_place_step import TIMES, seconds
 from tests.planning.test_properties import SHARES, some_attend
-from torchtitan_cad.planning import Plan, PlanError, PlannerConfig, TileAreaCost, TokenLayout, make_plan, validate_plan
+from torchtitan_cad.planning import (
+    LayerTimes,
+    Plan,
+    PlanError,
+    PlannerConfig,
+    TileAreaCost,
+    TokenLayout,
+    make_plan,
+    validate_plan,
+)
+from torchtitan_cad.planning.exchange.traffic import Moved
+from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.planning.model.cost import WindowCost, cost_model
 from torchtitan_cad.planning.model.kind import AttentionKind, chunked_layout
 from torchtitan_cad.planning.model.tasks import make_tasks
+from torchtitan_cad.planning.placement.kinds import plan_kinds
+from torchtitan_cad.planning.plan import moved_by
 
 
 def kind_of(block: int | None, window: int | None) -> AttentionKind:
@@ -37,26 +52,30 @@ def columns_of(layout: TokenLayout, seed: int) -> np.ndarray:
 
 
 def check_pairs(plan: Plan, given: TokenLayout, kind: AttentionKind, columns: np.ndarray) -> None:
-    """Count every pair of tokens, known by their ranks and rows, and compare with the kind's mask."""
-    kernel_window = plan.shape.window or plan.layout.num_tokens
-    ours = [token for tokens in local_tokens(given) for token in tokens]
-    theirs = [token for tokens in local_tokens(plan.layout) for token in tokens]
+    """Count every pair of a document's tokens, known by their ranks and rows, and compare with the kind's mask."""
+    kernel_window, ours = plan.shape.window or plan.layout.num_tokens, np.empty(given.num_tokens, dtype=np.int64)
     assert (given.tokens_per_rank == plan.layout.tokens_per_rank).all()
-    index, counts = {token: i for i, token in enumerate(theirs)}, np.zeros((len(ours), len(ours)), dtype=int)
-    for task in plan.tasks:
-        doc, first, end, key, stop = (int(task[name]) for name in ("doc", "q_start", "q_end", "kv_start", "kv_end"))
-        for q in range(first, end):
-            for k in range(max(key, q - kernel_window + 1), min(stop, q + 1)):
-                counts[index[doc, q], index[doc, k]] += 1
-    doc, position = np.array(ours, dtype=np.int64).reshape(-1, 2).T
-    ahead = position[:, None] - position
-    mask = (doc[:, None] == doc) & (ahead >= 0) & (ahead < (kind.shape.window or len(ours) + 1))
-    attends = np.concatenate([np.zeros(0, bool), np.repeat(given.seg_attends, given.seg_length)])
-    mask &= attends[:, None]
-    if kind.block is not None:
-        block = (columns[doc] + position) // kind.block
-        mask &= block[:, None] == block
-    np.testing.assert_array_equal(counts, mask)
+    for rank in range(given.num_ranks):
+        ours[plan.layout.rank_positions(rank)] = given.rank_positions(rank)
+    attends = np.zeros(given.num_tokens, dtype=bool)
+    attends[np.concatenate([given.rank_positions(rank, queries=True) for rank in range(given.num_ranks)])] = True
+    base = plan.layout.doc_offsets[plan.layout.doc_index(plan.tasks["doc"])]
+    first = ours[base + plan.tasks["q_start"]]
+    for doc, begin, end in zip(given.docs, given.doc_offsets[:-1], given.doc_offsets[1:], strict=True):
+        counts = np.zeros((end - begin, end - begin), dtype=int)
+        mine = (begin <= first) & (first < end)
+        for task, offset in zip(plan.tasks[mine], base[mine], strict=True):
+            queries, keys = np.arange(task["q_start"], task["q_end"]), np.arange(task["kv_start"], task["kv_end"])
+            ahead = queries[:, None] - keys
+            here = np.ix_(ours[offset + queries] - begin, ours[offset + keys] - begin)
+            counts[here] += (ahead >= 0) & (ahead < kernel_window)
+        position = np.arange(end - begin)
+        ahead = position[:, None] - position
+        mask = (ahead >= 0) & (ahead < (kind.shape.window or len(ahead) + 1)) & attends[begin:end, None]
+        if kind.block is not None:
+            block = (columns[doc] + position) // kind.block
+            mask &= block[:, None] == block
+        np.testing.assert_array_equal(counts, mask)
 
 
 @given(case=cases, kind=kinds, share=SHARES)
@@ -78,6 +97,69 @@ def test_every_pair_of_the_mask_once(case: Case, kind: AttentionKind, share: flo
     check_bounds(plan)
     check_exchanges(plan)
     check_json(plan)
+
+
+@settings(max_examples=20)
+@given(
+    nano_batches=st.integers(1, 2),
+    rows=st.integers(1, 2),
+    ranks=st.integers(1, 3),
+    microbatches=st.integers(1, 2),
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=9),
+    others=st.lists(kinds, min_size=1, max_size=2),
+    times=st.sampled_from([None, TIMES, replace(TIMES, bytes_per_second=1e12, exchange=0.0)]),
+)
+def test_steps_of_several_kinds(
+    nano_batches: int,
+    rows: int,
+    ranks: int,
+    microbatches: int,
+    lengths: list[int],
+    others: list[AttentionKind],
+    times: LayerTimes | None,
+) -> None:
+    """Rows of 128 tokens, with documents of these lengths over and over again, cut at rows."""
+    shape, config = BatchShape(rows * microbatches, 128, rows), PlannerConfig(min_shard=32, tile=32)
+    size, every = shape.rows * shape.seq_len, [kind_of(None, None), *others]
+    begins = np.cumsum(np.resize(lengths, 2000))
+    starts = [np.union1d(begins - rank * size, np.arange(0, size, 128)) for rank in range(ranks)]
+    starts = [each[(each >= 0) & (each < size)] for each in starts]
+    columns = np.concatenate(starts) % shape.seq_len
+    given = [nano_layouts(starts, shape, number, 1, nano_batches) for number in range(microbatches)]
+    steps = plan_kinds(given, every, columns, config, times)
+    again = plan_kinds(given, every, columns, config, times)
+    for kind, step, same in zip(every, steps, again, strict=True):
+        assert [p.plan.fingerprint() for p in chain(*step)] == [p.plan.fingerprint() for p in chain(*same)]
+        for placed, home in zip(chain(*step), chain(*steps[0]), strict=True):
+            assert placed.layout is placed.plan.layout
+            validate_plan(placed.plan)
+            check_pairs(placed.plan, home.layout, kind, columns)
+    stay = plan_kinds(given, every, columns, config, times, place=False)
+    if times is None:
+        now, before = (
+            np.sum([moved_by(*(placed.plan for placed in chain(*step))) for step in each], axis=0)
+            for each in (steps, stay)
+        )
+        assert (now == before).all() or Moved(*now).score(Moved(*before)) < 3
+    else:
+        assert sum(seconds(step, times, 1) for step in steps) <= sum(seconds(step, times, 1) for step in stay)
+
+
+TWO_RANKS = [[TokenLayout.from_segments([[(0, 0, 2048)], [(doc, 0, 500) for doc in range(1, 5)] + [(5, 0, 48)]])]]
+"""Documents of two rows of 2,048 tokens; where they begin."""
+COLUMNS = np.array([0, 0, 500, 1000, 1500, 2000])
+
+
+@pytest.mark.parametrize(("layers", "is_placed"), [((99, 1), True), ((1, 99), False)])
+def test_homes_are_those_of_the_kinds_with_more_layers(layers: tuple[int, int], is_placed: bool) -> None:
+    """A long document, which full attention divides, has chunks that need no other rank's rows at home."""
+    full, chunked = AttentionKind("full", layers[0], LLAMA), AttentionKind("chunked", layers[1], LLAMA, 512)
+    config = PlannerConfig(tolerance=0.15, min_shard=4, tile=4)
+    (((first,),), ((second,),)) = plan_kinds(TWO_RANKS, [full, chunked], COLUMNS, config)
+    assert (first.layout is not TWO_RANKS[0][0]) == is_placed
+    assert first.plan.moves_rows
+    assert not second.given.moves_rows
+    assert second.plan.moves_rows == is_placed
 
 
 @given(case=cases, window=st.integers(1, 5000))
