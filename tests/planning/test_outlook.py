@@ -1,10 +1,13 @@
 """Steps without CAD, with rows reordered, and with CAD."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig
 from torchtitan_cad.planning.model.batch import BatchShape
+from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.outlook import Outlook, speedups
 from torchtitan_cad.planning.placement.reorder import in_stages
 
@@ -15,8 +18,8 @@ LONG, SHORT = np.array([0]), np.arange(0, 1024, 128)
 
 
 def outlook(cp: int = 1, stages: int = 1, nano_batches: int = 1, times: LayerTimes | None = TIMES) -> Outlook:
-    shape, config = AttentionShape(4, 2, 32, 4), PlannerConfig(tolerance=0.02)
-    return Outlook(shape, config, None, nano_batches, cp, stages, times, times is not None, 3)
+    kinds, config = [AttentionKind("full", 3, AttentionShape(4, 2, 32, 4))], PlannerConfig(tolerance=0.02)
+    return Outlook(kinds, config, None, nano_batches, cp, stages, times, times is not None, 3)
 
 
 def rows(*each: np.ndarray) -> np.ndarray:
@@ -29,7 +32,7 @@ def rows(*each: np.ndarray) -> np.ndarray:
 def test_rows_that_only_need_another_order(cp: int, nano_batches: int) -> None:
     starts, ahead = [rows(LONG, SHORT), rows(SHORT, LONG)], outlook(cp, nano_batches=nano_batches)
     plans = ahead.plan(starts, SHAPE, place=True)
-    assert [len(nanos) for nanos in plans] == [nano_batches] * 2
+    assert [[len(nanos) for nanos in kind] for kind in plans] == [[nano_batches] * 2]
     figures, count = ahead.without(starts, SHAPE, plans), 2 * nano_batches
     # A long row is 8 x 9 / 2 tiles, of which a short one has 8.
     assert figures["imbalance_before"] / count == pytest.approx(36 / 22)
@@ -50,6 +53,23 @@ def test_rows_of_which_no_order_is_even() -> None:
     assert figures["imbalance_reordered"] == figures["imbalance_before"] == pytest.approx(36 / 22)
     assert figures["seconds_after"] < figures["seconds_before"]
     assert outlook(times=None).without(starts, shape, plans).keys().isdisjoint({"seconds_before", "seconds_after"})
+
+
+def test_kinds_weigh_by_their_layers() -> None:
+    """A long row has 36 tiles; in blocks of 512, 20; in windows of 129, 15. A short one has 8 in all of them."""
+    shape = AttentionShape(4, 2, 32, 4)
+    kinds = [
+        AttentionKind("full", 1, shape),
+        AttentionKind("chunked", 2, shape, 512),
+        AttentionKind("window", 3, replace(shape, window=129)),
+    ]
+    ahead, starts = replace(outlook(), kinds=kinds), [LONG, SHORT]
+    plans = ahead.plan(starts, BatchShape(1, 1024, 1), place=False)
+    figures = ahead.without(starts, BatchShape(1, 1024, 1), plans)
+    assert len(plans) == 3
+    assert figures["loads_before"] == pytest.approx([(36 + 2 * 20 + 3 * 15) / 6, 8])
+    assert not plans[2][0][0].moves_rows
+    assert figures["seconds_after"] <= figures["seconds_before"]
 
 
 def test_speedups() -> None:

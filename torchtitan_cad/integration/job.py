@@ -20,6 +20,7 @@ class Job:
         kinds: of the model's attention, with the heads of this rank and bytes per element of the tensors that travel;
             "full" first where the model has it.
         dtype: of queries, keys and values.
+        experts_per_token: experts of a layer that a token passes through.
         device: of this rank.
         eos_id: the token that ends documents; None where rows are documents.
         rows: of a batch of this rank's data-parallel coordinate.
@@ -35,6 +36,7 @@ class Job:
     topology: Topology
     kinds: tuple[AttentionKind, ...]
     dtype: torch.dtype
+    experts_per_token: int
     device: torch.device
     eos_id: int | None
     rows: int
@@ -45,6 +47,11 @@ class Job:
     dry_run: bool
     start_timeout_s: float
     step_timeout_s: float
+
+    def __post_init__(self) -> None:
+        names = [kind.name for kind in self.kinds]
+        if not names or len({*names}) < len(names) or self.kinds[0].block is not None:
+            raise ValueError(f"kinds of attention {names}: give each once, and one that keeps documents whole first")
 
     @property
     def shape(self) -> AttentionShape:

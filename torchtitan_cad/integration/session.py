@@ -175,7 +175,7 @@ class CadSession:
 
         Args:
             mesh: of ``build_mesh``.
-            blocks: that this rank runs. The first one's parameters stand for a layer's linear work.
+            blocks: that this rank runs; their mean parameters stand for a layer's linear work.
             two_rounds: whether other work runs between two rounds of kernel calls; see ``CoreAttentionEngine``.
             ticks: of a pipeline in ticks, for which batches are then planned.
         """
@@ -216,9 +216,12 @@ class CadSession:
         """
         assert self._train_group is not None
         cost = self._cost or TileAreaCost(self._config.cost_tile)
-        parameters = [parameter for block in blocks[:1] for parameter in block.parameters() if parameter.ndim == 2]
-        count = sum(parameter.numel() for parameter in parameters) // self.topology.tp
-        width = max(parameters[0].shape) if parameters else 0
+        parameters = [parameter for block in blocks for parameter in block.parameters() if parameter.ndim > 1]
+        # A parameter with three dimensions is that of all experts.
+        shares = [1 if each.ndim == 2 else self.job.experts_per_token / each.shape[0] for each in parameters]
+        active = sum(share * each.numel() for share, each in zip(shares, parameters, strict=True))
+        count = int(active) // (len(blocks) or 1) // self.topology.tp
+        width = max(parameters[0].shape[-2:]) if parameters else 0
         how = self.job.dtype, self.device
         unit = rates.attention_seconds(self.kernel, self.shape, *how, cost)
         compute = unit, rates.linear_seconds(count, width, *how) if parameters else 0.0
@@ -266,7 +269,7 @@ class CadSession:
             group = dist.new_group(self.ranks, use_local_synchronization=True)
             times = self._measure_times(self._build_transport(group), blocks)
             dist.destroy_process_group(group)
-        how = self.shape, self._config, self._cost, self.cad.nano_batches, self.topology.cp, self.topology.pp, times
+        how = self.job.kinds, self._config, self._cost, self.cad.nano_batches, self.topology.cp, self.topology.pp, times
         outlook = Outlook(*how, self.cad.tolerance == "auto", len(blocks) // self.topology.pp)
         self.shadow = Shadow(loader, self.job, outlook, self._train_group, self.group_rank)
         return self.shadow

@@ -108,6 +108,12 @@ class Shadow(Stateful):
             begin, starts, (rows, seq_len) = time.perf_counter(), every[::cp], tokens.shape
             shape = BatchShape(rows, seq_len, rows // (len(step) * self.job.microbatches))
             plans = self.outlook.plan(starts, shape, place=self.job.cad.placement != "loader")
-            seconds, flat = (time.perf_counter() - begin) / len(step), list(chain(*plans))
-            planned = PlannedBatch(torch.empty(0), flat, seconds, [], self.outlook.nano_batches)
+            seconds, (first, *others) = (
+                (time.perf_counter() - begin) / len(step),
+                [list(chain(*kind)) for kind in plans],
+            )
+            layers = tuple(kind.layers for kind in self.outlook.kinds)
+            planned = PlannedBatch(
+                torch.empty(0), first, seconds, [], self.outlook.nano_batches, others=others, layers=layers
+            )
             self._statistics.add(planned, **self.outlook.without(starts, shape, plans))

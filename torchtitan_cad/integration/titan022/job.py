@@ -28,6 +28,7 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
         topology=topology,
         kinds=attention_kinds(config, model_args),
         dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        experts_per_token=model_args.moe_args.top_k if hasattr(model_args, "moe_args") else 0,
         device=torch.device(utils.device_type, utils.device_module.current_device()),
         eos_id=document_end(config.cad, eos_id),
         rows=rows,
