@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("patches/*.md"), *ROOT.glob(".github/*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED = re.compile(r"`((?:docs|bench|tests|patches|train_configs|examples)/[\w/.-]+)`")
 
 
 def run(*command: str | Path, **options: object) -> None:
@@ -33,6 +34,8 @@ def test_links_resolve(page: Path) -> None:
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), f"{page.name}: {link}"
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+    for name in NAMED.findall(page.read_text()):
+        assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
 @pytest.mark.parametrize(
