@@ -1,4 +1,4 @@
-"""CAD in torchtitan's log line, in TensorBoard (docs/operations.md) and in the file that `torchtitan-cad report` reads."""
+"""CAD in torchtitan's log line, in TensorBoard (docs/operations.md), and in the file that `report` reads."""
 
 import os
 import threading
