@@ -14,7 +14,8 @@ TORCH_CPU := torch==$(TORCH)+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup train compare test test-matrix test-all test-cuda-build test-gpu mutations lint format bench-gpu-dry bench-planner docs clean
+.PHONY: help setup train compare test test-matrix test-all test-cuda-build test-gpu mutations wheel lint format \
+	bench-gpu-dry bench-planner docs clean
 
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
@@ -24,6 +25,7 @@ help:
 	@echo "make test-cuda-build   what the CUDA path can show without a GPU, by a CUDA build of torch"
 	@echo "make mutations  plant ten faults and see that the short tests find each"
 	@echo "make bench-planner   planners against the lower bound, as a table; PRETRAIN=lengths.json adds workloads"
+	@echo "make wheel      dist/*.whl, tried in an environment of its own"
 	@echo "make lint       ruff, mypy and the budgets of lines;  make format: apply ruff's formatting"
 
 setup: $(INSTALLED)
@@ -75,6 +77,14 @@ bench-gpu-dry: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'not gpu' --hypothesis-profile=all
 
+# dist/*.whl, and a plan by it in an environment that has nothing but what planning needs.
+wheel:
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/pip install --quiet --disable-pip-version-check numpy numba filelock tyro
+	build/wheel/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	build/wheel/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.whl
+	cd build/wheel && bin/torchtitan-cad plan ../../examples/layout.json
+
 mutations: $(INSTALLED)
 	$(BIN)/python -m tests.mutations
 
@@ -108,4 +118,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) outputs build .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) outputs build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -1,11 +1,11 @@
-"""Writes the keys of ``[cad]`` into docs/configuration.md, between two comments: ``make docs``."""
+"""Writes the keys of ``[cad]`` into docs/settings.md, between two comments: ``make docs``."""
 
 import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG, PAGE = ROOT / "torchtitan_cad/integration/config.py", ROOT / "docs/configuration.md"
+CONFIG, PAGE = ROOT / "torchtitan_cad/integration/config.py", ROOT / "docs/settings.md"
 
 
 def options() -> str:

@@ -143,7 +143,7 @@ def test_nothing_is_tried_where_the_environment_fails(tmp_path, quick_environmen
 def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, message in (
         (["--only", "layers"], "--only layers: there is no such part, choose among environment, "),
-        (["--packages", str(tmp_path / "none")], "docs/gpu.md says how to make it"),
+        (["--packages", str(tmp_path / "none")], "docs/performance.md says how to make it"),
     ):
         with pytest.raises(SystemExit) as stopped:
             command.main(arguments)

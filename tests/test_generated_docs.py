@@ -1,4 +1,4 @@
-"""Pages say what the code says, their links lead somewhere, and all that examples/ shows works."""
+"""Pages say what the code says, and all that examples/ shows works."""
 
 import dataclasses
 import re
@@ -12,8 +12,6 @@ from tests.generated_docs import PAGE, ROOT, up_to_date
 from torchtitan_cad.cli import main
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-
 
 def test_every_option_is_described() -> None:
     enable_cpu()
@@ -24,19 +22,16 @@ def test_every_option_is_described() -> None:
         assert f"**`{field.name}`**" in PAGE.read_text()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page) -> None:
-    text = page.read_text()
-    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
-    for link in links:
-        assert not link or (page.parent / link).exists(), link
-    named = re.findall(r"`((?:docs|bench|tests|patches|train_configs|examples)/[\w/.-]+)`", text)
-    for name in named:
-        assert (ROOT / name).exists(), name
+def words(page: Path) -> int:
+    """Words of a page, without the lines of its tables."""
+    return sum(re.search(r"\w", word) is not None for word in page.read_text().split())
 
 
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().split()) <= 900
+def test_pages_are_short() -> None:
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    assert words(ROOT / "README.md") <= 900
+    assert len(pages) <= 10
+    assert sum(map(words, pages)) <= 15_000
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -1,1 +1,1 @@
-"""A verdict on a machine with one GPU: tests, speeds and goals, each part in a process of its own (docs/gpu.md)."""
+"""A verdict on a machine with one GPU: tests, speeds and goals, each part in its own process (docs/performance.md)."""

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     """Exit code 0 if nothing failed or timed out, 1 otherwise, 2 for arguments that cannot be."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
-        description="Tests, speeds and goals on a machine with one GPU (docs/gpu.md).",
+        description="Tests, speeds and goals on a machine with one GPU (docs/performance.md).",
         epilog=f"parts: {', '.join(part.name for part in PARTS)}",
     )
     parser.add_argument(
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     parts = [part for part in PARTS if options.only is None or part.name in options.only]
     packages = options.packages or ROOT / "gpu_packages"
     if options.packages and not packages.is_dir():
-        parser.error(f"--packages {packages}: there is no such folder; docs/gpu.md says how to make it")
+        parser.error(f"--packages {packages}: there is no such folder; docs/performance.md says how to make it")
     output = options.output or (Path(tempfile.mkdtemp(prefix="bench_gpu_")) if options.dry_run else RESULTS)
     session = Session(
         output,

@@ -52,8 +52,8 @@ FIGURES: dict[str, Any] = {
 
 
 def documented_tags() -> set[str]:
-    """First column of the table of docs/metrics.md."""
-    table = (REPOSITORY / "docs" / "metrics.md").read_text().split("## TensorBoard")[1]
+    """First column of the table of docs/operations.md."""
+    table = (REPOSITORY / "docs" / "operations.md").read_text().split("## Metrics")[1].split("## Traces")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `cad/")]
     return {tag for row in rows for tag in re.findall(r"`([^`]+)`", row)}
 

@@ -61,7 +61,6 @@ def run(
     figures["predicted_speedup"] = result.predicted(read_simulated_job([*args, "--parallelism.cad"], ranks))
     (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
     print(text(figures))
-    written = f"written to {output / 'compare.json'}"
     if find_spec("matplotlib") is not None:
         from torchtitan_cad.cli.plots import draw_parts
 
@@ -70,8 +69,7 @@ def run(
         parts = {part: [seconds[mode][part][rank] for rank, mode in each] for part in seconds["off"]}
         labels = [f"rank {rank}, {LABELS[mode]}" for rank, mode in each]
         draw_parts(output / "compare.png", title, labels, parts)
-        written += f" and {output / 'compare.png'}"
-    print(written)
+    print(f"compare.json and, with the extra [plots] installed, compare.png are in {output}")
 
 
 def _places(nproc: int | None) -> tuple[int, str]:

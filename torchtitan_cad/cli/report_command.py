@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,8 +52,9 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
         if summary.get(name) is not None:
             print(f"  {label:42}{factor * summary[name]:9.3f}")
     steps_file.with_name("cad_summary.json").write_text(f"{to_json(summary, indent=2)}\n")
-    draw(rows, steps_file.with_name("imbalance.png"))
-    print(f"cad_summary.json and imbalance.png are in {steps_file.parent}")
+    if find_spec("matplotlib") is not None:
+        draw(rows, steps_file.with_name("imbalance.png"))
+    print(f"cad_summary.json and, with the extra [plots] installed, imbalance.png are in {steps_file.parent}")
     for trace in folder.glob("*/iteration_*/rank*_trace.json"):
         link = trace.with_name(trace.name.replace("_trace.json", ".pt.trace.json"))
         if not link.exists():

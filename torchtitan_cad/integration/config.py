@@ -32,7 +32,7 @@ class Cad:
     """
     Which rank holds which tokens of an optimizer step, and in which microbatch: "balanced" deals token ids and labels
     anew, one step ahead, such that no rank has much to send or receive, where that moves less than the loader's homes,
-    and such that the microbatches of a pipeline have equal attention (docs/placement.md). Losses and gradients stay
+    and such that the microbatches of a pipeline have equal attention (docs/planning.md). Losses and gradients stay
     those of the same global batch. "auto" does so too, but leaves alone what it cannot deal, such as batches with
     positions of their own, which end the job with "balanced". "loader" leaves every rank what its loader gave it.
     Validation keeps the loader's homes.
@@ -73,7 +73,7 @@ class Cad:
     streams: str = "auto"
     """
     Of two nano-batches in compiled code: "traced" compiles the exchanges too, so that what lies between two of FSDP2's
-    hook points is one graph for both halves, streams and events included (docs/traced_streams.md); needs torch 2.14.1.
+    hook points is one graph for both halves, streams and events included (docs/pipelines.md); needs torch 2.14.1.
     "opaque": exchanges lie between compiled regions. "auto": traced on CPU ranks where it is possible, else opaque; on
     CUDA opaque, as no GPU has run the other yet.
     """
@@ -111,7 +111,7 @@ class Cad:
     shadow: bool = False
     """
     True: train as torchtitan does, and log for every step what reordering whole rows, and CAD, would make of its
-    imbalance and its time (docs/shadow.md). Between ranks nothing but the places where documents begin is exchanged.
+    imbalance and its time (docs/tools.md). Between ranks nothing but the places where documents begin is exchanged.
     """
 
     heartbeat_seconds: float = 1.0

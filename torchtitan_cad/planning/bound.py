@@ -1,6 +1,6 @@
 """Certified lower bounds on the bytes of any plan within load limits.
 
-docs/lower_bound.md derives them step by step, with the same names. All bounds come from one price: a server that
+docs/planning.md derives them step by step, with the same names. All bounds come from one price: a server that
 computes ``F`` pairs of imported queries of one document, with ``free`` keys at no cost and at most ``width`` keys per
 query, pays at least
 

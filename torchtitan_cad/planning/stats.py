@@ -87,7 +87,7 @@ class PlanStats:
 
     @property
     def forced_export_bytes(self) -> int:
-        """Bytes that the rank with the most work of its own must send in any such plan (docs/lower_bound.md)."""
+        """Bytes that the rank with the most work of its own must send in any such plan (docs/planning.md)."""
         return self.bounds().forced
 
     def to_dict(self) -> dict[str, Any]:

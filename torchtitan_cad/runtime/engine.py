@@ -1,4 +1,4 @@
-"""Execute core attention of one rank by a plan (docs/architecture.md).
+"""Execute core attention of one rank by a plan (docs/how_it_works.md).
 
 Forward: send query and key/value rows -> run a causal and an unmasked kernel call over all tasks of this rank (more
 calls if they have many rows; two rounds on request) -> return outputs with their log-sum-exps -> merge local and

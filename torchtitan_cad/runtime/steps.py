@@ -1,4 +1,4 @@
-"""Core attention as several operators, so that other work can run between them (docs/architecture.md, "Ping-pong").
+"""Core attention as several operators, so that other work can run between them (docs/pipelines.md, "Ping-pong").
 
     token = dispatch(q, k, v, key, engine)      # sends rows to servers;       backward waits and sums gradients
     token = step(token, "attend", key, engine)  # waits, computes, sends back; backward likewise

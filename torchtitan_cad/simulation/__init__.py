@@ -1,7 +1,7 @@
 """Predicted time of a training step: CAD against packing, on the same batches. Pure numpy; imports planning only.
 
 ``simulate(model, cluster, documents, configuration, rates)`` returns a ``Report``. ``Costs`` has the seconds of every
-part of a layer, for others that weigh bytes against time. docs/simulation.md says what is modelled and what is not.
+part of a layer, for others that weigh bytes against time. docs/tools.md says what is modelled and what is not.
 """
 
 from torchtitan_cad.simulation.advice import Advice, advise

@@ -1,4 +1,4 @@
-"""CAD in torchtitan's log line, in TensorBoard (docs/metrics.md) and in the file that `torchtitan-cad report` reads."""
+"""CAD in torchtitan's log line, in TensorBoard (docs/operations.md), and in the file that `report` reads."""
 
 import os
 import threading
@@ -121,7 +121,7 @@ def _run_folder(loggers: BaseLogger, job_config: JobConfig) -> str:
 
 
 def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
-    """Return the scalars of docs/metrics.md by tag; ``ranks`` are the global ranks of the CAD group."""
+    """Return the scalars of docs/operations.md by tag; ``ranks`` are the global ranks of the CAD group."""
     scalars = {tag: unit * figures[name] for tag, (name, unit) in TAGS.items() if name in figures}
     if "imbalance_before" in figures and len(ranks) <= MOST_LOAD_SCALARS:
         for when in ("before", "after"):

@@ -1,6 +1,6 @@
 """Exchange tables: what one rank sends, receives and computes for a plan.
 
-docs/architecture.md fixes the format. Building the tables of one rank takes time proportional to its rows, tasks and
+docs/how_it_works.md fixes the format. Building the tables of one rank takes time proportional to its rows, tasks and
 peers, and to the intervals of the plan's needs (``needs.py``).
 """
 

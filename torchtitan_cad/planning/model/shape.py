@@ -89,7 +89,7 @@ class BackwardShape(AttentionShape):
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of a row of every message that the engine exchanges for a layer (see docs/architecture.md).
+    """Bytes of a row of every message that the engine exchanges for a layer (see docs/how_it_works.md).
 
     Attributes:
         forward_queries: Q.

@@ -1,4 +1,4 @@
-"""Placement: choose which rank holds which tokens of a batch, and plan for that layout (``docs/placement.md``)."""
+"""Placement: choose which rank holds which tokens of a batch, and plan for that layout (``docs/planning.md``)."""
 
 from __future__ import annotations
 
