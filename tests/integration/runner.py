@@ -32,13 +32,14 @@ import torchtitan.components.metrics as titan_metrics  # noqa: E402
 import torchtitan.distributed.utils as dist_utils  # noqa: E402
 import torchtitan.train as titan_train  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
-from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
+from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing  # noqa: E402
 from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset  # noqa: E402
-from torchtitan.models import llama3  # noqa: E402
+from torchtitan.models import llama3, qwen3  # noqa: E402
 from torchtitan.models.attention import VarlenAttentionWrapper  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: E402
 from torchtitan.models.moe import MoEArgs  # noqa: E402
@@ -77,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     tiny_models.register_flavors()
     dense_twin.install()
     register_split_keys_planner()
+    attend_to_sharded_heads()
+    balance_experts()
     tell_what_changes_its_microbatch()
     record_steps(options.record_dir)
     if options.grads_at is not None:
@@ -153,7 +156,7 @@ def register_flavors() -> None:
     llama3_args["tiny4_varlen"] = varlen(n_layers=4)
     llama3_args["tiny8_varlen"] = varlen(n_layers=8)
     llama3_args["tiny_sdpa_3_heads"] = tiny(dim=96, n_heads=3)
-    qwen3 = functools.partial(
+    tiny_qwen3 = functools.partial(
         Qwen3ModelArgs,
         dim=64,
         n_layers=2,
@@ -165,13 +168,32 @@ def register_flavors() -> None:
         attn_type="varlen",
         attn_mask_type="block_causal",
     )
-    qwen3_args["tiny_varlen"] = qwen3()
+    qwen3_args["tiny_varlen"] = tiny_qwen3()
     experts = functools.partial(
         MoEArgs, num_shared_experts=0, score_func="softmax", route_norm=True, score_before_experts=False, top_k=2
     )
-    moe = functools.partial(qwen3, moe_enabled=True, moe_inter_dim=32)
+    moe = functools.partial(tiny_qwen3, moe_enabled=True, moe_inter_dim=32)
     qwen3_args["tiny_moe"] = moe(moe_args=experts(use_grouped_mm=False))
     qwen3_args["tiny_moe_grouped"] = moe(moe_args=experts())
+
+
+def attend_to_sharded_heads() -> None:
+    """Let torchtitan's varlen attention take heads sharded over TP, which qwen3 gives it; it stops with an error."""
+    attend = VarlenAttentionWrapper.forward
+
+    @functools.wraps(attend)
+    def attend_locally(self: Any, xq: Any, xk: Any, xv: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(xq, DTensor):
+            return attend(self, xq, xk, xv, *args, **kwargs)
+        out = attend(self, xq.to_local(), xk.to_local(), xv.to_local(), *args, **kwargs)
+        return DTensor.from_local(out, xq.device_mesh, [Shard(1)], run_check=False)
+
+    VarlenAttentionWrapper.forward = attend_locally
+
+
+def balance_experts() -> None:
+    """Update the biases of qwen3's experts as torchtitan does those of its other models."""
+    qwen3.build_optimizers = build_optimizers_with_moe_load_balancing
 
 
 def register_split_keys_planner() -> None:
@@ -255,7 +277,10 @@ def resident_bytes() -> int:
 
 
 def record_gradients(record_dir: Path, step: int) -> None:
-    """Save {parameter name: full gradient} of this rank's model parts as they are before clipping at `step`."""
+    """Save {parameter name: full gradient} of this rank's model parts as they are before clipping at `step`.
+
+    Biases of experts, which have no gradients but are updated by counts of tokens, are saved as they are.
+    """
     train_step, clip = titan_train.Trainer.train_step, dist_utils.clip_grad_norm_
 
     @functools.wraps(train_step)
@@ -264,6 +289,7 @@ def record_gradients(record_dir: Path, step: int) -> None:
             if self.step == step:
                 named = [(name, p.grad) for name, p in named_parameters(self.model_parts) if p.grad is not None]
                 whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named}
+                whole |= dict(named_biases(self.model_parts))
                 torch.save(whole, record_dir / f"grads_rank{rank()}.pt")
             return clip(*clip_args, **clip_kwargs)
 
@@ -380,13 +406,19 @@ def initialise_by_name(seed: int) -> None:
 
 def named_parameters(model_parts: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
     """Parameters under the names they have before activation checkpointing, compile and DDP wrap their modules."""
-    named = []
-    for part in model_parts:
-        for name, parameter in part.named_parameters():
-            for prefix in WRAPPER_PREFIXES:
-                name = name.replace(prefix, "")
-            named.append((name, parameter))
-    return named
+    return [(unwrapped(name), parameter) for part in model_parts for name, parameter in part.named_parameters()]
+
+
+def named_biases(model_parts: list[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
+    """Biases by which torchtitan balances experts, under their names."""
+    buffers = [(unwrapped(name), buffer) for part in model_parts for name, buffer in part.named_buffers()]
+    return [(name, buffer) for name, buffer in buffers if name.endswith("expert_bias")]
+
+
+def unwrapped(name: str) -> str:
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
 
 
 if __name__ == "__main__":

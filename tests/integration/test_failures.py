@@ -11,7 +11,7 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
 
 IN_TICKS = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=CAD1F1B"]
-EXPERTS = ["--model.name=qwen3", "--model.flavor=debugmodel_moe"]
+LLAMA4 = ["--model.name=llama4", "--model.flavor=debugmodel"]
 INTERLEAVED = [
     *("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=CADInterleaved1F1B"),
     *(f"--parallelism.pipeline_parallel_{which}_stage_less_layers=0" for which in ("first", "last")),
@@ -26,11 +26,11 @@ REFUSED = {
         ["--parallelism.tensor_parallel_degree=2", "--model.flavor=tiny_sdpa_3_heads"],
         r"tensor_parallel_degree = 2 does not divide the 3 query heads",
     ),
-    "ping-pong of experts": (
-        ["--cad.nano_batches=2", *EXPERTS],
-        r"cad\.nano_batches = 2 .* model\.flavor = 'debugmodel_moe'; set cad\.nano_batches to 1",
+    "ping-pong of other attention": (
+        ["--cad.nano_batches=2", *LLAMA4],
+        r"cad\.nano_batches = 2 .* model\.name = 'llama4'; set cad\.nano_batches to 1",
     ),
-    "ticks and experts": ([*IN_TICKS, *EXPERTS], r"'CAD1F1B' .*experts of .*= 'debugmodel_moe'; set the schedule"),
+    "ticks and experts": ([*IN_TICKS, *LLAMA4], r"'CAD1F1B' .*experts of .*= 'debugmodel'; set the schedule"),
     "ticks and too many stages": (
         [*IN_TICKS, "--parallelism.pipeline_parallel_layers_per_stage=1"],
         r"layers_per_stage = 1 makes 4 stages, .*needs exactly 2 stages; leave",

@@ -387,6 +387,8 @@ def test_streams_are_traced_where_that_is_possible_and_has_run(
     config = parse_job(tmp_path, *args)
     from torchtitan_cad.integration.titan022 import checks
 
-    chosen, reason = checks.choose_streams(config, device)
+    chosen, reason = checks.choose_streams(config, device, experts=False)
     assert chosen == traced
     assert why in reason
+    if "cad.streams" not in " ".join(args):
+        assert not checks.choose_streams(config, device, experts=True)[0]

@@ -15,8 +15,9 @@ class BlockView(Protocol):
     """The linear work of a transformer block, cut where core attention is.
 
     Implementations are ``nn.Module``s that hold the block and have no parameters of their own, so that compiling and
-    checkpointing find the block's modules. All methods but the norms are compiled. Shapes: B rows of S tokens, heads
-    and hidden units of this rank; under tensor parallelism x [B, S, dim] is sharded over tokens between blocks.
+    checkpointing find the block's modules. All methods but the norms are compiled if all blocks are ``traceable``.
+    Shapes: B rows of S tokens, heads and hidden units of this rank; under tensor parallelism x [B, S, dim] is sharded
+    over tokens between blocks.
 
     ``attention_out``, ``expand``, ``contract`` and ``project_normed`` are the parts of the work between which TP
     communicates, each by this rank's share of the weights. The loop sums over ranks, adds the residual, normalizes and
@@ -25,6 +26,10 @@ class BlockView(Protocol):
 
     block: nn.Module
     """The block itself, with the hooks that FSDP2 gave it (fsdp_hooks.py)."""
+    traceable: bool
+    """Whether a compiler can trace all of the block's work; it cannot trace experts, whose tokens are counted first."""
+    graphs: tuple[str, ...]
+    """Methods, or parts of them, to compile where some block of the model is not traceable."""
     can_split: bool
     """Whether the parts below compute the block: plain linear layers, RMSNorm, a gated SiLU MLP."""
 

@@ -12,11 +12,15 @@ with the tensors they are given decides which ones to give:
   operation in backward precedes: the result of the second half.
 
 FSDP2 also casts the given floating-point tensors to the parameters' dtype.
+
+Modules inside of a block that have FSDP2's hooks of their own, such as experts, would be called once per half:
+``adopt_hooks`` lets the block run those hooks along with its own.
 """
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 
 def open_block(block: Any, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -38,3 +42,19 @@ def close_block(block: Any, output: Tensor) -> Tensor:
         result = hook(block, *inputs, output)
         output = output if result is None else result
     return output
+
+
+def adopt_hooks(block: nn.Module) -> None:
+    """Make what ``fully_shard`` has hooked on modules inside of ``block`` hooks of the block, around its own work."""
+    for module in list(block.modules())[1:]:
+        state = fully_shard.state(module)  # type: ignore[attr-defined]
+        if state is None:
+            continue
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if getattr(hook, "__self__", None) is state:
+                del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
+                block.register_forward_pre_hook(hook, with_kwargs=True)
+        for number, after in list(module._forward_hooks.items()):
+            if getattr(after, "__self__", None) is state:
+                del module._forward_hooks[number]
+                block.register_forward_hook(after, prepend=True)

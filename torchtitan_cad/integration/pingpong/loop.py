@@ -174,6 +174,7 @@ class PingPong:
         self.traced_on = traced_on
         self.splits = new_boundary is not None and all(block.can_split for block in self.blocks)
         """Whether regions run by parts, between which TP communicates."""
+        self.traceable = all(block.traceable for block in self.blocks)
         self.regions: list[Any] = list(map(Region, [None, *self.blocks], [*self.blocks, None])) if self.blocks else []
         self.units: list[nn.Module] = []
         self.turns: list[Callable[..., Any]] = []
@@ -199,7 +200,7 @@ class PingPong:
         self.regions = wrap(self.regions)
 
     def compile(self, backend: str) -> None:
-        """Compile every region, or every part of it, as one graph each; with ``traced_on`` every turn, by Inductor."""
+        """Compile every region, or its parts, as one graph each; with ``traced_on`` every turn, by Inductor."""
         dynamo: Any = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
         if self.traced_on is not None:
@@ -208,9 +209,10 @@ class PingPong:
             return
 
         compiled: Any = functools.partial(torch.compile, backend=backend, fullgraph=True)
-        if self.splits:
+        if self.splits or not self.traceable:
             for block in self.blocks:
-                for name in ("attention_out", "expand", "contract", "project_normed"):
+                parts = ("attention_out", "expand", "contract", "project_normed") if self.splits else block.graphs
+                for name in parts:
                     setattr(block, name, compiled(getattr(block, name)))
             return
         self.regions = [compiled(region) for region in self.regions]

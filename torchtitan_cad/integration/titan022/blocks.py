@@ -2,7 +2,7 @@
 them (integration/pingpong/block.py).
 
 The code of blocks follows ``TransformerBlock`` and ``Attention`` of torchtitan.models.llama3.model and
-torchtitan.models.qwen3.model, which differ only in the norms of queries and keys.
+torchtitan.models.qwen3.model, which differ only in the norms of queries and keys, and in qwen3's experts.
 """
 
 import dataclasses
@@ -78,7 +78,9 @@ class TitanBlock(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block: Any = block
-        self.can_split = _is_plain(block)
+        self.traceable = not getattr(block, "moe_enabled", False)
+        self.graphs: tuple[str, ...] = ("project", "finish" if self.traceable else "add_attention")
+        self.can_split = self.traceable and _is_plain(block)
         attention: Any = self.block.attention
         attention.rotate = sys.modules[type(attention).__module__].apply_rotary_emb
         attention.forward = types.MethodType(_project, attention)
@@ -87,8 +89,13 @@ class TitanBlock(nn.Module):
         return self.block.attention(self.block.attention_norm(x), rope, None, positions)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        h, normed = self.add_attention(x, attended)
+        return h + (self.block.feed_forward(normed) if self.traceable else self.block.moe(normed))
+
+    def add_attention(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what comes before the MLP or the experts; return the residual and its norm, [B, S, dim] each."""
         h = x + self.block.attention.wo(attended)
-        return h + self.block.feed_forward(self.block.ffn_norm(h))
+        return h, self.block.ffn_norm(h)
 
     def attention_norm(self) -> tuple[Tensor, float]:
         return self.block.attention_norm.weight.to_local(), self.block.attention_norm.eps
@@ -170,6 +177,20 @@ def checkpointing(config: JobConfig) -> Any:
 def selects_operators(config: Any) -> bool:
     """Tell whether a section ``activation_checkpoint`` keeps outputs of chosen operators, such as core attention's."""
     return config.mode == "selective" and config.selective_ac_option == "op"
+
+
+def apply_compile(pingpong: PingPong, apply: Callable[..., None], _: nn.Module, config: Any, *options: Any) -> None:
+    """Compile what the loop runs, and of experts what torchtitan's ``apply`` compiles."""
+    stand_in = nn.Module()
+    stand_in.layers = nn.ModuleDict()
+    for i, view in enumerate(pingpong.blocks):
+        if not view.traceable:
+            layer: Any = nn.Module()
+            layer.moe_enabled, layer.moe = True, view.block.moe
+            stand_in.layers[str(i)] = layer
+    if stand_in.layers:
+        apply(stand_in, config, *options)
+    pingpong.compile(config.backend)
 
 
 def apply_ac(pingpong: PingPong, apply: Callable[..., None], config: Any, **options: Any) -> None:

@@ -329,11 +329,13 @@ def _check_streams(config: JobConfig) -> None:
         raise ValueError(f"cad.streams = 'traced' {obstacle}, or cad.streams to 'auto'")
 
 
-def choose_streams(config: JobConfig, device: torch.device) -> tuple[bool, str]:
-    """Tell whether to trace streams, and why."""
+def choose_streams(config: JobConfig, device: torch.device, experts: bool) -> tuple[bool, str]:
+    """Tell whether to trace streams, and why; ``experts``: whether the model has any."""
     streams = config.cad.streams
     if streams != "auto":
         return streams == "traced", f"cad.streams = {streams!r}"
+    if experts:
+        return False, "cad.streams = 'auto': experts cannot be traced"
     if (obstacle := _obstacle(config)) is not None:
         return False, f"cad.streams = 'auto': 'traced' {obstacle}"
     if device.type != "cpu":

@@ -33,10 +33,11 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad import runtime
 from torchtitan_cad.integration.engines import ENGINE, engine_name
 from torchtitan_cad.integration.loading.documents import cut_for_halves
+from torchtitan_cad.integration.pingpong.fsdp_hooks import adopt_hooks
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
-from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac, checkpointing
+from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac, apply_compile, checkpointing
 from torchtitan_cad.integration.titan022.checks import choose_streams, validate
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
 from torchtitan_cad.integration.titan022.folders import check_folders
@@ -138,11 +139,15 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
             f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}: torchtitan has no "
             f"pipelines for model.name = {name!r}; set it to 1"
         )
-    experts = has_experts(model_args)
-    if config.cad.nano_batches == 2 and experts:
+    if config.cad.nano_batches == 2 and ADAPTERS[name].replaces_forward:
         raise ValueError(
-            f"cad.nano_batches = 2 does not know the experts of model.flavor = {config.model.flavor!r}; "
-            "set cad.nano_batches to 1"
+            f"cad.nano_batches = 2 does not know the attention of model.name = {name!r}; set cad.nano_batches to 1"
+        )
+    experts = has_experts(model_args)
+    if config.cad.streams == "traced" and experts:
+        raise ValueError(
+            f"cad.streams = 'traced' cannot trace the experts of model.flavor = {config.model.flavor!r}; "
+            "set cad.streams to 'auto'"
         )
     in_ticks = schedule in TICK_SCHEDULES and config.parallelism.pipeline_parallel_degree > 1
     if in_ticks and experts:
@@ -191,6 +196,9 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         separate_compile_caches(parallel_dims)
         with _left_to_cad(spec, model, job_config):
             parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
+        if parallelized.pingpong is not None:
+            for block in parallelized.layers.values():
+                adopt_hooks(block)
         if not parallel_dims.pp_enabled:
             build_engine([parallelized], parallel_dims)
         return parallelized
@@ -244,7 +252,7 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
     mesh = session.build_mesh(parallel_dims.world_mesh)
     blocks = list(model.layers.values())  # type: ignore[operator]
     if session.cad.nano_batches == 2:
-        traced, why = choose_streams(job_config, session.job.device)
+        traced, why = choose_streams(job_config, session.job.device, has_experts(model.model_args))
         logger.info(f"Streams of nano-batches: {'traced' if traced else 'opaque'} ({why})")
         if traced and session.job.device.type != "cpu":
             logger.warning("cad.streams = 'traced' has not run on GPUs yet; if it fails, set cad.streams to 'opaque'")
@@ -312,7 +320,7 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
     if hasattr(module, "apply_cp_to_attention_module"):
         replaced["apply_cp_to_attention_module"] = lambda *_: None
     if pingpong is not None:
-        replaced["apply_compile"] = lambda _, config, *__: pingpong.compile(config.backend)
+        replaced["apply_compile"] = functools.partial(apply_compile, pingpong, module.apply_compile)
     if current_session().deals:
         appliers = {name: getattr(module, name, None) for name in ("apply_tp", "apply_non_moe_tp")}
         replaced |= {

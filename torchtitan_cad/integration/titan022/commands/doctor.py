@@ -30,6 +30,7 @@ from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, load_tokenizer
 from torchtitan_cad.integration.titan022.job import attention_kinds, document_end
 from torchtitan_cad.integration.titan022.manager import quiet, read_config
 from torchtitan_cad.integration.titan022.model import update_without_cp
+from torchtitan_cad.integration.titan022.models import has_experts
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning.compile_once import is_compiled
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
@@ -301,7 +302,7 @@ def _check_transport(job: Job) -> Answer:
 
 def _check_planner(job: Job) -> Answer:
     cad = job.config.cad
-    streams = "traced" if choose_streams(job.config, job.device)[0] else "opaque"
+    streams = "traced" if choose_streams(job.config, job.device, has_experts(job.model))[0] else "opaque"
     parts = "no overlap" if cad.nano_batches == 1 else f"halves of every microbatch overlap, streams {streams}"
     text = f"{cad.planner}, tolerance {cad.tolerance}, shards of {cad.min_shard} tokens; nano_batches = "
     text += f"{cad.nano_batches}: {parts}"
