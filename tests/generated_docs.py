@@ -1,11 +1,17 @@
-"""Writes the keys of ``[cad]`` into docs/settings.md, between two comments: ``make docs``."""
+"""Writes what docs/ repeat of the code, between two comments: the keys of ``[cad]`` and the API. ``make docs``."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG, PAGE = ROOT / "torchtitan_cad/integration/config.py", ROOT / "docs/settings.md"
+CONFIG = ROOT / "torchtitan_cad/integration/config.py"
+SETTINGS, API = ROOT / "docs/settings.md", ROOT / "docs/api.md"
+OPERATORS = ("core_attention", "core_attention_with_lse", "register_engine", "CoreAttentionEngine")
+TRANSPORTS = ("Transport", "Route", "Pending", "build_transport")
 
 
 def options() -> str:
@@ -35,13 +41,61 @@ def _default(value: ast.expr) -> str:
     return {"None": "none", "True": "`true`", "False": "`false`"}.get(text, f"`{text}`".replace("'", '"'))
 
 
-def up_to_date() -> str:
+def api() -> str:
+    """Names, parameters and first paragraphs of what can be imported."""
+    from torchtitan_cad import planning
+    from torchtitan_cad.runtime import engine, ops, transport
+
+    parts = [("torchtitan_cad.planning", planning, planning.__all__)]
+    parts += [
+        (f"torchtitan_cad.runtime.{module.__name__.rsplit('.', 1)[1]}", module, names)
+        for module, names in ((ops, OPERATORS[:2]), (engine, OPERATORS[2:]), (transport, TRANSPORTS))
+    ]
+    return "\n".join(_module(*part) for part in parts)
+
+
+def _module(title: str, module: ModuleType, names: Any) -> str:
+    lines = [f"## {title}", ""]
+    for name in names:
+        value = getattr(module, name)
+        if not callable(value):
+            continue
+        lines += [f"**`{name}`** `({_parameters(value)})`", "", _summary(value), ""]
+    return "\n".join(lines)
+
+
+def _parameters(value: Any) -> str:
+    """Names of parameters and their defaults; none of protocols."""
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    if getattr(value, "_is_protocol", False):
+        return "protocol"
+    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return ", ".join(
+        each.name if each.default is each.empty else f"{each.name}={_value(each.default)}" for each in named
+    )
+
+
+def _value(default: Any) -> str:
+    return repr(default) if isinstance(default, int | float | str | bool | tuple) or default is None else "..."
+
+
+def _summary(value: Any) -> str:
+    """The first paragraph of the docstring, as Markdown."""
+    return (inspect.getdoc(value) or "").split("\n\n")[0].replace("``", "`").replace("\n", " ")
+
+
+def up_to_date(page: Path) -> str:
     """Return the page with its generated part as the code has it."""
-    part = re.compile(r"(<!-- generated: options -->\n).*?(<!-- end -->)", re.DOTALL)
-    page, count = part.subn(lambda match: f"{match[1]}\n{options()}\n{match[2]}", PAGE.read_text())
-    assert count == 1, f"{PAGE} has no generated part"
-    return page
+    make = {SETTINGS: options, API: api}[page]
+    part = re.compile(r"(<!-- generated -->\n).*?(<!-- end -->)", re.DOTALL)
+    text, count = part.subn(lambda match: f"{match[1]}\n{make()}\n{match[2]}", page.read_text())
+    assert count == 1, f"{page} has no generated part"
+    return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(up_to_date())
+    for page in (SETTINGS, API):
+        page.write_text(up_to_date(page))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.generated_docs import PAGE, ROOT, up_to_date
+from tests.generated_docs import API, ROOT, SETTINGS, up_to_date
 from torchtitan_cad.cli import main
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
@@ -17,9 +17,10 @@ def test_every_option_is_described() -> None:
     enable_cpu()
     from torchtitan_cad.integration.config import Cad
 
-    assert PAGE.read_text() == up_to_date(), "run `make docs`"
+    for page in (SETTINGS, API):
+        assert page.read_text() == up_to_date(page), "run `make docs`"
     for field in dataclasses.fields(Cad):
-        assert f"**`{field.name}`**" in PAGE.read_text()
+        assert f"**`{field.name}`**" in SETTINGS.read_text()
 
 
 def words(page: Path) -> int:
@@ -30,28 +31,42 @@ def words(page: Path) -> int:
 def test_pages_are_short() -> None:
     pages = sorted((ROOT / "docs").glob("*.md"))
     assert words(ROOT / "README.md") <= 900
-    assert len(pages) <= 10
+    assert len(pages) <= 11  # ten, and the API
     assert sum(map(words, pages)) <= 15_000
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-def output_of(name: str) -> str:
-    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=300)
+def output_of(name: str, *arguments: str | Path) -> str:
+    done = subprocess.run([sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_every_example_is_tested() -> None:
     names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert names == {"layout.json", "plan_a_batch.py", "two_ranks.py"}
+    assert names == {"layout.json", "plan_a_batch.py", "plan_from_lengths.py", "draw_a_plan.py", "two_ranks.py"}
 
 
 def test_plan_a_batch() -> None:
     printed = output_of("plan_a_batch.py")
     assert "document 0: queries 0 to" in printed
     assert "before, 1.0" in printed
+
+
+def test_plan_from_lengths() -> None:
+    lines = output_of("plan_from_lengths.py").splitlines()
+    (before, after), (_, placed) = [[float(x) for x in re.findall(r"(?:mean|->) ([\d.]+)", line)] for line in lines]
+    assert before > 1.5 > 1.05 > after
+    assert placed < 1.05
+    given, chosen = [float(re.findall(r"([\d.]+) GB a layer", line)[0]) for line in lines]
+    assert chosen < given
+
+
+def test_draw_a_plan(tmp_path: Path) -> None:
+    assert f"wrote {tmp_path / 'plan.png'}" in output_of("draw_a_plan.py", tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
 def test_plan_a_layout_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
