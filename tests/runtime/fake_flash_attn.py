@@ -71,6 +71,7 @@ class Recorder:
         self.max_k: list[int] = []
         self.same_offsets: list[bool] = []
         self.deterministic: list[bool] = []
+        self.dims: set[tuple[int, int]] = set()
 
     def call(self, given: dict[str, Any]) -> VarlenArgs:
         cu_q, cu_k = (_find(given, f"cu_seqlens_{x}", f"cum_seq_{x}", f"cu_seq_{x}") for x in "qk")
@@ -97,6 +98,7 @@ def _find(given: dict[str, Any], *names: str) -> Any:
 def attend(given: dict[str, Any], seen: Recorder, empty_lse: float) -> tuple[Tensor, Tensor]:
     """out and [H, T] log-sum-exp; rows without keys have ``empty_lse``."""
     q, k, v = (_find(given, *names) for names in (("q", "query"), ("k", "key"), ("v", "value")))
+    seen.dims.add((k.shape[2], v.shape[2]))
     out, lse = CpuKernel().forward(q, k, v, seen.call(given))
     return out, lse.masked_fill(lse == -torch.inf, empty_lse).t().contiguous()
 
@@ -107,7 +109,8 @@ def attend_backward(given: dict[str, Any], seen: Recorder, empty_lse: float) -> 
     dout, out, lse = _find(given, "dout", "grad_out"), given["out"], _find(given, "softmax_lse", "logsumexp", "lse")
     assert lse.shape == (q.shape[1], q.shape[0])
     assert lse.dtype == torch.float32
-    assert out.shape == dout.shape == q.shape
+    assert out.shape == dout.shape == (*q.shape[:2], v.shape[2])
+    seen.dims.add((k.shape[2], v.shape[2]))
     assert all(x.is_contiguous() for x in (lse, out, dout))
     assert not (torch.isinf(lse) & (lse != empty_lse)).any()
     merged = Merged(lse.masked_fill(lse == empty_lse, -torch.inf).t(), row_delta(dout, out))

@@ -21,7 +21,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[
     """out [Tq, Hq, D] and lse [Tq, Hq] in the dtype of q, differentiable; the seq x seq matrix is formed."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    outs, lses = [q[:0]], [q[:0, :, 0]]
+    outs, lses = [q[:0, :, :1].expand(-1, -1, v.shape[2])], [q[:0, :, 0]]
     for task in range(len(call.q_start)):
         queries = slice(*call.cu_q_host[task : task + 2].tolist())
         keys = slice(*call.cu_k_host[task : task + 2].tolist())
@@ -82,11 +82,18 @@ def dense_in_fp32(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: VarlenArg
 
 
 def random_qkv(
-    num_q: int, num_k: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, seed: int = 0, device: str = "cpu"
+    num_q: int,
+    num_k: int,
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: str = "cpu",
+    value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q [num_q, Hq, D], k and v [num_k, Hkv, D], dout like q; no value has more digits than fp32."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(num_q, heads[0], dim), (num_k, heads[1], dim), (num_k, heads[1], dim), (num_q, heads[0], dim)]
+    """q [num_q, Hq, D], k and v [num_k, Hkv, D or Dv], dout like out; no value has more digits than fp32."""
+    generator, out_dim = torch.Generator().manual_seed(seed), value_dim or dim
+    shapes = [(num_q, heads[0], dim), (num_k, heads[1], dim), (num_k, heads[1], out_dim), (num_q, heads[0], out_dim)]
     q, k, v, dout = (torch.randn(s, generator=generator, dtype=torch.float64).float().to(device, dtype) for s in shapes)
     return q, k, v, dout
 
@@ -106,7 +113,7 @@ def run_split(
     """Merged out and lse, and the summed gradients of all tasks of ``rows`` (q, k, v, dout), each run as a call."""
     q, k, v, dout = rows
     dtype = torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
+    out, lse = q.new_zeros(*q.shape[:2], v.shape[2], dtype=dtype), q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
     calls = []
     for q_start, q_end, kv_start, kv_end, causal in tasks:
         cu_q, cu_k = [0, q_end - q_start], [0, kv_end - kv_start]
@@ -133,13 +140,18 @@ def assert_results_as_exact(results: Sequence[Tensor], independent: Sequence[Ten
 
 
 def check_marshalling(
-    kernel: AttentionKernel, len_q: Sequence[int], len_k: Sequence[int], causal: bool, dtype: torch.dtype
+    kernel: AttentionKernel,
+    len_q: Sequence[int],
+    len_k: Sequence[int],
+    causal: bool,
+    dtype: torch.dtype,
+    dims: tuple[int, int] = (32, 32),
 ) -> None:
     """A kernel whose library computes as the CPU kernel does passes it the right arguments: their order, layouts,
     dtypes, the alignment of the mask and the marks of empty rows."""
     cu_q, cu_k, cpu = offsets(len_q), offsets(len_k), CpuKernel()
     call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
-    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), 32, dtype)
+    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), dims[0], dtype, value_dim=dims[1])
     out, lse = kernel.forward(q, k, v, call)
     cpu_out, cpu_lse = cpu.forward(q, k, v, call)
     assert torch.equal(out, cpu_out)
@@ -150,4 +162,7 @@ def check_marshalling(
     plain = cpu.backward(dout, q, k, v, merged, call)
     for grad, other, reference in zip(kernel.backward(strided, q, k, v, merged, call), plain, references, strict=True):
         assert grad.dtype == dtype
+        assert_as_exact(grad, other.to(dtype), reference)
+    with_out = kernel.backward(dout, q, k, v, Merged(lse, out=out), call)
+    for grad, other, reference in zip(with_out, plain, references, strict=True):
         assert_as_exact(grad, other.to(dtype), reference)

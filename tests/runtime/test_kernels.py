@@ -46,10 +46,17 @@ CALLS = {
 """Query lengths, key lengths and whether the tasks are causal."""
 
 
-def check_call(lengths: Sequence[list[int]], causal: bool, heads: tuple[int, int], dim: int, dtype: torch.dtype):
+def check_call(
+    lengths: Sequence[list[int]],
+    causal: bool,
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+    value_dim: int | None = None,
+):
     cu_q, cu_k = offsets(lengths[0]), offsets(lengths[1])
     call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=dim**-0.5)
-    out, lse = check_results(call, *random_qkv(cu_q[-1], cu_k[-1], heads, dim, dtype))
+    out, lse = check_results(call, *random_qkv(cu_q[-1], cu_k[-1], heads, dim, dtype, value_dim=value_dim))
     assert out.dtype == dtype
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.all(out[lse == -torch.inf] == 0)
@@ -70,6 +77,14 @@ def check_results(call: VarlenArgs, q: Tensor, k: Tensor, v: Tensor, dout: Tenso
 @pytest.mark.parametrize("causal", [True, False])
 def test_gqa_and_head_dims(heads: tuple[int, int], dim: int, causal: bool) -> None:
     check_call(([129, 70], [129 + 256, 71]), causal, heads, dim, torch.float32)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (24, 8), (16, 40)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_heads_of_keys_and_values_of_unequal_size(dims: tuple[int, int], causal: bool) -> None:
+    dim, value_dim = dims
+    for dtype in (torch.float32, torch.bfloat16):
+        check_call(([129, 70], [129 + 256, 71]), causal, (4, 2), dim, dtype, value_dim)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

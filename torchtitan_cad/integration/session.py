@@ -90,7 +90,7 @@ class CadSession:
             self._config = replace(self._config, ranks_per_node=ranks_per_host(self.hosts))
         self.kernel = get_kernel(self.cad.kernel, self.device, self.shape, self._train_group)
         for kind in job.kinds:
-            self.kernel.check(job.dtype, kind.shape.head_dim)
+            self.kernel.check(job.dtype, kind.shape.head_dim, kind.shape.out_dim)
         self._cost = self._plan_cost(self._train_group)
         self._placement: Placement | None = None
         if self.deals:

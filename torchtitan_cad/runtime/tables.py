@@ -129,7 +129,8 @@ class PlanTables:
         """Return the bytes of rows that a forward copies because they are not in order for its kernel calls."""
         queries = sum(_num_copied(call.q_rows, self.queries) for call in self.calls)
         keys = sum(_num_copied(call.kv_rows, self.keys) for call in self.calls)
-        return (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * shape.head_dim * shape.dtype_bytes
+        of_keys = shape.num_kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
+        return (queries * shape.num_heads * shape.head_dim + keys * of_keys) * shape.dtype_bytes
 
 
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:

@@ -75,40 +75,42 @@ class CpuKernel(AttentionKernel):
     name = "cpu"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""
+        """Return out [Tq, Hq, Dv] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            qh, kh, vh = (_heads_first(x) for x in (q, k, v))
-            out = torch.zeros(q.shape, dtype=q.dtype)
+            # PyTorch's fused attention takes heads of one size.
+            qh, kh, vh = (_heads_first(x, max(q.shape[2], v.shape[2])) for x in (q, k, v))
+            out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype)
             lse = torch.full(q.shape[:2], -torch.inf, dtype=qh.dtype)
             for tile in iter_tiles(call):
                 tile_out, tile_lse = _tile_forward(qh, kh, vh, tile, call.scale)
-                out[tile.q_lo : tile.q_hi] = tile_out[..., : q.shape[2]]
+                out[tile.q_lo : tile.q_hi] = tile_out[..., : v.shape[2]]
                 lse[tile.q_lo : tile.q_hi] = tile_lse
             return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], all in fp32 (fp64)."""
+        """Return dq [Tq, Hq, D], dk [Tk, Hkv, D] and dv [Tk, Hkv, Dv], all in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             lse, delta, out = merged
             if delta is None:
                 assert out is not None, "backward needs delta or out"
                 delta = row_delta(dout, out)
-            dout, q_, k_, v_ = (_heads_first(x) for x in (dout, q, k, v))
+            dout, q_, k_, v_ = (_heads_first(x, x.shape[2]) for x in (dout, q, k, v))
             shift = torch.where(lse == -torch.inf, lse, -lse)  # a row without keys has probability exp(-inf) = 0
             shift, neg_delta = (x.to(q_.dtype).t().unsqueeze(-1) for x in (shift, -delta))
             grads = [torch.zeros_like(x) for x in (q_, k_, v_)]
             for tile in iter_tiles(call):
                 _add_tile(grads, (dout, q_, shift, neg_delta), k_, v_, tile, call.scale)
-            dq, dk, dv = (x[..., : q.shape[2]].transpose(0, 1).contiguous() for x in grads)
+            wide = zip(grads, (q, k, v), strict=True)
+            dq, dk, dv = (grad[..., : x.shape[2]].transpose(0, 1).contiguous() for grad, x in wide)
             return dq, dk, dv
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """[T, H, D] -> a contiguous copy [H, T, D padded] in the compute dtype."""
+def _heads_first(x: Tensor, least: int) -> Tensor:
+    """[T, H, D] -> a contiguous copy [H, T, D padded] in the compute dtype, with ``least`` elements or more a head."""
     rows, heads, dim = x.shape
-    padded = dim + -dim % _HEAD_DIM_MULTIPLE
+    padded = least + -least % _HEAD_DIM_MULTIPLE
     copy = torch.empty(heads, rows, padded, dtype=compute_dtype(x.dtype))
     copy[..., :dim] = x.transpose(0, 1)
     copy[..., dim:] = 0

@@ -49,6 +49,8 @@ def get_kernel(
         ValueError: the kernel is unknown, does not run on ``device``, or is not installed.
     """
     kernel, reason = choose_kernel(name, device, shape, group)
+    if padding := padding_remark(kernel, shape):
+        _logger.info(padding)
     if name == "auto" and torch.device(device).type == "cuda":
         _logger.info(f"cad.kernel = 'auto': {kernel}; {reason}")
         if remark := slower_than_possible(kernel, torch.device(device)):
@@ -85,6 +87,19 @@ def choose_kernel(
     if name in KERNELS:
         raise ValueError(f"cad.kernel = {name!r} does not run on {device.type} tensors; set cad.kernel = 'auto'")
     raise ValueError(f"cad.kernel = {name!r} is unknown; set one of {', '.join(map(repr, KERNELS))}")
+
+
+def padding_remark(kernel: AttentionKernel, shape: AttentionShape) -> str | None:
+    """Return what it costs that ``kernel`` pads heads of this shape, by matrix products; None if it does not."""
+    keys, values = shape.head_dim, shape.out_dim
+    if (common := kernel.common_dim(keys, values)) is None:
+        return None
+    forward, backward = 2 * common / (keys + values), 5 * common / (3 * keys + 2 * values)
+    return (
+        f"{kernel} takes heads of one size only: those of {min(keys, values)} elements are padded to {common}, so that "
+        f"attention computes {forward:.2f} times as much forward and {backward:.2f} times as much backward, and copies "
+        "values and outputs"
+    )
 
 
 def slower_than_possible(kernel: AttentionKernel, device: torch.device) -> str | None:
@@ -185,7 +200,7 @@ def compare_kernels(
         kernels.append(cudnn.CudnnKernel())
     for kernel in kernels[1:]:
         try:
-            kernel.check(torch.bfloat16, shape.head_dim)
+            kernel.check(torch.bfloat16, shape.head_dim, shape.out_dim)
         except ValueError as error:
             kernels.remove(kernel)
             reasons.append(str(error))

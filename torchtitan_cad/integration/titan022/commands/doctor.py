@@ -278,7 +278,7 @@ def _check_kernel(job: Job) -> Answer:
     name, shape = job.config.cad.kernel, attention_kinds(job.config, job.model)[0].shape
     kernel, reason = choose_kernel(name, job.device, shape)
     dtype = TORCH_DTYPE_MAP[job.config.training.mixed_precision_param]
-    kernel.check(dtype, shape.head_dim)
+    kernel.check(dtype, shape.head_dim, shape.out_dim)
     job.kernel = kernel
     heads = f"{shape.num_heads} query and {shape.num_kv_heads} key heads of {shape.head_dim} a rank"
     text = f"{kernel} (cad.kernel = {name!r}: {reason}), {dtype}, {heads}"
