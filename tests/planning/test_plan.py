@@ -120,7 +120,8 @@ def test_a_shared_part_of_keys_travels_once_and_values_as_they_are() -> None:
     plan = make_plan(TokenLayout.from_segments([[(0, 0, 900)], [(1, 0, 100)]]), shared)
     assert plan.moves_rows
     assert Plan.from_json(plan.to_json()).shape == shared
-    for change, message in (({"shared_dim": 192}, "shared_dim = 192: set less than head_dim"), ({"value_dim": 0}, "0:")):
+    mistakes = ({"shared_dim": 192}, "shared_dim = 192: set less than head_dim"), ({"value_dim": 0}, "value_dim = 0:")
+    for change, message in mistakes:
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(shared, **change)
 

@@ -12,7 +12,7 @@ from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.merge import merge_partials
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dshared")
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """out [Tq, Hq, D], lse [Tq, Hq], dq, dk, dv."""
 
@@ -133,9 +133,11 @@ def run_split(
     return out, lse, *grads
 
 
-def assert_results_as_exact(results: Sequence[Tensor], independent: Sequence[Tensor], reference: Results) -> None:
-    """``assert_as_exact`` of all five."""
-    for name, mine, other, exact in zip(NAMES, results, independent, reference, strict=True):
+def assert_results_as_exact(
+    results: Sequence[Tensor], independent: Sequence[Tensor], reference: Sequence[Tensor]
+) -> None:
+    """``assert_as_exact`` of all five, and of the gradient of a shared part."""
+    for name, mine, other, exact in zip(NAMES[: len(results)], results, independent, reference, strict=True):
         assert_as_exact(mine, other, exact, name)
 
 

@@ -50,6 +50,8 @@ def check_exactness(plan: Plan, tensors: Tensors, *runs: dict[str, Any]) -> None
         (SHAPES["mha"], torch.float32),
         (SHAPE, torch.float32),
         (SHAPE, torch.bfloat16),
+        (SHAPES["mla"], torch.float32),
+        pytest.param(SHAPES["mla"], torch.bfloat16, marks=pytest.mark.matrix),
         pytest.param(SHAPE, torch.float16, marks=pytest.mark.matrix),
     ],
 )
