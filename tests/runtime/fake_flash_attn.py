@@ -45,7 +45,7 @@ BACKWARD = {
     "pack_gqa? cu_seqlens_q? cu_seqlens_k? max_seqlen_q? max_seqlen_k? deterministic? dq? dk? dv?",
 }
 """Name and parameters of each generation's functions; those with a question mark have defaults."""
-PLAIN = {"dropout_p": 0.0, "window_size_left": -1, "softcap": 0.0, "alibi_slopes": None}
+PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
 FORWARD_OPTIONS = {
     2: {**PLAIN, "return_softmax": False},
     3: {"pack_gqa": False},
@@ -82,13 +82,17 @@ class Recorder:
         assert max_q >= int(cu_q.diff().max())
         assert max_k >= int(cu_k.diff().max())
         if "cu_seqlens_q" not in given:  # torch's own
-            window = given.get("window_size") or [given["window_size_left"], given["window_size_right"]]
-            assert window == [-1, 0 if causal else -1]
+            left, right = given.get("window_size") or [given["window_size_left"], given["window_size_right"]]
+            assert right == (0 if causal else -1)
+        else:
+            left = given.get("window_size_left", -1)
+            assert given.get("window_size_right", -1) == (0 if left >= 0 else -1)
         self.max_q.append(max_q)
         self.max_k.append(max_k)
         self.same_offsets.append(cu_q is cu_k)
         scale = _find(given, "softmax_scale", "scale")
-        return VarlenArgs.from_numpy(cu_q.numpy(), cu_k.numpy(), causal=causal, scale=scale)
+        window = left + 1 if left >= 0 else None
+        return VarlenArgs.from_numpy(cu_q.numpy(), cu_k.numpy(), causal=causal, scale=scale, window=window)
 
 
 def _find(given: dict[str, Any], *names: str) -> Any:

@@ -29,6 +29,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[
         num_q, _, num_k = scores.shape
         if call.causal:
             visible = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
+            visible = visible if call.window is None else visible.triu(num_k - num_q + 1 - call.window)
             scores = scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
         lse = scores.logsumexp(-1)
         probs = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
@@ -64,6 +65,7 @@ def dense_backward(
         probs = (probs - shift[rows].permute(1, 2, 0).unsqueeze(-1)).exp()
         if call.causal:
             probs = probs.tril(num_k - num_q)
+            probs = probs if call.window is None else probs.triu(num_k - num_q + 1 - call.window)
         dprobs = torch.einsum("qhgd,khd->hgqk", dg[rows], v[keys])
         dscores = probs * (dprobs - delta[rows].permute(1, 2, 0).unsqueeze(-1)) * call.scale
         dq[rows] = torch.einsum("hgqk,khd->qhgd", dscores, k[keys])
@@ -148,11 +150,12 @@ def check_marshalling(
     causal: bool,
     dtype: torch.dtype,
     dims: tuple[int, int] = (32, 32),
+    window: int | None = None,
 ) -> None:
     """A kernel whose library computes as the CPU kernel does passes it the right arguments: their order, layouts,
     dtypes, the alignment of the mask and the marks of empty rows."""
     cu_q, cu_k, cpu = offsets(len_q), offsets(len_k), CpuKernel()
-    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
+    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2, window=window)
     q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), dims[0], dtype, value_dim=dims[1])
     out, lse = kernel.forward(q, k, v, call)
     cpu_out, cpu_lse = cpu.forward(q, k, v, call)

@@ -61,6 +61,18 @@ def test_marshalling(monkeypatch, name: str | int, call: tuple[list, list, bool]
         assert {*seen.max_q, *seen.max_k} <= {512}  # the same for all short calls, so that nothing is compiled anew
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_windows(monkeypatch, name: str | int) -> None:
+    kernel, _ = make_kernel(monkeypatch, name)
+    if not kernel.squares_only:
+        check_marshalling(kernel, [300, 1, 40], [363, 40, 40], True, torch.bfloat16, window=64)
+        return
+    with pytest.raises(
+        ValueError, match=r"'cudnn' .* takes no windows, .* attend to 64 keys; set cad\.kernel = 'auto'"
+    ):
+        kernel.check(torch.bfloat16, 64, window=64)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_log_sum_exp_has_a_gradient_where_the_output_has_none(monkeypatch, dtype: torch.dtype) -> None:
     """Libraries take delta as a product with dout."""

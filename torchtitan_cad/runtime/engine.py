@@ -85,8 +85,11 @@ class CoreAttentionEngine:
         """Make ``plan`` executable under ``key``. May be called from a planning thread, on any stream.
 
         Raises:
-            ValueError: the plan moves rows and the engine has no transport, or the plan is too large for ``sizes``.
+            ValueError: the plan moves rows and the engine has no transport, the plan is too large for ``sizes``, or it
+                has a window and the kernel takes squares only.
         """
+        if plan.shape.window is not None and self.kernel.squares_only:
+            raise ValueError(f"cad.kernel = {self.kernel.name!r} takes no windows: set cad.kernel = 'auto'")
         moves, exchange, trips = plan.moves_rows, plan.exchange(self.rank), None
         if moves and self.transport is None:
             raise ValueError("a plan that moves rows needs a transport")

@@ -73,7 +73,7 @@ class PlanTables:
         rounds = [[(table, causal) for table, causal in ((exchange.causal, True), (exchange.full, False))]]
         if not is_padded:
             used = [(table, causal) for table, causal in rounds[0] if table.num_tasks]
-            rounds = halves(used) if two_rounds and moves else [used]
+            rounds = halves(used, exchange.window) if two_rounds and moves else [used]
             if squares_only:
                 rounds = [squares(tables) for tables in rounds]
             rounds = bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
@@ -84,9 +84,8 @@ class PlanTables:
         keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
 
         def build_call(table: CallTable, causal: bool) -> KernelCall:
-            args = VarlenArgs.from_numpy(
-                table.cu_q, table.cu_k, causal=causal, scale=scale, device=device, q_start=table.q_start
-            )
+            how = {"causal": causal, "scale": scale, "window": exchange.window if causal else None}
+            args = VarlenArgs.from_numpy(table.cu_q, table.cu_k, device=device, q_start=table.q_start, **how)
             spaces = (table.q_rows, queries), (table.kv_rows, keys)
             q_rows, kv_rows = (_rows_of_call(*space, device, in_place=not is_padded) for space in spaces)
             return KernelCall(replace(args, max_q=table.max_q, max_k=table.max_k), q_rows, kv_rows)

@@ -32,6 +32,7 @@ class VarlenArgs:
         cu_q_host, cu_k_host: the offsets as int64 [n + 1] on the host.
         q_start: int64 [n] on the host, document positions of each task's first query. They affect the tiles of a
             kernel, not its results.
+        window: in a causal call, query i sees only the last ``window`` of its keys; None: all of them.
     """
 
     cu_q: Tensor
@@ -43,6 +44,7 @@ class VarlenArgs:
     cu_q_host: np.ndarray
     cu_k_host: np.ndarray
     q_start: np.ndarray
+    window: int | None = None
 
     @classmethod
     def from_numpy(
@@ -54,6 +56,7 @@ class VarlenArgs:
         scale: float,
         device: torch.device | str = "cpu",
         q_start: np.ndarray | Sequence[int] | None = None,
+        window: int | None = None,
     ) -> "VarlenArgs":
         """Check host arrays and copy the offsets to ``device``.
 
@@ -63,8 +66,10 @@ class VarlenArgs:
                 queries and keys, and 0 without a mask.
 
         Raises:
-            ValueError: invalid offsets, or a wrong number of positions.
+            ValueError: invalid offsets, a wrong number of positions, or a window in a call without a mask.
         """
+        if window is not None and (window < 1 or not causal):
+            raise ValueError(f"window = {window}, causal = {causal}: windows have a key at least, and are causal")
         cu_q, cu_k = _offsets("cu_q", cu_q), _offsets("cu_k", cu_k)
         if len(cu_q) != len(cu_k):
             raise ValueError(f"cu_q describes {len(cu_q) - 1} tasks and cu_k {len(cu_k) - 1}")
@@ -76,7 +81,7 @@ class VarlenArgs:
             raise ValueError(f"q_start {q_start.shape} must have one entry per task")
         device_q, device_k = (rows_to_device(offsets, torch.device(device), np.int32) for offsets in (cu_q, cu_k))
         max_q, max_k = int(len_q.max(initial=0)), int(len_k.max(initial=0))
-        return cls(device_q, device_k, max_q, max_k, causal, scale, cu_q, cu_k, q_start)
+        return cls(device_q, device_k, max_q, max_k, causal, scale, cu_q, cu_k, q_start, window)
 
 
 def random_rows(shape: AttentionShape, dtype: torch.dtype, call: VarlenArgs) -> list[Tensor]:
@@ -115,6 +120,7 @@ class AttentionKernel(Protocol):
     Attributes:
         name: value of ``cad.kernel``.
         squares_only: True if causal tasks must have as many keys as queries; others are divided (``PlanTables``).
+            Such kernels take no windows.
     """
 
     name: str
@@ -123,12 +129,13 @@ class AttentionKernel(Protocol):
     def __str__(self) -> str:
         return self.name
 
-    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int | None = None) -> None:
-        """Raise a ValueError with the remedy if the kernel does not take this dtype and these head dims.
+    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int | None = None, window: int | None = None) -> None:
+        """Raise a ValueError with the remedy if the kernel does not take this dtype, these head dims or windows.
 
         Args:
             head_dim: elements of a head of queries and keys.
             value_dim: elements of a head of values, by default as many.
+            window: as in ``VarlenArgs``.
         """
         return None
 

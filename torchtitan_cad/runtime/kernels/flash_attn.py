@@ -55,13 +55,14 @@ class Library:
 
     def forward_arguments(self, tensors: Sequence[Tensor | None], call: VarlenArgs) -> dict[str, Any]:
         """Return the arguments of the forward for q, k and v."""
-        return {**dict(zip("qkv", tensors, strict=True)), **_lengths(call, "causal"), **self.forward_options}
+        options = {**self.forward_options, **_window(call)}
+        return {**dict(zip("qkv", tensors, strict=True)), **_lengths(call, "causal"), **options}
 
     def backward_arguments(self, tensors: Sequence[Tensor | None], call: VarlenArgs) -> dict[str, Any]:
         """Return the arguments of the backward for dout, q, k, v, out, lse [Hq, Tq] and gradients to fill."""
         names = ("dout", "q", "k", "v", "out", self.lse, *(() if self.makes_gradients else ("dq", "dk", "dv")))
         options = {**self.backward_options, "deterministic": torch.are_deterministic_algorithms_enabled()}
-        return {**dict(zip(names, tensors, strict=False)), **_lengths(call, self.causal), **options}
+        return {**dict(zip(names, tensors, strict=False)), **_lengths(call, self.causal), **options, **_window(call)}
 
     def load(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Import the forward and the backward.
@@ -160,6 +161,11 @@ def _lengths(call: VarlenArgs, causal: str) -> dict[str, Any]:
         "softmax_scale": call.scale,
         causal: call.causal,
     }
+
+
+def _window(call: VarlenArgs) -> dict[str, int]:
+    """Return the arguments of a call with a window: keys to the left and to the right of a query's own position."""
+    return {} if call.window is None else {"window_size_left": call.window - 1, "window_size_right": 0}
 
 
 def _function(module: Any, name: str, arguments: dict[str, Any]) -> Callable[..., Any]:

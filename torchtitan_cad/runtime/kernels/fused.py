@@ -47,12 +47,16 @@ class FusedKernel(AttentionKernel, Protocol):
         takes = head_dim == value_dim or (head_dim in keys and value_dim in values)
         return None if takes else max(head_dim, value_dim)
 
-    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int | None = None) -> None:
-        """Raise a ValueError unless the library takes this dtype and these head dims on this device."""
+    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int | None = None, window: int | None = None) -> None:
+        """Raise a ValueError unless the library takes this dtype, these head dims and windows on this device."""
         title = f"cad.kernel = {self.name!r} ({self.library})"
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"{title} takes bf16 or fp16 queries, got {dtype}; set training.mixed_precision_param = 'bfloat16'"
+            )
+        if window is not None and self.squares_only:
+            raise ValueError(
+                f"{title} takes no windows, but layers of this model attend to {window} keys; set cad.kernel = 'auto'"
             )
         value_dim = head_dim if value_dim is None else value_dim
         if head_dim != value_dim and self.common_dim(head_dim, value_dim) is None:
@@ -70,7 +74,7 @@ class FusedKernel(AttentionKernel, Protocol):
             ValueError: a dtype or head dim that the library does not take.
         """
         dim, value_dim = q.shape[2], v.shape[2]
-        self.check(q.dtype, dim, value_dim)
+        self.check(q.dtype, dim, value_dim, call.window)
         if call.max_q == 0 or call.max_k == 0:
             out = q.new_zeros(*q.shape[:2], value_dim)
             return out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
@@ -88,7 +92,7 @@ class FusedKernel(AttentionKernel, Protocol):
             ValueError: a dtype or head dim that the library does not take.
         """
         dims = q.shape[2], k.shape[2], v.shape[2]
-        self.check(q.dtype, q.shape[2], v.shape[2])
+        self.check(q.dtype, q.shape[2], v.shape[2], call.window)
         if call.max_q == 0 or call.max_k == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         common, (lse, delta, out) = self.common_dim(q.shape[2], v.shape[2]), merged

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -122,11 +123,13 @@ class Trial:
     """Calls like a plan's, with bf16 rows, by which kernels are compared with a trusted kernel and timed.
 
     Each document is one causal task, and its second half is also an unmasked task against the first half. The
-    comparison adds one causal task of the second half against all keys, unless the kernel takes squares only.
+    comparison adds one causal task of the second half against all keys, unless the kernel takes squares only, and
+    documents in windows, if the shape has one.
     """
 
     def __init__(self, trusted: AttentionKernel, device: torch.device, shape: AttentionShape, rows: int = ROWS) -> None:
         self._trusted, self._device, self._scale, self._num_rows = trusted, device, shape.head_dim**-0.5, rows
+        self._window = shape.window
         whole = VarlenArgs.from_numpy([0, rows], [0, rows], causal=True, scale=self._scale, device=device)
         self._rows = random_rows(shape, torch.bfloat16, whole)
 
@@ -139,7 +142,8 @@ class Trial:
 
     def _disagreement(self, kernel: AttentionKernel) -> str | None:
         squares, rectangles, prefixes = self._calls()
-        for call in (squares, rectangles) if kernel.squares_only else (squares, rectangles, prefixes):
+        windows = [] if self._window is None else [replace(squares, window=self._window)]
+        for call in (squares, rectangles, *([] if kernel.squares_only else [prefixes]), *windows):
             want, merged = self._run(self._trusted, call)
             got, _ = self._run(kernel, call, merged)
             for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
@@ -200,7 +204,7 @@ def compare_kernels(
         kernels.append(cudnn.CudnnKernel())
     for kernel in kernels[1:]:
         try:
-            kernel.check(torch.bfloat16, shape.head_dim, shape.out_dim)
+            kernel.check(torch.bfloat16, shape.head_dim, shape.out_dim, shape.window)
         except ValueError as error:
             kernels.remove(kernel)
             reasons.append(str(error))
