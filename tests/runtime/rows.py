@@ -145,11 +145,12 @@ def execute(
     return run_ranks(num_ranks, body)
 
 
-def dense(layout: TokenLayout, tensors: Tensors) -> list[list[Tensor]]:
+def dense(layout: TokenLayout, tensors: Tensors, window: int | None = None) -> list[list[Tensor]]:
     """The fp64 reference by autograd; same structure as ``execute``."""
     cu, one = offsets(layout.doc_lengths.tolist()), on_one_rank(layout, tensors)
     (q, k, v, dout, *dlse), shared = one.of_rank(0), one.shared_of_rank(0)
-    own, call = k.shape[2], VarlenArgs.from_numpy(cu, cu, causal=True, scale=q.shape[-1] ** -0.5)
+    own, scale = k.shape[2], q.shape[-1] ** -0.5
+    call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=scale, window=window)
     if shared is not None:
         k = torch.cat([k, shared.repeat(1, k.shape[1], 1)], dim=2)
     out, lse, dq, dk, dv = dense_in_fp64(q, k, v, dout, call, *dlse)

@@ -84,8 +84,15 @@ class PlanTables:
         keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
 
         def build_call(table: CallTable, causal: bool) -> KernelCall:
-            how = {"causal": causal, "scale": scale, "window": exchange.window if causal else None}
-            args = VarlenArgs.from_numpy(table.cu_q, table.cu_k, device=device, q_start=table.q_start, **how)
+            args = VarlenArgs.from_numpy(
+                table.cu_q,
+                table.cu_k,
+                causal=causal,
+                scale=scale,
+                device=device,
+                q_start=table.q_start,
+                window=exchange.window if causal else None,
+            )
             spaces = (table.q_rows, queries), (table.kv_rows, keys)
             q_rows, kv_rows = (_rows_of_call(*space, device, in_place=not is_padded) for space in spaces)
             return KernelCall(replace(args, max_q=table.max_q, max_k=table.max_k), q_rows, kv_rows)
