@@ -169,7 +169,7 @@ class SleepingKernel:
     def __init__(self, seconds: float, pairs: float) -> None:
         self.seconds_per_pair = seconds / pairs
 
-    def check(self, dtype: torch.dtype, head_dim: int) -> None: ...
+    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int) -> None: ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
         self._sleep(call, 1)

@@ -152,7 +152,7 @@ def measure_bandwidth(sizes: Sizes) -> list[dict[str, Any]]:
         "copy": (lambda: target.copy_(narrow), 2 * narrow.nbytes),
         "gather": (lambda: space.take(picked), 2 * narrow.nbytes),
         "merge": (lambda: combination.merge([parts, lses], narrow), (narrow.nbytes + lse.nbytes) * 3 // 2),
-        "sum": (lambda: combination.add([parts], narrow), narrow.nbytes * 3 // 2),
+        "sum": (lambda: combination.add([parts], [narrow]), narrow.nbytes * 3 // 2),
         "delta": (lambda: row_delta(*parts), narrow.nbytes + delta.nbytes),
     }
     if device.type == "cuda":

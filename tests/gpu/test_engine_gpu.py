@@ -105,6 +105,6 @@ def test_every_run_gives_the_same_bits() -> None:
     out, lse = torch.randn(5000, 32, 128, device=device, dtype=torch.bfloat16), torch.randn(5000, 32, device=device)
     results = []
     for _ in range(3):
-        results.append((*combination.merge([[out], [lse]], out), *combination.add([[out], [out]], out)))
+        results.append((*combination.merge([[out], [lse]], out), *combination.add([[out], [out]], [out, out])))
     for again in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(again, results[0], strict=True))

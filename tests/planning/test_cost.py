@@ -143,6 +143,7 @@ def test_costs_are_those_of_the_best_query_length() -> None:
     ("change", "message"),
     [
         ({"head_dim": 64}, "head_dim = 128, not 64"),
+        ({"value_dim": 64}, "value_dim = 128, not 64"),
         ({"dtype_bytes": 4}, "elements of 2 bytes (bfloat16) = 2, not 4"),
         ({"num_kv_heads": 4}, "query heads per key head = 4, not 8"),
     ],

@@ -14,9 +14,11 @@ from tests.planning.layouts import LLAMA, Case, cases
 from tests.planning.reference import cover_counts
 from tests.plans import random_tasks
 from torchtitan_cad.planning.exchange.calls import (
+    CUT_AT,
     MAX_CALLS,
     MOST_CALLS,
     MOST_REPEATED,
+    MOST_UNEVEN,
     Calls,
     bounded,
     halves,
@@ -128,7 +130,7 @@ def tables(tasks: list[tuple[int, int, bool]]) -> Calls:
     return calls
 
 
-def pairs(calls: Calls) -> list[tuple[int, int]]:
+def pairs(calls: Calls, window: int | None = None) -> list[tuple[int, int]]:
     """Rows of every query and key that see each other, sorted."""
     seen = []
     for table, causal in calls:
@@ -137,7 +139,7 @@ def pairs(calls: Calls) -> list[tuple[int, int]]:
                 keys = table.kv_rows[table.cu_k[i] : table.cu_k[i + 1]].tolist()
                 visible = int(table.q_start[i] + j - table.kv_start[i] + 1) if causal else len(keys)
                 assert not causal or table.q_start[i] + np.diff(table.cu_q)[i] == table.kv_start[i] + len(keys)
-                seen += [(q_row, k_row) for k_row in keys[:visible]]
+                seen += [(q_row, k_row) for k_row in keys[0 if window is None else max(0, visible - window) : visible]]
     return sorted(seen)
 
 
@@ -159,6 +161,18 @@ def test_calls_see_every_pair_once(tasks, num_local: int, split_keys: bool, two_
     assert len(cut) <= MAX_CALLS < 1 << TENSOR_BITS
     if not split_keys:
         assert sum(table.num_tasks for table, _ in cut) == len(tasks)
+
+
+@given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 30)), min_size=1, max_size=4), st.integers(1, 40))
+def test_halves_of_windows_see_every_pair_once_and_few_keys_twice(tasks: list[tuple[int, int]], window: int) -> None:
+    """Tasks have no keys before their first window."""
+    whole = tables([(queries, min(before, window - 1), True) for queries, before in tasks])
+    first, second = halves(whole, window)
+    both = first + second
+    assert pairs(both, window) == pairs(whole, window)
+    assert sum(int(table.cu_k[-1]) for table, _ in both) <= sum(int(table.cu_k[-1]) for table, _ in whole) + window - 1
+    most, least = sorted((len(pairs(half, window)) for half in (first, second)), reverse=True)
+    assert most - least <= max(MOST_UNEVEN * (most + least), CUT_AT * window)
 
 
 @pytest.mark.parametrize(

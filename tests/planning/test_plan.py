@@ -1,5 +1,6 @@
 """Layouts, shapes, options and plans as values: what is accepted, what is rejected and how; limits, and growth."""
 
+import dataclasses
 import json
 import time
 
@@ -105,6 +106,24 @@ def test_shape_bytes() -> None:
     assert LLAMA.query_bytes == 16512
     assert LLAMA.kv_bytes == 4096
     assert AttentionShape(num_heads=1, num_kv_heads=1, head_dim=4, dtype_bytes=4).query_bytes == 48
+
+
+def test_a_shared_part_of_keys_travels_once_and_values_as_they_are() -> None:
+    """The shape of DeepSeek-V3 against the same heads with keys in full and values as wide as keys."""
+    wide = AttentionShape(128, 128, head_dim=192, dtype_bytes=2)
+    narrow = dataclasses.replace(wide, value_dim=128)
+    shared = dataclasses.replace(narrow, shared_dim=64)
+    assert [shape.kv_bytes for shape in (wide, narrow, shared)] == [98304, 81920, 65664]
+    assert [shape.query_bytes for shape in (wide, narrow, shared)] == [98816, 82432, 82432]
+    assert shared.for_backward().kv_bytes == 2 * 65664
+    assert narrow.for_backward().query_bytes == 128 * 2 * (192 + 128 + 192) + 2 * 512
+    plan = make_plan(TokenLayout.from_segments([[(0, 0, 900)], [(1, 0, 100)]]), shared)
+    assert plan.moves_rows
+    assert Plan.from_json(plan.to_json()).shape == shared
+    mistakes = ({"shared_dim": 192}, "shared_dim = 192: set less than head_dim"), ({"value_dim": 0}, "value_dim = 0:")
+    for change, message in mistakes:
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(shared, **change)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ BACKWARD = {
     "pack_gqa? cu_seqlens_q? cu_seqlens_k? max_seqlen_q? max_seqlen_k? deterministic? dq? dk? dv?",
 }
 """Name and parameters of each generation's functions; those with a question mark have defaults."""
-PLAIN = {"dropout_p": 0.0, "window_size_left": -1, "softcap": 0.0, "alibi_slopes": None}
+PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
 FORWARD_OPTIONS = {
     2: {**PLAIN, "return_softmax": False},
     3: {"pack_gqa": False},
@@ -71,6 +71,7 @@ class Recorder:
         self.max_k: list[int] = []
         self.same_offsets: list[bool] = []
         self.deterministic: list[bool] = []
+        self.dims: set[tuple[int, int]] = set()
 
     def call(self, given: dict[str, Any]) -> VarlenArgs:
         cu_q, cu_k = (_find(given, f"cu_seqlens_{x}", f"cum_seq_{x}", f"cu_seq_{x}") for x in "qk")
@@ -81,13 +82,17 @@ class Recorder:
         assert max_q >= int(cu_q.diff().max())
         assert max_k >= int(cu_k.diff().max())
         if "cu_seqlens_q" not in given:  # torch's own
-            window = given.get("window_size") or [given["window_size_left"], given["window_size_right"]]
-            assert window == [-1, 0 if causal else -1]
+            left, right = given.get("window_size") or [given["window_size_left"], given["window_size_right"]]
+            assert right == (0 if causal else -1)
+        else:
+            left = given.get("window_size_left", -1)
+            assert given.get("window_size_right", -1) == (0 if left >= 0 else -1)
         self.max_q.append(max_q)
         self.max_k.append(max_k)
         self.same_offsets.append(cu_q is cu_k)
         scale = _find(given, "softmax_scale", "scale")
-        return VarlenArgs.from_numpy(cu_q.numpy(), cu_k.numpy(), causal=causal, scale=scale)
+        window = left + 1 if left >= 0 else None
+        return VarlenArgs.from_numpy(cu_q.numpy(), cu_k.numpy(), causal=causal, scale=scale, window=window)
 
 
 def _find(given: dict[str, Any], *names: str) -> Any:
@@ -97,6 +102,7 @@ def _find(given: dict[str, Any], *names: str) -> Any:
 def attend(given: dict[str, Any], seen: Recorder, empty_lse: float) -> tuple[Tensor, Tensor]:
     """out and [H, T] log-sum-exp; rows without keys have ``empty_lse``."""
     q, k, v = (_find(given, *names) for names in (("q", "query"), ("k", "key"), ("v", "value")))
+    seen.dims.add((k.shape[2], v.shape[2]))
     out, lse = CpuKernel().forward(q, k, v, seen.call(given))
     return out, lse.masked_fill(lse == -torch.inf, empty_lse).t().contiguous()
 
@@ -107,7 +113,8 @@ def attend_backward(given: dict[str, Any], seen: Recorder, empty_lse: float) -> 
     dout, out, lse = _find(given, "dout", "grad_out"), given["out"], _find(given, "softmax_lse", "logsumexp", "lse")
     assert lse.shape == (q.shape[1], q.shape[0])
     assert lse.dtype == torch.float32
-    assert out.shape == dout.shape == q.shape
+    assert out.shape == dout.shape == (*q.shape[:2], v.shape[2])
+    seen.dims.add((k.shape[2], v.shape[2]))
     assert all(x.is_contiguous() for x in (lse, out, dout))
     assert not (torch.isinf(lse) & (lse != empty_lse)).any()
     merged = Merged(lse.masked_fill(lse == empty_lse, -torch.inf).t(), row_delta(dout, out))

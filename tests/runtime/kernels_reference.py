@@ -12,7 +12,7 @@ from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.merge import merge_partials
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dshared")
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """out [Tq, Hq, D], lse [Tq, Hq], dq, dk, dv."""
 
@@ -21,7 +21,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[
     """out [Tq, Hq, D] and lse [Tq, Hq] in the dtype of q, differentiable; the seq x seq matrix is formed."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    outs, lses = [q[:0]], [q[:0, :, 0]]
+    outs, lses = [q[:0, :, :1].expand(-1, -1, v.shape[2])], [q[:0, :, 0]]
     for task in range(len(call.q_start)):
         queries = slice(*call.cu_q_host[task : task + 2].tolist())
         keys = slice(*call.cu_k_host[task : task + 2].tolist())
@@ -29,6 +29,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[
         num_q, _, num_k = scores.shape
         if call.causal:
             visible = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
+            visible = visible if call.window is None else visible.triu(num_k - num_q + 1 - call.window)
             scores = scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
         lse = scores.logsumexp(-1)
         probs = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
@@ -64,6 +65,7 @@ def dense_backward(
         probs = (probs - shift[rows].permute(1, 2, 0).unsqueeze(-1)).exp()
         if call.causal:
             probs = probs.tril(num_k - num_q)
+            probs = probs if call.window is None else probs.triu(num_k - num_q + 1 - call.window)
         dprobs = torch.einsum("qhgd,khd->hgqk", dg[rows], v[keys])
         dscores = probs * (dprobs - delta[rows].permute(1, 2, 0).unsqueeze(-1)) * call.scale
         dq[rows] = torch.einsum("hgqk,khd->qhgd", dscores, k[keys])
@@ -82,11 +84,18 @@ def dense_in_fp32(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: VarlenArg
 
 
 def random_qkv(
-    num_q: int, num_k: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, seed: int = 0, device: str = "cpu"
+    num_q: int,
+    num_k: int,
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: str = "cpu",
+    value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q [num_q, Hq, D], k and v [num_k, Hkv, D], dout like q; no value has more digits than fp32."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(num_q, heads[0], dim), (num_k, heads[1], dim), (num_k, heads[1], dim), (num_q, heads[0], dim)]
+    """q [num_q, Hq, D], k and v [num_k, Hkv, D or Dv], dout like out; no value has more digits than fp32."""
+    generator, out_dim = torch.Generator().manual_seed(seed), value_dim or dim
+    shapes = [(num_q, heads[0], dim), (num_k, heads[1], dim), (num_k, heads[1], out_dim), (num_q, heads[0], out_dim)]
     q, k, v, dout = (torch.randn(s, generator=generator, dtype=torch.float64).float().to(device, dtype) for s in shapes)
     return q, k, v, dout
 
@@ -106,7 +115,7 @@ def run_split(
     """Merged out and lse, and the summed gradients of all tasks of ``rows`` (q, k, v, dout), each run as a call."""
     q, k, v, dout = rows
     dtype = torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
+    out, lse = q.new_zeros(*q.shape[:2], v.shape[2], dtype=dtype), q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
     calls = []
     for q_start, q_end, kv_start, kv_end, causal in tasks:
         cu_q, cu_k = [0, q_end - q_start], [0, kv_end - kv_start]
@@ -126,20 +135,28 @@ def run_split(
     return out, lse, *grads
 
 
-def assert_results_as_exact(results: Sequence[Tensor], independent: Sequence[Tensor], reference: Results) -> None:
-    """``assert_as_exact`` of all five."""
-    for name, mine, other, exact in zip(NAMES, results, independent, reference, strict=True):
+def assert_results_as_exact(
+    results: Sequence[Tensor], independent: Sequence[Tensor], reference: Sequence[Tensor]
+) -> None:
+    """``assert_as_exact`` of all five, and of the gradient of a shared part."""
+    for name, mine, other, exact in zip(NAMES[: len(results)], results, independent, reference, strict=True):
         assert_as_exact(mine, other, exact, name)
 
 
 def check_marshalling(
-    kernel: AttentionKernel, len_q: Sequence[int], len_k: Sequence[int], causal: bool, dtype: torch.dtype
+    kernel: AttentionKernel,
+    len_q: Sequence[int],
+    len_k: Sequence[int],
+    causal: bool,
+    dtype: torch.dtype,
+    dims: tuple[int, int] = (32, 32),
+    window: int | None = None,
 ) -> None:
     """A kernel whose library computes as the CPU kernel does passes it the right arguments: their order, layouts,
     dtypes, the alignment of the mask and the marks of empty rows."""
     cu_q, cu_k, cpu = offsets(len_q), offsets(len_k), CpuKernel()
-    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2)
-    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), 32, dtype)
+    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2, window=window)
+    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], (4, 2), dims[0], dtype, value_dim=dims[1])
     out, lse = kernel.forward(q, k, v, call)
     cpu_out, cpu_lse = cpu.forward(q, k, v, call)
     assert torch.equal(out, cpu_out)
@@ -150,4 +167,7 @@ def check_marshalling(
     plain = cpu.backward(dout, q, k, v, merged, call)
     for grad, other, reference in zip(kernel.backward(strided, q, k, v, merged, call), plain, references, strict=True):
         assert grad.dtype == dtype
+        assert_as_exact(grad, other.to(dtype), reference)
+    with_out = kernel.backward(dout, q, k, v, Merged(lse, out=out), call)
+    for grad, other, reference in zip(with_out, plain, references, strict=True):
         assert_as_exact(grad, other.to(dtype), reference)

@@ -1,6 +1,6 @@
 """Rows of ranks to attend to, the engine over them on threaded ranks, and what it is compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,42 +24,58 @@ CPU = torch.device("cpu")
 TRANSPORTS = pytest.mark.parametrize(
     "symmetric", [False, pytest.param(True, marks=needs_linux)], ids=["mailboxes", "symmetric"]
 )
-SHAPES = {"gqa 8:2": AttentionShape(8, 2, 16, 4), "mha": AttentionShape(4, 4, 16, 4)}
+SHAPES = {
+    "gqa 8:2": AttentionShape(8, 2, 16, 4),
+    "mha": AttentionShape(4, 4, 16, 4),
+    "mla": AttentionShape(4, 4, 24, 4, value_dim=16, shared_dim=8),
+}
 
 
 @dataclass
 class Tensors:
-    """Per rank: q, k, v, the gradient of the output and, where a test has one, that of the log-sum-exp."""
+    """Per rank: q, k, v, the gradient of the output and, where there are, that of the log-sum-exp, and the part of keys
+    that all heads share."""
 
     q: list[Tensor]
     k: list[Tensor]
     v: list[Tensor]
     dout: list[Tensor]
     dlse: list[Tensor] = field(default_factory=list)
+    shared: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def random(
         cls, layout: TokenLayout, shape: AttentionShape, dtype: torch.dtype = torch.float32, *, with_dlse: bool = False
     ) -> "Tensors":
-        counts, heads = layout.tokens_per_rank.tolist(), shape.num_heads
+        counts, heads, kv_heads = layout.tokens_per_rank.tolist(), shape.num_heads, shape.num_kv_heads
 
-        def rows(heads: int) -> list[Tensor]:
-            return [torch.randn(n, heads, shape.head_dim).to(dtype) for n in counts]
+        def rows(heads: int, dim: int) -> list[Tensor]:
+            return [torch.randn(n, heads, dim).to(dtype) for n in counts]
 
-        made = cls(*(rows(h) for h in (heads, shape.num_kv_heads, shape.num_kv_heads, heads)))
+        keys = rows(kv_heads, shape.key_dim), rows(kv_heads, shape.out_dim)
+        made = cls(rows(heads, shape.head_dim), *keys, rows(heads, shape.out_dim))
+        if shape.shared_dim:
+            made.shared = rows(1, shape.shared_dim)
         if with_dlse:
             made.dlse = [torch.randn(n, heads, dtype=compute_dtype(dtype)) for n in counts]
         return made
 
     @property
     def fields(self) -> list[list[Tensor]]:
+        """Without ``shared``."""
         return [self.q, self.k, self.v, self.dout, *([self.dlse] if self.dlse else [])]
 
     def of_rank(self, rank: int) -> list[Tensor]:
         return [xs[rank] for xs in self.fields]
 
+    def shared_of_rank(self, rank: int) -> Tensor | None:
+        return self.shared[rank] if self.shared else None
+
+    def mapped(self, change: Callable[[list[Tensor]], list[Tensor]]) -> "Tensors":
+        return Tensors(*(change(xs) if xs else [] for xs in vars(self).values()))
+
     def to(self, device: torch.device | str) -> "Tensors":
-        return Tensors(*([x.to(device) for x in xs] for xs in self.fields))
+        return self.mapped(lambda xs: [x.to(device) for x in xs])
 
 
 class SquareKernel(CpuKernel):
@@ -93,7 +109,7 @@ def execute(
     buffer_bytes: int = BUFFER_BYTES,
     transports: Sequence[Any] = (),
 ) -> list[list[Tensor]]:
-    """[out, lse, dq, dk, dv] per rank; ``two_rounds``: attention by halves; ``squares_only``: by ``SquareKernel``."""
+    """[out, lse, dq, dk, dv, maybe dshared] by rank; ``two_rounds``: in halves; ``squares_only``: ``SquareKernel``."""
     num_ranks = plan.layout.num_ranks
     if not transports:
         symmetric_or_not = symmetric_transports if symmetric else partial(thread_transports, max_delay_s=max_delay_s)
@@ -113,15 +129,15 @@ def execute(
         )
         engine.add_plan(7, plan)
         engine.add_plan(8, backward or plan)
-        q, k, v, dout, *dlse = tensors.of_rank(rank)
+        (q, k, v, dout, *dlse), shared = tensors.of_rank(rank), tensors.shared_of_rank(rank)
         if not two_rounds:
-            saved = Saved(q, k, v, *engine.forward(q, k, v, 7))
-            return [saved.out, saved.lse, *engine.backward(dout, [*saved, *dlse], 8)]
-        forward = engine.send(engine.begin_forward(q, k, v, 7))
+            saved = Saved(q, k, v, *engine.forward(q, k, v, 7, shared), shared=shared)  # type: ignore[misc]
+            return [saved.out, saved.lse, *engine.backward(dout, saved, 8, *dlse)]
+        forward = engine.send(engine.begin_forward(q, k, v, 7, shared))
         engine.attend_first(forward)
         engine.attend(forward)
-        saved = Saved(q, k, v, *engine.finish(forward))
-        call = engine.send(engine.begin_backward(dout, [*saved, *dlse], 8))
+        saved = Saved(q, k, v, *engine.finish(forward), shared=shared)
+        call = engine.send(engine.begin_backward(dout, saved, 8, *dlse))
         engine.attend_first_of_two(call)
         engine.attend(call)
         return [saved.out, saved.lse, *engine.finish(call)]
@@ -129,12 +145,17 @@ def execute(
     return run_ranks(num_ranks, body)
 
 
-def dense(layout: TokenLayout, tensors: Tensors) -> list[list[Tensor]]:
+def dense(layout: TokenLayout, tensors: Tensors, window: int | None = None) -> list[list[Tensor]]:
     """The fp64 reference by autograd; same structure as ``execute``."""
-    order, cu = layout_order(layout), offsets(layout.doc_lengths.tolist())
-    q, k, v, dout, *dlse = (torch.cat(xs)[order] for xs in tensors.fields)
-    call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=q.shape[-1] ** -0.5)
-    return by_rank(layout, dense_in_fp64(q, k, v, dout, call, *dlse))
+    cu, one = offsets(layout.doc_lengths.tolist()), on_one_rank(layout, tensors)
+    (q, k, v, dout, *dlse), shared = one.of_rank(0), one.shared_of_rank(0)
+    own, scale = k.shape[2], q.shape[-1] ** -0.5
+    call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=scale, window=window)
+    if shared is not None:
+        k = torch.cat([k, shared.repeat(1, k.shape[1], 1)], dim=2)
+    out, lse, dq, dk, dv = dense_in_fp64(q, k, v, dout, call, *dlse)
+    dshared = [] if shared is None else [dk[..., own:].sum(dim=1, keepdim=True)]
+    return by_rank(layout, [out, lse, dq, dk[..., :own], dv, *dshared])
 
 
 def assert_same_bits(mine: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
@@ -157,10 +178,14 @@ def gathered(layout: TokenLayout) -> TokenLayout:
     )
 
 
+def on_one_rank(layout: TokenLayout, tensors: Tensors) -> Tensors:
+    order = layout_order(layout)
+    return tensors.mapped(lambda xs: [torch.cat(xs)[order]])
+
+
 def undivided(layout: TokenLayout, shape: AttentionShape, tensors: Tensors) -> list[list[Tensor]]:
     """The same kernel over whole documents on one rank, in the layout of ``execute``."""
-    order = layout_order(layout)
-    one = Tensors(*([torch.cat(xs)[order]] for xs in tensors.fields))
+    one = on_one_rank(layout, tensors)
     return by_rank(layout, execute(make_plan(gathered(layout), shape, PlannerConfig(planner="home")), one)[0])
 
 

@@ -139,7 +139,7 @@ def test_rows_of_one_call_at_a_time_are_in_memory_and_the_largest_first(monkeypa
         dqs, dks, dvs = zip(*progress.finish(), strict=True)
         assert gathered == [len(rank_tables.calls) - 1], "not before the last call"
         (q_trip,), (kv_trip,) = rank_tables.queries.home, rank_tables.keys.home
-        return kernel.sizes, [*q_trip.combination.add([dqs], q), *kv_trip.combination.add([dks, dvs], k)]
+        return kernel.sizes, [*q_trip.combination.add([dqs], [q]), *kv_trip.combination.add([dks, dvs], [k, k])]
 
     (uncut, want), (cut, got) = run(kernel_calls.MOST_ROWS), run(1)
     assert len(uncut) == 2 < len(cut)

@@ -109,8 +109,12 @@ def compare_orders(seed: int, device: torch.device) -> None:
         once = torch.from_numpy(num_partials == 1).to(device)
         for mine, theirs in zip(got, want, strict=True):  # a row with one partial keeps its bits
             assert torch.equal(mine[once], theirs[once])
-        for parts in ([[out.nan_to_num(0.5) for out in outs]], [[out.nan_to_num(x) for out in outs] for x in (1, 2)]):
-            want, got = (combination.add(parts, like) for combination in combinations)
+        finite = [[out.nan_to_num(x) for out in outs] for x in (0.5, 1, 2)]
+        narrow = [out[:, :1, : -(-dim // 2)] for out in finite[0]]
+        for parts in (finite[:1], finite[1:], [narrow, finite[0]], [*finite[1:], narrow]):
+            shapes = [(1, -(-dim // 2)) if part is narrow else (heads, dim) for part in parts]
+            likes = [like.new_empty(0, *shape) for shape in shapes]
+            want, got = (combination.add(parts, likes) for combination in combinations)
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True)), case
             assert all(x.dtype == dtype for x in got)
 

@@ -14,6 +14,7 @@ from tests.runtime.rows import (
     CPU,
     SHAPES,
     TRANSPORTS,
+    SquareKernel,
     Tensors,
     assert_ranks_as_exact,
     assert_same_bits,
@@ -38,7 +39,7 @@ HOME = PlannerConfig(planner="home")
 
 def check_exactness(plan: Plan, tensors: Tensors, *runs: dict[str, Any]) -> None:
     """Each run, by its options of ``execute``, errs at most twice as much as undivided attention."""
-    whole, reference = undivided(plan.layout, plan.shape, tensors), dense(plan.layout, tensors)
+    whole, reference = undivided(plan.layout, plan.shape, tensors), dense(plan.layout, tensors, plan.shape.window)
     for options in runs:
         assert_ranks_as_exact(execute(plan, tensors, **options), whole, reference)
 
@@ -50,6 +51,8 @@ def check_exactness(plan: Plan, tensors: Tensors, *runs: dict[str, Any]) -> None
         (SHAPES["mha"], torch.float32),
         (SHAPE, torch.float32),
         (SHAPE, torch.bfloat16),
+        (SHAPES["mla"], torch.float32),
+        pytest.param(SHAPES["mla"], torch.bfloat16, marks=pytest.mark.matrix),
         pytest.param(SHAPE, torch.float16, marks=pytest.mark.matrix),
     ],
 )
@@ -79,6 +82,40 @@ def test_any_plan_is_as_exact_as_undivided_attention(
         for two_rounds, squares_only in product((False, True), repeat=2)
     ]
     check_exactness(plan, Tensors.random(layout, shape, dtype, with_dlse=with_dlse), *runs)
+
+
+@pytest.mark.parametrize("window", params([1, 20, 128, 500], [20, 128]))
+@pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
+def test_windows_are_as_exact_as_undivided_attention(monkeypatch: pytest.MonkeyPatch, window: int, keep: bool) -> None:
+    """Documents lie on several ranks, and halves are cut inside one."""
+    monkeypatch.setattr(calls, "CUT_AT", 8)
+    rng = np.random.default_rng(window)
+    torch.manual_seed(window)
+    shape = dataclasses.replace(SHAPE, window=window)
+    layout = random_layout(rng, num_ranks=4)
+    plan = make_plan(layout, shape)
+    validate_plan(plan)
+    runs = [{"keep": keep, "two_rounds": two_rounds} for two_rounds in (False, True)]
+    check_exactness(plan, Tensors.random(layout, shape, with_dlse=True), *runs)
+    if window == 1:
+        assert plan.stats.total_bytes == 0
+
+
+def test_windows_of_documents_at_home_are_plain() -> None:
+    layout = TokenLayout.from_segments([[(0, 0, 300), (1, 0, 50)], [(2, 0, 200)]])
+    shape = dataclasses.replace(SHAPE, window=20)
+    plan = make_plan(layout, shape)
+    tables = PlanTables.from_exchange(plan.exchange(0), plan.moves_rows, CPU, 1.0, two_rounds=True)
+    assert tables.is_plain
+    assert [call.args.window for call in tables.calls] == [20]
+    check_exactness(plan, Tensors.random(layout, shape), {})
+
+
+def test_a_kernel_of_squares_takes_no_windows() -> None:
+    engine = CoreAttentionEngine(SquareKernel(), None, rank=0, device=CPU, scale=1.0)
+    plan = make_plan(TokenLayout.from_segments([[(0, 0, 9)]]), dataclasses.replace(SHAPE, window=4))
+    with pytest.raises(ValueError, match=r"takes no windows: set cad\.kernel = 'auto'"):
+        engine.add_plan(0, plan)
 
 
 @pytest.mark.parametrize("seed", seeds(2, 8))

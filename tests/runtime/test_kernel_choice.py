@@ -1,5 +1,6 @@
 """The kernel that ``cad.kernel = "auto"`` takes on CUDA, tried on the CPU: stand-ins compute, and times are made up."""
 
+import dataclasses
 import logging
 import re
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, NAMES, Recorder, 
 from tests.runtime.processes import run_processes, values
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.intervals import concat_ranges
-from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel, select
+from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn, get_kernel, select
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 CPU, SHAPE = torch.device("cpu"), AttentionShape(4, 2, 16, 2)
@@ -94,6 +95,17 @@ def test_wrong_results_are_not_taken(monkeypatch, caplog, times: Times, index: i
     times.update({"varlen": 3.5})
     assert taken(caplog) == "varlen"
     assert wrong in caplog.text
+
+
+def test_who_ignores_windows_is_not_taken(monkeypatch, caplog, times: Times) -> None:
+    install(monkeypatch, *modules(3))
+    times.update({FA3: 1.0, "varlen": 3.5})
+    shapes = SHAPE, dataclasses.replace(SHAPE, window=40)
+    assert [str(get_kernel("auto", "cuda", shape)) for shape in shapes] == [FA3, FA3]
+    monkeypatch.setattr(flash_attn, "_window", lambda call: {})
+    with caplog.at_level(logging.INFO):
+        assert [str(get_kernel("auto", "cuda", shape)) for shape in shapes] == [FA3, "varlen"]
+    assert f"{FA3} is wrong: out is off" in caplog.text
 
 
 @pytest.mark.parametrize("error", [RuntimeError, type("DSLRuntimeError", (Exception,), {})])

@@ -46,10 +46,17 @@ CALLS = {
 """Query lengths, key lengths and whether the tasks are causal."""
 
 
-def check_call(lengths: Sequence[list[int]], causal: bool, heads: tuple[int, int], dim: int, dtype: torch.dtype):
+def check_call(
+    lengths: Sequence[list[int]],
+    causal: bool,
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+    value_dim: int | None = None,
+):
     cu_q, cu_k = offsets(lengths[0]), offsets(lengths[1])
     call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=dim**-0.5)
-    out, lse = check_results(call, *random_qkv(cu_q[-1], cu_k[-1], heads, dim, dtype))
+    out, lse = check_results(call, *random_qkv(cu_q[-1], cu_k[-1], heads, dim, dtype, value_dim=value_dim))
     assert out.dtype == dtype
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.all(out[lse == -torch.inf] == 0)
@@ -70,6 +77,14 @@ def check_results(call: VarlenArgs, q: Tensor, k: Tensor, v: Tensor, dout: Tenso
 @pytest.mark.parametrize("causal", [True, False])
 def test_gqa_and_head_dims(heads: tuple[int, int], dim: int, causal: bool) -> None:
     check_call(([129, 70], [129 + 256, 71]), causal, heads, dim, torch.float32)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (24, 8), (16, 40)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_heads_of_keys_and_values_of_unequal_size(dims: tuple[int, int], causal: bool) -> None:
+    dim, value_dim = dims
+    for dtype in (torch.float32, torch.bfloat16):
+        check_call(([129, 70], [129 + 256, 71]), causal, (4, 2), dim, dtype, value_dim)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,6 +114,34 @@ def test_noncontiguous_inputs_and_autocast() -> None:
     assert torch.equal(lse, other_lse)
     for grad, other in zip(KERNEL.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call), grads, strict=True):
         assert torch.equal(grad, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [1, 2, 100, 128, 129, 700])
+def test_windows(window: int, dtype: torch.dtype) -> None:
+    """Of documents and of their tails, with no more keys than their windows or with all."""
+    lengths = [300, 1, 257, 40, 5], [300, 1, 257 + window - 1, 40 + 500, 3]
+    cu_q, cu_k = map(offsets, lengths)
+    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=True, scale=0.2, window=window)
+    check_results(call, *random_qkv(cu_q[-1], cu_k[-1], (4, 2), 24, dtype))
+
+
+@pytest.mark.parametrize("window", [1, 50, 128, 300])
+def test_windows_keep_the_bits_of_documents_cut_at_tiles(window: int) -> None:
+    """However many keys before their windows the pieces have."""
+    q, k, v, dout = random_qkv(700, 700, (4, 2), 16, torch.float32)
+    whole = VarlenArgs.from_numpy([0, 700], [0, 700], causal=True, scale=0.2, window=window)
+    out, lse = KERNEL.forward(q, k, v, whole)
+    delta = row_delta(dout, out)
+    dq = KERNEL.backward(dout, q, k, v, Merged(lse, delta), whole)[0]
+    for lo, hi in pairwise([0, 128, 384, 640, 700]):
+        for first in {0, max(0, lo + 1 - window)}:
+            cu_q, cu_k = [0, hi - lo], [0, hi - first]
+            call = VarlenArgs.from_numpy(cu_q, cu_k, causal=True, scale=0.2, q_start=[lo], window=window)
+            rows = q[lo:hi], k[first:hi], v[first:hi]
+            assert all(map(torch.equal, KERNEL.forward(*rows, call), (out[lo:hi], lse[lo:hi])))
+            merged = Merged(lse[lo:hi], delta[lo:hi])
+            assert torch.equal(KERNEL.backward(dout[lo:hi], *rows, merged, call)[0], dq[lo:hi])
 
 
 # Split keys -----------------------------------------------------------------------------------------------------------
@@ -177,6 +220,12 @@ def test_merge_does_not_overflow() -> None:
 def test_bad_calls_are_refused(cu_q, cu_k, q_start, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VarlenArgs.from_numpy(cu_q, cu_k, causal=True, scale=1.0, q_start=q_start)
+
+
+@pytest.mark.parametrize(("window", "causal"), [(0, True), (5, False)])
+def test_bad_windows_are_refused(window: int, causal: bool) -> None:
+    with pytest.raises(ValueError, match=f"window = {window}, causal = {causal}: windows have"):
+        VarlenArgs.from_numpy([0, 2], [0, 2], causal=causal, scale=1.0, window=window)
 
 
 def test_get_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,22 +332,28 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500), st.integers(0, 300)), min_size=1, max_size=4),
     causal=st.booleans(),
+    window=st.none() | st.integers(1, 400),
 )
-def test_tiles_cover_every_visible_pair_once(lengths: list[tuple[int, int, int]], causal: bool) -> None:
+def test_tiles_cover_every_visible_pair_once(
+    lengths: list[tuple[int, int, int]], causal: bool, window: int | None
+) -> None:
+    window = window if causal else None
     cu_q, cu_k = offsets([a for a, _, _ in lengths]), offsets([b for _, b, _ in lengths])
     lead = [max(a, b) + c for a, b, c in lengths]  # a common end position
-    call = VarlenArgs.from_numpy(
-        cu_q, cu_k, causal=causal, scale=1.0, q_start=[end - a for end, (a, _, _) in zip(lead, lengths, strict=True)]
-    )
+    q_start = [end - a for end, (a, _, _) in zip(lead, lengths, strict=True)]
+    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=1.0, q_start=q_start, window=window)
     seen, want = (np.zeros((cu_q[-1], cu_k[-1]), np.int8) for _ in range(2))
     for tile in iter_tiles(call):
         rows, square = tile.q_hi - tile.q_lo, tile.k_hi - tile.k_mid
         assert 0 < rows <= QUERY_TILE
         assert square in (0, rows)
-        seen[tile.q_lo : tile.q_hi, tile.k_lo : tile.k_mid] += 1
-        seen[tile.q_lo : tile.q_hi, tile.k_mid : tile.k_hi] += np.tri(rows, square, dtype=np.int8)
+        pairs = np.hstack([np.ones((rows, tile.k_mid - tile.k_lo), np.int8), np.tri(rows, square, dtype=np.int8)])
+        if tile.window is not None:
+            pairs = np.triu(pairs, tile.k_mid - tile.k_lo + 1 - tile.window)
+        seen[tile.q_lo : tile.q_hi, tile.k_lo : tile.k_hi] += pairs
     for task, (num_q, num_k, _) in enumerate(lengths):
         block = np.tri(num_q, num_k, num_k - num_q, dtype=np.int8) if causal else 1
+        block = block if window is None else np.triu(block, num_k - num_q + 1 - window)
         want[cu_q[task] : cu_q[task + 1], cu_k[task] : cu_k[task + 1]] = block
     assert np.array_equal(seen, want)
 
@@ -318,11 +373,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int]) -> Tensor:
 
 
 @pytest.mark.parametrize("compiled", params([False, True], [False]), ids=["eager", "compiled"])
-@pytest.mark.parametrize("window", [(-1, 0), (-1, -1)], ids=["causal", "full"])
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (63, 0)], ids=["causal", "full", "window"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_the_cpu_kernel(dtype: torch.dtype, window: tuple[int, int], compiled: bool) -> None:
     q, k, v, dout = random_qkv(557, 600, (4, 2), 16, dtype)
-    call = VarlenArgs.from_numpy(CU_Q.numpy(), CU_K.numpy(), causal=window == (-1, 0), scale=0.2)
+    options = {"causal": window[1] == 0, "window": 64 if window[0] >= 0 else None}
+    call = VarlenArgs.from_numpy(CU_Q.numpy(), CU_K.numpy(), scale=0.2, **options)
     out, lse = CpuKernel().forward(q, k, v, call)
     grads = CpuKernel().backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call)
     # as torchtitan passes them: views of [batch, heads, seq, dim]
@@ -336,7 +392,7 @@ def test_equals_the_cpu_kernel(dtype: torch.dtype, window: tuple[int, int], comp
         assert torch.equal(leaf.grad, grad.to(dtype))
 
 
-def test_windows_are_refused() -> None:
+def test_windows_into_the_future_are_refused() -> None:
     q, k, v, _ = random_qkv(557, 600, (2, 2), 16, torch.float32)
     with pytest.raises(ValueError, match="window_size"):
-        attend(q, k, v, (64, 0))
+        attend(q, k, v, (64, 1))

@@ -9,7 +9,8 @@ from torch.nn.attention import varlen as stock
 from tests.accuracy import assert_as_exact
 from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, fake_cudnn, fake_operator, install, use_torch
 from tests.runtime.kernels_reference import check_marshalling, dense_in_fp64, random_qkv
-from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel, varlen
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel, select, varlen
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta, subtract_lse_gradient
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel
@@ -60,6 +61,18 @@ def test_marshalling(monkeypatch, name: str | int, call: tuple[list, list, bool]
         assert {*seen.max_q, *seen.max_k} <= {512}  # the same for all short calls, so that nothing is compiled anew
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_windows(monkeypatch, name: str | int) -> None:
+    kernel, _ = make_kernel(monkeypatch, name)
+    if not kernel.squares_only:
+        check_marshalling(kernel, [300, 1, 40], [363, 40, 40], True, torch.bfloat16, window=64)
+        return
+    with pytest.raises(
+        ValueError, match=r"'cudnn' .* takes no windows, .* attend to 64 keys; set cad\.kernel = 'auto'"
+    ):
+        kernel.check(torch.bfloat16, 64, window=64)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_log_sum_exp_has_a_gradient_where_the_output_has_none(monkeypatch, dtype: torch.dtype) -> None:
     """Libraries take delta as a product with dout."""
@@ -75,6 +88,26 @@ def test_a_log_sum_exp_has_a_gradient_where_the_output_has_none(monkeypatch, dty
     references = dense_in_fp64(q, k, v, dout, call, dlse)[2:]
     for grad, other, reference in zip(grads, exact, references, strict=True):
         assert_as_exact(grad, other.to(dtype), reference)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dims", [(24, 16), (16, 24), (192, 128)])
+def test_heads_are_padded_where_the_library_takes_one_size(
+    monkeypatch, caplog, name: str | int, dims: tuple[int, int]
+) -> None:
+    kernel, seen = make_kernel(monkeypatch, name)
+    common = max(dims)
+    if kernel.max_head_dim < common and name != 4:
+        with pytest.raises(ValueError, match="at most 128 on this device, got 192; set cad"):
+            kernel.check(torch.bfloat16, *dims)
+        return
+    as_they_are = name in (3, 4) and dims == (192, 128)
+    check_marshalling(kernel, *CALLS[0], torch.bfloat16, dims)
+    assert seen.dims == {dims if as_they_are else (common, common)}
+    shape = AttentionShape(4, 2, dims[0], 2, value_dim=dims[1])
+    remark = select.padding_remark(kernel, shape)
+    assert (remark is None) == as_they_are
+    assert remark is None or f"padded to {common}, so that attention computes 1.20" in remark
 
 
 @GENERATIONS

@@ -76,8 +76,8 @@ class Combination:
         out = like.new_empty(self._num_rows, *like.shape[-2:])
         return out, out.new_empty(out.shape[:2], dtype=torch.float32)
 
-    def add(self, parts, like: Tensor) -> list[Tensor]:
-        return [like.new_empty(self._num_rows, *like.shape[1:]) for _ in parts]
+    def add(self, parts, like: list[Tensor]) -> list[Tensor]:
+        return [x.new_empty(self._num_rows, *x.shape[1:]) for x in like]
 
 
 class Buffers:

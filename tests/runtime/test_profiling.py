@@ -35,7 +35,7 @@ class ClockedKernel:
         self.now, self.calls = 0.0, []
         monkeypatch.setattr("torchtitan_cad.runtime.timing.time.perf_counter", lambda: self.now)
 
-    def check(self, dtype: torch.dtype, head_dim: int) -> None:
+    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
         if dtype != torch.float32:
             raise ValueError(f"clocked takes no {dtype}")
 

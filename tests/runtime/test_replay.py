@@ -126,7 +126,7 @@ def check_replays(
 
     def run(key: int) -> list[Tensor]:
         saved = Saved(q, k, v, *engine.forward(q, k, v, key))
-        return [saved.out, saved.lse, *engine.backward(dout, [*saved, *dlse], key)]
+        return [saved.out, saved.lse, *engine.backward(dout, saved, key, *dlse)]
 
     keys = [*range(len(plans)), 1]
     given = [[torch.randn_like(x) for x in rows] for _ in keys]
@@ -137,7 +137,7 @@ def check_replays(
         expected.append([x.clone() for x in run(key)])
     run(recorded)
     forward, replay_forward = record(lambda: list(engine.forward(q, k, v, recorded)))
-    backward, replay_backward = record(lambda: list(engine.backward(dout, [q, k, v, *forward, *dlse], recorded)))
+    backward, replay_backward = record(lambda: list(engine.backward(dout, [q, k, v, *forward], recorded, *dlse)))
     results = [*forward[:2], *backward]
     for key, values_of_rows, want in zip(keys, given, expected, strict=True):
         for x, values_of_x in zip(rows, values_of_rows, strict=True):

@@ -136,7 +136,7 @@ def test_gradients_match_finite_differences() -> None:
 
 def test_operator_registration() -> None:
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(_core_attention, (*random_rows(), torch.tensor([1]), ENGINE), test_utils=tests)
+    torch.library.opcheck(_core_attention, (*random_rows(), None, torch.tensor([1]), ENGINE), test_utils=tests)
 
 
 def test_a_key_on_the_device_is_refused() -> None:

@@ -32,6 +32,8 @@ class Options:
     """Key heads of one rank."""
     head_dim: int = 128
     """Elements per head."""
+    value_dim: int | None = None
+    """Elements per head of values, by default as many."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of queries, keys and values; by default bfloat16 on a GPU, float32 on a CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -72,7 +74,8 @@ def run(output: Path, *, measurement: Options = DEFAULTS) -> None:
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
     dtype = ("bfloat16" if where.type == "cuda" else "float32") if measurement.dtype == "auto" else measurement.dtype
-    shape = AttentionShape(measurement.num_heads, measurement.num_kv_heads, measurement.head_dim, DTYPE_BYTES[dtype])
+    heads = measurement.num_heads, measurement.num_kv_heads, measurement.head_dim
+    shape = AttentionShape(*heads, DTYPE_BYTES[dtype], measurement.value_dim)
     default = ProfileGrid.default(where)
     given = {name: getattr(measurement, name) for name in ("q_lengths", "kv_lengths", "repeats")}
     grid = replace(default, **{name: value for name, value in given.items() if value is not None})

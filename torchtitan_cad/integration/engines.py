@@ -1,11 +1,12 @@
 """The engines of a job: one for each kind of the model's attention, over one transport."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
@@ -27,6 +28,12 @@ class Ticks:
 def engine_name(kinds: Sequence[AttentionKind], name: str) -> str:
     """Return the name of the engine of the kind ``name``."""
     return ENGINE if name == kinds[0].name else f"{ENGINE}/{name}"
+
+
+def kernel_shape(kinds: Sequence[AttentionKind]) -> AttentionShape:
+    """Return the shape for which a kernel of all kinds is chosen: the first kind's, with the window of any."""
+    windows = (kind.shape.window for kind in kinds)
+    return replace(kinds[0].shape, window=next((window for window in windows if window is not None), None))
 
 
 def build_engines(kinds: Sequence[AttentionKind], ticks: Ticks | None, **options: Any) -> list[CoreAttentionEngine]:

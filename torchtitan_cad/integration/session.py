@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_cad.integration.engines import Ticks, build_engines
+from torchtitan_cad.integration.engines import Ticks, build_engines, kernel_shape
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch, PlanRules
@@ -88,9 +88,9 @@ class CadSession:
         self._config = self.cad.planner_config(self.topology)
         if self._config.ranks_per_node is None:
             self._config = replace(self._config, ranks_per_node=ranks_per_host(self.hosts))
-        self.kernel = get_kernel(self.cad.kernel, self.device, self.shape, self._train_group)
+        self.kernel = get_kernel(self.cad.kernel, self.device, kernel_shape(job.kinds), self._train_group)
         for kind in job.kinds:
-            self.kernel.check(job.dtype, kind.shape.head_dim)
+            self.kernel.check(job.dtype, kind.shape.head_dim, kind.shape.out_dim, kind.shape.window)
         self._cost = self._plan_cost(self._train_group)
         self._placement: Placement | None = None
         if self.deals:

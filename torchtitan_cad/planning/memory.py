@@ -3,8 +3,9 @@
 Working memory is what one pass allocates and frees. It includes the results and excludes the inputs, which stock
 attention has too. The formulas hold for torch's FlashAttention-2:
 
-    Q, K     bytes of a query row and of a key row; V has as many as K
-    A, B     the same in fp32
+    Q, O, K  bytes of a row of queries, of outputs, and of keys with values
+    A, P, B  the same in fp32
+    J        bytes of a row of keys joined with what all heads share; 0 if they share nothing
     L        bytes of a row's log-sum-exp
     n, m     local queries and keys of the rank
     r, s     received queries and keys
@@ -12,22 +13,23 @@ attention has too. The formulas hold for torch's FlashAttention-2:
     c, d     those of q and k that the call cannot read in place
     t        tasks of the call
 
-    copies       forward c Q + 2 d K      backward c (2 Q + 2 L) + 2 d K
-    results      forward q (Q + L)        backward q Q + 2 k K
-    temporary    forward 0                backward q (Q + L) + (q + 128 t) (A + L) + 2 k x query heads x head size
+    copies       forward c Q + d K + k J    backward c (Q + O + 2 L) + d K + k J
+    results      forward q (O + L)          backward q Q + k K
+    temporary    forward 0                  backward q (O + L) + (q + 128 t) (A + L) + k (J + bytes of query heads)
 
-Temporary memory holds the surrogate of O with its statistics, dQ in fp32 with its row sums and, if query heads share
-keys, dK and dV of every query head.
+Temporary memory holds the surrogate of O with its statistics, dQ in fp32 with its row sums, dJ and, if query heads
+share keys, dK and dV of every query head. If values are narrower than keys, FlashAttention-2 computes with rows of V
+and O as wide as those of K and Q, copied before and after: their bytes are temporary, too.
 
 1. Rows to serve that come in several trips are copied out of the receive buffers and held until the last call has its
-   copies: forward r Q + 2 s K, backward r (2 Q + 2 L) + 2 s K.
+   copies: forward r Q + s K, backward r (Q + O + 2 L) + s K.
 2. Calls run, the largest first (``calls.py``). A pass holds the results so far and the copies and temporary memory of
    one call; backward also holds the row sums n L until the last call has copies of them.
-3. If the calls have many results (``combine_early``), these become n (A + L), in backward n A and 2 m B.
-4. Results go home, r (Q + L), in backward r Q and 2 s K, and are combined with the home's own results into n (Q + L),
-   in backward n Q and then 2 m K. If they return in several trips, A and B replace Q and K until the last trip.
+3. If the calls have many results (``combine_early``), these become n (P + L), in backward n A and m B.
+4. Results go home, r (O + L), in backward r Q and s K, and are combined with the home's own results into n (O + L),
+   in backward n Q and then m K. If they return in several trips, P, A and B replace O, Q and K until the last trip.
 
-With ``keep`` both passes also hold the received Q, K and V, r Q + 2 s K. A single call over all local rows in place has
+With ``keep`` both passes also hold the received Q, K and V, r Q + s K. A single call over all local rows in place has
 nothing to combine. Stock attention has the results and temporary memory of one call, without the surrogate. All-to-alls
 add their messages; symmetric memory adds nothing.
 """
@@ -105,26 +107,51 @@ class _Bytes:
     """Bytes of one row, by the letters of the module's docstring."""
 
     q: int
+    o: int
     k: int
     a: int
+    p: int
     b: int
+    j: int
     lse: int
     expanded: int
+    """dK and dV of every query head"""
+    wide_o: int
+    wide_v: int
+    """rows of O and V as wide as those of Q and K; 0 if they are"""
 
     @classmethod
     def of(cls, shape: AttentionShape) -> _Bytes:
-        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        fp32, rows = max(_FP32_BYTES, shape.dtype_bytes), RowBytes.of(shape)
-        expanded = 2 * rows.forward_queries if shape.num_heads > shape.num_kv_heads else 0
-        statistic = rows.outputs - rows.forward_queries
-        return cls(rows.forward_queries, rows.keys // 2, queries * fp32, keys * fp32, statistic, expanded)
+        heads, kv_heads, fp32 = shape.num_heads, shape.num_kv_heads, max(_FP32_BYTES, shape.dtype_bytes)
+        rows = RowBytes.of(shape, keep=True)
+        statistic = rows.backward_queries - rows.outputs
+        output, query = rows.outputs - statistic, rows.forward_queries
+        wide = max(shape.head_dim, shape.out_dim) * shape.dtype_bytes if shape.out_dim != shape.head_dim else 0
+        return cls(
+            q=query,
+            o=output,
+            k=rows.keys,
+            a=heads * shape.head_dim * fp32,
+            p=heads * shape.out_dim * fp32,
+            b=(kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim) * fp32,
+            j=kv_heads * shape.head_dim * shape.dtype_bytes if shape.shared_dim else 0,
+            lse=statistic,
+            expanded=query + output if heads > kv_heads else 0,
+            wide_o=heads * wide,
+            wide_v=kv_heads * wide,
+        )
 
     def surrogate(self, queries: int) -> int:
-        return queries * (self.q + self.lse)
+        return queries * (self.o + self.lse)
+
+    def padding(self, queries: int, keys: int) -> int:
+        """Bytes that FlashAttention-2 allocates and frees in a forward call."""
+        return queries * self.wide_o + keys * self.wide_v
 
     def temporary(self, queries: int, keys: int, tasks: int) -> int:
         """Bytes that FlashAttention-2 allocates and frees in a backward call."""
-        return (queries + _TASK_ROWS * tasks) * (self.a + self.lse) + keys * self.expanded
+        accumulated = (queries + _TASK_ROWS * tasks) * (self.a + self.lse)
+        return accumulated + keys * self.expanded + 2 * self.padding(queries, keys)
 
 
 class Pass(NamedTuple):
@@ -164,7 +191,8 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
     for table in calls:
         q, k = len(table.q_rows), len(table.kv_rows)
         c, d = _num_copied(table.q_rows, n), _num_copied(table.kv_rows, m)
-        copied, copied_backward = c * size.q + 2 * d * size.k, 2 * c * (size.q + size.lse) + 2 * d * size.k
+        copied = c * size.q + d * size.k + k * size.j
+        copied_backward = copied + c * (size.o + 2 * size.lse)
         row_sums = n * size.lse
         forward = max(forward, outs + copied_out_forward + copied)
         backward = max(backward, row_sums + dq + dkv + copied_out_backward + copied_backward)
@@ -172,30 +200,30 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
             copied_out_forward = copied_out_backward = 0
             row_sums = 0 if c else row_sums
         q_rows, kv_rows = q_rows + q, kv_rows + k
-        outs, dq, dkv = q_rows * (size.q + size.lse), q_rows * size.q, 2 * kv_rows * size.k
-        forward = max(forward, outs + copied_out_forward + copied)
-        temporary = size.surrogate(q) + size.temporary(q, k, table.num_tasks)
+        outs, dq, dkv = q_rows * (size.o + size.lse), q_rows * size.q, kv_rows * size.k
+        forward = max(forward, outs + copied_out_forward + copied + size.padding(q, k))
+        temporary = size.surrogate(q) + size.temporary(q, k, table.num_tasks) + k * size.j
         backward = max(backward, row_sums + dq + dkv + copied_out_backward + copied_backward + temporary)
     travel_forward, travel_backward = outs, dq + dkv
     is_plain = not plan.moves_rows and [(len(x.q_rows), len(x.kv_rows)) for x in calls] == [(n, m)]
     if not is_plain:
-        served_q, served_kv = r * size.q, 2 * s * size.k
+        served_o, served_q, served_kv = r * (size.o + size.lse), r * size.q, s * size.k
         if plan.moves_rows and combine_early(q_rows, n):
-            forward = max(forward, outs + served_q + r * size.lse + n * (size.a + size.lse))
+            forward = max(forward, outs + served_o + n * (size.p + size.lse))
             backward = max(backward, dq + dkv + served_q + n * size.a)
-            outs, dq = n * (size.a + size.lse), n * size.a
+            outs, dq = n * (size.p + size.lse), n * size.a
         if plan.moves_rows and combine_early(kv_rows, m):
-            backward = max(backward, dq + dkv + served_q + served_kv + 2 * m * size.b)
-            dkv = 2 * m * size.b
-        out = _combined(outs, n, size.q + size.lse, size.a + size.lse, q_trips)
-        forward = max(forward, served_q + r * size.lse + out)
+            backward = max(backward, dq + dkv + served_q + served_kv + m * size.b)
+            dkv = m * size.b
+        out = _combined(outs, n, size.o + size.lse, size.p + size.lse, q_trips)
+        forward = max(forward, served_o + out)
         queries = _combined(dq, n, size.q, size.a, q_trips)
-        keys = _combined(dkv, m, 2 * size.k, 2 * size.b, k_trips)
+        keys = _combined(dkv, m, size.k, size.b, k_trips)
         backward = max(backward, served_q + served_kv + dkv + queries, served_kv + n * size.q + keys)
-        travel_forward = served_q + r * size.lse + _so_far(outs, n, size.a + size.lse, q_trips)
+        travel_forward = served_o + _so_far(outs, n, size.p + size.lse, q_trips)
         travel_backward = served_q + _so_far(dq, n, size.a, q_trips)
-        travel_backward += served_kv + _so_far(dkv, m, 2 * size.b, k_trips)
-    kept = keep * (r * size.q + 2 * s * size.k)
+        travel_backward += served_kv + _so_far(dkv, m, size.b, k_trips)
+    kept = keep * (r * size.q + s * size.k)
     return Passes(Pass(forward + kept, travel_forward + kept), Pass(backward + kept, travel_backward + kept))
 
 
@@ -248,5 +276,5 @@ def _stock(plans: Sequence[Plan]) -> tuple[int, int]:
 def stock_memory(shape: AttentionShape, queries: int, keys: int, tasks: int) -> tuple[int, int]:
     """Return the bytes of varlen attention's forward and backward in one call, without CAD."""
     size = _Bytes.of(shape)
-    backward = queries * size.q + 2 * keys * size.k + size.temporary(queries, keys, tasks)
-    return queries * (size.q + size.lse), backward
+    backward = queries * size.q + keys * size.k + size.temporary(queries, keys, tasks)
+    return queries * (size.o + size.lse) + size.padding(queries, keys), backward

@@ -131,8 +131,8 @@ class Plan:
             raise ValueError(f"rank {rank} is not in [0, {self.layout.num_ranks})")
         tasks, offsets = self._by_server
         mine = tasks[offsets[rank] : offsets[rank + 1]]
-        needs, split_keys = (self.query_needs, self.key_needs), self.config.split_kv
-        return build_exchange(self.layout, mine, *needs, rank, split_keys=split_keys)
+        needs, split_keys, window = (self.query_needs, self.key_needs), self.config.split_kv, self.shape.window
+        return build_exchange(self.layout, mine, *needs, rank, split_keys=split_keys, window=window)
 
     def fingerprint(self) -> str:
         """Return the 64-bit hash (16 hex digits) of the layout and the tasks, the same on every platform and run."""

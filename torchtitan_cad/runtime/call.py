@@ -20,7 +20,7 @@ from torchtitan_cad.runtime.transport.base import Kind, Routes
 
 
 class Saved(NamedTuple):
-    """Tensors that backward needs: the arguments, then the results of ``CoreAttentionEngine.forward``."""
+    """Tensors that backward needs: the arguments and the results of ``CoreAttentionEngine.forward``."""
 
     q: Tensor
     k: Tensor
@@ -29,6 +29,12 @@ class Saved(NamedTuple):
     lse: Tensor
     kept_q: Tensor
     kept_kv: Tensor
+    shared: Tensor | None = None
+
+    @property
+    def arguments(self) -> list[Tensor]:
+        """The tensors that have gradients: q, k, v and, if heads of keys share a part, shared."""
+        return [self.q, self.k, self.v, *([] if self.shared is None else [self.shared])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,37 +43,63 @@ class Direction:
 
     Attributes:
         results_name: name of the results that travel home.
-        num_results: number of result tensors, by kind of rows.
+        results: returns tensors like the results, by kind of rows, from such tensors like the rows.
         compute: runs a kernel call on rows of queries and keys. The flag is ``PlanTables.is_plain``.
         combine: combines the partials of each result into one tensor.
     """
 
     name: str
     results_name: str
-    num_results: dict[Kind, int]
+    results: Callable[[dict[Kind, list[Tensor]]], dict[Kind, list[Tensor]]]
     compute: Callable[[AttentionKernel, bool, Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]]
-    combine: Callable[[Combination, Sequence[Sequence[Tensor]], Tensor], list[Tensor]]
+    combine: Callable[[Combination, Sequence[Sequence[Tensor]], Sequence[Tensor]], list[Tensor]]
 
 
 def _forward(kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
-    q, k, v = rows
-    return kernel.forward(q, k, v, args)
+    q, *keys = rows
+    return kernel.forward(q, *_join(*keys), args)
 
 
 def _backward(kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
-    dout, lse, delta, q, k, v = rows
+    dout, lse, delta, q, *keys = rows
     merged = Merged(lse, out=delta) if delta.dim() == dout.dim() else Merged(lse, delta)
-    gradients = kernel.backward(dout, q, k, v, merged, args)
+    dq, dk, dv = kernel.backward(dout, q, *_join(*keys), merged, args)
+    gradients = dq, *_split(dk, dv, *keys)
     return tuple(x.to(q.dtype) for x in gradients) if is_plain else gradients
 
 
-FORWARD = Direction("forward", "outputs", {"queries": 2}, _forward, lambda index, *rows: index.merge(*rows))
-"""query rows: q; key rows: k, v; results: out, lse"""
+def _join(k: Tensor, v: Tensor, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return k [T, Hkv, D], to whose heads the ``shared`` part [T, 1, D'] is appended, and v."""
+    return k if shared is None else torch.cat((k, shared.expand(-1, k.shape[1], -1)), -1), v
+
+
+def _split(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, shared: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return the gradients of k, v and ``shared`` from those of the results of ``_join``."""
+    if shared is None:
+        return dk, dv
+    of_shared = dk[..., k.shape[2] :].sum(1, keepdim=True, dtype=compute_dtype(dk.dtype))
+    return dk[..., : k.shape[2]].contiguous(), dv, of_shared.to(dk.dtype)
+
+
+def _outputs(rows: dict[Kind, list[Tensor]]) -> dict[Kind, list[Tensor]]:
+    (q,), (_, v, *_) = rows["queries"], rows["keys"]
+    return {"queries": [q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1])]}
+
+
+FORWARD = Direction(
+    "forward", "outputs", _outputs, _forward, lambda index, partials, like: index.merge(partials, like[0])
+)
+"""query rows: q; key rows: k, v and the part that all heads of keys share, if any; results: out, lse"""
 
 BACKWARD = Direction(
-    "backward", "gradients", {"queries": 1, "keys": 2}, _backward, lambda index, *rows: index.add(*rows)
+    "backward",
+    "gradients",
+    lambda rows: {"queries": rows["queries"][-1:], "keys": rows["keys"]},
+    _backward,
+    lambda index, partials, like: index.add(partials, like),
 )
-"""query rows: dout, lse, delta (or out, if ``PlanTables.is_plain``), q; key rows: k, v; results: dq; dk, dv"""
+"""query rows: dout, lse, delta (or out, if ``PlanTables.is_plain``), q; key rows as forward; results: dq; those of key
+rows"""
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,9 +107,9 @@ class AttentionState:
     """Core attention in flight, in one direction.
 
     Attributes:
-        rows: by kind, tensors of this rank's rows, until kernels run. The last has the shape and dtype of the results.
+        rows: by kind, tensors of this rank's rows, until kernels run.
         keeps: True if servers keep q, k and v for backward.
-        kept: the kept messages of queries, and of keys and values, with hidden storage.
+        kept: the kept messages of queries, and of keys, with hidden storage.
         number: the call's number in the transport.
         incoming: the rows to serve, while they arrive and until they are used.
         tasks: the kernel calls, while they run.
@@ -102,6 +134,7 @@ class AttentionState:
 
     def __post_init__(self) -> None:
         self._like = {kind: [x.new_empty(0, *x.shape[1:]) for x in rows] for kind, rows in self.rows.items()}
+        self._results_like = self.direction.results(self._like)
 
     # Kernel calls -----------------------------------------------------------------------------------------------------
 
@@ -130,14 +163,14 @@ class AttentionState:
     def finish_tasks(self) -> None:
         """Run the remaining kernel calls and combine results for other ranks, and local results if they are many."""
         assert self.tasks is not None
-        results = [list(of_calls) for of_calls in zip(*self.tasks.finish(), strict=True)] or [[], [], []]
+        results = zip(*self.tasks.finish(), strict=True)
         self.tasks = None
-        for kind, count in self.direction.num_results.items():
-            self.results[kind], results = results[:count], results[count:]
-        for kind in self.direction.num_results:
+        for kind, like in self._results_like.items():
+            self.results[kind] = [list(next(results, ())) for _ in like]
+        for kind, like in self._results_like.items():
             tables = getattr(self.plan, kind)
             if self.plan.moves:
-                self.served[kind] = self.direction.combine(tables.served, self.results[kind], self._like[kind][-1])
+                self.served[kind] = self.direction.combine(tables.served, self.results[kind], like)
             if tables.local is not None:
                 self.combine(kind, tables.local)
 
@@ -179,10 +212,10 @@ class AttentionState:
 
         The results get the model's dtype if this ``is_last``, else fp32 (fp64).
         """
-        partials, like = self.results[kind], self._like[kind][-1]
+        partials, like = self.results[kind], self._results_like[kind]
         if returned:
             partials = [[*of_result, rows] for of_result, rows in zip(partials, returned, strict=True)]
-        like = like if is_last else like.to(compute_dtype(like.dtype))
+        like = like if is_last else [x.to(compute_dtype(x.dtype)) for x in like]
         self.results[kind] = [[rows] for rows in self.direction.combine(combination, partials, like)]
 
     def finish(self) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ a row one after the other, in the same order. Both compute in fp32 (fp64 for fp6
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -92,30 +93,31 @@ class Combination:
             merge_partials(out, lse, part_out, part_lse, rows)
         return [out.to(like.dtype), lse]
 
-    def add(self, partials: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
+    def add(self, partials: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums of partials, for one or more results with the same index.
 
         Args:
             partials: per result, its tensors of partials [P_i, ...].
-            like: tensor with the row shape, device and dtype of the sums.
+            like: per result, a tensor with the row shape, device and dtype of the sums. All have one dtype.
 
         Returns:
             Per result, [N, ...], 0 in rows without partials.
         """
-        shape = self.num_rows, *like.shape[1:]
         if self.is_fused and partials[0]:
             from torchtitan_cad.runtime.triton.combine import sum_rows
 
-            sums = [like.new_empty(shape) for _ in partials]
-            if sums[0].numel():
-                sources, offsets = self.index
-                sum_rows(partials, sources, offsets, sums, TENSOR_BITS)
+            sums = [x.new_empty(self.num_rows, *x.shape[1:]) for x in like]
+            sources, offsets = self.index
+            together = 2 if len(sums) > 1 and sums[0].shape == sums[1].shape else 1
+            for begin, end in pairwise([0, *range(together, len(sums) + 1)]):
+                if sums[begin].numel():
+                    sum_rows(partials[begin:end], sources, offsets, sums[begin:end], TENSOR_BITS)
             return sums
-        sums = [like.new_zeros(shape, dtype=compute_dtype(like.dtype)) for _ in partials]
+        sums = [x.new_zeros(self.num_rows, *x.shape[1:], dtype=compute_dtype(x.dtype)) for x in like]
         for *parts, rows in self._waves(partials):
             for total, part in zip(sums, parts, strict=True):
                 total.index_add_(0, rows, part.to(total.dtype))
-        return [total.to(like.dtype) for total in sums]
+        return [total.to(x.dtype) for total, x in zip(sums, like, strict=True)]
 
     def _waves(self, partials: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
         """Yield, per wave, the partials of each result, and their rows."""

@@ -25,13 +25,14 @@ from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
+from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction, Saved
 from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta, subtract_lse_gradient
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.replay import TableSizes, copy_tables
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Routes, Transport
+from torchtitan_cad.runtime.transport.base import Kind
 
 Step = Literal["start", "attend"]
 """the steps that start exchanges"""
@@ -84,8 +85,11 @@ class CoreAttentionEngine:
         """Make ``plan`` executable under ``key``. May be called from a planning thread, on any stream.
 
         Raises:
-            ValueError: the plan moves rows and the engine has no transport, or the plan is too large for ``sizes``.
+            ValueError: the plan moves rows and the engine has no transport, the plan is too large for ``sizes``, or it
+                has a window and the kernel takes squares only.
         """
+        if plan.shape.window is not None and self.kernel.squares_only:
+            raise ValueError(f"cad.kernel = {self.kernel.name!r} takes no windows: set cad.kernel = 'auto'")
         moves, exchange, trips = plan.moves_rows, plan.exchange(self.rank), None
         if moves and self.transport is None:
             raise ValueError("a plan that moves rows needs a transport")
@@ -146,37 +150,42 @@ class CoreAttentionEngine:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key: int, shared: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute core attention of this rank's tokens: ``begin_forward``, ``send``, ``attend``, ``finish``.
 
         Args:
             q: [Tq, Hq, D], this rank's queries in layout order.
-            k, v: [T, Hkv, D], this rank's tokens in layout order (Tq = T unless the layout leaves queries out).
+            k, v: [T, Hkv, D] and [T, Hkv, Dv], this rank's tokens in layout order (Tq = T unless the layout leaves
+                queries out).
             key: the plan's key.
+            shared: [T, 1, D'], the last elements of all heads of keys, if they share them; k is [T, Hkv, D - D'] then.
 
         Returns:
-            out [Tq, Hq, D] in q's dtype; lse [Tq, Hq] natural log, fp32 (fp64 for fp64 inputs); and with ``keep`` the
+            out [Tq, Hq, Dv] in q's dtype; lse [Tq, Hq] natural log, fp32 (fp64 for fp64 inputs); and with ``keep`` the
             received messages of Q and of K and V with hidden storage (see ``packing``), otherwise empty tensors.
-            ``backward`` takes ``Saved(q, k, v, *results)``.
+            ``backward`` takes ``Saved(q, k, v, *results, shared)``.
         """
-        return self._run(self.begin_forward(q, k, v, key))
+        return self._run(self.begin_forward(q, k, v, key, shared))
 
-    def backward(self, dout: Tensor, saved: Sequence[Tensor], key: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of q, k and v, in their shapes and dtype.
+    def backward(self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Compute the gradients of ``Saved.arguments``, in their shapes and dtype.
 
         Args:
-            dout: [Tq, Hq, D], the gradient of out.
-            saved: ``Saved`` and, if the log-sum-exp has a gradient, this gradient [Tq, Hq].
+            dout: [Tq, Hq, Dv], the gradient of out.
+            saved: the tensors of ``Saved``.
             key: the plan's key.
+            dlse: [Tq, Hq], the gradient of lse, if it has one.
         """
-        return self._run(self.begin_backward(dout, saved, key))
+        return self._run(self.begin_backward(dout, saved, key, dlse))
 
     def _run(self, call: AttentionState) -> Any:
         self.send(call)
         self.attend(call)
         return self.finish(call)
 
-    def begin_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int) -> AttentionState:
+    def begin_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int, shared: Tensor | None = None) -> AttentionState:
         """Begin a forward call, with the arguments of ``forward``. Raises ValueError for a wrong number of rows."""
         key = self._enter("start", FORWARD, key, q)
         plan = self.plan(key)
@@ -185,19 +194,23 @@ class CoreAttentionEngine:
                 f"plan {key} is for {plan.queries.num_local} local queries and {plan.keys.num_local} local tokens, "
                 f"got {q.shape[0]} and {k.shape[0]}"
             )
-        return AttentionState(FORWARD, key, plan, {"queries": [q], "keys": [k, v]}, self.keep)
+        keys = [k, v, *([] if shared is None else [shared])]
+        return AttentionState(FORWARD, key, plan, {"queries": [q], "keys": keys}, self.keep)
 
-    def begin_backward(self, dout: Tensor, saved: Sequence[Tensor], key: int) -> AttentionState:
+    def begin_backward(
+        self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None
+    ) -> AttentionState:
         """Begin a backward call, with the arguments of ``backward``."""
-        q, k, v, out, lse, kept_q, kept_kv, *dlse = saved
+        given = Saved(*saved)
+        q, *keys = given.arguments
         key = self._enter("start", BACKWARD, key, q)
         plan = self.plan(key)
         dout = dout.contiguous()
-        delta = out if plan.is_plain and not dlse else row_delta(dout, out)
-        if dlse:
-            dout, delta = subtract_lse_gradient(dout, delta, *dlse)
-        queries, kept = [dout, lse, delta, q], (kept_q, kept_kv)
-        return AttentionState(BACKWARD, key, plan, {"queries": queries, "keys": [k, v]}, self.keep, kept)
+        delta = given.out if plan.is_plain and dlse is None else row_delta(dout, given.out)
+        if dlse is not None:
+            dout, delta = subtract_lse_gradient(dout, delta, dlse)
+        rows: dict[Kind, list[Tensor]] = {"queries": [dout, given.lse, delta, q], "keys": keys}
+        return AttentionState(BACKWARD, key, plan, rows, self.keep, [given.kept_q, given.kept_kv])
 
     def send(self, call: AttentionState) -> AttentionState:
         """Send the rows that other ranks serve; returns the call."""

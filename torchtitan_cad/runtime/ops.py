@@ -17,8 +17,8 @@ from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 Remembered = tuple[Sequence[Tensor], Sequence[Any]]
 """tensors and other values that an operator's backward needs of its arguments and results"""
-QKV = "Tensor q, Tensor k, Tensor v"
-"""schema of this rank's tokens in layout order: q [Tq, Hq, D], k and v [T, Hkv, D]"""
+QKV = "Tensor q, Tensor k, Tensor v, Tensor? shared"
+"""schema of this rank's tokens in layout order: arguments of ``CoreAttentionEngine.forward``"""
 RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
 """schema of the results of ``CoreAttentionEngine.forward``"""
 
@@ -75,62 +75,76 @@ def define(
     return operator
 
 
-def results_like(q: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors of the shapes and dtypes of ``CoreAttentionEngine.forward``'s results, for q [Tq, Hq, D]."""
-    kept = q.new_empty(0, dtype=torch.uint8)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)), kept, kept.clone()
+def results_like(q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors of the shapes and dtypes of ``CoreAttentionEngine.forward``'s results."""
+    kept, out = q.new_empty(0, dtype=torch.uint8), q.new_empty((*q.shape[:2], v.shape[2]))
+    return out, q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)), kept, kept.clone()
 
 
 def remember_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> Remembered:
-    """Remember ``Saved`` of an operator whose last arguments are q, k and v."""
-    return Saved(*arguments[-3:], *results), ()
+    """Remember ``Saved`` of an operator whose last arguments are those of ``QKV``."""
+    q, k, v, shared = arguments[-4:]
+    return [q, k, v, *results, *([] if shared is None else [shared])], ()
 
 
-def backward_arguments(of_results: Sequence[Tensor | None], saved: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return dout and saved as ``CoreAttentionEngine.backward`` takes them; one of ``RESULTS`` has a gradient."""
+def gradients_of_qkv(gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of the arguments of ``QKV`` from those of ``Saved.arguments``."""
+    return [*gradients, *[None] * (4 - len(gradients))]
+
+
+def backward_arguments(of_results: Sequence[Tensor | None], saved: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return dout, saved and dlse as ``CoreAttentionEngine.backward`` takes them; one of ``RESULTS`` has a gradient."""
     dout, dlse, *_ = of_results
-    return torch.zeros_like(Saved(*saved).out) if dout is None else dout, [*saved, *([] if dlse is None else [dlse])]
+    return torch.zeros_like(Saved(*saved).out) if dout is None else dout, saved, dlse
 
 
 _core_attention_backward = define(
-    "core_attention_backward(Tensor dout, Tensor[] saved) -> (Tensor, Tensor, Tensor)",
-    lambda engine, key, dout, saved: engine.backward(dout, saved, key),
-    lambda dout, saved: tuple(x.new_empty(x.shape) for x in saved[:3]),
+    "core_attention_backward(Tensor dout, Tensor[] saved, Tensor? dlse) -> Tensor[]",
+    lambda engine, key, dout, saved, dlse: list(engine.backward(dout, saved, key, dlse)),
+    lambda dout, saved, dlse: [x.new_empty(x.shape) for x in Saved(*saved).arguments],
 )
 _core_attention = define(
     f"core_attention({QKV}) -> {RESULTS}",
-    lambda engine, key, *qkv: engine.forward(*qkv, key),
-    lambda q, k, v: results_like(q),
-    lambda of_results, saved, *call: _core_attention_backward(*backward_arguments(of_results, saved), *call),
+    lambda engine, key, q, k, v, shared: engine.forward(q, k, v, key, shared),
+    lambda q, k, v, shared: results_like(q, v),
+    lambda of_results, saved, *call: gradients_of_qkv(
+        _core_attention_backward(*backward_arguments(of_results, saved), *call)
+    ),
     remember_call,
 )
 
 
-def core_attention(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> Tensor:
+def core_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str, *, shared: Tensor | None = None
+) -> Tensor:
     """Return softmax(Q K^T) V of this rank's tokens, computed by the servers of a plan (arXiv 2510.18121, section 4).
 
     All ranks of the CAD group must call it with the same plans in the same order.
 
     Args:
         q: [T, Hq, D] this rank's queries in layout order.
-        k, v: [T, Hkv, D] this rank's keys and values in layout order.
+        k, v: [T, Hkv, D] and [T, Hkv, Dv] this rank's keys and values in layout order.
         plan_key: int64 host tensor whose elements all equal the plan's key in the engine.
         engine: name under which the ``CoreAttentionEngine`` is registered.
+        shared: [T, 1, D'] the last elements of all heads of keys, if they share them, which travel once per token;
+            k is [T, Hkv, D - D'] then.
 
     Returns:
-        [T, Hq, D] in q's dtype. Gradients flow to q, k and v.
+        [T, Hq, Dv] in q's dtype. Gradients flow to q, k, v and shared.
     """
-    return _core_attention(q, k, v, plan_key, engine)[0]
+    return _core_attention(q, k, v, shared, plan_key, engine)[0]
 
 
-def core_attention_with_lse(q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
+def core_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str, *, shared: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the result of ``core_attention`` and its log-sum-exp, for models that rescale outputs by it.
 
     Returns:
-        out [T, Hq, D] in q's dtype, and the natural logarithm of the softmax's denominator, [T, Hq] in fp32 (fp64 for
+        out [T, Hq, Dv] in q's dtype, and the natural logarithm of the softmax's denominator, [T, Hq] in fp32 (fp64 for
         fp64). Gradients of both flow to q, k and v.
     """
-    out, lse, _, _ = _core_attention(q, k, v, plan_key, engine)
+    out, lse, _, _ = _core_attention(q, k, v, shared, plan_key, engine)
     return out, lse
 
 

@@ -75,7 +75,7 @@ def measure_profile(
         ValueError: the kernel does not take the dtype or head dim, the grid is not valid for a profile, or a cell does
             not fit in memory.
     """
-    kernel.check(dtype, shape.head_dim)
+    kernel.check(dtype, shape.head_dim, shape.out_dim)
     nothing = ((1.0,) * len(grid.kv_lengths),) * len(grid.q_lengths)
     profile = Profile(  # made first: a bad grid is an error before the work
         device=device_name(device),
@@ -84,6 +84,7 @@ def measure_profile(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
         dtype=str(dtype).removeprefix("torch."),
         tile=QUERY_TILE,
         q_lengths=grid.q_lengths,
@@ -126,8 +127,8 @@ def _require_memory(shape: AttentionShape, device: torch.device, grid: ProfileGr
     for num_q, num_k in itertools.product(grid.q_lengths, grid.kv_lengths):
         tasks = num_tasks(num_q, num_k, shape.num_heads, device)
         rows = num_q * shape.num_heads + num_k * shape.num_kv_heads
-        # q, out, dout, dq; and as many of keys and values.
-        needed = 4 * tasks * rows * shape.head_dim * shape.dtype_bytes
+        # q, dq, out, dout; and k, dk, v, dv.
+        needed = 2 * tasks * rows * (shape.head_dim + shape.out_dim) * shape.dtype_bytes
         if needed > limit:
             raise ValueError(
                 f"tasks of {num_q} queries x {num_k} keys take {needed / 1e9:.3g} GB, more than half of this "

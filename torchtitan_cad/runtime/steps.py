@@ -26,7 +26,15 @@ from torch import Tensor
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.ops import QKV, RESULTS, backward_arguments, define, remember_call, results_like
+from torchtitan_cad.runtime.ops import (
+    QKV,
+    RESULTS,
+    backward_arguments,
+    define,
+    gradients_of_qkv,
+    remember_call,
+    results_like,
+)
 
 COMPILE_OPTIONS = {"reorder_for_peak_memory": False}
 """``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``combine``. Otherwise
@@ -128,10 +136,11 @@ step = define(
 
 def define_ends(
     family: str, *, on_streams: bool
-) -> tuple[Any, Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+) -> tuple[Callable[..., Any], Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
     """Define a family's operators ``open`` and ``close``, which begin and end a call; in backward ``close`` begins it.
 
-    Returns ``open``, and two functions that return the output of ``close``, alone and with its log-sum-exp.
+    Returns ``open``, and two functions that return the output of ``close``, alone and with its log-sum-exp. All take
+    the option ``shared``, as ``ops.core_attention``.
 
     Args:
         on_streams: True for two tokens instead of one (see ``traced``), and for sending rows as a step of its own.
@@ -139,38 +148,41 @@ def define_ends(
     num_tokens, tokens_like = (2, two_tokens_like) if on_streams else (1, token_like)
     tokens = ", ".join(f"Tensor token{number}" for number in range(num_tokens))
 
-    def begin(direction: Direction, engine: CoreAttentionEngine, key: int, *rows: Any) -> Any:
-        call_key = direction.name, key
+    def begin(direction: Direction, engine: CoreAttentionEngine, key: int, *arguments: Any) -> Any:
+        (*rows, option), call_key = arguments, (direction.name, key)
         if call_key in engine.in_flight:
             raise RuntimeError(
                 f"two core attentions by plan {key} at the same time, in one direction, or an earlier one has failed"
             )
-        call = getattr(engine, f"begin_{direction.name}")(*rows, key)
+        call = getattr(engine, f"begin_{direction.name}")(*rows, key, option)
         engine.in_flight[call_key] = Flight(engine, call if on_streams else engine.send(call), on_streams)
         return tokens_like(rows[0]) if direction is FORWARD else token_like(rows[0])
 
-    def gradients_of_rows(tokens: Sequence[Tensor], _: Any, *others: Any) -> tuple[Tensor, ...]:
+    def gradients_of_rows(tokens: Sequence[Tensor], _: Any, *others: Any) -> list[Tensor | None]:
         token, *hold = tokens
         if on_streams:  # torch 2.15 takes the device of an operator that waits for a stream from its only output
             token = step_backward(token, "one output", *others[-2:])
-        return open_backward(token, *hold, *others)
+        return gradients_of_qkv(open_backward(token, *hold, *others))
 
     def gradients_of_call(of_results: Any, saved: Sequence[Tensor], *call: Any) -> tuple[Tensor | None, ...]:
         token = close_backward(*backward_arguments(of_results, saved), *call)
-        return *(token,) * num_tokens, None, None, None
+        return *(token,) * num_tokens, *gradients_of_qkv([])
 
+    shapes = ", ".join(f"SymInt[] {name}_shape" for name in ("q", "k", "v", "shared"))
     open_backward = define(
-        f"{family}_open_backward({tokens}, SymInt[] q_shape, SymInt[] kv_shape) -> (Tensor, Tensor, Tensor)",
-        partial(run_step, BACKWARD, "finish"),
-        lambda token, *others: tuple(token.new_empty(shape) for shape in (*others[-2:], others[-1])),
+        f"{family}_open_backward({tokens}, {shapes}) -> Tensor[]",
+        lambda *arguments: list(run_step(BACKWARD, "finish", *arguments)),
+        lambda token, *others: [token.new_empty(shape) for shape in others[-4:] if len(shape)],
     )
     close_backward = define(
-        f"{family}_close_backward(Tensor dout, Tensor[] saved) -> Tensor", partial(begin, BACKWARD), token_like
+        f"{family}_close_backward(Tensor dout, Tensor[] saved, Tensor? dlse) -> Tensor",
+        partial(begin, BACKWARD),
+        token_like,
     )
     close = define(
         f"{family}_close({tokens}, {QKV}) -> {RESULTS}",
         partial(run_step, FORWARD, "finish"),
-        lambda *arguments: results_like(arguments[num_tokens]),
+        lambda *arguments: results_like(arguments[num_tokens], arguments[num_tokens + 2]),
         gradients_of_call,
         remember_call,
     )
@@ -179,13 +191,21 @@ def define_ends(
         partial(begin, FORWARD),
         tokens_like,
         gradients_of_rows,
-        lambda rows, _: ((), (rows[0].shape, rows[1].shape)),
+        lambda rows, _: ((), [() if x is None else x.shape for x in rows]),
     )
-    return begin_forward, lambda *arguments: close(*arguments)[0], lambda *arguments: close(*arguments)[:2]
+
+    def finish(*arguments: Any, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return close(*arguments[:-2], shared, *arguments[-2:])[:2]
+
+    return (
+        lambda *arguments, shared=None: begin_forward(*arguments[:-2], shared, *arguments[-2:]),
+        lambda *arguments, shared=None: finish(*arguments, shared=shared)[0],
+        finish,
+    )
 
 
 dispatch, combine, combine_with_lse = define_ends("steps", on_streams=False)
-"""dispatch(q, k, v): send the rows that other ranks serve; returns a token for ``step``. q [Tq, Hq, D], k and v
-[T, Hkv, D] are this rank's tokens in layout order (Tq = T unless the layout leaves queries out).
-combine(token, q, k, v): wait for the outputs of other ranks; returns [Tq, Hq, D] in q's dtype. Gradients flow to q, k
-and v through dispatch. combine_with_lse(token, q, k, v): the same, and the log-sum-exp [Tq, Hq]."""
+"""dispatch(q, k, v): send the rows that other ranks serve; returns a token for ``step``. The arguments are those of
+``CoreAttentionEngine.forward``; the option ``shared`` goes to dispatch and to combine.
+combine(token, q, k, v): wait for the outputs of other ranks; returns [Tq, Hq, Dv] in q's dtype. Gradients flow to q, k,
+v and shared through dispatch. combine_with_lse(token, q, k, v): the same, and the log-sum-exp [Tq, Hq]."""

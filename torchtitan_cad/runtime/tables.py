@@ -73,7 +73,7 @@ class PlanTables:
         rounds = [[(table, causal) for table, causal in ((exchange.causal, True), (exchange.full, False))]]
         if not is_padded:
             used = [(table, causal) for table, causal in rounds[0] if table.num_tasks]
-            rounds = halves(used) if two_rounds and moves else [used]
+            rounds = halves(used, exchange.window) if two_rounds and moves else [used]
             if squares_only:
                 rounds = [squares(tables) for tables in rounds]
             rounds = bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
@@ -85,7 +85,13 @@ class PlanTables:
 
         def build_call(table: CallTable, causal: bool) -> KernelCall:
             args = VarlenArgs.from_numpy(
-                table.cu_q, table.cu_k, causal=causal, scale=scale, device=device, q_start=table.q_start
+                table.cu_q,
+                table.cu_k,
+                causal=causal,
+                scale=scale,
+                device=device,
+                q_start=table.q_start,
+                window=exchange.window if causal else None,
             )
             spaces = (table.q_rows, queries), (table.kv_rows, keys)
             q_rows, kv_rows = (_rows_of_call(*space, device, in_place=not is_padded) for space in spaces)
@@ -129,7 +135,8 @@ class PlanTables:
         """Return the bytes of rows that a forward copies because they are not in order for its kernel calls."""
         queries = sum(_num_copied(call.q_rows, self.queries) for call in self.calls)
         keys = sum(_num_copied(call.kv_rows, self.keys) for call in self.calls)
-        return (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * shape.head_dim * shape.dtype_bytes
+        of_keys = shape.num_kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
+        return (queries * shape.num_heads * shape.head_dim + keys * of_keys) * shape.dtype_bytes
 
 
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:

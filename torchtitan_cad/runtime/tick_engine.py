@@ -62,17 +62,19 @@ class TickEngine(CoreAttentionEngine):
     nano-batch, or in ``end_tick``.
 
     Args:
-        shape: heads of this rank, and their size.
+        shape: heads of this rank, and their sizes.
         dtype: dtype of queries, keys and values, equal on all ranks of the group, as are the formats of messages.
         options: options of ``CoreAttentionEngine``.
     """
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype, **options: Any) -> None:
         super().__init__(**options)
-        new = torch.empty(0, shape.num_heads, shape.head_dim, dtype=dtype, device=self.device)
-        self._q, self._kv = new, new.new_empty(0, shape.num_kv_heads, shape.head_dim)
-        lse, kept = new.new_empty(0, shape.num_heads, dtype=compute_dtype(dtype)), new.new_empty(0, dtype=torch.uint8)
-        self._saved = Saved(self._q, self._kv, self._kv, self._q, lse, kept, kept)
+        new, heads, kv_heads = torch.empty(0, dtype=dtype, device=self.device), shape.num_heads, shape.num_kv_heads
+        sizes = (heads, shape.head_dim), (kv_heads, shape.key_dim), (kv_heads, shape.out_dim), (heads, shape.out_dim)
+        q, k, v, out = (new.new_empty(0, *size) for size in sizes)
+        shared = new.new_empty(0, 1, shape.shared_dim) if shape.shared_dim else None
+        lse, kept = new.new_empty(0, heads, dtype=compute_dtype(dtype)), new.new_empty(0, dtype=torch.uint8)
+        self._saved = Saved(q, k, v, out, lse, kept, kept, shared)
         self._steps: Iterator[_Due] | None = None
         self._microbatch = range(0)
         self._served: dict[int, AttentionState] = {}
@@ -112,8 +114,8 @@ class TickEngine(CoreAttentionEngine):
         """
         if self._serving:
             return super()._enter(step, direction, key)
-        if rows is not None and rows.dtype != self._q.dtype:
-            raise RuntimeError(f"attention in {rows.dtype}, but the ranks that serve expect {self._q.dtype}")
+        if rows is not None and rows.dtype != (expected := self._saved.q.dtype):
+            raise RuntimeError(f"attention in {rows.dtype}, but the ranks that serve expect {expected}")
         if step == "start" and key not in self._microbatch:
             raise RuntimeError(f"core attention of microbatch {key} outside its tick")
         due = self._serve_until_mine() if self._steps is not None else None
@@ -141,9 +143,10 @@ class TickEngine(CoreAttentionEngine):
         if due.step == "attend":
             self.attend(self._served[due.nano])
         elif due.call.forward:
-            self._served[due.nano] = self.send(self.begin_forward(self._q, self._kv, self._kv, key))
+            q, k, v, *_, shared = self._saved
+            self._served[due.nano] = self.send(self.begin_forward(q, k, v, key, shared))
         else:
-            self._served[due.nano] = self.send(self.begin_backward(self._q, self._saved, key))
+            self._served[due.nano] = self.send(self.begin_backward(self._saved.out, self._saved, key))
 
     def _finish_oldest(self) -> None:
         self.finish(self._served.pop(next(iter(self._served))))

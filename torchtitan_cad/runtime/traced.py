@@ -40,7 +40,7 @@ from torchtitan_cad.runtime.steps import step, token_like, two_tokens_like  # no
 
 prepare, combine, combine_with_lse = steps.define_ends("traced", on_streams=True)
 """prepare(q, k, v): arguments as ``steps.dispatch``; returns token and hold. combine(token, hold, q, k, v): returns the
-output [Tq, Hq, D]; gradients flow to q, k and v. combine_with_lse(token, hold, q, k, v): the same, and the
+output [Tq, Hq, Dv]; gradients flow to q, k, v and shared. combine_with_lse(token, hold, q, k, v): the same, and the
 log-sum-exp [Tq, Hq]."""
 
 

@@ -36,16 +36,18 @@ Calls = list[tuple[CallTable, bool]]
 """tables of kernel calls, each with True if its tasks are causal"""
 
 
-def halves(tables: Calls) -> list[Calls]:
+def halves(tables: Calls, window: int | None = None) -> list[Calls]:
     """Divide the tasks of a rank's calls into two halves of about equally many (query, key) pairs.
 
     The cut lies between tasks. If that leaves one half much larger, the task in the middle is cut along its queries.
+    With a ``window``, all tasks are causal, and have no keys before the window of their first query.
     """
-    cut, queries = _middle(tables)
+    cut, queries = _middle(tables, window)
     both: list[Calls] = [[], []]
     for table, causal in tables:
         here = min(max(cut, 0), table.num_tasks)
-        pair = table.divided(here, queries if here == cut < table.num_tasks else 0, causal=causal)
+        queries_here = queries if here == cut < table.num_tasks else 0
+        pair = table.divided(here, queries_here, causal=causal, window=window)
         for half, call in zip(both, pair, strict=True):
             if call.num_tasks:
                 half.append((call, causal))
@@ -53,7 +55,7 @@ def halves(tables: Calls) -> list[Calls]:
     return both
 
 
-def _middle(tables: Calls) -> tuple[int, int]:
+def _middle(tables: Calls, window: int | None) -> tuple[int, int]:
     """Return the number of tasks of the first half, and the number of queries of the next task."""
     none = np.zeros(0, np.int64)
     queries = np.concatenate([none, *(np.diff(table.cu_q) for table, _ in tables)])
@@ -61,7 +63,8 @@ def _middle(tables: Calls) -> tuple[int, int]:
     causal = np.concatenate([none, *(np.full(table.num_tasks, int(is_causal)) for table, is_causal in tables)])
 
     def pairs(first: IntArray, q: IntArray, k: IntArray, is_causal: IntArray) -> IntArray:
-        return first * k - is_causal * (first * (q - first) + first * (first - 1) // 2)
+        seen = first * k - is_causal * (first * (q - first) + first * (first - 1) // 2)
+        return seen if window is None else seen - _triangle(k - q + first - window) + _triangle(k - q - window)
 
     seen = exclusive_cumsum(pairs(queries, queries, keys, causal))
     cut = int(np.abs(2 * seen - seen[-1]).argmin())
@@ -76,7 +79,14 @@ def _middle(tables: Calls) -> tuple[int, int]:
         return cut, 0
     first = int(firsts[left.argmin()])
     repeated = keys[task] - causal[task] * (queries[task] - first)
+    repeated = repeated if window is None else min(repeated, window - 1)
     return (task, first) if repeated <= MOST_REPEATED * (2 * queries + keys).sum() else (cut, 0)
+
+
+def _triangle(rows: IntArray) -> IntArray:
+    """Return 1 + 2 + ... + rows, 0 for none: the pairs before the windows of queries up to this one."""
+    rows = np.maximum(rows, 0)
+    return rows * (rows + 1) // 2
 
 
 def squares(tables: Calls) -> Calls:

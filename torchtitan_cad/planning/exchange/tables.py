@@ -73,10 +73,13 @@ class CallTable:
         tasks = np.arange(begin, end)
         return self.pieces(tasks, np.zeros_like(tasks), self.cu_k[tasks + 1].astype(np.int64) - self.cu_k[tasks])
 
-    def divided(self, task: int, queries: int, *, causal: bool) -> tuple[CallTable, CallTable]:
+    def divided(
+        self, task: int, queries: int, *, causal: bool, window: int | None = None
+    ) -> tuple[CallTable, CallTable]:
         """Return a call of the tasks before ``task`` and its first ``queries`` queries, and a call of the rest.
 
-        In a ``causal`` call, the first queries do not attend to the keys at the positions of the others.
+        In a ``causal`` call, the first queries do not attend to the keys at the positions of the others. With a
+        ``window``, neither do the others to the keys before the first of their windows.
         """
         before, rest = np.arange(task + (queries > 0)), np.arange(task, self.num_tasks)
         q_length, k_length = np.diff(self.cu_q).astype(np.int64), np.diff(self.cu_k).astype(np.int64)
@@ -84,9 +87,11 @@ class CallTable:
         if queries:
             q_begin[0] = q_end[-1] = queries
             k_end[-1] -= causal * (q_length[task] - queries)
-        none = np.zeros_like(before)
+        none, k_begin = np.zeros_like(before), np.zeros_like(rest)
+        if queries and window is not None:
+            k_begin[0] = max(0, k_end[-1] + 1 - window)
         first = self.pieces(before, none, k_end, (none, q_end))
-        return first, self.pieces(rest, np.zeros_like(rest), k_length[rest], (q_begin, q_length[rest]))
+        return first, self.pieces(rest, k_begin, k_length[rest], (q_begin, q_length[rest]))
 
     def pieces(
         self, task: IntArray, begin: IntArray, end: IntArray, queries: tuple[IntArray, IntArray] | None = None
@@ -150,6 +155,7 @@ class RankExchange:
         most: rows of the plan's busiest ranks.
         causal, full: the call over all diagonal tasks, and the call over all rectangles.
         split_keys: True if kernel calls may cut tasks along the keys.
+        window: keys that a query attends to at most; None: all that come before it.
     """
 
     rank: int
@@ -160,10 +166,18 @@ class RankExchange:
     causal: CallTable
     full: CallTable
     split_keys: bool
+    window: int | None
 
 
 def build_exchange(
-    layout: TokenLayout, tasks: TaskArray, queries: RowNeeds, keys: RowNeeds, rank: int, *, split_keys: bool
+    layout: TokenLayout,
+    tasks: TaskArray,
+    queries: RowNeeds,
+    keys: RowNeeds,
+    rank: int,
+    *,
+    split_keys: bool,
+    window: int | None,
 ) -> RankExchange:
     """Build the tables of ``rank`` from its tasks, in canonical order, and the needs of all ranks.
 
@@ -182,7 +196,8 @@ def build_exchange(
         most=most_rows(queries, keys),
         causal=_call_table(layout, tasks[diagonal], q_space, kv_space),
         full=_call_table(layout, tasks[~diagonal], q_space, kv_space),
-        split_keys=split_keys,
+        split_keys=split_keys and window is None,
+        window=window,
     )
 
 

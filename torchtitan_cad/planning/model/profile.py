@@ -71,6 +71,8 @@ class Profile:
     forward_spread: Grid | None = None
     """[q_lengths][kv_lengths] interquartile range of the repeats over their median; None in files of old versions."""
     backward_spread: Grid | None = None
+    value_dim: int | None = None
+    """As in ``AttentionShape``."""
 
     def __post_init__(self) -> None:
         for key in ("device", "torch", "kernel", "date"):
@@ -80,7 +82,7 @@ class Profile:
             _check(is_integer(value, 1, most), key, value, f"a positive integer, at most {most}")
         known = isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES
         _check(known, "attention.dtype", self.dtype, f"one of {', '.join(DTYPE_BYTES)}")
-        AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, DTYPE_BYTES[self.dtype])
+        self.shape()  # raises
         for key in ("q_lengths", "kv_lengths"):
             lengths = getattr(self, key)
             valid = len(lengths) > 0 and all(is_integer(length, 1, MAX_TOKENS) for length in lengths)
@@ -95,6 +97,11 @@ class Profile:
         for key in _SPREAD_KEYS:
             if getattr(self, key) is not None:
                 self._check_grid(key, lambda spread: spread >= 0, "a number that is not negative")
+
+    def shape(self) -> AttentionShape:
+        """Return the shape of the attention that was measured."""
+        dtype_bytes = DTYPE_BYTES[self.dtype]
+        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, dtype_bytes, self.value_dim)
 
     def noisy_cells(self) -> list[tuple[int, int]]:
         """Return (query length, key length) of the cells whose times, forward or backward, are not reliable.
@@ -139,8 +146,13 @@ class Profile:
         return [list(row) for row in (self.forward_ms if direction == "forward" else self.backward_ms)]
 
     def throughput(self, direction: Direction) -> npt.NDArray[np.float64]:
-        """Return [q_lengths, kv_lengths] floating point operations a second: 4 q k d per head forward, 10 backward."""
-        per_pair = {"forward": 4, "backward": 10}[direction] * self.head_dim * self.num_heads
+        """Return [q_lengths, kv_lengths] floating point operations a second.
+
+        A head takes 2 (d + e) for every query and key forward and 6 d + 4 e backward, of d elements of keys and e of
+        values.
+        """
+        keys, values = self.head_dim, self.shape().out_dim
+        per_pair = {"forward": 2 * (keys + values), "backward": 6 * keys + 4 * values}[direction] * self.num_heads
         times = np.array(self.forward_ms if direction == "forward" else self.backward_ms)
         return per_pair * np.outer(self.q_lengths, self.kv_lengths) / (times * 1e-3)
 
@@ -151,6 +163,7 @@ class Profile:
     def to_json(self) -> str:
         """Return the JSON form, described in docs/planning.md."""
         attention = {key: getattr(self, key) for key in _ATTENTION_KEYS}
+        attention |= {} if self.value_dim is None else {"value_dim": self.value_dim}
         grid = {key: getattr(self, key) for key in _GRID_KEYS}
         grid |= {key: spread for key in _SPREAD_KEYS if (spread := getattr(self, key)) is not None}
         head = {key: getattr(self, key) for key in ("device", "torch", "kernel")}
@@ -167,7 +180,7 @@ class Profile:
         _check(isinstance(data, dict), "profile", data, "an object")
         _check(data.get("format") == FORMAT, "format", data.get("format"), str(FORMAT))
         top = _table(data, "", ("format", "device", "torch", "kernel", "attention", "tile", "grid", "repeats", "date"))
-        attention = _table(top.pop("attention"), "attention", _ATTENTION_KEYS)
+        attention = _table(top.pop("attention"), "attention", _ATTENTION_KEYS, ("value_dim",))
         grid = {key: _tuples(value) for key, value in _table(top.pop("grid"), "grid", _GRID_KEYS, _SPREAD_KEYS).items()}
         for key, value in grid.items():
             _check(isinstance(value, tuple), f"grid.{key}", value, "a list")
@@ -197,6 +210,7 @@ class Profile:
         dtype_bytes = DTYPE_BYTES[self.dtype]
         for name, measured, wanted in (
             ("head_dim", self.head_dim, shape.head_dim),
+            ("value_dim", self.shape().out_dim, shape.out_dim),
             (f"elements of {dtype_bytes} bytes ({self.dtype})", dtype_bytes, shape.dtype_bytes),
             ("query heads per key head", self.num_heads // self.num_kv_heads, shape.num_heads // shape.num_kv_heads),
         ):

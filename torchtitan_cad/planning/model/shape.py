@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 
 from torchtitan_cad.planning.text import brief
@@ -22,37 +22,57 @@ class AttentionShape:
     """Heads and element size of one attention layer, as one member of the CAD group sees them (after TP).
 
     Attributes:
+        head_dim: elements of a head of queries and keys.
+        value_dim: elements of a head of values and outputs; None: as many, see ``out_dim``.
+        shared_dim: the last elements of a head of keys, if they are equal in all heads of a token, as the rotary part
+            of multi-head latent attention. They travel once per token. 0: there are none.
         window: keys that a query attends to at most, itself included; None: all that come before it.
 
     Raises:
-        ValueError: a value is not a positive integer, num_heads is not a multiple of num_kv_heads, or num_heads x
-            head_dim x dtype_bytes exceeds ``MAX_ROW_BYTES``.
+        ValueError: a value is not a positive integer, num_heads is not a multiple of num_kv_heads, all elements of keys
+            are shared, or num_heads x head_dim (or value_dim) x dtype_bytes exceeds ``MAX_ROW_BYTES``.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
+    value_dim: int | None = None
+    shared_dim: int = 0
     window: int | None = None
 
     def __post_init__(self) -> None:
-        for key, value in asdict(self).items():
-            if key == "window" and value is None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is field.default:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"attention.{key} = {brief(value)}: set a positive integer")
+                raise ValueError(f"attention.{field.name} = {brief(value)}: set a positive integer")
             if value > MAX_ROW_BYTES:
-                raise ValueError(f"attention.{key} = {brief(value)}: set at most {MAX_ROW_BYTES}")
+                raise ValueError(f"attention.{field.name} = {brief(value)}: set at most {MAX_ROW_BYTES}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"attention.num_kv_heads = {self.num_kv_heads}: set a divisor of num_heads = {self.num_heads}"
             )
-        row_bytes = self.num_heads * self.head_dim * self.dtype_bytes
-        if row_bytes > MAX_ROW_BYTES:
-            raise ValueError(
-                f"attention.num_heads x head_dim x dtype_bytes = {row_bytes}: set values with a product of at most "
-                f"{MAX_ROW_BYTES}"
-            )
+        if self.shared_dim >= self.head_dim:
+            raise ValueError(f"attention.shared_dim = {self.shared_dim}: set less than head_dim = {self.head_dim}")
+        for key, dim in (("head_dim", self.head_dim), ("value_dim", self.out_dim)):
+            row_bytes = self.num_heads * dim * self.dtype_bytes
+            if row_bytes > MAX_ROW_BYTES:
+                raise ValueError(
+                    f"attention.num_heads x {key} x dtype_bytes = {row_bytes}: set values with a product of at most "
+                    f"{MAX_ROW_BYTES}"
+                )
+
+    @property
+    def out_dim(self) -> int:
+        """Elements of a head of values and outputs."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Elements of a head of keys without those that all heads share."""
+        return self.head_dim - self.shared_dim
 
     @property
     def query_bytes(self) -> int:
@@ -62,7 +82,7 @@ class AttentionShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes per key token needed elsewhere, forward: K and V there."""
+        """Bytes per key token needed elsewhere, forward: K, V and the shared part of K there."""
         return RowBytes.of(self).keys
 
     def for_backward(self) -> BackwardShape:
@@ -82,7 +102,7 @@ class BackwardShape(AttentionShape):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes per key token: K and V there, dK and dV back."""
+        """Bytes per key token: K, V and the shared part of K there, their gradients back."""
         rows = RowBytes.of(self)
         return rows.keys + rows.key_gradients
 
@@ -96,8 +116,8 @@ class RowBytes:
         outputs: O and log-sum-exp.
         backward_queries: dO, log-sum-exp, delta and, unless servers keep it, Q.
         query_gradients: dQ.
-        keys: K and V.
-        key_gradients: dK and dV.
+        keys: K, V and the shared part of K.
+        key_gradients: their gradients.
     """
 
     forward_queries: int
@@ -111,11 +131,13 @@ class RowBytes:
     @cache
     def of(cls, shape: AttentionShape, *, keep: bool = False) -> RowBytes:
         """Return the bytes of a row of every message; with ``keep`` servers keep received Q, K and V for backward."""
-        query = _aligned(shape.num_heads * shape.head_dim * shape.dtype_bytes)
-        statistic = _aligned(shape.num_heads * max(LSE_BYTES, shape.dtype_bytes))
-        key = _aligned(shape.num_kv_heads * shape.head_dim * shape.dtype_bytes)
-        backward = (1 if keep else 2) * query + 2 * statistic
-        return cls(query, query + statistic, backward, query, 2 * key, 2 * key)
+        heads, kv_heads, element = shape.num_heads, shape.num_kv_heads, shape.dtype_bytes
+        query, output = _aligned(heads * shape.head_dim * element), _aligned(heads * shape.out_dim * element)
+        statistic = _aligned(heads * max(LSE_BYTES, element))
+        parts = kv_heads * shape.key_dim, kv_heads * shape.out_dim, shape.shared_dim
+        keys = sum(_aligned(elements * element) for elements in parts)
+        backward = output + (0 if keep else query) + 2 * statistic
+        return cls(query, output + statistic, backward, query, keys, keys)
 
     @property
     def queries_out(self) -> int:

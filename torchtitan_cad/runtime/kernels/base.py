@@ -32,6 +32,7 @@ class VarlenArgs:
         cu_q_host, cu_k_host: the offsets as int64 [n + 1] on the host.
         q_start: int64 [n] on the host, document positions of each task's first query. They affect the tiles of a
             kernel, not its results.
+        window: in a causal call, query i sees only the last ``window`` of its keys; None: all of them.
     """
 
     cu_q: Tensor
@@ -43,6 +44,7 @@ class VarlenArgs:
     cu_q_host: np.ndarray
     cu_k_host: np.ndarray
     q_start: np.ndarray
+    window: int | None = None
 
     @classmethod
     def from_numpy(
@@ -54,6 +56,7 @@ class VarlenArgs:
         scale: float,
         device: torch.device | str = "cpu",
         q_start: np.ndarray | Sequence[int] | None = None,
+        window: int | None = None,
     ) -> "VarlenArgs":
         """Check host arrays and copy the offsets to ``device``.
 
@@ -63,8 +66,10 @@ class VarlenArgs:
                 queries and keys, and 0 without a mask.
 
         Raises:
-            ValueError: invalid offsets, or a wrong number of positions.
+            ValueError: invalid offsets, a wrong number of positions, or a window in a call without a mask.
         """
+        if window is not None and (window < 1 or not causal):
+            raise ValueError(f"window = {window}, causal = {causal}: windows have a key at least, and are causal")
         cu_q, cu_k = _offsets("cu_q", cu_q), _offsets("cu_k", cu_k)
         if len(cu_q) != len(cu_k):
             raise ValueError(f"cu_q describes {len(cu_q) - 1} tasks and cu_k {len(cu_k) - 1}")
@@ -76,19 +81,20 @@ class VarlenArgs:
             raise ValueError(f"q_start {q_start.shape} must have one entry per task")
         device_q, device_k = (rows_to_device(offsets, torch.device(device), np.int32) for offsets in (cu_q, cu_k))
         max_q, max_k = int(len_q.max(initial=0)), int(len_k.max(initial=0))
-        return cls(device_q, device_k, max_q, max_k, causal, scale, cu_q, cu_k, q_start)
+        return cls(device_q, device_k, max_q, max_k, causal, scale, cu_q, cu_k, q_start, window)
 
 
 def random_rows(shape: AttentionShape, dtype: torch.dtype, call: VarlenArgs) -> list[Tensor]:
-    """Return random q, k, v and dout for the rows of a call, [rows, heads, D] on its device.
+    """Return random q, k, v and dout for the rows of a call, [rows, heads, D or Dv] on its device.
 
     They have a generator of their own: a job's parameters are drawn as if nothing was measured.
     """
     num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
-    sizes = [(num_q, shape.num_heads), *[(num_k, shape.num_kv_heads)] * 2, (num_q, shape.num_heads)]
-    device, dim = call.cu_q.device, shape.head_dim
+    queries, keys = (num_q, shape.num_heads), (num_k, shape.num_kv_heads)
+    sizes = [(*queries, shape.head_dim), (*keys, shape.head_dim), (*keys, shape.out_dim), (*queries, shape.out_dim)]
+    device = call.cu_q.device
     generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(*size, dim, dtype=dtype, device=device, generator=generator) for size in sizes]
+    return [torch.randn(*size, dtype=dtype, device=device, generator=generator) for size in sizes]
 
 
 class Merged(NamedTuple):
@@ -97,7 +103,7 @@ class Merged(NamedTuple):
     Attributes:
         lse: [Tq, Hq] log-sum-exp, infinite for a row without keys, in fp32 (fp64 for fp64 inputs).
         delta: [Tq, Hq], rowsum(dout * out), in fp32 (fp64 for fp64 inputs).
-        out: [Tq, Hq, D], contiguous, if this rank has computed all keys of every row; libraries take it directly.
+        out: [Tq, Hq, Dv], contiguous, if this rank has computed all keys of every row; libraries take it directly.
     """
 
     lse: Tensor
@@ -114,6 +120,7 @@ class AttentionKernel(Protocol):
     Attributes:
         name: value of ``cad.kernel``.
         squares_only: True if causal tasks must have as many keys as queries; others are divided (``PlanTables``).
+            Such kernels take no windows.
     """
 
     name: str
@@ -122,8 +129,18 @@ class AttentionKernel(Protocol):
     def __str__(self) -> str:
         return self.name
 
-    def check(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Raise a ValueError with the remedy if the kernel does not take this dtype and head dim."""
+    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int | None = None, window: int | None = None) -> None:
+        """Raise a ValueError with the remedy if the kernel does not take this dtype, these head dims or windows.
+
+        Args:
+            head_dim: elements of a head of queries and keys.
+            value_dim: elements of a head of values, by default as many.
+            window: as in ``VarlenArgs``.
+        """
+        return None
+
+    def common_dim(self, head_dim: int, value_dim: int) -> int | None:
+        """Return the elements that all heads are padded to; None if the kernel takes them as they are."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
@@ -131,10 +148,10 @@ class AttentionKernel(Protocol):
 
         Args:
             q: [Tq, Hq, D].
-            k, v: [Tk, Hkv, D], Hq a multiple of Hkv.
+            k, v: [Tk, Hkv, D] and [Tk, Hkv, Dv], Hq a multiple of Hkv.
 
         Returns:
-            out [Tq, Hq, D] in q's dtype and lse [Tq, Hq] of any strides, the natural log of the softmax's denominator,
+            out [Tq, Hq, Dv] in q's dtype and lse [Tq, Hq] of any strides, the natural log of the softmax's denominator,
             fp32 (fp64 for fp64 inputs). A row that sees no key has out = 0 and an infinite lse, of either sign.
         """
         ...
@@ -145,11 +162,11 @@ class AttentionKernel(Protocol):
         """Return the gradients of every task's contribution.
 
         Args:
-            dout: [Tq, Hq, D] gradient of the merged rows.
+            dout: [Tq, Hq, Dv] gradient of the merged rows.
             q, k, v: as in ``forward``.
 
         Returns:
-            dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in fp32 (fp64) or in the inputs' dtype, depending on the kernel.
+            dq, dk and dv in the shapes of q, k and v, in fp32 (fp64) or in the inputs' dtype, depending on the kernel.
         """
         ...
 

@@ -11,6 +11,7 @@ PyTorch's backward takes ``out`` where only ``delta`` is available.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,8 @@ class Tile(NamedTuple):
     """Query rows [q_lo, q_hi) and the keys they see, as rows of the packed tensors.
 
     Every row sees the keys [k_lo, k_mid). A square lower-triangular mask applies to the keys [k_mid, k_hi): in a causal
-    call, as many keys as the tile has rows, otherwise none.
+    call, as many keys as the tile has rows, otherwise none. Where a ``window`` hides keys, a row sees
+    only that many of them, the last ones.
     """
 
     q_lo: int
@@ -45,6 +47,7 @@ class Tile(NamedTuple):
     k_lo: int
     k_mid: int
     k_hi: int
+    window: int | None = None
 
 
 def iter_tiles(call: VarlenArgs) -> Iterator[Tile]:
@@ -58,11 +61,31 @@ def iter_tiles(call: VarlenArgs) -> Iterator[Tile]:
                 k_hi = k_end - (q_end - q_hi)
                 first = max(q_lo, q_hi - (k_hi - k_lo))
                 if first < q_hi:
-                    yield Tile(first, q_hi, k_lo, k_hi - (q_hi - first), k_hi)
+                    yield _causal_tile(first, q_hi, k_lo, k_hi, call.window)
             elif k_end > k_lo:
                 yield Tile(q_lo, q_hi, k_lo, k_end, k_end)
             position += q_hi - q_lo
             q_lo = q_hi
+
+
+def _causal_tile(q_lo: int, q_hi: int, k_lo: int, k_hi: int, window: int | None) -> Tile:
+    k_mid = k_hi - (q_hi - q_lo)
+    if window is not None:
+        k_lo = max(k_lo, k_mid + 1 - window)
+        window = window if k_hi - k_lo > window else None
+    return Tile(q_lo, q_hi, k_lo, k_mid, k_hi, window)
+
+
+@lru_cache(maxsize=16)
+def _window_mask(rows: int, before: int, window: int, dtype: torch.dtype) -> Tensor:
+    """[rows, before + rows] to add to scores, -inf for keys that rows do not see: row i is at key ``before + i``.
+
+    Rows are padded to ``_FUSED_ROWS``; the padding sees all keys.
+    """
+    hidden = torch.ones(rows + -rows % _FUSED_ROWS, before + rows, dtype=torch.bool)
+    hidden[rows:] = False
+    hidden[:rows] = ~torch.ones(rows, before + rows, dtype=torch.bool).tril_(before).triu_(before + 1 - window)
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 class CpuKernel(AttentionKernel):
@@ -75,40 +98,42 @@ class CpuKernel(AttentionKernel):
     name = "cpu"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""
+        """Return out [Tq, Hq, Dv] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            qh, kh, vh = (_heads_first(x) for x in (q, k, v))
-            out = torch.zeros(q.shape, dtype=q.dtype)
+            # PyTorch's fused attention takes heads of one size.
+            qh, kh, vh = (_heads_first(x, max(q.shape[2], v.shape[2])) for x in (q, k, v))
+            out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype)
             lse = torch.full(q.shape[:2], -torch.inf, dtype=qh.dtype)
             for tile in iter_tiles(call):
                 tile_out, tile_lse = _tile_forward(qh, kh, vh, tile, call.scale)
-                out[tile.q_lo : tile.q_hi] = tile_out[..., : q.shape[2]]
+                out[tile.q_lo : tile.q_hi] = tile_out[..., : v.shape[2]]
                 lse[tile.q_lo : tile.q_hi] = tile_lse
             return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], all in fp32 (fp64)."""
+        """Return dq [Tq, Hq, D], dk [Tk, Hkv, D] and dv [Tk, Hkv, Dv], all in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             lse, delta, out = merged
             if delta is None:
                 assert out is not None, "backward needs delta or out"
                 delta = row_delta(dout, out)
-            dout, q_, k_, v_ = (_heads_first(x) for x in (dout, q, k, v))
+            dout, q_, k_, v_ = (_heads_first(x, x.shape[2]) for x in (dout, q, k, v))
             shift = torch.where(lse == -torch.inf, lse, -lse)  # a row without keys has probability exp(-inf) = 0
             shift, neg_delta = (x.to(q_.dtype).t().unsqueeze(-1) for x in (shift, -delta))
             grads = [torch.zeros_like(x) for x in (q_, k_, v_)]
             for tile in iter_tiles(call):
                 _add_tile(grads, (dout, q_, shift, neg_delta), k_, v_, tile, call.scale)
-            dq, dk, dv = (x[..., : q.shape[2]].transpose(0, 1).contiguous() for x in grads)
+            wide = zip(grads, (q, k, v), strict=True)
+            dq, dk, dv = (grad[..., : x.shape[2]].transpose(0, 1).contiguous() for grad, x in wide)
             return dq, dk, dv
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """[T, H, D] -> a contiguous copy [H, T, D padded] in the compute dtype."""
+def _heads_first(x: Tensor, least: int) -> Tensor:
+    """[T, H, D] -> a contiguous copy [H, T, D padded] in the compute dtype, with ``least`` elements or more a head."""
     rows, heads, dim = x.shape
-    padded = dim + -dim % _HEAD_DIM_MULTIPLE
+    padded = least + -least % _HEAD_DIM_MULTIPLE
     copy = torch.empty(heads, rows, padded, dtype=compute_dtype(x.dtype))
     copy[..., :dim] = x.transpose(0, 1)
     copy[..., dim:] = 0
@@ -118,6 +143,10 @@ def _heads_first(x: Tensor) -> Tensor:
 def _tile_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
     """out [rows, Hq, D] and lse [rows, Hq] of one tile; q, k, v heads first."""
     queries = q[:, tile.q_lo : tile.q_hi]
+    if tile.window is not None:
+        keys = slice(tile.k_lo, tile.k_hi)
+        mask = _window_mask(tile.q_hi - tile.q_lo, tile.k_mid - tile.k_lo, tile.window, q.dtype)
+        return _fused_attention(queries, k[:, keys], v[:, keys], False, scale, mask)
     partials = [
         _fused_attention(queries, k[:, lo:hi], v[:, lo:hi], causal, scale)
         for lo, hi, causal in ((tile.k_lo, tile.k_mid, False), (tile.k_mid, tile.k_hi, True))
@@ -126,7 +155,9 @@ def _tile_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> 
     return partials[0] if len(partials) == 1 else combine(*partials[0], *partials[1])
 
 
-def _fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """PyTorch's fused CPU attention of q [Hq, n, D], k, v [Hkv, m, D]: out [n, Hq, D], lse [n, Hq].
 
     Its causal mask is top-left, which for n == m is the same as bottom-right. It supports fewer key heads than query
@@ -139,7 +170,7 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
         if causal:
             k, v = F.pad(k, (0, 0, 0, padding)), F.pad(v, (0, 0, 0, padding))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), 0.0, causal, scale=scale
+        *(x.unsqueeze(0) for x in (q, k, v)), 0.0, causal, attn_mask=mask, scale=scale
     )
     return out[0, :, :rows].transpose(0, 1), lse[0, :, :rows].transpose(0, 1)
 
@@ -166,6 +197,8 @@ def _add_tile(
         probs = torch.baddbmm(shift, q, k.transpose(1, 2), alpha=scale).exp_()
         if causal:
             probs.view(-1, hi - lo, hi - lo).tril_()
+        if tile.window is not None:
+            probs.view(-1, tile.q_hi - tile.q_lo, hi - lo).triu_(tile.k_mid - lo + 1 - tile.window)
         dscores = torch.baddbmm(neg_delta, dout, v.transpose(1, 2)).mul_(probs)
         dq.baddbmm_(dscores, k, alpha=scale)
         dk[:, lo:hi].add_(torch.bmm(dscores.transpose(1, 2), q), alpha=scale)

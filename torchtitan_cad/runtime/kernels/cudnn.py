@@ -33,9 +33,9 @@ class CudnnKernel(FusedKernel):
     def __init__(self) -> None:
         from torch.nn.attention import varlen  # noqa: F401  registers the operators; it imports triton
 
-    def check(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Raise a ValueError unless cuDNN takes this dtype and head dim, and sums need not be deterministic."""
-        super().check(dtype, head_dim)
+    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int | None = None, window: int | None = None) -> None:
+        """Raise a ValueError unless ``FusedKernel.check`` is content, and sums need not be deterministic."""
+        super().check(dtype, head_dim, value_dim, window)
         if torch.are_deterministic_algorithms_enabled():
             raise ValueError(
                 "cad.kernel = 'cudnn' sums gradients in any order, but debug.deterministic is true; "

@@ -34,6 +34,7 @@ class Library:
         lse, causal: the backward's names of these arguments.
         makes_gradients: True if the backward returns dq, dk and dv; otherwise it fills given tensors.
         empty_lse: log-sum-exp of a row without keys.
+        unequal: as ``FusedKernel.unequal``; FlashAttention-4 takes none of them on compute capability 9.
     """
 
     generation: int
@@ -47,19 +48,21 @@ class Library:
     causal: str = "causal"
     makes_gradients: bool = False
     empty_lse: float = -torch.inf
+    unequal: tuple[range, range] = range(0), range(0)
 
     def __str__(self) -> str:
         return f"FlashAttention-{self.generation} ({self.module})"
 
     def forward_arguments(self, tensors: Sequence[Tensor | None], call: VarlenArgs) -> dict[str, Any]:
         """Return the arguments of the forward for q, k and v."""
-        return {**dict(zip("qkv", tensors, strict=True)), **_lengths(call, "causal"), **self.forward_options}
+        options = {**self.forward_options, **_window(call)}
+        return {**dict(zip("qkv", tensors, strict=True)), **_lengths(call, "causal"), **options}
 
     def backward_arguments(self, tensors: Sequence[Tensor | None], call: VarlenArgs) -> dict[str, Any]:
         """Return the arguments of the backward for dout, q, k, v, out, lse [Hq, Tq] and gradients to fill."""
         names = ("dout", "q", "k", "v", "out", self.lse, *(() if self.makes_gradients else ("dq", "dk", "dv")))
         options = {**self.backward_options, "deterministic": torch.are_deterministic_algorithms_enabled()}
-        return {**dict(zip(names, tensors, strict=False)), **_lengths(call, self.causal), **options}
+        return {**dict(zip(names, tensors, strict=False)), **_lengths(call, self.causal), **options, **_window(call)}
 
     def load(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Import the forward and the backward.
@@ -83,12 +86,14 @@ LIBRARIES = (
     Library(
         *(3, "flash_attn_interface", (9,), "_flash_attn_forward", "_flash_attn_backward", _UNPACKED),
         causal="is_causal",
+        unequal=(range(136, 193, 8), range(104, 129, 8)),
     ),
     Library(
         *(4, "flash_attn.cute.interface", (9, 10, 11), "_flash_attn_fwd", "_flash_attn_bwd"),
         forward_options={**_UNPACKED, "return_lse": True},
         lse="lse",
         makes_gradients=True,
+        unequal=(range(192, 193), range(128, 129)),
     ),
     Library(
         *(2, "flash_attn.flash_attn_interface", (8, 9, 10, 11, 12)),
@@ -140,6 +145,7 @@ def find_kernels(device: torch.device) -> tuple[list[FlashAttnKernel], list[str]
         major, minor = torch.cuda.get_device_capability(device)
         if major in library.capabilities:
             kernel.max_head_dim = 128 if library.generation == 4 and major > 9 else 256
+            kernel.unequal = FusedKernel.unequal if library.generation == 4 and major == 9 else library.unequal
             kernels.append(kernel)
         else:
             reasons.append(f"{library} is not made for compute capability {major}.{minor}")
@@ -155,6 +161,11 @@ def _lengths(call: VarlenArgs, causal: str) -> dict[str, Any]:
         "softmax_scale": call.scale,
         causal: call.causal,
     }
+
+
+def _window(call: VarlenArgs) -> dict[str, int]:
+    """Return the arguments of a call with a window: keys to the left and to the right of a query's own position."""
+    return {} if call.window is None else {"window_size_left": call.window - 1, "window_size_right": 0}
 
 
 def _function(module: Any, name: str, arguments: dict[str, Any]) -> Callable[..., Any]:

@@ -1,12 +1,14 @@
 """The common base of CUDA kernels that call a library's forward and backward functions (FlashAttention, cuDNN).
 
 These functions take bf16 and fp16, have log-sum-exps [Hq, Tq], and return gradients in the inputs' dtype. Tasks without
-query rows must have no keys.
+query rows must have no keys. Where they take heads of one size only, narrower ones are padded with zeros, which changes
+neither scores nor outputs.
 """
 
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs
@@ -19,16 +21,18 @@ class FusedKernel(AttentionKernel, Protocol):
         library: name of the library, for messages.
         remedy: advice in the message for a head dim that the library does not take.
         max_head_dim: largest head dim.
+        unequal: head dims of keys, and of values, that the library takes although they differ.
         empty_lse: log-sum-exp of a row without keys in backward.
     """
 
     library: object
     max_head_dim: int = 256
+    unequal: tuple[range, range] = range(0), range(0)
     empty_lse: float = torch.inf
     remedy: str = "set cad.kernel = 'varlen'"
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        """Return out [Tq, Hq, D], lse [Hq, Tq] of a call that has rows."""
+        """Return out [Tq, Hq, Dv], lse [Hq, Tq] of a call that has rows."""
         ...
 
     def run_backward(
@@ -37,48 +41,78 @@ class FusedKernel(AttentionKernel, Protocol):
         """Return dq, dk and dv of a call that has rows; ``lse`` [Hq, Tq] contiguous."""
         ...
 
-    def check(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Raise a ValueError unless the library takes this dtype and head dim on this device."""
+    def common_dim(self, head_dim: int, value_dim: int) -> int | None:
+        """Return the larger head dim, unless they are equal or the library takes them."""
+        keys, values = self.unequal
+        takes = head_dim == value_dim or (head_dim in keys and value_dim in values)
+        return None if takes else max(head_dim, value_dim)
+
+    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int | None = None, window: int | None = None) -> None:
+        """Raise a ValueError unless the library takes this dtype, these head dims and windows on this device."""
         title = f"cad.kernel = {self.name!r} ({self.library})"
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"{title} takes bf16 or fp16 queries, got {dtype}; set training.mixed_precision_param = 'bfloat16'"
             )
-        if head_dim % 8 or head_dim > self.max_head_dim:
+        if window is not None and self.squares_only:
+            raise ValueError(
+                f"{title} takes no windows, but layers of this model attend to {window} keys; set cad.kernel = 'auto'"
+            )
+        value_dim = head_dim if value_dim is None else value_dim
+        if head_dim != value_dim and self.common_dim(head_dim, value_dim) is None:
+            return
+        if (largest := max(head_dim, value_dim)) % 8 or largest > self.max_head_dim:
             raise ValueError(
                 f"{title} takes head dims that are multiples of 8, at most {self.max_head_dim} on this device, "
-                f"got {head_dim}; {self.remedy}"
+                f"got {largest}; {self.remedy}"
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        """Return out [Tq, Hq, D] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
+        """Return out [Tq, Hq, Dv] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
 
         Raises:
             ValueError: a dtype or head dim that the library does not take.
         """
-        self.check(q.dtype, q.shape[2])
+        dim, value_dim = q.shape[2], v.shape[2]
+        self.check(q.dtype, dim, value_dim, call.window)
         if call.max_q == 0 or call.max_k == 0:
-            return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+            out = q.new_zeros(*q.shape[:2], value_dim)
+            return out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        common = self.common_dim(dim, value_dim)
+        q, k, v = (_padded(x, common) for x in (q, k, v))
         out, lse = self.run(q, k, v, call)
-        return out, lse.t()
+        return _narrowed(out, value_dim), lse.t()
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [Tq, Hq, D], dk and dv [Tk, Hkv, D], in q's dtype.
+        """Return dq, dk and dv in the shapes of q, k and v, in q's dtype.
 
         Raises:
             ValueError: a dtype or head dim that the library does not take.
         """
-        self.check(q.dtype, q.shape[2])
+        dims = q.shape[2], k.shape[2], v.shape[2]
+        self.check(q.dtype, q.shape[2], v.shape[2], call.window)
         if call.max_q == 0 or call.max_k == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dout, (lse, delta, out) = dout.contiguous(), merged
+        common, (lse, delta, out) = self.common_dim(q.shape[2], v.shape[2]), merged
+        q, k, v, dout = (_padded(x, common) for x in (q, k, v, dout.contiguous()))
         if out is None:
             assert delta is not None, "backward needs delta or out"
             from torchtitan_cad.runtime.triton.delta import prepare_statistics
 
             out, lse = prepare_statistics(dout, lse.contiguous(), delta.contiguous(), empty_lse=self.empty_lse)
         else:
-            lse = lse.t().contiguous()
-        return self.run_backward(dout, q, k, v, out, lse, call)
+            out, lse = _padded(out, common), lse.t().contiguous()
+        gradients = self.run_backward(dout, q, k, v, out, lse, call)
+        dq, dk, dv = (_narrowed(x, dim) for x, dim in zip(gradients, dims, strict=True))
+        return dq, dk, dv
+
+
+def _padded(x: Tensor, dim: int | None) -> Tensor:
+    """Return [T, H, D] with zeros behind every head up to ``dim`` elements."""
+    return x if dim is None or dim == x.shape[2] else F.pad(x, (0, dim - x.shape[2]))
+
+
+def _narrowed(x: Tensor, dim: int) -> Tensor:
+    return x if dim == x.shape[2] else x[..., :dim].contiguous()

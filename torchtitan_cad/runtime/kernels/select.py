@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,8 @@ def get_kernel(
         ValueError: the kernel is unknown, does not run on ``device``, or is not installed.
     """
     kernel, reason = choose_kernel(name, device, shape, group)
+    if padding := padding_remark(kernel, shape):
+        _logger.info(padding)
     if name == "auto" and torch.device(device).type == "cuda":
         _logger.info(f"cad.kernel = 'auto': {kernel}; {reason}")
         if remark := slower_than_possible(kernel, torch.device(device)):
@@ -87,6 +90,19 @@ def choose_kernel(
     raise ValueError(f"cad.kernel = {name!r} is unknown; set one of {', '.join(map(repr, KERNELS))}")
 
 
+def padding_remark(kernel: AttentionKernel, shape: AttentionShape) -> str | None:
+    """Return what it costs that ``kernel`` pads heads of this shape, by matrix products; None if it does not."""
+    keys, values = shape.head_dim, shape.out_dim
+    if (common := kernel.common_dim(keys, values)) is None:
+        return None
+    forward, backward = 2 * common / (keys + values), 5 * common / (3 * keys + 2 * values)
+    return (
+        f"{kernel} takes heads of one size only: those of {min(keys, values)} elements are padded to {common}, so that "
+        f"attention computes {forward:.2f} times as much forward and {backward:.2f} times as much backward, and copies "
+        "values and outputs"
+    )
+
+
 def slower_than_possible(kernel: AttentionKernel, device: torch.device) -> str | None:
     """Return what to install if ``kernel`` is FlashAttention-2 on a device with faster libraries; otherwise None."""
     is_2 = kernel.name == "varlen" or (isinstance(kernel, FlashAttnKernel) and kernel.library.generation == 2)
@@ -107,11 +123,13 @@ class Trial:
     """Calls like a plan's, with bf16 rows, by which kernels are compared with a trusted kernel and timed.
 
     Each document is one causal task, and its second half is also an unmasked task against the first half. The
-    comparison adds one causal task of the second half against all keys, unless the kernel takes squares only.
+    comparison adds one causal task of the second half against all keys, unless the kernel takes squares only, and
+    documents in windows, if the shape has one.
     """
 
     def __init__(self, trusted: AttentionKernel, device: torch.device, shape: AttentionShape, rows: int = ROWS) -> None:
         self._trusted, self._device, self._scale, self._num_rows = trusted, device, shape.head_dim**-0.5, rows
+        self._window = shape.window
         whole = VarlenArgs.from_numpy([0, rows], [0, rows], causal=True, scale=self._scale, device=device)
         self._rows = random_rows(shape, torch.bfloat16, whole)
 
@@ -124,7 +142,8 @@ class Trial:
 
     def _disagreement(self, kernel: AttentionKernel) -> str | None:
         squares, rectangles, prefixes = self._calls()
-        for call in (squares, rectangles) if kernel.squares_only else (squares, rectangles, prefixes):
+        windows = [] if self._window is None else [replace(squares, window=self._window)]
+        for call in (squares, rectangles, *([] if kernel.squares_only else [prefixes]), *windows):
             want, merged = self._run(self._trusted, call)
             got, _ = self._run(kernel, call, merged)
             for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
@@ -185,7 +204,7 @@ def compare_kernels(
         kernels.append(cudnn.CudnnKernel())
     for kernel in kernels[1:]:
         try:
-            kernel.check(torch.bfloat16, shape.head_dim)
+            kernel.check(torch.bfloat16, shape.head_dim, shape.out_dim, shape.window)
         except ValueError as error:
             kernels.remove(kernel)
             reasons.append(str(error))

@@ -14,8 +14,6 @@ from torch import Tensor
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
-_FULL, _CAUSAL = [-1, -1], [-1, 0]
-
 
 @cache
 def register_cpu_varlen() -> None:
@@ -54,19 +52,20 @@ def _call(
     """Return the call's tasks: whole documents, so the default document positions are right.
 
     Raises:
-        ValueError: a sliding window, paged keys or per-sequence key counts.
+        ValueError: a window that is not causal, paged keys or per-sequence key counts.
     """
     is_causal, scale, window_size, _, *paged = (*options, *[None] * 6)[:6]
     if cu_seq_k is None or any(x is not None for x in paged):
         raise ValueError("varlen_attn on the CPU supports neither seqused_k nor block_table; pass cu_seq_k only")
-    window = _FULL if window_size is None else list(window_size)
-    if window not in (_FULL, _CAUSAL):
-        raise ValueError(f"varlen_attn on the CPU supports window_size (-1, -1) and (-1, 0), got {tuple(window)}")
+    left, right = (-1, -1) if window_size is None else window_size
+    if right not in (-1, 0) or (left >= 0 and right < 0 and not is_causal):
+        raise ValueError(f"varlen_attn on the CPU supports window_size (-1, -1) and (n, 0), got {(left, right)}")
     return VarlenArgs.from_numpy(
         cu_seq_q.numpy(),
         cu_seq_k.numpy(),
-        causal=bool(is_causal) or window == _CAUSAL,
+        causal=bool(is_causal) or right == 0,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        window=left + 1 if left >= 0 else None,
     )
 
 

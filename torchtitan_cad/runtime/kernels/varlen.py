@@ -54,7 +54,8 @@ def _positional(call: VarlenArgs) -> tuple[Tensor, Tensor, int, int, float, bool
 
 
 def _window(call: VarlenArgs) -> dict[str, int]:
-    return {"window_size_left": -1, "window_size_right": 0 if call.causal else -1}
+    left = -1 if call.window is None else call.window - 1
+    return {"window_size_left": left, "window_size_right": 0 if call.causal else -1}
 
 
 @cache

@@ -58,7 +58,7 @@ def merge_rows(
 def sum_rows(
     partials: Sequence[Sequence[Tensor]], sources: Tensor, offsets: Tensor, sums: Sequence[Tensor], tensor_bits: int
 ) -> None:
-    """Sum the partials of every row, for one or more sums in one launch; rows without partials get 0.
+    """Sum the partials of every row, for one or two sums in one launch; rows without partials get 0.
 
     Args:
         partials: per sum, its tensors of partials [P_i, ...], rows of any stride.

@@ -4,6 +4,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,10 +43,11 @@ def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device, fir
 
 
 def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
-    q, k = (
-        torch.zeros(2, heads, shape.head_dim, dtype=dtype, device=device)
-        for heads in (shape.num_heads, shape.num_kv_heads)
-    )
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    sizes = (heads, shape.head_dim), (kv_heads, shape.key_dim), (heads, shape.out_dim), (kv_heads, shape.out_dim)
+    tensors = [torch.zeros(2, *size, dtype=dtype, device=device) for size in (*sizes, (1, shape.shared_dim))]
+    q, _, out, *_ = tensors
+    summed = list({x[0].numel(): x for x in tensors if x is not out and x.numel()}.values())
     lse = torch.zeros(2, shape.num_heads, dtype=torch.promote_types(dtype, torch.float32), device=device)
     sources, offsets = (torch.tensor(x, dtype=torch.int32).to(device) for x in ([0, 0], [0, 1, 2]))
     combination = Combination(2, [sources, offsets], is_fused=True)
@@ -60,18 +62,18 @@ def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -
 
     def combine(count: int) -> list[Callable[[], object]]:
         return [
-            lambda: combination.merge([[q] * count, [lse] * count], q),
-            lambda: combination.add([[q] * count], q),
-            lambda: combination.add([[k] * count], k),
+            lambda: combination.merge([[out] * count, [lse] * count], out),
+            *(partial(combination.add, [[x] * count], [x]) for x in summed),
         ]
 
     rows: list[Tensor] = [q, lse]
+    of_rows = [out] if shape.out_dim == shape.head_dim else [out, q]  # FlashAttention-2 pads rows of dO to those of Q
     return [
         *(launch for count in COUNTS if count <= 1 << TENSOR_BITS for launch in combine(count)),
         lambda: put.put_rows(rows, places, None, blocks, addresses, 0, row_format.row_bytes, failed),
         lambda: gather.gather_rows([q, lse], [q[:0], lse[:0]], None),
-        lambda: delta.row_delta(q, q, lse.dtype),
-        lambda: delta.prepare_statistics(q, lse, lse, empty_lse=0.0),
+        lambda: delta.row_delta(out, out, lse.dtype),
+        *(partial(delta.prepare_statistics, x, lse, lse, empty_lse=0.0) for x in of_rows),
         lambda: signals.post(nobody, addresses, 0, 0, counter, failed),
         lambda: signals.wait(nobody, message.view(-1)[:16].view(torch.int64), 0, 0, counter, 0, failed, record),
     ]

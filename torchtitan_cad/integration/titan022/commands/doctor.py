@@ -20,6 +20,7 @@ from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloade
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
+from torchtitan_cad.integration.engines import kernel_shape
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
 from torchtitan_cad.integration.machine import other_device
 from torchtitan_cad.integration.titan022 import plugin
@@ -275,10 +276,10 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
 
 
 def _check_kernel(job: Job) -> Answer:
-    name, shape = job.config.cad.kernel, attention_kinds(job.config, job.model)[0].shape
+    name, shape = job.config.cad.kernel, kernel_shape(attention_kinds(job.config, job.model))
     kernel, reason = choose_kernel(name, job.device, shape)
     dtype = TORCH_DTYPE_MAP[job.config.training.mixed_precision_param]
-    kernel.check(dtype, shape.head_dim)
+    kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
     job.kernel = kernel
     heads = f"{shape.num_heads} query and {shape.num_kv_heads} key heads of {shape.head_dim} a rank"
     text = f"{kernel} (cad.kernel = {name!r}: {reason}), {dtype}, {heads}"
