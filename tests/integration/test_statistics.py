@@ -12,6 +12,7 @@ from tests.plans import random_tasks
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning.stats import mean_stats
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=4)
 
@@ -58,6 +59,29 @@ def test_figures_are_means_over_all_batches(nano_batches: int) -> None:
         }
     )
     assert statistics.drain() == {}
+
+
+def test_figures_are_those_of_the_mean_layer() -> None:
+    """Of four layers one attends by the first plan, three by the other, on the same homes."""
+    lengths = [[2000, 100], [1000, 1100]]
+    first, other = (
+        make_plan(TokenLayout.from_segments([[(doc, 0, n)] for doc, n in enumerate(each)]), SHAPE) for each in lengths
+    )
+    statistics = StepStatistics()
+    statistics.add(PlannedBatch(torch.zeros(1), [first], 0.1, [], others=[[other]], layers=(1, 3)))
+    figures = statistics.drain()
+    work = np.array([first.stats.mean_load, 3 * other.stats.mean_load])
+    for when, name in (("before", "max_over_mean_before"), ("after", "max_over_mean")):
+        wanted = work @ [getattr(plan.stats, name) for plan in (first, other)] / work.sum()
+        assert figures[f"imbalance_{when}"] == pytest.approx(wanted)
+        assert figures[f"ranked_{when}"][0] == pytest.approx(wanted)
+        assert sum(figures[f"ranked_{when}"]) == pytest.approx(2)
+    for name, figure in (("mean_rank_bytes", "bytes_per_rank_mean"), ("num_tasks", "tasks")):
+        assert figures[figure] == pytest.approx((getattr(first.stats, name) + 3 * getattr(other.stats, name)) / 4)
+    assert figures["loads_after"] == pytest.approx((first.stats.loads + 3 * other.stats.loads) / 4)
+    mean = mean_stats([first.stats, other.stats], [1, 3])
+    assert mean.lower_bound_bytes <= mean.total_bytes
+    assert mean_stats([first.stats], [4]) is first.stats
 
 
 def test_bytes_between_hosts_are_those_of_a_microbatch() -> None:

@@ -23,6 +23,8 @@ from torchtitan_cad.planning import (
     TileAreaCost,
     TokenLayout,
     make_plan,
+    place_and_plan,
+    plan_step,
     validate_plan,
 )
 from torchtitan_cad.planning.exchange.traffic import Moved
@@ -171,6 +173,9 @@ def test_windows_move_their_keys_alone(case: Case, window: int) -> None:
     starts = len(plan.tasks) - len(np.unique(plan.tasks["doc"]))
     assert plan.stats.kv_rows_moved <= starts * (window - 1)
     assert (plan.stats.loads == plan.stats.loads_before).all()
+    placed = place_and_plan(case.layout(), plan.shape, case.config)
+    ((step,),) = plan_step([[case.layout()]], plan.shape, case.config, TIMES, place=False)
+    assert placed.plan.fingerprint() == step.plan.fingerprint() == plan.fingerprint()
 
 
 @given(start=st.integers(0, 300), length=st.integers(1, 300), window=st.integers(1, 300), tile=st.sampled_from([1, 7]))

@@ -171,6 +171,16 @@ def test_factors_are_found_in_noise(plans: list[Plan], overlaps: bool, compute: 
     assert off <= before + 0.02
 
 
+def test_shares_of_layers_count_for_their_plans(plans: list[Plan]) -> None:
+    """A step of two kinds of layers, half of each with the same plan, is that of all layers with it."""
+    whole, shared = (Corrections(rates_of(False), LAYERS) for _ in range(2))
+    for number, plan in enumerate(plans):
+        seconds = CONSTANT_S + LAYERS * 4 * rates_of(False).attention_seconds(plan) + 1e-4 * (number % 3)
+        whole.add(seconds, [plan])
+        shared.add(seconds, [plan, plan], [0.5, 0.5])
+    assert whole.times == shared.times != rates_of(False)
+
+
 def test_what_does_not_change_changes_nothing(plans: list[Plan]) -> None:
     """Equal batches tell nothing of the rates; neither do too few steps, nor those in which things compile."""
     corrections = Corrections(rates_of(False), LAYERS)

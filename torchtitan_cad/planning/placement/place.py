@@ -47,7 +47,8 @@ def place_and_plan(
     """Choose new homes for the tokens, for which the plan moves fewer bytes, above all on the worst rank.
 
     Every rank keeps its number of tokens, in document order. Equal inputs give equal homes on every rank. The given
-    layout is kept if it leaves queries out, or if no layout with a lower ``score`` is found. Bytes between nodes count
+    layout is kept if it leaves queries out, if queries see a window only, whose work is even, or if no layout with a
+    lower ``score`` is found. Bytes between nodes count
     ``inter_node_weight`` times. The new plan's ``plan_seconds`` count all of this.
 
     Raises:
@@ -59,7 +60,7 @@ def place_and_plan(
     given = make_plan(layout, shape, config, cost)
     before = least = moved_by(given)
     best = None
-    if layout.num_ranks > 1 and before.worst and layout.seg_attends.all():
+    if layout.num_ranks > 1 and before.worst and layout.seg_attends.all() and shape.window is None:
         from_scratch = max(1, SEARCHES // layout.num_ranks)
         searches = [HomeSearch(layout, shape, config, cost, kind) for kind in KINDS[:from_scratch]]
         for seed in range(from_scratch + SEARCHES_NEAR // layout.num_ranks):

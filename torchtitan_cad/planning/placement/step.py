@@ -79,7 +79,7 @@ def plan_step(
     """
     if place:
         _check(given)
-    config = config or PlannerConfig()
+    config = (config or PlannerConfig()).for_window(shape.window)
     if times is None:
         step = _by_bytes(given, shape, config, cost, place=place, stages=stages)
     else:
