@@ -8,8 +8,9 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from torchtitan_cad.planning import CostModel, LayerTimes, TileAreaCost, warm_up
 from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.outlook import Outlook
+from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -50,15 +52,6 @@ from torchtitan_cad.runtime.transport import DryTransport, Transport, build_tran
 from torchtitan_cad.runtime.transport.base import gather
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Executor:
-    """Made by ``build``. Two planners, because training plans ahead in a thread while validation plans on the fly."""
-
-    engines: list[CoreAttentionEngine]
-    training: BatchPlanner
-    validation: BatchPlanner
 
 
 class CadSession:
@@ -75,7 +68,8 @@ class CadSession:
             warm_up_placement()
         self.monitor = self._start_monitor()
         self._mesh: DeviceMesh | None = None
-        self._executor: _Executor | None = None
+        self._engines: list[CoreAttentionEngine] = []
+        self._ticks: Ticks | None = None
         self._loader: PlanningLoader | None = None
         self.shadow: Shadow | None = None
         self._batches = 0
@@ -83,7 +77,7 @@ class CadSession:
         self._step_begin, self._step = 0.0, list[PlannedBatch]()
         self._validated: PlannedBatch | None = None
 
-        self._train_group, self._validation_group = (self._planning_group(self.ranks) for _ in range(2))
+        self._train_group = self._planning_group(self.ranks)
         self.hosts = number_hosts(self.ranks, self._train_group)
         self._config = self.cad.planner_config(self.topology)
         if self._config.ranks_per_node is None:
@@ -105,13 +99,20 @@ class CadSession:
     @property
     def engine(self) -> CoreAttentionEngine:
         """Executes core attention of the first kind; there is none before ``build``."""
-        return self._built.engines[0]
-
-    @property
-    def _built(self) -> _Executor:
-        if self._executor is None:
+        if not self._engines:
             raise RuntimeError("no CAD engine: the model must be parallelized by torchtitan_cad's TrainSpec first")
-        return self._executor
+        return self._engines[0]
+
+    @cached_property
+    def _training(self) -> BatchPlanner:
+        """Plans ahead, in a thread."""
+        return self._planner(self._train_group, 0, self._placement, self._ticks.training if self._ticks else None)
+
+    @cached_property
+    def _validation(self) -> BatchPlanner:
+        """Plans on the fly. Only jobs that validate have its group, as one of gloo wakes a thread every 10 ms."""
+        group = self._planning_group(self.ranks)
+        return self._planner(group, self.cad.nano_batches, None, self._ticks.validation if self._ticks else None)
 
     # Set-up -----------------------------------------------------------------------------------------------------------
 
@@ -195,19 +196,17 @@ class CadSession:
             "keep": self.cad.backward == "keep",
             "two_rounds": two_rounds,
         }
-        self._executor = self._build_planners(build_engines(self.job.kinds, ticks, **options), ticks)
+        self._engines, self._ticks = build_engines(self.job.kinds, ticks, **options), ticks
         return self.engine
 
-    def _build_planners(self, engines: list[CoreAttentionEngine], ticks: Ticks | None) -> _Executor:
+    def _planner(
+        self, group: dist.ProcessGroup | None, key: int, placement: Placement | None, program: TickProgram | None
+    ) -> BatchPlanner:
         nano_batches = self.cad.nano_batches
-        key_step = KEY_STEP * nano_batches
         rules = PlanRules(self._config, self.job.kinds, self._cost, nano_batches, self._rates, self.hosts)
-        group = self.ranks, self.topology
-        training = self._train_group, *group, rules, engines, (0, key_step), self._placement
-        validation = self._validation_group, *group, rules, engines, (nano_batches, key_step)
-        if ticks is None:
-            return _Executor(engines, BatchPlanner(*training), BatchPlanner(*validation))
-        return _Executor(engines, TickPlanner(ticks.training, *training), TickPlanner(ticks.validation, *validation))
+        keys = key, KEY_STEP * nano_batches
+        options = group, self.ranks, self.topology, rules, self._engines, keys, placement
+        return BatchPlanner(*options) if program is None else TickPlanner(program, *options)
 
     def _measure_times(self, transport: Transport, blocks: Sequence[nn.Module]) -> LayerTimes:
         """Measure how fast this machine is. Collective over the group.
@@ -253,7 +252,7 @@ class CadSession:
         """Wrap the training loader by one that plans an optimizer step ahead."""
         self._loader = PlanningLoader(
             loader,
-            lambda: self._built.training,
+            lambda: self._training,
             eos_id=self.job.eos_id,
             rows_per_microbatch=None if self.topology.pp == 1 else self.job.rows // self.job.microbatches,
             accumulation=self.job.accumulation,
@@ -308,11 +307,11 @@ class CadSession:
     def plan_now(self, tokens: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Plan a batch that did not come through the planning loader (validation); returns its plan keys [B]."""
         if self._validated is not None:
-            self._built.validation.drop(self._validated)
+            self._validation.drop(self._validated)
         rows, seq_len = tokens.shape
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch(rows))
         starts = document_starts(tokens, self.job.eos_id, document_ids)
-        (self._validated,), _ = self._built.validation.plan(starts, shape)
+        (self._validated,), _ = self._validation.plan(starts, shape)
         return HostTensor.wrap(self._validated.keys)
 
     def confirm_exchanges(self) -> None:
