@@ -95,6 +95,9 @@ class _Producer:
     def close(self, timeout_s: float) -> bool:
         """Tell the thread to stop and wait for it; False if it is still running."""
         self._stop.set()
+        with contextlib.suppress(queue.Empty):  # make room for what the thread waits to hand out
+            while True:
+                self._queue.get_nowait()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -105,11 +108,9 @@ class _Producer:
             self._put(error)
 
     def _put(self, item: Any) -> bool:
-        while not self._stop.is_set():
-            with contextlib.suppress(queue.Full):
-                self._queue.put(item, timeout=_POLL_S)
-                return True
-        return False
+        if not self._stop.is_set():
+            self._queue.put(item)
+        return not self._stop.is_set()
 
 
 class _Pace:
