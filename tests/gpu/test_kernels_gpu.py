@@ -63,7 +63,23 @@ def test_against_dense(
         pytest.skip("cuDNN takes tasks with keys, and squares only where they are causal")
     cu_q, cu_k = offsets(len_q), offsets(len_k)
     call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=dim**-0.5, device="cuda")
-    q, k, v, dout = random_qkv(cu_q[-1], cu_k[-1], heads, dim, dtype, device="cuda")
+    check_against_dense(kernel, call, heads, dim, dtype)
+
+
+@EVERY_BOTTOM_RIGHT
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [1, 64, 128, 1000])
+def test_windows_against_dense(kernel: AttentionKernel, window: int, dtype: torch.dtype) -> None:
+    cu_q, cu_k = offsets([1, 77, 333, 200]), offsets([1, 77, 460, 900])
+    call = VarlenArgs.from_numpy(cu_q, cu_k, causal=True, scale=0.125, device="cuda", window=window)
+    check_against_dense(kernel, call, (8, 2), 64, dtype)
+
+
+def check_against_dense(
+    kernel: AttentionKernel, call: VarlenArgs, heads: tuple[int, int], dim: int, dtype: torch.dtype
+) -> None:
+    num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
+    q, k, v, dout = random_qkv(num_q, num_k, heads, dim, dtype, device="cuda")
     out, lse = kernel.forward(q, k, v, call)
     ref_out, ref_lse, *refs = dense_in_fp64(q, k, v, dout, call)
     empty = ref_lse == -torch.inf

@@ -1,7 +1,7 @@
 """Core attention recorded once: replayed over other plans, as a CUDA graph would, with padded tables; and counted."""
 
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -51,6 +51,7 @@ def test_padding_changes_nothing(seed: int, keep: bool) -> None:
     layout, shape = random_layout(np.random.default_rng(seed), 3, 200), SHAPES["gqa 8:2"]
     whole = TokenLayout.from_segments([[(0, 0, 80 + seed), (1, 0, 7)], [], [(2, 0, 50)]])
     plans = [*random_plans(layout, shape, 2), make_plan(whole, shape, PlannerConfig(planner="home"))]
+    plans.append(make_plan(layout, replace(shape, window=20)))
     for plan in plans:
         tensors = Tensors.random(plan.layout, shape)
         sizes = TableSizes(*(size + 3 for size in astuple(common_sizes([plan]))))
