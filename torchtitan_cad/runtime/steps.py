@@ -134,6 +134,17 @@ step = define(
 """step(token, name): run the step ``STEPS[name]``; returns another token."""
 
 
+def _begin(direction: Direction, on_streams: bool, engine: CoreAttentionEngine, key: int, *arguments: Any) -> Any:
+    (*rows, option), call_key = arguments, (direction.name, key)
+    if call_key in engine.in_flight:
+        raise RuntimeError(
+            f"two core attentions by plan {key} at the same time, in one direction, or an earlier one has failed"
+        )
+    call = getattr(engine, f"begin_{direction.name}")(*rows, key, option)
+    engine.in_flight[call_key] = Flight(engine, call if on_streams else engine.send(call), on_streams)
+    return two_tokens_like(rows[0]) if on_streams and direction is FORWARD else token_like(rows[0])
+
+
 def define_ends(
     family: str, *, on_streams: bool
 ) -> tuple[Callable[..., Any], Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
@@ -147,16 +158,6 @@ def define_ends(
     """
     num_tokens, tokens_like = (2, two_tokens_like) if on_streams else (1, token_like)
     tokens = ", ".join(f"Tensor token{number}" for number in range(num_tokens))
-
-    def begin(direction: Direction, engine: CoreAttentionEngine, key: int, *arguments: Any) -> Any:
-        (*rows, option), call_key = arguments, (direction.name, key)
-        if call_key in engine.in_flight:
-            raise RuntimeError(
-                f"two core attentions by plan {key} at the same time, in one direction, or an earlier one has failed"
-            )
-        call = getattr(engine, f"begin_{direction.name}")(*rows, key, option)
-        engine.in_flight[call_key] = Flight(engine, call if on_streams else engine.send(call), on_streams)
-        return tokens_like(rows[0]) if direction is FORWARD else token_like(rows[0])
 
     def gradients_of_rows(tokens: Sequence[Tensor], _: Any, *others: Any) -> list[Tensor | None]:
         token, *hold = tokens
@@ -176,7 +177,7 @@ def define_ends(
     )
     close_backward = define(
         f"{family}_close_backward(Tensor dout, Tensor[] saved, Tensor? dlse) -> Tensor",
-        partial(begin, BACKWARD),
+        partial(_begin, BACKWARD, on_streams),
         token_like,
     )
     close = define(
@@ -188,7 +189,7 @@ def define_ends(
     )
     begin_forward = define(
         f"{family}_open({QKV}) -> {'(Tensor, Tensor)' if on_streams else 'Tensor'}",
-        partial(begin, FORWARD),
+        partial(_begin, FORWARD, on_streams),
         tokens_like,
         gradients_of_rows,
         lambda rows, _: ((), [() if x is None else x.shape for x in rows]),
