@@ -313,6 +313,7 @@ CONFIGS = {
     "llama3_8b": (8, 8),
     "llama3_8b_8gpus": (8, 1),
     "llama3_8b_long": (8, 8),
+    "qwen3_30b_a3b_long": (8, 8),
     "qwen3_8b": (8, 4),
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.compositions import CAD, COMMON, PLACED, TOLERANCE, cad_summary
-from tests.integration.harness import parse_job, run
+from tests.integration.harness import REPOSITORY, parse_job, run
 
 FAKE, LOCAL = "--comm.mode=fake_backend", "--comm.mode=local_tensor"
 FOUR_RANKS = {"NGPU": "4"}
@@ -42,6 +42,19 @@ def test_local_tensor_builds_the_trainer(parallelism: str) -> None:
     assert result.ok, result.report()
     assert "Applied Core Attention Disaggregation to the model over" in result.logs[0]
     assert "skipping training execution" in result.logs[0]
+
+
+LONG = REPOSITORY / "train_configs" / "qwen3_30b_a3b_long.toml"
+
+
+@pytest.mark.matrix
+def test_configuration_with_experts_runs_dry() -> None:
+    job = ["--model.flavor=tiny_moe", "--training.dataset=packed_documents", "--training.steps=2", *COMMON, FAKE]
+    job += ["--metrics.log_freq=1", "--training.mixed_precision_param=float32"]
+    result = run([*job, "--parallelism.expert_parallel_degree=1"], nranks=1, config=LONG, env={"NGPU": "64"})
+    assert result.ok, result.report()
+    assert len(result.losses) == 2
+    run(job, nranks=1, config=LONG, env={"NGPU": "64"}).assert_refused(r"expert_parallel_degree = 8: .*set .* to 1")
 
 
 @pytest.mark.parametrize("mode", [FAKE, LOCAL])

@@ -70,6 +70,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
         _check_unsharded(config, world_size)
     _check_batch(config)
     _check_sequences(config)
+    _check_experts(config)
     _check_pipeline(config)
     _check_ticks(config)
     _check_nano_batches(config)
@@ -125,6 +126,16 @@ def _check_sequences(config: JobConfig) -> None:
         raise ValueError(
             f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, the "
             f"positions that the model is built for; set validation.seq_len to {training.seq_len} or less"
+        )
+
+
+def _check_experts(config: JobConfig) -> None:
+    mode, degree = config.comm.mode, config.parallelism.expert_parallel_degree
+    _check_positive("parallelism.expert_parallel_degree", degree)
+    if mode == "fake_backend" and degree > 1:  # torchtitan's own dry runs end with an error inside torch
+        raise ValueError(
+            f"parallelism.expert_parallel_degree = {degree}: comm.mode = {mode!r} cannot play expert parallelism, "
+            "whose ranks tell each other counts of tokens; set parallelism.expert_parallel_degree to 1"
         )
 
 
