@@ -61,13 +61,6 @@ def test_times_every_mode_at_every_rate(tmp_path: Path) -> None:
     assert output.with_suffix(".png").stat().st_size > 0
 
 
-def test_refuses_modes_without_stock() -> None:
-    if missing() is not None:
-        pytest.skip(f"no nodes on this machine: {missing()}")
-    with pytest.raises(ValueError, match="stock among them"):
-        network.main(network.Options(modes=("cad",)))
-
-
 JOB = Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml"
 
 
