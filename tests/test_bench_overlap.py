@@ -26,6 +26,7 @@ def figures_of(options: Options, folder: Path) -> dict[str, dict[str, Any]]:
     return {row["mode"]: row for row in read_records(output)}
 
 
+@pytest.mark.matrix
 def test_the_first_and_the_last_exchange_alone_stay_exposed(tmp_path: Path) -> None:
     figures = figures_of(Options(shares=(0.8,), layers=3, work_ms=10.0, repeats=1, counted=True), tmp_path)
     assert figures["single stream"]["exposed"] == pytest.approx(figures["single stream"]["link"], rel=0.01)
