@@ -47,7 +47,10 @@ def test_recommended_changes_gain_and_are_simulated_together() -> None:
 
 
 def test_reordering_is_enough_for_short_documents_in_many_rows() -> None:
-    few, many = as_written(), advise(MODEL, cluster(), documents((900, 1000), row_tokens=2048), WRITTEN, Rates())
+    few, many = (
+        as_written(),
+        advise(MODEL, cluster(), documents((900, 1000), row_tokens=2048, step_tokens=8 * 4096), WRITTEN, Rates()),
+    )
     assert [few.reordering_is_enough, many.reordering_is_enough] == [False, True]
     assert reordering(few).startswith("reordering alone is not enough: ")
     assert reordering(many).startswith("reordering alone is enough: ")
