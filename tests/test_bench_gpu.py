@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from bench import replay
 from bench.gpu import __main__ as command
 from bench.gpu import attention, goals, layer, report, session
 from bench.gpu.parts import PARTS, Part
-from bench.gpu.process import ROOT, Outcome, run_part
-from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from bench.gpu.process import ROOT, run_part
 
 
 def fake(function: str, *arguments: str, **fields: Any) -> Part:
@@ -68,14 +65,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_packages_are_found_after_what_is_installed(tmp_path: Path) -> None:
-    (tmp_path / "only_here.py").write_text("def good(device, emit): emit('figure', 'packed')")
-    (tmp_path / "json.py").write_text("raise RuntimeError('not this one')")
-    part = Part("good", "", "only_here:good", 60)
-    assert run_part(part, "cpu", 60, tmp_path).figures == {"figure": "packed"}
-    assert run_part(part, "cpu", 60, None).status == "failed"
-
-
 @pytest.fixture
 def quick_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ENVIRONMENT", fake("good"))
@@ -118,19 +107,6 @@ def test_what_does_not_fit_into_the_budget_is_skipped(tmp_path: Path, quick_envi
     assert good
     assert [outcomes[name]["status"] for name in ("good", "short")] == ["skipped", "done"]
     assert outcomes["good"]["why"].startswith("no time: ")
-
-
-def test_a_part_that_hangs_leaves_the_others_their_time(tmp_path, quick_environment, monkeypatch) -> None:
-    """Time that the parts before have left over is added, but no more than as much again."""
-    limits: list[float] = []
-
-    def run(part: Part, device: str, limit_s: float, packages: Path | None) -> Outcome:
-        limits.append(limit_s)
-        return Outcome("done")
-
-    monkeypatch.setattr(session, "run_part", run)
-    run_session(tmp_path, [fake("good", name=name, seconds=100) for name in "abc"], seconds=365 + session.RESERVE_S)
-    assert [round(limit) for limit in limits] == [120, 165, 200, 200]
 
 
 def test_nothing_is_tried_where_the_environment_fails(tmp_path, quick_environment, monkeypatch) -> None:
@@ -217,26 +193,3 @@ def test_a_trace_is_counted_inside_its_layers() -> None:
     trace += [layer.Event(name, True, begin, end) for name, begin, end in device]
     assert layer.counts(trace) == {"launches": 3, "synchronisations": 2, "allocations": 2, "on_device": 2}
     assert layer.longest(trace, 1) == [{"kernel": "gemm", "per_layer": 2.0, "microseconds": 47.0}]
-
-
-def test_a_layout_has_as_many_tokens_as_asked_for() -> None:
-    layout = replay.make_layout(replay.Options(tokens_per_rank=700, longest=300), 5)
-    assert layout.tokens_per_rank.tolist() == [700] * 5
-    assert layout.doc_lengths.max() == 300
-
-
-@pytest.mark.parametrize("squares_only", [False, True])
-def test_shards_have_the_work_of_the_undivided_document(squares_only: bool) -> None:
-    """As many query-key pairs as the causal triangle, up to half a shard; unmasked if the kernel takes squares only."""
-    kernel = CpuKernel()
-    kernel.squares_only = squares_only
-    sizes = attention.Sizes(torch.device("cpu"), length=8192)
-    whole = attention.visible_pairs(8192, 8192)
-    assert whole == 8192 * 8193 // 2
-    assert attention.shard_call(kernel, 8192, sizes).causal
-    for shard in (128, 512, 2048):
-        call = attention.shard_call(kernel, shard, sizes)
-        assert call.causal is not squares_only
-        each = attention.visible_pairs(shard, 8192, call.causal)
-        assert abs(len(call.q_start) * each - whole) <= each / 2
-        assert (call.max_q, call.max_k) == (shard, 8192)

@@ -8,16 +8,16 @@ import pytest
 from bench import pipeline, placement, planner, tolerance
 from bench.planner import slow_cases, wrong_cases
 from bench.record import read_records
-from bench.workloads import SHAPE, TOKENS_PER_RANK, spanning_layout, workload_layout
-from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, place
+from bench.workloads import TOKENS_PER_RANK, spanning_layout, workload_layout
+from torchtitan_cad.planning import TokenLayout
 from torchtitan_cad.simulation.streams import one_f_one_b
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> planner.Options:
-    """A small run: 8 and 64 ranks, one workload, one seed, all planners."""
+    """A small run: 8 and 16 ranks, one workload, one seed, all planners."""
     folder = tmp_path_factory.mktemp("bench")
-    few = {"ranks": (8, 64), "workloads": ("lognormal",), "seeds": (11,), "planners": tuple(planner.PLANNERS)}
+    few = {"ranks": (8, 16), "workloads": ("lognormal",), "seeds": (11,), "planners": tuple(planner.PLANNERS)}
     files = {"output": folder / "results" / "planner.json", "plot": folder / "plan.png"}
     options = planner.Options(**few, **files, repeats=1, check=True)
     assert planner.main(options) == 0
@@ -32,6 +32,8 @@ def test_results_can_be_read_again_and_a_plan_is_drawn(results: planner.Options)
     assert list(planner.relative(records)[3].values()) == ["local_search", *["+0.0 %"] * 4]
     ours = [r for r in records if r["planner"] == "local_search"]
     assert all(0 < r["bound_bytes"] <= r["total_bytes"] and r["plan_ms"] > 0 for r in ours)
+    assert slow_cases(records, {16: 1e9}) == []
+    assert [each.split(",")[0] for each in slow_cases(records, {16: 0.0})] == ["16 ranks"]
     assert ours[0]["total_bytes"] / 1e9 in [row["total GB"] for row in planner.table(records)]
     assert results.plot is not None
     assert results.plot.stat().st_size > 10_000
@@ -56,21 +58,6 @@ def test_checks_name_the_case(results: planner.Options, name: str, figure: str, 
     assert all(problem.startswith("ranks 8, workload lognormal") for problem in problems)
 
 
-def test_time_limits(results: planner.Options) -> None:
-    records = read_records(results.output)
-    assert slow_cases(records, {64: 1e9}) == []
-    (slow,) = slow_cases(records, {64: 0.0})
-    assert slow.startswith("64 ranks, lognormal")
-
-
-def test_failing_checks_are_exit_code_1(results, monkeypatch, tmp_path, capsys) -> None:
-    records = read_records(results.output)
-    records[-1]["total_bytes"] = 1
-    monkeypatch.setattr(planner, "run", lambda options: records)
-    assert planner.main(planner.Options(output=tmp_path / "wrong.json", plot=None, check=True)) == 1
-    assert "FAILED: ranks 64" in capsys.readouterr().err
-
-
 @pytest.mark.matrix
 def test_placements_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "placement.json"
@@ -82,32 +69,12 @@ def test_placements_are_written_and_checked(tmp_path: Path, capsys: pytest.Captu
     assert [row["workload"] for row in placement.table(records)] == ["lognormal", "all"]
 
 
-def test_what_exceeds_a_limit_is_named() -> None:
-    record = placement.run(placement.Options(ranks=(4,), workloads=("one big",), seeds=(11,)))[0]
-    assert placement.problems([record]) == []
-    worse = {**record, "worst_ratio": 0.9, "max_over_mean": 9.0, "ranks": 8, "total_ratio": 1.0}
-    found = placement.problems([worse])
-    assert len(found) == 4
-    assert all(line.startswith("8 ranks") for line in found)
-
-
 def test_what_is_dealt_is_counted_once() -> None:
     """There are 12 tokens: rank 0 gives 4 to rank 1 and gets 3 from rank 2, which gets 1 from rank 1."""
     given = TokenLayout.from_segments([[(0, 0, 4)], [(1, 0, 4)], [(2, 0, 4)]])
     homes = TokenLayout.from_segments([[(2, 0, 3)], [(0, 0, 4), (1, 0, 3)], [(1, 3, 1), (2, 3, 1)]])
     assert placement.dealt(given, homes) == (8 / 12, 4 * 16)
     assert placement.dealt(given, given) == (0.0, 0)
-
-
-@pytest.mark.parametrize("allowed", [0.02, 1.0])
-@pytest.mark.parametrize("workload", ["one big"])
-def test_no_plan_is_below_the_bound_of_free_homes(workload: str, allowed: float) -> None:
-    config = PlannerConfig(tolerance=allowed)
-    for seed in range(3):
-        layout = workload_layout(workload, 8, seed)
-        for homes in (layout, place(layout, SHAPE, config)):
-            plan = make_plan(homes, SHAPE, config)
-            assert placement.free_homes_bound(plan) <= plan.stats.max_rank_bytes
 
 
 @pytest.mark.parametrize("nano_batches", [1, 2])
@@ -118,14 +85,6 @@ def test_auto_tolerance_is_never_slower(nano_batches: int) -> None:
     assert cases[0]["bytes_saved"] > 0
     assert cases[0]["fixed_seconds"] > cases[2]["fixed_seconds"]
     assert cases[2]["tolerances"] == [0, 0]
-
-
-def test_tolerances_are_written_and_printed(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(tolerance, "RANKS", (4,))
-    monkeypatch.setattr(tolerance, "WORKLOADS", ("uniform",))
-    tolerance.main(tmp_path / "out.json", seeds=1)
-    assert len(read_records(tmp_path / "out.json")) == 2 * len(tolerance.LINKS)
-    assert capsys.readouterr().out.count("| 4 | uniform |") == 2 * len(tolerance.LINKS)
 
 
 def test_one_f_one_b_of_equal_microbatches() -> None:

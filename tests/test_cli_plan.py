@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 import torchtitan_cad
 from torchtitan_cad.cli import main
 from torchtitan_cad.cli.doctor_command import separate_overrides
-from torchtitan_cad.cli.plan_plot import BARS, FEW, _colors, _ink
+from torchtitan_cad.cli.plan_plot import BARS, FEW
 from torchtitan_cad.planning import Plan, make_plan, validate_plan
 from torchtitan_cad.planning.serialize import layout_from_dict
 
@@ -157,9 +157,7 @@ def _without_progress(text: bytes) -> bytes:
 
 
 def test_console_script_into_a_closed_pipe(layout_file: str) -> None:
-    command = [*SHELL, "plan", layout_file]
-    assert "load max/mean" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen([*SHELL, "plan", layout_file], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert _without_progress(process.stderr.read()) == b""
     assert process.returncode == 0
@@ -217,21 +215,6 @@ def test_place_assigns_the_tokens_anew(plan, tmp_path: Path, capsys: pytest.Capt
     assert {"home", "before"} <= texts
 
 
-def test_small_plans_are_not_of_no_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype_bytes": 4}
-    assert main(["plan", write_layout(tmp_path, attention=shape, ranks=[[{**SEGMENT, "length": 700}], []])]) == 0
-    assert re.search(r"total bytes +\d+\.\d{4} kB\n", capsys.readouterr().out)
-
-
-def test_digits_can_be_read_on_every_colour() -> None:
-    """WCAG asks for a contrast of 4.5: of luminances L, (L + 0.05) / 0.05 for black, 1.05 / (L + 0.05) for white."""
-    full = [color for num_ranks in (FEW, FEW + 1, 4096) for color in _colors(num_ranks)]
-    for color in full + [tuple(1 - 0.25 * (1 - c) for c in color) for color in full]:
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]
-        shifted = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
-        assert (shifted / 0.05 if _ink(color) == "black" else 1.05 / shifted) >= 4.5
-
-
 @pytest.mark.parametrize("num_ranks", [FEW, FEW + 1, BARS + 1])
 def test_plots_of_many_ranks(num_ranks: int, tmp_path: Path, drawn) -> None:
     """Few ranks have colours of their own; very many have no single bars."""
@@ -240,13 +223,6 @@ def test_plots_of_many_ranks(num_ranks: int, tmp_path: Path, drawn) -> None:
     *_, loads, volume = drawn[0].axes
     assert len(volume.containers) == (0 if num_ranks > BARS else 2)
     assert len({patch.get_facecolor() for patch in loads.patches}) == (num_ranks + 2 if num_ranks == FEW else 2)
-
-
-def test_plots_are_written(layout_file: str, tmp_path: Path) -> None:
-    for suffix, planner in (("png", "local_search"), ("svg", "home")):
-        picture = tmp_path / f"plan.{suffix}"
-        assert main(["plan", layout_file, "--plot", str(picture), "--planner", planner]) == 0
-        assert picture.stat().st_size > 10_000
 
 
 def test_plot_shows_the_plan(plan, tmp_path: Path, drawn) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -60,7 +61,7 @@ def _run(folder: Path, first: int, last: int, timeout: float) -> None:
     ],
 )
 def test_hostile_jobs(first: int, last: int, tmp_path: Path) -> None:
-    """simulate, advise, doctor and compare: command lines, and jobs."""
+    """simulate, advise and doctor: command lines, and jobs. What compare refuses is in test_cli_compare.py."""
     prepare_tokenizer(tmp_path / "assets", kind="bytes")
     _run(tmp_path, first, last, timeout=300)
 
@@ -74,21 +75,44 @@ def _mutants(text: str, count: int) -> list[str]:
     return [json.dumps(_mutate(Random(seed), data)) for seed in range(count)]
 
 
+def written_plan() -> str:
+    return make_plan(LAYOUT, SHAPE, PlannerConfig(rank_speeds=(1.0, 0.5, 1.0, 1.0), ranks_per_node=2)).to_json()
+
+
+def use_plan(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()).fingerprint() == plan.fingerprint()
+    for rank in range(plan.layout.num_ranks):
+        plan.exchange(rank)
+
+
+def written_profile() -> str:
+    data = json.loads(make_profile(shape=SHAPE).to_json())
+    data["grid"] |= {key: [[0.1] * 3] * 3 for key in ("forward_spread", "backward_spread")}
+    return json.dumps(data)
+
+
+def use_profile(profile: Profile) -> None:
+    profile.noisy_cells()
+    profile.throughput("forward")
+    with suppress(ValueError):
+        make_plan(LAYOUT, SHAPE, None, profile.cost_model("forward", SHAPE)).to_json()
+
+
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_mutated_plans(count: int) -> None:
-    """A plan that is read can be used: nothing but a ValueError."""
-    config = PlannerConfig(rank_speeds=(1.0, 0.5, 1.0, 1.0), ranks_per_node=2)
+@pytest.mark.parametrize(
+    ("kind", "write", "use"), [(Plan, written_plan, use_plan), (Profile, written_profile, use_profile)]
+)
+def test_mutated_files(kind: Any, write: Callable[[], str], use: Callable[[Any], None], count: int) -> None:
+    """What is read can be used: nothing but a ValueError, and that when it is read."""
     read = 0
-    for text in _mutants(make_plan(LAYOUT, SHAPE, config).to_json(), count):
+    for text in _mutants(write(), count):
         try:
-            plan = Plan.from_json(text)
+            found = kind.from_json(text)
         except ValueError:
             continue
         read += 1
-        assert Plan.from_json(plan.to_json()).fingerprint() == plan.fingerprint()
-        for rank in range(plan.layout.num_ranks):
-            plan.exchange(rank)
-    assert 0 < read < count / 2
+        use(found)
+    assert 0 < read < count
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(3000, marks=pytest.mark.slow)])
@@ -104,24 +128,6 @@ def test_mutated_layouts(count: int, tmp_path: Path, capsys: pytest.CaptureFixtu
         error = capsys.readouterr().err
         assert code == 0 or (code == 2 and error.count("\n") == 1), (mutant, options, error)
     assert codes == {0, 2}
-
-
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_mutated_profiles(count: int) -> None:
-    data = json.loads(make_profile(shape=SHAPE).to_json())
-    data["grid"] |= {key: [[0.1] * 3] * 3 for key in ("forward_spread", "backward_spread")}
-    read = 0
-    for text in _mutants(json.dumps(data), count):
-        try:
-            profile = Profile.from_json(text)
-        except ValueError:
-            continue
-        read += 1
-        profile.noisy_cells()
-        profile.throughput("forward")
-        with suppress(ValueError):
-            make_plan(LAYOUT, SHAPE, None, profile.cost_model("forward", SHAPE)).to_json()
-    assert 0 < read < count
 
 
 @pytest.mark.parametrize("field", ["num_heads", "num_kv_heads", "head_dim", "dtype_bytes"])

@@ -1,12 +1,11 @@
 """Planted faults fit the package, the matrix takes no longer than it may, and budgets of lines are kept."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.budgets import problems
+from tests.conftest import Budget
 from tests.mutations import FAULTS, PACKAGE, REPOSITORY, Fault
 
 
@@ -19,25 +18,18 @@ def test_what_a_fault_replaces_is_there(fault: Fault) -> None:
 
 
 def test_what_does_not_fit_into_the_minutes_is_skipped_and_says_so() -> None:
-    options = ["-p", "no:cacheprovider", "--minutes=0", "tests/planning/test_exchange.py"]
-    command = [sys.executable, "-m", "pytest", *options]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout
-    assert "the budget of 0 minutes (--minutes) is spent" in done.stdout
-    assert " skipped" in done.stdout.splitlines()[-1]
-    assert "passed" not in done.stdout.splitlines()[-1]
+    with pytest.raises(pytest.skip.Exception, match=r"the budget of 0 minutes \(--minutes\) is spent"):
+        Budget(0).pytest_runtest_setup()
+    Budget(1).pytest_runtest_setup()
 
 
 def test_what_exceeds_its_budget_is_said(tmp_path: Path) -> None:
-    package, beside = tmp_path / "package", tmp_path / "beside"
-    room = package / "room"
-    room.mkdir(parents=True)
-    beside.mkdir()
-    (beside / "script.py").write_text("pass\n" * 4)
-    (room / "__init__.py").touch()
-    body = "\n".join("    pass" for _ in range(9))
-    (room / "long.py").write_text(f"def plain():\n{body}\n\n\n@jit\ndef compiled():\n{body}\n")
-    budgets = tmp_path / "budgets.toml"
+    package, budgets = tmp_path / "package", tmp_path / "budgets.toml"
+    for path, text in ((package / "room" / "__init__.py", ""), (tmp_path / "beside" / "script.py", "pass\n" * 4)):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    body = "    pass\n" * 9
+    (package / "room" / "long.py").write_text(f"def plain():\n{body}\n\n@jit\ndef compiled():\n{body}")
 
     def found(lines: int, file: int, function: int, more: str = "") -> list[str]:
         budgets.write_text(f"[rooms]\nroom = {lines}\n[most]\nfile = {file}\nfunction = {function}\nbeside = 3\n{more}")

@@ -10,7 +10,7 @@ from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.planning.model.tasks import make_tasks
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
-from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile, num_tasks
+from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile
 from torchtitan_cad.runtime.timing import median_milliseconds
 
 pytestmark = ON_GPU
@@ -50,12 +50,3 @@ def test_time_of_causal_documents_is_predicted(profile: Profile, lengths: list[i
     for direction, milliseconds in measured.items():
         predicted = profile.cost_model(direction, SHAPE).cost(tasks).sum() * 1e-9
         assert 0.5 < predicted / milliseconds < 1.5, direction
-
-
-def test_calls_fill_the_device_and_the_default_grid_fits() -> None:
-    device = torch.device("cuda")
-    blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    assert num_tasks(128, 128, 4, device) * 4 >= blocks
-    grid = ProfileGrid.default(device)
-    one = ProfileGrid(grid.q_lengths[-1:], (128, *grid.kv_lengths[-1:]), repeats=1)
-    measure_profile(get_kernel("auto", device), SHAPE, torch.bfloat16, device, one)

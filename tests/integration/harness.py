@@ -90,8 +90,11 @@ def run(
     fp64: bool = False,
     pythonpath: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
+    may_fail: bool = False,
 ) -> RunResult:
     """Train on `nranks` local processes and collect what they computed.
+
+    Raises AssertionError with the ends of all logs if a rank fails, unless it may.
 
     Args:
         args: torchtitan command-line arguments; they win over base.toml.
@@ -107,9 +110,6 @@ def run(
         fp64: compute in fp64, with attention as a dense softmax: the reference of references.
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
         env: further environment variables, set after torch and torchtitan are imported.
-
-    Returns:
-        The result, also when ranks failed: check `ok`.
     """
     record_dir = Path(tempfile.mkdtemp(prefix="run_", dir=_scratch_folder()))
     dump_folder = dump_folder or record_dir / "dump"
@@ -132,7 +132,9 @@ def run(
     }
     returncodes = start_server(tuple(pythonpath)).run(job)
     del store
-    return _collect(record_dir, dump_folder, returncodes)
+    result = _collect(record_dir, dump_folder, returncodes)
+    assert result.ok or may_fail, result.report()
+    return result
 
 
 def job_files(config: Path, dump_folder: Path) -> list[str]:

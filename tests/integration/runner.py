@@ -120,28 +120,25 @@ def register_datasets() -> None:
             loader=functools.partial(load, lengths_in_words=lengths[name]),
             sample_processor=lambda sample: sample["text"],
         )
-    for variant in ("row_ids", "ignored_labels", "positions"):
+    for variant in ("ignored_labels", "positions"):
         DATASETS[f"packed_documents_with_{variant}"] = DATASETS["packed_documents"]
 
 
 def add_variants() -> None:
-    """Batches of dataset `packed_documents_with_row_ids` say that every row is one document, those of
-    `packed_documents_with_ignored_labels` have no labels in the first third of every row, and those of
+    """Batches of `packed_documents_with_ignored_labels` have no labels in the first third of every row, those of
     `packed_documents_with_positions` have positions for RoPE, from the end of every row."""
     iterate = HuggingFaceTextDataset.__iter__
 
     @functools.wraps(iterate)
-    def iterate_with_ids(self: Any) -> Iterator[Any]:
+    def iterate_variants(self: Any) -> Iterator[Any]:
         for inputs, labels in iterate(self):
-            if self.dataset_name.endswith("_with_row_ids"):
-                inputs["document_ids"] = torch.zeros_like(inputs["input"])
             if self.dataset_name.endswith("_with_ignored_labels"):
                 labels = labels.masked_fill(torch.arange(len(labels)) < len(labels) // 3, IGNORE_INDEX)
             if self.dataset_name.endswith("_with_positions"):
                 inputs["positions"] = torch.arange(len(labels)).flip(0)
             yield inputs, labels
 
-    HuggingFaceTextDataset.__iter__ = iterate_with_ids
+    HuggingFaceTextDataset.__iter__ = iterate_variants
 
 
 def register_flavors() -> None:

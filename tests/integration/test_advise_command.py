@@ -57,23 +57,6 @@ def test_every_configuration_gets_advice_that_validates(config: Path, tmp_path: 
         assert advice["recommended"]["seconds_per_step"] <= advice["job_as_written"]["seconds_per_step"]
 
 
-def test_equal_documents_are_not_worth_it(tmp_path: Path, capsys) -> None:
-    advice = advise([*ONE_NODE, "--documents=fixed:length=16384"], tmp_path)
-    assert capsys.readouterr().out.startswith("not worth it: 1.00x as fast as without cad")
-    assert pasted(advice) == {"parallelism.cad": False}
-
-
-def test_long_documents_are_worth_it(tmp_path: Path, capsys) -> None:
-    lengths = tmp_path / "lengths.json"
-    lengths.write_text(json.dumps([65536] + [512] * 256))
-    args = [*ONE_NODE, "--memory=300e9", f"--documents={lengths}", "--training.seq_len=65536"]
-    advice = advise(args, tmp_path)
-    assert advice["speedup"] > 1.1
-    assert capsys.readouterr().out.startswith("worth it: ")
-    job = read_simulated_job([f"--job.config_file={ONE_NODE[0]}", "--training.seq_len=65536"], 8)
-    validate(job.changed(pasted(advice)), 8)
-
-
 def test_what_fits_no_memory_is_not_recommended(tmp_path: Path, capsys) -> None:
     advice = advise([*ONE_NODE, "--memory=1e9"], tmp_path)
     assert "not worth it: nothing that was tried fits" in capsys.readouterr().out
@@ -85,15 +68,9 @@ def test_what_fits_no_memory_is_not_recommended(tmp_path: Path, capsys) -> None:
 
 
 def test_degrees_keep_the_tokens_of_a_step() -> None:
-    job = read_simulated_job(
-        [
-            f"--job.config_file={CONFIGS / 'llama3_8b_8gpus.toml'}",
-            "--training.local_batch_size=4",
-            "--training.global_batch_size=64",
-            "--parallelism.data_parallel_shard_degree=8",
-        ],
-        8,
-    )
+    batch = ["--training.local_batch_size=4", "--training.global_batch_size=64"]
+    args = [f"--job.config_file={ONE_NODE[0]}", *batch, "--parallelism.data_parallel_shard_degree=8"]
+    job = read_simulated_job(args, 8)
     now = job.configuration
     assert now.microbatches == 2
     assert job.keys(now) == {}

@@ -14,20 +14,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.integration.compositions import (
-    CAD,
-    COMMON,
-    COMPOSITIONS,
-    PLACED,
-    TOLERANCE,
-    TOLERANCE_AUTO,
-    VALIDATION,
-    Composition,
-    assert_not_recompiled,
-    assert_trains_alike,
-    cad_summary,
-    reference,
-)
+from tests.integration import compositions as c
 from tests.integration.harness import RunResult, run, tokenizer_folder
 from tests.runtime.threaded import needs_linux
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
@@ -53,7 +40,7 @@ SYMMETRIC = ("fsdp4", "pp2xcp2", "validation")
 
 
 def cases_and_transports() -> Iterator[object]:
-    for case in COMPOSITIONS:
+    for case in c.COMPOSITIONS:
         for transport in ("collective", "symm_mem") if case.moves else ("collective",):
             in_matrix = case.name not in SLOW if transport == "collective" else case.name in SYMMETRIC
             marks = [needs_linux] if transport == "symm_mem" else []
@@ -65,35 +52,33 @@ def cases_and_transports() -> Iterator[object]:
 
 def test_starts_from_the_parameters_of_stock() -> None:
     """What a job measures at its start takes none of torchtitan's random numbers, from which parameters are drawn."""
-    stock, cad = (run([*COMMON, *more], 2, init_seed=None) for more in ((), (*CAD, *TOLERANCE_AUTO)))
-    assert stock.ok, stock.report()
-    assert cad.ok, cad.report()
-    assert cad.losses == pytest.approx(stock.losses, rel=TOLERANCE)
+    args = (*c.VALIDATION, *c.global_batch(12))
+    cad = run([*c.COMMON, *args, *c.CAD, *c.TOLERANCE_AUTO], 2, init_seed=None)
+    assert cad.losses == pytest.approx(c.stock(2, *args).losses, rel=c.TOLERANCE)
 
 
 @pytest.mark.parametrize(("case", "transport"), list(cases_and_transports()))
-def test_composition_trains_like_its_reference(case: Composition, transport: str) -> None:
+def test_composition_trains_like_its_reference(case: c.Composition, transport: str) -> None:
     result = check(case, f"--cad.transport={transport}")
     assert f"CAD exchanges rows by {transport}" in result.logs[0] or not case.moves
     if case.moves:
-        summary = cad_summary(result)
+        summary = c.cad_summary(result)
         assert summary["loss_last"] == pytest.approx(result.losses[-1])
         assert summary["tasks_moved"] > 0
         assert summary["imbalance_after"] < summary["imbalance_before"]
 
 
-def check(case: Composition, *more: str) -> RunResult:
+def check(case: c.Composition, *more: str) -> RunResult:
     """The composition's run, with ``more`` arguments; it has trained as its reference does."""
     if TorchVersion(torch.__version__) < case.needs_torch:
         pytest.skip(f"stock torchtitan cannot run this with torch below {case.needs_torch}")
-    validation = VALIDATION if case.validates else ()
-    args = [*COMMON, *validation, *CAD, *case.shared, *case.args, *more]
+    validation = c.VALIDATION if case.validates else ()
+    args = [*c.COMMON, *validation, *c.CAD, *case.shared, *case.args, *more]
     result = run(args, case.nranks, grads_at=2)
-    assert result.ok, result.report()
-    expected = reference(case.reference_nranks or case.nranks, (*case.shared, *case.reference_args))
+    expected = c.reference(case.reference_nranks or case.nranks, (*case.shared, *case.reference_args))
     assert not case.validates or result.validation_losses.keys() == expected.validation_losses.keys()
-    assert_trains_alike(result, expected, reports_loss=case.reports_loss)
-    assert_not_recompiled(result)
+    c.assert_trains_alike(result, expected, reports_loss=case.reports_loss)
+    c.assert_not_recompiled(result)
     return result
 
 
@@ -110,7 +95,7 @@ def test_every_flavor_becomes_a_cad_flavor(name: str) -> None:
     for flavor in list(stock.model_args):
         spec = cad_train_spec(stock, ADAPTERS[name], flavor)
         args = spec.model_args[flavor]
-        args.update_from_config(ConfigManager().parse_args([*CAD[:1], f"--model.name={name}"]))
+        args.update_from_config(ConfigManager().parse_args([*c.CAD[:1], f"--model.name={name}"]))
         assert (args.attn_type, args.attn_mask_type) == ("varlen", "block_causal")
         args.n_layers = min(args.n_layers, 2)
         with torch.device("meta"):
@@ -130,10 +115,10 @@ def test_preparing_for_one_job_after_another_leaves_no_trace() -> None:
 
     before = state()
     for _ in range(2):
-        ConfigManager().parse_args([*CAD, f"--model.hf_assets_path={tokenizer_folder()}"])
+        ConfigManager().parse_args([*c.CAD, f"--model.hf_assets_path={tokenizer_folder()}"])
         assert get_train_spec("llama3").model_cls.__name__ == "CadTransformer"
         assert all(now is not then for now, then in zip(state(), before, strict=True))
-    ConfigManager().parse_args([CAD[0], "--parallelism.no-cad"])
+    ConfigManager().parse_args([c.CAD[0], "--parallelism.no-cad"])
     assert state() == before
     ConfigManager().parse_args([])
     assert state() == before
@@ -141,9 +126,8 @@ def test_preparing_for_one_job_after_another_leaves_no_trace() -> None:
 
 def test_without_cad_a_job_is_stock_torchtitan() -> None:
     """The config module alone changes nothing, to the bit."""
-    result = run([*COMMON, "--job.custom_config_module=torchtitan_cad.job_config"], nranks=2)
-    assert result.ok, result.report()
-    stock = reference(2, ())
+    result = run([*c.COMMON, "--job.custom_config_module=torchtitan_cad.job_config"], nranks=2)
+    stock = c.reference(2, ())
     assert (result.losses, result.grad_norms) == (stock.losses, stock.grad_norms)
     assert not any("CAD" in log for log in result.logs)
 
@@ -157,9 +141,8 @@ STEPS, SETTLED, WINDOW, LOG_FREQ = 2000, 300, 100, 10
 @pytest.mark.parametrize("transport", ["collective", pytest.param("symm_mem", marks=needs_linux)])
 def test_resident_memory_does_not_grow(transport: str) -> None:
     """From step 300 on, means over 100 steps are within 1% of each other, on every rank and over 1,700 plans."""
-    job = [*PLACED, f"--cad.transport={transport}", f"--training.steps={STEPS}", f"--metrics.log_freq={LOG_FREQ}"]
+    job = [*c.PLACED, f"--cad.transport={transport}", f"--training.steps={STEPS}", f"--metrics.log_freq={LOG_FREQ}"]
     result = run(job, nranks=2, timeout_s=3000)
-    assert result.ok, result.report()
     assert len(result.resident_bytes) == 2
     for memory in result.resident_bytes:
         starts = range(SETTLED, STEPS, WINDOW)
@@ -203,12 +186,11 @@ def test_make_train_computes_the_same_without_cad(tmp_path):
         for switch in ("--parallelism.cad", "--parallelism.no-cad")
     ]
     for result in runs:
-        assert result.ok, result.report()
         assert len(result.losses) >= 20
         assert result.losses[-1] < result.losses[0] - 1
     with_cad, without = runs
-    assert with_cad.losses == pytest.approx(without.losses, rel=TOLERANCE)
-    assert with_cad.grad_norms == pytest.approx(without.grad_norms, rel=TOLERANCE)
+    assert with_cad.losses == pytest.approx(without.losses, rel=c.TOLERANCE)
+    assert with_cad.grad_norms == pytest.approx(without.grad_norms, rel=c.TOLERANCE)
 
 
 def assets(folder: Path) -> list[str]:

@@ -9,15 +9,9 @@ import pytest
 import torch
 
 from tests.integration.compositions import PLACED, PROFILED, global_batch
-from tests.integration.harness import RunResult, read_scalars, run
+from tests.integration.harness import read_scalars, run
 from tests.integration.launched import TORCHRUN, launched
 from torchtitan_cad.integration.titan022 import cpu
-
-
-def train(*args: str, dump_folder: Path) -> RunResult:
-    result = run(args, timeout_s=240, dump_folder=dump_folder)
-    assert result.ok, result.report()
-    return result
 
 
 @pytest.mark.parametrize(
@@ -40,7 +34,7 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
         "--metrics.enable_tensorboard",
         *PROFILED,
     )
-    whole = train(*job, dump_folder=tmp_path)
+    whole = run(job, timeout_s=240, dump_folder=tmp_path)
     assert whole.validation_losses.keys() == {1, 2, 4}  # torchtitan also validates after the first step
     scalars = read_scalars(tmp_path / "tb")
     for tag, expected in (
@@ -53,7 +47,7 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
     assert {trace.name for trace in traces} == {"rank0_trace.json", "rank1_trace.json"}
     assert json.loads(traces[0].read_text())["traceEvents"]
 
-    resumed = train(*job, "--checkpoint.load_step=2", dump_folder=tmp_path)
+    resumed = run([*job, "--checkpoint.load_step=2"], timeout_s=240, dump_folder=tmp_path)
     assert resumed.steps == [3, 4]
     assert resumed.losses == whole.losses[2:]
     assert resumed.grad_norms == whole.grad_norms[2:]

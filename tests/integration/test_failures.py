@@ -18,10 +18,6 @@ INTERLEAVED = [
 ]
 REFUSED = {
     "unknown kernel": (["--cad.kernel=warp"], r"cad\.kernel = 'warp'.*set cad\.kernel"),
-    "degrees do not multiply": (
-        ["--parallelism.data_parallel_shard_degree=3"],
-        r"shard_degree = 3 do not multiply to the 2",
-    ),
     "indivisible heads": (
         ["--parallelism.tensor_parallel_degree=2", "--model.flavor=tiny_sdpa_3_heads"],
         r"tensor_parallel_degree = 2 does not divide the 3 query heads",
@@ -40,13 +36,13 @@ REFUSED = {
         r"makes 4 stages of a model with 2 layers .*; set the degree .* at most 2",
     ),
 }
-"""The first two are found when the config is read, which test_mistakes.py shows of many more, others with the model."""
+"""The first is found when the config is read, which test_mistakes.py shows of many more, others with the model."""
 
 
-@pytest.mark.parametrize("name", params(REFUSED, ["unknown kernel", "indivisible heads"]))
+@pytest.mark.parametrize("name", params(REFUSED, ["indivisible heads"]))
 def test_bad_configuration_is_one_value_error_on_every_rank(name: str) -> None:
     args, message = REFUSED[name]
-    run([*CAD, *args], nranks=2, timeout_s=120).assert_refused(message)
+    run([*CAD, *args], nranks=2, timeout_s=120, may_fail=True).assert_refused(message)
 
 
 class Checkpointer:

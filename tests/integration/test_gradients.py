@@ -5,19 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.compositions import (
-    CAD,
-    COMMON,
-    CP2,
-    FULL,
-    KEEP,
-    TP2,
-    VALIDATE_OFTEN,
-    VALIDATION,
-    alone,
-    assert_trains_alike,
-    reference,
-)
+from tests.integration import compositions as c
 from tests.integration.harness import gradient_errors, run
 from tests.profiles import linear, make_profile
 from tests.sets import params
@@ -38,18 +26,18 @@ def write(folder: Path, profile: Profile) -> str:
 @pytest.mark.parametrize(
     ("nranks", "args", "shared"),
     [
-        pytest.param(4, (), VALIDATE_OFTEN, marks=pytest.mark.matrix),
-        (2, FULL, ()),
-        pytest.param(4, (), (*TP2, "--compile.enable"), marks=pytest.mark.slow),
+        pytest.param(4, (), c.VALIDATE_OFTEN, marks=pytest.mark.matrix),
+        (2, c.FULL, ()),
+        pytest.param(4, (), (*c.TP2, "--compile.enable"), marks=pytest.mark.slow),
     ],
     ids=["fsdp4_validation", "ac_full", "fsdp2xtp2_compile"],
 )
 def test_measured_times_are_balanced(
     nranks: int, args: tuple[str, ...], shared: tuple[str, ...], tmp_path: Path
 ) -> None:
-    result = run([*COMMON, *CAD, *VALIDATION, *shared, *args, write(tmp_path, PAYS)], nranks, grads_at=2)
-    expected = reference(nranks, shared)
-    assert_trains_alike(result, expected)
+    result = run([*c.COMMON, *c.CAD, *c.VALIDATION, *shared, *args, write(tmp_path, PAYS)], nranks, grads_at=2)
+    expected = c.reference(nranks, shared)
+    c.assert_trains_alike(result, expected)
     assert result.validation_losses.keys() == expected.validation_losses.keys()
     steps = read_steps(find_steps(result.dump_folder))
     assert all(step["imbalance_after"] <= step["imbalance_before"] for step in steps)
@@ -61,14 +49,16 @@ def test_measured_times_are_balanced(
 def test_a_profile_of_another_kernel_is_one_value_error_on_every_rank(tmp_path: Path) -> None:
     """Other heads are found by test_doctor.py, files that are no profiles by tests/planning/test_cost.py."""
     message = r"cad\.profile = '[^']*' was measured with kernel 'varlen', but the job runs 'cpu'; measure again"
-    args = [*CAD, write(tmp_path, make_profile(TINY, kernel="varlen"))]
-    run(args, nranks=2, timeout_s=60).assert_refused(message)
+    args = [*c.CAD, write(tmp_path, make_profile(TINY, kernel="varlen"))]
+    run(args, nranks=2, timeout_s=60, may_fail=True).assert_refused(message)
 
 
 @pytest.mark.matrix
 def test_shards_smaller_than_the_profiles_tiles_are_refused(tmp_path: Path) -> None:
-    args = [*CAD, write(tmp_path, PAYS), "--cad.min_shard=64"]
-    run(args, nranks=2, timeout_s=60).assert_refused(r"cad\.min_shard = 64 is not a multiple of 128.*set .* to 128")
+    args = [*c.CAD, write(tmp_path, PAYS), "--cad.min_shard=64"]
+    run(args, nranks=2, timeout_s=60, may_fail=True).assert_refused(
+        r"cad\.min_shard = 64 is not a multiple of 128.*set .* to 128"
+    )
 
 
 STEP = 1
@@ -78,12 +68,12 @@ steps, hence by their square root"""
 CASES = {
     # name: (CAD arguments, ranks, data-parallel degree)
     "whole documents": ((), 2, 2),
-    "whole documents, keep": (KEEP, 2, 2),
-    "spanning documents": (CP2, 2, 1),
-    "spanning documents, keep": ((*CP2, *KEEP), 2, 1),
+    "whole documents, keep": (c.KEEP, 2, 2),
+    "spanning documents": (c.CP2, 2, 1),
+    "spanning documents, keep": ((*c.CP2, *c.KEEP), 2, 1),
     "split keys": (("--cad.planner=test_split_keys",), 2, 2),
-    "split keys, spanning, keep": ((*CP2, "--cad.planner=test_split_keys", *KEEP), 2, 1),
-    "tensor parallel": (TP2, 4, 2),
+    "split keys, spanning, keep": ((*c.CP2, "--cad.planner=test_split_keys", *c.KEEP), 2, 1),
+    "tensor parallel": (c.TP2, 4, 2),
 }
 
 SHORT = ("split keys, spanning, keep",)
@@ -95,11 +85,10 @@ SHORT = ("split keys, spanning, keep",)
 def test_gradients_are_as_exact_as_undivided_attention(name: str, heads: str) -> None:
     args, nranks, degree = CASES[name]
     flavor = {"1:1": "tiny_varlen", "8:2": "tiny_varlen_8_2"}[heads]
-    result = run([*COMMON, *CAD, f"--model.flavor={flavor}", "--training.steps=1", *args], nranks, grads_at=STEP)
-    assert result.ok, result.report()
-    reference = alone(flavor, degree, STEP)
-    mine = gradient_errors(result, reference)
-    undivided = gradient_errors(alone(flavor, degree, STEP, *CAD), reference)
+    result = run([*c.COMMON, *c.CAD, f"--model.flavor={flavor}", "--training.steps=1", *args], nranks, grads_at=STEP)
+    exact = c.alone(flavor, degree, STEP)
+    mine = gradient_errors(result, exact)
+    undivided = gradient_errors(c.alone(flavor, degree, STEP, *c.CAD), exact)
     assert max(undivided.values()) < SUMMED * torch.finfo(torch.float32).eps, "the references disagree"
     for parameter, error in mine.items():
         allowed = 2 * undivided[parameter]

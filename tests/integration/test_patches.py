@@ -14,17 +14,7 @@ from pathlib import Path
 import pytest
 from torch.nn.attention.varlen import varlen_attn
 
-from tests.integration.compositions import (
-    BY_ROW,
-    CP2,
-    DDP2,
-    PLACED,
-    SDPA_GQA,
-    TOLERANCE,
-    assert_close,
-    dp,
-    global_batch,
-)
+from tests.integration import compositions as c
 from tests.integration.harness import REPOSITORY, RunResult, run
 
 PATCHES = sorted((REPOSITORY / "patches").glob("*.patch"))
@@ -54,14 +44,12 @@ TRAINS = pytest.mark.slow
 
 def train(*args: str, nranks: int = 2, patched: Path | None = None, may_fail: bool = False) -> RunResult:
     """A run with stock torchtitan, or with that of a folder."""
-    result = run(args, nranks, timeout_s=60, pythonpath=[patched] if patched else [])
-    assert result.ok or may_fail, result.report()
-    return result
+    return run(args, nranks, timeout_s=60, pythonpath=[patched] if patched else [], may_fail=may_fail)
 
 
 def assert_same_training(result: RunResult, reference: RunResult) -> None:
-    assert_close(result.losses, reference.losses, "loss")
-    assert_close(result.grad_norms, reference.grad_norms, "gradient norm")
+    c.assert_close(result.losses, reference.losses, "loss")
+    c.assert_close(result.grad_norms, reference.grad_norms, "gradient norm")
 
 
 def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
@@ -79,28 +67,25 @@ def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
 SDPA = "--model.flavor=tiny_sdpa"
 GRADIENT_SCALES = {
     # name of the patch: (arguments that need it, those of both jobs, ranks of the other job, the wrong factor)
-    "pp_gradient_scale": (dp(pipeline_parallel=2), (SDPA, *global_batch(4)), 1, 4 * 256),  # tokens
-    "ddp_gradient_scale": (DDP2, (SDPA, *global_batch(8)), 2, 0.5),
+    "pp_gradient_scale": (c.dp(pipeline_parallel=2), (SDPA, *c.global_batch(4)), 1, 4 * 256),  # tokens
+    "ddp_gradient_scale": (c.DDP2, (SDPA, *c.global_batch(8)), 2, 0.5),
 }
 
 
 @TRAINS
 @pytest.mark.parametrize("patch", GRADIENT_SCALES)
 def test_gradient_scale(patch: str, tmp_path: Path) -> None:
-    """Gradients are those without the parallelism, also over several accumulated batches."""
+    """Gradients are those without the parallelism, also over several accumulated batches.
+
+    With CAD they are the same whether or not torchtitan is patched: its repair at run time does not add up.
+    """
     args, shared, nranks, factor = GRADIENT_SCALES[patch]
-    reference = train(*shared, nranks=nranks)
+    reference, patched = train(*shared, nranks=nranks), copy_torchtitan(tmp_path, patch)
     stock = train(*shared, *args)
-    assert stock.grad_norms[0] == pytest.approx(reference.grad_norms[0] * factor, rel=TOLERANCE)
-    assert_same_training(train(*shared, *args, patched=copy_torchtitan(tmp_path, patch)), reference)
-
-
-@TRAINS
-@pytest.mark.parametrize("patch", GRADIENT_SCALES)
-def test_patch_and_run_time_repair_do_not_add_up(tmp_path: Path, patch: str) -> None:
-    """Gradients with CAD are the same whether or not torchtitan is patched."""
-    args = (*PLACED, *GRADIENT_SCALES[patch][0])
-    assert_same_training(train(*args, patched=copy_torchtitan(tmp_path, patch)), train(*args))
+    assert stock.grad_norms[0] == pytest.approx(reference.grad_norms[0] * factor, rel=c.TOLERANCE)
+    assert_same_training(train(*shared, *args, patched=patched), reference)
+    with_cad = (*c.PLACED, *args)
+    assert_same_training(train(*with_cad, patched=patched), train(*with_cad))
 
 
 @TRAINS
@@ -110,12 +95,12 @@ def test_cp_validation_loss(tmp_path: Path) -> None:
     Stock torchtitan has no context parallelism on CPU, so all these runs have CAD on, and its repair off. That the
     repair agrees as well is shown by the compositions of test_cad.py.
     """
-    args = (*PLACED, "--training.steps=1", "--validation.enable", "--validation.steps=2")
+    args = (*c.PLACED, "--training.steps=1", "--validation.enable", "--validation.steps=2")
     reference = train(*args, nranks=1).validation_losses[1]
-    stock = train(*args, *CP2, "--experimental.custom_import=tests.integration.unrepaired_validation")
-    assert stock.validation_losses == {1: pytest.approx(2 * reference, rel=TOLERANCE)}
-    patched = train(*args, *CP2, patched=copy_torchtitan(tmp_path, "cp_validation_loss"))
-    assert patched.validation_losses == {1: pytest.approx(reference, rel=TOLERANCE)}
+    stock = train(*args, *c.CP2, "--experimental.custom_import=tests.integration.unrepaired_validation")
+    assert stock.validation_losses == {1: pytest.approx(2 * reference, rel=c.TOLERANCE)}
+    patched = train(*args, *c.CP2, patched=copy_torchtitan(tmp_path, "cp_validation_loss"))
+    assert patched.validation_losses == {1: pytest.approx(reference, rel=c.TOLERANCE)}
 
 
 @TRAINS
@@ -125,12 +110,12 @@ def test_varlen_pipeline(tmp_path: Path) -> None:
     The other pipeline defect is repaired on both sides, so that only the boundaries differ.
     """
     args = ("--model.flavor=tiny_varlen", "--training.local_batch_size=4")
-    pipeline = (*args, *dp(pipeline_parallel=2), *BY_ROW)
+    pipeline = (*args, *c.dp(pipeline_parallel=2), *c.BY_ROW)
     reference = train(*args, nranks=1)
     scaled = copy_torchtitan(tmp_path / "scaled", "pp_gradient_scale")
     unpatched = train(*pipeline, patched=scaled, may_fail=True)
     if unpatched.ok:
-        assert unpatched.losses != pytest.approx(reference.losses, rel=TOLERANCE)
+        assert unpatched.losses != pytest.approx(reference.losses, rel=c.TOLERANCE)
     both = copy_torchtitan(tmp_path / "both", "pp_gradient_scale", "varlen_pipeline")
     assert_same_training(train(*pipeline, patched=both), reference)
 
@@ -146,7 +131,7 @@ def test_varlen_pipeline_keeps_other_runs(tmp_path: Path) -> None:
 def test_varlen_gqa(tmp_path: Path) -> None:
     """Varlen attention accepts fewer key/value heads; with one document per sequence it equals SDPA."""
     dataset, varlen = "--training.dataset=one_document", "--model.flavor=tiny_varlen_gqa"
-    reference = train(dataset, *SDPA_GQA)
+    reference = train(dataset, *c.SDPA_GQA)
     stock = train(dataset, varlen, may_fail=True)
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         assert not stock.ok

@@ -3,33 +3,12 @@
 import functools
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from bench.trace import Span, read_spans
-from tests.integration.compositions import (
-    ATTENTION_KEPT,
-    CAD,
-    COMMON,
-    COMPILE,
-    FOUR_BLOCKS,
-    FULL,
-    HALVED,
-    HALVED_SYMMETRIC,
-    MORE_HALVED,
-    OP,
-    PROFILED,
-    ROW1,
-    TP2,
-    TRACED,
-    Composition,
-    assert_not_recompiled,
-    assert_trains_alike,
-    needs_traced,
-)
+from tests.integration import compositions as c
 from tests.integration.harness import RunResult, run
 from tests.runtime.threaded import needs_linux
 
@@ -39,43 +18,41 @@ SHORT = ("rows_ac_op_accumulation", "middle_cp2")
 
 
 @functools.cache
-def train(case: Composition, nano_batches: int, *more: str) -> RunResult:
+def train(case: c.Composition, nano_batches: int, *more: str) -> RunResult:
     if TorchVersion(torch.__version__) < case.needs_torch:
         pytest.skip(f"stock torchtitan cannot run this with torch below {case.needs_torch}")
-    args = [*COMMON, *CAD, *case.shared, *case.args, f"--cad.nano_batches={nano_batches}", *more]
-    result = run(args, case.nranks, grads_at=2, timeout_s=600)
-    assert result.ok, result.report()
-    return result
+    args = [*c.COMMON, *c.CAD, *case.shared, *case.args, f"--cad.nano_batches={nano_batches}", *more]
+    return run(args, case.nranks, grads_at=2, timeout_s=600)
 
 
 def check_close(one: RunResult, two: RunResult) -> None:
     assert two.validation_losses.keys() == one.validation_losses.keys()
-    assert_trains_alike(two, one)
-    assert_not_recompiled(two)
+    c.assert_trains_alike(two, one)
+    c.assert_not_recompiled(two)
 
 
 LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]
 TWINS = [
-    *(pytest.param(case, 3, id=case.name, marks=() if case.name in SHORT else matrix) for case in HALVED),
-    *(pytest.param(case, 3, id=case.name, marks=[matrix, needs_linux]) for case in HALVED_SYMMETRIC),
-    *(pytest.param(case, 20, id=f"{case.name}, 20 steps", marks=LONG) for case in [*HALVED, *MORE_HALVED]),
+    *(pytest.param(case, 3, id=case.name, marks=() if case.name in SHORT else matrix) for case in c.HALVED),
+    *(pytest.param(case, 3, id=case.name, marks=[matrix, needs_linux]) for case in c.HALVED_SYMMETRIC),
+    *(pytest.param(case, 20, id=f"{case.name}, 20 steps", marks=LONG) for case in [*c.HALVED, *c.MORE_HALVED]),
 ]
 
 
 @pytest.mark.parametrize(("case", "steps"), TWINS)
-def test_two_nano_batches_train_like_one(case: Composition, steps: int) -> None:
+def test_two_nano_batches_train_like_one(case: c.Composition, steps: int) -> None:
     check_close(*(train(case, nano_batches, f"--training.steps={steps}") for nano_batches in (1, 2)))
 
 
 TWINS_TRACED = [
-    *(pytest.param(case, 3, id=case.name, marks=matrix if case.name != "rows" else ()) for case in TRACED),
-    *(pytest.param(case, 20, id=f"{case.name}, 20 steps", marks=LONG) for case in TRACED),
+    *(pytest.param(case, 3, id=case.name, marks=matrix if case.name != "rows" else ()) for case in c.TRACED),
+    *(pytest.param(case, 20, id=f"{case.name}, 20 steps", marks=LONG) for case in c.TRACED),
 ]
 
 
-@needs_traced
+@c.needs_traced
 @pytest.mark.parametrize(("case", "steps"), TWINS_TRACED)
-def test_traced_streams_train_alike(case: Composition, steps: int) -> None:
+def test_traced_streams_train_alike(case: c.Composition, steps: int) -> None:
     """Compiled turns train like one nano-batch, and like the regions of two, in no more graphs."""
     more = f"--training.steps={steps}"
     traced, opaque = train(case, 2, more), train(case, 2, "--cad.streams=opaque", more)
@@ -90,17 +67,16 @@ def test_traced_streams_train_alike(case: Composition, steps: int) -> None:
 @pytest.mark.timeout(1800)
 def test_compiled_parts_under_tensor_parallelism_train_like_eager_ones() -> None:
     """One nano-batch is no reference: whole blocks, compiled, lose a gradient with TP on CPU (torch 2.13; README)."""
-    args = [*COMMON, *CAD, *TP2, "--cad.nano_batches=2", "--training.steps=20"]
+    args = [*c.COMMON, *c.CAD, *c.TP2, "--cad.nano_batches=2", "--training.steps=20"]
     eager, compiled = (run([*args, *more], 4, grads_at=2, timeout_s=600) for more in ((), ("--compile.enable",)))
-    assert eager.ok, eager.report()
     check_close(eager, compiled)
 
 
 @functools.cache
 def traces(*args: str, nano_batches: int = 2, nranks: int = 2) -> list[dict]:
-    result = run([*COMMON, *CAD, *FOUR_BLOCKS, f"--cad.nano_batches={nano_batches}", *args], nranks, trace_at=2)
-    assert result.ok, result.report()
-    return result.traces
+    return run(
+        [*c.COMMON, *c.CAD, *c.FOUR_BLOCKS, f"--cad.nano_batches={nano_batches}", *args], nranks, trace_at=2
+    ).traces
 
 
 COLLECTIVES = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
@@ -123,19 +99,19 @@ def is_compute(step: str, *, traced: bool = False) -> bool:
     [
         ((), False),
         pytest.param(("--compile.enable", "--cad.streams=opaque"), False, marks=matrix),
-        pytest.param(("--compile.enable", "--cad.streams=traced"), False, marks=[matrix, needs_traced]),
-        pytest.param(FULL, True, marks=matrix),
-        pytest.param((*ROW1, *OP), False, marks=matrix),
-        pytest.param(ATTENTION_KEPT, False, marks=matrix),
-        (TP2, False),
-        pytest.param((*TP2, *FULL), True, marks=matrix),
+        pytest.param(("--compile.enable", "--cad.streams=traced"), False, marks=[matrix, c.needs_traced]),
+        pytest.param(c.FULL, True, marks=matrix),
+        pytest.param((*c.ROW1, *c.OP), False, marks=matrix),
+        pytest.param(c.ATTENTION_KEPT, False, marks=matrix),
+        (c.TP2, False),
+        pytest.param((*c.TP2, *c.FULL), True, marks=matrix),
     ],
     ids=["eager", "compiled", "traced", "ac_full", "middle_ac_op", "attention_kept", "tp2", "tp2_ac_full"],
 )
 def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], recomputed: bool) -> None:
     """It does on every rank, in forward, backward and recomputation."""
     traced = "--cad.streams=traced" in args
-    for trace in traces(*args, nranks=4 if TP2[0] in args else 2):
+    for trace in traces(*args, nranks=4 if c.TP2[0] in args else 2):
         events = [tuple(event) for event in trace["events"]]
         keys = {key for _, key in events}
         assert len(keys) == 2, "one microbatch has two plans"
@@ -158,7 +134,7 @@ def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], r
 
 @pytest.mark.parametrize(
     ("args", "nranks"),
-    [pytest.param(TP2, 2, marks=matrix), (TP2, 4), pytest.param((*TP2, "--compile.enable"), 4, marks=matrix)],
+    [pytest.param(c.TP2, 2, marks=matrix), (c.TP2, 4), pytest.param((*c.TP2, "--compile.enable"), 4, marks=matrix)],
     ids=["nothing_moves", "eager", "compiled"],
 )
 def test_what_tensor_parallelism_exchanges_is_hidden_too(args: tuple[str, ...], nranks: int) -> None:
@@ -180,8 +156,8 @@ def test_what_tensor_parallelism_exchanges_is_hidden_too(args: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("nano_batches", "calls_of"),
     [
-        (1, {ATTENTION_KEPT: 4}),
-        *(pytest.param(count, {FULL: 8, ATTENTION_KEPT: 4, (): 4}, marks=matrix) for count in (1, 2)),
+        (1, {c.ATTENTION_KEPT: 4}),
+        *(pytest.param(count, {c.FULL: 8, c.ATTENTION_KEPT: 4, (): 4}, marks=matrix) for count in (1, 2)),
     ],
 )
 def test_attention_that_is_kept_is_not_repeated(nano_batches: int, calls_of: dict[tuple[str, ...], int]) -> None:
@@ -196,7 +172,7 @@ def test_attention_that_is_kept_is_not_repeated(nano_batches: int, calls_of: dic
 
 @pytest.mark.parametrize(
     "args",
-    [(), *(pytest.param(args, marks=matrix) for args in (FULL, TP2, (*TP2, *FULL)))],
+    [(), *(pytest.param(args, marks=matrix) for args in (c.FULL, c.TP2, (*c.TP2, *c.FULL)))],
     ids=["none", "ac_full", "tp2", "tp2_ac_full"],
 )
 def test_memory_hardly_grows(args: tuple[str, ...]) -> None:
@@ -209,7 +185,7 @@ def test_memory_hardly_grows(args: tuple[str, ...]) -> None:
     assert two < 1.1 * one
 
 
-@pytest.mark.parametrize("args", [(), pytest.param(FULL, marks=matrix)], ids=["none", "ac_full"])
+@pytest.mark.parametrize("args", [(), pytest.param(c.FULL, marks=matrix)], ids=["none", "ac_full"])
 def test_parameters_are_gathered_and_gradients_reduced_once_per_block(args: tuple[str, ...]) -> None:
     for one, two in zip(traces(*args, nano_batches=1), traces(*args), strict=True):
         for name in COLLECTIVES:
@@ -217,50 +193,10 @@ def test_parameters_are_gathered_and_gradients_reduced_once_per_block(args: tupl
 
 
 @matrix
-@needs_traced
+@c.needs_traced
 def test_traced_turns_gather_and_reduce_when_regions_do() -> None:
-    opaque, traced = (traces(*COMPILE, f"--cad.streams={streams}") for streams in ("opaque", "traced"))
+    opaque, traced = (traces(*c.COMPILE, f"--cad.streams={streams}") for streams in ("opaque", "traced"))
     for one, other in zip(opaque, traced, strict=True):
         orders = [[name for name in trace["collectives"] if name in COLLECTIVES] for trace in (one, other)]
         assert orders[0] == orders[1]
         assert set(orders[0]) == set(COLLECTIVES)
-
-
-@matrix
-@needs_traced
-def test_traces_name_what_happens_in_compiled_turns(tmp_path: Path) -> None:
-    """Inductor leaves the halves' turns as they are: what one sends is under way while the other computes."""
-    for spans in profiled(tmp_path, *COMPILE, "--cad.streams=traced"):
-        assert {span.kind for span in spans} >= {"sending", "waiting", "attention", "in flight"}
-        assert_overlap(spans)
-        linear = sorted((span for span in spans if span.kind.startswith("linear")), key=lambda span: span.start)
-        begins = {span.name: span.start for span in reversed(linear)}
-        ends = {span.name: span.end for span in linear}
-        names = {f"{work}.{half}{way}" for work in WORKS for half in ("ping", "pong") for way in ("", " backward")}
-        assert begins.keys() == names
-        sent = [span.start for span in spans if span.kind == "sending"]
-        for work in ("pre 0", "post 0 pre 1"):
-            assert any(ends[f"{work}.ping"] <= start < begins[f"{work}.pong"] for start in sent)
-        for work in ("post 0 pre 1", "post 1"):
-            ping, pong = (f"{work}.{half} backward" for half in ("ping", "pong"))
-            assert any(begins[pong] < start < begins[ping] for start in sent)
-
-
-WORKS = ("pre 0", "post 0 pre 1", "post 1")
-"""Linear work of a half of a model of two blocks."""
-
-
-def profiled(folder: Path, *args: str) -> list[list[Span]]:
-    """Every rank's phases of the second step."""
-    job = [*COMMON, *CAD, *PROFILED, "--cad.nano_batches=2", "--training.steps=2", *args]
-    result = run(job, timeout_s=600, dump_folder=folder)
-    assert result.ok, result.report()
-    return [read_spans(folder / "profile_traces" / "iteration_2" / f"rank{rank}_trace.json") for rank in (0, 1)]
-
-
-def assert_overlap(spans: list[Span]) -> None:
-    """While a half attends, an exchange is in flight."""
-    flying = [span for span in spans if span.kind == "in flight"]
-    attention = [span for span in spans if span.kind == "attention"]
-    hidden = [span for span in attention if any(f.start < span.start and span.end < f.end for f in flying)]
-    assert len(hidden) >= len(attention) // 2

@@ -12,12 +12,6 @@ from tests.integration.launched import CONFIG, SMALL, read_lines
 from tests.nodes.network import Nodes
 
 
-def losses(lines: Sequence[str]) -> list[float]:
-    """Return the losses by step, once each: in a pipeline only the last stage knows them."""
-    found = (re.search(r"step: +(\d+) +loss: +(\d[\d.]+)", line) for line in lines)
-    return [loss for _, loss in sorted({(int(each[1]), float(each[2])) for each in found if each})]
-
-
 class NodesJob:
     """``train_configs/llama3_debug_cpu.toml``, made small, with ``ranks`` ranks on every node."""
 
@@ -40,8 +34,9 @@ class NodesJob:
 
     @property
     def losses(self) -> list[float]:
-        """Losses of the steps so far."""
-        return losses(self.text.splitlines())
+        """Losses of the steps so far, once each: in a pipeline only the last stage knows them."""
+        found = re.findall(r"step: +(\d+) +loss: +(\d[\d.]+)", self.text)
+        return [loss for _, loss in sorted({(int(step), float(loss)) for step, loss in found})]
 
     def first(self, node: int, pattern: str, since: float = 0.0) -> tuple[float, str] | None:
         """Return the first line of a node that matches, and the seconds from ``since`` until it came."""

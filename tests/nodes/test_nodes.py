@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launched import launched
-from tests.nodes.jobs import NodesJob, losses
+from tests.integration.harness import run
+from tests.integration.launched import CONFIG, SMALL
+from tests.nodes.jobs import NodesJob
 from tests.nodes.network import Nodes, missing
 from tests.sets import params
 
@@ -33,12 +34,13 @@ STEPS = 3
 TIMEOUT_S = 250
 
 
+def on_one_machine(ranks: int, args: Sequence[str]) -> list[float]:
+    """Return the losses of such a job without nodes."""
+    return run([*SMALL, *args], ranks, TIMEOUT_S, config=CONFIG, init_seed=None).losses
+
+
 def train(nodes: int, ranks: int, args: Sequence[str], folder: Path) -> list[float]:
-    """Return the losses of a job on nodes with links of 1 Gbit/s, or on one machine."""
-    if nodes == 1:
-        with launched(args, folder, nranks=ranks) as job:
-            assert job.finish(TIMEOUT_S)[0] == 0, "\n".join(job.lines)
-        return losses(job.lines)
+    """Return the losses of a job on nodes with links of 1 Gbit/s."""
     with Nodes(nodes) as network:
         network.limit(1e9)
         spread = NodesJob(network, ranks, args, folder)
@@ -52,9 +54,9 @@ def train(nodes: int, ranks: int, args: Sequence[str], folder: Path) -> list[flo
 def test_nodes_train_like_one_machine(name: str, tmp_path: Path) -> None:
     nodes, ranks, options = COMPOSITIONS[name]
     args = [f"--training.steps={STEPS}", *options]
-    expected = train(1, nodes * ranks, args, tmp_path / "one")
+    expected = on_one_machine(nodes * ranks, args)
     assert len(expected) == STEPS
-    assert train(nodes, ranks, args, tmp_path / "nodes") == pytest.approx(expected, rel=1e-5)
+    assert train(nodes, ranks, args, tmp_path) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.matrix
@@ -63,9 +65,9 @@ def test_a_checkpoint_of_two_nodes_resumes_on_four(tmp_path: Path) -> None:
     """The data-parallel degree stays, so that every loader finds its state."""
     save = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last-save-model-only"]
     half, whole = ([f"--training.steps={steps}", *save] for steps in (2, 4))
-    expected = train(1, 4, ["--training.steps=4"], tmp_path / "one")
-    train(2, 2, half, tmp_path / "saved")
-    resumed = train(4, 1, whole, tmp_path / "saved")
+    expected = on_one_machine(4, ["--training.steps=4"])
+    train(2, 2, half, tmp_path)
+    resumed = train(4, 1, whole, tmp_path)
     assert resumed == pytest.approx(expected[2:], rel=1e-5)
 
 

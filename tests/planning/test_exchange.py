@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning.layouts import LLAMA, Case, cases
-from tests.planning.reference import cover_counts
-from tests.plans import random_tasks
+from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning.exchange.calls import (
     CUT_AT,
     MAX_CALLS,
@@ -28,7 +26,6 @@ from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, buffer
 from torchtitan_cad.planning.exchange.needs import offsets_by_rank, order_by_rank
 from torchtitan_cad.planning.exchange.tables import CallTable
 from torchtitan_cad.planning.intervals import concat_ranges, exclusive_cumsum, split_at, sum_by_index, union_by_group
-from torchtitan_cad.planning.model.tasks import merge_queries
 from torchtitan_cad.runtime.combine import TENSOR_BITS
 
 intervals = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(1, 8)), max_size=12)
@@ -53,18 +50,6 @@ def test_interval_arithmetic(rows: list[tuple[int, int, int]], cuts: set[int]) -
     assert concat_ranges(start, length).tolist() == [x for _, s, n in rows for x in range(s, s + n)]
     sums = [sum(n for g, _, n in rows if g == i) for i in range(4)]
     assert sum_by_index(group, length, 4).tolist() == sums
-
-
-@given(case=cases, seed=st.integers(0, 2**32 - 1))
-def test_merging_keeps_the_pairs(case: Case, seed: int) -> None:
-    layout = case.small(3, 20).layout()
-    tasks = random_tasks(np.random.default_rng(seed), layout)
-    merged = merge_queries(tasks)
-    assert len(merged) <= len(tasks)
-    for doc, length in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True):
-        for server in range(layout.num_ranks):
-            before, after = (cover_counts(t[t["server"] == server], doc, length) for t in (tasks, merged))
-            assert np.array_equal(before, after)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 7, 2**16, 2**16 + 1, 10**6])

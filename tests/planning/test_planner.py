@@ -211,16 +211,6 @@ def test_moved_range_has_the_shape_of_the_closed_form() -> None:
     assert moved["q_start"] / moved["q_end"] == pytest.approx(ratio, abs=0.02)
 
 
-def test_late_queries_go_where_the_early_keys_are() -> None:
-    """A document over two ranks: the first rank takes earlier queries of the second and only later keys."""
-    plan = plan_of(TokenLayout.from_segments([[(0, 0, 16384)], [(0, 16384, 16384)]]), "greedy")
-    assert plan.stats.max_over_mean <= 1.02
-    moved = plan.tasks[plan.tasks["server"] == 0][-1]
-    needed_at_home = 16384  # the second rank reads the first rank's keys in any case
-    assert plan.stats.kv_rows_moved - needed_at_home == moved["q_end"] - 16384
-    assert moved["q_end"] < 32768
-
-
 def test_just_inside_and_just_outside_the_tolerance() -> None:
     """1020 small documents over a mean of 1000 is within 2 %, 1021 is not."""
 
@@ -231,20 +221,6 @@ def test_just_inside_and_just_outside_the_tolerance() -> None:
 
     assert plan_with(1020).stats.tasks_moved == 0
     assert plan_with(1021).stats.tasks_moved == 1
-
-
-def test_searches_by_bisection_find_what_trying_every_cut_finds() -> None:
-    rng, prefix, rules = np.random.default_rng(0), np.arange(100) * np.arange(1, 101) // 2, np.array([2, 4, 5, 1])
-    for _ in range(300):
-        start, end = np.sort(rng.choice(180, size=2, replace=False)).tolist()
-        cuts = [cut for cut in range(start + 1, end) if cut % 4 == 0]
-        work = int(rng.integers(1, greedy._cost(prefix, rules, start, end) + 1))
-        starts = [a for a in [start, *cuts] if greedy._cost(prefix, rules, a, end) >= work]
-        ends = [b for b in [*cuts, end] if greedy._cost(prefix, rules, start, b) >= work]
-        best = [b for b in [*cuts, end] if b == end or greedy._cost(prefix, rules, b * 5 // 6 // 4 * 4, b) >= work]
-        assert greedy._last_start(prefix, rules, start, end, work) == starts[-1]
-        assert greedy._first_end(prefix, rules, start, end, work, False) == ends[0]
-        assert greedy._first_end(prefix, rules, start, end, work, True) == best[0]
 
 
 def test_a_name_is_registered_once() -> None:

@@ -1,7 +1,7 @@
 """The engine on threaded ranks: as exact as undivided attention, and the same bits however many trips rows take."""
 
 import dataclasses
-import itertools
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -23,14 +23,14 @@ from tests.runtime.rows import (
     undivided,
 )
 from tests.runtime.threaded import BUFFER_BYTES, needs_linux, thread_transports
-from tests.sets import params, seeds
+from tests.sets import matrix, params, seeds
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.planning.exchange import calls
 from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.tables import PlanTables
-from torchtitan_cad.runtime.transport import Route
+from torchtitan_cad.runtime.tick_engine import TickCall, TickEngine
 
 SHAPE = SHAPES["gqa 8:2"]
 LAYOUT = TokenLayout.from_segments([[(0, 0, 1500)], [(1, 0, 700), (2, 0, 800)], [(3, 0, 129)], []])
@@ -44,37 +44,29 @@ def check_exactness(plan: Plan, tensors: Tensors, *runs: dict[str, Any]) -> None
         assert_ranks_as_exact(execute(plan, tensors, **options), whole, reference)
 
 
+def kinds_of_calls() -> Iterator[Any]:
+    """All combinations of rows and options. In the short set are eight, among which every two values meet."""
+    rows = [("mha", torch.float32), ("gqa 8:2", torch.float32), ("gqa 8:2", torch.bfloat16), ("mla", torch.float32)]
+    rows += [("mla", torch.bfloat16), ("gqa 8:2", torch.float16)]
+    for number, (heads, dtype) in enumerate(rows):
+        for keep, symmetric, with_dlse in product((False, True), repeat=3):
+            meets = (symmetric != keep) == (number in (1, 3)) and (with_dlse != keep) == (number in (2, 3))
+            short = meets and number < 4
+            marks = [needs_linux] * symmetric + [matrix] * (not short)
+            yield pytest.param(heads, dtype, keep, symmetric, with_dlse, marks=marks)
+
+
 @pytest.mark.parametrize("seed", seeds(1, 6))
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        (SHAPES["mha"], torch.float32),
-        (SHAPE, torch.float32),
-        (SHAPE, torch.bfloat16),
-        (SHAPES["mla"], torch.float32),
-        pytest.param(SHAPES["mla"], torch.bfloat16, marks=pytest.mark.matrix),
-        pytest.param(SHAPE, torch.float16, marks=pytest.mark.matrix),
-    ],
-)
-@pytest.mark.parametrize("backward", ["resend", "keep"])
-@pytest.mark.parametrize("with_dlse", [False, True], ids=["out", "lse"])
-@TRANSPORTS
+@pytest.mark.parametrize(("heads", "dtype", "keep", "symmetric", "with_dlse"), kinds_of_calls())
 def test_any_plan_is_as_exact_as_undivided_attention(
-    monkeypatch: pytest.MonkeyPatch,
-    seed: int,
-    shape: AttentionShape,
-    dtype: torch.dtype,
-    backward: str,
-    with_dlse: bool,
-    symmetric: bool,
+    monkeypatch, seed: int, heads: str, dtype: torch.dtype, keep: bool, symmetric: bool, with_dlse: bool
 ) -> None:
     monkeypatch.setattr(calls, "CUT_AT", 8)  # so that two rounds of these tasks are cut inside one
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    layout = random_layout(rng, num_ranks=int(rng.integers(1, 5)))
+    layout, shape = random_layout(rng, num_ranks=int(rng.integers(1, 5))), SHAPES[heads]
     plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)
     validate_plan(plan)
-    keep = backward == "keep"
     other = None if keep else random_plan(rng, layout, shape, aligned=False, split_kv=True)  # as in ticks
     options = {"keep": keep, "symmetric": symmetric, "backward": other}
     runs = [
@@ -245,34 +237,46 @@ def test_combining_own_results_early_changes_no_bit(
     assert_same_bits(execute(plan, tensors, symmetric=True, two_rounds=two_rounds, buffer_bytes=buffer_bytes), late)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_routes_of_every_trip_fit_together(seed: int) -> None:
-    """Ranks send in a trip the rows that others wait for, side by side from the beginning of their buffers."""
-    rng = np.random.default_rng(seed)
-    num_ranks, shape = 4, AttentionShape(2, 1, 8, 4)
-    layout = random_layout(rng, num_ranks, 100)
-    plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)
-    trips = plan.most_rows.trips(RowBytes.of(shape, keep=False), 128 * int(rng.integers(1, 60)))
-    ranks = [PlanTables.from_exchange(plan.exchange(r), True, CPU, 1.0, trips=trips) for r in range(num_ranks)]
-    for kind, way in itertools.product(("queries", "keys"), ("out", "home")):
-        sent: list[list[int]] = [[] for _ in range(num_ranks)]
-        for of_ranks in zip(*(getattr(getattr(tables, kind), way) for tables in ranks), strict=True):
-            routes = [trip if isinstance(trip, Route) else trip.route for trip in of_ranks]
-            assert len({(route.most_rows, route.buffer) for route in routes}) == 1
-            for receiver, route in enumerate(routes):
-                assert sum(route.recv_counts) <= route.most_rows
-                assert route.recv_counts == [sender.send_counts[receiver] for sender in routes]
-                places = [(sender.put_offsets[receiver], sender.send_counts[receiver]) for sender in routes]
-                end = 0
-                for place, count in places:
-                    assert count == 0 or place == end
-                    end += count
-            for sender, route in enumerate(routes):
-                rows = [*range(sum(route.send_counts))] if route.rows is None else route.rows.tolist()
-                assert len(rows) == sum(route.send_counts)
-                sent[sender] += rows
-        for rank in range(num_ranks):
-            exchange = plan.exchange(rank)
-            rows = getattr(exchange, kind)
-            wanted = rows.send_rows if way == "out" else np.arange(rows.num_received)
-            assert sorted(sent[rank]) == sorted(wanted.tolist())
+# What pipelines in ticks refuse; that they compute every microbatch is in tests/integration/test_ticks.py ------------
+
+
+def tick_engine() -> TickEngine:
+    shape, kernel = AttentionShape(4, 2, 8, 4), get_kernel("cpu", CPU)
+    return TickEngine(shape, torch.float32, kernel=kernel, transport=None, rank=0, device=CPU, scale=1.0)
+
+
+def test_what_falls_out_of_step_is_an_error() -> None:
+    q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
+    mine = [TickCall(forward=True, keys=(0,), mine=True)]
+    engine = tick_engine()
+    with pytest.raises(RuntimeError, match="microbatch 5 outside its tick"):
+        engine.forward(q, kv, kv, 5)
+    engine.begin_tick(mine, microbatch=6)
+    with pytest.raises(RuntimeError, match="before the last one has ended"):
+        engine.begin_tick(mine, microbatch=6)
+    with pytest.raises(RuntimeError, match="microbatch 5 outside its tick"):
+        engine.forward(q, kv, kv, 5)
+    with pytest.raises(RuntimeError, match=r"expect torch\.float32"):
+        engine.forward(q.bfloat16(), kv.bfloat16(), kv.bfloat16(), 6)
+    with pytest.raises(RuntimeError, match="has not taken"):
+        engine.end_tick()
+    engine = tick_engine()
+    engine.begin_tick([TickCall(forward=False, keys=(0,), mine=True)], microbatch=6)
+    with pytest.raises(RuntimeError, match="comes to start_forward, but its next step"):
+        engine.forward(q, kv, kv, 6)
+
+
+def test_the_second_half_cannot_go_first() -> None:
+    q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
+    plan = make_plan(TokenLayout.from_segments([[(0, 0, 4)]]), AttentionShape(4, 2, 8, 4))
+    first_try, engine = tick_engine(), tick_engine()
+    for each in (first_try, engine):
+        each.add_plan(2, plan)
+        each.add_plan(3, plan)
+        each.begin_tick([TickCall(forward=True, keys=(2, 3), mine=True)], microbatch=6)
+    with pytest.raises(RuntimeError, match=r"comes to start_forward, but its next step .*nano=0"):
+        first_try.begin_forward(q, kv, kv, 7)
+    first, second = (engine.send(engine.begin_forward(q, kv, kv, key)) for key in (6, 7))
+    assert (first.key, second.key) == (2, 3)
+    with pytest.raises(RuntimeError, match=r"comes to attend_forward, but its next step .*nano=0"):
+        engine.attend(second)

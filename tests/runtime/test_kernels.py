@@ -244,14 +244,6 @@ def test_get_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 SHAPES = [((1, 1), 16), ((4, 1), 16), ((8, 4), 32), ((2, 2), 64), ((6, 2), 24), ((3, 3), 80)]
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 class Document:
     """One document's tensors and its undivided results."""
 
@@ -290,7 +282,6 @@ def run_group(documents: list[Document], group: list[tuple[int, int, int]]) -> t
     return out, lse, dq
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", params(SHAPES, SHAPES[:3]), ids=str)
 @settings(max_examples=8, derandomize=True)
 @given(data=st.data())

@@ -168,13 +168,6 @@ def victim() -> Iterator[subprocess.Popen]:
     process.wait()
 
 
-def test_a_process_that_only_waits_for_its_parent_has_ended(victim: subprocess.Popen) -> None:
-    assert not has_ended(victim.pid)
-    end(victim)  # a zombie
-    victim.wait()
-    assert has_ended(victim.pid)
-
-
 @pytest.fixture
 def host(make_ranks: MakeRanks, victim: subprocess.Popen) -> list[Rank]:
     """Ranks of one host, which know each other's processes; rank 1 is to have the victim's."""

@@ -1,9 +1,7 @@
 """NVSHMEM: names of kernels, by which torch initialises them, signals that leave a node, and its device library."""
 
 import ast
-import importlib.util
 import os
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_pl
 from torchtitan_cad.planning.exchange.messages import RowBytes, buffer_bytes
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import SymmetricTransport
-from torchtitan_cad.runtime.triton.nvshmem_library import CMP_GE, SIGNAL_SET, find_device_library
+from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 SHAPE = AttentionShape(32, 8, 128, 2)
 RANKS_PER_NODE = 8
@@ -135,33 +133,3 @@ def test_no_file_is_said(folder: Path, capability: tuple[int, int] | None) -> No
         (folder / "libnvshmem_device_sm_80.bc").touch()
     with pytest.raises(RuntimeError, match=r"NVSHMEM's device library for .* is not in .*: install the package"):
         find_device_library(capability)
-
-
-def headers() -> str:
-    """The text of all NVSHMEM headers of the installed wheel."""
-    spec = importlib.util.find_spec("nvidia.nvshmem") if importlib.util.find_spec("nvidia") else None
-    folders = [Path(path) / "include" for path in (spec.submodule_search_locations or ())] if spec else []
-    files = [file for folder in folders for file in sorted(folder.rglob("*.h"))]
-    if not files:
-        pytest.skip("no package nvidia-nvshmem is installed")
-    return "\n".join(file.read_text(errors="replace") for file in files)
-
-
-def enumerators(text: str, prefix: str) -> dict[str, int]:
-    """The enumerators of the first C enum with one that begins with ``prefix``, counted on where no value is given."""
-    body = next(body for body in re.findall(r"enum\s*\w*\s*\{([^}]*)\}", text) if prefix in body)
-    values, following = {}, 0
-    for entry in re.sub(r"/\*.*?\*/|//[^\n]*", "", body, flags=re.DOTALL).split(","):
-        name, _, value = (word.strip() for word in entry.partition("="))
-        if not name or (value and not value.isdigit()):
-            continue
-        following = int(value) if value else following
-        values[name] = following
-        following += 1
-    return values
-
-
-def test_numbers_are_the_headers() -> None:
-    text = headers()
-    assert enumerators(text, "NVSHMEM_SIGNAL_SET")["NVSHMEM_SIGNAL_SET"] == SIGNAL_SET
-    assert enumerators(text, "NVSHMEM_CMP_GE")["NVSHMEM_CMP_GE"] == CMP_GE

@@ -36,9 +36,6 @@ class Launches:
 def put_and_compare(group, programs: int) -> None:
     """Rows of random parts, gathered or not, land at their places in two ranks' memory, and nowhere else."""
     interpret()
-    import torch
-
-    from torchtitan_cad.runtime.packing import RowFormat
     from torchtitan_cad.runtime.triton import put as module
     from torchtitan_cad.runtime.triton.put import put_rows, split_into_blocks
 
@@ -86,8 +83,6 @@ def test_rows_are_packed_into_peers_memory_by_few_programs(programs: int) -> Non
 
 def signal_and_wait(group) -> None:
     interpret()
-    import torch
-
     from torchtitan_cad.runtime.triton import signals
 
     waits = signals._wait = Launches(signals._wait)
@@ -117,8 +112,6 @@ def test_signals_are_posted_awaited_and_given_up() -> None:
 def exchange_on_interpreted_devices(group, num_exchanges: int) -> tuple[int, int]:
     """The random exchanges over the memory for devices."""
     interpret()
-    import torch
-
     from tests.runtime import exchanges
 
     exchanges.build_transport = lambda name, group, device, buffer_bytes: interpreted_transport(group, buffer_bytes)
@@ -137,8 +130,6 @@ def test_random_exchanges_between_interpreted_devices(num_ranks: int) -> None:
 def be_late(group) -> str:
     """Rank 1 starts nothing: rank 0 learns at its next exchange who is late, and with what."""
     interpret()
-    import torch
-
     from tests.runtime.exchanges import ONE_EACH, make_route, start
     from torchtitan_cad.runtime.errors import PeerError
 

@@ -56,8 +56,7 @@ def run_plans(group: object, num_ranks: int, num_plans: int, folder: str) -> tup
         memory = torch.empty(num_bytes + 512, dtype=torch.uint8)
         begin = -memory.data_ptr() % 512
         own = memory[begin : begin + num_bytes]
-        device = DeviceMemory(own, [own.data_ptr()] * num_ranks, None, 1e6)
-        return device
+        return DeviceMemory(own, [own.data_ptr()] * num_ranks, None, 1e6)
 
     transport = SymmetricTransport(range(num_ranks), 0, allocate, lambda: 600.0, buffer_bytes())
     engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=0, device=torch.device("cpu"), scale=0.1)

@@ -15,7 +15,6 @@ from bench import replay
 from bench.workloads import document_lengths, spanning_layout
 from tests.profiles import make_profile
 from tests.simulation.cases import FAST, MODEL, cad, cluster, documents, run, step
-from torchtitan_cad.planning import Placed, PlannerConfig, make_plan, plan_step
 from torchtitan_cad.simulation import (
     SYSTEMS,
     Batch,
@@ -25,7 +24,6 @@ from torchtitan_cad.simulation import (
     Rates,
     Search,
     Trial,
-    disaggregated,
     draw_batches,
     named_lengths,
 )
@@ -165,28 +163,6 @@ def test_infinite_bandwidth_hides_exchanges_and_hardly_any_makes_cad_slower_than
     assert report.systems["cad"].seconds > report.systems["packed"].seconds
 
 
-@pytest.mark.matrix
-@settings(max_examples=8)
-@given(st.floats(1e8, 1e12), st.floats(1.01, 100), st.sampled_from(["net", "node"]), st.integers(0, 3))
-def test_more_bandwidth_never_takes_longer(rate: float, factor: float, link: str, seed: int) -> None:
-    slow, fast = (
-        cad(nano_batches=2, seed=seed, **{link: bandwidth}).outcome().seconds for bandwidth in (rate, rate * factor)
-    )
-    assert fast <= slow * (1 + 1e-12)
-
-
-@settings(max_examples=10)
-@given(st.integers(1, 7))
-def test_packed_takes_longer_the_less_even_documents_are(exponent: int) -> None:
-    """The same tokens, one rank's in ever fewer documents."""
-    times = []
-    for pieces in (2**exponent, 2 ** (exponent - 1)):
-        rows = (np.full(pieces, 16384 // pieces), *(np.full(128, 128) for _ in range(7)))
-        home = cad(Batch(rows, 16384), "home")
-        times.append(home.outcome().seconds - home.step.even("1F1B").total)
-    assert times[1] > times[0]
-
-
 @settings(max_examples=10)
 @given(st.floats(0, 1), st.integers(0, 3))
 def test_imbalance_stays_within_the_tolerance(tolerance: float, seed: int) -> None:
@@ -195,16 +171,6 @@ def test_imbalance_stays_within_the_tolerance(tolerance: float, seed: int) -> No
     parts = system.outcome().parts
     bound = (plan.stats.guaranteed_over_mean - 1) * parts.attention
     assert -1e-12 <= parts.imbalance <= bound * (1 + 1e-9) + 1e-9 * parts.attention
-
-
-def test_more_tolerance_moves_fewer_bytes_and_leaves_more_imbalance() -> None:
-    figures = []
-    for tolerance in (0.0, 0.05, 0.2):
-        outcomes = [cad(seed=seed, tolerance=tolerance).outcome() for seed in range(4)]
-        figures.append((sum(o.exchanged_bytes for o in outcomes), sum(o.parts.imbalance for o in outcomes)))
-    moved, imbalance = zip(*figures, strict=True)
-    assert moved[0] > moved[1] > moved[2] > 0
-    assert imbalance[0] < imbalance[1] < imbalance[2]
 
 
 @settings(max_examples=10)
@@ -228,36 +194,11 @@ def test_parts_add_up_and_nothing_is_faster_than_perfect(
         assert all(getattr(outcome.parts, part) >= -1e-12 for part in PARTS), outcome.parts
 
 
-def test_checkpointing_does_not_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[int] = []
-
-    def counted(*args: Any, **options: Any) -> list[list[Placed]]:
-        planned.append(1)
-        return plan_step(*args, **options)
-
-    monkeypatch.setattr(disaggregated, "plan_step", counted)
-    counts = []
-    for choices in ({"cp", "microbatches"}, {"cp", "microbatches", "checkpointing"}):
-        planned.clear()
-        run(net=1e9, open=choices)  # so slow that no bound excludes a kind
-        counts.append(len(planned))
-    assert counts[0] == counts[1] > 0
-
-
 def test_ping_pong_hides_what_a_single_stream_shows() -> None:
     exposed = {nano: run(nano_batches=nano, net=50e9).systems["cad"].part("exchange") for nano in (1, 2)}
     assert exposed[2] < 0.5 * exposed[1]
     one, two = (cad(planner="home", nano_batches=nano).seconds(False) for nano in (1, 2))
     assert two == pytest.approx(one, rel=0.01)  # nothing is exchanged, but halves of rows cut some tiles
-
-
-def test_halves_cover_a_microbatch() -> None:
-    batch = draw_batches(documents())[0]
-    for cp, microbatches in ((1, 1), (2, 1), (2, 2)):
-        (whole,), halves = (cad(batch, cp=cp, microbatches=microbatches, nano_batches=n).layouts[0] for n in (1, 2))
-        assert sum(half.queries_per_rank for half in halves).tolist() == whole.tokens_per_rank.tolist()
-        plans = [make_plan(each, MODEL.shape(1), PlannerConfig(planner="home", tile=1)) for each in (whole, *halves)]
-        assert sum(plan.stats.mean_load for plan in plans[1:]) == pytest.approx(plans[0].stats.mean_load)
 
 
 @pytest.mark.matrix
@@ -326,32 +267,6 @@ def test_what_does_not_fit_is_reported_and_not_used() -> None:
     assert "GB" in report.systems["cad"].reason
     assert report.to_dict()["systems"]["cad"]["seconds_per_step"] is None
     assert report.systems["cad"].seconds == float("inf")
-
-
-def placed(lengths: Any, placement: str, **changes: Any) -> Any:
-    """The outcome of rows of 16,384 tokens, each shared by 4 of 32 ranks."""
-    return cad(lengths=lengths, placement=placement, cp=4, ranks=32, ranks_per_node=1, **changes).outcome()
-
-
-@pytest.mark.parametrize("nano_batches", [1, 2])
-@pytest.mark.parametrize("net", [2e9, FAST])
-def test_balanced_homes_are_not_slower_than_the_loaders_by_more_than_loads_and_bytes_may_grow(
-    nano_batches: int, net: float
-) -> None:
-    """Loads by the tolerance, and bytes by what ``place`` pays for a better worst rank."""
-    for seed in range(3):
-        loader, balanced = (
-            placed((300, 1500, 16384), placement, nano_batches=nano_batches, net=net, seed=seed)
-            for placement in ("loader", "balanced")
-        )
-        assert balanced.seconds <= loader.seconds * 1.02 * 1.1
-
-
-@pytest.mark.parametrize("nano_batches", [1, 2])
-def test_equal_documents_keep_their_homes(nano_batches: int) -> None:
-    loader, balanced = (placed((1024,), each, nano_batches=nano_batches) for each in ("loader", "balanced"))
-    assert balanced.seconds == loader.seconds
-    assert balanced.exchanged_bytes == 0
 
 
 def test_placement_is_of_cad_alone() -> None:

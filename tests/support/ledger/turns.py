@@ -183,16 +183,6 @@ def _early(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key:
         return traced.step(token, step, key, self.engine)
 
 
-def _swapped(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
-    ready, done = getattr(self.side_streams, way)[half]
-    ready.record(self.side_streams.current())
-    self.side_streams.sides[half].wait_event(ready)
-    with self.side_streams.sides[1 - half]:
-        token = traced.step(token, step, key, self.engine)
-    done.record(self.side_streams.sides[half])
-    return token
-
-
 class _Forgetful(steps.Flight):
     """Holds nothing for the side stream."""
 
@@ -217,7 +207,6 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "marks": lambda: mock.patch.object(steps, "Flight", _Unmarked),
     "a wait": lambda: mock.patch.object(turns.Turn, "_wait", _no_wait),
     "a record in time": lambda: mock.patch.object(turns.Turn, "_exchange", _early),
-    "the right stream": lambda: mock.patch.object(turns.Turn, "_exchange", _swapped),
     "buffers of their own": lambda: mock.patch.object(Collective.__init__, "__kwdefaults__", {"one_buffer": True}),
     "held inputs": lambda: mock.patch.object(steps, "Flight", _Forgetful),
 }
