@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.integration.loaders import CPU, EOS, CountingLoader, gloo_group
 from tests.profiles import make_profile
 from tests.runtime.threaded import thread_transports
-from torchtitan_cad.integration.loading.batch_planner import LOOK_EVERY, BatchPlanner, PlannedBatch, PlanRules
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
 from torchtitan_cad.integration.loading.deal import POSITIONS
 from torchtitan_cad.integration.loading.loader import PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
@@ -27,7 +27,6 @@ from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig
 from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.planning.timed import plan_by_time
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 from torchtitan_cad.runtime.kernels.select import get_kernel
@@ -373,31 +372,3 @@ def test_a_batch_that_stays_home_says_why_once(caplog: pytest.LogCaptureFixture)
     said = [message for message in caplog.messages if message.startswith("CAD leaves attention where its tokens are")]
     assert len(said) == 2  # of two ranks
     assert "a link of 0.001 GB/s" in said[0]
-
-
-@pytest.mark.parametrize("changes", [False, True])
-def test_batches_like_one_that_stayed_home_stay_without_a_search(
-    changes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until ``LOOK_EVERY`` batches have passed, or rates have changed."""
-    rates = Corrections(LayerTimes(1e-9, 0.0, 1e6, 1e6, 0.0, overlaps=False), layers=1)
-    searched: list[float] = []
-
-    def count(given: Any, shape: Any, config: Any, times: LayerTimes, *rest: Any, **options: Any) -> Any:
-        searched.append(times.bytes_per_second)
-        return plan_by_time(given, shape, config, times, *rest, **options)
-
-    def change(planned: PlannedBatch) -> None:
-        if changes:
-            rates.times = replace(rates.times, bytes_per_second=9e5)
-
-    monkeypatch.setattr("torchtitan_cad.planning.placement.step.plan_by_time", count)
-    loaders = connect(
-        [OneRank(CountingLoader(LOOK_EVERY + 2, extra=documents(rank)), rates=rates) for rank in range(2)]
-    )
-    loaders[0].on_batch = change
-    _, errors = drain_at_once(loaders)
-    assert errors == [None, None]
-    assert set(searched) == ({1e6, 9e5} if changes else {1e6})
-    microbatches, looks = 2, 3 if changes else 2
-    assert len(searched) == len(loaders) * microbatches * looks

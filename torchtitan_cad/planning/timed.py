@@ -43,7 +43,6 @@ class LayerTimes:
         exchange: seconds of an exchange besides those of its bytes.
         overlaps: True if another, equal nano-batch computes during the exchange.
         hosts: [num_ranks] number of every rank's host; empty for one host.
-        hopeless: share of a step's time at home: if even attention would save less, no other plan is tried.
 
     Raises:
         ValueError: a number that is not positive (``linear``, ``exchange``: negative), or not finite.
@@ -56,7 +55,6 @@ class LayerTimes:
     exchange: float
     overlaps: bool
     hosts: tuple[int, ...] = ()
-    hopeless: float = LEAST_GAIN
 
     def __post_init__(self) -> None:
         for name in RATES:
@@ -122,11 +120,6 @@ class LayerTimes:
         speeds = plans[0].config.rank_speeds or (1.0,)
         loads = np.sum([plan.stats.loads for plan in plans], axis=0) * np.mean(speeds) / speeds
         return sum(self.linear_seconds(plan.layout) for plan in plans) + self.unit * float(loads.max())
-
-    def most_saved(self, home: Sequence[Sequence[Plan]]) -> float:
-        """Return the share of the microbatches' time at ``home`` that even attention would save without exchanges."""
-        even = sum(self.best_seconds(plan) for nanos in home for plan in nanos)
-        return 1 - even / sum(map(self.microbatch_seconds, home))
 
     def best_seconds(self, plan: Plan) -> float:
         """Return the seconds of the same layer if its attention were even and no exchange took time."""

@@ -35,8 +35,6 @@ from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY = 16
-"""batches: after so many, plans are searched again for one that saves no more than others that stayed home"""
 _OK, _EXHAUSTED, _FAILED = range(3)
 _SHAPE, _RATES = slice(3, 6), slice(6, None)
 _WORDS = 5 + len(RATES)
@@ -139,7 +137,6 @@ class BatchPlanner:
         self._next_key, self._key_step = keys
         self._times: LayerTimes | None = None
         self._has_stayed = False
-        self._batches, self._hopeless = 0, LEAST_GAIN
 
     def plan(
         self, starts: np.ndarray, shape: BatchShape, batches: int = 1, *, can_deal: bool = False
@@ -228,28 +225,9 @@ class BatchPlanner:
     def _plan_batch(self, given: Layouts, columns: IntArray, placed: list[Step] | None) -> list[list[list[Plan]]]:
         """Return for each kind the plans of a batch by microbatch: those of its homes, or new ones for ``given``."""
         if placed is None:
-            placed = self._plan_given(given, columns)
+            rules = self._rules
+            placed = plan_kinds(given, rules.kinds, columns, rules.config, self._times, rules.cost, place=False)
         return [[[each.plan for each in nanos] for nanos in kind] for kind in placed]
-
-    def _plan_given(self, given: Layouts, columns: IntArray) -> list[Step]:
-        """Plan layouts as they are, for each kind.
-
-        Bytes grow less than the work that moves, so a batch that could save no more than one that stayed home by the
-        same rates stays, too, without a search.
-        """
-        rules, times = self._rules, self._times
-        self._batches += 1
-        if self._batches % LOOK_EVERY == 0:
-            self._hopeless = LEAST_GAIN
-        if times is not None:
-            times = replace(times, hopeless=self._hopeless)
-        steps = plan_kinds(given, rules.kinds, columns, rules.config, times, rules.cost, place=False)
-        plans = [[[placed.plan for placed in nanos] for nanos in step] for step in steps]
-        if times is not None and all(plan.config.planner == "home" for plan in chain(*chain(*plans))):
-            saved = min(map(times.most_saved, plans))
-            if saved > self._hopeless:
-                self._hopeless = (1 + LEAST_GAIN) * saved
-        return steps
 
     def _agree_on_rates(self, headers: torch.Tensor) -> None:
         """Take the rates of the group's first rank, and of the first such group of those that share homes."""
@@ -263,7 +241,6 @@ class BatchPlanner:
         times = replace(own, **dict(zip(RATES, rates, strict=True)), hosts=tuple(words[len(RATES) :].tolist()))
         if times != self._times:
             logger.info(f"CAD plans by time: {times.describe()}")
-            self._hopeless = LEAST_GAIN
         self._times = times
 
     def _say_that_it_stays(self, plans: Sequence[Plan]) -> None:

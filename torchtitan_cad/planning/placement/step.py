@@ -139,7 +139,7 @@ def _by_time(
     even = sum(times.best_seconds(placed.plan) for nanos in home for placed in nanos)
     even += (stages - 1) * even / len(given)  # of equal microbatches
     least = (1 - LEAST_GAIN) * seconds(home)
-    if config.planner == "home" or even > (1 - times.hopeless) * seconds(home):
+    if config.planner == "home" or even > least:
         return home
     steps = []
     if refilled := _refilled(given, stages) if place else []:
