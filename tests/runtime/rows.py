@@ -78,6 +78,14 @@ class Tensors:
         return self.mapped(lambda xs: [x.to(device) for x in xs])
 
 
+def empty_rows(tokens: int, shape: AttentionShape, device: torch.device = CPU) -> tuple[Any, ...]:
+    """bf16 q, k, v, dout, and what heads of keys share or None."""
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    sizes = [(heads, shape.head_dim), (kv_heads, shape.key_dim), (kv_heads, shape.out_dim), (heads, shape.out_dim)]
+    rows = [torch.empty(tokens, *size, dtype=torch.bfloat16, device=device) for size in (*sizes, (1, shape.shared_dim))]
+    return *rows[:4], rows[4] if shape.shared_dim else None
+
+
 class SquareKernel(CpuKernel):
     """Takes no causal task but squares."""
 

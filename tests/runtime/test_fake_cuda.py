@@ -18,6 +18,7 @@ from torch.nn.attention import varlen as stock
 from bench.gpu.loopback import two_rank_plan
 from tests.runtime.fake_flash_attn import use_torch
 from tests.runtime.kernels_reference import offsets
+from tests.runtime.rows import empty_rows
 from tests.sets import needs_triton
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime import streams, triton
@@ -70,7 +71,7 @@ def rows(count: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(count, heads, DIM, dtype=dtype, device=DEVICE)
 
 
-def assert_like(results: tuple[torch.Tensor, ...], likes: tuple[torch.Tensor, ...]) -> None:
+def assert_like(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> None:
     for result, like in zip(results, likes, strict=True):
         assert (result.shape, result.dtype, result.device) == (like.shape, like.dtype, DEVICE)
         assert result.is_contiguous()
@@ -120,6 +121,7 @@ def test_bottom_right_masks() -> None:
 
 
 SHAPE = AttentionShape(32, 8, 128, 2)
+LATENT = AttentionShape(16, 16, 192, 2, value_dim=128, shared_dim=64)
 ADDRESS, BUFFER_BYTES = 4096, 2**29
 
 
@@ -188,17 +190,27 @@ def make_engine(kernel: FusedKernel, rank: int, *, keep: bool, two_rounds: bool)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
 @pytest.mark.parametrize("two_rounds", [False, True], ids=["one round", "two rounds"])
-def test_layer(launches: Counter[str], make_kernel: type[FusedKernel], rank: int, keep: bool, two_rounds: bool) -> None:
-    plan = two_rank_plan(16_384, SHAPE)
+@pytest.mark.parametrize("shape", [SHAPE, LATENT], ids=["gqa", "latent"])
+def test_layer(
+    launches: Counter[str],
+    make_kernel: type[FusedKernel],
+    rank: int,
+    keep: bool,
+    two_rounds: bool,
+    shape: AttentionShape,
+) -> None:
+    if shape is LATENT and make_kernel is cudnn.CudnnKernel:
+        pytest.skip("cuDNN takes heads of at most 128 elements")
+    plan = two_rank_plan(16_384, shape)
     engine = make_engine(make_kernel(), rank, keep=keep, two_rounds=two_rounds)
     engine.add_plan(0, plan)
     tokens = int(plan.layout.tokens_per_rank[rank])
-    heads = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads, SHAPE.num_heads
-    q, k, v, dout = (torch.empty(tokens, n, SHAPE.head_dim, dtype=torch.bfloat16, device=DEVICE) for n in heads)
-    results = engine.forward(q, k, v, 0)
-    assert_like(results[:2], (q, torch.empty(q.shape[:2], device=DEVICE)))
+    q, k, v, dout, shared = empty_rows(tokens, shape, DEVICE)
+    results = engine.forward(q, k, v, 0, shared)
+    assert_like(results[:2], (dout, torch.empty(q.shape[:2], device=DEVICE)))
     forward = Counter(launches)
     assert forward["_merge_rows"]
     assert {"_put_rows", "_gather_rows", "_post", "_wait"} <= set(forward)
-    assert_like(engine.backward(dout, Saved(q, k, v, *results), 0), (q, k, v))
+    saved = Saved(q, k, v, *results, shared=shared)
+    assert_like(engine.backward(dout, saved, 0), saved.arguments)
     assert {"_put_rows", "_gather_rows", "_sum_rows", "_row_delta", "_prepare_statistics"} <= set(launches - forward)

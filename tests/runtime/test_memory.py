@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.memory import LAYOUTS, measure
+from tests.runtime.rows import empty_rows
 from tests.sets import params
 from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan, memory
 from torchtitan_cad.planning.exchange import calls, messages
@@ -22,6 +23,7 @@ from torchtitan_cad.runtime.transport import Routes
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=16, dtype_bytes=2)
+LATENT = AttentionShape(num_heads=4, num_kv_heads=4, head_dim=48, dtype_bytes=2, value_dim=32, shared_dim=16)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -56,7 +58,7 @@ class Results:
     squares_only = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
     def backward(self, dout, q, k, v, merged, call: VarlenArgs) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -131,15 +133,16 @@ def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.
     engine = CoreAttentionEngine(kernel, transport, rank=rank, device=CPU, scale=1.0, keep=keep)  # type: ignore[arg-type]
     engine.add_plan(0, plan)
     n, m = int(plan.layout.queries_per_rank[rank]), int(plan.layout.tokens_per_rank[rank])
-    q, k = torch.zeros(n, 8, 16, dtype=torch.bfloat16), torch.zeros(m, 2, 16, dtype=torch.bfloat16)
+    q, k, v, dout, shared = empty_rows(m, plan.shape)
+    assert n == m
     with LiveBytes() as forward:
-        call = engine.send(engine.begin_forward(q, k, k, 0))
+        call = engine.send(engine.begin_forward(q, k, v, 0, shared))
         engine.attend(call)
         forward_travelling = forward.now
         out, lse, *kept = engine.finish(call)
     kept_bytes = sum(x.untyped_storage().nbytes() for x in kept)
     with LiveBytes(*kept) as backward:
-        backward_call = engine.send(engine.begin_backward(q, Saved(q, k, k, out, lse, *kept), 0))
+        backward_call = engine.send(engine.begin_backward(dout, Saved(q, k, v, out, lse, *kept, shared), 0))
         engine.attend(backward_call)
         backward_travelling = backward.now
         engine.finish(backward_call)
@@ -151,8 +154,14 @@ def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.
 @pytest.mark.parametrize("buffer_bytes", [2**24, 2**17])
 @pytest.mark.parametrize("most_rows", [calls.MOST_ROWS, 1])
 @pytest.mark.parametrize("uncombined", [100, 0])
+@pytest.mark.parametrize("shape", [SHAPE, LATENT], ids=["gqa", "latent"])
 def test_the_formula_is_what_the_engine_allocates(
-    monkeypatch: pytest.MonkeyPatch, uncombined: int, most_rows: int, buffer_bytes: int, keep: bool
+    monkeypatch: pytest.MonkeyPatch,
+    shape: AttentionShape,
+    uncombined: int,
+    most_rows: int,
+    buffer_bytes: int,
+    keep: bool,
 ) -> None:
     """FlashAttention's own allocations and its surrogate are left out."""
     monkeypatch.setattr(row_tables, "Combination", Combination)
@@ -160,12 +169,13 @@ def test_the_formula_is_what_the_engine_allocates(
     monkeypatch.setattr(attend.RowSpace, "take", take)
     monkeypatch.setattr(memory._Bytes, "temporary", lambda *_: 0)
     monkeypatch.setattr(memory._Bytes, "surrogate", lambda *_: 0)
+    monkeypatch.setattr(memory._Bytes, "padding", lambda *_: 0)
     monkeypatch.setattr(calls, "MOST_ROWS", most_rows)
     monkeypatch.setattr(calls, "MOST_UNCOMBINED", uncombined)
     layout = TokenLayout.from_segments([[(0, 0, 3000)], [(1, 0, 700), (2, 0, 300)], [(3, 0, 1000)], []])
-    plan = make_plan(layout, SHAPE)
+    plan = make_plan(layout, shape)
     assert plan.moves_rows
-    trips = plan.most_rows.trips(messages.RowBytes.of(SHAPE, keep=keep), buffer_bytes)
+    trips = plan.most_rows.trips(messages.RowBytes.of(shape, keep=keep), buffer_bytes)
     several = [len(home) > 1 for home in (trips.queries_home, trips.keys_home)]
     assert any(several) is (len(trips.queries_out) > 1) is (buffer_bytes == 2**17)
     for rank in range(layout.num_ranks):

@@ -204,13 +204,16 @@ def test_round_trip_of_mixed_dtypes_and_odd_sizes(num_rows: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (3, 1, 5)])
-def test_planned_bytes_are_those_of_the_engines_messages(heads: int, kv_heads: int, head_dim: int, dtype) -> None:
-    q, k = torch.zeros(1, heads, head_dim, dtype=dtype), torch.zeros(1, kv_heads, head_dim, dtype=dtype)
+@pytest.mark.parametrize("sizes", [(32, 8, 128, 128, 0), (3, 1, 5, 5, 0), (16, 16, 192, 128, 64), (3, 3, 11, 5, 3)])
+def test_planned_bytes_are_those_of_the_engines_messages(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    heads, kv_heads, head_dim, value_dim, shared_dim = sizes
+    of_rows = (heads, head_dim), (heads, value_dim), (kv_heads, head_dim - shared_dim), (kv_heads, value_dim)
+    q, out, *keys = (torch.zeros(1, *size, dtype=dtype) for size in of_rows)
+    keys += [torch.zeros(1, 1, shared_dim, dtype=dtype)] if shared_dim else []
     statistic = torch.zeros(1, heads, dtype=compute_dtype(dtype))
-    shape = AttentionShape(heads, kv_heads, head_dim, dtype.itemsize)
-    for keep, backward in ((False, [q, q, statistic, statistic]), (True, [q, statistic, statistic])):
-        messages = [[q], [q, statistic], backward, [q], [k, k], [k, k]]
+    shape = AttentionShape(heads, kv_heads, head_dim, dtype.itemsize, value_dim, shared_dim)
+    for keep, backward in ((False, [out, q, statistic, statistic]), (True, [out, statistic, statistic])):
+        messages = [[q], [out, statistic], backward, [q], keys, keys]
         assert astuple(RowBytes.of(shape, keep=keep)) == tuple(RowFormat(parts).row_bytes for parts in messages)
 
 

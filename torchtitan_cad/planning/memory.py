@@ -15,11 +15,12 @@ attention has too. The formulas hold for torch's FlashAttention-2:
 
     copies       forward c Q + d K + k J    backward c (Q + O + 2 L) + d K + k J
     results      forward q (O + L)          backward q Q + k K
-    temporary    forward 0                  backward q (O + L) + (q + 128 t) (A + L) + k (J + bytes of query heads)
+    temporary    forward 0                  backward q (O + L) + (q + 128 t) (A + L) + k x bytes of query heads
 
-Temporary memory holds the surrogate of O with its statistics, dQ in fp32 with its row sums, dJ and, if query heads
-share keys, dK and dV of every query head. If values are narrower than keys, FlashAttention-2 computes with rows of V
-and O as wide as those of K and Q, copied before and after: their bytes are temporary, too.
+Temporary memory holds the surrogate of O with its statistics, dQ in fp32 with its row sums and, if query heads share
+keys, dK and dV of every query head. Kernels return dJ, which has more bytes than its parts in dK. Where heads of values
+are narrower than those of keys, FlashAttention-2 computes with V and O as wide as K and Q, copied before and after:
+their bytes are temporary, too.
 
 1. Rows to serve that come in several trips are copied out of the receive buffers and held until the last call has its
    copies: forward r Q + s K, backward r (Q + O + 2 L) + s K.
@@ -113,6 +114,8 @@ class _Bytes:
     p: int
     b: int
     j: int
+    repeated: int
+    """what J has more than its parts in K"""
     lse: int
     expanded: int
     """dK and dV of every query head"""
@@ -135,6 +138,7 @@ class _Bytes:
             p=heads * shape.out_dim * fp32,
             b=(kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim) * fp32,
             j=kv_heads * shape.head_dim * shape.dtype_bytes if shape.shared_dim else 0,
+            repeated=(kv_heads - 1) * shape.shared_dim * shape.dtype_bytes,
             lse=statistic,
             expanded=query + output if heads > kv_heads else 0,
             wide_o=heads * wide,
@@ -191,7 +195,7 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
     for table in calls:
         q, k = len(table.q_rows), len(table.kv_rows)
         c, d = _num_copied(table.q_rows, n), _num_copied(table.kv_rows, m)
-        copied = c * size.q + d * size.k + k * size.j
+        copied, joined = c * size.q + d * size.k, k * size.j
         copied_backward = copied + c * (size.o + 2 * size.lse)
         row_sums = n * size.lse
         forward = max(forward, outs + copied_out_forward + copied)
@@ -201,8 +205,8 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
             row_sums = 0 if c else row_sums
         q_rows, kv_rows = q_rows + q, kv_rows + k
         outs, dq, dkv = q_rows * (size.o + size.lse), q_rows * size.q, kv_rows * size.k
-        forward = max(forward, outs + copied_out_forward + copied + size.padding(q, k))
-        temporary = size.surrogate(q) + size.temporary(q, k, table.num_tasks) + k * size.j
+        forward = max(forward, outs + copied_out_forward + copied + joined + size.padding(q, k))
+        temporary = joined + size.surrogate(q) + size.temporary(q, k, table.num_tasks) + k * size.repeated
         backward = max(backward, row_sums + dq + dkv + copied_out_backward + copied_backward + temporary)
     travel_forward, travel_backward = outs, dq + dkv
     is_plain = not plan.moves_rows and [(len(x.q_rows), len(x.kv_rows)) for x in calls] == [(n, m)]

@@ -163,10 +163,11 @@ class AttentionState:
     def finish_tasks(self) -> None:
         """Run the remaining kernel calls and combine results for other ranks, and local results if they are many."""
         assert self.tasks is not None
-        results = zip(*self.tasks.finish(), strict=True)
+        count = sum(map(len, self._results_like.values()))
+        results = [list(of_calls) for of_calls in zip(*self.tasks.finish(), strict=True)] or [[]] * count
         self.tasks = None
         for kind, like in self._results_like.items():
-            self.results[kind] = [list(next(results, ())) for _ in like]
+            self.results[kind], results = results[: len(like)], results[len(like) :]
         for kind, like in self._results_like.items():
             tables = getattr(self.plan, kind)
             if self.plan.moves:
