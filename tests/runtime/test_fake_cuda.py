@@ -107,6 +107,15 @@ def test_backward(
 
 
 @pytest.mark.usefixtures("fake_tensors")
+@needs_copies
+@pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (64, 96)])
+def test_heads_of_two_sizes(dim: int, value_dim: int) -> None:
+    q, k, v = (torch.empty(60, 4, size, dtype=torch.bfloat16, device=DEVICE) for size in (dim, dim, value_dim))
+    out, _ = varlen.VarlenKernel().forward(q, k, v, make_call([40, 20], [40, 20], causal=True))
+    assert_like((out,), (v,))
+
+
+@pytest.mark.usefixtures("fake_tensors")
 def test_bottom_right_masks() -> None:
     """FlashAttention-2 takes causal tasks with more keys than queries; cuDNN would see other keys, and refuses."""
     call = make_call([40, 60], [40, 90], causal=True)
