@@ -13,7 +13,6 @@ from tests.integration.harness import read_scalars, run
 from tests.integration.launched import TORCHRUN, launched
 from torchtitan_cad.integration.titan022 import cpu
 
-
 EXPERTS = ("--model.name=qwen3", "--model.flavor=tiny_moe", "--parallelism.expert_parallel_degree=2")
 
 
