@@ -13,9 +13,17 @@ from tests.integration.harness import read_scalars, run
 from tests.integration.launched import TORCHRUN, launched
 from torchtitan_cad.integration.titan022 import cpu
 
+EXPERTS = ("--model.name=qwen3", "--model.flavor=tiny_moe", "--parallelism.expert_parallel_degree=2")
+
 
 @pytest.mark.parametrize(
-    "args", [pytest.param((), marks=pytest.mark.matrix), (*PLACED, *global_batch(8))], ids=["stock", "cad"]
+    "args",
+    [
+        pytest.param((), marks=pytest.mark.matrix),
+        (*PLACED, *global_batch(8)),
+        pytest.param((*PLACED, *EXPERTS, "--cad.nano_batches=2"), marks=pytest.mark.matrix),
+    ],
+    ids=["stock", "cad", "experts"],
 )
 def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
     """A run resumed from a checkpoint repeats every bit of training, though the batch after it had been dealt already.

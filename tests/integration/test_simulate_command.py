@@ -61,6 +61,21 @@ def test_numbers_of_a_job() -> None:
     assert (job.row_tokens, job.step_tokens) == (32768, 16 * 32768)
 
 
+def test_numbers_of_a_job_with_experts() -> None:
+    """A token passes through 8 of 128 experts, of which a rank gathers the 16 that it has."""
+    job = read_simulated_job([f"--job.config_file={CONFIGS / 'qwen3_30b_a3b_long.toml'}"], 64)
+    model, width = job.model, 768
+    attention = 2048 * 128 * (2 * 32 + 2 * 4)
+    assert model.layer_parameters == attention + 3 * 2048 * 8 * width
+    assert model.gathered_parameters == attention + 3 * 2048 * 16 * width
+    assert model.parameters == 48 * (attention + 3 * 2048 * 128 * width) + 2 * 2048 * 151936
+    assert any(note.startswith("experts: ") for note in job.notes)
+    with pytest.raises(ValueError, match=r"'llama4'.* not simulated; choose llama3 or qwen3"):
+        read_simulated_job(
+            [f"--job.config_file={CONFIGS / 'qwen3_8b.toml'}", "--model.name=llama4", "--model.flavor=debugmodel"], 64
+        )
+
+
 def test_settings_come_from_the_job_and_options_replace_them() -> None:
     job = CONFIGS / "llama3_8b_8gpus.toml"
     overrides = (

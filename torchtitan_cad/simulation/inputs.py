@@ -80,16 +80,20 @@ def _check(key: str, value: Any, default: Any, unit: str | tuple, most: Any, **r
 
 @dataclass(frozen=True)
 class Model(Checked):
-    """A decoder of equal layers with gated MLPs. Raises ValueError also for heads that do not fit."""
+    """A decoder of equal layers with gated MLPs, or experts. Raises ValueError also for heads that do not fit."""
 
     layers: int = about("Layers.", "count")
     hidden: int = about("Width of the hidden state.", "count")
     heads: int = about("Query heads.", "count")
     kv_heads: int = about("Key heads.", "count")
     head_dim: int = about("Elements per head.", "count")
-    ffn: int = about("Width of the gated MLP.", "count")
+    ffn: int = about("Width of the gated MLP, or of the experts that a token passes through.", "count")
     vocabulary: int = about("Tokens of the vocabulary.", "count")
     dtype_bytes: int = about("Bytes of an element.", "count", 2)
+    idle_ffn: int = about("", None, 0)
+    """Width of a layer's experts that a token does not pass through."""
+    expert_ranks: int = about("", None, 1)
+    """Ranks that a layer's experts are divided among."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,12 +118,20 @@ class Model(Checked):
 
     @property
     def layer_parameters(self) -> int:
+        """Parameters of a layer by which a token is multiplied."""
         return self.pre_parameters + self.post_parameters
+
+    @property
+    def gathered_parameters(self) -> int:
+        """Parameters of a layer that a rank gathers."""
+        dense = self.layer_parameters - 3 * self.hidden * self.ffn
+        return dense + 3 * self.hidden * (self.ffn + self.idle_ffn) // self.expert_ranks
 
     @property
     def parameters(self) -> int:
         """Parameters of all layers, the embedding and the output layer."""
-        return self.layers * self.layer_parameters + 2 * self.hidden * self.vocabulary
+        layer = self.layer_parameters + 3 * self.hidden * self.idle_ffn
+        return self.layers * layer + 2 * self.hidden * self.vocabulary
 
 
 MODELS = {

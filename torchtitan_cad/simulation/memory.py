@@ -50,7 +50,7 @@ def states(step: Step) -> float:
     if not cluster.fsdp:
         return mine * (whole + ZERO1_BYTES / step.ranks)
     sharded = max(1, step.ranks // cluster.replicas)
-    two_layers = 2 * model.layer_parameters / cluster.tp
+    two_layers = 2 * model.gathered_parameters / cluster.tp
     gathered = two_layers * model.dtype_bytes if step.pp == 1 else mine * whole
     return mine * STATE_BYTES / sharded + (gathered if sharded > 1 else 0.0)
 

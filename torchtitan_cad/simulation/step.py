@@ -176,7 +176,7 @@ class Step:
 
     def background(self, forward: bool) -> float:
         """Return the seconds for which the network carries a layer's parameters and gradients during every layer."""
-        layer = self.costs.model.layer_parameters
+        layer = self.costs.model.gathered_parameters
         return self.costs.parameter_seconds(layer, self.ranks, gradients=not forward) if self.lockstep else 0.0
 
     def exposed_background(self) -> float:

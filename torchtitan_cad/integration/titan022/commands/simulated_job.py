@@ -16,6 +16,7 @@ from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC
 from torchtitan_cad.integration.titan022.manager import quiet, read_config
+from torchtitan_cad.integration.titan022.models import ADAPTERS, has_experts
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.simulation.batches import DEFAULT, named_lengths
 from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Configuration, Model, Schedule
@@ -129,7 +130,7 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     dp, local = ranks // degrees, training.local_batch_size
     rows = max(training.global_batch_size, local * dp)
     return SimulatedJob(
-        model=_model(config),
+        model=_model(config, notes),
         cluster=Cluster(
             ranks,
             ranks_per_node=cad.ranks_per_node or Cluster.ranks_per_node,
@@ -192,21 +193,33 @@ def build_on_meta(config: JobConfig, args: Any) -> torch.nn.Module:
         return get_train_spec(config.model.name).model_cls(args)
 
 
-def _model(config: JobConfig) -> Model:
-    args: Any = copy.deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
-    if getattr(args, "moe_enabled", False):
-        raise ValueError(f"model.flavor = {config.model.flavor!r} has experts: choose one without, or give numbers")
+def _model(config: JobConfig, notes: list[str]) -> Model:
+    name = config.model.name
+    args: Any = copy.deepcopy(get_train_spec(name).model_args[config.model.flavor])
+    if ADAPTERS[name].replaces_forward:
+        raise ValueError(f"model.name = {name!r}: its kinds of attention are not simulated; choose llama3 or qwen3")
     args.attn_type = "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
-    parameters = build_on_meta(config, args).named_parameters()
+    idle, ranks = 0, 1
+    if has_experts(args):
+        experts = args.moe_args
+        ffn = args.moe_inter_dim * (experts.top_k + experts.num_shared_experts)
+        idle = args.moe_inter_dim * (experts.num_experts - experts.top_k)
+        ranks = config.parallelism.expert_parallel_degree
+        notes.append("experts: all as busy; what expert parallelism exchanges is not simulated")
+    else:
+        parameters = build_on_meta(config, args).named_parameters()
+        ffn = next(p.shape[0] for key, p in parameters if key.endswith("feed_forward.w1.weight"))
     return Model(
         layers=args.n_layers,
         hidden=args.dim,
         heads=args.n_heads,
         kv_heads=getattr(args, "n_kv_heads", None) or args.n_heads,
         head_dim=getattr(args, "head_dim", None) or args.dim // args.n_heads,
-        ffn=next(p.shape[0] for name, p in parameters if name.endswith("feed_forward.w1.weight")),
+        ffn=ffn,
         vocabulary=args.vocab_size,
         dtype_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
+        idle_ffn=idle,
+        expert_ranks=ranks,
     )
 
 
