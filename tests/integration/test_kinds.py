@@ -1,5 +1,6 @@
 """Layers of several kinds of attention in one job: homes that they share, plans and engines of their own."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,11 @@ from torchtitan_cad.runtime.engine import get_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
 SHAPE = AttentionShape(2, 1, 8, 8)
-KINDS = [AttentionKind("full", 1, SHAPE), AttentionKind("chunked", 3, SHAPE, 24, scale=0.5)]
+KINDS = [
+    AttentionKind("full", 1, SHAPE),
+    AttentionKind("chunked", 3, SHAPE, 24, scale=0.5),
+    AttentionKind("window", 2, replace(SHAPE, window=11)),
+]
 RANKS, ROWS, SEQ_LEN = 2, 2, 64
 """Ranks, rows of a batch and tokens of a row; a step has two batches."""
 SIZE = 2 * ROWS * SEQ_LEN
@@ -68,7 +73,7 @@ def test_every_kind_attends_as_its_mask_says(placed: bool) -> None:
             outs = [engine.forward(*(each[mine] for each in rows), int(batch.keys[0]))[0] for engine in engines]
             assert engines[0].clock is engines[1].clock
             assert [len(batch.plans), *map(len, batch.others)] == [1] * len(KINDS)
-            assert batch.layers == (1, 3)
+            assert batch.layers == (1, 3, 2)
             results.append((mine, outs, any(plan.moves_rows for plan, _ in batch.with_shares)))
             planner.drop(batch)
             with pytest.raises(RuntimeError, match="no plan"):
@@ -88,7 +93,7 @@ def test_every_kind_has_an_engine_of_its_name() -> None:
     engines = build_engines(KINDS, None, kernel=get_kernel("cpu", CPU), transport=None, rank=0, device=CPU)
     assert engine_name(KINDS, "full") == ENGINE
     assert [get_engine(engine_name(KINDS, kind.name)) for kind in KINDS] == engines
-    assert [engine.scale for engine in engines] == [8**-0.5, 0.5]
+    assert [engine.scale for engine in engines] == [8**-0.5, 0.5, 8**-0.5]
 
 
 def test_kinds_cannot_attend_in_ticks() -> None:

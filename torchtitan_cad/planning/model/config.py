@@ -70,7 +70,7 @@ class PlannerConfig:
 
     def for_window(self, window: int | None) -> PlannerConfig:
         """Return the options for attention with this window, whose queries stay at home: their work is even."""
-        return self if window is None else replace(self, planner="home", split_kv=False)
+        return self if window is None else replace(self, planner="home")
 
     @property
     def cost_tile(self) -> int:
