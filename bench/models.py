@@ -66,7 +66,7 @@ def model_kinds(name: str, flavor: str) -> tuple[tuple[AttentionKind, ...], floa
 def layer_times(kind: AttentionKind, parameters: float, cluster: Cluster) -> LayerTimes:
     """Rates of a layer, forward and backward."""
     rates, shape, tile = Rates(), kind.shape, PlannerConfig.tile
-    operations = 2 * shape.num_heads * (shape.head_dim + value_dim(kind)) * tile**2
+    operations = 2 * shape.num_heads * (shape.head_dim + shape.out_dim) * tile**2
     return LayerTimes(
         unit=operations * (1 / rates.attention_flops + BACKWARD_ATTENTION / rates.backward_flops),
         linear=(1 + BACKWARD_LINEAR) * 2 * parameters / (cluster.tp * rates.linear_flops),
@@ -76,11 +76,6 @@ def layer_times(kind: AttentionKind, parameters: float, cluster: Cluster) -> Lay
         overlaps=False,
         hosts=tuple(range(cluster.ranks)),
     )
-
-
-def value_dim(kind: AttentionKind) -> int:
-    """Elements of a head of values."""
-    return getattr(kind.shape, "value_dim", None) or kind.shape.head_dim
 
 
 def measure(name: str, options: Options) -> list[Record]:

@@ -213,7 +213,7 @@ HALVED_SYMMETRIC = [
 @functools.cache
 def reference(nranks: int, args: tuple[str, ...], *, validates: bool = True) -> RunResult:
     """A run without CAD that validates after step 1 if it can; one serves many compositions."""
-    return run([*COMMON, *(VALIDATION if validates else ()), *args], nranks, grads_at=2)
+    return run([*COMMON, *(VALIDATION if validates else ()), *args], nranks, 300, grads_at=2)
 
 
 @functools.cache

@@ -393,7 +393,8 @@ def initialise_by_name(seed: int) -> None:
                 if parameter.dim() < 2 and not name.endswith(("bias", "sinks")):  # weights of norms, which are 1
                     continue
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-                value = torch.randn(parameter.shape, generator=generator).mul_(0.02)
+                scale = 0.2 if "router.gate" in name else 0.02  # of two experts rounding must not choose the other
+                value = torch.randn(parameter.shape, generator=generator).mul_(scale)
                 if isinstance(parameter, DTensor):
                     value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
                 parameter.copy_(value)

@@ -82,7 +82,7 @@ def check(case: c.Composition, *more: str) -> RunResult:
     return result
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v3", "llama4", "gpt_oss"])
 def test_every_flavor_becomes_a_cad_flavor(name: str) -> None:
     enable_cpu()
     from torchtitan.config import ConfigManager

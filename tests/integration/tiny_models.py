@@ -47,7 +47,8 @@ def register_flavors() -> None:
     llama4_args["tiny4"] = llama4(n_layers=4)
     llama4_args["tiny_sdpa"] = llama4(every_n_layers_nope=None, attn_type="sdpa", attn_mask_type="causal")
 
-    gptoss_configs["tiny"] = GptOssModelArgs(
+    gpt_oss = functools.partial(
+        GptOssModelArgs,
         **flex,
         n_layers=2,
         n_kv_heads=2,
@@ -62,5 +63,6 @@ def register_flavors() -> None:
             score_before_experts=False,
             top_k=2,
         ),
-        sliding_window_size=48,
     )
+    gptoss_configs["tiny"] = gpt_oss(sliding_window_size=48)
+    gptoss_configs["tiny_wide"] = gpt_oss(sliding_window_size=4096)

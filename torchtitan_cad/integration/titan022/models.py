@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
@@ -26,7 +25,7 @@ from torchtitan.models.llama4.model import model as llama4
 from torchtitan_cad.integration.titan022.blocks import CoreAttentionParallel, local, rows
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.runtime.ops import core_attention
+from torchtitan_cad.runtime.ops import core_attention, core_attention_with_lse
 
 Kind = Literal["full", "chunked", "window"]
 
@@ -46,14 +45,14 @@ class Adapter:
         """Return the kinds of attention of a flavor's layers, with the heads of a TP rank, for rows of ``seq_len``."""
         layers = Counter(self.kind_of(args, layer, seq_len) for layer in range(args.n_layers))
         shape, scale = self.shape(args, tp, dtype_bytes), self.scale(args, seq_len)
-        kinds = {
-            "full": {"shape": shape},
-            "chunked": {"shape": shape, "block": getattr(args, "fixed_attn_block_size", None)},
-            "window": {"shape": replace(shape, window=getattr(args, "sliding_window_size", None))},
-        }
-        return tuple(
-            AttentionKind(name, layers[name], **of, scale=scale) for name, of in kinds.items() if name in layers
-        )
+        names: tuple[Kind, ...] = ("full", "chunked", "window")
+
+        def kind(name: Kind) -> AttentionKind:
+            of_kind = replace(shape, window=args.sliding_window_size) if name == "window" else shape
+            block = args.fixed_attn_block_size if name == "chunked" else None
+            return AttentionKind(name, layers[name], of_kind, block, scale)
+
+        return tuple(kind(name) for name in names if layers[name])
 
     def kind_of(self, args: Any, layer: int, seq_len: int) -> Kind:
         """Name the kind of attention of a layer, on rows of ``seq_len`` tokens."""
@@ -94,7 +93,7 @@ class _ByProjection(Adapter):
         self, attention: Any, q: Tensor, k: Tensor, v: Tensor, shared: Tensor | None, plan_key: Tensor, engine: str
     ) -> Tensor:
         """Return core attention's output [T, Hq, Dv] as the model's output projection takes it."""
-        return _attend(q, k, v, shared, plan_key, engine)
+        return core_attention(q, k, v, plan_key, engine, shared=shared)
 
     def replace_attention(self, block: Any, mesh: DeviceMesh, engine: str, scale: float) -> None:
         attention, adapter = block.attention, self
@@ -111,20 +110,12 @@ class _ByProjection(Adapter):
         attention.forward = types.MethodType(forward, attention)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, shared: Tensor | None, plan_key: Tensor, engine: str) -> Tensor:
-    if shared is None:
-        return core_attention(q, k, v, plan_key, engine)
-    k = torch.cat((k, shared.expand(-1, k.shape[1], -1)), dim=-1)
-    padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-    return core_attention(q, k, padded, plan_key, engine)[..., : v.shape[-1]]
-
-
 class DeepSeekV3(_ByProjection):
     """Multi-head latent attention: values have other sizes than keys, whose rotary part all heads share."""
 
     def shape(self, args: Any, tp: int, dtype_bytes: int) -> AttentionShape:
-        heads = args.n_heads // tp
-        return AttentionShape(heads, heads, args.qk_nope_head_dim + args.qk_rope_head_dim, dtype_bytes)
+        heads, key_dim = args.n_heads // tp, args.qk_nope_head_dim + args.qk_rope_head_dim
+        return AttentionShape(heads, heads, key_dim, dtype_bytes, args.v_head_dim, args.qk_rope_head_dim)
 
     def scale(self, args: Any, seq_len: int) -> float:
         mscale = 0.1 * args.mscale * math.log(args.rope_factor) + 1.0 if seq_len > args.original_seq_len else 1.0
@@ -185,12 +176,19 @@ class GptOss(_ByProjection):
         q, k = (heads * cos + gpt_oss.rotate_half(heads) * sin for heads in (q, k))
         return rows(q), rows(k), rows(v), None
 
+    def attend(
+        self, attention: Any, q: Tensor, k: Tensor, v: Tensor, shared: Tensor | None, plan_key: Tensor, engine: str
+    ) -> Tensor:
+        out, lse = core_attention_with_lse(q, k, v, plan_key, engine)
+        return out * torch.sigmoid(lse - local(attention.sinks)).unsqueeze(-1).to(out.dtype)
+
 
 ADAPTERS: dict[str, Adapter] = {
     "llama3": Adapter(),
     "qwen3": Adapter(),
     "deepseek_v3": DeepSeekV3(),
     "llama4": Llama4(),
+    "gpt_oss": GptOss(),
 }
 """What CAD knows of torchtitan's models, by ``model.name``."""
 

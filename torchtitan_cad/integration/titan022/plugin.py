@@ -266,10 +266,10 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
             traced_on=session.job.device if traced else None,
         )
     else:
-        adapter, args = cast(Adapter, model.adapter), model.model_args
+        adapter, layers = cast(Adapter, model.adapter), cast(nn.ModuleDict, model.layers)
         kinds = {kind.name: kind for kind in session.job.kinds}
-        for layer, block in model.layers.items():  # type: ignore[operator]
-            kind = kinds[adapter.kind_of(args, int(layer), job_config.training.seq_len)]
+        for layer, block in layers.items():
+            kind = kinds[adapter.kind_of(model.model_args, int(layer), job_config.training.seq_len)]
             adapter.replace_attention(block, mesh, engine_name(session.job.kinds, kind.name), kind.score_scale)
     logger.info(
         f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
