@@ -43,9 +43,10 @@ def flavor(model: str, name: str = "tiny") -> tuple[str, ...]:
 
 COMPOSITIONS = [
     Composition("fsdp2"),
-    Composition("fsdp2xtp2", nranks=4, args=TP2, reference_nranks=2),
+    # Stock torchtitan's gradients of gpt_oss differ under TP, and those of routers where experts borrow ranks of it:
+    # these twins have TP, too.
+    Composition("fsdp2xtp2", nranks=4, shared=TP2),
     Composition("ep2", args=EP2),
-    # Stock torchtitan's gradients of routers differ where experts borrow ranks of TP: the twin borrows them too.
     Composition("ep2xtp2", nranks=4, shared=(*EP2, *TP2)),
     Composition("ep2xetp2", nranks=4, shared=(*EP2, *ETP2)),
     Composition("cp2", args=CP2, reference_nranks=1),
@@ -74,8 +75,10 @@ LLAMA4 = [
 GPT_OSS = [
     # Rows are no longer than the window, so all layers attend in full.
     Composition("wide_fsdp2", shared=flavor("gpt_oss", "tiny_wide")),
-    Composition("wide_fsdp2xtp2", nranks=4, shared=(*flavor("gpt_oss", "tiny_wide"), *TP2)),
 ]
+STEADY = ("--optimizer.eps=1e-3",)
+"""Adam steps in proportion to small gradients: those of keys' biases are nearly zero, and else it would raise their
+rounding to the size of the others, until tokens go to other experts."""
 SHORT = ("fsdp2", "ep2xtp2", "cp2")
 """Compositions of every model that the short set trains."""
 
@@ -85,6 +88,8 @@ def cases() -> Iterator[object]:
         for case in (*COMPOSITIONS, *of_model):
             if not any("--model.name" in arg for arg in case.shared):
                 case = dataclasses.replace(case, shared=(*flavor(model), *case.shared))
+            if model == "gpt_oss":
+                case = dataclasses.replace(case, shared=(*case.shared, *STEADY))
             # Stock torchtitan has no validation for the other models, and none for this one's sdpa.
             case = dataclasses.replace(case, validates=model == "llama4" and "sdpa" not in case.name)
             for homes in ("loader", "placed"):
