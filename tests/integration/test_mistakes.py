@@ -57,6 +57,7 @@ FULL, SELECTIVE, BUDGET = (f"--activation_checkpoint.mode={mode}" for mode in ("
 KEPT, BY_OPERATOR = "--cad.no-recompute-attention", "--activation_checkpoint.selective_ac_option=op"
 VALIDATION, CSV = "--validation.enable", "--parallelism.pipeline_parallel_schedule_csv=order.csv"
 TRACED, HALVES, COMPILE = "--cad.streams=traced", "--cad.nano_batches=2", "--compile.enable"
+EXPERTS = "--model.name=qwen3 --model.flavor=debugmodel_moe"
 TRACED_HALVES = f"{TRACED} {HALVES} {COMPILE}"
 OPTIONS = {
     "--cad.nano-batch=2": r"cad\.nano_batch: no such key; did you mean cad\.nano_batches\?",
@@ -97,6 +98,12 @@ OPTIONS = {
     f"{DDP} {TP}": r"replicate_degree = 2 .* DDP, .*tensor_parallel_degree = 2; set .*replicate_degree to 1",
     f"{DDP} {PP}": r"replicate_degree = 2 .* DDP, .*pipeline_parallel_degree = 2; set .*replicate_degree to 1",
     f"{TP} {COMPILE}": r"compile\.enable = true with .*tensor_parallel_degree = 2 .*; set compile\.enable to false",
+    # Experts.
+    f"{EXPERTS} --parallelism.expert_parallel_degree=3": r"expert_parallel_degree = 3 does not divide the 64 experts",
+    f"{EXPERTS} --parallelism.expert_parallel_degree=4": r"degree = 4 x .* does not divide the 2 ranks of .*; set",
+    f"{EXPERTS} {TP} --parallelism.expert_parallel_degree=2 --parallelism.expert_tensor_parallel_degree=3": (
+        r"expert_tensor_parallel_degree = 3: set it to 1, or to .*tensor_parallel_degree = 2"
+    ),
     # Schedules of torch.
     DUALPIPE: r"expert_parallel_overlap = true .*'DualPipeV' .*set pipeline_parallel_expert_parallel_overlap to false",
     f"{DUALPIPE} {NO_OVERLAP} {VALIDATION}": r"enable = true: .*'DualPipeV' .*set validation\.enable to false",

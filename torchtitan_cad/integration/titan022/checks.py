@@ -61,7 +61,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     if not 0 < cad.heartbeat_seconds < math.inf:
         raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")
     if world_size is None:
-        world_size = _launched_ranks(config)
+        world_size = launched_ranks(config)
     for key, degree in _degrees(config).items():
         _check_positive(f"parallelism.{key}", degree)
     if world_size is not None:
@@ -70,14 +70,14 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
         _check_unsharded(config, world_size)
     _check_batch(config)
     _check_sequences(config)
-    _check_experts(config)
     _check_pipeline(config)
     _check_ticks(config)
     _check_nano_batches(config)
     _check_streams(config)
 
 
-def _launched_ranks(config: JobConfig) -> int | None:
+def launched_ranks(config: JobConfig) -> int | None:
+    """Return the launcher's number of ranks, or that of the job that a dry run plays; None if it is not set."""
     if config.comm.mode == "default":
         ranks = os.environ.get("WORLD_SIZE", "")
         return int(ranks) if ranks else None
@@ -126,16 +126,6 @@ def _check_sequences(config: JobConfig) -> None:
         raise ValueError(
             f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, the "
             f"positions that the model is built for; set validation.seq_len to {training.seq_len} or less"
-        )
-
-
-def _check_experts(config: JobConfig) -> None:
-    mode, degree = config.comm.mode, config.parallelism.expert_parallel_degree
-    _check_positive("parallelism.expert_parallel_degree", degree)
-    if mode == "fake_backend" and degree > 1:  # torchtitan's own dry runs end with an error inside torch
-        raise ValueError(
-            f"parallelism.expert_parallel_degree = {degree}: comm.mode = {mode!r} cannot play expert parallelism, "
-            "whose ranks tell each other counts of tokens; set parallelism.expert_parallel_degree to 1"
         )
 
 

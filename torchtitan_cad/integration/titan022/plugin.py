@@ -38,7 +38,8 @@ from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
 from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac, apply_compile, checkpointing
-from torchtitan_cad.integration.titan022.checks import choose_streams, validate
+from torchtitan_cad.integration.titan022.checks import choose_streams, launched_ranks, validate
+from torchtitan_cad.integration.titan022.experts import check_experts
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
 from torchtitan_cad.integration.titan022.folders import check_folders
 from torchtitan_cad.integration.titan022.inputs import (
@@ -143,19 +144,9 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
         raise ValueError(
             f"cad.nano_batches = 2 does not know the attention of model.name = {name!r}; set cad.nano_batches to 1"
         )
-    experts = has_experts(model_args)
-    if config.cad.streams == "traced" and experts:
-        raise ValueError(
-            f"cad.streams = 'traced' cannot trace the experts of model.flavor = {config.model.flavor!r}; "
-            "set cad.streams to 'auto'"
-        )
-    in_ticks = schedule in TICK_SCHEDULES and config.parallelism.pipeline_parallel_degree > 1
-    if in_ticks and experts:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule = {schedule!r} has not been tested with the experts of "
-            f"model.flavor = {config.model.flavor!r}; set the schedule to '1F1B' or 'Interleaved1F1B'"
-        )
-    if in_ticks:
+    if has_experts(model_args):
+        check_experts(config, model_args, launched_ranks(config) if world_size is None else world_size)
+    if schedule in TICK_SCHEDULES and config.parallelism.pipeline_parallel_degree > 1:
         stage_modules(config.parallelism, model_args.n_layers)
     return spec
 
