@@ -20,19 +20,10 @@ from tests.runtime.threaded import needs_linux
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 SHORT = {
-    "collective": (
-        "fsdp2",
-        "small_buffers_keep",
-        "gradient_accumulation",
-        "compile",
-        "fsdp2xtp2",
-        "cp2",
-        "pp2_1f1b",
-        "qwen3_fsdp2",
-    ),
+    "collective": ("fsdp2", "small_buffers_keep", "compile", "fsdp2xtp2", "cp2", "pp2_1f1b", "qwen3_fsdp2"),
     "symm_mem": ("ac_full_keep", "small_buffers"),
 }
-"""Compositions that the short set trains by each transport: one of every kind."""
+"""Compositions that the short set trains by each transport, beside those of test_placement.py: one of every kind."""
 SLOW = ("compile_keep_ac_op_tp2", "pp2_interleaved_tolerance_auto", "pp2_dualpipev", "hsdp2x2", "tp2_no_loss_parallel")
 """Combinations of what other compositions show, too long for the matrix."""
 SYMMETRIC = ("fsdp4", "pp2xcp2", "validation")
