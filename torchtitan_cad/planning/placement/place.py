@@ -22,7 +22,7 @@ from torchtitan_cad.planning.planners.local_search.planner import search
 
 _logger = logging.getLogger(__name__)
 
-SEARCHES, SEARCHES_NEAR = 72, 144
+SEARCHES, SEARCHES_NEAR = 72, 176
 """assignments planned x number of ranks: from initial ones, at least one, and near the best one so far. Estimates are
 coarse where ranks are few."""
 
