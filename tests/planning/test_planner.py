@@ -27,6 +27,7 @@ from torchtitan_cad.planning import (
     register_planner,
     validate_plan,
 )
+from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.model.limits import load_limits, server_loads
 from torchtitan_cad.planning.model.tasks import from_table, home_tasks, is_diagonal, make_tasks, task_table
 from torchtitan_cad.planning.plan import moved_by
@@ -252,10 +253,10 @@ def test_any_plan_it_returns_covers_the_layout_within_the_loads(
     found = search.improve(task_table(layout, home), np.zeros_like(limits), limits, limits + limits // 10, 500)
     if found is None:
         return
-    table, moved = found
+    table, by_rank = found
     tasks = from_table(layout.docs, table)
     plan = Plan.from_tasks(layout, LLAMA, config, tasks)
-    assert moved == moved_by(plan)
+    assert Moved.of(by_rank) == moved_by(plan)
     validate_plan(dataclasses.replace(plan, config=dataclasses.replace(plan.config, tolerance=1e9)))
     assert (server_loads(tasks, cost, layout.num_ranks) <= 1.1 * limits).all()
     if not split_kv:

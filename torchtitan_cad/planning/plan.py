@@ -225,12 +225,14 @@ def make_plan(
 
 def moved_by(*plans: Plan) -> Moved:
     """Return the sums of what plans move that are executed one after the other."""
-    total = worst = 0
-    for plan in plans:
-        node, *prices = node_prices(plan.config, plan.layout.num_ranks)
-        moved = measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node).weighted(*prices)
-        total, worst = total + moved.total, worst + moved.worst
-    return Moved(total, worst)
+    moved = [Moved.of(bytes_by_rank(plan)) for plan in plans]
+    return Moved(sum(each.total for each in moved), sum(each.worst for each in moved))
+
+
+def bytes_by_rank(plan: Plan) -> IntArray:
+    """Return int64 [2, num_ranks] bytes into and out of every rank, weighted as in ``Moved``."""
+    node, *prices = node_prices(plan.config, plan.layout.num_ranks)
+    return measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node).weighted(*prices)
 
 
 def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:

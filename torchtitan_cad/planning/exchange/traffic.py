@@ -26,10 +26,10 @@ class Traffic:
     inter_in: IntArray
     inter_out: IntArray
 
-    def weighted(self, inside: int, between: int) -> Moved:
-        """Return the sums at the prices of ``node_prices``."""
-        into = inside * self.bytes_in + (between - inside) * self.inter_in
-        return Moved.of(into, inside * self.bytes_out + (between - inside) * self.inter_out)
+    def weighted(self, inside: int, between: int) -> IntArray:
+        """Return int64 [2, num_ranks] bytes into and out of every rank, at the prices of ``node_prices``."""
+        inter = np.stack([self.inter_in, self.inter_out])
+        return inside * np.stack([self.bytes_in, self.bytes_out]) + (between - inside) * inter
 
 
 class Moved(NamedTuple):
@@ -39,9 +39,9 @@ class Moved(NamedTuple):
     worst: int
 
     @classmethod
-    def of(cls, into: IntArray, out: IntArray) -> Moved:
-        """Return the sums over weighted bytes [num_ranks] into and out of every rank."""
-        return cls(int(into.sum()), int(max(into.max(), out.max())))
+    def of(cls, by_rank: IntArray) -> Moved:
+        """Return the sums over weighted bytes [2, num_ranks] into and out of every rank."""
+        return cls(int(by_rank[0].sum()), int(by_rank.max()))
 
     def score(self, given: Moved) -> Fraction:
         """Return the objective, relative to the bytes of the given homes, which are not 0."""

@@ -149,6 +149,16 @@ def choose(table: Table, rank: int, one: int, other: int) -> None:
 
 
 @jit_inner
+def rank_bytes(table: Table, rank: int) -> tuple[float, float, float]:
+    """Return the bytes into and out of a rank, and the bytes of keys that it holds of those it is given to read."""
+    reals = table.reals
+    # A rank with room gets as many bytes of queries as of keys, and already holds some of the keys.
+    helps = table.prices[HELP] * np.sqrt(max(0.0, table.limit[rank] - reals[rank, LOAD]))
+    held = min(helps / 2, reals[rank, KEYS_SHARED])
+    return reals[rank, KEYS_IN] + helps - held, reals[rank, KEYS_OUT] + reals[rank, QUERIES_OUT] - held, held
+
+
+@jit_inner
 def estimate(table: Table) -> float:
     """Return the objective after the move: total bytes + WORST_WEIGHT x number of ranks x worst rank's bytes.
 
@@ -159,10 +169,7 @@ def estimate(table: Table) -> float:
     for at in range(table.counters[NUM_TOUCHED]):
         rank = table.touched[at]
         if rank < len(table.limit):
-            # A rank with room gets as many bytes of queries as of keys, and already holds some of the keys.
-            helps = prices[HELP] * np.sqrt(max(0.0, table.limit[rank] - reals[rank, LOAD]))
-            held = min(helps / 2, reals[rank, KEYS_SHARED])
-            into, out = reals[rank, KEYS_IN] + helps - held, reals[rank, KEYS_OUT] + reals[rank, QUERIES_OUT] - held
+            into, out, held = rank_bytes(table, rank)
             reals[rank, BYTES] = reals[rank, KEYS_IN] + reals[rank, HELPERS_IN] - held
             reals[rank, POWER] = _power(into) + _power(out)
             reals[end, BYTES] += reals[rank, BYTES] - table.reals_before[at, BYTES]

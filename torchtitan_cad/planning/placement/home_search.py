@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchtitan_cad.planning.exchange.traffic import node_prices
 from torchtitan_cad.planning.intervals import FloatArray, IntArray, end_to_end
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
@@ -46,7 +47,7 @@ RISE, RISE_NEAR = 0.15, 0.1
 """threshold accepting: initial threshold = RISE x objective / number of chunks, RISE_NEAR for searches near another
 assignment"""
 
-FEWER_NEAR = 4
+FEWER_NEAR = 8
 """moves tried from the initial assignment / moves tried near another one"""
 
 Kind = tuple[int, float, float]
@@ -56,12 +57,11 @@ rank / short are not cut, except to fill the last room."""
 
 
 class Assignment(NamedTuple):
-    """Contents of the table before or after a search, and their estimated objective."""
+    """Contents of the table before or after a search."""
 
     ints: IntArray
     reals: FloatArray
     prices: FloatArray
-    estimate: float
 
 
 class HomeSearch:
@@ -89,7 +89,9 @@ class HomeSearch:
         speed = np.array([float(value) for value in speeds.values])[speeds.index]
         per_token = float(work[whole].sum()) / max(1, int(lengths[whole].sum()))
         per_pair = work.sum() / pairs.sum()
-        prices = np.array([shape.query_bytes, shape.kv_bytes, per_pair, per_token, 0.0, 0.0, *weights])
+        _, unit, _ = node_prices(config, num_ranks)  # of a byte in a node, as in the bytes of plans
+        row_bytes = unit * shape.query_bytes, unit * shape.kv_bytes
+        prices = np.array([*row_bytes, per_pair, per_token, 0.0, 0.0, *weights])
         size = int((lengths[long] // sizes[LEAST_CHUNK] + 3).sum()) + num_ranks
         self._table = make_table(size, (1 + config.tolerance) * mean * speed, speed, prefix, sizes, prices)
         self._layout, self._room = layout, room
@@ -97,20 +99,23 @@ class HomeSearch:
         self._long, self._most_work = long, MOST_WORK * mean
         self._tries = int(MOVES * (num_ranks / 64) ** (0.25 if num_ranks > 64 else 0.6))
         _, shortest, longest = min((self._assign_long(*pair), *pair) for pair in cuts)
-        self._initial = self._assignment(self._assign_long(shortest, longest))
+        self._assign_long(shortest, longest)
+        self._initial = self._assignment()
 
-    def find(self, seed: int, near: Assignment | None = None) -> tuple[TokenLayout, Assignment]:
+    def find(self, seed: int, near: tuple[Assignment, IntArray] | None = None) -> tuple[TokenLayout, Assignment]:
         """Return the layout found with the pseudo-random numbers of ``seed``, and its assignment.
 
-        The search starts from the assignment ``near``, by default from the initial one.
+        The search starts from the assignment ``near``, by default from the initial one. The estimate is corrected to
+        the bytes [2, num_ranks] that the plan for that assignment moves into and out of every rank.
         """
         layout, table, first = self._layout, self._table, self._layout.num_ranks
         rise, tries = (RISE_NEAR, self._tries // FEWER_NEAR) if near else (RISE, self._tries)
-        table.ints[:], table.reals[:], table.prices[:], estimate = near or self._initial
+        start, by_rank = near or (self._initial, np.empty((2, 0), dtype=np.int64))
+        table.ints[:], table.reals[:], table.prices[:] = start
         num_chunks = int(table.ints[-1, COUNT]) - first
         if num_chunks > 1:
-            estimate = improve(table, estimate, rise * estimate / num_chunks, tries, np.array([seed]))
-        assignment = self._assignment(estimate)
+            improve(table, by_rank, rise / num_chunks, tries, np.array([seed]))
+        assignment = self._assignment()
         lengths, home = layout.doc_lengths[self._short], np.empty_like(self._short)
         load = table.reals[:first, LOAD] - table.prices[PER_TOKEN] * table.ints[:first, ROOM]
         assign_short(table, lengths, home, np.empty_like(self._room), load / table.speed)
@@ -127,8 +132,8 @@ class HomeSearch:
         # Sorted and whole: ``TokenLayout.from_arrays`` would only check it.
         return TokenLayout(first, rank, layout.docs[doc], start, length, np.ones(len(rank), dtype=bool)), assignment
 
-    def _assignment(self, estimate: float) -> Assignment:
-        return Assignment(self._table.ints.copy(), self._table.reals.copy(), self._table.prices.copy(), estimate)
+    def _assignment(self) -> Assignment:
+        return Assignment(self._table.ints.copy(), self._table.reals.copy(), self._table.prices.copy())
 
     def _assign_long(self, shortest: int, longest: int) -> float:
         """Assign long documents in chunks of ``shortest`` to ``longest`` tokens, and return the objective."""

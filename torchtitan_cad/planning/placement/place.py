@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torchtitan_cad.planning.compile_once import Report
 from torchtitan_cad.planning.exchange.traffic import Moved
+from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
@@ -16,12 +17,12 @@ from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TaskArray
 from torchtitan_cad.planning.placement.home_search import KINDS, HomeSearch
-from torchtitan_cad.planning.plan import Plan, entry_point_callers, make_plan, moved_by, warm_up
+from torchtitan_cad.planning.plan import Plan, bytes_by_rank, entry_point_callers, make_plan, moved_by, warm_up
 from torchtitan_cad.planning.planners.local_search.planner import search
 
 _logger = logging.getLogger(__name__)
 
-SEARCHES, SEARCHES_NEAR = 96, 64
+SEARCHES, SEARCHES_NEAR = 72, 176
 """assignments planned x number of ranks: from initial ones, at least one, and near the best one so far. Estimates are
 coarse where ranks are few."""
 
@@ -68,9 +69,10 @@ def place_and_plan(
             if best and seed >= from_scratch:
                 homes_search, near = best[2:]
             homes, assignment = homes_search.find(seed, near)
-            moved, tasks = _try(homes, shape, config, cost)
+            by_rank, tasks = _try(homes, shape, config, cost)
+            moved = Moved.of(by_rank)
             if moved.score(before) < least.score(before):
-                best, least = (homes, tasks, homes_search, assignment), moved
+                best, least = (homes, tasks, homes_search, (assignment, by_rank)), moved
     if best is None:
         return Placed(layout, given, given)
     homes, tasks, *_ = best
@@ -79,12 +81,12 @@ def place_and_plan(
 
 def _try(
     layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
-) -> tuple[Moved, Callable[[], TaskArray]]:
-    """Return the bytes of the plan for a layout whose tokens all attend, and a function that makes its tasks."""
+) -> tuple[IntArray, Callable[[], TaskArray]]:
+    """Return what ``search`` does, for a layout whose tokens all attend."""
     if config.planner == "local_search":
         return search(layout, shape, config, cost)
     plan = make_plan(layout, shape, config, cost)
-    return moved_by(plan), lambda: plan.tasks
+    return bytes_by_rank(plan), lambda: plan.tasks
 
 
 def warm_up_placement(report: Report = _logger.info) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchtitan_cad.planning.exchange.traffic import Moved, node_prices
+from torchtitan_cad.planning.exchange.traffic import node_prices
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit
 from torchtitan_cad.planning.model.config import PlannerConfig
@@ -84,8 +84,10 @@ class LocalSearch:
 
     def improve(
         self, start: IntArray, loads: IntArray, limits: IntArray, guaranteed: IntArray, budget: int
-    ) -> tuple[IntArray, Moved] | None:
-        """Return tasks [n, TASK_COLUMNS] within the guaranteed loads, and their bytes; None if none are found.
+    ) -> tuple[IntArray, IntArray] | None:
+        """Return tasks [n, TASK_COLUMNS] within the guaranteed loads, and [2, num_ranks] bytes in and out.
+
+        None if no tasks are found.
 
         Args:
             start: int64 [n, TASK_COLUMNS] tasks to begin with.
@@ -109,8 +111,8 @@ class LocalSearch:
         board.ranks[:, LIMIT] = np.maximum(board.ranks[:, LIMIT], board.ranks[:, LOAD])
         board.counts[EVALUATED] = 0
         polish(board, budget)
-        moved = Moved.of(board.ranks[:, BYTES_IN], board.ranks[:, BYTES_OUT])
-        return board.pieces[: board.counts[PIECES], :TASK_COLUMNS], moved
+        by_rank = board.ranks[:, [BYTES_IN, BYTES_OUT]].T.copy()
+        return board.pieces[: board.counts[PIECES], :TASK_COLUMNS], by_rank
 
     def _board(self, capacity: int, limits: IntArray) -> Board:
         ranks = np.zeros((len(limits), RANK_COLUMNS), dtype=np.int64)

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from torchtitan_cad.planning.exchange.traffic import Moved
-from torchtitan_cad.planning.intervals import sum_by_index
+from torchtitan_cad.planning.intervals import IntArray, sum_by_index
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -37,10 +36,11 @@ def plan_local_search(layout: TokenLayout, shape: AttentionShape, config: Planne
 
 def search(
     layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, effort: float = 1.0
-) -> tuple[Moved, Callable[[], TaskArray]]:
+) -> tuple[IntArray, Callable[[], TaskArray]]:
     """Plan as ``plan_local_search``, evaluating ``effort`` times as many moves for fewer bytes.
 
-    Returns the plan's bytes, which are right only if all tokens attend, and a function that makes its tasks.
+    Returns the plan's bytes [2, num_ranks] into and out of every rank, right only if all tokens attend, and a function
+    that makes its tasks.
     """
     home = home_tasks(layout)
     table, costs = task_table(layout, home), cost.cost(home)
@@ -63,5 +63,5 @@ def search(
         found = every.improve(table, np.zeros_like(loads), limits.guaranteed, limits.guaranteed, budget)
         docs, rest = layout.docs, rest[:0]
     assert found is not None
-    tasks, moved = found
-    return moved, lambda: np.concatenate([rest, from_table(docs, tasks)])
+    tasks, by_rank = found
+    return by_rank, lambda: np.concatenate([rest, from_table(docs, tasks)])
