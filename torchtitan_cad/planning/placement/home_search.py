@@ -110,8 +110,8 @@ class HomeSearch:
         """
         layout, table, first = self._layout, self._table, self._layout.num_ranks
         rise, tries = (RISE_NEAR, self._tries // FEWER_NEAR) if near else (RISE, self._tries)
-        start, by_rank = near or (self._initial, np.empty((2, 0), dtype=np.int64))
-        table.ints[:], table.reals[:], table.prices[:] = start
+        origin, by_rank = near or (self._initial, np.empty((2, 0), dtype=np.int64))
+        table.ints[:], table.reals[:], table.prices[:] = origin
         num_chunks = int(table.ints[-1, COUNT]) - first
         if num_chunks > 1:
             improve(table, by_rank, rise / num_chunks, tries, np.array([seed]))
