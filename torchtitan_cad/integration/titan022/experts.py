@@ -14,11 +14,8 @@ def check_experts(config: JobConfig, model_args: Any, world_size: int | None) ->
     """
     parallelism, flavor, mode = config.parallelism, config.model.flavor, config.comm.mode
     schedule, ranks = parallelism.pipeline_parallel_schedule, parallelism.expert_parallel_degree
-    tp, etp, experts = (
-        parallelism.tensor_parallel_degree,
-        parallelism.expert_tensor_parallel_degree,
-        model_args.moe_args,
-    )
+    tp, etp = parallelism.tensor_parallel_degree, parallelism.expert_tensor_parallel_degree
+    experts = model_args.moe_args.num_experts
     if config.cad.streams == "traced":
         raise ValueError(
             f"cad.streams = 'traced' cannot trace the experts of model.flavor = {flavor!r}; set cad.streams to 'auto'"
