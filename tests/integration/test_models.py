@@ -92,7 +92,8 @@ def cases() -> Iterator[object]:
                 case = dataclasses.replace(case, shared=(*case.shared, *STEADY))
             # Stock torchtitan has no validation for the other models, and none for this one's sdpa.
             case = dataclasses.replace(case, validates=model == "llama4" and "sdpa" not in case.name)
-            for homes in ("loader", "placed"):
+            # Under TP the gradients of stock's routers depend on columns where scores are applied after experts.
+            for homes in ("loader",) if model == "gpt_oss" and TP2[0] in case.shared else ("loader", "placed"):
                 short = case.name in SHORT and homes == "loader"
                 marks = [] if short else [pytest.mark.matrix]
                 yield pytest.param(case, homes, id=f"{model}-{case.name}-{homes}", marks=marks)
