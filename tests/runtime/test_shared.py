@@ -13,37 +13,17 @@ from torch import Tensor
 
 from tests.plans import random_layout, random_plan
 from tests.runtime.rows import CPU, SHAPES, Tensors, assert_ranks_as_exact, dense, undivided
+from tests.runtime.test_sinks import VARIANTS
 from tests.runtime.threaded import run_ranks, thread_transports
 from tests.sets import matrix
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.runtime import steps, traced
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.ops import core_attention_with_lse
 from torchtitan_cad.runtime.tick_engine import TickCall, TickEngine
 
 SHAPE = SHAPES["mla"]
 ENGINE = "test_shared"
 Attend = Callable[..., tuple[Tensor, Tensor]]
-
-
-def in_steps(q: Tensor, k: Tensor, v: Tensor, key: Tensor, engine: str, *, shared: Tensor) -> tuple[Tensor, Tensor]:
-    token = steps.step(steps.dispatch(q, k, v, key, engine, shared=shared), "attend", key, engine)
-    return steps.combine_with_lse(token, q, k, v, key, engine, shared=shared)
-
-
-def in_a_graph(q: Tensor, k: Tensor, v: Tensor, key: Tensor, engine: str, *, shared: Tensor) -> tuple[Tensor, Tensor]:
-    token, hold = traced.prepare(q, k, v, key, engine, shared=shared)
-    for name in ("dispatch", "arrive"):
-        token = traced.step(token, name, key, engine)
-    token, hold = traced.attend(token, hold, key, engine)
-    token = traced.step(token, "give_back", key, engine)
-    hold = traced.step(hold, "hold", key, engine)
-    token = traced.step(token, "receive", key, engine)
-    return traced.combine_with_lse(token, hold, q, k, v, key, engine, shared=shared)
-
-
-FAMILIES: list[Attend] = [core_attention_with_lse, in_steps, in_a_graph]
 
 
 def results_of(attend: Attend, tensors: Tensors, rank: int, engine: str) -> list[Tensor]:
@@ -54,7 +34,7 @@ def results_of(attend: Attend, tensors: Tensors, rank: int, engine: str) -> list
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
-@pytest.mark.parametrize("attend", FAMILIES)
+@pytest.mark.parametrize("attend", VARIANTS)
 def test_any_plan_by_every_family(attend: Attend, keep: bool) -> None:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
@@ -100,7 +80,7 @@ def test_ranks_without_tokens_serve_in_ticks() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=matrix)])
-@pytest.mark.parametrize("attend", FAMILIES[:2])
+@pytest.mark.parametrize("attend", VARIANTS[:2])
 def test_compiled(attend: Attend, backend: str) -> None:
     layout = TokenLayout.from_segments([[(0, 0, 13), (1, 0, 11)]])
     engine = CoreAttentionEngine(CpuKernel(), None, rank=0, device=CPU, scale=0.25)

@@ -32,22 +32,22 @@ ENGINE = "test_sinks"
 LENGTHS = [[24], [13, 4, 7]]
 
 
-def in_steps(q: Tensor, k: Tensor, v: Tensor, key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
-    token = steps.dispatch(q, k, v, key, engine)
+def in_steps(q: Tensor, k: Tensor, v: Tensor, key: Tensor, engine: str, **shared: Tensor) -> tuple[Tensor, Tensor]:
+    token = steps.dispatch(q, k, v, key, engine, **shared)
     token = steps.step(token, "attend_first", key, engine)
     token = steps.step(token, "attend_rest", key, engine)
-    return steps.combine_with_lse(token, q, k, v, key, engine)
+    return steps.combine_with_lse(token, q, k, v, key, engine, **shared)
 
 
-def in_a_graph(q: Tensor, k: Tensor, v: Tensor, key: Tensor, engine: str) -> tuple[Tensor, Tensor]:
-    token, hold = traced.prepare(q, k, v, key, engine)
+def in_a_graph(q: Tensor, k: Tensor, v: Tensor, key: Tensor, engine: str, **shared: Tensor) -> tuple[Tensor, Tensor]:
+    token, hold = traced.prepare(q, k, v, key, engine, **shared)
     for name in ("dispatch", "arrive"):
         token = traced.step(token, name, key, engine)
     token, hold = traced.attend(token, hold, key, engine)
     token = traced.step(token, "give_back", key, engine)
     hold = traced.step(hold, "hold", key, engine)
     token = traced.step(token, "receive", key, engine)
-    return traced.combine_with_lse(token, hold, q, k, v, key, engine)
+    return traced.combine_with_lse(token, hold, q, k, v, key, engine, **shared)
 
 
 VARIANTS: list[Callable[..., tuple[Tensor, Tensor]]] = [core_attention_with_lse, in_steps, in_a_graph]
