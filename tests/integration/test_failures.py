@@ -22,10 +22,6 @@ REFUSED = {
         ["--parallelism.tensor_parallel_degree=2", "--model.flavor=tiny_sdpa_3_heads"],
         r"tensor_parallel_degree = 2 does not divide the 3 query heads",
     ),
-    "ping-pong of other attention": (
-        ["--cad.nano_batches=2", *LLAMA4],
-        r"cad\.nano_batches = 2 .* model\.name = 'llama4'; set cad\.nano_batches to 1",
-    ),
     "ticks and experts": ([*IN_TICKS, *LLAMA4], r"'CAD1F1B' .*experts of .*= 'debugmodel'; set the schedule"),
     "ticks and too many stages": (
         [*IN_TICKS, "--parallelism.pipeline_parallel_layers_per_stage=1"],

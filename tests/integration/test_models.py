@@ -17,6 +17,7 @@ from tests.integration.compositions import (
     KEEP,
     OP,
     PLACED,
+    ROW1,
     TP2,
     VALIDATE_OFTEN,
     VALIDATION,
@@ -33,6 +34,7 @@ from tests.integration.harness import run
 
 EP2 = dp(expert_parallel=2)
 ETP2 = (*TP2, "--parallelism.expert_tensor_parallel_degree=2")
+HALVED = ("--cad.nano_batches=2",)
 ROWS = ("--cad.documents=row",)
 """Every row is one document: plain causal attention."""
 
@@ -56,6 +58,9 @@ COMPOSITIONS = [
     Composition("ac_full", args=FULL),
     Composition("compile", args=(*COMPILE, "--compile.components=model")),
     Composition("gradient_accumulation", shared=global_batch(8)),
+    Composition("halved_rows_ac_full", args=(*HALVED, *FULL)),
+    Composition("halved_middle_cp2", args=(*HALVED, *CP2), shared=ROW1, reference_nranks=1),
+    Composition("halved_tp2", nranks=4, args=HALVED, shared=TP2),
 ]
 """What is tested of every model."""
 DEEPSEEK = [

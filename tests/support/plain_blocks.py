@@ -25,7 +25,7 @@ Prepare = Callable[[PingPong], None]
 class PlainBlock(nn.Module):
     """A pre-norm block with rotary positions and a gated MLP, and its own ``BlockView``; TP cannot split it."""
 
-    traceable, can_split = True, False
+    traceable, can_split, engine, rescale = True, False, "", None
 
     def __init__(self, dim: int, shape: AttentionShape) -> None:
         super().__init__()

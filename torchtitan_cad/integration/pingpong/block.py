@@ -6,6 +6,7 @@ are; they are not part of the model's tree. Under tensor parallelism a region co
 split, the loop runs a region's parts in place of its ``forward``, so that the other half's work can hide them.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -30,11 +31,16 @@ class BlockView(Protocol):
     """Whether a compiler can trace all of the block's work; it cannot trace experts, whose tokens are counted first."""
     graphs: tuple[str, ...]
     """Methods, or parts of them, to compile where some block of the model is not traceable."""
+    engine: str
+    """Name of the engine of the block's kind of attention; empty: the loop's."""
+    rescale: Callable[[Tensor, Tensor], Tensor] | None
+    """Rescales core attention's output [T, Hq, Dv] by its log-sum-exp [T, Hq], between the block's hooks; None: not."""
     can_split: bool
     """Whether the parts below compute the block: plain linear layers, RMSNorm, a gated SiLU MLP."""
 
-    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalize and project the block's input x [B, S, dim] to q, k, v [B * S, heads, head_dim], rotated.
+    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+        """Normalize and project the block's input x [B, S, dim] to q, k, v [B * S, heads, head_dim], rotated, and what
+        the heads of keys share [B * S, 1, shared], if anything.
 
         Args:
             rope: the model's table of rotations.
@@ -83,7 +89,7 @@ class Region(nn.Module):
 
     def forward(
         self, x: Tensor, attended: Tensor | None, rope: Tensor | None, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         """Run the region.
 
         Args:
@@ -92,7 +98,7 @@ class Region(nn.Module):
             rope, positions: as ``BlockView.project`` takes them; for ``after``.
 
         Returns:
-            The input of block ``after`` [B, S, dim], and its q, k, v [B * S, heads, head_dim]; None at the model's end.
+            The input of block ``after`` [B, S, dim], and what its ``project`` returns; three None at the model's end.
         """
         if self.before is not None:
             x = self.before.finish(x, attended)

@@ -31,7 +31,7 @@ from torchtitan_cad.integration.pingpong.block import BlockView, Region
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
 from torchtitan_cad.integration.pingpong.turn import compile_turns, run_turns
 from torchtitan_cad.planning.model.batch import halves_by_row
-from torchtitan_cad.runtime.steps import combine, dispatch, step
+from torchtitan_cad.runtime.steps import combine, combine_with_lse, dispatch, step
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
 NAMES = ("ping", "pong")
@@ -62,8 +62,9 @@ class _Half:
         # The other half's linear work comes between, and after in backward.
         self._undivided = ", undivided" if self.name == NAMES[0] else ""
         self._token: Any = None
-        self._qkv: Any = None
-        """With the token, core attention in flight, from ``send`` until ``receive``."""
+        self._block: Any = None
+        self._rows: Any = None
+        """With the token, core attention in flight, from ``send`` until ``receive``: its block, q, k, v and shared."""
         self._attended: Any = None
         """Core attention's output [B, S, heads * head_dim], from ``receive`` until a region has used it."""
 
@@ -85,11 +86,14 @@ class _Half:
         with record_function(f"cad/{name}.{self.name}"):
             return work(*args)
 
-    def send(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def send(self, block: BlockView, q: Tensor, k: Tensor, v: Tensor, shared: Tensor | None = None) -> None:
         if self.earlier is not None:
-            _, first_k, first_v = self.earlier._qkv
+            _, first_k, first_v, first_shared = self.earlier._rows
             k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
-        self._token, self._qkv = dispatch(q, k, v, self.plan_key, self.engine), (q, k, v)
+            shared = None if shared is None else torch.cat((first_shared, shared))
+        self.engine = block.engine or self.engine
+        self._token = dispatch(q, k, v, self.plan_key, self.engine, shared=shared)
+        self._block, self._rows = block, (q, k, v, shared)
 
     def attend(self, part: str = "") -> None:
         """Attend, or do the "first" part of it or the "rest"."""
@@ -97,8 +101,13 @@ class _Half:
         self._token = step(self._token, name, self.plan_key, self.engine)
 
     def receive(self) -> None:
-        out = combine(self._token, *self._qkv, self.plan_key, self.engine)
-        self._token = self._qkv = None
+        *qkv, shared = self._rows
+        call = self._token, *qkv, self.plan_key, self.engine
+        if self._block.rescale is None:
+            out = combine(*call, shared=shared)
+        else:
+            out = self._block.rescale(*combine_with_lse(*call, shared=shared))
+        self._token = self._block = self._rows = None
         self._attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
     def exchange(
@@ -284,7 +293,7 @@ class PingPong:
             attended = half.take_attended() if before else None
             half.x, *qkv = half.run(name, region, half.x, attended, half.rope, half.positions)
             if after:
-                half.send(*qkv)
+                half.send(self.blocks[index], *qkv)
 
     def _parts(self, region: Region, half: _Half, index: int) -> Iterator[None]:
         """Run a cut region in parts: out of attention; into the MLP; out of it; q, k, v.
@@ -308,7 +317,7 @@ class PingPong:
         yield
         gathered = half.gather(boundary, token)
         if after is not None:
-            half.send(*half.run(f"pre {index}", after.project_normed, gathered, half.rope, half.positions))
+            half.send(after, *half.run(f"pre {index}", after.project_normed, gathered, half.rope, half.positions))
 
     def attend(self, halves: list[_Half]) -> None:
         """Run core attention between two regions, less what belongs to their parts."""

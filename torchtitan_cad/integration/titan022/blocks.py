@@ -75,17 +75,24 @@ class TitanBlock(nn.Module):
             module of it in place, so it stays the same object.
     """
 
+    engine = ""
+    rescale: Callable[[Tensor, Tensor], Tensor] | None = None
+
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block: Any = block
         self.traceable = not getattr(block, "moe_enabled", False)
         self.graphs: tuple[str, ...] = ("project", "finish" if self.traceable else "add_attention")
-        self.can_split = self.traceable and _is_plain(block)
+        self.take_core()
+
+    def take_core(self) -> None:
+        """Make the attention module return what core attention takes."""
+        self.can_split = self.traceable and _is_plain(self.block)
         attention: Any = self.block.attention
         attention.rotate = sys.modules[type(attention).__module__].apply_rotary_emb
         attention.forward = types.MethodType(_project, attention)
 
-    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         return self.block.attention(self.block.attention_norm(x), rope, None, positions)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:

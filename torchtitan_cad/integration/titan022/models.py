@@ -10,6 +10,7 @@ import types
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from torchtitan.models.deepseek_v3.model import model as deepseek_v3
 from torchtitan.models.gpt_oss.model import model as gpt_oss
 from torchtitan.models.llama4.model import model as llama4
 
-from torchtitan_cad.integration.titan022.blocks import CoreAttentionParallel, local, rows
+from torchtitan_cad.integration.titan022.blocks import CoreAttentionParallel, TitanBlock, local, rows
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.runtime.ops import core_attention, core_attention_with_lse
@@ -81,19 +82,19 @@ class Adapter:
         """Make ``block`` attend through the registered ``engine``, with the ``scale`` that it was built for."""
         parallelize_module(block.attention.inner_attention, mesh, CoreAttentionParallel(engine, scale))
 
+    def view(self, block: Any, engine: str) -> TitanBlock:
+        """Return the block as ping-pong runs it."""
+        return TitanBlock(block)
+
 
 class _ByProjection(Adapter):
     replaces_forward = True
+    has_sinks = False
+    """Whether a learned sink takes part of every head's attention."""
 
     def project(self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None) -> Projected:
         """Project x [B, S, dim] to rows of queries, keys and values, rotated."""
         raise NotImplementedError
-
-    def attend(
-        self, attention: Any, q: Tensor, k: Tensor, v: Tensor, shared: Tensor | None, plan_key: Tensor, engine: str
-    ) -> Tensor:
-        """Return core attention's output [T, Hq, Dv] as the model's output projection takes it."""
-        return core_attention(q, k, v, plan_key, engine, shared=shared)
 
     def replace_attention(self, block: Any, mesh: DeviceMesh, engine: str, scale: float) -> None:
         attention, adapter = block.attention, self
@@ -104,10 +105,46 @@ class _ByProjection(Adapter):
         def forward(
             self: Any, x: Tensor, rope: Tensor, masks: VarlenMetadata, positions: Tensor | None = None
         ) -> Tensor:
-            out = adapter.attend(self, *adapter.project(self, x, rope, positions), masks.cu_seq_q, engine)
+            q, k, v, shared = adapter.project(self, x, rope, positions)
+            if adapter.has_sinks:
+                out = _feed_sinks(self, *core_attention_with_lse(q, k, v, masks.cu_seq_q, engine, shared=shared))
+            else:
+                out = core_attention(q, k, v, masks.cu_seq_q, engine, shared=shared)
             return self.wo(out.reshape(*x.shape[:2], -1))
 
         attention.forward = types.MethodType(forward, attention)
+
+    def view(self, block: Any, engine: str) -> TitanBlock:
+        return _ProjectedBlock(block, self, engine)
+
+
+def _feed_sinks(attention: Any, out: Tensor, lse: Tensor) -> Tensor:
+    """Return core attention's output [T, Hq, D] less what the sinks take, for its log-sum-exp [T, Hq]."""
+    return out * torch.sigmoid(lse - local(attention.sinks)).unsqueeze(-1).to(out.dtype)
+
+
+class _ProjectedBlock(TitanBlock):
+    """A ``BlockView`` of a block whose adapter projects."""
+
+    def __init__(self, block: Any, adapter: _ByProjection, engine: str) -> None:
+        super().__init__(block)
+        self.adapter, self.engine = adapter, engine
+        if adapter.has_sinks:
+            self.rescale = partial(_feed_sinks, block.attention)
+
+        def forward(self: Any, x: Tensor, rope: Tensor, masks: None, positions: Tensor | None = None) -> Projected:
+            return adapter.project(self, x, rope, positions)
+
+        block.attention.forward = types.MethodType(forward, block.attention)
+
+    def take_core(self) -> None:
+        self.can_split = False
+
+    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+        normed = self.block.attention_norm(x)
+        if self.adapter.runs_blocks:  # attention takes no positions
+            return self.block.attention(normed, rope if positions is None else rope[positions], None)
+        return self.block.attention(normed, rope, None, positions)
 
 
 class DeepSeekV3(_ByProjection):
@@ -154,7 +191,7 @@ class Llama4(_ByProjection):
 class GptOss(_ByProjection):
     """Every other layer sees a sliding window; a learned sink takes part of every head's attention."""
 
-    runs_blocks = True
+    has_sinks = runs_blocks = True
 
     def kind_of(self, args: Any, layer: int, seq_len: int) -> Kind:
         return "full" if layer % 2 == 1 or seq_len <= args.sliding_window_size else "window"
@@ -175,12 +212,6 @@ class GptOss(_ByProjection):
         cos, sin = rope.to(q.dtype).unsqueeze(-2).chunk(2, dim=-1)
         q, k = (heads * cos + gpt_oss.rotate_half(heads) * sin for heads in (q, k))
         return rows(q), rows(k), rows(v), None
-
-    def attend(
-        self, attention: Any, q: Tensor, k: Tensor, v: Tensor, shared: Tensor | None, plan_key: Tensor, engine: str
-    ) -> Tensor:
-        out, lse = core_attention_with_lse(q, k, v, plan_key, engine)
-        return out * torch.sigmoid(lse - local(attention.sinks)).unsqueeze(-1).to(out.dtype)
 
 
 ADAPTERS: dict[str, Adapter] = {

@@ -37,7 +37,7 @@ from torchtitan_cad.integration.pingpong.fsdp_hooks import adopt_hooks
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
-from torchtitan_cad.integration.titan022.blocks import TitanBlock, apply_ac, apply_compile, checkpointing
+from torchtitan_cad.integration.titan022.blocks import apply_ac, apply_compile, checkpointing
 from torchtitan_cad.integration.titan022.checks import choose_streams, launched_ranks, validate
 from torchtitan_cad.integration.titan022.experts import check_experts
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
@@ -140,10 +140,6 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
             f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}: torchtitan has no "
             f"pipelines for model.name = {name!r}; set it to 1"
         )
-    if config.cad.nano_batches == 2 and ADAPTERS[name].replaces_forward:
-        raise ValueError(
-            f"cad.nano_batches = 2 does not know the attention of model.name = {name!r}; set cad.nano_batches to 1"
-        )
     if has_experts(model_args):
         check_experts(config, model_args, launched_ranks(config) if world_size is None else world_size)
     if schedule in TICK_SCHEDULES and config.parallelism.pipeline_parallel_degree > 1:
@@ -241,7 +237,10 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
     """Replace the attention of every block by core attention on the CAD mesh."""
     session = current_session()
     mesh = session.build_mesh(parallel_dims.world_mesh)
-    blocks = list(model.layers.values())  # type: ignore[operator]
+    adapter, layers = cast(Adapter, model.adapter), cast(nn.ModuleDict, model.layers)
+    by_name = {kind.name: kind for kind in session.job.kinds}
+    names = [adapter.kind_of(model.model_args, int(layer), job_config.training.seq_len) for layer in layers]
+    blocks = [(block, engine_name(session.job.kinds, name)) for block, name in zip(layers.values(), names, strict=True)]
     if session.cad.nano_batches == 2:
         traced, why = choose_streams(job_config, session.job.device, has_experts(model.model_args))
         logger.info(f"Streams of nano-batches: {'traced' if traced else 'opaque'} ({why})")
@@ -251,17 +250,14 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
         if parallel_dims.tp_enabled and not session.job.async_tp:
             new_boundary = functools.partial(Boundary, session.side_stream, parallel_dims.get_mesh("tp").get_group())
         model.pingpong = PingPong(  # type: ignore[assignment]
-            [TitanBlock(block) for block in blocks],
+            [adapter.view(block, engine) for block, engine in blocks],
             ENGINE,
             new_boundary,
             traced_on=session.job.device if traced else None,
         )
     else:
-        adapter, layers = cast(Adapter, model.adapter), cast(nn.ModuleDict, model.layers)
-        kinds = {kind.name: kind for kind in session.job.kinds}
-        for layer, block in layers.items():
-            kind = kinds[adapter.kind_of(model.model_args, int(layer), job_config.training.seq_len)]
-            adapter.replace_attention(block, mesh, engine_name(session.job.kinds, kind.name), kind.score_scale)
+        for (block, engine), name in zip(blocks, names, strict=True):
+            adapter.replace_attention(block, mesh, engine, by_name[name].score_scale)
     logger.info(
         f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
         f"nano-batches: {session.cad.nano_batches}"
@@ -310,7 +306,7 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
     replaced: dict[str, Any] = {"apply_ac": checkpoint}
     if hasattr(module, "apply_cp_to_attention_module"):
         replaced["apply_cp_to_attention_module"] = lambda *_: None
-    if pingpong is not None:
+    if pingpong is not None and hasattr(module, "apply_compile"):
         replaced["apply_compile"] = functools.partial(apply_compile, pingpong, module.apply_compile)
     if current_session().deals:
         appliers = {name: getattr(module, name, None) for name in ("apply_tp", "apply_non_moe_tp")}
