@@ -37,7 +37,7 @@ from torchtitan_cad.integration.pingpong.fsdp_hooks import adopt_hooks
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
-from torchtitan_cad.integration.titan022.blocks import apply_ac, apply_compile, checkpointing
+from torchtitan_cad.integration.titan022.blocks import apply_ac, apply_compile, checkpointing, selects_operators
 from torchtitan_cad.integration.titan022.checks import choose_streams, launched_ranks, validate
 from torchtitan_cad.integration.titan022.experts import check_experts
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
@@ -183,7 +183,8 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         separate_compile_caches(parallel_dims)
         with _left_to_cad(spec, model, job_config):
             parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
-        if parallelized.pingpong is not None:
+        # Else checkpointing by operator (torch 2.13) stops at what FSDP2 records inside of a block.
+        if parallelized.pingpong is not None or selects_operators(checkpointing(job_config)):
             for block in parallelized.layers.values():
                 adopt_hooks(block)
         if not parallel_dims.pp_enabled:
