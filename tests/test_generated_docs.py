@@ -24,14 +24,14 @@ def test_every_option_is_described() -> None:
 
 
 def words(page: Path) -> int:
-    """Words of a page, without the lines of its tables."""
+    """Count the words of a page, without the rules of its tables."""
     return sum(re.search(r"\w", word) is not None for word in page.read_text().split())
 
 
 def test_pages_are_short() -> None:
-    pages = sorted((ROOT / "docs").glob("*.md"))
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page != API]
     assert words(ROOT / "README.md") <= 900
-    assert len(pages) <= 11  # ten, and the API
+    assert len(pages) <= 10
     assert sum(map(words, pages)) <= 15_000
 
 
