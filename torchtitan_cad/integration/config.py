@@ -67,7 +67,7 @@ class Cad:
     """
     2: the two halves of every microbatch take turns, and the exchange of one hides behind the other's compute. An even
     number of rows per microbatch is halved by rows, an odd one in the middle of every row. 1: no overlap, needed with
-    models other than llama3 and qwen3, and with an odd number of rows under tensor parallelism.
+    an odd number of rows under tensor parallelism.
     """
 
     streams: str = "auto"
