@@ -26,8 +26,7 @@ class Options:
     """Calls to measure."""
 
     num_heads: int = 32
-    """Query heads of one rank. Plans for another number, as under tensor parallelism, may use the same profile if heads
-    per key head, head dim and element size are the same."""
+    """Query heads of one rank. Plans for another number may use the same profile, with as many heads per key head."""
     num_kv_heads: int = 8
     """Key heads of one rank."""
     head_dim: int = 128
@@ -91,9 +90,7 @@ def run(output: Path, *, measurement: Options = DEFAULTS) -> None:
 
 
 def report(profile: Profile) -> str:
-    """Give the throughput of every cell, with a question mark if noisy, and from which query length on it is
-    saturated.
-    """
+    """Give the throughput of every cell, with a question mark if noisy, and the query length that saturates it."""
     heads = f"{profile.num_heads} query and {profile.num_kv_heads} key heads of {profile.head_dim}, {profile.dtype}"
     lines = [f"{profile.device}, torch {profile.torch}, kernel {profile.kernel}, {heads}"]
     return "\n\n".join([*lines, _table(profile, "forward"), _table(profile, "backward")])
