@@ -210,7 +210,7 @@ sleep.register_autograd(lambda ctx, gradient: (sleep(gradient, 2 * ctx.seconds),
 class SleepingBlock(nn.Module):
     """A ``BlockView`` of a block whose MLP takes ``seconds``; its parts take their shares of Llama 3 8B's weights."""
 
-    can_split, engine, rescale = True, "", None
+    traceable, can_split, engine, rescale = True, True, "", None
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
