@@ -98,7 +98,7 @@ test-cuda-build:
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu
 
-# Balance, bytes and time of all planners for 8 to 4096 ranks: bench/results/planner.json and docs/images/planner_*.png, in
+# Balance, bytes and time of all planners for 8 to 4096 ranks: bench/results/planner.json and docs/images/plan.png, in
 # about 5 minutes. PRETRAIN names a JSON list of document lengths for the workloads that draw from one.
 bench-planner: $(INSTALLED)
 	$(BIN)/python -m bench.planner --check $(if $(PRETRAIN),--pretrain $(PRETRAIN))

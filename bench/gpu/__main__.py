@@ -14,9 +14,9 @@ from bench.gpu.session import JSON_NAME, REPORT_NAME, Session
 
 RESULTS = ROOT / "bench" / "results"
 MINUTES = 9.0
-"""Budget of a run: machines are lent for ten."""
+"""minutes: budget of a run."""
 DRY_AT_ONCE = 2
-"""Stand-ins are not timed."""
+"""parts: stand-ins run so many at once, as they are not timed."""
 
 
 def main(arguments: Sequence[str]) -> int:
