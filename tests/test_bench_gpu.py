@@ -43,6 +43,7 @@ def test_what_a_part_measured_before_it_failed_is_kept() -> None:
         assert run_part(fake("interpreted", message), "cpu", 60, None).status == status
 
 
+@pytest.mark.matrix
 def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     begin = time.monotonic()

@@ -57,6 +57,7 @@ def test_every_configuration_gets_advice_that_validates(config: Path, tmp_path: 
         assert advice["recommended"]["seconds_per_step"] <= advice["job_as_written"]["seconds_per_step"]
 
 
+@pytest.mark.matrix
 def test_what_fits_no_memory_is_not_recommended(tmp_path: Path, capsys) -> None:
     advice = advise([*ONE_NODE, "--memory=1e9"], tmp_path)
     assert "not worth it: nothing that was tried fits" in capsys.readouterr().out

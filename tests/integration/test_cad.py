@@ -20,7 +20,7 @@ from tests.runtime.threaded import needs_linux
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 SHORT = {
-    "collective": ("fsdp2", "small_buffers_keep", "compile", "fsdp2xtp2", "cp2", "pp2_1f1b", "qwen3_fsdp2"),
+    "collective": ("fsdp2", "small_buffers_keep", "compile", "fsdp2xtp2", "cp2", "pp2_1f1b"),
     "symm_mem": ("ac_full_keep", "small_buffers"),
 }
 """Compositions that the short set trains by each transport, beside those of test_placement.py: one of every kind."""

@@ -101,6 +101,7 @@ def test_every_pair_of_the_mask_once(case: Case, kind: AttentionKind, share: flo
     check_json(plan)
 
 
+@pytest.mark.matrix
 @settings(max_examples=20)
 @given(
     nano_batches=st.integers(1, 2),

@@ -104,7 +104,7 @@ def test_code_for_a_device(capability: int, tmp_path) -> None:
     ("shape", "num_ranks", "num_plans"),
     [
         (SHAPE, 8, 6),
-        (LATENT, 8, 2),
+        pytest.param(LATENT, 8, 2, marks=matrix),
         pytest.param(SHAPE, 64, 60, marks=matrix),
         pytest.param(SHAPE, 8, 60, marks=matrix),
     ],
