@@ -82,6 +82,7 @@ def test_torchtitan_is_not_needed() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+@pytest.mark.matrix
 @needs_compiler
 def test_stages_of_one_block_and_of_several_compile_for_every_layout_of_rows() -> None:
     """Runs with gradients and without take more graphs together than torch's own limit allows."""

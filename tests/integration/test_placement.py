@@ -20,7 +20,6 @@ SHORT = [
         "ignored_labels_accumulation",
         shared=("--training.dataset=packed_documents_with_ignored_labels", *c.global_batch(16)),
     ),
-    c.pp2("ticks_halves_in_the_middle", *IN_TICKS, *HALVES),
 ]
 OVER_STEPS = [
     c.Composition("cp2_accumulation", args=c.CP2, shared=c.global_batch(8), reference_nranks=1),
@@ -29,6 +28,7 @@ OVER_STEPS = [
     c.Composition("halves_in_the_middle_accumulation", args=HALVES, shared=(*ROW3, *c.global_batch(24))),
     c.pp2("1f1b_accumulation", *c.global_batch(16), reference_args=c.global_batch(16)),
     c.pp2("halves_pp2_1f1b", *HALVES),
+    c.pp2("ticks_halves_in_the_middle", *IN_TICKS, *HALVES),
     c.pp2("ticks_accumulation", *IN_TICKS, *c.global_batch(16), reference_args=c.global_batch(16)),
     c.pp2("1f1b_alone_in_a_stage", nranks=2, reference_nranks=1, moves=False),
     c.pp2("ticks_alone_in_a_stage", *IN_TICKS, nranks=2, reference_nranks=1),

@@ -46,7 +46,8 @@ def documents(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_job_ends_after_its_last_step(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORKER_START_METHOD", method)
     shared = shared_memory()
