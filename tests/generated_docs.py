@@ -84,7 +84,8 @@ def _value(default: Any) -> str:
 
 def _summary(value: Any) -> str:
     """The first paragraph of the docstring, as Markdown."""
-    return (inspect.getdoc(value) or "").split("\n\n")[0].replace("``", "`").replace("\n", " ")
+    text = (inspect.getdoc(value) or "").split("\n\n")[0].replace("``", "`").replace("\n", " ")
+    return re.sub(r":\w+:`", "`", text)
 
 
 def up_to_date(page: Path) -> str:

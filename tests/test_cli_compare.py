@@ -148,8 +148,8 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path: Path, monkeypatch:
     ("args", "message"),
     [
         (["missing.toml"], "missing.toml: there is no such file"),
-        ([str(JOB), "--steps", "3"], "--steps 3: set a number from 4 on"),
-        ([str(JOB), "--rounds", "0"], "--rounds 0: set a number from 1 on"),
+        ([str(JOB), "--steps", "3"], "--steps 3: set 4 or more"),
+        ([str(JOB), "--rounds", "0"], "--rounds 0: set 1 or more"),
         ([str(JOB), "--nproc", "1"], "--nproc 1: core attention moves between ranks; set 2 or more"),
         ([str(JOB), "--nproc", "1000000"], "are too few for that; set at most"),
         ([str(JOB), "--output", "\x00"], "embedded null byte; name a folder that can be written to"),

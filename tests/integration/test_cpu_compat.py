@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.integration.compositions import PLACED, PROFILED, global_batch
+from tests.integration.compositions import PLACED, PROFILED, TOLERANCE, global_batch
 from tests.integration.harness import read_scalars, run
 from tests.integration.launched import TORCHRUN, launched
 from torchtitan_cad.integration.titan022 import cpu
@@ -60,6 +60,20 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
     assert resumed.losses == whole.losses[2:]
     assert resumed.grad_norms == whole.grad_norms[2:]
     assert resumed.validation_losses.keys() == {4}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("switches", [("cad", "no-cad"), ("no-cad", "cad")], ids=["saved with", "saved without"])
+def test_checkpoints_are_the_same_with_and_without_cad(switches: tuple[str, str], tmp_path: Path) -> None:
+    job = (*PLACED, *global_batch(8), "--training.steps=4", "--checkpoint.enable", "--checkpoint.interval=2")
+    others = ((), ("--checkpoint.load_step=2",))
+    whole, resumed = (
+        run([*job, f"--parallelism.{switch}", *args], dump_folder=tmp_path)
+        for switch, args in zip(switches, others, strict=True)
+    )
+    assert resumed.steps == [3, 4]
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=TOLERANCE)
+    assert resumed.grad_norms == pytest.approx(whole.grad_norms[2:], rel=TOLERANCE)
 
 
 @pytest.mark.matrix

@@ -279,7 +279,7 @@ def test_the_key_may_be_missing_but_a_config_must_be_readable(good, job):
     job.write_text(job.read_text() + "[cad\n")
     findings = report(good)
     assert list(findings) == failed(findings) == ["config"]
-    assert "mend that line; every [table] stands once" in findings["config"].text
+    assert "correct that line; every [table] may appear once" in findings["config"].text
 
 
 def test_leaves_torchtitan_as_it_is(good):

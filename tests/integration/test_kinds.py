@@ -98,5 +98,5 @@ def test_every_kind_has_an_engine_of_its_name() -> None:
 
 def test_kinds_cannot_attend_in_ticks() -> None:
     ticks: Any = object()
-    with pytest.raises(ValueError, match=r"pipeline_parallel_schedule: stages in ticks .* set a schedule of torch"):
+    with pytest.raises(ValueError, match=r"in a schedule of CAD's .* kinds of attention; set a schedule of torch"):
         build_engines(KINDS, ticks)

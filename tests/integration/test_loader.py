@@ -203,7 +203,9 @@ def test_waits_that_are_short_or_not_for_plans_are_not_told(
     assert not caplog.records
     for _ in range(2 * WATCHED):
         pace.add(waited, planned)
-    expected = ["training waits for plans 10 % of the time: planning a batch takes 500 ms of 1000 ms; wait"]
+    expected = [
+        "training waits for plans 10 % of the time: planning a batch takes 500 ms, training on it 1000 ms; wait"
+    ]
     assert [record.message for record in caplog.records] == expected * told
 
 

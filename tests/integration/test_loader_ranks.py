@@ -190,7 +190,7 @@ def test_planning_that_fails_on_one_rank_is_reported_on_all(where: str) -> None:
     numbers, errors = drain_at_once(connect(ranks))
     assert numbers == [[], [], []]
     assert isinstance(errors[1], ValueError)
-    assert {"make_plan": "magic", "add_plan": "needs a transport"}[where] in str(errors[1])
+    assert {"make_plan": "magic", "add_plan": "give the engine a transport"}[where] in str(errors[1])
     assert_peers_name_rank_6(errors)
 
 

@@ -44,8 +44,8 @@ FILES = {
     "[comm]\nmode = 3": r"comm\.mode = 3: set one of 'default', 'fake_b",
     "[compile]\nenable = 'no'": r"compile\.enable = 'no': set true or false",
     "[cad]\nrank_speeds = 1": r"cad\.rank_speeds = 1: set a list, of which each is a number",
-    "[cad": r"job\.config_file = '.*job\.toml': .*line \d+.*; mend that line; every \[table\] stands once",
-    "[cad]\n[cad]": r"job\.config_file = '.*': .*twice.*; mend that line; every \[table\] stands once",
+    "[cad": r"job\.config_file = '.*job\.toml': .*line \d+.*; correct that line; every \[table\] may appear once",
+    "[cad]\n[cad]": r"job\.config_file = '.*': .*twice.*; correct that line; every \[table\] may appear once",
 }
 """What the end of a file says, after the table [training], and the line that is printed."""
 PP, TP = "--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
@@ -130,8 +130,8 @@ OPTIONS = {
     f"{TRACED_HALVES} {TP}": r"'traced' needs .*tensor_parallel_degree = 1, not 2, .*; set that, or cad\.streams",
     f"{TRACED_HALVES} {FULL}": r"cad\.streams = 'traced' cannot recompute .*mode = 'full' .*; set the mode to 'none'",
     f"{TRACED_HALVES} {PP} {CSV}": r"'traced' cannot .*_schedule_csv = 'order\.csv' may; leave that out, or cad\.",
-    f"{SELECTIVE} --activation_checkpoint.selective_ac_option=2 {KEPT}": r"option = '2'; set the mode to 'full'",
-    f"{BUDGET} {COMPILE} {KEPT}": r"recompute_attention = false .*mode = 'memory_budget' .*; set the mode to 'full'",
+    f"{SELECTIVE} --activation_checkpoint.selective_ac_option=2 {KEPT}": r"option = '2'; set .*mode to 'full'",
+    f"{BUDGET} {COMPILE} {KEPT}": r"recompute_attention = false .*mode = 'memory_budget' .*; set .*mode to 'full'",
 }
 """Options, and the line that is printed."""
 if TorchVersion(torch.__version__) < FIRST_TORCH:

@@ -95,5 +95,5 @@ def test_tokens_pass_through_some_of_the_experts(monkeypatch):
 def test_a_job_has_each_kind_once_and_whole_documents_first(names):
     shape = AttentionShape(2, 1, 8, 4)
     kinds = [AttentionKind(name, 1, shape, 8 if name == "chunked" else None) for name in names]
-    with pytest.raises(ValueError, match="give each once, and one that keeps documents whole first"):
+    with pytest.raises(ValueError, match="give each once, and first one that keeps documents whole"):
         Job(**{name: None for name in Job.__dataclass_fields__} | {"kinds": tuple(kinds)})

@@ -83,4 +83,4 @@ def test_training_goes_on_without_predictions(caplog: pytest.LogCaptureFixture) 
     begin = time.monotonic()
     assert shadow.figures(1.0) == {}
     assert time.monotonic() - begin < WAIT_S / 2
-    assert caplog.text.count("cad.shadow says no more, and training goes on: ") == 1
+    assert caplog.text.count("cad.shadow logs nothing from here on, and training goes on: ") == 1

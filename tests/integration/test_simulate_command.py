@@ -191,7 +191,7 @@ def test_mistakes_are_one_line(args: list[str], message: str, capsys) -> None:
         ('[5, "abc"]', "'abc' is no length"),
         ("[5, -1]", "'-1' is no length"),
         ("[[5, -1]]", "'-1' is no length"),
-        ("[[8192], [4096]]", "documents given have 4096 to 8192 tokens in a row: write as many in each"),
+        ("[[8192], [4096]]", "documents given have 4096 to 8192 tokens in a row: write equally many in each"),
     ],
 )
 def test_lengths_that_are_none_are_named(content: str, message: str, tmp_path: Path, capsys) -> None:

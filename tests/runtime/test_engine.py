@@ -252,17 +252,17 @@ def test_what_falls_out_of_step_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="microbatch 5 outside its tick"):
         engine.forward(q, kv, kv, 5)
     engine.begin_tick(mine, microbatch=6)
-    with pytest.raises(RuntimeError, match="before the last one has ended"):
+    with pytest.raises(RuntimeError, match="the one before it has not ended"):
         engine.begin_tick(mine, microbatch=6)
     with pytest.raises(RuntimeError, match="microbatch 5 outside its tick"):
         engine.forward(q, kv, kv, 5)
     with pytest.raises(RuntimeError, match=r"expect torch\.float32"):
         engine.forward(q.bfloat16(), kv.bfloat16(), kv.bfloat16(), 6)
-    with pytest.raises(RuntimeError, match="has not taken"):
+    with pytest.raises(RuntimeError, match="has not made its step"):
         engine.end_tick()
     engine = tick_engine()
     engine.begin_tick([TickCall(forward=False, keys=(0,), mine=True)], microbatch=6)
-    with pytest.raises(RuntimeError, match="comes to start_forward, but its next step"):
+    with pytest.raises(RuntimeError, match="makes the step start_forward, but its next step"):
         engine.forward(q, kv, kv, 6)
 
 
@@ -274,9 +274,9 @@ def test_the_second_half_cannot_go_first() -> None:
         each.add_plan(2, plan)
         each.add_plan(3, plan)
         each.begin_tick([TickCall(forward=True, keys=(2, 3), mine=True)], microbatch=6)
-    with pytest.raises(RuntimeError, match=r"comes to start_forward, but its next step .*nano=0"):
+    with pytest.raises(RuntimeError, match=r"makes the step start_forward, but its next step .*nano=0"):
         first_try.begin_forward(q, kv, kv, 7)
     first, second = (engine.send(engine.begin_forward(q, kv, kv, key)) for key in (6, 7))
     assert (first.key, second.key) == (2, 3)
-    with pytest.raises(RuntimeError, match=r"comes to attend_forward, but its next step .*nano=0"):
+    with pytest.raises(RuntimeError, match=r"makes the step attend_forward, but its next step .*nano=0"):
         engine.attend(second)

@@ -213,7 +213,7 @@ def test_merge_does_not_overflow() -> None:
         ([1, 2], [0, 2], None, "cu_q"),
         ([0, 2], [0, 3, 2], None, "cu_k"),
         ([0, 2], [0], None, "tasks"),
-        ([0, 2], [0, 2], [0, 0], "one entry per task"),
+        ([0, 2], [0, 2], [0, 0], "one entry for each of the 1 tasks"),
         ([0, 2**31], [0, 2**31], None, "32-bit"),
     ],
 )
@@ -224,7 +224,7 @@ def test_bad_calls_are_refused(cu_q, cu_k, q_start, message: str) -> None:
 
 @pytest.mark.parametrize(("window", "causal"), [(0, True), (5, False)])
 def test_bad_windows_are_refused(window: int, causal: bool) -> None:
-    with pytest.raises(ValueError, match=f"window = {window}, causal = {causal}: windows have"):
+    with pytest.raises(ValueError, match=f"window = {window}, causal = {causal}: set a window"):
         VarlenArgs.from_numpy([0, 2], [0, 2], causal=causal, scale=1.0, window=window)
 
 

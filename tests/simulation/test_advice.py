@@ -135,5 +135,5 @@ def test_a_step_with_balanced_homes_waits_less(workload: str) -> None:
 
 
 def test_a_step_that_cannot_be_divided_is_named() -> None:
-    with pytest.raises(ValueError, match="in 3 microbatches: set a global_batch_size"):
+    with pytest.raises(ValueError, match=r"in 3 microbatches: set a training\.global_batch_size"):
         advice(replace(WRITTEN, microbatches=3))

@@ -34,7 +34,7 @@ def run(
     Args:
         job: torchtitan's TOML file.
         overrides: Further arguments of the job, such as --training.seq_len 8192. They come last.
-        steps: Of every run.
+        steps: Steps of every run.
         rounds: Runs of each kind; times of a step are the median over them.
         warmup: First steps of every run that do not count.
         nproc: Ranks; by default as many as there are GPUs, or cores.
@@ -42,7 +42,7 @@ def run(
     """
     for option, value, least in (("--steps", steps, warmup + 1), ("--rounds", rounds, 1), ("--warmup", warmup, 0)):
         if value < least:
-            raise ValueError(f"{option} {value}: set a number from {least} on")
+            raise ValueError(f"{option} {value}: set {least} or more")
     check_job(job)
     check_folder("--output", output)
     from tqdm import tqdm

@@ -12,9 +12,9 @@ from torchtitan_cad.planning.exchange.messages import buffer_bytes
 class Cad:
     tolerance: float | Literal["auto"] = "auto"
     """
-    "auto": plans of least time, by rates that are measured when the job starts and corrected by what its steps take.
-    Where moving saves less than 1 % of a layer's time, attention stays with its tokens. A number: allowed imbalance;
-    every rank's attention work is at most (1 + tolerance) times the mean, whatever that takes.
+    "auto" makes the plans of least time, by rates that are measured when the job starts and corrected by what its steps
+    take. Where moving saves less than 1 % of a layer's time, attention stays with its tokens. A number is the allowed
+    imbalance: every rank's attention work is at most (1 + tolerance) times the mean, whatever that takes.
     """
 
     min_shard: int = 128
@@ -59,8 +59,8 @@ class Cad:
 
     ranks_per_node: int | None = None
     """
-    GPUs of a node: plans avoid traffic between nodes, where a byte counts as four inside a node. By default as many as
-    a host has ranks, where all hosts have as many; else, and on one host, all bytes count the same.
+    GPUs of a node: plans avoid traffic between nodes, of which a byte counts as much as four inside a node. By default
+    the ranks of a host, if all hosts have equally many; else, and on one host, all bytes count the same.
     """
 
     nano_batches: int = 1
@@ -72,10 +72,10 @@ class Cad:
 
     streams: str = "auto"
     """
-    Of two nano-batches in compiled code: "traced" compiles the exchanges too, so that what lies between two of FSDP2's
-    hook points is one graph for both halves, streams and events included (docs/pipelines.md); needs torch 2.14.1.
-    "opaque": exchanges lie between compiled regions. "auto": traced on CPU ranks where it is possible, else opaque; on
-    CUDA opaque, as no GPU has run the other yet.
+    How two nano-batches run in compiled code: "traced" compiles the exchanges too, so that what lies between two of
+    FSDP2's hook points is one graph for both halves, streams and events included (docs/pipelines.md); it needs torch
+    2.14.1. "opaque" leaves exchanges between compiled regions. "auto" takes traced on CPU ranks where it is possible,
+    else opaque; on CUDA opaque, as no GPU has run traced yet.
     """
 
     transport: str = "auto"
@@ -111,12 +111,12 @@ class Cad:
     shadow: bool = False
     """
     True: train as torchtitan does, and log for every step what reordering whole rows, and CAD, would make of its
-    imbalance and its time (docs/tools.md). Between ranks nothing but the places where documents begin is exchanged.
+    imbalance and its time (docs/tools.md). Ranks exchange nothing for it but the places where documents begin.
     """
 
     heartbeat_seconds: float = 1.0
     """
-    Seconds between heartbeats, by which a failed run names the peer at fault; five without one mean that it is gone.
+    Seconds between heartbeats, by which a failed run names the peer at fault: after five without one a rank is gone.
     """
 
     def planner_config(self, topology: Topology | None = None) -> PlannerConfig:

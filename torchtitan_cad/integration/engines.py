@@ -46,8 +46,8 @@ def build_engines(kinds: Sequence[AttentionKind], ticks: Ticks | None, **options
     """
     if ticks is not None and len(kinds) > 1:
         raise ValueError(
-            f"parallelism.pipeline_parallel_schedule: stages in ticks attend together, but this model has layers of "
-            f"{len(kinds)} kinds of attention; set a schedule of torch, such as '1F1B'"
+            "parallelism.pipeline_parallel_schedule: in a schedule of CAD's the layers of all stages attend together, "
+            f"but those of this model have {len(kinds)} kinds of attention; set a schedule of torch, such as '1F1B'"
         )
     engines = list[CoreAttentionEngine]()
     for kind in kinds:

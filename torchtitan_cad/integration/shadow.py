@@ -76,7 +76,7 @@ class Shadow(Stateful):
     def figures(self, step_seconds: float) -> dict[str, Any]:
         """Return the figures of the steps since the last call, which took ``step_seconds`` each; on the first rank."""
         if self.rank == 0 and not self.close(WAIT_S):
-            self._fail(f"the plan of a step is not there after {WAIT_S:.0f} s")
+            self._fail(f"the plan of a step has taken more than {WAIT_S:.0f} s")
         figures = self._statistics.drain()
         return figures | speedups(figures, step_seconds)
 
@@ -86,7 +86,7 @@ class Shadow(Stateful):
             return done.wait_for(lambda: self._failed or not self._steps.unfinished_tasks, timeout_s)
 
     def _fail(self, reason: str) -> None:
-        logger.warning(f"cad.shadow says no more, and training goes on: {reason}")
+        logger.warning(f"cad.shadow logs nothing from here on, and training goes on: {reason}")
         with (done := self._steps.all_tasks_done):
             self._failed = True
             done.notify_all()

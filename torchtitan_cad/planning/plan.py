@@ -201,7 +201,7 @@ def make_plan(
 ) -> Plan:
     """Plan a batch: deterministic, so every rank computes the same plan from the same layout.
 
-    Of attention in a window all queries stay at home, whatever the planner. ``cost`` defaults to tile area; its
+    With attention in a window all queries stay at home, whatever the planner. ``cost`` defaults to tile area; its
     granularity must divide ``config.min_shard``. The first plan of a process waits for the planner's compiled code, see
     :func:`warm_up`.
 

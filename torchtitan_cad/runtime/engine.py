@@ -70,7 +70,10 @@ class CoreAttentionEngine:
         sizes: TableSizes | None = None,
     ) -> None:
         if sizes is not None and (two_rounds or kernel.squares_only):
-            raise ValueError("tables of fixed sizes have one round, and no squares: set cad.kernel = 'varlen'")
+            raise ValueError(
+                f"sizes with two_rounds = {two_rounds} and kernel {kernel.name!r}: tables of fixed sizes hold one call "
+                "of tasks of any shape; set two_rounds = False and cad.kernel = 'varlen'"
+            )
         self.kernel, self.transport, self.sizes = kernel, transport, sizes
         self.rank, self.device, self.scale, self.keep, self.two_rounds = rank, device, scale, keep, two_rounds
         self.clock = ExchangeClock()
@@ -92,7 +95,7 @@ class CoreAttentionEngine:
             raise ValueError(f"cad.kernel = {self.kernel.name!r} takes no windows: set cad.kernel = 'auto'")
         moves, exchange, trips = plan.moves_rows, plan.exchange(self.rank), None
         if moves and self.transport is None:
-            raise ValueError("a plan that moves rows needs a transport")
+            raise ValueError(f"plan {key} moves rows: give the engine a transport, see build_transport")
         if self.sizes is not None:
             moves, exchange = self.transport is not None, self.sizes.pad(exchange)
         elif self.transport is not None:
@@ -126,7 +129,9 @@ class CoreAttentionEngine:
             PeerError: an exchange has failed on the device.
         """
         if self.sizes is None or not (self.transport is None or self.transport.replayable):
-            raise ValueError("copying plans takes an engine with sizes and, if rows move, a replayable transport")
+            raise ValueError(
+                "copying plans takes an engine with sizes and, if rows move, a transport with replayable = True"
+            )
         theirs, mine = self.plan(source), self.plan(target)
         if self.transport is not None:
             self.transport.prepare([*mine.exchanges, *theirs.exchanges])

@@ -101,7 +101,7 @@ def copy_tables(source: PlanTables, target: PlanTables) -> None:
     """
     ours, others = list(_tensors(target)), list(_tensors(source))
     if [x.shape for x in ours] != [x.shape for x in others]:
-        raise ValueError("tables can be copied between plans of the same sizes and numbers of tokens only")
+        raise ValueError("tables differ in shape: copy between plans of the same TableSizes and numbers of tokens")
     for mine, theirs in zip(ours, others, strict=True):
         mine.copy_(theirs, non_blocking=True)
 

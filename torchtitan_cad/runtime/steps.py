@@ -102,7 +102,7 @@ def run_step(direction: Direction, step: str | None, engine: CoreAttentionEngine
         return None
     flight = engine.in_flight.get((direction.name, key))
     if flight is None:
-        raise RuntimeError(f"no core attention by plan {key} is in flight: its first part has not run")
+        raise RuntimeError(f"no {direction.name} by plan {key} is in flight: its first step has not run")
     if step == "finish":
         del engine.in_flight[direction.name, key]
     return flight.run(step)
@@ -138,7 +138,8 @@ def _begin(direction: Direction, on_streams: bool, engine: CoreAttentionEngine, 
     (*rows, option), call_key = arguments, (direction.name, key)
     if call_key in engine.in_flight:
         raise RuntimeError(
-            f"two core attentions by plan {key} at the same time, in one direction, or an earlier one has failed"
+            f"a {direction.name} of core attention by plan {key} begins, but another one by this plan is in flight, or "
+            "has failed: a plan serves one layer at a time"
         )
     call = getattr(engine, f"begin_{direction.name}")(*rows, key, option)
     engine.in_flight[call_key] = Flight(engine, call if on_streams else engine.send(call), on_streams)

@@ -92,7 +92,7 @@ class TickEngine(CoreAttentionEngine):
                 nano-batches. None if the rank only serves.
         """
         if self._steps is not None:
-            raise RuntimeError("a tick begins before the last one has ended")
+            raise RuntimeError("a tick begins, but the one before it has not ended")
         self._steps = _steps(calls)
         if microbatch is not None and calls:
             self._microbatch = range(microbatch, microbatch + len(calls[0].keys))
@@ -102,7 +102,7 @@ class TickEngine(CoreAttentionEngine):
         due = self._serve_until_mine()
         self._steps, self._microbatch = None, range(0)
         if due is not None:
-            raise RuntimeError(f"a tick ends, but a block of this rank has not taken {due}")
+            raise RuntimeError(f"a tick ends, but a block of this rank has not made its step {due}")
         while self._served:
             self._finish_oldest()
 
@@ -115,15 +115,18 @@ class TickEngine(CoreAttentionEngine):
         if self._serving:
             return super()._enter(step, direction, key)
         if rows is not None and rows.dtype != (expected := self._saved.q.dtype):
-            raise RuntimeError(f"attention in {rows.dtype}, but the ranks that serve expect {expected}")
+            raise RuntimeError(
+                f"core attention gets {rows.dtype}, but the ranks that serve it expect {expected}, the dtype of "
+                "training.mixed_precision_param: cast queries, keys and values to that"
+            )
         if step == "start" and key not in self._microbatch:
-            raise RuntimeError(f"core attention of microbatch {key} outside its tick")
+            raise RuntimeError(f"a block computes core attention of microbatch {key} outside its tick")
         due = self._serve_until_mine() if self._steps is not None else None
         if due is not None and (due.step, due.call.forward) == (step, direction is FORWARD):
             plan_key = due.call.keys[due.nano]
             if key == (self._microbatch[due.nano] if step == "start" else plan_key):
                 return super()._enter(step, direction, plan_key)
-        raise RuntimeError(f"a block comes to {step}_{direction.name}, but its next step in this tick is {due}")
+        raise RuntimeError(f"a block makes the step {step}_{direction.name}, but its next step in this tick is {due}")
 
     def _serve_until_mine(self) -> _Due | None:
         assert self._steps is not None, "a tick has begun"

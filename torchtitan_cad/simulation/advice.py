@@ -81,7 +81,7 @@ def advise(
         raise ValueError(
             f"documents step_tokens = {documents.step_tokens} in rows of {documents.row_tokens} cannot be divided over "
             f"{cluster.ranks} ranks with tp = {cluster.tp}, pp = {job.pp}, cp = {job.cp} in {job.microbatches} "
-            "microbatches: set a global_batch_size that divides so"
+            "microbatches: set a training.global_batch_size that can be"
         )
     written = search.run(planner, job)
     base = best = _made_to_fit(search, planner, written)

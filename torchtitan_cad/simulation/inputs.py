@@ -236,7 +236,7 @@ class Documents(Checked):
             if len(found) != 1:
                 raise ValueError(
                     f"documents given have {min(found, default=0)} to {max(found, default=0)} {what}: "
-                    "write as many in each"
+                    "write equally many in each"
                 )
         lengths = np.concatenate([row for rows in given for row in rows])
         return cls(lengths, tokens.pop(), int(lengths.sum()) // len(given), len(given), given=given)

@@ -129,14 +129,14 @@ class Search:
             return Trial(configuration, reason=reason)
         step = self.step(system, configuration, self.batches[number - 1])
         if step is None:
-            return Trial(configuration, reason="the step's rows cannot be divided so")
+            return Trial(configuration, reason="the step's rows do not divide into these parts")
         memory = 0.0
         if system in BASELINES:
             outcome = BASELINES[system](step)
             if outcome is None:
-                return Trial(configuration, reason="no memory for so many tokens")
+                return Trial(configuration, reason="its tokens do not fit the memory")
         elif not halves_allowed(step):
-            return Trial(configuration, reason="TP halves microbatches by whole rows")
+            return Trial(configuration, reason="TP takes halves of whole rows, and a microbatch has an odd number")
         else:
             changes = ", ".join(f"{key} {value}" for key, value in configuration.changes(self.asked).items())
             self.progress(f"{system}: batch {number} of {len(self.batches)}, {changes or 'as asked'}")

@@ -270,7 +270,7 @@ class BatchPlanner:
         try:
             self._gather_rows(torch.tensor([_FAILED] + [0] * _WORDS))
         except PeerError:
-            logger.warning("CAD could not tell the peers, which are gone", exc_info=True)
+            logger.warning("CAD could not tell the peers of this failure: they do not answer", exc_info=True)
 
     def _add_to_engines(self, kinds: Sequence[Sequence[Plan]]) -> int:
         """Make the plans of a microbatch executable, under a key and the next ones; returns the first."""
@@ -310,8 +310,8 @@ class BatchPlanner:
         for rank, row in zip(self._ranks, headers, strict=True):
             if not torch.equal(row[_SHAPE], headers[0, _SHAPE]):
                 raise PeerError(
-                    f"rank {rank} loaded a batch of (rows, tokens, rows per microbatch) = {row[_SHAPE].tolist()}, "
-                    f"rank {self._ranks[0]} one of {headers[0, _SHAPE].tolist()}"
+                    f"rank {rank} loaded a batch of (rows, tokens, rows per microbatch) = {row[_SHAPE].tolist()}, and "
+                    f"rank {self._ranks[0]} one of {headers[0, _SHAPE].tolist()}: all ranks must load equal numbers"
                 )
         return headers
 
@@ -331,7 +331,7 @@ class BatchPlanner:
         every = self._gather_rows(torch.tensor([status, *words] + [0] * (_WORDS - len(words))))
         failed = [f"rank {rank}" for rank, row in zip(self._ranks, every, strict=True) if row[0] == _FAILED]
         if failed:
-            raise PeerError(f"{', '.join(failed)} failed while loading or planning a batch; see its log")
+            raise PeerError(f"{', '.join(failed)} failed while loading or planning a batch; its log has the error")
         return every
 
     def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:

@@ -131,7 +131,8 @@ class _Pace:
             self._warned = True
             logger.warning(
                 f"training waits for plans {100 * self._waited / elapsed:.0f} % of the time: planning a batch takes "
-                f"{1e3 * self._planned / WATCHED:.0f} ms of {1e3 * elapsed / WATCHED:.0f} ms; {self._remedy}"
+                f"{1e3 * self._planned / WATCHED:.0f} ms, training on it {1e3 * elapsed / WATCHED:.0f} ms; "
+                f"{self._remedy}"
             )
         self._begin, self._waited, self._planned = now, 0.0, 0.0
 
@@ -141,7 +142,7 @@ class PlanningLoader(Stateful):
     """Wraps a data loader; batches gain the key ``cad_plan``, and ``cad_positions`` where tokens are dealt.
 
     ``state_dict`` describes the last batch that was handed out, not the ones drawn ahead, so a checkpoint resumes with
-    the batch that would have come next. Of a step that the data does not suffice for no batch is handed out.
+    the batch that would have come next. A step for which the data does not suffice hands out no batch.
 
     Args:
         inner: the loader to draw from.
@@ -212,7 +213,7 @@ class PlanningLoader(Stateful):
         if self._producer.close(timeout_s):
             self._producer = None
         else:
-            logger.warning("CAD planning thread is still waiting for its peers")
+            logger.warning("the CAD planning thread still waits for its peers, and is left behind")
 
     def _end_iteration(self) -> None:
         """Make sure that no other thread draws from the inner loader or plans."""

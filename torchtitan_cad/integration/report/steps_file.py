@@ -34,7 +34,7 @@ class StepsFile:
             begin = file.tell()
             try:
                 if file.write(line) < len(line):
-                    raise OSError(f"{self.path}: no room for the figures of step {figures['step']}")
+                    raise OSError(f"{self.path}: the disk has no room for the figures of step {figures['step']}")
             except OSError:
                 with contextlib.suppress(OSError):
                     file.truncate(begin)

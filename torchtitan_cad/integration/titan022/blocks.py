@@ -52,7 +52,7 @@ class CoreAttentionParallel(ParallelStyle):
             scale: float | None = None,
         ) -> Tensor:
             if scale is not None and abs(scale - engine_scale) > 1e-6 * engine_scale:
-                raise ValueError(f"attention scale {scale} differs from the {engine_scale} that CAD was built for")
+                raise ValueError(f"attention scale {scale} differs from {engine_scale}, with which CAD was built")
             q, k, v = (rows(local(x).transpose(1, 2)) for x in (xq, xk, xv))
             out = core_attention(q, k, v, attention_masks.cu_seq_q, engine)
             out = out.view(xq.shape[0], xq.shape[2], *out.shape[1:])

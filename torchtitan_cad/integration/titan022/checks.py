@@ -56,7 +56,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     ):
         raise ValueError(
             f"cad.recompute_attention = false does not go with activation_checkpoint.mode = {checkpoints.mode!r} and "
-            f"selective_ac_option = {checkpoints.selective_ac_option!r}; set the mode to 'full'"
+            f"selective_ac_option = {checkpoints.selective_ac_option!r}; set activation_checkpoint.mode to 'full'"
         )
     if not 0 < cad.heartbeat_seconds < math.inf:
         raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")

@@ -20,7 +20,7 @@ def check_folders(config: JobConfig) -> None:
                 "or to 0 for all"
             )
         resumed_from(config)
-    has_cad = getattr(config.parallelism, "cad", False)  # which keeps a summary
+    has_cad = getattr(config.parallelism, "cad", False)  # which writes the figures of its steps
     if has_cad or config.metrics.enable_tensorboard or config.profiling.enable_profiling:
         _check_writable(f"job.dump_folder = {job.dump_folder!r}", Path(job.dump_folder), "job.dump_folder")
 

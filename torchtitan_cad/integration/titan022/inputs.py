@@ -90,8 +90,8 @@ def open_dataset(section: str, build: Callable[..., Any], *, job_config: JobConf
         where = f"{section}.dataset_path = {path!r}" if path else repr(DATASETS[name.lower()].path)
         ours = _DEMO_TEXTS[section == "validation"]
         raise ValueError(
-            f"{section}.dataset = {name!r} at {where}: {' '.join(str(error).split())}; set {section}.dataset_path to "
-            f"where it is, or {section}.dataset to {ours!r}, which needs no download"
+            f"{section}.dataset = {name!r} at {where}: {' '.join(str(error).split()).rstrip('.')}; set "
+            f"{section}.dataset_path to where it is, or {section}.dataset to {ours!r}, which needs no download"
         ) from error
 
 

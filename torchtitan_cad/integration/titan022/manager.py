@@ -32,7 +32,7 @@ GONE = {
     "cad.split_kv": "leave it out, or set cad.planner = 'greedy' for tasks with full key prefixes",
     "cad.traceback": f"leave it out, and give {TRACEBACK_OPTION} to torchtitan_cad.train",
 }
-"""Keys of older versions, and why there are none."""
+"""Keys that are not there, which a job may have from a version before 0.1.0: what to do instead."""
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ class CadConfigManager(ConfigManager):
             if isinstance(error, OSError):
                 reason, remedy = error.strerror, "set it to a TOML file that can be read"
             else:
-                reason, remedy = str(error), "mend that line; every [table] stands once, with all of its keys"
+                reason, remedy = str(error), "correct that line; every [table] may appear once, with all of its keys"
             raise ValueError(f"job.config_file = {path!r}: {reason}; {remedy}") from error
 
     def _maybe_add_custom_config(self, args: list[str], toml_values: dict[str, Any] | None) -> type[JobConfig]:

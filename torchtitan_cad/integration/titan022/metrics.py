@@ -103,11 +103,11 @@ class CadMetricsProcessor(MetricsProcessor):
         try:
             if self._steps_file is None:
                 self._steps_file = StepsFile(_run_folder(self.logger, self.job_config))
-                logger.info(f"CAD writes figures to {self._steps_file.path}; `torchtitan-cad report` draws them")
+                logger.info(f"CAD writes figures to {self._steps_file.path}, which `torchtitan-cad report` sums up")
             self._steps_file.append(figures)
         except OSError as error:  # a full disk is no reason to stop training
             if not self._write_failed:
-                logger.warning(f"CAD cannot write the run's figures, and goes on trying at every log line: {error}")
+                logger.warning(f"CAD cannot write the figures of this step, and tries again at every log line: {error}")
             self._write_failed = True
 
 

@@ -113,7 +113,7 @@ def cad_model_args(args: Any) -> Any:
             if args.attn_mask_type == "causal" and job_config.cad.documents == "eos":
                 logger.info(
                     f"CAD: attention stays within documents. Without cad, flavor {job_config.model.flavor} attends "
-                    "across them; set cad.documents to 'row' for that mask."
+                    "across them; set cad.documents to 'row' to keep that mask."
                 )
             self.attn_type, self.attn_mask_type = "varlen", "block_causal"
 

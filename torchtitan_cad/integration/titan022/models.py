@@ -100,7 +100,7 @@ class _ByProjection(Adapter):
         attention, adapter = block.attention, self
         own = getattr(attention, "softmax_scale", scale)
         if abs(own - scale) > 1e-6 * scale:
-            raise ValueError(f"attention scale {own} differs from the {scale} that CAD was built for")
+            raise ValueError(f"attention scale {own} differs from {scale}, with which CAD was built")
 
         def forward(
             self: Any, x: Tensor, rope: Tensor, masks: VarlenMetadata, positions: Tensor | None = None

@@ -37,7 +37,7 @@ def pipeline_in_ticks(
 ) -> tuple[TickSchedule, list[nn.Module], bool, bool]:
     """Cut the model into stages and build their schedule; arguments and results as of torchtitan's ``pipeline_llm``."""
     parallelism, section, pp_mesh = job_config.parallelism, job_config.training, parallel_dims.get_mesh("pp")
-    # Of activations, which FSDP alone casts: torchtitan's autocast is not used with pipelines.
+    # The dtype of activations, which FSDP alone casts: torchtitan does not use its autocast with pipelines.
     dtype = TORCH_DTYPE_MAP[section.mixed_precision_param if parallel_dims.fsdp_enabled else section.dtype]
     names = stage_modules(parallelism, model_args.n_layers)
     split, parts = pipeline_module_split(model, pp_mesh, _LOOPED, device, names)

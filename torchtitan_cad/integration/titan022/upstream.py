@@ -4,8 +4,8 @@
    loss).
 2. Under DDP they are divided by the data-parallel degree after they were already divided by the global token count.
 3. Under context parallelism the validation loss is divided by the tokens of one rank's part of the sequence, and then
-   summed over all parts (validate.py counts labels after they were cut). Of models without ``freqs_cis``, such as
-   qwen3, the validation stops with an error, for a context manager that is made and not used.
+   summed over all parts (validate.py counts labels after they were cut). For models without ``freqs_cis``, such as
+   qwen3, validation stops with an error, for a context manager that is made and not used.
 """
 
 import copy

@@ -89,7 +89,7 @@ def dealt_slots(shape: BatchShape, microbatch: int, cp: int, nano_batches: int) 
 
     Returns:
         Per layout [cp, tokens]: flat positions (row * S + column) of each context-parallel rank's tokens, in its order.
-        Of halves in the middle of rows the later one alone, which holds the earlier one's tokens, too.
+        Rows halved in the middle have one layout, the later half's, which holds the earlier half's tokens, too.
     """
     rows = np.arange(shape.rows_per_microbatch * shape.seq_len).reshape(shape.rows_per_microbatch, -1)
     rows += microbatch * rows.size

@@ -51,7 +51,7 @@ def tick_schedule(num_ranks: int, num_microbatches: int, num_chunks: int = 1) ->
     """
     for name, value in (("ranks", num_ranks), ("microbatches", num_microbatches), ("stages per rank", num_chunks)):
         if value < 1:
-            raise ValueError(f"a pipeline with {value} {name}: there must be at least one")
+            raise ValueError(f"a pipeline with {value} {name}: set at least one")
     if num_chunks > 1 and num_microbatches % num_ranks:
         raise ValueError(
             f"{num_microbatches} microbatches do not fit {num_chunks} stages per rank: use a multiple of the "

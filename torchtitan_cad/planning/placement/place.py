@@ -38,7 +38,7 @@ class Placed(NamedTuple):
 def place(
     layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None = None, cost: CostModel | None = None
 ) -> TokenLayout:
-    """Return the homes of :func:`place_and_plan`."""
+    """Choose new homes for the tokens of a batch: the layout of :func:`place_and_plan`, without its plan."""
     return place_and_plan(layout, shape, config, cost).layout
 
 
@@ -49,8 +49,8 @@ def place_and_plan(
 
     Every rank keeps its number of tokens, in document order. Equal inputs give equal homes on every rank. The given
     layout is kept if it leaves queries out, if queries see a window only, whose work is even, or if no layout with a
-    lower ``score`` is found. Bytes between nodes count
-    ``inter_node_weight`` times. The new plan's ``plan_seconds`` count all of this.
+    lower ``score`` is found. Bytes between nodes count ``inter_node_weight`` times. The new plan's ``plan_seconds``
+    count all of this.
 
     Raises:
         ValueError: as ``make_plan``.

@@ -36,7 +36,7 @@ def place_step(
     config: PlannerConfig | None = None,
     cost: CostModel | None = None,
 ) -> list[TokenLayout]:
-    """Return the homes of :func:`place_and_plan_step`."""
+    """Choose new homes over the microbatches of an optimizer step: the layouts of :func:`place_and_plan_step`."""
     return [placed.layout for placed in place_and_plan_step(layouts, shape, config, cost)]
 
 
@@ -46,7 +46,7 @@ def place_and_plan_step(
     config: PlannerConfig | None = None,
     cost: CostModel | None = None,
 ) -> list[Placed]:
-    """Return the plans of :func:`plan_step` for microbatches of one nano-batch each, by bytes."""
+    """Place and plan the microbatches of an optimizer step by bytes, as :func:`plan_step`, one layout for each."""
     return [placed for (placed,) in plan_step([[layout] for layout in layouts], shape, config, cost=cost)]
 
 

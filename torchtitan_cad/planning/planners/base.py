@@ -29,11 +29,11 @@ _PLANNERS: dict[str, Planner] = {}
 
 
 def register_planner(name: str) -> Callable[[Planner], Planner]:
-    """Decorate a planner to be ``PlannerConfig(planner=name)``. Raises ValueError for a name that is taken."""
+    """Decorate a planner so that ``PlannerConfig(planner=name)`` selects it. Raises ValueError for a name in use."""
 
     def register(planner: Planner) -> Planner:
         if name in _PLANNERS:
-            raise ValueError(f"planner {name!r} is already registered")
+            raise ValueError(f"planner {name!r} is already registered: choose another name")
         _PLANNERS[name] = planner
         return planner
 

@@ -69,16 +69,16 @@ class VarlenArgs:
             ValueError: invalid offsets, a wrong number of positions, or a window in a call without a mask.
         """
         if window is not None and (window < 1 or not causal):
-            raise ValueError(f"window = {window}, causal = {causal}: windows have a key at least, and are causal")
+            raise ValueError(f"window = {window}, causal = {causal}: set a window of at least 1 key, and causal = True")
         cu_q, cu_k = _offsets("cu_q", cu_q), _offsets("cu_k", cu_k)
         if len(cu_q) != len(cu_k):
-            raise ValueError(f"cu_q describes {len(cu_q) - 1} tasks and cu_k {len(cu_k) - 1}")
+            raise ValueError(f"cu_q has {len(cu_q) - 1} tasks and cu_k {len(cu_k) - 1}: give offsets of the same tasks")
         len_q, len_k = np.diff(cu_q), np.diff(cu_k)
         if q_start is None:
             q_start = np.maximum(len_k - len_q, 0) if causal else np.zeros_like(len_q)
         q_start = np.asarray(q_start, np.int64)
         if q_start.shape != len_q.shape:
-            raise ValueError(f"q_start {q_start.shape} must have one entry per task")
+            raise ValueError(f"q_start has shape {q_start.shape}: give one entry for each of the {len(len_q)} tasks")
         device_q, device_k = (rows_to_device(offsets, torch.device(device), np.int32) for offsets in (cu_q, cu_k))
         max_q, max_k = int(len_q.max(initial=0)), int(len_k.max(initial=0))
         return cls(device_q, device_k, max_q, max_k, causal, scale, cu_q, cu_k, q_start, window)

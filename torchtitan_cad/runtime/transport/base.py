@@ -87,7 +87,7 @@ def all_to_all(rank: int, sends: np.ndarray, each: int, buffer: int = 0) -> Rout
 
 
 class Pending(Protocol):
-    """A started exchange. ``wait`` then ``release``, each once."""
+    """A started exchange: call ``wait``, then ``release``, each once."""
 
     def wait(self) -> list[Tensor]:
         """Wait for every route's received rows, uint8 [num_received, row_bytes], by sender.
@@ -105,7 +105,7 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Exchanges rows within one CAD group."""
+    """Moves rows between the ranks of one CAD group; all of them start the same exchanges in the same order."""
 
     name: str
     buffer_bytes: int

@@ -58,7 +58,7 @@ class DeviceMemory(SymmetricMemory):
         handle = symm_mem.rendezvous(own, group)
         addresses = handle.buffer_ptrs
         if addresses[group.rank()] != own.data_ptr():
-            raise RuntimeError("symmetric memory does not begin where its tensor does")
+            raise RuntimeError("torch's symmetric memory does not begin at its tensor's address")
         handle.barrier()  # no peer may write before all words are zero
         memory = cls(own, addresses, sending_stream(device), polls_per_second(device), (own, handle))
         torch.cuda.current_stream(device).synchronize()  # other streams use it, too

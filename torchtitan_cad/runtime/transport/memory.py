@@ -91,7 +91,10 @@ class CpuMemory(SymmetricMemory):
             paths = gather(f"/proc/{os.getpid()}/fd/{file.fileno()}", agreement)
             for peer, path in paths.items():
                 if _FILE not in os.readlink(path):
-                    raise RuntimeError(f"rank {peer} is another process than it said: are the ranks in one container?")
+                    raise RuntimeError(
+                        f"the memory of rank {peer} is not at {path}: start all ranks in one container, in which "
+                        "processes see each other"
+                    )
             buffers = [torch.from_file(path, True, num_bytes, dtype=torch.uint8) for path in paths.values()]
             dist.barrier(agreement)  # until all have opened it
         return cls(buffers, agreement.rank())

@@ -101,8 +101,8 @@ class SymmetricTransport:
         for phase in (self._users[buffer] for buffer in buffers):
             if phase is not None:
                 raise RuntimeError(
-                    f"{user} would use the buffer of exchange '{phase}', which is in flight: at most "
-                    f"{self._num_slots} core attentions, with {BUFFERS_PER_CALL} buffers each, may be"
+                    f"{user} would use the buffer of exchange '{phase}', which is in flight: finish that first; "
+                    f"{self._num_slots} core attentions at most, with {BUFFERS_PER_CALL} buffers each, are in flight"
                 )
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "SymmetricPending":
@@ -112,8 +112,8 @@ class SymmetricTransport:
             if (num_bytes := route.most_rows * row_format.row_bytes) > self.buffer_bytes:
                 raise ValueError(
                     f"exchange '{phase}' brings some rank {num_bytes} bytes, but a receive buffer has "
-                    f"{self.buffer_bytes}: set a larger cad.receive_buffer_gb, if it is not the tensors that are wider "
-                    "than training.mixed_precision_param says"
+                    f"{self.buffer_bytes}: set a larger cad.receive_buffer_gb, or give tensors of the dtype that "
+                    "training.mixed_precision_param says, for which trips were made"
                 )
         memory, row_bytes = self._memory, [row_format.row_bytes for _, row_format in packed]
         memory.prepare(routes)
@@ -220,4 +220,4 @@ class SymmetricPending:
 
     def _expect(self, state: str, action: str) -> None:
         if self._state != state:
-            raise RuntimeError(f"exchange '{self._phase}' is {self._state}: it cannot be {action} now")
+            raise RuntimeError(f"exchange '{self._phase}' is {self._state}: it cannot be {action} in this state")

@@ -61,7 +61,7 @@ class Columns:
             tensors: tensors that are read or written. A word is as wide as their alignment and ``others`` allow.
         """
         if len(row_bytes) > _MOST_MOVED:
-            raise ValueError(f"rows of {len(row_bytes)} tensors, at most {_MOST_MOVED} can be moved at a time")
+            raise ValueError(f"rows of {len(row_bytes)} tensors, and at most {_MOST_MOVED} can be moved at a time")
         strides = (x.stride(0) * x.itemsize for x in tensors)
         common = math.gcd(*row_bytes, *strides, *(x.data_ptr() for x in tensors), *others, 16)
         sizes = [num_bytes // min(common, 8) for num_bytes in row_bytes]

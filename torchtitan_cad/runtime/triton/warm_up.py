@@ -32,7 +32,7 @@ def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device, fir
         first: number of this process on its machine.
     """
     begin, launches = time.perf_counter(), _launches(shape, dtype, device)
-    _logger.info(f"CAD compiles its {len(launches)} Triton kernels, or loads them where this machine has them already")
+    _logger.info(f"CAD compiles its {len(launches)} Triton kernels, or loads those that are compiled already")
     for number in range(len(launches)):
         index = (first + number) % len(launches)
         with FileLock(Path(tempfile.gettempdir()) / f"torchtitan_cad_kernel_{index}.lock", mode=0o666):
