@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from bench import memory as bench_memory
-from bench.placed_steps import simulate_step
 from tests.simulation.cases import MODEL, cad, cluster, documents, step
 from torchtitan_cad.cli.advise_command import reordering, table
 from torchtitan_cad.simulation import MODELS, Advice, Configuration, Rates, advise
@@ -125,13 +124,6 @@ def test_placement_is_tried_and_recommended_where_it_gains() -> None:
     (trial,) = found.trials["placement"]
     assert trial.configuration.placement == found.best.configuration.placement == "balanced"
     assert found.best.memory == pytest.approx(found.written.memory, rel=0.1)
-
-
-@pytest.mark.parametrize("workload", ["whole", "one big"])
-def test_a_step_with_balanced_homes_waits_less(workload: str) -> None:
-    loader, balanced = (simulate_step(workload, 8, 11, 1, placement, 50e9) for placement in ("loader", "balanced"))
-    assert balanced.exposed < 0.8 * loader.exposed
-    assert loader.step - balanced.step == pytest.approx(loader.exposed - balanced.exposed, rel=0.1)
 
 
 def test_a_step_that_cannot_be_divided_is_named() -> None:
