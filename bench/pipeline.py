@@ -27,8 +27,8 @@ from bench.record import Record, conclude
 from bench.workloads import SHAPE, TOKENS_PER_RANK, known_workloads, workload_layout
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, plan_step
 from torchtitan_cad.planning.model.layout import stack
+from torchtitan_cad.planning.pipeline.stages import one_f_one_b
 from torchtitan_cad.planning.pipeline.ticks import Tick, tick_schedule
-from torchtitan_cad.simulation.streams import one_f_one_b
 
 PAIRS_PER_TOKEN = 26_600
 """Pairs of attention that take as many operations as one token's linear work in a layer of Llama 3 8B: 2 x 218 million

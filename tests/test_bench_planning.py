@@ -10,7 +10,7 @@ from bench.planner import slow_cases, wrong_cases
 from bench.record import read_records
 from bench.workloads import TOKENS_PER_RANK, spanning_layout, workload_layout
 from torchtitan_cad.planning import TokenLayout
-from torchtitan_cad.simulation.streams import one_f_one_b
+from torchtitan_cad.planning.pipeline.stages import one_f_one_b
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """``torchtitan-cad simulate``: jobs, numbers, and what is wrong with them."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
 
-from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job  # noqa: E402
+from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
+
+from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta, read_simulated_job  # noqa: E402
 from torchtitan_cad.simulation import OPEN, SYSTEMS  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
@@ -69,11 +72,40 @@ def test_numbers_of_a_job_with_experts() -> None:
     assert model.layer_parameters == attention + 3 * 2048 * 8 * width
     assert model.gathered_parameters == attention + 3 * 2048 * 16 * width
     assert model.parameters == 48 * (attention + 3 * 2048 * 128 * width) + 2 * 2048 * 151936
+    assert model.held_parameters == 48 * model.gathered_parameters + 2 * 2048 * 151936
     assert any(note.startswith("experts: ") for note in job.notes)
-    with pytest.raises(ValueError, match=r"'llama4'.* not simulated; choose llama3 or qwen3"):
-        read_simulated_job(
-            [f"--job.config_file={CONFIGS / 'qwen3_8b.toml'}", "--model.name=llama4", "--model.flavor=debugmodel"], 64
-        )
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "kinds"),
+    [
+        ("qwen3", "30B-A3B", {"full": 48}),
+        ("gpt_oss", "20b", {"full": 12, "window": 12}),
+        ("llama4", "17bx16e_irope", {"full": 12, "chunked": 36}),
+        ("deepseek_v3", "671B", {"full": 61}),
+    ],
+)
+def test_every_model_is_known(name: str, flavor: str, kinds: dict[str, int]) -> None:
+    """Its parameters, all and those of a token, are those that torchtitan counts, but for routers, norms and biases."""
+    degrees = "--training.seq_len=32768 --parallelism.tensor_parallel_degree=2 --parallelism.expert_parallel_degree=8"
+    args = f"--job.config_file={CONFIGS / 'llama3_8b.toml'} --model.name={name} --model.flavor={flavor} {degrees}"
+    job = read_simulated_job(args.split(), 64)
+    model, own = job.model, copy.deepcopy(get_train_spec(name).model_args[flavor])
+    assert {kind.name: kind.layers for kind in model.attention} == kinds
+    own.attn_type, own.moe_impl = "sdpa", "standard"
+    every, flops = own.get_nparams_and_flops(build_on_meta(job.config, own), 0)
+    active = model.layers * model.layer_parameters + model.hidden * model.vocabulary
+    assert (model.parameters, 6 * active) == pytest.approx((every, flops), rel=0.01)
+    assert model.expert_ranks == 4  # with TP's two: the 8 ranks of expert parallelism
+
+
+def test_layers_of_several_kinds_are_simulated_and_advised(tmp_path: Path) -> None:
+    job, output = str(CONFIGS / "llama3_debug_cpu.toml"), tmp_path / "out.json"
+    args = [job, "--model.name=llama4", "--model.flavor=debugmodel_irope", "--batches=1", "--ranks=4"]
+    assert main(["simulate", *args, "--output", str(output)]) == main(["advise", *args]) == 0
+    written = json.loads(output.read_text())
+    assert [kind["name"] for kind in written["inputs"]["model"]["attention"]] == ["full", "chunked"]
+    assert 0 < written["systems"]["packed"]["share_of_perfect"] < written["systems"]["cad"]["share_of_perfect"]
 
 
 def test_settings_come_from_the_job_and_options_replace_them() -> None:

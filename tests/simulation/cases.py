@@ -1,10 +1,11 @@
 """Small inputs for tests of the simulation. Functions take changes of the cluster, the rates and the configuration."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
+from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.simulation import (
     OPEN,
     Batch,
@@ -22,6 +23,10 @@ from torchtitan_cad.simulation.disaggregated import Disaggregated
 from torchtitan_cad.simulation.step import Step
 
 MODEL = Model(layers=4, hidden=1024, heads=8, kv_heads=2, head_dim=128, ffn=4096, vocabulary=1024)
+SHAPE = MODEL.shape(1)
+BESIDE = AttentionKind("chunked", 1, SHAPE, block=1024), AttentionKind("window", 1, replace(SHAPE, window=128))
+KINDS = replace(MODEL, attention=(AttentionKind("full", 2, SHAPE), *BESIDE))
+"""The model with layers of three kinds of attention."""
 FAST = 1e30
 """Bytes per second of a network that takes no time."""
 

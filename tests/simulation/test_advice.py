@@ -90,7 +90,7 @@ def test_keeping_rows_takes_memory_and_saves_time() -> None:
     assert keep.outcome().seconds < resend.outcome().seconds
     assert keep.outcome().exchanged_bytes < resend.outcome().exchanged_bytes
     assert resend.memory().kept == 0
-    shape, plans = MODEL.shape(1), keep.plans((0,))
+    shape, (plans,) = MODEL.shape(1), keep.plans((0,))
     rows = [sum(getattr(plan, name).rows_in for plan in plans) for name in ("query_needs", "key_needs")]
     per_layer = rows[0] * shape.num_heads * shape.head_dim * 2 + rows[1] * shape.kv_bytes
     assert keep.memory().kept == MODEL.layers * per_layer.max()
@@ -106,13 +106,13 @@ def test_memory_has_attentions_working_memory_as_the_bench_states_it(layout: str
     assert stock == pytest.approx(stated.stock_backward, rel=0.03)
     system = planned()
     memory = system.memory()
-    assert memory.attention == working_bytes([system.plans((0,))], None) > 0
+    assert memory.attention == working_bytes(system.plans((0,)), None) > 0
     assert memory.total - dataclasses.replace(memory, attention=0.0).total == pytest.approx(memory.attention)
 
 
 def test_plans_know_nodes() -> None:
     several, one = (planned(nano_batches=1, ranks_per_node=node) for node in (4, 8))
-    assert [each.plans((0,))[0].config.ranks_per_node for each in (several, one)] == [4, None]
+    assert [each.plans((0,))[0][0].config.ranks_per_node for each in (several, one)] == [4, None]
 
 
 def test_placement_is_tried_and_recommended_where_it_gains() -> None:

@@ -14,7 +14,8 @@ from bench import pipeline as bench
 from bench import replay
 from bench.workloads import document_lengths, spanning_layout
 from tests.profiles import make_profile
-from tests.simulation.cases import FAST, MODEL, cad, cluster, documents, run, step
+from tests.simulation.cases import FAST, KINDS, MODEL, SHAPE, cad, cluster, documents, run, step
+from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.simulation import (
     SYSTEMS,
     Batch,
@@ -93,12 +94,48 @@ def test_rows_are_not_kept_in_ticks_which_refuse_it() -> None:
     fast: dict[str, Any] = {"net": FAST, "node": FAST, "latency": 0.0, "pp": 2, "cp": 1, "nano_batches": 1}
     chosen = {kept: run(**fast, backward=kept).systems["cad"].configuration.schedule for kept in ("resend", "keep")}
     assert chosen == {"resend": "CAD1F1B", "keep": "1F1B"}
+    for model in (KINDS, dataclasses.replace(MODEL, idle_ffn=4096)):
+        assert run(**fast, model=model).systems["cad"].configuration.schedule == "1F1B"
+    system = run(**fast, model=KINDS, schedule="CAD1F1B", microbatches=2).systems["cad"]
+    assert system.reason == "these settings cannot run"
+
+
+def test_every_kind_of_attention_takes_its_own_time() -> None:
+    """By hand, in tiles: a document of 128 rows of tiles, of which a row of the window has two and a chunk eight."""
+    tiles = {"full": 128 * 129 // 2, "window": 1 + 127 * 2, "chunked": 16 * (8 * 9 // 2)}
+    seconds = 4 * SHAPE.num_heads * SHAPE.head_dim * 128**2 / Rates().attention_flops
+    of_rows = 8 * seconds * (2 * tiles["full"] + tiles["window"] + tiles["chunked"]) / 4
+    assert step(lengths=(16384,), model=KINDS).layer_attention[0] == pytest.approx(of_rows)
+    plain, kinds = (packed(step(cp=4, model=model)) for model in (MODEL, KINDS))
+    assert kinds.exchanged_bytes * 2 == plain.exchanged_bytes > 0  # only layers in full gather keys
+    moved = {plans[0].shape.window: plans[0].moves_rows for plans in cad(cp=4, model=KINDS).plans((0,))[::2]}
+    assert moved == {None: True, 128: True}
+
+
+@pytest.mark.parametrize("changes", [{"nano_batches": 2}, {"placement": "balanced", "tolerance": "auto", "cp": 4}])
+def test_chunks_that_cut_nothing_are_full_attention(changes: dict[str, Any]) -> None:
+    kinds = AttentionKind("full", 2, SHAPE), AttentionKind("chunked", 2, SHAPE, block=16384)
+    several, plain = cad(model=dataclasses.replace(MODEL, attention=kinds), **changes), cad(**changes)
+    assert several.outcome() == plain.outcome()
+    waits = [reorder(each.step).parts.imbalance for each in (several, plain)]
+    assert waits[0] == pytest.approx(waits[1])
+
+
+def test_latents_are_made_by_every_tp_rank() -> None:
+    """By hand: latents of 32 and 16, a shared part of 4 of 8 elements of a key, values of 6."""
+    shape = dataclasses.replace(SHAPE, num_kv_heads=8, head_dim=8, value_dim=6, shared_dim=4)
+    model = Model(4, 64, 8, 8, 8, 100, 1, query_rank=32, key_rank=16, attention=(AttentionKind("full", 4, shape),))
+    made, latents = 32 * 8 * 8 + 16 * 8 * (4 + 6), 64 * (32 + 16 + 4)
+    assert [model.pre_parameters(tp) for tp in (1, 2)] == [made + latents, made + 2 * latents]
+    assert model.post_parameters == 64 * (8 * 6 + 3 * 100)
+    forward, backward = Costs(model, cluster(), Rates(attention_flops=1e12, backward_flops=1e12)).unit_seconds
+    assert (forward, backward) == (8 * 128**2 * 2 * (8 + 6) / 1e12, 8 * 128**2 * (6 * 8 + 4 * 6) / 1e12)
 
 
 def test_backward_begins_with_the_half_that_forward_ends_with() -> None:
     """As autograd does: runtime/tick_engine.py and integration/pingpong/loop.py."""
     system = cad(planner="home", nano_batches=2)
-    forward, backward = ([nano.attention.sum() for nano in system._nanos((0,), way, False)] for way in (True, False))
+    forward, backward = ([nano.attention.sum() for nano in system._nanos((0,), way, False)[0]] for way in (True, False))
     assert forward[0] < forward[1]  # the first halves of rows have fewer keys
     assert backward[0] > backward[1]
 
@@ -167,7 +204,7 @@ def test_infinite_bandwidth_hides_exchanges_and_hardly_any_makes_cad_slower_than
 @given(st.floats(0, 1), st.integers(0, 3))
 def test_imbalance_stays_within_the_tolerance(tolerance: float, seed: int) -> None:
     system = cad(seed=seed, tolerance=tolerance)
-    (plan,) = system.plans((0,))
+    ((plan,),) = system.plans((0,))
     parts = system.outcome().parts
     bound = (plan.stats.guaranteed_over_mean - 1) * parts.attention
     assert -1e-12 <= parts.imbalance <= bound * (1 + 1e-9) + 1e-9 * parts.attention
@@ -176,12 +213,13 @@ def test_imbalance_stays_within_the_tolerance(tolerance: float, seed: int) -> No
 @settings(max_examples=10)
 @given(
     st.integers(0, 20), st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.floats(1e9, 1e12), st.booleans(),
-    st.sampled_from(CHECKPOINTING), st.sampled_from(["1F1B", "CAD1F1B"]),
+    st.sampled_from(CHECKPOINTING), st.sampled_from(["1F1B", "CAD1F1B"]), st.booleans(),
 )  # fmt: skip
 def test_parts_add_up_and_nothing_is_faster_than_perfect(
-    seed: int, pp: int, nano_batches: int, net: float, fsdp: bool, checkpointing: Any, schedule: Any
+    seed: int, pp: int, nano_batches: int, net: float, fsdp: bool, checkpointing: Any, schedule: Any, several: bool
 ) -> None:
     changes = {"checkpointing": checkpointing, "pp": pp, "net": net, "fsdp": fsdp, "tp": 2, "microbatches": 2}
+    changes["model"] = KINDS if several and schedule == "1F1B" else MODEL
     system = cad(seed=seed, cp=pp, nano_batches=nano_batches, schedule=schedule, **changes)
     perfect = system.step.even("CAD1F1B").total
     packings = [packing_cp(step(seed=seed, cp=cp, **changes)) for cp in (1, 4 // pp)]

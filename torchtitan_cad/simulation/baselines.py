@@ -5,17 +5,16 @@ All but the last do one thing after the other, so their times are sums.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import replace
 
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.planning.placement.reorder import light_ends, row_orders
+from torchtitan_cad.planning.pipeline.stages import one_f_one_b
+from torchtitan_cad.planning.placement.reorder import deal_under_cap, light_ends, row_orders
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.memory import in_flight, memory_without_cad, states, stock_attention, token_bytes
 from torchtitan_cad.simulation.step import Memory, Outcome, Step
-from torchtitan_cad.simulation.streams import one_f_one_b
 
 
 def _repeated(step: Step, values: FloatArray) -> FloatArray:
@@ -30,17 +29,18 @@ def in_sequence(
 
     Args:
         tokens: of the slowest rank of every replica, [replicas, microbatches].
-        attention: seconds of one layer, [2, replicas, microbatches], forward and backward.
-        gathered: tokens whose keys the ranks of a replica gather, [replicas, microbatches].
+        attention: seconds of the mean layer, [2, replicas, microbatches], forward and backward.
+        gathered: tokens whose keys the ranks of a replica gather, [replicas, microbatches], for layers that attend in
+            full; windows and chunks are taken to need none of other ranks.
         keep: backward does not gather them again.
     """
     costs, cp = step.costs, step.configuration.cp
     even = step.even("1F1B")
-    gathers = np.stack([costs.gather_seconds(gathered, cp, forward, keep) for forward in (True, False)])
+    gathers = step.full_layers * np.stack([costs.gather_seconds(gathered, cp, way, keep) for way in (True, False)])
     balanced, full = (_seconds(step, tokens, seconds) for seconds in (attention, attention + gathers))
     parts = replace(even.unbalanced(balanced - even.total + even.synchronisation), exchange=full - balanced)
     num_bytes = np.array([costs.gathered_bytes(gathered.mean(), cp, forward, keep) for forward in (True, False)])
-    into_rank = float(_repeated(step, num_bytes).sum())
+    into_rank = step.full_layers * float(_repeated(step, num_bytes).sum())
     return Outcome(parts, memory, into_rank * costs.cluster.ranks * step.microbatches * step.layers)
 
 
@@ -81,27 +81,27 @@ def reorder(step: Step) -> Outcome:
 
 
 def _row_seconds(step: Step) -> FloatArray:
-    """[2, rows] seconds of one layer's attention of every row, of the slowest of its ranks: forward, backward."""
-    return np.stack([_slowest(step.costs, row, step.configuration.cp) for row in step.batch.rows], axis=1)
+    """[2, rows] seconds of the mean layer's attention of every row, of the slowest of its ranks: forward, backward."""
+    costs, cp, rows = step.costs, step.configuration.cp, step.batch.rows
+    return step.mean_layer(
+        lambda kind: np.stack([_slowest(costs, kind.cut(row), cp, kind.shape.window) for row in rows], axis=1)
+    )
 
 
 def _in_rows(step: Step, order: IntArray, row_seconds: FloatArray) -> Outcome:
     """Time the step with the rows in this order, of the shape of ``Step.row_order``."""
     costs, cp, tokens = step.costs, step.configuration.cp, step.tokens * step.configuration.cp
     documents = np.array([len(row) for row in step.batch.rows])[order].sum(axis=2).max()
-    memory = memory_without_cad(
-        step, step.tokens, tokens, int(documents), tokens * costs.shape.kv_bytes if cp > 1 else 0.0
-    )
-    shape = order.shape[:2]
-    return in_sequence(
-        step, memory, np.full(shape, step.tokens), row_seconds[:, order].sum(axis=3), np.full(shape, tokens)
-    )
+    gathered = tokens * costs.shape.kv_bytes if cp > 1 else 0.0
+    memory = memory_without_cad(step, step.tokens, tokens, int(documents), gathered)
+    shape, attention = order.shape[:2], row_seconds[:, order].sum(axis=3)
+    return in_sequence(step, memory, np.full(shape, step.tokens), attention, np.full(shape, tokens))
 
 
-def _slowest(costs: Costs, lengths: IntArray, cp: int) -> FloatArray:
+def _slowest(costs: Costs, lengths: IntArray, cp: int, window: int | None) -> FloatArray:
     """[2] seconds of one layer's attention of a row, of the slowest of ``cp`` ranks: forward, backward."""
     if cp == 1:
-        return np.array([costs.document_seconds(lengths, forward).sum() for forward in (True, False)])
+        return np.array([costs.document_seconds(lengths, forward, window).sum() for forward in (True, False)])
     ends = np.cumsum(lengths)
     cuts = np.union1d(ends, np.arange(1, 2 * cp + 1) * (int(ends[-1]) // (2 * cp)))
     begin = np.append(0, cuts[:-1])
@@ -111,7 +111,7 @@ def _slowest(costs: Costs, lengths: IntArray, cp: int) -> FloatArray:
     first = (ends - lengths)[doc]
     slowest = []
     for forward in (True, False):
-        until, before = (costs.document_seconds(at - first, forward) for at in (cuts, begin))
+        until, before = (costs.document_seconds(at - first, forward, window) for at in (cuts, begin))
         slowest.append(np.bincount(rank, weights=until - before, minlength=cp).max())
     return np.array(slowest)
 
@@ -127,17 +127,18 @@ def packing_cp(step: Step) -> Outcome | None:
     costs, cp, microbatches = step.costs, step.configuration.cp, step.microbatches
     flying, lengths, replicas = in_flight(step), step.batch.lengths, step.ranks // cp
     keep = step.configuration.backward == "keep"
-    key_bytes = costs.shape.kv_bytes * (step.layers * flying if keep and not step.repeats_forward else 1)
+    kept = step.layers * step.full_layers * flying if keep and not step.repeats_forward else 1
+    key_bytes = costs.shape.kv_bytes * kept
     per_token = token_bytes(step, flying) + (key_bytes * cp if cp > 1 else 0.0) + stock_attention(step, 1, cp, 0)
     cap = (costs.cluster.memory - states(step)) / per_token * cp
     tile = costs.models[0].granularity
     divided = (lengths >= 2 * cp * tile) & (cp > 1)
     rows = np.where(divided, 2 * cp * np.ceil(lengths / (2 * cp * tile)), np.ceil(lengths / tile))
     padding = rows / np.ceil(lengths / tile)
-    attention = np.stack([costs.document_seconds(lengths, f) * padding / cp for f in (True, False)])
+    attention = np.stack([step.document_attention(f) * padding / cp for f in (True, False)])
     one = sum(step.work(f, 1.0) - step.work(f, 0.0) for f in (True, False))
     work = step.layers * _repeated(step, attention).sum(axis=0) + one * lengths / cp
-    bins = _deal(work, lengths, replicas * microbatches, cap)
+    bins = deal_under_cap(work, lengths, replicas * microbatches, cap)
     if bins is None:
         return None
     columns = np.stack([work, lengths / cp, *attention, divided * lengths, np.ones(len(lengths))])
@@ -155,22 +156,3 @@ def packing_cp(step: Step) -> Outcome | None:
     if memory.total > costs.cluster.memory:
         return None
     return in_sequence(step, memory, tokens, np.stack([forward, backward]), gathered, keep)
-
-
-def _deal(work: FloatArray, tokens: IntArray, bins: int, cap: float) -> IntArray | None:
-    """int64 [documents]: the bin of each, heaviest first to the bin with the least work that has room."""
-    heap = [(0.0, number) for number in range(bins)]
-    room = np.full(bins, float(cap))
-    dealt = np.zeros(len(work), dtype=np.int64)
-    for document in np.argsort(-work, kind="stable").tolist():
-        full = []
-        while heap and room[heap[0][1]] < tokens[document]:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        load, number = heapq.heappop(heap)
-        dealt[document] = number
-        room[number] -= tokens[document]
-        for entry in (*full, (load + float(work[document]), number)):
-            heapq.heappush(heap, entry)
-    return dealt

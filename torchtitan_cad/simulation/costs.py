@@ -15,16 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_cad.planning import AttentionShape, LayerTimes, Plan, PlannerConfig, TileAreaCost
-from torchtitan_cad.planning.exchange.needs import RowNeeds
-from torchtitan_cad.planning.intervals import FloatArray, IntArray, concat_ranges
-from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel, cost_model
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.timed import link_seconds
 from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Model, Rates
 
 BACKWARD_LINEAR = 2.0
 """Operations of a matrix product's backward over its forward's."""
-BACKWARD_ATTENTION = 2.5
 GRADIENT_BYTES = 4
 LOGIT_BYTES = 4
 """bytes: the fp32 copy of a logit."""
@@ -66,21 +64,23 @@ class Transfer:
 class Costs:
     """Costs of one model on one cluster: ``models`` of attention forward and backward, and ``unit_seconds`` of each.
 
-    Plans balance ``plan_cost``, forward and backward together. Raises ValueError for heads that TP does not divide, or
-    a profile of another kind of attention.
+    Plans balance ``plan_cost``, forward and backward together. ``parameters``, [2], are those of a layer's products
+    before and after attention. Raises ValueError for heads that TP does not divide, or another attention's profile.
     """
 
     def __init__(self, model: Model, cluster: Cluster, rates: Rates, tile: int = PlannerConfig.tile) -> None:
         self.model, self.cluster, self.rates = model, cluster, rates
-        self.shape: AttentionShape = model.shape(cluster.tp)
+        self.kinds = model.kinds(cluster.tp)
+        self.shape: AttentionShape = self.kinds[0].shape
+        self.parameters = np.array([model.pre_parameters(cluster.tp), model.post_parameters])
         self.models: tuple[CostModel, CostModel]
         self.plan_cost: CostModel
         if (profile := rates.profile) is None:
             self.plan_cost = TileAreaCost(tile)
             self.models = self.plan_cost, self.plan_cost
-            operations = 4 * self.shape.num_heads * self.shape.head_dim * self.plan_cost.granularity**2
-            backward = BACKWARD_ATTENTION * operations / rates.backward_flops
-            self.unit_seconds = operations / rates.attention_flops, backward
+            keys, values, pairs = self.shape.head_dim, self.shape.out_dim, self.plan_cost.granularity**2
+            each = [pairs * self.shape.num_heads * one for one in (2 * (keys + values), 6 * keys + 4 * values)]
+            self.unit_seconds = each[0] / rates.attention_flops, each[1] / rates.backward_flops
         else:
             self.plan_cost = profile.cost_model("both", self.shape)
             self.models = profile.cost_model("forward", self.shape), profile.cost_model("backward", self.shape)
@@ -92,7 +92,7 @@ class Costs:
         seconds = sum(float(self.document_seconds(np.array([tokens]), forward)[0]) for forward in (True, False))
         return LayerTimes(
             unit=seconds / int(self.plan_cost.prefix_cost(tokens)[-1]),
-            linear=(1 + BACKWARD_LINEAR) * self._product_seconds(self.model.layer_parameters),
+            linear=(1 + BACKWARD_LINEAR) * self._product_seconds(int(self.parameters.sum())),
             bytes_per_second=self.cluster.node,
             between_hosts=self.cluster.net,
             exchange=self.cluster.latency,
@@ -104,9 +104,14 @@ class Costs:
         """Return the seconds of loads in units of ``models``."""
         return np.asarray(loads, dtype=np.float64) * self.unit_seconds[0 if forward else 1]
 
-    def document_seconds(self, lengths: IntArray, forward: bool) -> FloatArray:
+    def attention_model(self, forward: bool, window: int | None) -> CostModel:
+        """Return the cost model of attention with this window."""
+        base = self.models[0 if forward else 1]
+        return cost_model(base, base.granularity, window)
+
+    def document_seconds(self, lengths: IntArray, forward: bool, window: int | None = None) -> FloatArray:
         """Return the seconds, [documents], of one layer's attention of whole documents of these lengths."""
-        model = self.models[0 if forward else 1]
+        model = self.attention_model(forward, window)
         rows = -(-np.asarray(lengths) // model.granularity)
         prefix = model.prefix_cost(int(rows.max(initial=0)) * model.granularity)
         return self.attention_seconds(prefix[rows], forward)
@@ -120,7 +125,7 @@ class Costs:
         """
         model = self.model
         again = 0.0 if forward else {"selective": 0.5, "linear": 1.0}.get(checkpointing, 0.0)
-        products = self._product_seconds(np.array([model.pre_parameters, model.post_parameters]))
+        products = self._product_seconds(self.parameters)
         elements = elementwise_elements(model, forward)
         if again:  # selective checkpointing, too, saves products alone
             elements += elementwise_elements(model, True)
@@ -186,8 +191,8 @@ class Costs:
         rows = RowBytes.of(self.shape, keep=keep)
         there = (rows.forward_queries, rows.keys) if forward else (rows.backward_queries, 0 if keep else rows.keys)
         back = (rows.outputs, 0) if forward else (rows.query_gradients, rows.key_gradients)
-        queries = senders(plan.query_needs)
-        both = queries | senders(plan.key_needs)
+        queries = plan.query_needs.sends
+        both = queries | plan.key_needs.sends
         return self._transfer(plan, there, both), self._transfer(plan, back, (queries if forward else both).T)
 
     def _transfer(self, plan: Plan, row_bytes: tuple[int, int], sends: npt.NDArray[np.bool_]) -> Transfer:
@@ -203,13 +208,3 @@ class Costs:
 
     def _bandwidth(self, ranks: int) -> float:
         return self.cluster.node if ranks <= self.cluster.ranks_per_node else self.cluster.net
-
-
-def senders(needs: RowNeeds) -> npt.NDArray[np.bool_]:
-    """Return bool [ranks, ranks]: whether the first is home to rows that the second, another one, uses."""
-    first = np.searchsorted(needs.run_start, needs.start, side="right") - 1
-    stop = np.searchsorted(needs.run_start, needs.end, side="left")
-    sends = np.zeros((needs.num_ranks, needs.num_ranks), dtype=bool)
-    sends[needs.run_home[concat_ranges(first, stop - first)], np.repeat(needs.server, stop - first)] = True
-    np.fill_diagonal(sends, False)
-    return sends

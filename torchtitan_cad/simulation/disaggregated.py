@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, plan_step
 from torchtitan_cad.planning.exchange import messages
-from torchtitan_cad.planning.intervals import FloatArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, pool_layouts
 from torchtitan_cad.planning.model.limits import server_loads
+from torchtitan_cad.planning.pipeline.stages import one_f_one_b
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
+from torchtitan_cad.planning.placement.kinds import plan_kinds
 from torchtitan_cad.simulation.memory import in_flight, kept_bytes, states, token_bytes, working_bytes
 from torchtitan_cad.simulation.step import Memory, Outcome, Step
-from torchtitan_cad.simulation.streams import Nano, Streams, one_f_one_b
+from torchtitan_cad.simulation.streams import Nano, Streams
 
 PoolKey = tuple[int, ...]
 """Microbatches that run together in a tick, ascending."""
-Plans = dict[PoolKey, list[Plan]]
-"""Pool of microbatches: one plan per half."""
+Plans = dict[PoolKey, list[list[Plan]]]
+"""Pool of microbatches: for every kind of attention one plan per half."""
 
 
 class Disaggregated:
@@ -34,7 +37,7 @@ class Disaggregated:
     def __init__(self, step: Step, planner: str = PlannerConfig.planner, plans: Plans | None = None) -> None:
         self.step, self.configuration, self._name = step, step.configuration, planner
         self._plans: Plans = {} if plans is None else plans
-        self._known: dict[tuple[PoolKey, bool, bool], list[Nano]] = {}
+        self._known: dict[tuple[PoolKey, bool, bool], list[list[Nano]]] = {}
         self._in_ticks = step.pp > 1 and self.configuration.schedule == "CAD1F1B"
 
     @cached_property
@@ -47,16 +50,18 @@ class Disaggregated:
         return [(forward, (microbatch,)) for microbatch in range(microbatches) for forward in (True, False)]
 
     @cached_property
+    def starts(self) -> list[IntArray]:
+        """Places where documents begin in the rows of every data-parallel rank."""
+        rows = self.step.batch.rows
+        groups = [np.concatenate([rows[row] for row in order.ravel()]) for order in self.step.row_order]
+        return [np.cumsum(lengths) - lengths for lengths in groups]
+
+    @cached_property
     def layouts(self) -> list[list[TokenLayout]]:
         """Lay out every microbatch, or its halves, over the ranks of a stage, as loaders give them."""
-        step, batch, nano_batches = self.step, self.step.batch, self.configuration.nano_batches
-        groups = [np.concatenate([batch.rows[row] for row in rows.ravel()]) for rows in step.row_order]
-        starts = [np.cumsum(lengths) - lengths for lengths in groups]
-        shape = BatchShape(step.rows_per_rank * step.microbatches, batch.row_tokens, step.rows_per_rank)
-        return [
-            nano_layouts(starts, shape, microbatch, self.configuration.cp, nano_batches)
-            for microbatch in range(step.microbatches)
-        ]
+        step, how = self.step, (self.configuration.cp, self.configuration.nano_batches)
+        shape = BatchShape(step.rows_per_rank * step.microbatches, step.batch.row_tokens, step.rows_per_rank)
+        return [nano_layouts(self.starts, shape, microbatch, *how) for microbatch in range(step.microbatches)]
 
     @cached_property
     def homes(self) -> list[list[TokenLayout]]:
@@ -67,8 +72,8 @@ class Disaggregated:
         placed = plan_step(self.layouts, costs.shape, self._config(step.ranks), cost=costs.plan_cost, stages=step.pp)
         return [[each.layout for each in nanos] for nanos in placed]
 
-    def plans(self, pool: PoolKey) -> list[Plan]:
-        """Plan a pool of microbatches, one plan per half; stages without a microbatch only serve."""
+    def plans(self, pool: PoolKey) -> list[list[Plan]]:
+        """Plan a pool of microbatches, for every kind one plan per half; stages without a microbatch only serve."""
         if pool not in self._plans:
             step, costs, ranks, stages = self.step, self.step.costs, self.step.ranks, self.step.pp
             pools: list[PoolKey] = [(microbatch,) for microbatch in range(step.microbatches)]
@@ -81,9 +86,11 @@ class Disaggregated:
             if self.configuration.tolerance == "auto":
                 times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
             place = self.configuration.placement == "balanced" and not self._in_ticks
-            how = costs.shape, self._config(ranks), times, costs.plan_cost
-            planned = plan_step(given, *how, place=place, stages=stages)
-            self._plans |= {key: [each.plan for each in nanos] for key, nanos in zip(pools, planned, strict=True)}
+            columns = np.concatenate(self.starts) % step.batch.row_tokens
+            how = costs.kinds, columns, self._config(ranks), times, costs.plan_cost
+            planned = zip(*plan_kinds(given, *how, place=place, stages=stages), strict=True)
+            for key, kinds in zip(pools, planned, strict=True):
+                self._plans[key] = [[each.plan for each in nanos] for nanos in kinds]
         return self._plans[pool]
 
     def outcome(self) -> Outcome:
@@ -107,7 +114,7 @@ class Disaggregated:
             states=states(step),
             activations=step.tokens * token_bytes(step, flying, nanos),
             buffers=nanos * messages.BUFFERS_PER_CALL * messages.buffer_bytes(gigabytes, nanos),
-            attention=working_bytes(plans, gigabytes) if plans else 0.0,
+            attention=working_bytes(chain.from_iterable(plans), gigabytes) if plans else 0.0,
             kept=max((kept_bytes(step, each, flying) for each in plans), default=0.0) if keep else 0.0,
         )
 
@@ -119,7 +126,7 @@ class Disaggregated:
             times = [known[each] for each in self.passes]
             if self._in_ticks:
                 return float(sum(each.max() for each in times))
-            moved = [any(plan.moves_rows for plan in self.plans(pool)) for _, pool in self.passes[::2]]
+            moved = [any(plan.moves_rows for plan in chain(*self.plans(pool))) for _, pool in self.passes[::2]]
             return one_f_one_b(step.pp, times[::2], times[1::2], moved)
         streams = Streams(step.ranks)
         for forward, pool in self.passes:
@@ -137,30 +144,32 @@ class Disaggregated:
     def _pass(self, streams: Streams, forward: bool, pool: PoolKey, exchange: bool, background: bool) -> None:
         step = self.step
         busy = step.background(forward) if background else 0.0
-        nanos = self._nanos(pool, forward, exchange)
-        head = step.head(forward) * sum(nano.share for nano in nanos)
+        nanos, order = self._nanos(pool, forward, exchange), step.kinds if forward else step.kinds[::-1]
+        head = step.head(forward) * sum(nano.share for nano in nanos[0])
         if not forward:
             streams.compute = streams.compute + head
         if not step.repeats_forward:
-            streams.run(step.regions(forward), nanos, busy)
+            streams.run(step.regions(forward), [nanos[kind] for kind in order], busy)
         else:  # halves do not overlap across layers, each of which backward computes again first
-            for _ in range(step.layers):
-                streams.run(step.block(True), self._nanos(pool, True, exchange), busy)
+            for kind in order:
+                streams.run(step.block(True), [self._nanos(pool, True, exchange)[kind]], busy)
                 if not forward:
-                    streams.run(step.block(False), nanos)
+                    streams.run(step.block(False), [nanos[kind]])
         streams.compute = np.maximum(streams.compute, streams.gathered)
         if forward:
             streams.compute = streams.compute + head
 
-    def _nanos(self, pool: PoolKey, forward: bool, exchange: bool) -> list[Nano]:
+    def _nanos(self, pool: PoolKey, forward: bool, exchange: bool) -> list[list[Nano]]:
         key = (pool, forward, exchange)
         if key not in self._known:
-            plans = self.plans(pool) if forward else reversed(self.plans(pool))  # autograd begins with the last half
-            self._known[key] = [self._nano(plan, forward, exchange) for plan in plans]
+            order = slice(None, None, 1 if forward else -1)  # autograd begins with the last half
+            self._known[key] = [
+                [self._nano(plan, forward, exchange) for plan in plans[order]] for plans in self.plans(pool)
+            ]
         return self._known[key]
 
     def _nano(self, plan: Plan, forward: bool, exchange: bool) -> Nano:
-        model = self.step.costs.models[0 if forward else 1]
+        model = self.step.costs.attention_model(forward, plan.shape.window)
         loads = server_loads(plan.tasks, model, plan.layout.num_ranks)
         attention = self.step.costs.attention_seconds(loads, forward)
         share = plan.layout.queries_per_rank / self.step.tokens
@@ -174,9 +183,10 @@ class Disaggregated:
         step, passes = self.step, self.passes
         if step.repeats_forward:
             passes = [*passes, *((True, pool) for forward, pool in passes if not forward)]
-        nanos = [nano for forward, pool in passes for nano in self._nanos(pool, forward, True)]
+        every = ((self._nanos(pool, forward, True), kind) for forward, pool in passes for kind in step.kinds)
+        nanos = [nano for kinds, kind in every for nano in kinds[kind]]
         each = sum(transfer.num_bytes for nano in nanos for transfer in (nano.there, nano.back) if transfer)
-        return each * (1 if self._in_ticks else step.pp) * step.layers * step.costs.cluster.tp
+        return each * (1 if self._in_ticks else step.pp) * step.costs.cluster.tp
 
     def _config(self, ranks: int) -> PlannerConfig:
         per_node = self.step.costs.cluster.group_per_node
@@ -184,6 +194,11 @@ class Disaggregated:
         return replace(self.configuration.planner_config(), planner=self._name, ranks_per_node=near)
 
 
-def halves_allowed(step: Step) -> bool:
-    """Tell whether microbatches can be cut so: under TP by whole rows only."""
-    return step.configuration.nano_batches == 1 or step.costs.cluster.tp == 1 or step.rows_per_rank % 2 == 0
+def obstacle(step: Step) -> str:
+    """Say why a step cannot run with CAD; empty if it can."""
+    configuration, costs = step.configuration, step.costs
+    if configuration.nano_batches == 2 and costs.cluster.tp > 1 and step.rows_per_rank % 2:
+        return "TP takes halves of whole rows, and a microbatch has an odd number"
+    if step.pp > 1 and configuration.schedule == "CAD1F1B" and (len(costs.kinds) > 1 or costs.model.idle_ffn):
+        return "stages in ticks attend together, which experts and layers of several kinds of attention do not"
+    return ""

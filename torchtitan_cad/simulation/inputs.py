@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, Profile
+from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
 from torchtitan_cad.planning.text import brief, is_integer, is_number
 
@@ -80,7 +81,7 @@ def _check(key: str, value: Any, default: Any, unit: str | tuple, most: Any, **r
 
 @dataclass(frozen=True)
 class Model(Checked):
-    """A decoder of equal layers with gated MLPs, or experts. Raises ValueError also for heads that do not fit."""
+    """A decoder with gated MLPs, or equally busy experts. Raises ValueError also for heads that do not fit."""
 
     layers: int = about("Layers.", "count")
     hidden: int = about("Width of the hidden state.", "count")
@@ -90,48 +91,76 @@ class Model(Checked):
     ffn: int = about("Width of the gated MLP, or of the experts that a token passes through.", "count")
     vocabulary: int = about("Tokens of the vocabulary.", "count")
     dtype_bytes: int = about("Bytes of an element.", "count", 2)
+    shared_ffn: int = about("", None, 0)
+    """The part of ``ffn`` that every token passes through, beside routed experts."""
     idle_ffn: int = about("", None, 0)
-    """Width of a layer's experts that a token does not pass through."""
-    expert_ranks: int = about("", None, 1)
-    """Ranks that a layer's experts are divided among."""
+    """Width of a layer's routed experts that a token does not pass through."""
+    expert_ranks: float = about("", None, 1)
+    """Ranks that a layer's routed experts are divided among, over those of TP."""
+    query_rank: int = about("", None, 0)
+    """Width of the latent from which queries are made; 0: they are made from the hidden state."""
+    key_rank: int = about("", None, 0)
+    """The same for keys and values."""
+    attention: tuple[AttentionKind, ...] = ()
+    """Kinds of attention, in which alone layers differ, with the heads above; none: all layers attend in full."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.shape(1)
+        self.kinds(1)
 
-    def shape(self, tp: int) -> AttentionShape:
-        """Return the heads of one TP rank. Raises ValueError if they cannot be dealt out."""
+    def kinds(self, tp: int) -> tuple[AttentionKind, ...]:
+        """Return the kinds of attention with the heads of a TP rank. Raises ValueError if they cannot be dealt out."""
         for key, heads in (("heads", self.heads), ("kv_heads", self.kv_heads)):
             if heads % tp:
                 raise ValueError(f"tp = {tp} does not divide the model's {key} = {heads}: set a divisor of it")
-        return AttentionShape(self.heads // tp, self.kv_heads // tp, self.head_dim, self.dtype_bytes)
+        own = AttentionShape(self.heads // tp, self.kv_heads // tp, self.head_dim, self.dtype_bytes)
+        of_kinds = ("value_dim", "shared_dim", "window")
+        return tuple(
+            replace(kind, shape=replace(own, **{name: getattr(kind.shape, name) for name in of_kinds}))
+            for kind in self.attention or [AttentionKind("full", self.layers, own)]
+        )
 
-    @property
-    def pre_parameters(self) -> int:
-        """Parameters of a layer's products before core attention: wq, wk, wv."""
-        return self.hidden * self.head_dim * (self.heads + 2 * self.kv_heads)
+    def shape(self, tp: int) -> AttentionShape:
+        """Return the shape of the first kind of attention in a TP rank. Raises ValueError as ``kinds``."""
+        return self.kinds(tp)[0].shape
+
+    def pre_parameters(self, tp: int = 1) -> int:
+        """Count the parameters of a layer's products before core attention: wq, wk, wv, or those to and from latents.
+
+        All of ``tp`` ranks multiply by what makes latents and the shared part of keys, which counts for each.
+        """
+        shape = self.shape(1)
+        queries, keys = self.heads * shape.head_dim, self.kv_heads * (shape.key_dim + shape.out_dim)
+        undivided = tp * self.hidden * (self.query_rank + self.key_rank + shape.shared_dim)
+        return undivided + (self.query_rank or self.hidden) * queries + (self.key_rank or self.hidden) * keys
 
     @property
     def post_parameters(self) -> int:
         """Parameters of a layer's products after core attention: wo and the gated MLP's three."""
-        return self.hidden * (self.head_dim * self.heads + 3 * self.ffn)
+        return self.hidden * (self.shape(1).out_dim * self.heads + 3 * self.ffn)
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of a layer by which a token is multiplied."""
-        return self.pre_parameters + self.post_parameters
+        return self.pre_parameters() + self.post_parameters
 
     @property
-    def gathered_parameters(self) -> int:
+    def gathered_parameters(self) -> float:
         """Parameters of a layer that a rank gathers."""
-        dense = self.layer_parameters - 3 * self.hidden * self.ffn
-        return dense + 3 * self.hidden * (self.ffn + self.idle_ffn) // self.expert_ranks
+        routed = self.ffn - self.shared_ffn
+        more = (routed + self.idle_ffn) / self.expert_ranks - routed
+        return self.layer_parameters + 3 * self.hidden * more
 
     @property
     def parameters(self) -> int:
         """Parameters of all layers, the embedding and the output layer."""
         layer = self.layer_parameters + 3 * self.hidden * self.idle_ffn
         return self.layers * layer + 2 * self.hidden * self.vocabulary
+
+    @property
+    def held_parameters(self) -> float:
+        """The same, of layers that a rank has gathered."""
+        return self.layers * self.gathered_parameters + 2 * self.hidden * self.vocabulary
 
 
 MODELS = {

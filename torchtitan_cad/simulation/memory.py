@@ -26,12 +26,13 @@ def activation_bytes(model: Model, checkpointing: Checkpointing, nano_batches: i
     MLP's width. Selective: the outputs of every second product and of attention, and the reduce-scatters'. Linear: the
     layer's input and the attention's output, with two nano-batches Q, K and V as well. Full: the layer's input.
     """
-    hidden, wide = model.hidden, model.ffn
-    query, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    hidden, wide, shape = model.hidden, model.ffn, model.shape(1)
+    output = model.heads * shape.out_dim
+    attended = model.heads * shape.head_dim + model.kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
     elements = {
-        "none": 4 * hidden + 2 * query + 2 * keys + 4 * wide,
-        "selective": (query + 2 * keys + 2 * hidden + 2 * wide) / 2 + query + 3 * hidden,
-        "linear": hidden + query + (nano_batches == 2) * (query + 2 * keys),
+        "none": 4 * hidden + attended + output + 4 * wide,
+        "selective": (attended + 2 * hidden + 2 * wide) / 2 + output + 3 * hidden,
+        "linear": hidden + output + (nano_batches == 2) * attended,
         "full": hidden,
     }
     return model.dtype_bytes * elements[checkpointing]
@@ -45,13 +46,13 @@ def in_flight(step: Step, schedule: str = "1F1B") -> int:
 def states(step: Step) -> float:
     """Count a GPU's bytes of weights, gradients and optimizer."""
     model, cluster = step.costs.model, step.costs.cluster
-    mine = model.parameters / (cluster.tp * step.pp)
+    mine, held = (each / (cluster.tp * step.pp) for each in (model.parameters, model.held_parameters))
     whole = model.dtype_bytes + GRADIENT_BYTES
     if not cluster.fsdp:
-        return mine * (whole + ZERO1_BYTES / step.ranks)
+        return held * whole + mine * ZERO1_BYTES / step.ranks
     sharded = max(1, step.ranks // cluster.replicas)
     two_layers = 2 * model.gathered_parameters / cluster.tp
-    gathered = two_layers * model.dtype_bytes if step.pp == 1 else mine * whole
+    gathered = two_layers * model.dtype_bytes if step.pp == 1 else held * whole
     return mine * STATE_BYTES / sharded + (gathered if sharded > 1 else 0.0)
 
 
@@ -77,8 +78,8 @@ def stock_attention(step: Step, queries: float, keys: float, documents: int) -> 
 
 
 def working_bytes(plans: Iterable[list[Plan]], receive_buffer_gb: float | None) -> float:
-    """Return the bytes of working memory of attention by the plans of the pool that gives a server the most rows."""
-    fullest = max(plans, key=lambda pool: max(_served_rows(plan) for plan in pool))
+    """Return the bytes of working memory of attention by those halves' plans that give a server the most rows."""
+    fullest = max(plans, key=lambda halves: max(_served_rows(plan) for plan in halves))
     memory = attention_memory(fullest, receive_buffer_gb=receive_buffer_gb)
     return max(memory.forward, memory.backward)
 
@@ -89,14 +90,14 @@ def _served_rows(plan: Plan) -> float:
     return float(np.bincount(tasks["server"], weights=rows).max(initial=0))
 
 
-def kept_bytes(step: Step, plans: list[Plan], microbatches_in_flight: int) -> float:
-    """Return the bytes that the fullest server keeps with ``backward = "keep"``, by the ``plans`` of one microbatch.
+def kept_bytes(step: Step, kinds: list[list[Plan]], microbatches_in_flight: int) -> float:
+    """Return the bytes that the fullest server keeps with ``backward = "keep"``, by the plans of one microbatch.
 
     Full checkpointing keeps those of one layer at a time.
     """
     rows = RowBytes.of(step.costs.shape)
-    received = sum(
-        rows.forward_queries * plan.query_needs.rows_in + rows.keys * plan.key_needs.rows_in for plan in plans
-    )
-    layers = 1 if step.repeats_forward else step.layers * microbatches_in_flight
-    return layers * float(np.max(received, initial=0))
+    moved = [[(plan.query_needs.rows_in, plan.key_needs.rows_in) for plan in plans] for plans in kinds]
+    received = np.array([rows.forward_queries, rows.keys]) @ np.sum(moved, axis=1)  # [kinds, ranks]
+    if step.repeats_forward:
+        return float(received.max())
+    return microbatches_in_flight * float(received[step.kinds].sum(axis=0).max())

@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan_cad.simulation.baselines import packed, packing_cp, perfect, reorder
 from torchtitan_cad.simulation.batches import Batch
 from torchtitan_cad.simulation.costs import Costs
-from torchtitan_cad.simulation.disaggregated import Disaggregated, Plans, halves_allowed
+from torchtitan_cad.simulation.disaggregated import Disaggregated, Plans, obstacle
 from torchtitan_cad.simulation.inputs import (
     CHECKPOINTING,
     OPEN,
@@ -135,8 +135,8 @@ class Search:
             outcome = BASELINES[system](step)
             if outcome is None:
                 return Trial(configuration, reason="its tokens do not fit the memory")
-        elif not halves_allowed(step):
-            return Trial(configuration, reason="TP takes halves of whole rows, and a microbatch has an odd number")
+        elif reason := obstacle(step):
+            return Trial(configuration, reason=reason)
         else:
             changes = ", ".join(f"{key} {value}" for key, value in configuration.changes(self.asked).items())
             self.progress(f"{system}: batch {number} of {len(self.batches)}, {changes or 'as asked'}")
@@ -183,14 +183,14 @@ class Search:
     def bound(self, planner: str, configuration: Configuration) -> float:
         """Return the seconds of a step if everything were balanced and hidden; infinite if it cannot be divided so."""
         step = self.step(planner, configuration)
-        return step.even(configuration.schedule).total if step and halves_allowed(step) else math.inf
+        return step.even(configuration.schedule).total if step and not obstacle(step) else math.inf
 
     def none(self, tried: list[Trial]) -> Trial:
         """Return the trial that is nearest to fitting, of some that do not."""
         known = [trial for trial in tried if trial.memory and not trial.fits]
         if known:
             return min(known, key=lambda trial: trial.memory)
-        return Trial(self.asked, reason="no configuration fits the memory")
+        return Trial(self.asked, reason="no configuration fits the memory" if tried else "these settings cannot run")
 
     def candidates(self, system: str, placement: Placement = "loader") -> list[Configuration]:
         """List the configurations of a system, for CAD the most promising first."""

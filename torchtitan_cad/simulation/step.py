@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.model.kind import AttentionKind, spread
 from torchtitan_cad.simulation.batches import Batch
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.inputs import Configuration
@@ -133,6 +136,21 @@ class Step:
         """Layers of the deepest stage."""
         return -(-self.costs.model.layers // self.pp)
 
+    @cached_property
+    def kinds(self) -> IntArray:
+        """int64 [layers]: number of every layer's kind of attention."""
+        return spread(self.costs.kinds, self.layers)
+
+    def mean_layer(self, of_kind: Callable[[AttentionKind], Any]) -> Any:
+        """Return the mean over layers of what ``of_kind`` returns, a number or an array."""
+        shares = np.bincount(self.kinds, minlength=len(self.costs.kinds)) / self.layers
+        return sum(share * of_kind(kind) for share, kind in zip(shares.tolist(), self.costs.kinds, strict=True))
+
+    @property
+    def full_layers(self) -> float:
+        """Share of the layers that attend in full."""
+        return self.mean_layer(lambda kind: float(kind.name == "full"))
+
     @property
     def lockstep(self) -> bool:
         """Tell whether the ranks wait for each other in every microbatch, as FSDP2 gathers parameters in it."""
@@ -168,10 +186,21 @@ class Step:
             total += self.layers * sum(self.block(True, tokens, tp))
         return total
 
+    def document_attention(self, forward: bool) -> FloatArray:
+        """Seconds, [documents], of the mean layer's attention of every document on one GPU."""
+
+        def of_kind(kind: AttentionKind) -> FloatArray:
+            pieces = np.concatenate([kind.cut(row) for row in self.batch.rows])
+            document = np.searchsorted(np.cumsum(self.batch.lengths), np.cumsum(pieces))
+            seconds = self.costs.document_seconds(pieces, forward, kind.shape.window)
+            return np.bincount(document, weights=seconds).astype(np.float64)
+
+        return self.mean_layer(of_kind)
+
     @cached_property
     def layer_attention(self) -> tuple[float, float]:
-        """Seconds of one layer's attention of all documents on one GPU: forward, backward (with repeats)."""
-        forward, backward = (float(self.costs.document_seconds(self.batch.lengths, f).sum()) for f in (True, False))
+        """Seconds of the mean layer's attention of all documents on one GPU: forward, backward (with repeats)."""
+        forward, backward = (float(self.document_attention(f).sum()) for f in (True, False))
         return forward, backward + (forward if self.repeats_forward else 0.0)
 
     def background(self, forward: bool) -> float:
@@ -191,7 +220,7 @@ class Step:
     @property
     def final(self) -> float:
         """Seconds at the step's end: what FSDP2 does not do in every layer, and what does not grow with the tokens."""
-        mine, extra = self.costs.model.parameters / self.pp, self.costs.rates.seconds_per_step
+        mine, extra = self.costs.model.held_parameters / self.pp, self.costs.rates.seconds_per_step
         return extra + (0.0 if self.lockstep else self.costs.parameter_seconds(mine, self.ranks, gradients=True))
 
     def even(self, schedule: str) -> Parts:

@@ -1,4 +1,4 @@
-"""Compute and network of every rank as two streams, on which events wait for each other, and pipelines of stages.
+"""Compute and network of every rank as two streams, on which events wait for each other.
 
 All times only grow with the durations: every operation starts at the latest of the events it waits for, in a fixed
 order.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -55,17 +54,19 @@ class Streams:
         self.network = np.where(transfer.active, end, self.network)
         return np.where(transfer.active, end, ready)
 
-    def run(self, regions: Sequence[float], nanos: Sequence[Nano], background: float = 0.0) -> None:
+    def run(self, regions: Sequence[float], layers: Sequence[Sequence[Nano]], background: float = 0.0) -> None:
         """Run the layers of one pass: region, attention, region, ..., the parts of the microbatch in turn.
 
         Args:
             regions: seconds of a whole microbatch's work before, between and after the attentions.
+            layers: the parts of the microbatch in every layer.
             background: seconds for which the network gathers the next layer's parameters during every layer, whose
                 first region waits for them.
         """
-        returned = [self.compute] * len(nanos)
+        returned = [self.compute] * len(layers[0])
         for number, region in enumerate(regions):
-            arrived, last = [], number == len(regions) - 1
+            arrived, last = [], number == len(layers)
+            nanos = layers[number - last]
             gathered, upcoming = self.gathered, self.gathered
             for index, nano in enumerate(nanos):
                 waits = background and not last
@@ -82,41 +83,3 @@ class Streams:
             for index, nano in enumerate(nanos):
                 attended = self.work(arrived[index], nano.attention)
                 returned[index] = self.send(attended, nano.back)
-
-
-def one_f_one_b(
-    pp: int, forward: Sequence[Any], backward: Sequence[Any], together: Sequence[bool] | None = None
-) -> float:
-    """Return the seconds of 1F1B over ``pp`` equal stages.
-
-    Args:
-        forward, backward: seconds of every microbatch on one stage, a number or [ranks].
-        together: whether the ranks of a stage begin and end a microbatch together; by default none does.
-    """
-    ready: dict[tuple[bool, int, int], Any] = {}
-    free: list[Any] = [0.0] * pp
-    orders = [_order(len(forward), min(len(forward), pp - stage)) for stage in range(pp)]
-    while any(orders):
-        for stage, order in enumerate(orders):
-            while order:
-                is_forward, m = order[0]
-                before = (is_forward, stage - 1 if is_forward else stage + 1, m)
-                if 0 <= before[1] < pp and before not in ready:
-                    break
-                start = np.maximum(free[stage], ready.get(before, 0.0))
-                seconds = (forward if is_forward else backward)[m]
-                if together and together[m]:
-                    start, seconds = np.max(start), np.max(seconds)
-                free[stage] = ready[is_forward, stage, m] = start + seconds
-                del order[0]
-    return float(np.max([np.max(each) for each in free]))
-
-
-def _order(num: int, ahead: int) -> list[tuple[bool, int]]:
-    """(forward or backward, microbatch) of a stage that runs ``ahead`` forwards first."""
-    order = [(True, m) for m in range(ahead)]
-    for m in range(num):
-        order.append((False, m))
-        if ahead + m < num:
-            order.append((True, ahead + m))
-    return order

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torchtitan_cad.planning.intervals import (
     IntArray,
@@ -67,6 +68,16 @@ class RowNeeds:
         start = np.maximum(self.start[source], self.run_start[run])
         end = np.minimum(self.end[source], self.run_end[run])
         return Rows(self.server[source], start, end, self.run_row[run] + start - self.run_start[run])
+
+    @property
+    def sends(self) -> npt.NDArray[np.bool_]:
+        """[num_ranks, num_ranks] Whether the first rank is home to rows that the second, another one, uses."""
+        first = np.searchsorted(self.run_start, self.start, side="right") - 1
+        stop = np.searchsorted(self.run_start, self.end, side="left")
+        sends = np.zeros((self.num_ranks, self.num_ranks), dtype=bool)
+        sends[self.run_home[concat_ranges(first, stop - first)], np.repeat(self.server, stop - first)] = True
+        np.fill_diagonal(sends, False)
+        return sends
 
     def rows_inside(self, group: IntArray) -> tuple[IntArray, IntArray]:
         """Return int64 [num_ranks] rows each rank receives from ranks of its own group, and rows it sends to them.

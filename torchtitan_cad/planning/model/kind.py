@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +54,20 @@ class AttentionKind:
     def layout(self, layout: TokenLayout, columns: IntArray) -> TokenLayout:
         """Return the layout with documents as this kind cuts them; ``columns`` as for ``chunked_layout``."""
         return layout if self.block is None else chunked_layout(layout, columns, self.block)
+
+    def cut(self, lengths: IntArray) -> IntArray:
+        """Return the lengths of the documents of one row, one after the other, as this kind cuts them."""
+        if self.block is None:
+            return lengths
+        ends = np.cumsum(lengths)
+        return np.diff(np.union1d(ends, np.arange(self.block, ends[-1], self.block)), prepend=0)
+
+
+def spread(kinds: Sequence[AttentionKind], layers: int) -> IntArray:
+    """Return the number of the kind of each of a model's first ``layers``, over which kinds are spread evenly."""
+    places = np.concatenate([(np.arange(kind.layers) + 0.5) / kind.layers for kind in kinds])
+    numbers = np.repeat(np.arange(len(kinds)), [kind.layers for kind in kinds])
+    return np.resize(numbers[np.argsort(places, kind="stable")], layers)
 
 
 def chunked_layout(layout: TokenLayout, columns: IntArray, block: int) -> TokenLayout:

@@ -16,7 +16,8 @@ from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC
 from torchtitan_cad.integration.titan022.manager import quiet, read_config
-from torchtitan_cad.integration.titan022.models import ADAPTERS, has_experts
+from torchtitan_cad.integration.titan022.model import update_without_cp
+from torchtitan_cad.integration.titan022.models import ADAPTERS
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.simulation.batches import DEFAULT, named_lengths
 from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Configuration, Model, Schedule
@@ -194,32 +195,45 @@ def build_on_meta(config: JobConfig, args: Any) -> torch.nn.Module:
 
 
 def _model(config: JobConfig, notes: list[str]) -> Model:
-    name = config.model.name
+    """Read the model, whose layers count as the mean one in all but their kinds of attention."""
+    name, parallelism = config.model.name, config.parallelism
     args: Any = copy.deepcopy(get_train_spec(name).model_args[config.model.flavor])
-    if ADAPTERS[name].replaces_forward:
-        raise ValueError(f"model.name = {name!r}: its kinds of attention are not simulated; choose llama3 or qwen3")
     args.attn_type = "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
-    idle, ranks = 0, 1
-    if has_experts(args):
-        experts = args.moe_args
-        ffn = args.moe_inter_dim * (experts.top_k + experts.num_shared_experts)
-        idle = args.moe_inter_dim * (experts.num_experts - experts.top_k)
-        ranks = config.parallelism.expert_parallel_degree
-        notes.append("experts: all as busy; what expert parallelism exchanges is not simulated")
-    else:
-        parameters = build_on_meta(config, args).named_parameters()
-        ffn = next(p.shape[0] for key, p in parameters if key.endswith("feed_forward.w1.weight"))
+    with quiet():
+        update_without_cp(args.update_from_config, config)
+    weights = [each for each in build_on_meta(config, args).named_parameters() if not each[0].endswith("bias")]
+
+    def width(*parts: str) -> int:
+        count = sum(weight.numel() for key, weight in weights if any(part in key for part in parts))
+        return round(count / (3 * args.dim * args.n_layers))
+
+    shared, routed, active, ranks = width(".feed_forward.", ".shared_experts."), width(".experts."), 0, 1.0
+    if routed:
+        active = routed * args.moe_args.top_k // args.moe_args.num_experts
+        if (degree := parallelism.expert_parallel_degree) > 1:  # else TP divides experts, too
+            ranks = degree * parallelism.expert_tensor_parallel_degree / parallelism.tensor_parallel_degree
+        notes.append(
+            "experts: all as busy; what expert parallelism exchanges is not simulated, and they cannot train in ticks"
+        )
+    kinds = ADAPTERS[name].kinds(
+        args, config.training.seq_len, 1, TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
+    )
+    shape = kinds[0].shape
     return Model(
         layers=args.n_layers,
         hidden=args.dim,
-        heads=args.n_heads,
-        kv_heads=getattr(args, "n_kv_heads", None) or args.n_heads,
-        head_dim=getattr(args, "head_dim", None) or args.dim // args.n_heads,
-        ffn=ffn,
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shared + active,
         vocabulary=args.vocab_size,
-        dtype_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
-        idle_ffn=idle,
+        dtype_bytes=shape.dtype_bytes,
+        shared_ffn=shared,
+        idle_ffn=routed - active,
         expert_ranks=ranks,
+        query_rank=getattr(args, "q_lora_rank", 0),
+        key_rank=getattr(args, "kv_lora_rank", 0),
+        attention=kinds,
     )
 
 
