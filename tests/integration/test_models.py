@@ -83,7 +83,8 @@ GPT_OSS = [
 ]
 STEADY = ("--optimizer.eps=1e-3",)
 """Adam steps in proportion to small gradients: those of keys' biases are nearly zero, and else it would raise their
-rounding to the size of the others, until tokens go to other experts."""
+rounding to the size of the others. After one step with its default stock torchtitan's router gradient is 1.0e-4 of its
+norm off fp64's, and that of CAD with CP 2 2.3e-4."""
 SHORT = ("cp2",)
 """What the short set trains of every model: documents that lie across ranks."""
 
