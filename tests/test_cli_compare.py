@@ -83,16 +83,17 @@ def test_the_prediction_is_the_simulations_of_the_same_documents(tmp_path: Path,
     """One rank has a row of one document, the other one of eight; the shares of the work are measured, or a GPU's."""
     rows = [[[16384]], [[2048] * 8]]
     result = compared(tmp_path, **({} if known else {"busy": None, "attention": None}))
-    off = dataclasses.replace(result.off, rows=[rows] * 3)
-    args = [f"--job.config_file={JOB}", "--training.seq_len=16384", "--training.local_batch_size=1"]
-    job = read_simulated_job(args, 2)
-    predicted = dataclasses.replace(result, off=off).predicted(job)
-    assert predicted is not None
+    off, on = (dataclasses.replace(runs, rows=[rows] * 3) for runs in (result.off, result.on))
+    job = read_simulated_job([f"--job.config_file={JOB}", "--training.seq_len=16384"], 2)
+    predicted = Comparison(off, on).predicted(job)
     if known:  # 14 of 26 parts are attention, of which the longer row's rank has 1.7 or so times the mean
         assert 1.3 < predicted["overall"] < 1.5
+        untimed = dataclasses.replace(off, attention=float("nan") * off.attention)
+        assert Comparison(untimed, on).predicted(job) == pytest.approx(predicted)
+        assert sum(untimed.parts()["attention"]) == 0
     assert predicted["reordering_alone"] == pytest.approx(1)  # each rank has one row
-    balanced = dataclasses.replace(off, rows=[[[[16384]], [[16384]]]] * 3)
-    assert dataclasses.replace(result, off=balanced).predicted(job)["overall"] == pytest.approx(1, rel=0.05)
+    balanced = [dataclasses.replace(runs, rows=[[[[16384]], [[16384]]]] * 3) for runs in (off, on)]
+    assert Comparison(*balanced).predicted(job)["overall"] == pytest.approx(1, rel=0.05)
 
 
 def test_documents_of_rows_end_with_the_end_of_sequence() -> None:

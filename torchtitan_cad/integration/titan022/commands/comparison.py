@@ -71,8 +71,8 @@ class Runs:
     def simulated(self, job: SimulatedJob, **links: Any) -> Search:
         """Return a search on these runs' batches, by the rates of the job's cluster.
 
-        On CPU ranks rates are scaled to what the mean rank of these runs, without CAD, took, and exchanges take no
-        time but for ``links``, values of ``Cluster``.
+        On CPU ranks rates are scaled to what the mean rank of these runs took, and exchanges take no time but for
+        ``links``, values of ``Cluster``.
         """
         cluster, configuration, rates = job.cluster, job.configuration, Rates()
         groups = range(0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp)  # ranks of other rows
@@ -92,10 +92,11 @@ class Runs:
 
     def parts(self) -> dict[str, list[float]]:
         """Return the seconds of a step by part, [ranks], means over rounds and steps."""
-        other, waiting = self.busy - self.attention, self.seconds - self.busy
+        attention = np.nan_to_num(self.attention)  # of torch's own kernels it is not known, and part of the rest
+        other, waiting = self.busy - attention, self.seconds - self.busy
         if np.isnan(self.busy).any():
             return {"step": self.seconds.mean(axis=(0, 1)).tolist()}
-        parts = {"linear layers and the rest": other, "attention": self.attention, "waiting": waiting}
+        parts = {"linear layers and the rest": other, "attention": attention, "waiting": waiting}
         return {name: each.mean(axis=(0, 1)).tolist() for name, each in parts.items()}
 
 
@@ -115,9 +116,10 @@ class Comparison:
         """Simulate the speed-up: overall, least and most of a step, and overall of reordering whole rows alone.
 
         None if the simulated GPU has no memory for them. Times on CPU ranks are scaled to those that the mean rank took
-        without CAD, and exchanges take none.
+        without CAD, or with it where attention has no times without it, and exchanges take none.
         """
-        search, configuration = self.off.simulated(job), job.configuration
+        timed = self.on if np.isnan(self.off.attention).any() else self.off
+        search, configuration = timed.simulated(job), job.configuration
         systems = "packed", "reorder", configuration.planner.planner
         packed, reorder, cad = (search.run(name, configuration) for name in systems)
         spread = cad.over(packed)
