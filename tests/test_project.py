@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("patches/*.md"), *ROOT.glob(".github/*.md")])
+FOLDERS = ("*.md", "docs/**/*.md", "patches/*.md", ".github/**/*.*")
+PAGES = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:docs|bench|tests|patches|train_configs|examples)/[\w/.-]+)`")
 
