@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a step takes on two nodes, over the rate of the link between them, with CAD and without.
 
     torchtitan-cad prepare --output outputs/assets

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draws the phases of core attention in the traces of a run: what computes, and what travels meanwhile.
 
     python -m bench.trace outputs/llama3_debug_cpu/profile_traces/iteration_4 --output trace.png

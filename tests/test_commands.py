@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every command of the documentation is one that its program takes, and those that take seconds run."""
 
 import argparse

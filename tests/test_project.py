@@ -1,12 +1,16 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What surrounds the code: the wheel, workflows, and links of the documentation."""
 
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.budgets import LICENCE
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("*.md", "docs/**/*.md", "patches/*.md", ".github/**/*.*")
@@ -37,6 +41,13 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
     for name in NAMED.findall(page.read_text()):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_sources_name_their_licence() -> None:
+    assert f"{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['license']}\n" in LICENCE
+    for folder in ("torchtitan_cad", "bench", "examples", "tests", "patches"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert path.read_text().startswith(LICENCE), f"{path}: begin it with {LICENCE}"
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Context parallelism multiplies the validation loss, or stops it: one batch on two ranks, over gloo on CPU."""
 
 import contextlib

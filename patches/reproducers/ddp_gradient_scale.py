@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DDP divides gradients by the number of ranks once too often: one backward on two ranks, over gloo on CPU."""
 
 import contextlib

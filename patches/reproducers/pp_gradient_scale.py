@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Pipeline parallelism leaves gradients undivided by the number of tokens: one step of two stages, over gloo on CPU."""
 
 import contextlib

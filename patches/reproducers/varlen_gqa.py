@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Varlen attention refuses fewer key/value heads than query heads, with torch 2.13: shapes only, no device."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Pipelines give each microbatch the document boundaries of others: how a schedule splits them, without attention."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every file of patches/ repairs a defect of torchtitan 0.2.2, which its reproducer shows without the patch.
 
 Jobs on a torchtitan with all patches agree with jobs that do not have the defect.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Traces that training writes, asked by SQL as Perfetto is: the phases, and both halves of a batch."""
 
 import json

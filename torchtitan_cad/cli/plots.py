@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Pictures of ``torchtitan-cad simulate`` and ``compare``: what the time of a step goes into."""
 
 from __future__ import annotations

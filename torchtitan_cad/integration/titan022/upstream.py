@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run-time repairs of torchtitan 0.2.2 for jobs with CAD. ``patches/`` holds the same fixes for the source.
 
 1. Under pipeline parallelism gradients are not divided by the global token count (train.py divides only the reported
