@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Device memory of core attention of Llama 3 8B, by layout and number of ranks, beside stock varlen attention.
 
     python -m bench.memory

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plans for models of several kinds of attention: bytes and balance of every kind, and a layer's predicted time.
 
     python -m bench.models

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a step takes on two nodes, over the rate of the link between them, with CAD and without.
 
     torchtitan-cad prepare --output outputs/assets
@@ -130,13 +131,14 @@ def draw(records: list[Record], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for mode in dict.fromkeys(record["mode"] for record in records):
+    modes = dict.fromkeys(record["mode"] for record in records)
+    for mode, color, marker in zip(modes, ("#444444", "#d55e00", "#56b4e9"), "os^", strict=False):
         mine = [record for record in records if record["mode"] == mode]
         rates, times, guesses = ([record[key] for record in mine] for key in ("Mbit/s", "ms per step", "predicted ms"))
         names = [rate if isinstance(rate, str) else f"{rate:g}" for rate in rates]
-        (line,) = axes.plot(names, times, marker="o", label=mode)
+        axes.plot(names, times, color=color, marker=marker, label=mode)
         if mode != "stock":
-            axes.plot(names, guesses, linestyle=":", color=line.get_color(), label=f"{mode}, predicted")
+            axes.plot(names, guesses, linestyle=":", color=color, label=f"{mode}, predicted")
     axes.set_xlabel("rate of the link between two nodes, Mbit/s")
     axes.set_ylabel("ms per step")
     axes.set_ylim(bottom=0)

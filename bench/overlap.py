@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How much of the exchange ping-pong hides, over links of several speeds.
 
     python -m bench.overlap --output bench/results/overlap.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The settings of arXiv 2510.18121 in the simulation: what CAD gains over packing there, by this model.
 
     python -m bench.paper

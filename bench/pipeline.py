@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Time of a step with and without a pool of attention over all stages: four schedules, simulated.
 
     python -m bench.pipeline --pretrain document_lengths.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Homes dealt anew against homes as the loader gives them: bytes, balance and time.
 
     python -m bench.placement --pretrain document_lengths.json --check

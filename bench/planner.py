@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Planners against each other and the lower bound: balance, bytes and time.
 
     python -m bench.planner --pretrain document_lengths.json --check

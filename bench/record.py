@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Results: tables in Markdown, and JSON that begins with what is needed to repeat a bench."""
 
 import datetime

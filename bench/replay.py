@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention of many ranks on one device: what every rank of a plan computes, run and timed one rank after another.
 
     python -m bench.replay                                    # small, on the CPU, in CPU time of one thread

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Time of a step with exchanges in compiled graphs, against between them.
 
     torchtitan-cad prepare --output outputs/assets

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gains of ``tolerance = "auto"`` over a tolerance of 0.02: predicted time of a layer, and bytes.
 
     python -m bench.tolerance

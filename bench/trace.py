@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draws the phases of core attention in the traces of a run: what computes, and what travels meanwhile.
 
     python -m bench.trace outputs/llama3_debug_cpu/profile_traces/iteration_4 --output trace.png
@@ -32,13 +33,14 @@ OPERATOR = "torchtitan_cad::traced_"
 
 Event = dict[str, Any]
 COLORS = {
-    "linear": "#6baed6",
+    "linear": "#56b4e9",
     "linear backward": "#c6dbef",
-    "attention": "#31a354",
-    "waiting": "#de2d26",
-    "sending": "#756bb1",
-    "in flight": "#fdae6b",
+    "attention": "#78c679",
+    "waiting": "#a50f15",
+    "sending": "#54278f",
+    "in flight": "#fed976",
 }
+"""They differ in lightness too, for readers who do not tell red from green."""
 NAMED = ("linear", "linear backward", "attention")
 """Kinds whose spans have their name written on them."""
 MOST_RANKS = 16

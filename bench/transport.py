@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Transports against each other: how fast rows get from rank to rank.
 
     python -m bench.transport                            # CPU ranks

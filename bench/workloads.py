@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Documents of several workloads, reproducible from their seed, and their layouts."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # %% [markdown]
 # # Who computes what
 # Cells for an editor that runs `# %%`, or as a script: python examples/draw_a_plan.py [picture.png]

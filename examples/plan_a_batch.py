@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plan a batch of two ranks, without torch: python examples/plan_a_batch.py."""
 
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What CAD would make of documents of these lengths, without torch: python examples/plan_from_lengths.py 65536 9000 ...
 
 The documents are packed end to end into the ranks' tokens, as a loader packs them into rows.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Core attention in plain PyTorch, without torchtitan: python examples/two_ranks.py.
 
 Two processes hold documents of different lengths. Each computes what the plan gives it; outputs and gradients come back

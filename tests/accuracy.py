@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How exact results are, by the measure of an independent computation of the same formula in the same precision.
 
 How much rounding costs depends on the machine, as matrix libraries sum in orders of their own: a bound in digits fits

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shared by all tests: how many examples are drawn, the time that a run may take, and refusals of commands."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Parts of bench.gpu that go wrong in every way, for tests."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Writes what docs/ repeat of the code, between two comments: the keys of ``[cad]`` and the API. ``make docs``."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Hostile command lines of ``torchtitan-cad``, by seed, and a process that runs them under a memory limit.
 
     python -m tests.hostile FOLDER RESULTS FIRST LAST

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ten planted faults, each of which the short tests must find: ``make mutations``; exit code 1 if one is not found.
 
 A fault replaces a piece of the package's text in a copy of the repository, where tests run until the first failure.

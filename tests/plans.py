@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layouts and plans for tests: not only those a planner would make."""
 
 from itertools import pairwise

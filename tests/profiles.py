@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Artificial profiles for tests: nothing was measured."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which tests and parameters run where: the short set, the matrix only (see CONTRIBUTING.md), with Triton."""
 
 import importlib.util

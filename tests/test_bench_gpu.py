@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The run of `python -m bench.gpu`: what becomes of parts that go wrong, and its verdicts.
 
 `make bench-gpu-dry` runs all of them on CPU stand-ins.

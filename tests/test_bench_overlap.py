@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The benches that run ranks: overlap leaves less exposed than none, two nodes at every rate, and traced streams."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The benches of planning and placement: results that can be read again, and checks that notice what is wrong."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The picture of a run's traces: what it draws, what it is called, what it refuses."""
 
 import json

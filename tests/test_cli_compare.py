@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad compare``: its arithmetic on made-up records, its command line, and once the whole."""
 
 import dataclasses

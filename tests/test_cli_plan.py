@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad plan``, and what all commands have in common."""
 
 import importlib.util

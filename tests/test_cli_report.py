@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """`torchtitan-cad report`, whatever became of a run; and `torchtitan-cad profile`, with plans by what it measured."""
 
 import dataclasses

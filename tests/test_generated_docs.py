@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Pages say what the code says, and all that examples/ shows works."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Hostile command lines, layouts, plans and profiles: each works or is one line of error, soon and in little memory."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The package's layers: which part may import which, read from the source, imports inside functions included."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Planted faults fit the package, the matrix takes no longer than it may, and budgets of lines are kept."""
 
 from pathlib import Path

@@ -1,15 +1,20 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What surrounds the code: the wheel, workflows, and links of the documentation."""
 
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.budgets import LICENCE
+
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("patches/*.md"), *ROOT.glob(".github/*.md")])
+FOLDERS = ("*.md", "docs/**/*.md", "patches/*.md", ".github/**/*.*")
+PAGES = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:docs|bench|tests|patches|train_configs|examples)/[\w/.-]+)`")
 
@@ -36,6 +41,13 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
     for name in NAMED.findall(page.read_text()):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_sources_name_their_licence() -> None:
+    assert f"{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['license']}\n" in LICENCE
+    for folder in ("torchtitan_cad", "bench", "examples", "tests", "patches"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert path.read_text().startswith(LICENCE), f"{path}: begin it with {LICENCE}"
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``job.custom_config_module = "torchtitan_cad.job_config"``: the one key that brings CAD into a torchtitan job.
 
 torchtitan merges these dataclasses into its own ``JobConfig`` (config/manager.py), so that ``[parallelism] cad`` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torchrun, ending in one line: `python -m torchtitan_cad.launch` in place of `torchrun`, with the same arguments.
 
     python -m torchtitan_cad.launch --nproc_per_node=2 -m torchtitan_cad.train --job.config_file train.toml

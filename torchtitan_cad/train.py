@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Start torchtitan: on accelerators as it is, on CPU ranks when there are none.
 
     torchrun --nproc_per_node=2 -m torchtitan_cad.train --job.config_file train.toml

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run: python -m bench.gpu [--output FOLDER] [--only PART ...] [--resume] [--minutes 9] [--dry-run]."""
 
 import argparse

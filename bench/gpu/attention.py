@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Speed of the attention kernel that auto chooses, and of the memory-bound kernels around it.
 
 Attention: one undivided causal document against one call of many shards, each the last rows of such a document with

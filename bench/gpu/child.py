@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The process of one part: `python -m bench.gpu.child PART DEVICE LINES [PACKAGES]`.
 
 PART is a ``Part`` as JSON. A line of JSON goes to the file LINES for every figure as soon as it is known, so that none

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Describes the machine."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Goals on a GPU, and whether they are reached."""
 
 from typing import Any, NamedTuple

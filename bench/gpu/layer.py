@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Launches, synchronisations and allocations of one layer's core attention, in the steady state."""
 
 import re

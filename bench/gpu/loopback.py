@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Two ranks that one process plays in turns, with the real engine, transport and kernels.
 
 Every step runs first for one rank, then for the other, so that whatever a rank waits for has been launched before.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """All parts of a run, in order: correctness first, then what the goals ask for."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A layer whose plan moves nothing, against torch's varlen attention."""
 
 import inspect

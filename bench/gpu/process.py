@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Runs one part in a process of its own, within a time limit."""
 
 import contextlib

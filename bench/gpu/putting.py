@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The put kernel (runtime/triton/put.py), alone and beside a GEMM: this process sends rows to itself.
 
 Rows are read from and written to the same device's memory, so rates say what the kernel's programs can move, not what

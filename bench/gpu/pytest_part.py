@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One file of tests, with its results test by test."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The report in Markdown, and what the terminal shows of it."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The run of all parts: order, budget, and the files written after every part."""
 
 import hashlib

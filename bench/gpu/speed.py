@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The choice of a kernel, replayed plans and the profile, at the sizes of this run."""
 
 import json

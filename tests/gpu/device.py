@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Marks of tests that need a CUDA device, and the order not to wait for it."""
 
 from collections.abc import Iterator

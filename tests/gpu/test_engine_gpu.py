@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The engine on a CUDA device: exact, and without synchronisation or new device memory in the steady state.
 
 One rank, with plans that cut its documents at random, so that every kernel but those of the exchange takes part. The

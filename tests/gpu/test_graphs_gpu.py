@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """CUDA graphs of core attention, forward and backward, replayed over 20 plans; and padded tables need no allocation."""
 
 import numpy as np

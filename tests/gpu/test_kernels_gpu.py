@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The CUDA kernels against dense fp64 attention: varlen, cudnn, and flash_attn with every package that is installed."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ping-pong loop on a CUDA device, eager and compiled: as the undivided operator, without synchronisation."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Profiles measured on a CUDA device, and what they predict."""
 
 import numpy as np

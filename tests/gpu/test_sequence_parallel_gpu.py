@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The side stream as a CUDA stream: nothing is read before it is there, nor overwritten before it was read."""
 
 from collections.abc import Callable, Iterator, Sequence

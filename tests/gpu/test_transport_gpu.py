@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The one-sided transport on CUDA, several ranks on one device: exchanges, late peers, and no word with the host."""
 
 import os

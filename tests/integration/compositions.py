@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Jobs with CAD and their references without: the compositions that are tested, and what comparing them takes."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Stock torchtitan 0.2.2's flex attention on CPU: its masks as dense booleans, its attention as a dense softmax.
 
 FlexAttention has no backward on CPU. Masks stay those of the models' own ``get_attention_masks``, but for two places

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Small torchtitan jobs on gloo ranks of this machine.
 
 Each rank is a process running runner.py over base.toml plus the given command-line overrides. Losses and gradient

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Jobs under torchrun, as a user starts them, to which things happen: what is printed afterwards, and what is left."""
 
 import contextlib

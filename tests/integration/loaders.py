@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A data loader to plan for in tests."""
 
 from collections.abc import Callable, Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Forks the ranks of test jobs from one process that has imported torch and torchtitan already.
 
 Importing them takes several times longer than the training of a typical test. Protocol, over stdin and stdout, one JSON

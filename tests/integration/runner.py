@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One rank of a test run: torchtitan's own training, whose results are written down at full precision.
 
 Started by harness.py through rank_server.py. Most hooks only observe. `--init-seed` gives every parameter a value that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad advise``: verdicts, settings that the job's own checks accept, and what is wrong with inputs."""
 
 import json

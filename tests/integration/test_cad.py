@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """CAD composed with everything torchtitan offers, each composition against a run without CAD.
 
 The reference is the same job with ``parallelism.cad`` off, on torchtitan's own varlen attention. Where stock torchtitan

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Stock torchtitan 0.2.2 on CPU ranks, with which every run with CAD is compared, and what makes it possible."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Datasets, synthetic documents and tokenizers, read through torchtitan's own loader and tokenizer."""
 
 import json

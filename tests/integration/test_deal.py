@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Dealing tokens to other homes: every token with its label and its position, on all ranks at once."""
 
 from concurrent.futures import ThreadPoolExecutor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad doctor``: every check with a job that passes and one that fails; and a new user's first run."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torchtitan's dry runs, in which one process plays a rank of a larger job, go as far with CAD as without."""
 
 from pathlib import Path

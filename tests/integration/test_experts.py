@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """qwen3 with experts under CAD, each composition against a run without.
 
 Stock torchtitan's varlen attention does not take the sharded heads that qwen3 gives it under TP; runner.py lets it.

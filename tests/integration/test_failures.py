@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Bad configurations: one clear error on every rank; and no checkpoint after an exchange that failed."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Training with a measured profile; and gradients relative to what undivided attention gets wrong in fp64."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layers of several kinds of attention in one job: homes that they share, plans and engines of their own."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Document boundaries, group layouts and the planning loader, in one process."""
 
 import itertools

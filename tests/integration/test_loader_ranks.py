@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The planning loader on several ranks: however one of them ends, all learn of it at once.
 
 Ranks are threads with a gloo group of their own, connected through real sockets.

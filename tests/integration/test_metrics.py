@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of a run: TensorBoard, the log line and the steps file."""
 
 import re

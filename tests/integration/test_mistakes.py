@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The commonest mistakes: one line, which names the key, the value and the remedy; and what `auto` chooses instead."""
 
 import contextlib

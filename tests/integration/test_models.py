@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Models whose attention CAD replaces as a whole, each composition against stock torchtitan without CAD.
 
 Stock torchtitan 0.2.2 gives these models masks for flex attention, which dense_twin.py computes on CPU.

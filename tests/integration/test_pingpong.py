@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``nano_batches = 2``: losses and gradients of one nano-batch, every exchange behind the other half's work."""
 
 import functools

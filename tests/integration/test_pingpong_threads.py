@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ping-pong loop over blocks in plain PyTorch, with all ranks as threads: any plans, any delays, no deadlock.
 
 It asks of a block no more than ``BlockView``, and not for torchtitan.

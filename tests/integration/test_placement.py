@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``cad.placement = "auto"``: losses and gradient norms of the run without CAD, whoever holds which tokens."""
 
 import re

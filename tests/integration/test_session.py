@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How a session of training starts."""
 
 from types import SimpleNamespace

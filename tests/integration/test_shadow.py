@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``cad.shadow``: a job that trains as torchtitan does, and says what CAD would make of it."""
 
 import json

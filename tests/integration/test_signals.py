@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Signals and full disks under both launchers: who is at fault, in the first lines; nothing left behind; a resume."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad simulate``: jobs, numbers, and what is wrong with them."""
 
 import copy

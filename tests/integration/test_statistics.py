@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures between two log lines: what they say, and that they keep no plan."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Schedules in ticks: losses and gradients of the run without a pipeline, and all ranks in the same exchanges."""
 
 import functools

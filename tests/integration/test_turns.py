@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The order of streams in turns' compiled graphs (pingpong/turn.py), on devices that report what no event orders.
 
 Two ranks run the real engine, plans and graphs, forward and backward (tests/support/ledger/turns.py). Races are also

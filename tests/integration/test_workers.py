@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Jobs whose data is loaded by worker processes: however they end, it is soon, with its cause, and nothing is left."""
 
 import os

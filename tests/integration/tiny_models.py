@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Flavors of deepseek_v3, llama4 and gpt_oss so small that starting the processes dominates a run."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chooses how workers start; jobs of test_workers.py import it (`custom_import`)."""
 
 import multiprocessing

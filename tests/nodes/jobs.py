@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A job on the nodes of tests/nodes/network.py, and what every node prints."""
 
 import re

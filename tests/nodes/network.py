@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Nodes of a cluster on one machine: network namespaces with host names of their own, joined by links of a set rate.
 
 Needs Linux, root and iproute2. Every node is a network namespace with one interface, `eth0`, on a bridge that lies in a

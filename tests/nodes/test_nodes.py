@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Jobs on several nodes: they train as on one machine, and faults between nodes are named within seconds."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cost models of every kind, drawn by hypothesis, and any table of row costs."""
 
 from fractions import Fraction

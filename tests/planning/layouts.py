@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layouts to plan in tests: named families, drawn by hypothesis or by seed."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks of plans, and slow and obvious counterparts of the planning room, one token and one tile at a time."""
 
 from dataclasses import asdict

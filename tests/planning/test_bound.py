@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The lower bounds: below every plan of every planner, below random plans, below the optimum of small cases."""
 
 import itertools

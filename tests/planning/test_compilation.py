@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A machine compiles the planner once, and nothing is compiled after that."""
 
 import dataclasses

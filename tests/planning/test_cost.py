@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Costs: the contract (``CostModel``) that planners and the guarantee on loads rely on, and measured profiles."""
 
 import dataclasses

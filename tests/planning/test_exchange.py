@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Parts of the exchange: intervals against sets of numbers, trips that fit into buffers, and calls of bounded size.
 
 That the tables built of them carry out plans is in test_validate.py and test_properties.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Kinds of attention: every pair that a kind's mask allows is computed once, and no other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Steps without CAD, with rows reordered, and with CAD; and rows dealt anew over ranks and microbatches."""
 
 from dataclasses import replace

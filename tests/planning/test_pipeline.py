@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tick schedules: everything runs once, after what it depends on, and in as few ticks as possible.
 
 Programs: every stage's blocks in their order, all ranks in the same calls, one pool per combination.

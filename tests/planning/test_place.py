@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Homes: the same tokens, as many on every rank, and no more bytes than before."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The search for homes: moves keep the figures up to date, and what is taken back leaves nothing behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Homes of two halves: the same tokens, as many of each half on every rank, documents whole where they fit."""
 
 from __future__ import annotations

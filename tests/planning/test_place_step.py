@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Homes over the microbatches of an optimizer step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layouts, shapes, options and plans as values: what is accepted, what is rejected and how; limits, and growth."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The planners on layouts worth looking at: balance, bytes, speeds, nodes, costs; and what local search adds up."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Properties of every plan, on drawn layouts: some with queries left out, unequal ranks, nodes and any cost model."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plans by time: against all tolerances, at extremes of the link, at home; and rates corrected by times of steps."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The validator accepts right plans and nothing else."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exchanges of known rows between ranks, to be run over any transport."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """FlashAttention-2, 3 and 4 and torch's own operators as the product calls them, computed by the exact CPU kernel.
 
 Signatures, layouts and conventions are those of flash-attn 2.8, FlashAttention-3 (hopper/, 2026), flash-attn-4 4.0.0b36

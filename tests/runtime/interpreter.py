@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Triton kernels on the CPU: Triton's interpreter, which must be chosen before triton is imported, so in processes."""
 
 import os

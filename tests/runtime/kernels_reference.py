@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Dense fp64 attention and random calls, for the kernel tests."""
 
 import itertools

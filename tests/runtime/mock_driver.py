@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A Triton driver without a GPU: compiles for a CUDA device at every launch's own types, and launches nothing.
 
 Importing it makes it the driver of the process, so only processes of their own may.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """All ranks of a group as processes with a gloo group: for what threads of one process cannot show.
 
 Processes are forked from a server that has imported this module and run nothing, so starting them costs little.

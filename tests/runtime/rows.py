@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rows of ranks to attend to, the engine over them on threaded ranks, and what it is compared with."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Work of a device, recorded on the CPU: it is counted, or run again on the same memory as a CUDA graph is."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gathering the rows of kernel calls, and the whole engine with the Triton kernels under Triton's interpreter."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Orders in which partials are combined, and Triton kernels under its interpreter: combining, delta, statistics."""
 
 import itertools

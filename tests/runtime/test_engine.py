@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The engine on threaded ranks: as exact as undivided attention, and the same bits however many trips rows take."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Kernels and the engine's two ranks on CUDA tensors that hold nothing, without a GPU.
 
 Operators check their arguments and say what results look like by their own functions for such tensors (their "fake" or

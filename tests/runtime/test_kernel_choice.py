@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The kernel that ``cad.kernel = "auto"`` takes on CUDA, tried on the CPU: stand-ins compute, and times are made up."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The CPU kernel and the merge against dense fp64 attention; bits of cut documents; torch's varlen on the CPU."""
 
 import inspect

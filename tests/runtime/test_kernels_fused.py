@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Kernels that call a library, on the CPU: stand-ins with the interfaces of FlashAttention-2, 3 and 4 and of cuDNN."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The monitor of peers: several ranks in one process, over a TCP store."""
 
 import os

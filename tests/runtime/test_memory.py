@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The formula for working memory against what the engine allocates, with kernels that allocate their results alone."""
 
 import dataclasses

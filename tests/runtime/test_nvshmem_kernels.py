@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """NVSHMEM: names of kernels, by which torch initialises them, signals that leave a node, and its device library."""
 
 import ast

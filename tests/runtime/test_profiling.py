@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Measuring: kernels for a profile, and the rates that a job measures when it starts."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Core attention recorded once: replayed over other plans, as a CUDA graph would, with padded tables; and counted."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exchanges of TP between two linear layers: the same values and gradients as without ranks, beside other work."""
 
 import threading

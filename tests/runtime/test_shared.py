@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Heads of two sizes, and keys whose heads share their last elements, by every family of operators.
 
 Multi-head latent attention has such keys: the rotary part of a token is the same in all heads.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A process ends in order when told to, even while blocked outside of Python; and the launcher's last line."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Outputs rescaled by their log-sum-exp, as attention sinks need it: exact forward and backward, in every variant.
 
 A sink is a score without a value, one per head: softmax over the keys and it is sigmoid(lse - sink) x softmax over the

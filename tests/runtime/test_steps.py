@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Core attention as one operator and as three steps: gradients, one graph for many plans, the order of the steps."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Transports between processes: exchanges, peers that fail, misuse; memory that ranks share, and messages of rows."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which transport a job gets: by name, by what works on all ranks, and why not another."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The Triton kernels of the one-sided transport: under Triton's interpreter on CPU, and the order of those of nodes.
 
 The interpreter must be chosen before triton is imported, so it runs in processes of its own. There the transport for

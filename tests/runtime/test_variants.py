@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Triton compiles few variants for a job, all of them before the first step, with wide accesses.
 
 The real planner, engine and symmetric transport run with the kernels for devices, in processes of their own where

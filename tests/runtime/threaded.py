@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """All ranks of a CAD group as threads of one process: real engines and tables, mailboxes instead of a network."""
 
 import queue

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Small inputs for tests of the simulation. Functions take changes of the cluster, the rates and the configuration."""
 
 from dataclasses import fields, replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Advice: what is recommended is simulated, fits, is not refused, and gains; what the new settings cost and need."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The simulation: closed forms, properties, and agreement with the repository's other models of a step."""
 
 import dataclasses

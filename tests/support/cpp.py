@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compiles C++ files of tests against torch, once per torch version (10 s of CPU time), in the user's cache folder."""
 
 import fcntl

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tells tests of the steps of core attention, of linear work and of TP's exchanges as they begin.
 
 The package knows nothing of it: what takes the steps is wrapped, once in a process.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ping-pong over transformer blocks in plain PyTorch, beside the same blocks undivided, on any device."""
 
 import copy

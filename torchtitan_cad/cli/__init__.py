@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ``torchtitan-cad`` command line: a thin shell over the other rooms.
 
 Every subcommand is one module of this package with a function ``run`` whose signature is its command line (tyro) and

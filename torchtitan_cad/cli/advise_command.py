@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad advise``: is CAD worth it for this job on this cluster, and with which settings?"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad compare``: how much faster is this job with CAD, on this machine?"""
 
 from __future__ import annotations

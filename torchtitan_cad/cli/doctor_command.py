@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad doctor``: would this job run, and what would it choose?"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad plan``: plan one layout file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The picture of ``torchtitan-cad plan --plot``: who computes what, and what every rank does and moves."""
 
 from __future__ import annotations

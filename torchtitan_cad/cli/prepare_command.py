@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad prepare``: a tokenizer for training without downloads, and what documents it leads to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad profile``: measure the attention kernel of this machine."""
 
 from __future__ import annotations

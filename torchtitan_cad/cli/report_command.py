@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad report``: what a run has gained so far, from the figures of its logged steps."""
 
 from __future__ import annotations

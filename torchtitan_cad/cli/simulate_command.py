@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad simulate``: the predicted time of a training step, with CAD and without."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Inputs of ``simulate`` and ``advise``: a job's numbers, those of the command line, and defaults."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Training data that needs no download: Python sources that are installed here, and synthetic documents.
 
     python_stdlib    a document is a file of the standard library

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A Llama small enough to train on rows of many thousand tokens without an accelerator."""
 
 FLAVOR = "debugmodel_cpu"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Synthetic documents with an exact length distribution, for benchmarks and tests.
 
 Tokens carry no meaning; the lengths are the point: what attention costs depends on nothing else.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Small tokenizers for training without downloads, in the files torchtitan reads from `model.hf_assets_path`.
 
 torchtitan's loader asks for a BOS and an EOS around every document. The tokenizers here have no BOS, so that exactly

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ``[cad]`` table, and what planners make of it."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The engines of a job: one for each kind of the model's attention, over one transport."""
 
 from collections.abc import Sequence

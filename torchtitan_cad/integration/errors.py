@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ends a job that fails with one line that says why, in place of tracebacks of all ranks."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A tensor that stays on the host.
 
 The plan's key reaches attention as a tensor so that pipeline schedules split it per microbatch by themselves. FSDP2's

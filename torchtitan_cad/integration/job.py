@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A job as CAD sees it, whatever the training framework's config looks like."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Where a job's ranks run, how fast the links between them are, and whether its profile is of these devices."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """State of one training process with CAD: groups, engine, planners, statistics.
 
 torchtitan calls the hooks of a TrainSpec one by one and passes nothing between them, so they meet here. There is one

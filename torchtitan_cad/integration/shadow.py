@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``cad.shadow``: what reordering rows, and CAD, would make of every step of a job that trains without either.
 
 Batches go to training as they were loaded. A thread gathers where their documents begin, and the first rank of the CAD

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Position of a rank in the parallel dimensions, ordered as torchtitan does: [pp, dp_replicate, dp_shard, cp, tp]."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Planning core attention disaggregation: pure CPU mathematics.
 
 ``make_plan`` turns a layout (which rank holds which tokens) into a plan (which rank attends which queries to which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Certified lower bounds on the bytes of any plan within load limits.
 
 docs/planning.md derives them step by step, with the same names. All bounds come from one price: a server that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compiling once per machine: of the processes that find no compiled code on disk one compiles, the others wait."""
 
 from __future__ import annotations

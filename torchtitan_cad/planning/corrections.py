@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Correct ``LayerTimes`` by the times that steps really took."""
 
 from __future__ import annotations

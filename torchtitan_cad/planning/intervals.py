@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Vectorised arithmetic on half-open integer intervals."""
 
 from __future__ import annotations

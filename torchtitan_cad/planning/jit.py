@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Decorators of compiled functions; ``compile_once.py`` compiles them once per machine.
 
 numba compiles *entry points*, which Python calls, together with all functions that they call, and keeps them on disk.

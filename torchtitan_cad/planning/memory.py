@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Device memory of a layer's core attention under a plan, on the rank that needs most.
 
 Working memory is what one pass allocates and frees. It includes the results and excludes the inputs, which stock

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What an optimizer step takes as loaded, with whole rows reordered, and with core attention disaggregated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Making, describing and storing plans."""
 
 from __future__ import annotations

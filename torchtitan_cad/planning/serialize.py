@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """JSON form of a layout: {"attention": {...}, "ranks": [[{"doc", "start", "length"}, ...], ...]}.
 
 A segment whose tokens are keys only also has "attends": false."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Heaps for compiled code.
 
 A heap holds indices into an array of keys. The least key comes first, and among equal keys the lowest index.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Statistics of a plan: loads, bytes and counts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Reading text that users wrote, and showing values in messages."""
 
 from __future__ import annotations

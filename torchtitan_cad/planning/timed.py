@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``tolerance = "auto"``: place and plan by predicted time, and stay home where moving does not gain.
 
 A plan of lower tolerance balances better and moves more bytes. Which plan is faster depends on the batch and on the

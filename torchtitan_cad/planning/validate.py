@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Proof that a plan is right: it covers the pairs that attend exactly, and the tables of all ranks agree."""
 
 from __future__ import annotations

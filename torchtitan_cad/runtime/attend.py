@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run the kernel calls of one rank for a plan, in one or two rounds, after its rows have arrived."""
 
 from collections import deque

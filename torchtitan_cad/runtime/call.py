@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Core attention in flight: a rank's state of it between the engine's steps, and the two directions."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Combining partial results of the same row, in a fixed order on every device, without atomics.
 
 Several kernel calls, tasks or servers compute partials of a row. On CPU, torch combines them in *waves*: wave k holds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Execute core attention of one rank by a plan (docs/how_it_works.md).
 
 Forward: send query and key/value rows -> run a causal and an unmasked kernel call over all tasks of this rank (more

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exchanges in flight, as typed tensors: a single exchange, or all exchanges that bring the rows that a rank serves."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Heartbeats of all ranks, by which a rank whose communication failed names the peer at fault.
 
 Every rank keeps one value in the job's key-value store: a counter that it increments at intervals, its step and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Core attention as a custom operator: opaque to torch.compile, traceable forward and backward.
 
 Output shapes depend on input shapes alone. A host tensor, which only the operator's body reads, holds the key of the

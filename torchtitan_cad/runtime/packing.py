@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Several per-token tensors as one message, with a row of bytes per token.
 
 Messages hold Q, K with V, O with its log-sum-exp, or dO with the softmax statistics. ``hide_storage`` passes a message

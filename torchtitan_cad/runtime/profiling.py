@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Measuring an attention kernel over query and key lengths, for ``planning.Profile``.
 
 Each measurement is one call over enough unmasked tasks to keep the device busy, as in a plan. A cell of the grid is the

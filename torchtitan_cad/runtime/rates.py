@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Measure this machine's speed of attention, linear work and row exchange, when a job starts."""
 
 import numpy as np

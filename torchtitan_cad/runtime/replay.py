@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tables of fixed sizes: a CUDA graph that has captured core attention by one plan can replay it by other plans.
 
 Training does not use them (docs/performance.md). A rank's ``RankExchange`` is padded with rows of -1 and tasks without

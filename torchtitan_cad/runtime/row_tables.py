@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tables of a rank's rows of one kind, queries or keys: their trips, and the combination of results."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ending a process on a signal, even while its main thread waits in C++.
 
 Python runs signal handlers in the main thread between bytecodes, so not while that thread waits for a peer in C++. But

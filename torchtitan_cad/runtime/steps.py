@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Core attention as several operators, so that other work can run between them (docs/pipelines.md, "Ping-pong").
 
     token = dispatch(q, k, v, key, engine)      # sends rows to servers;       backward waits and sums gradients

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Marks in the order of a device's stream, for others to wait for. Nothing on CPU, where the host does the work itself.
 
 Streams and events are those of the device's own module (``torch.cuda``), so that code on streams also runs on a device

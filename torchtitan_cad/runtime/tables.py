@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A rank's exchange as tensors: kernel calls, and tables of its queries and keys (``row_tables``)."""
 
 from dataclasses import dataclass, replace

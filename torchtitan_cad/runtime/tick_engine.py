@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Core attention of a pipeline in ticks: every rank runs the same calls in a tick, with or without tokens of its own.
 
 A rank's blocks make some of the tick's calls. In the other calls the rank only serves, without own rows and without a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Timing calls on a device: by events on a GPU, by the clock elsewhere."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Core attention as operators that enqueue on the current stream and return, for graphs that contain streams.
 
 ``steps`` hides streams inside operators; here the graph sets the stream of each operator, and has events between them.

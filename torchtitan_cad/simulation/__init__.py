@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Predicted time of a training step: CAD against packing, on the same batches. Pure numpy; imports planning only.
 
 ``simulate(model, cluster, documents, configuration, rates)`` returns a ``Report``. ``Costs`` has the seconds of every

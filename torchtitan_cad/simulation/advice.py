@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Recommends settings of a job: a search from the job as written, one setting at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Systems without CAD: equal chunks, reordered rows, packing with per-document context parallelism, and perfection.
 
 All but the last do one thing after the other, so their times are sums.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Batches of documents, and named distributions of their lengths, as samples to draw from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Seconds that the parts of a layer take on one GPU.
 
 Two directions, forward and backward; backward includes what activation checkpointing computes again, except for whole

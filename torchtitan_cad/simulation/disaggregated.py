@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """CAD: real plans, executed on two streams per rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Inputs of a simulated step: model, cluster, rates, documents and configuration.
 
 Every number is described once: its meaning, which is its help on the command line, its unit, and its default's source.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Bytes that one GPU needs, by part."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The one search: configurations of a step, tried on the same batches for ``simulate``, ``advise`` and ``compare``."""
 
 from __future__ import annotations

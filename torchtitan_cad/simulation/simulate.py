@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The predicted time of a training step under several systems, on the same batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One step of one batch, divided in one way: what all systems have in common."""
 
 from __future__ import annotations

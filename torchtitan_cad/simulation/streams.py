@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compute and network of every rank as two streams, on which events wait for each other.
 
 All times only grow with the durations: every operation starts at the latest of the events it waits for, in a fixed

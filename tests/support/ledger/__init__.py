@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The device "ledger": streams and events that only keep account, so that missing waits are found on any machine.
 
     on_ledger = Process()                  # one that has the device; in pytest's own all tests would see an accelerator

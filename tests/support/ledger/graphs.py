@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Runs compiled graphs with streams on ledger devices, in any order that the graph allows."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Lets Inductor compile for the device "ledger": C++ kernels on its memory, with its own schedule and streams.
 
 Import it in a process that has the device and compiles nothing else. What generated kernels use is reported as well.

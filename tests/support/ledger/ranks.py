@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ranks of a CAD group as threads, each on a ledger device of its own: the runtime as on CUDA, but for kernels."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Turns on ledger devices: the compiled graphs of two gloo ranks, with the real engine, plans and messages."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """From every rank's document boundaries to plans that the engine can execute.
 
 Every rank of a CAD group gathers the boundaries of all, computes the same plans for itself and compares fingerprints.

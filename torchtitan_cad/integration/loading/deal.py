@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Dealing the tokens of an optimizer step to the homes that ``plan_step`` has found for them (``cad.placement``).
 
 All ranks of a CAD group know the homes that the loader gave and those that the tokens get, so only ids and labels

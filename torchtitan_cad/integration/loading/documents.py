@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Where documents begin in a batch."""
 
 import numpy as np

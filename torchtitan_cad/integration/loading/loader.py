@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A data loader that plans ahead: the next step is drawn and planned in a thread while the current one trains."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``cad.placement``: new homes for the tokens of an optimizer step, and the exchange that brings them there."""
 
 import dataclasses

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The loop over a model's blocks with two nano-batches."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The linear work of a model's blocks, and the interface by which ping-pong runs those of any model and framework.
 
 A *region* is what lies between two core attentions of one half of a batch: the end of one block and the beginning of

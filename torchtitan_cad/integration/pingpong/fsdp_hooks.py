@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Running a block's forward hooks without calling the block, for FSDP2 (torch 2.11 to 2.15).
 
 ``fully_shard(block)`` gathers the block's parameters in a forward pre-hook and frees them in a forward hook. With two

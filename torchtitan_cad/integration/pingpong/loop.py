@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``nano_batches = 2``: the halves of a microbatch take turns, so that one's exchange hides behind the other's work.
 
 The loop over the blocks, A and B being the halves and region i the linear work between the attentions of blocks i - 1

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Activation checkpointing by operator in compiled graphs with streams (torch 2.14, 2.15)."""
 
 import operator

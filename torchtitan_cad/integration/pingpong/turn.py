@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A turn: what lies between two points where FSDP2's hooks run, for both halves of a microbatch, as one compiled graph.
 
     wait for outputs of A, region of A, send q, k, v of A; the same of B; wait for q, k, v of A, attend, send outputs; B

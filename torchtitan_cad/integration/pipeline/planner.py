@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plans of a pipeline in ticks: one per pool, over all stages (see ``planning.program``)."""
 
 from typing import Any

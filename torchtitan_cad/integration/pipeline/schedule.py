@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A schedule in ticks on the runtime of torch.distributed.pipelining (torch 2.11 to 2.15).
 
 The runtime lowers a table of forward and backward actions to a list per rank that also gathers parameters, sends and

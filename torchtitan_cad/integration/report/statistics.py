@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sums of what plans did between two log lines."""
 
 from collections import defaultdict

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The figures of a run's logged steps, cad_steps.jsonl, which `torchtitan-cad report` reads."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The attention of torchtitan 0.2.2's models as CAD runs it, and the blocks of its llama3 and qwen3 as ping-pong sees
 them (integration/pingpong/block.py).
 

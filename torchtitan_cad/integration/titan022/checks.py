@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks of a job's config, made on every rank before anything is built, and what ``cad.streams = "auto"`` means."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run torchtitan 0.2.2 on CPU ranks over gloo.
 
 torchtitan assumes an accelerator in seven places. `enable_cpu` adapts those places from outside, so that stock

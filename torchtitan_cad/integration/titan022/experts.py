@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks of jobs whose models have experts, made with the other checks before anything is built."""
 
 from typing import Any

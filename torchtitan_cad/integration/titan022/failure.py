@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """When training fails, say which peer is at fault."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks the folders that a job writes to and resumes from, before training starts."""
 
 import tempfile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Opens the dataset and tokenizer that a job reads, with errors that name key and remedy."""
 
 from collections.abc import Callable

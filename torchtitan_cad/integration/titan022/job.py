@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Reads a ``Job`` from torchtitan 0.2.2's config."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torchtitan's config manager as `torchtitan_cad.train` uses it: it knows ``[cad]`` by itself, and says in one sentence
 what is wrong with a file or an option.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """CAD in torchtitan's log line, in TensorBoard (docs/operations.md), and in the file that `report` reads."""
 
 import os

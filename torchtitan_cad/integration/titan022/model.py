@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torchtitan's models and model args, with document-masked attention and the plan's key handed to every block."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How each model of torchtitan 0.2.2 attends: its kinds of attention, and where its queries, keys and values are.
 
 llama3 and qwen3 hand them to ``inner_attention``, which CAD replaces. The other models use masks of their own, so CAD

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torchtitan's ``pipelining_fn`` for schedules in ticks; ``pipeline_llm`` stays in charge of all others."""
 
 import math

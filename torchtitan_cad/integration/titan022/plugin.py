@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Brings CAD into torchtitan 0.2.2.
 
 ``install`` runs when torchtitan imports ``torchtitan_cad.job_config``. It wraps the config manager's last step, so that

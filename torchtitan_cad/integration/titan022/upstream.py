@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run-time repairs of torchtitan 0.2.2 for jobs with CAD. ``patches/`` holds the same fixes for the source.
 
 1. Under pipeline parallelism gradients are not divided by the global token count (train.py divides only the reported
@@ -10,6 +11,7 @@
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import ParallelDims
+
+
+def _has(cls: type, code: str) -> bool:
+    """Whether the source of a class has some code: that tells a patched torchtitan from the released one."""
+    return code in inspect.getsource(cls)
 
 
 class GradientScaledLoss:
@@ -40,7 +47,7 @@ class GradientScaledLoss:
 def ddp_gradient_scale(trainer_classes: list[Any], parallel_dims: ParallelDims) -> float | None:
     """Find the factor by which the loss's gradient is too small (repair 2); None without DDP or if patched."""
     is_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled
-    is_patched = any(getattr(cls, "ddp_gradients_normalized", False) for cls in trainer_classes)
+    is_patched = any(_has(cls, "(loss * ddp_degree).backward()") for cls in trainer_classes)
     return float(parallel_dims.dp_replicate) if is_ddp and not is_patched else None
 
 
@@ -49,7 +56,7 @@ def normalize_pipeline_gradients(trainer_cls: Any) -> None:
 
     Needs the job's loss to be a ``GradientScaledLoss``. Does nothing to a torchtitan that is patched already.
     """
-    if getattr(trainer_cls, "pipeline_gradients_normalized", False):
+    if _has(trainer_cls, "param.grad.div_("):
         return
     original = trainer_cls.forward_backward_step
 
@@ -91,7 +98,7 @@ def build_validator(build: Callable[..., Any], **options: Any) -> Any:
     Leaves it as it is without context parallelism, if torchtitan is patched already, and with a loop of its own.
     """
     validator = build(**options)
-    is_patched = getattr(validator, "validation_labels_counted", False)
+    is_patched = _has(Validator, 'parallel_dims.get_mesh("loss")')
     is_stock = getattr(type(validator), "validate", None) is Validator.validate
     if is_stock and not is_patched and validator.parallel_dims.cp_enabled:
         # Batches are cut by a copy, which keeps the degrees as they are.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Division of a rank's tasks into kernel calls: two rounds under tensor parallelism, squares, bounded memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Messages between ranks: the size of receive buffers, and the trips in which rows travel.
 
 Every exchange brings rows into receive buffers of one size; a core attention in flight has ``BUFFERS_PER_CALL`` of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rows that each server needs, as intervals, and their homes: the source of exchange tables and byte counts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exchange tables: what one rank sends, receives and computes for a plan.
 
 docs/how_it_works.md fixes the format. Building the tables of one rank takes time proportional to its rows, tasks and

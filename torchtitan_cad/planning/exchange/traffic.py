@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Bytes that a plan moves into and out of each rank, and the score by which placement compares plans."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layouts of a batch's microbatches over the ranks of a CAD group.
 
 Documents are given by where they begin: per data-parallel rank the ascending flat positions (row * S + column) in its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Options of the planner."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cost of a task on its server.
 
 Costs are integers, so that sums do not depend on their order and every rank computes the same plan.

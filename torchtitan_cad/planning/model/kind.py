@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Kinds of attention: the layers of a model that attend in the same way, with one plan per batch."""
 
 from __future__ import annotations

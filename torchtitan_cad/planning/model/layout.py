@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layouts: the tokens that each rank holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The load that no server may exceed.
 
 Guarantee. Let ``total`` be the cost of the home plan and ``share_r = total * speed_r / sum of speeds`` the load of rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A measured profile of an attention kernel, its JSON form, and the cost models made from it."""
 
 from __future__ import annotations

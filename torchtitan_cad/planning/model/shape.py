@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Bytes per attention row of every message, from which the prices of plans follow."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Task arrays: the records of a plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Core attentions that all ranks of a pipeline run together, tick by tick.
 
 The stages that work in a tick run their blocks in step: the first block of every stage, then the second, and so on;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The time of stock 1F1B, in which every stage runs forward or backward as soon as what it needs is there."""
 
 from __future__ import annotations

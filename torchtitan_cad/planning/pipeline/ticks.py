@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Schedules of a pipeline in ticks: in a tick all ranks run forward, or all backward.
 
 Ranks r = 0 .. P - 1 of a pipeline have ``num_chunks`` stages each: stage c P + r is chunk c of rank r. The core

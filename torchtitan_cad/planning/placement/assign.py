@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cut long documents into chunks, and assign chunks and short documents to ranks by their work."""
 
 from __future__ import annotations

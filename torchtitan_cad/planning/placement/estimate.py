@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """An estimate of the bytes of the plan that an assignment of chunks leads to, updated while chunks move.
 
 Every rank keeps its own work up to its limit, keys nearest the diagonal first. The work above the limit goes to ranks

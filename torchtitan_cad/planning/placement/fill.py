@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Fill the microbatches of an optimizer step anew with its documents.
 
 Where the ranks of a microbatch hold documents of the same lengths, they have the same work and nothing moves. So the

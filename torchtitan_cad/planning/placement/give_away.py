@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """An estimate of the block that a chunk gives away where its rank has too much work."""
 
 from __future__ import annotations

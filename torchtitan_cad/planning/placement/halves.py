@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Homes for the halves of a batch that attend one after the other.
 
 Where rows are cut in the middle, the later half attends to keys of the earlier half, and the plan moves these keys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The search for homes: from a layout to the table that is searched, and from the table to a layout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Homes and plans for all kinds of a model's attention: layers share homes, and every kind has plans of its own.
 
 The first kind, whose queries see whole documents where the model has such layers, places documents. The homes are kept

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Moves of the search for homes: swap two chunks, relocate a chunk or its first tokens, shift a boundary.
 
 Each function draws a move of chunk ``i`` and carries it out. It returns False, without any change, if that move is not

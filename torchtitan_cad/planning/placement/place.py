@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Placement: choose which rank holds which tokens of a batch, and plan for that layout (``docs/planning.md``)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Reorder whole rows over the ranks and microbatches of an optimizer step, for which nothing is exchanged."""
 
 from __future__ import annotations

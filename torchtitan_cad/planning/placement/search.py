@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The search for an assignment of few bytes, by threshold accepting.
 
 A move is undone if it raises the objective by more than a threshold, which falls linearly to 0.

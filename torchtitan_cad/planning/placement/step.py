@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Homes over all microbatches of an optimizer step: which microbatch, and then which rank, holds which documents.
 
 The loss of a step is a sum over its tokens, so that a document may be in any of its microbatches. ``fill`` divides the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A table of ranks and chunks in which a move can be undone.
 
 A *chunk* is a range of a long document, or all of it. The first rows of the table are ranks, the next rows are chunks,

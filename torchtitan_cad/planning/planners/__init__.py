@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Planners by name. A planner is pure, deterministic and free of global state: every rank runs it for itself."""
 
 from torchtitan_cad.planning.planners.base import Planner, get_planner, planner_names, register_planner

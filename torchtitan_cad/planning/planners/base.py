@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The planner protocol and its registry."""
 
 from __future__ import annotations

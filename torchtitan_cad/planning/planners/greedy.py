@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The communication-aware greedy of DistCA (arXiv 2510.18121, section 4.2 and appendix B): a baseline to compare with.
 
 Servers with room take work, the emptiest first. Each takes, again and again, the candidate with the most work per byte

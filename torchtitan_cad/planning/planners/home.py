@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The plan in which every query is served where it lives: without disaggregation, and of attention in windows."""
 
 from __future__ import annotations

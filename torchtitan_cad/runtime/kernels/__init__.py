@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention kernels behind one interface (``base``): varlen, flash_attn and cudnn on CUDA, cpu on the CPU."""
 
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The protocol of attention kernels, and the arguments of one call.
 
 A kernel computes one variable-length call: n tasks, each a range of query rows against a range of key rows, packed one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exact, memory-efficient attention on the CPU.
 
 The kernel computes tiles of 128 query rows that begin at multiples of 128 in document positions (``iter_tiles``). The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention on CUDA with cuDNN, as stock ``torch.nn.attention.varlen`` uses it from torch 2.15 on.
 
 It calls the operators behind that function. Before 2.15, torch's cuDNN attention of packed rows returned its

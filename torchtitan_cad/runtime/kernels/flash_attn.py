@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention on CUDA with the flash-attn packages: FlashAttention-2, 3 and 4, whichever is installed.
 
 It calls the functions behind the packages' autograd, which take the softmax statistics of a merged row. No other module

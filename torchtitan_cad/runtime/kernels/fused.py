@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The common base of CUDA kernels that call a library's forward and backward functions (FlashAttention, cuDNN).
 
 These functions take bf16 and fp16, have log-sum-exps [Hq, Tq], and return gradients in the inputs' dtype. Tasks without

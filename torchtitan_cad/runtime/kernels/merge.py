@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Merging partial attention results of the same rows by log-sum-exp."""
 
 import torch

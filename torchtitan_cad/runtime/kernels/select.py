@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Choosing the kernel for ``cad.kernel``: by name, or the fastest of the correct ones, the same on all ranks."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """CPU implementations of the custom ops behind ``torch.nn.attention.varlen``, built on ``cpu.CpuKernel``.
 
 PyTorch ships these ops for CUDA only. With these implementations, stock varlen attention trains on the CPU, in eager

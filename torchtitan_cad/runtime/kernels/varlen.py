@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention on CUDA with the FlashAttention-2 that torch ships, through its raw forward and backward ops.
 
 The raw ops are those behind ``torch.nn.attention.varlen``, whose public function drops the gradient of the log-sum-exp

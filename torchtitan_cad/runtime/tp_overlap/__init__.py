@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Collectives of tensor parallelism hidden behind the other nano-batch."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sequence-parallel exchange between two linear layers, as a start and a wait (Korthikanti et al. 2022, fig. 6).
 
 Between a row-wise and a column-wise layer are a reduce-scatter over the sequence, the residual, RMSNorm and an

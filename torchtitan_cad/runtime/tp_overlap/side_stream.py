@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A side stream: work runs in order beside the compute, on a stream of its own or, on CPU, in a thread."""
 
 import atexit

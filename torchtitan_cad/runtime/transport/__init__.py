@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Transports: how rows travel between the ranks of a CAD group."""
 
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The protocol of transports, which move rows between the ranks of a CAD group.
 
 All ranks know row counts and positions from the plan, so no sizes travel. ``start`` returns at once. ``Pending.wait``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Choose and build the transport of a CAD group: the one that the user names, or the best that works."""
 
 import importlib.util

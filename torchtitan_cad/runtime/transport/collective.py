@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The transport over the process group's all-to-all (gloo on CPU, NCCL on CUDA), and its dry run."""
 
 from collections.abc import Callable, Sequence

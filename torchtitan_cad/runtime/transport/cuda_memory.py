@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Symmetric memory on CUDA devices that reach each other's memory (one node).
 
 Triton kernels pack rows into the peers' memory, set words and wait for words. Rows are sent on a stream of their own,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Symmetric memory of one CAD group: the interface for the one-sided transport, and its implementation on CPU.
 
 Every rank has one allocation of equal size, which all ranks of the group map. Its first bytes are int64 words for

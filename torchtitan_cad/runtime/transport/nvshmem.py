@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Symmetric memory of CUDA devices on several nodes: NVSHMEM between nodes, direct writes inside. Needs triton, too.
 
 NVSHMEM sends from its own memory only, so rows for other nodes are first packed into a staging area, one message per

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One-sided transport: senders pack rows straight into the receivers' buffers in symmetric memory.
 
 All ranks of a group begin the same calls and start the same exchanges in the same order. A rank allocates receive

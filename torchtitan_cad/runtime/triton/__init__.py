@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Triton kernels: packing, gathering, combining, signals. Only their modules import triton."""
 
 import torch

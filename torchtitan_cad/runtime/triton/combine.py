@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Combine partial results of the same rows in one pass: merge attention by log-sum-exp, and sum gradients in fp32.
 
 A program owns a row and some of its elements, and combines the row's partials one after the other in the order of a

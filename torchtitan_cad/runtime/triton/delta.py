@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Inputs of a backward: rowsum(dout * out), and statistics in the layout of the libraries' kernels.
 
 Each is one launch of one kernel, whose programs own some rows (a row has the elements of one head of a token).

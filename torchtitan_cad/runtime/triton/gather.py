@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gather rows of a row space (local rows, then received rows) without joining the two."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Messages and signals to other nodes by NVSHMEM, through torch's wrappers for Triton.
 
 Importing this module needs NVSHMEM's device library, which ``nvshmem_library`` finds. Addresses are those of this rank;

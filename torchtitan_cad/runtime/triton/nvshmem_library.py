@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """NVSHMEM's device library: its path, and constants of its interface. This module can be imported without NVSHMEM.
 
 The constants are from NVSHMEM's headers (nvshmem_common_transport.h, nvshmem_constants.h); the docstrings of torch's

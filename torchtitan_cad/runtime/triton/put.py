@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Pack rows and write them to peers' memory in one pass.
 
 A table on the device has the address of every rank's memory, to which all ranks can write. The rows to send are split

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Helpers for kernels that move rows of several tensors in one launch."""
 
 import math

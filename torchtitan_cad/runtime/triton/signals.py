@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Signals between ranks: words in symmetric memory that are set and awaited on the device.
 
 A word is set with release order, after all earlier writes of the stream, and awaited with acquire order.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compile every kernel of a job before its first step, so that no rank waits for another's compiler."""
 
 import logging

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Reads and runs torchtitan jobs for the commands doctor, compare, simulate and advise."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The same job with and without CAD, run in turns: time per step of both, and what the simulation predicts."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Would this job run? A list of checks, each asking what a training process asks at its start, without training.
 
 The checks are those of training itself, called by one process that stands for rank 0. What only several ranks or

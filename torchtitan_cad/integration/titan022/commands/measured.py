@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torchtitan's training with a record of every step; what a rank of ``torchtitan-cad compare`` runs.
 
     torchrun ... -m torchtitan_cad.integration.titan022.commands.measured FOLDER --job.config_file train.toml

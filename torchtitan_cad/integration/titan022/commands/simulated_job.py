@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A torchtitan job as the simulation sees it, and the keys that its settings stand for."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A plan as a table of pieces whose loads and bytes are updated with every change.
 
 A *piece* is a task: queries [Q_START, Q_END) against keys [KV_START, KV_END) of a document, diagonal if both end alike.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cutting a part off a piece of the board."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Bring a plan within the load limits: parts of pieces move from ranks over their limit to ranks with room.
 
 The rank that exceeds its limit by most gives first, and gives the part that costs the fewest bytes per unit of excess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Local search from a plan: first into the load limits, then to fewer bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Carrying out moves on the board, undoing them, and joining the pieces of a server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The default planner: local search from the plan without disaggregation.
 
 Ranks over the tolerated load give parts of their tasks to ranks with room (``feasible.py``); then moves within the load

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Lower the bytes of a plan by local moves within the limits of its ranks (``board.py``).
 
 1. *Shifts*: a piece, or as much of it as fits, goes to a server that has room and holds or uses some of its rows.

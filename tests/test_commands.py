@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every command of the documentation is one that its program takes, and those that take seconds run."""
+
+import argparse
+import ast
+import functools
+import inspect
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import tyro
+
+from tests.sets import matrix
+from tests.test_project import PAGES, ROOT
+from torchtitan_cad import cli, launch
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
+
+FIRST = [ROOT / "README.md", ROOT / "docs/tutorial.md"]
+"""What a new user reads before the other pages."""
+PROGRAM = re.compile(r"(?:\S*/)?(?:torchtitan-cad|make|torchrun|python -m|python \S+\.py)(?: |$)|--\w+\.\w+ ")
+JOB = "train_configs/llama3_debug_cpu.toml"
+"""Takes the place of a reader's own train.toml."""
+LONG = re.compile(
+    r"torchtitan-cad (compare|profile|simulate|advise|\w+$)|make (?!train)|pytest|(launch|torchrun)$|torchtitan\.train"
+    r"|bench\.(gpu|memory|network|overlap|paper|pipeline|placement|planner|tolerance)|\$|FOLDER|^--|patches/"
+)
+"""Commands that take minutes, of which other tests run smaller ones, and what lacks a part that a reader fills in."""
+WRITTEN = ("bench", "train_configs")
+SHORTER = {
+    "seq_len = 16384": "seq_len = 2048",
+    "steps = 20": "steps = 4",
+    "--training.steps 6": "--training.steps 2",
+    "--nproc_per_node=8": "--nproc_per_node=2",
+}
+
+
+def commands_of(page: Path) -> Iterator[str]:
+    """Yield what stands in blocks and in backquotes."""
+    text = re.sub(r"\s*\\\n\s*", " ", page.read_text())
+    for block, span in re.findall(r"^ {4,}(\S.*)$|`([^`]+)`", text, re.MULTILINE):
+        for command in re.split(r" +#| && ", " ".join((block or span).split())):
+            command = command.removeprefix("srun ").removesuffix(" ...").replace(" ... ", " ")
+            if PROGRAM.match(command) and command not in ("torchtitan-cad", "torchtitan-cad COMMAND"):
+                yield command
+
+
+COMMANDS = list(dict.fromkeys(command for page in [*FIRST, *PAGES] for command in commands_of(page)))
+
+
+class Parsed(Exception):
+    """Carries what a parser has read, in place of what the program would do with it."""
+
+
+def parsed(start: Callable[[], Any], *arguments: str) -> Any:
+    """Return what a program reads from its command line. Fails where its parser does."""
+
+    def stopping(parse: Callable[..., Any]) -> Callable[..., Any]:
+        def parse_and_stop(target: Any, *args: Any, **kwargs: Any) -> Any:
+            if inspect.isfunction(target):  # tyro would call it
+                target = functools.wraps(target)(lambda *_, **__: None)
+            raise Parsed(parse(target, *args, **kwargs))
+
+        return parse_and_stop
+
+    with (
+        mock.patch.object(tyro, "cli", stopping(tyro.cli)),
+        mock.patch.object(argparse.ArgumentParser, "parse_args", stopping(argparse.ArgumentParser.parse_args)),
+        mock.patch.object(sys, "argv", ["", *arguments]),
+        pytest.raises(Parsed) as stopped,
+    ):
+        start()
+    return stopped.value.args[0]
+
+
+def run_main(name: str) -> None:
+    """Run what a module does as a program, in the module as others import it."""
+    module = import_module(name if getattr(import_module(name), "__path__", None) is None else f"{name}.__main__")
+    block = ast.parse(inspect.getsource(module)).body[-1]
+    assert isinstance(block, ast.If)
+    exec(compile(ast.Module(block.body, []), name, "exec"), vars(module))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_documented_commands_are_taken(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    enable_cpu()
+    from torchtitan_cad.integration.titan022.manager import read_config
+
+    monkeypatch.chdir(ROOT)
+    words = [JOB if word == "train.toml" else word for word in shlex.split(command)]
+    for word in words:
+        assert not re.match(r"(bench|docs|examples|patches|tests|train_configs)/", word) or Path(word).exists(), word
+    match [Path(words[0]).name, *words[1:]]:
+        case [option, *_] if option.startswith("--"):
+            read_config(words)
+        case ["make", *arguments]:
+            done = subprocess.run(["make", "--dry-run", *arguments], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            for name in re.findall(r"(\w+)=", command):
+                assert f"$({name})" in Path("Makefile").read_text(), name
+        case ["torchtitan-cad", name]:
+            assert name in cli.COMMANDS
+        case ["torchtitan-cad", *arguments]:
+            options = parsed(cli.main, *arguments).keywords
+            if overrides := options.get("overrides"):
+                read_config([f"--job.config_file={options['job']}", *overrides])
+        case ["torchrun", _, *_] | ["python", "-m", "torchtitan_cad.launch", _, *_]:
+            options = parsed(launch.main, *words[1 if words[0].endswith("torchrun") else 3 :])
+            assert find_spec(options.training_script) is not None
+            read_config(options.training_script_args)
+        case ["python", "-m", "torchtitan_cad.launch" | "pytest", *_]:
+            pass
+        case ["python", "-m", module, *arguments]:
+            parsed(functools.partial(run_main, module), *arguments)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder where commands may write, with links to all else, and shorter training."""
+    folder = tmp_path_factory.mktemp("clone")
+    for path in ROOT.glob("[!.]*"):
+        if path.name not in ("outputs", *WRITTEN):
+            (folder / path.name).symlink_to(path)
+    for name in WRITTEN:
+        shutil.copytree(ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    for name in (JOB, "train.toml"):
+        (folder / name).write_text(shorter((ROOT / JOB).read_text()))
+    return folder
+
+
+def shorter(text: str) -> str:
+    return functools.reduce(lambda result, pair: result.replace(*pair), SHORTER.items(), text)
+
+
+@matrix
+@pytest.mark.parametrize("command", [command for command in COMMANDS if not LONG.search(command)])
+def test_documented_commands_run(command: str, clone: Path) -> None:
+    """In the order in which they are read; two ranks stand for a machine of eight GPUs."""
+    command = shorter(command.replace("make ", "make --old-file=.venv/.installed "))
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": search, "PYTHONPATH": str(clone)}
+    done = subprocess.run(["timeout", "300", "bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
