@@ -368,8 +368,14 @@ def take_turns(degree: int) -> None:
 def compute_in_fp64() -> None:
     """Everything that is fp32 becomes fp64, and attention is the textbook's. Rotary angles keep their fp32 values."""
     TORCH_DTYPE_MAP["float32"] = torch.float64
-    narrow = torch.Tensor.float
+    narrow, convert = torch.Tensor.float, torch.Tensor.to
     torch.Tensor.float = lambda self: self if self.dtype == torch.float64 else narrow(self)
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        is_narrowed = self.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values())
+        return self if is_narrowed else convert(self, *args, **kwargs)
+
+    torch.Tensor.to = to
 
     def attend(self: Any, xq: Any, xk: Any, xv: Any, masks: Any, scale: float | None = None) -> torch.Tensor:
         cu, scale = masks.cu_seq_q.numpy(), scale or xq.shape[-1] ** -0.5
