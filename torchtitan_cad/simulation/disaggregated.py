@@ -13,7 +13,7 @@ from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, pool_layouts
 from torchtitan_cad.planning.model.limits import server_loads
-from torchtitan_cad.planning.pipeline.stages import one_f_one_b
+from torchtitan_cad.planning.pipeline.one_f_one_b import one_f_one_b
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.planning.placement.kinds import plan_kinds
 from torchtitan_cad.simulation.memory import in_flight, kept_bytes, states, token_bytes, working_bytes

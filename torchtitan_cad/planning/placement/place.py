@@ -16,6 +16,7 @@ from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TaskArray
+from torchtitan_cad.planning.pipeline.one_f_one_b import best_order
 from torchtitan_cad.planning.placement.home_search import KINDS, HomeSearch
 from torchtitan_cad.planning.plan import Plan, bytes_by_rank, entry_point_callers, make_plan, moved_by, warm_up
 from torchtitan_cad.planning.planners.local_search.planner import search
@@ -102,6 +103,7 @@ def place_small_batch() -> None:
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
     config = PlannerConfig()
     HomeSearch(layout, shape, config, TileAreaCost(config.cost_tile), KINDS[0]).find(0)
+    best_order(layout.tokens_per_rank.astype(float), 2)
 
 
 entry_point_callers.append(place_small_batch)

@@ -11,6 +11,7 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.model.cost import CostModel, cost_model
 from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.planning.pipeline.one_f_one_b import in_stages
 
 
 def row_orders(work: FloatArray, ranks: int, microbatches: int) -> list[IntArray]:
@@ -111,14 +112,3 @@ def _row_work(starts: IntArray, shape: BatchShape, cost: CostModel, block: int |
     lengths, which = np.unique(np.diff(starts, append=shape.rows * shape.seq_len), return_inverse=True)
     costs = np.array([cost.prefix_cost(length)[-1] for length in lengths.tolist()], dtype=np.float64)
     return np.bincount(starts // shape.seq_len, weights=costs[which], minlength=shape.rows).astype(np.float64)
-
-
-def in_stages(seconds: FloatArray, stages: int) -> float:
-    """Return the time that microbatches, of ``seconds`` each, take to pass through a pipeline's ``stages``."""
-    return float(seconds.sum() + (stages - 1) * seconds.max())
-
-
-def light_ends(work: FloatArray) -> IntArray:
-    """Return the order of microbatches, the last axis, in which a pipeline fills and drains with the least work."""
-    order = np.argsort(work, axis=-1, kind="stable")
-    return np.concatenate([order[..., ::2], order[..., 1::2][..., ::-1]], axis=-1)
