@@ -85,7 +85,7 @@ class Disaggregated:
             times = None
             if self.configuration.tolerance == "auto":
                 times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
-            place = self.configuration.placement == "balanced" and not self._in_ticks
+            place = self.configuration.placement != "loader" and not self._in_ticks
             columns = np.concatenate(self.starts) % step.batch.row_tokens
             how = costs.kinds, columns, self._config(ranks), times, costs.plan_cost
             planned = zip(*plan_kinds(given, *how, place=place, stages=stages), strict=True)
