@@ -32,11 +32,10 @@ class Cad:
     """
     Which rank holds which tokens of an optimizer step, and in which microbatch: "balanced" deals token ids and labels
     anew, one step ahead, such that no rank has much to send or receive, where that moves less than the loader's homes,
-    and such that the microbatches of a pipeline have equal attention (docs/planning.md). Losses and gradients stay
-    those of the same global batch. "auto" does so too, but leaves alone what it cannot deal, such as batches with
-    positions of their own, which end the job with "balanced". "nodes" is "auto" in which documents get a node first, of
-    several with equal work, so that hardly anything moves between nodes. "loader" leaves every rank what its loader
-    gave it. Validation keeps the loader's homes.
+    and such that a pipeline's microbatches suit 1F1B (docs/planning.md). Losses and gradients stay those of the same
+    global batch. "auto" does so too, but leaves alone what it cannot deal, such as batches with positions of their own,
+    which end the job with "balanced". "nodes" is "auto" that deals documents to nodes first. "loader" leaves every rank
+    what its loader gave it. Validation keeps the loader's homes.
     """
 
     profile: str | None = None
