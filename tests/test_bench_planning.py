@@ -11,7 +11,6 @@ from bench.planner import slow_cases, wrong_cases
 from bench.record import read_records
 from bench.workloads import TOKENS_PER_RANK, spanning_layout, workload_layout
 from torchtitan_cad.planning import TokenLayout
-from torchtitan_cad.planning.pipeline.stages import one_f_one_b
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +85,6 @@ def test_auto_tolerance_is_never_slower(nano_batches: int) -> None:
     assert cases[0]["bytes_saved"] > 0
     assert cases[0]["fixed_seconds"] > cases[2]["fixed_seconds"]
     assert cases[2]["tolerances"] == [0, 0]
-
-
-def test_one_f_one_b_of_equal_microbatches() -> None:
-    assert one_f_one_b(4, [1.0] * 8, [2.0] * 8) == (8 + 3) * 3
 
 
 @pytest.mark.matrix

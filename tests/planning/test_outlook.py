@@ -10,7 +10,8 @@ from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.outlook import Outlook, speedups
-from torchtitan_cad.planning.placement.reorder import equal_work, in_stages, row_orders
+from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, best_profile, in_stages
+from torchtitan_cad.planning.placement.reorder import equal_work, row_orders
 
 TIMES = LayerTimes(unit=1e-6, linear=1e-7, bytes_per_second=1e12, between_hosts=1e12, exchange=0.0, overlaps=False)
 SHAPE = BatchShape(rows=2, seq_len=1024, rows_per_microbatch=1)
@@ -80,9 +81,15 @@ def test_speedups() -> None:
     assert speedups({}, 1.0) == {}
 
 
-def test_a_pipeline_waits_for_its_slowest_microbatch() -> None:
-    assert in_stages(np.array([1.0, 3.0, 2.0]), 1) == 6.0
-    assert in_stages(np.array([1.0, 3.0, 2.0]), 4) == 15.0
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 2), (4, 9)])
+def test_a_pipeline_likes_its_heavy_microbatches_together(stages: int, microbatches: int) -> None:
+    assert in_stages(np.ones(microbatches), stages, 2.0) == pytest.approx(3 * (microbatches + stages - 1))
+    documents = np.random.default_rng(stages).lognormal(sigma=2, size=4 * microbatches)
+    work = documents.reshape(microbatches, -1).sum(axis=1)
+    order, profile = best_order(work, stages, 0.3), best_profile(documents, microbatches, stages, 0.3)
+    assert sorted(order) == list(range(microbatches))
+    as_is, ordered, divided = (in_stages(each, stages, 0.3) for each in (work, work[order], profile))
+    assert 0.99 * divided <= ordered <= as_is
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "rows"), [(1, 1, 1), (4, 1, 1), (2, 3, 2), (8, 4, 1), (1, 4, 2)])

@@ -5,7 +5,9 @@ Batches go to training as they were loaded. A thread gathers where their documen
 group plans every step as CAD would; training waits for that only to log it.
 """
 
+import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -34,6 +36,8 @@ WAIT_S = 60.0
 """seconds: maximum for which a log line waits for the plan of its step"""
 CLOSE_S = 5.0
 """seconds: maximum for which the end of the job waits for the thread, which may wait for a peer that is gone"""
+NICENESS = 10
+"""of the thread, so that it runs while training waits for other ranks"""
 
 
 @dataclass(eq=False)
@@ -93,6 +97,8 @@ class Shadow(Stateful):
             done.notify_all()
 
     def _run(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):  # on Linux, where a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while not self._failed:
             try:
                 self._predict(self._steps.get())

@@ -14,8 +14,9 @@ from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
 from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.planning.pipeline.one_f_one_b import in_stages
 from torchtitan_cad.planning.placement.kinds import plan_kinds
-from torchtitan_cad.planning.placement.reorder import in_stages, row_loads
+from torchtitan_cad.planning.placement.reorder import row_loads
 from torchtitan_cad.planning.plan import Plan
 from torchtitan_cad.planning.timed import LayerTimes
 

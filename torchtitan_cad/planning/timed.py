@@ -108,9 +108,13 @@ class LayerTimes:
         """Return the seconds of the exchange that nothing hides."""
         return max(0.0, self.exchange_seconds(plan) - self.hidden_seconds(plan))
 
+    def compute_seconds(self, plan: Plan) -> float:
+        """Return a layer's seconds without exchanges: linear work, and attention of the slowest rank."""
+        return self.linear_seconds(plan.layout) + self.attention_seconds(plan)
+
     def layer_seconds(self, plan: Plan) -> float:
-        """Return a layer's seconds: linear work, attention of the slowest rank and exposed exchange."""
-        return self.linear_seconds(plan.layout) + self.attention_seconds(plan) + self.exposed_seconds(plan)
+        """Return a layer's seconds: those of compute, and of the exposed exchange."""
+        return self.compute_seconds(plan) + self.exposed_seconds(plan)
 
     def microbatch_seconds(self, plans: Sequence[Plan]) -> float:
         """Return a layer's seconds for all nano-batches, between which ranks meet only if rows move."""
@@ -161,17 +165,17 @@ def plan_by_time(
     cost: CostModel | None = None,
     *,
     place: bool = False,
+    home: list[Placed] | None = None,
 ) -> list[Placed]:
     """Plan a microbatch's nano-batches for the least predicted time over ``TOLERANCES``, and maybe place them.
 
-    They stay home, with ``stay_home``, where no plan saves ``LEAST_GAIN``. ``plan.config`` tells what was chosen. Equal
-    inputs give equal plans on every rank.
+    They stay home, with ``stay_home`` (``home``, if that is known), where no plan saves ``LEAST_GAIN``. ``plan.config``
+    tells what was chosen. Equal inputs give equal plans on every rank.
 
     Raises:
         ValueError: as ``make_plan``.
     """
-
-    best = home = stay_home(given, shape, config, cost)
+    best = home = home or stay_home(given, shape, config, cost)
     least = (1 - LEAST_GAIN) * times.microbatch_seconds([each.plan for each in home])
     if config.planner == "home" or sum(times.best_seconds(each.plan) for each in home) > least:
         return home
@@ -183,6 +187,6 @@ def plan_by_time(
             made = [Placed(plan.layout, plan, plan) for plan in (make_plan(each, shape, how, cost) for each in given)]
         if (now := times.microbatch_seconds([each.plan for each in made])) < least:
             best, least = made, now
-        if not any(times.exposed_seconds(each.plan) for each in made):
-            break
+        if now <= sum(times.compute_seconds(each.plan) for each in made) * (1 + 1e-12):
+            break  # nothing is exposed
     return best

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.planning.pipeline.stages import one_f_one_b
-from torchtitan_cad.planning.placement.reorder import deal_under_cap, light_ends, row_orders
+from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, one_f_one_b
+from torchtitan_cad.planning.placement.reorder import deal_under_cap, row_orders
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.memory import in_flight, memory_without_cad, states, stock_attention, token_bytes
 from torchtitan_cad.simulation.step import Memory, Outcome, Step
@@ -70,14 +70,13 @@ def packed(step: Step) -> Outcome:
 def reorder(step: Step) -> Outcome:
     """Deal whole rows to other ranks and microbatches, with as many rows in each; all else is as in ``packed``.
 
-    The fastest order counts, of those of ``row_orders`` and the loader's, and in pipelines with light microbatches at
-    both ends.
+    The fastest order counts, of the loader's and ``row_orders``, and in pipelines with the ``best_order`` of each.
     """
     seconds = _row_seconds(step)
     work, loaded = _repeated(step, seconds).sum(axis=0), step.row_order
     orders = [loaded, *row_orders(work, *loaded.shape[:2])]
     if step.pp > 1:
-        orders += [np.take_along_axis(each, light_ends(work[each].sum(axis=2))[..., None], axis=1) for each in orders]
+        orders += [each[:, best_order(work[each].sum(axis=(0, 2)), step.pp)] for each in orders]
     return min((_in_rows(step, order, seconds) for order in orders), key=lambda outcome: outcome.seconds)
 
 
@@ -139,8 +138,8 @@ def packing_cp(step: Step) -> Outcome | None:
     attention = np.stack([step.document_attention(f) * padding / cp for f in (True, False)])
     one = sum(step.work(f, 1.0) - step.work(f, 0.0) for f in (True, False))
     work = step.layers * _repeated(step, attention).sum(axis=0) + one * lengths / cp
-    bins = deal_under_cap(work, lengths, replicas * microbatches, cap)
-    if bins is None:
+    bins = deal_under_cap(work, lengths, np.full(replicas * microbatches, float(cap)))
+    if bins.min() < 0:
         return None
     columns = np.stack([work, lengths / cp, *attention, divided * lengths, np.ones(len(lengths))])
     sums: FloatArray = np.stack(
@@ -149,7 +148,7 @@ def packing_cp(step: Step) -> Outcome | None:
     sums = sums[:, np.argsort(-sums[0], kind="stable")]
     dealt = sums.reshape(-1, microbatches, replicas)  # equal ones side by side
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]  # and heavier ones to each replica in turn
-    ordered = dealt[:, light_ends(dealt[0].sum(axis=1))]
+    ordered = dealt[:, best_order(dealt[0].sum(axis=1), step.pp)]
     _, tokens, forward, backward, gathered, documents = ordered.transpose(0, 2, 1)
     most = float(tokens.max())
     keys = (tokens + gathered * (1 - 1 / cp)).max()

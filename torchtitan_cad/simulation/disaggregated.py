@@ -14,7 +14,7 @@ from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, pool_layouts
 from torchtitan_cad.planning.model.limits import server_loads
-from torchtitan_cad.planning.pipeline.stages import one_f_one_b
+from torchtitan_cad.planning.pipeline.one_f_one_b import one_f_one_b
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.planning.placement.kinds import plan_kinds
 from torchtitan_cad.simulation.memory import in_flight, kept_bytes, states, token_bytes, working_bytes
@@ -86,7 +86,7 @@ class Disaggregated:
             times = None
             if self.configuration.tolerance == "auto":
                 times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
-            place = self.configuration.placement == "balanced" and not self._in_ticks
+            place = self.configuration.placement != "loader" and not self._in_ticks
             columns = np.concatenate(self.starts) % step.batch.row_tokens
             how = costs.kinds, columns, self._config(ranks), times, costs.plan_cost
             planned = zip(*plan_kinds(given, *how, place=place, stages=stages), strict=True)

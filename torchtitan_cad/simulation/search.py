@@ -16,6 +16,7 @@ from torchtitan_cad.simulation.disaggregated import Disaggregated, Plans, obstac
 from torchtitan_cad.simulation.inputs import (
     CHECKPOINTING,
     OPEN,
+    PLACEMENTS,
     SCHEDULES,
     Cluster,
     Configuration,
@@ -166,7 +167,7 @@ class Search:
         """
         best, tried = Trial(self.asked), list[Trial]()
         for each in candidates:
-            now, places = best.configuration, each.placement == "balanced"
+            now, places = best.configuration, each.placement != "loader"
             if best.fits and not places and each.pp == 1 == now.pp and each.microbatches > now.microbatches:
                 continue  # without a pipeline smaller microbatches only leave less to balance
             if self.bound(planner, each) < best.seconds:
@@ -180,6 +181,13 @@ class Search:
                 if (every := self.run(planner, trial.configuration)).fits:
                     return every
         return self.none([self.run(planner, trial.configuration) for trial in tried])
+
+    def placed(self, planner: str, best: Trial) -> Trial:
+        """Return CAD's best configuration with its fastest placement; ``packing_cp`` deals documents anew, too."""
+        homes = self._choices("placement", PLACEMENTS[1:] if self.cluster.group_per_node > 1 else PLACEMENTS[1:2])
+        halves, now = self._choices("nano_batches", (1, 2)), best.configuration
+        ways = [replace(now, placement=each, nano_batches=nanos) for each in homes for nanos in halves]
+        return self.fastest_cad(planner, [now, *ways])
 
     def bound(self, planner: str, configuration: Configuration) -> float:
         """Return the seconds of a step if everything were balanced and hidden; infinite if it cannot be divided so."""
@@ -231,7 +239,7 @@ class Search:
             ways = dict[int, int]()
             for cp in self._choices("cp", divisors):
                 if step := self.step(system, replace(now, cp=cp)):  # placed, documents are not bound to a row's ranks
-                    ways.setdefault(step.rows_per_rank % 2 if now.placement == "balanced" else cp, cp)
+                    ways.setdefault(cp if now.placement == "loader" else step.rows_per_rank % 2, cp)
             schedules = self._choices("schedule", SCHEDULES)
             if now.pp > 1 and now.backward == "keep":  # schedules in ticks refuse to keep rows
                 schedules = ["1F1B"]

@@ -19,7 +19,7 @@ SYSTEMS = {
     "reorder": _DIVISION,
     "packing_cp": (*_DIVISION, "backward"),
     "greedy": (*_DIVISION, "nano_batches", "schedule"),
-    "cad": (*_DIVISION, "nano_batches", "schedule"),
+    "cad": (*_DIVISION, "nano_batches", "schedule", "placement"),
     "perfect": ("pp", "microbatches", "checkpointing"),
 }
 """Systems, with the fields of a configuration that each chooses."""
@@ -134,7 +134,8 @@ def simulate(
     # What is best for the greedy planner is tried first: then most others are left by their bounds.
     first = [replace(greedy.configuration, placement=asked.placement)] if greedy.fits else []
     planner = asked.planner.planner
-    found["cad"] = search.fastest_cad(planner, [*first, *search.candidates(planner, asked.placement)])
+    first += search.candidates(planner, asked.placement)
+    found["cad"] = search.placed(planner, search.fastest_cad(planner, first))
     trials = [search.run("perfect", each) for each in search.candidates("perfect")]
     fastest = min(trials, key=lambda trial: trial.seconds)
     found["perfect"] = fastest if fastest.fits else search.none(trials)

@@ -44,6 +44,8 @@ class PlannerConfig:
     """Price of a byte between nodes over one inside a node, where ranks_per_node is set. 4 is about the ratio of
     what all-to-alls reach on nodes with NVLink 4 (some 150 GB/s per GPU) and 400 Gb/s InfiniBand (some 40 GB/s); from 1
     to ``MAX_NODE_WEIGHT``."""
+    nodes_first: bool = False
+    """Placement deals documents to nodes first, such that hardly anything moves between them, and then to ranks."""
 
     def __post_init__(self) -> None:
         if not is_number(self.tolerance) or self.tolerance < 0:
@@ -56,8 +58,9 @@ class PlannerConfig:
             if not optional and not is_integer(value, 1, MAX_TOKENS):
                 at_most = f", at most {MAX_TOKENS}" if isinstance(value, int) and value > MAX_TOKENS else ""
                 raise ValueError(f"{key} = {brief(value)}: set a positive integer{at_most}, such as {example}")
-        if not isinstance(self.split_kv, bool):
-            raise ValueError(f"split_kv = {brief(self.split_kv)}: set true or false")
+        for key in ("split_kv", "nodes_first"):
+            if not isinstance(value := getattr(self, key), bool):
+                raise ValueError(f"{key} = {brief(value)}: set true or false")
         if not isinstance(self.planner, str):
             raise ValueError(f"planner = {brief(self.planner)}: set the name of a planner, such as 'local_search'")
         if self.rank_speeds is not None:

@@ -28,7 +28,15 @@ RETRIES = 8
 """attempts: each returns the shortest document taken, where no sum is exact"""
 
 
-def fill(docs: IntArray, lengths: IntArray, rooms: Sequence[IntArray], *, together: int) -> list[TokenLayout]:
+def fill(
+    docs: IntArray,
+    lengths: IntArray,
+    rooms: Sequence[IntArray],
+    *,
+    together: int,
+    less: Sequence[float] = (),
+    filled: float = FILLED,
+) -> list[TokenLayout]:
     """Assign whole documents to microbatches and ranks, and keep every rank's number of tokens in each microbatch.
 
     Args:
@@ -36,6 +44,9 @@ def fill(docs: IntArray, lengths: IntArray, rooms: Sequence[IntArray], *, togeth
         rooms: of every microbatch, [num_ranks] the tokens of each rank.
         together: microbatches that get the same work. One group after the other takes the longest documents that are
             left: the fewer microbatches in a group, the more equal are the lengths of the documents in it.
+        less: of every microbatch, squared tokens that it gets less than others. If given, the sums of microbatches
+            are to be right, before those of ranks.
+        filled: see ``FILLED``.
 
     Returns:
         One layout per microbatch; none where no documents add up to the tokens of one.
@@ -43,12 +54,14 @@ def fill(docs: IntArray, lengths: IntArray, rooms: Sequence[IntArray], *, togeth
     order = np.argsort(lengths, kind="stable")
     docs, lengths = docs[order], lengths[order]
     pool = _Pool(lengths.tolist())
-    microbatches = [_Microbatch(pool, of_ranks.tolist()) for of_ranks in rooms]
+    microbatches = [_Microbatch(pool, of_ranks.tolist(), filled) for of_ranks in rooms]
     for first in range(0, len(microbatches), together):
         group = microbatches[first : first + together]
-        _deal_longest(pool, group)
-        for each in group:
-            if not each.take_rest(all_left=each is microbatches[-1]):
+        _deal_longest(pool, group, list(less[first : first + together]))
+        if less:  # those with few documents first, as they have least choice
+            group = sorted(group, key=lambda each: len(each.docs))
+        for number, each in enumerate(group, start=first + 1):
+            if not each.take_rest(all_left=number == len(microbatches)):
                 return []
     return [each.layout(docs, lengths) for each in microbatches]
 
@@ -85,47 +98,57 @@ class _Pool:
         self._below = [i if i == 0 or i - 1 in left else i - 1 for i in range(len(self._below))]
 
 
-def _deal_longest(pool: _Pool, microbatches: Sequence[_Microbatch]) -> None:
-    """Deal the longest documents to the ranks of microbatches, until few tokens of each are left or none fits."""
+def _deal_longest(pool: _Pool, microbatches: Sequence[_Microbatch], sums: list[float]) -> None:
+    """Deal the longest documents to the ranks of microbatches, until few tokens of each are left or none fits.
+
+    With ``sums`` of squared tokens that the microbatches begin with, it is the turn of the microbatch with the least.
+    """
+    of_sums, sums = bool(sums), sums or [0.0] * len(microbatches)
     widest = max(max(each.rooms) for each in microbatches)
     while (doc := pool.longest(max(each.left for each in microbatches))) is not None and pool.lengths[doc] > widest:
-        roomy = (each for each in microbatches if each.left >= pool.lengths[doc])
-        min(roomy, key=lambda each: sum(each.work)).spread(doc)
+        roomy = (number for number, each in enumerate(microbatches) if each.left >= pool.lengths[doc])
+        chosen = min(roomy, key=lambda number: sums[number] if of_sums else sum(microbatches[number].work))
+        microbatches[chosen].spread(doc)
+        sums[chosen] += of_sums * pool.lengths[doc] ** 2
     ranks = [
-        (each.work[rank], -each.rooms[rank], number, rank)
+        (sums[number], each.work[rank], -each.rooms[rank], number, rank)
         for number, each in enumerate(microbatches)
         for rank in range(len(each.rooms))
     ]
     heapq.heapify(ranks)
     while ranks:
-        work, room, number, rank = heapq.heappop(ranks)
+        before, work, room, number, rank = heapq.heappop(ranks)
         each = microbatches[number]
-        if each.left > each.few and (doc := pool.longest(-room)) is not None:
+        if before < sums[number]:  # another rank has got a document
+            heapq.heappush(ranks, (sums[number], work, room, number, rank))
+        elif each.left > each.few and (doc := pool.longest(-room)) is not None:
             each.take(doc, rank)
             length = pool.lengths[doc]
-            heapq.heappush(ranks, (work + length**2, room + length, number, rank))
+            sums[number] += of_sums * length**2
+            heapq.heappush(ranks, (sums[number], work + length**2, room + length, number, rank))
 
 
 class _Microbatch:
     """Documents of a microbatch: most are on one rank each, the others in the room that these leave.
 
     Attributes:
+        docs: documents so far, each with its rank or -1.
         rooms: tokens of every rank that no document has; those spread over ranks are counted, those of one rank not.
         work: squared lengths of the spread documents on every rank.
         left: tokens of the microbatch that no document has.
         few: tokens that may be left when the longest documents are dealt.
     """
 
-    def __init__(self, pool: _Pool, rooms: list[int]) -> None:
+    def __init__(self, pool: _Pool, rooms: list[int], filled: float) -> None:
         self._pool, self._tokens = pool, rooms
-        self._docs: list[tuple[int, int]] = []  # (document, its rank, or -1)
+        self.docs: list[tuple[int, int]] = []
         self.rooms, self.work, self.left = rooms.copy(), [0] * len(rooms), sum(rooms)
-        self.few = FILLED * self.left / len(rooms)
+        self.few = filled * self.left / len(rooms)
 
     def take(self, doc: int, rank: int = -1) -> None:
         """Take a document, which lies on one rank or in the room that others leave."""
         self._pool.take(doc)
-        self._docs.append((doc, rank))
+        self.docs.append((doc, rank))
         self.left -= self._pool.lengths[doc]
 
     def spread(self, doc: int) -> None:
@@ -150,17 +173,17 @@ class _Microbatch:
                 for i in chosen:
                     self.take(docs[i])
                 return not self.left
-            if not self._docs:
+            if not self.docs:
                 break
-            shortest = min(self._docs)
-            self._docs.remove(shortest)
+            shortest = min(self.docs)
+            self.docs.remove(shortest)
             self.left += pool.lengths[shortest[0]]
             pool.give_back(shortest[0])
         return False
 
     def layout(self, ids: IntArray, lengths: IntArray) -> TokenLayout:
         """Return the documents' homes; ``ids`` and ``lengths`` are those of the step's documents."""
-        doc, rank = np.array(self._docs, dtype=np.int64).reshape(-1, 2).T
+        doc, rank = np.array(self.docs, dtype=np.int64).reshape(-1, 2).T
         placed, loose = rank >= 0, doc[rank < 0]
         gaps = np.array(self._tokens) - sum_by_index(rank[placed], lengths[doc[placed]], len(self._tokens))
         source, gap, start, end = end_to_end(lengths[loose], gaps)

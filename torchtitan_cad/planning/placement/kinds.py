@@ -16,8 +16,8 @@ from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.planning.pipeline.one_f_one_b import in_stages
 from torchtitan_cad.planning.placement.place import Placed
-from torchtitan_cad.planning.placement.reorder import in_stages
 from torchtitan_cad.planning.placement.step import Given, Step, plan_step
 from torchtitan_cad.planning.plan import moved_by
 from torchtitan_cad.planning.timed import LayerTimes

@@ -12,6 +12,7 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.model.cost import CostModel, cost_model
 from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.planning.pipeline.one_f_one_b import in_stages
 
 
 def row_orders(work: FloatArray, ranks: int, microbatches: int) -> list[IntArray]:
@@ -60,24 +61,23 @@ def equal_work(work: FloatArray, rows: IntArray, parts: int) -> IntArray:
     return dealt
 
 
-def deal_under_cap(work: FloatArray, tokens: IntArray, parts: int, cap: float) -> IntArray | None:
-    """Deal documents to parts of at most ``cap`` tokens: the heaviest first, to the part of least work that has room.
+def deal_under_cap(work: FloatArray, tokens: IntArray, caps: FloatArray) -> IntArray:
+    """Deal documents to parts of at most ``caps`` tokens: the heaviest first, to the part of least work that has room.
 
-    Returns int64 [documents], the part of each; None where no part has room.
+    Returns int64 [documents], the part of each; -1 for those for which no part has room.
     """
-    heap = [(0.0, number) for number in range(parts)]
-    room = np.full(parts, float(cap))
-    dealt = np.zeros(len(work), dtype=np.int64)
+    heap, room = [(0.0, number) for number in range(len(caps))], caps.copy()
+    dealt = np.full(len(work), -1, dtype=np.int64)
     for document in np.argsort(-work, kind="stable").tolist():
         full = []
         while heap and room[heap[0][1]] < tokens[document]:
             full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        load, number = heapq.heappop(heap)
-        dealt[document] = number
-        room[number] -= tokens[document]
-        for entry in (*full, (load + float(work[document]), number)):
+        if heap:
+            load, number = heapq.heappop(heap)
+            dealt[document] = number
+            room[number] -= tokens[document]
+            full.append((load + float(work[document]), number))
+        for entry in full:
             heapq.heappush(heap, entry)
     return dealt
 
@@ -112,14 +112,3 @@ def _row_work(starts: IntArray, shape: BatchShape, cost: CostModel, block: int |
     lengths, which = np.unique(np.diff(starts, append=shape.rows * shape.seq_len), return_inverse=True)
     costs = np.array([cost.prefix_cost(length)[-1] for length in lengths.tolist()], dtype=np.float64)
     return np.bincount(starts // shape.seq_len, weights=costs[which], minlength=shape.rows).astype(np.float64)
-
-
-def in_stages(seconds: FloatArray, stages: int) -> float:
-    """Return the time that microbatches, of ``seconds`` each, take to pass through a pipeline's ``stages``."""
-    return float(seconds.sum() + (stages - 1) * seconds.max())
-
-
-def light_ends(work: FloatArray) -> IntArray:
-    """Return the order of microbatches, the last axis, in which a pipeline fills and drains with the least work."""
-    order = np.argsort(work, axis=-1, kind="stable")
-    return np.concatenate([order[..., ::2], order[..., 1::2][..., ::-1]], axis=-1)

@@ -8,23 +8,25 @@ documents among microbatches of which each is then placed and planned alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from torchtitan_cad.planning.exchange.traffic import Moved
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.placement.fill import fill
+from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, best_profile, in_stages
+from torchtitan_cad.planning.placement.fill import FILLED, fill
 from torchtitan_cad.planning.placement.halves import join, place_microbatch
 from torchtitan_cad.planning.placement.place import Placed
-from torchtitan_cad.planning.placement.reorder import in_stages, light_ends
 from torchtitan_cad.planning.plan import Plan, make_plan, moved_by
 from torchtitan_cad.planning.timed import LEAST_GAIN, LayerTimes, plan_by_time, stay_home
 
-SURE = 0.35
-"""score / score of the given homes: above it, microbatches are placed alone as well"""
+SURE, SURE_WORST = 0.35, 0.25
+"""bytes in total, and of the worst rank / those of the given homes: above, microbatches are placed alone as well"""
 
 Given = Sequence[Sequence[TokenLayout]]
 Step = list[list[Placed]]
@@ -65,7 +67,7 @@ def plan_step(
 
     Every rank has as many tokens in every microbatch as before, and every document lies in one microbatch. Equal inputs
     give equal homes on every rank. Microbatches keep their documents, and are placed alone, where no others of the same
-    number of tokens are found, or where that is better: by the ``score`` of all plans, or by predicted time.
+    number of tokens are found, or where that is better: by the bytes of all plans, or by predicted time.
 
     Args:
         given: of every microbatch, its nano-batches: one, two halves by rows, or two halves of which the later attends
@@ -73,7 +75,7 @@ def plan_step(
         times: rates by which plans are chosen; None: plans of ``config.tolerance``, judged by their bytes.
         place: False: all tokens stay where they are, and microbatches are planned alone.
         stages: pipeline stages that run the microbatches one after the other. With more than one, microbatches get
-            equal work where that is possible, and the last and the first the least: pipelines fill and drain by them.
+            the attention, and the order, with which 1F1B takes least time, as far as whole documents allow.
 
     Raises:
         ValueError: as ``make_plan``; to place, no microbatch, unequal numbers of ranks, a document in two microbatches.
@@ -83,9 +85,11 @@ def plan_step(
     config = (config or PlannerConfig()).for_window(shape.window)
     if times is None:
         step = _by_bytes(given, shape, config, cost, place=place, stages=stages)
-    else:
-        step = _by_time(given, shape, config, times, cost, place=place, stages=stages)
-    return _light_ends(step) if place and stages > 1 else step
+        if not place or stages == 1:
+            return step
+        work = [sum(each.plan.stats.mean_load * each.plan.stats.max_over_mean for each in nanos) for nanos in step]
+        return _reordered(step, np.array(work), float(np.mean(work)), stages)
+    return _by_time(given, shape, config, times, cost, place=place, stages=stages)
 
 
 def _check(given: Given) -> None:
@@ -112,11 +116,13 @@ def _by_bytes(
         made = _finish([place_microbatch(parts, *how) for parts in refilled], given, plans, shape, cost)
     if not before.worst:  # all have the same, nothing
         return made or stay
-    if not made or _moved(made).score(before) > SURE * before.score(before):
-        alone = [place_microbatch(nanos, *how) for nanos in given]
-        if not made or _moved(alone).score(before) <= _moved(made).score(before):
-            return alone
-    return made
+    moved = _moved(made)
+    if made and moved.total <= SURE * before.total and moved.worst <= SURE_WORST * before.worst:
+        return made
+    alone = [place_microbatch(nanos, *how) for nanos in given]
+    least = _moved(alone)
+    exceeds = stages == 1 and (moved.total > least.total or moved.worst > least.worst)
+    return alone if not made or exceeds or least.score(before) <= moved.score(before) else made
 
 
 def _by_time(
@@ -130,41 +136,48 @@ def _by_time(
     stages: int,
 ) -> Step:
     def seconds(step: Step) -> float:
-        each = [times.microbatch_seconds([placed.plan for placed in nanos]) for nanos in step]
-        return in_stages(np.array(each), stages)
+        attention, linear = _parts(step, times)
+        return in_stages(attention, stages, linear)
 
-    def plan(nanos: Sequence[TokenLayout]) -> list[Placed]:
-        return plan_by_time(nanos, shape, config, times, cost, place=place)
-
+    plan = partial(plan_by_time, shape=shape, config=config, times=times, cost=cost, place=place)
     home = [stay_home(nanos, shape, config, cost) for nanos in given]
+    linear = sum(times.linear_seconds(placed.layout) for nanos in home for placed in nanos)
     even = sum(times.best_seconds(placed.plan) for nanos in home for placed in nanos)
-    even += (stages - 1) * even / len(given)  # of equal microbatches
     least = (1 - LEAST_GAIN) * seconds(home)
-    if config.planner == "home" or even > least:
+    if config.planner == "home" or even + (stages - 1) * linear / len(given) > least:
         return home
     steps = []
-    if refilled := _refilled(given, stages) if place else []:
+    if refilled := _refilled(given, stages, linear / (even - linear)) if place else []:
         made = [plan(parts) for parts in refilled]
         plans = [
             [make_plan(layout, shape, placed.plan.config, cost) for layout, placed in zip(nanos, parts, strict=True)]
             for nanos, parts in zip(given, made, strict=True)
         ]
         steps.append(_finish(made, given, plans, shape, cost))
+    even += (stages - 1) * even / len(given)  # of equal microbatches
     if not steps or seconds(steps[0]) > (1 + LEAST_GAIN) * even:
-        steps.append([plan(nanos) for nanos in given])
-    best = min(steps, key=seconds)
-    return best if seconds(best) < least else home
+        steps.append([plan(nanos, home=stay) for nanos, stay in zip(given, home, strict=True)])
+    if place and stages > 1:
+        steps = [_reordered(step, *_parts(step, times), stages) for step in steps]
+    taken = [seconds(step) for step in steps]
+    return steps[int(np.argmin(taken))] if min(taken) < least else home
 
 
-def _light_ends(step: Step) -> Step:
-    """Return the microbatches in another order, if they have the same numbers of tokens and different work."""
+def _parts(step: Step, times: LayerTimes) -> tuple[FloatArray, float]:
+    """Return the seconds of every microbatch's layer, less those of the mean one's linear work, and these."""
+    linear = sum(times.linear_seconds(placed.layout) for nanos in step for placed in nanos) / len(step)
+    each = [times.microbatch_seconds([placed.plan for placed in nanos]) for nanos in step]
+    return np.array(each) - linear, linear
+
+
+def _reordered(step: Step, attention: FloatArray, linear: float, stages: int) -> Step:
+    """Return the microbatches in the order that pipelines like best, if they have the same numbers of tokens."""
     tokens = np.array([[placed.layout.queries_per_rank for placed in nanos] for nanos in step])
-    work = [sum(placed.plan.stats.mean_load * placed.plan.stats.max_over_mean for placed in nanos) for nanos in step]
-    if (tokens != tokens[0]).any() or max(work) <= (1 + LEAST_GAIN) * min(work):
+    if (tokens != tokens[0]).any():
         return step
     return [
         [Placed(new.layout, new.plan, old.given) for new, old in zip(step[i], nanos, strict=True)]
-        for i, nanos in zip(light_ends(np.array(work)), step, strict=True)
+        for i, nanos in zip(best_order(attention, stages, linear), step, strict=True)
     ]
 
 
@@ -177,15 +190,43 @@ def _holders(given: Given) -> list[TokenLayout]:
     return [layout for nanos in given for layout in (nanos if nanos[-1].seg_attends.all() else nanos[-1:])]
 
 
-def _refilled(given: Given, stages: int) -> Given:
-    """Return the microbatches with other documents, none of which is in two nano-batches; empty if none are found."""
+def _refilled(given: Given, stages: int, linear: float = 1.0) -> Given:
+    """Return the microbatches with other documents, none of which is in two nano-batches; empty if none are found.
+
+    Args:
+        linear: times that of attention in the whole step, which only pipelines ask for.
+    """
     if sum(map(len, given)) == 1:
         return []
     holders = _holders(given)
     docs, lengths = (np.concatenate([getattr(each, name) for each in holders]) for name in ("docs", "doc_lengths"))
     rooms, count = [layout.queries_per_rank for nanos in given for layout in nanos], len(given[0])
-    parts = fill(docs, lengths, rooms, together=len(rooms) if stages > 1 else count)
+    if stages == 1 or len(given) == 1:
+        parts = fill(docs, lengths, rooms, together=count)
+    else:
+        parts = _fill_stages(docs, lengths, rooms, len(given), stages, linear)
     return [parts[i : i + count] for i in range(0, len(parts), count)]
+
+
+def _fill_stages(
+    docs: IntArray, lengths: IntArray, rooms: list[IntArray], count: int, stages: int, linear: float
+) -> list[TokenLayout]:
+    """Fill ``count`` microbatches of a pipeline: all alike, or with the attention of ``best_profile``, or between."""
+    work = lengths.astype(np.float64) ** 2
+    linear *= work.sum() / count
+    wanted = best_profile(work, count, stages, linear)
+    less = np.repeat((wanted.max() - wanted) * count / len(rooms), len(rooms) // count)
+
+    def seconds(parts: list[TokenLayout]) -> float:
+        each = np.array([(part.doc_lengths.astype(np.float64) ** 2).sum() for part in parts]).reshape(count, -1)
+        return in_stages(each.sum(axis=1)[best_order(each.sum(axis=1), stages, linear)], stages, linear)
+
+    for filled in (FILLED, 4 * FILLED):
+        ways = ((share * less).tolist() for share in (1.0, 0.5, 0.0))
+        made = [fill(docs, lengths, rooms, together=len(rooms), less=each, filled=filled) for each in ways]
+        if any(made):
+            return min(filter(None, made), key=seconds)
+    return []
 
 
 def _finish(
