@@ -7,6 +7,7 @@ Stock torchtitan 0.2.2 gives these models masks for flex attention, which dense_
 import dataclasses
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -124,3 +125,14 @@ def test_composition_trains_like_its_reference(case: Composition, homes: str, st
     if steps > 1:
         assert_not_recompiled(result)
     assert homes == "placed" or cad_summary(result)["tasks_moved"] > 0
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", ["deepseek_v3", "llama4", "gpt_oss"])
+def test_resumes_exactly(model: str, tmp_path: Path) -> None:
+    job = (*COMMON, *PLACED, *EP2, *flavor(model), "--training.steps=4", "--checkpoint.enable")
+    whole, resumed = (
+        run([*job, *more], dump_folder=tmp_path)
+        for more in (("--checkpoint.interval=2",), ("--checkpoint.interval=9", "--checkpoint.load_step=2"))
+    )
+    assert (resumed.losses, resumed.grad_norms) == (whole.losses[2:], whole.grad_norms[2:])

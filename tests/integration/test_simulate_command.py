@@ -143,8 +143,8 @@ def test_another_model_leaves_what_the_job_says_of_training() -> None:
 
 def test_systems_choose_what_neither_the_job_nor_an_option_says() -> None:
     job = CONFIGS / "llama3_8b_8gpus.toml"
-    assert read_inputs(job, (), Options())[0].open == {"cp", "microbatches", "nano_batches", "schedule"}
-    assert read_inputs(job, (), Options(nano_batches=1, cp=1))[0].open == {"microbatches", "schedule"}
+    assert read_inputs(job, (), Options())[0].open == OPEN - {"pp", "checkpointing"}
+    assert read_inputs(job, (), Options(nano_batches=1, cp=1))[0].open == {"microbatches", "schedule", "placement"}
     assert read_inputs(None, (), Options(ranks=8, model="llama-8b", pp=1))[0].open == OPEN - {"pp"}
 
 

@@ -89,7 +89,7 @@ def misuse(group: dist.ProcessGroup) -> None:
     route = make_route(ONE_EACH, group.rank(), None)
     parts = [torch.zeros(sum(route.send_counts), 8)]
     pending = start(transport, parts, route, "first", 0)
-    with pytest.raises(RuntimeError, match="exchange 'first' is started: it cannot be released now"):
+    with pytest.raises(RuntimeError, match="exchange 'first' is started: it cannot be released in this state"):
         pending.release()
     pending.wait()
     with pytest.raises(RuntimeError, match="exchange 'first' is waited for: it cannot be waited for now"):
