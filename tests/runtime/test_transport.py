@@ -92,7 +92,7 @@ def misuse(group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match="exchange 'first' is started: it cannot be released in this state"):
         pending.release()
     pending.wait()
-    with pytest.raises(RuntimeError, match="exchange 'first' is waited for: it cannot be waited for now"):
+    with pytest.raises(RuntimeError, match="exchange 'first' is waited for: it cannot be waited for in this state"):
         pending.wait()
     pending.release()
     with pytest.raises(RuntimeError, match="exchange 'first' is released"):
