@@ -19,8 +19,8 @@ from torchtitan_cad.planning.placement.moves import random
 
 BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
 """Operations of the backward over those of the forward."""
-TRIES = 8000
-"""changes that a search for the order, or the profile, of a step's microbatches tries"""
+TRIES = 125
+"""changes that a search for the order, or the profile, of a step's microbatches tries for each of them"""
 
 # Rows of the table of microbatches: linear work, attention that stays, and attention that may move.
 LINEAR, FIXED, LOOSE = range(3)
@@ -54,6 +54,8 @@ def in_stages(attention: FloatArray, stages: int, linear: float = 0.0) -> float:
 def best_order(attention: FloatArray, stages: int, linear: float = 0.0) -> IntArray:
     """Return an order of the microbatches in which they take little time; arguments as for ``in_stages``."""
     as_is, order = np.arange(len(attention)), light_ends(attention)
+    if stages == 1:
+        return as_is
     found = order[_improved(attention[order], 0.0, stages, linear)[1]]
     return min(as_is, found, key=lambda each: in_stages(attention[each], stages, linear))
 
@@ -153,7 +155,7 @@ def improve(table: FloatArray, order: IntArray, numbers: IntArray, times: FloatA
     ``numbers`` is the state of the random numbers, ``scratch`` are the other arguments of ``run``.
     """
     (meets, ends, free, at), count, best = scratch, table.shape[1], np.inf
-    for number in range(TRIES):
+    for number in range(TRIES * count):
         i, j = random(numbers, count), random(numbers, count)
         part = table[LOOSE, i] * random(numbers, 257) / 256 * random(numbers, 2)
         if number > 0:
