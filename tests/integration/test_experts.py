@@ -79,7 +79,8 @@ def test_halves_with_experts_train_like_without_cad(case: Composition) -> None:
     check(case, "--cad.nano_batches=2")
 
 
-@pytest.mark.parametrize("args", [(), pytest.param(FULL, marks=matrix)], ids=["none", "ac_full"])
+@matrix
+@pytest.mark.parametrize("args", [(), FULL], ids=["none", "ac_full"])
 def test_experts_of_both_halves_are_gathered_and_reduced_once(args: tuple[str, ...]) -> None:
     one, two = (traces(count, *args) for count in (1, 2))
     for name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
