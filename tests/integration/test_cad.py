@@ -42,6 +42,7 @@ def cases_and_transports() -> Iterator[object]:
             yield pytest.param(case, transport, id=name, marks=marks)
 
 
+@pytest.mark.matrix
 def test_starts_from_the_parameters_of_stock() -> None:
     """What a job measures at its start takes none of torchtitan's random numbers, from which parameters are drawn."""
     args = (*c.VALIDATION, *c.global_batch(12))

@@ -98,6 +98,7 @@ def test_every_model_is_known(name: str, flavor: str, kinds: dict[str, int]) -> 
     assert model.expert_ranks == 4  # with TP's two: the 8 ranks of expert parallelism
 
 
+@pytest.mark.matrix
 def test_layers_of_several_kinds_are_simulated_and_advised(tmp_path: Path) -> None:
     job, output = str(CONFIGS / "llama3_debug_cpu.toml"), tmp_path / "out.json"
     args = [job, "--model.name=llama4", "--model.flavor=debugmodel_irope", "--batches=1", "--ranks=4"]
@@ -172,6 +173,7 @@ def test_lengths_from_a_file(tmp_path: Path) -> None:
     assert json.loads(output.read_text())["systems"]["cad"]["share_of_perfect"] == pytest.approx(1)
 
 
+@pytest.mark.matrix
 def test_batches_from_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
     rows, output = tmp_path / "rows.json", tmp_path / "out.json"
     batches = [[[8192], *[[4096, 4096]] * 7], [[1024, 7168]] * 8]

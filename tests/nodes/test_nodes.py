@@ -14,7 +14,6 @@ from tests.integration.harness import run
 from tests.integration.launched import CONFIG, SMALL
 from tests.nodes.jobs import NodesJob
 from tests.nodes.network import Nodes, missing
-from tests.sets import params
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no nodes on this machine: {missing()}")
 
@@ -50,8 +49,9 @@ def train(nodes: int, ranks: int, args: Sequence[str], folder: Path) -> list[flo
     return spread.losses
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", params(COMPOSITIONS, short=["fsdp"]))
+@pytest.mark.parametrize("name", COMPOSITIONS)
 def test_nodes_train_like_one_machine(name: str, tmp_path: Path) -> None:
     nodes, ranks, options = COMPOSITIONS[name]
     args = [f"--training.steps={STEPS}", *options]

@@ -83,7 +83,7 @@ def steps(draw: st.DrawFn) -> list[TokenLayout]:
     return layouts
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(layouts=steps())
 def test_every_step(layouts: list[TokenLayout]) -> None:
     config = PlannerConfig(min_shard=64, tile=64)
