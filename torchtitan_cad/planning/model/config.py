@@ -45,7 +45,7 @@ class PlannerConfig:
     what all-to-alls reach on nodes with NVLink 4 (some 150 GB/s per GPU) and 400 Gb/s InfiniBand (some 40 GB/s); from 1
     to ``MAX_NODE_WEIGHT``."""
     nodes_first: bool = False
-    """Placement deals documents to nodes first, such that hardly anything moves between them, and then to ranks."""
+    """Placement deals whole documents to nodes of equal work first, then to ranks: for documents far below a node."""
 
     def __post_init__(self) -> None:
         if not is_number(self.tolerance) or self.tolerance < 0:

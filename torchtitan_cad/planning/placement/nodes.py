@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Divide documents among the nodes of a group, before each node's documents are placed on its ranks.
 
-Links between nodes are many times slower than those inside. Where nodes hold whole documents and have equal work, next
-to nothing moves between them.
+Links between nodes are many times slower than those inside. Where documents are far shorter than a node's tokens,
+nodes of whole documents and equal work move few bytes between them; where some are not, more than other homes do.
 """
 
 from __future__ import annotations
