@@ -22,8 +22,8 @@ from torchtitan.distributed import ParallelDims
 
 
 def _has(cls: type, code: str) -> bool:
-    """Whether the source of a class has some code: that tells a patched torchtitan from the released one."""
-    return code in inspect.getsource(cls)
+    """Whether the source of a class of torchtitan's, or one derived from it, has some code: then it is patched."""
+    return any(code in inspect.getsource(each) for each in cls.__mro__ if each.__module__.startswith("torchtitan."))
 
 
 class GradientScaledLoss:
