@@ -161,6 +161,7 @@ CONFIG = Path(__file__).resolve().parents[2] / "train_configs" / "llama3_debug_c
 CORES = 4
 
 
+@pytest.mark.matrix
 def test_make_train_is_uneven_and_gets_balanced(monkeypatch, tmp_path):
     """The bounds hold with a margin for the standard libraries of Python 3.11 to 3.13, with and without their tests."""
     monkeypatch.setattr(plugin, "on_config", lambda config: validate(config, CORES))  # torchtitan is left as it is

@@ -2,7 +2,7 @@
 """Dealing tokens to other homes: every token with its label and its position, on all ranks at once."""
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -119,12 +119,11 @@ def connected(topology: Topology, twins: bool = False, **config: Any) -> list[Pl
         return list(pool.map(connect, range(topology.group_size)))
 
 
-@pytest.mark.parametrize("nano_batches", [1, 2])
 @pytest.mark.parametrize("topology", params(TOPOLOGIES, TOPOLOGIES[-1:]), ids=str)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_ranks_deal_ids_and_labels(topology: Topology, rows: int, nano_batches: int) -> None:
+@pytest.mark.parametrize("rows_and_halves", params(product((1, 2), (1, 2)), [(2, 1), (1, 2)]), ids=str)
+def test_ranks_deal_ids_and_labels(topology: Topology, rows_and_halves: tuple[int, int]) -> None:
     """Two batches, in which all data-parallel ranks but the first have short documents: there is something to deal."""
-    dp, cp = topology.dp, topology.cp
+    dp, cp, (rows, nano_batches) = topology.dp, topology.cp, rows_and_halves
     shape = BatchShape(2 * rows, 64, rows)
     size = shape.rows * shape.seq_len
     starts = [np.arange(0, size, 32 if rank == 0 else 4) for rank in range(dp)]

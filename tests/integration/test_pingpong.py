@@ -104,7 +104,7 @@ def is_compute(step: str, *, traced: bool = False) -> bool:
         pytest.param(c.FULL, True, marks=matrix),
         pytest.param((*c.ROW1, *c.OP), False, marks=matrix),
         pytest.param(c.ATTENTION_KEPT, False, marks=matrix),
-        (c.TP2, False),
+        pytest.param(c.TP2, False, marks=matrix),
         pytest.param((*c.TP2, *c.FULL), True, marks=matrix),
     ],
     ids=["eager", "compiled", "traced", "ac_full", "middle_ac_op", "attention_kept", "tp2", "tp2_ac_full"],
@@ -133,9 +133,10 @@ def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], r
         assert waits == {**dict.fromkeys(WAITS, 4 * 2), "start_forward": forwards, "attend_forward": forwards}
 
 
+@matrix
 @pytest.mark.parametrize(
     ("args", "nranks"),
-    [pytest.param(c.TP2, 2, marks=matrix), (c.TP2, 4), pytest.param((*c.TP2, "--compile.enable"), 4, marks=matrix)],
+    [(c.TP2, 2), (c.TP2, 4), ((*c.TP2, "--compile.enable"), 4)],
     ids=["nothing_moves", "eager", "compiled"],
 )
 def test_what_tensor_parallelism_exchanges_is_hidden_too(args: tuple[str, ...], nranks: int) -> None:

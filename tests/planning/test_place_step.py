@@ -83,7 +83,7 @@ def steps(draw: st.DrawFn) -> list[TokenLayout]:
     return layouts
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(layouts=steps())
 def test_every_step(layouts: list[TokenLayout]) -> None:
     config = PlannerConfig(min_shard=64, tile=64)
@@ -121,7 +121,7 @@ def holders(step: list[list[TokenLayout]]) -> list[TokenLayout]:
     return [layout for nanos in step for layout in (nanos if nanos[-1].seg_attends.all() else nanos[-1:])]
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(
     kind=st.sampled_from(list(KINDS)),
     ranks=st.integers(1, 4),
