@@ -22,7 +22,6 @@ from torchtitan_cad.planning import (
     place_and_plan,
     validate_plan,
 )
-from torchtitan_cad.planning.exchange.traffic import measure_traffic
 from torchtitan_cad.planning.plan import moved_by
 
 
@@ -98,7 +97,6 @@ def test_homes_that_cannot_be_better_are_kept() -> None:
         {},
         {"rank_speeds": (1.0, 0.5, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0)},
         {"ranks_per_node": 4},
-        {"ranks_per_node": 2, "nodes_first": True},
         {"planner": "greedy"},
         {"planner": "home"},
     ],
@@ -111,14 +109,6 @@ def test_options_and_cost_models(options: dict, cost: CostModel | None) -> None:
     before, after = (make_plan(homes, LLAMA, config, cost) for homes in (layout, placed))
     validate_plan(after)
     assert after.stats.max_rank_bytes <= before.stats.max_rank_bytes or "ranks_per_node" in options
-
-
-def test_documents_get_a_node_first() -> None:
-    layout = spanning_layout(document_lengths("uniform", 16, 22), 16)
-    configs = [PlannerConfig(ranks_per_node=4, nodes_first=first) for first in (False, True)]
-    plans = [place_and_plan(layout, LLAMA, config).plan for config in configs]
-    moved = [measure_traffic(LLAMA, each.query_needs, each.key_needs, np.arange(16) // 4).inter_in for each in plans]
-    assert moved[1].sum() < 0.6 * moved[0].sum()
 
 
 @pytest.mark.parametrize("num_ranks", [4, 32])

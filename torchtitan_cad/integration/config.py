@@ -35,8 +35,8 @@ class Cad:
     anew, one step ahead, such that no rank has much to send or receive, where that moves less than the loader's homes,
     and such that a pipeline's microbatches suit 1F1B (docs/planning.md). Losses and gradients stay those of the same
     global batch. "auto" does so too, but leaves alone what it cannot deal, such as batches with positions of their own,
-    which end the job with "balanced". "nodes" is "auto" that deals documents to nodes first. "loader" leaves every rank
-    what its loader gave it. Validation keeps the loader's homes.
+    which end the job with "balanced". "loader" leaves every rank what its loader gave it. Validation keeps the
+    loader's homes.
     """
 
     profile: str | None = None
@@ -137,7 +137,6 @@ class Cad:
                 planner=self.planner,
                 rank_speeds=None if self.rank_speeds is None else tuple(self.rank_speeds),
                 ranks_per_node=ranks_per_node,
-                nodes_first=self.placement == "nodes",
             )
         except ValueError as error:
             raise ValueError(f"cad.{error}") from None

@@ -138,8 +138,8 @@ def packing_cp(step: Step) -> Outcome | None:
     attention = np.stack([step.document_attention(f) * padding / cp for f in (True, False)])
     one = sum(step.work(f, 1.0) - step.work(f, 0.0) for f in (True, False))
     work = step.layers * _repeated(step, attention).sum(axis=0) + one * lengths / cp
-    bins = deal_under_cap(work, lengths, np.full(replicas * microbatches, float(cap)))
-    if bins.min() < 0:
+    bins = deal_under_cap(work, lengths, replicas * microbatches, cap)
+    if bins is None:
         return None
     columns = np.stack([work, lengths / cp, *attention, divided * lengths, np.ones(len(lengths))])
     sums: FloatArray = np.stack(

@@ -86,7 +86,7 @@ class Disaggregated:
             times = None
             if self.configuration.tolerance == "auto":
                 times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
-            place = self.configuration.placement != "loader" and not self._in_ticks
+            place = self.configuration.placement == "balanced" and not self._in_ticks
             columns = np.concatenate(self.starts) % step.batch.row_tokens
             how = costs.kinds, columns, self._config(ranks), times, costs.plan_cost
             planned = zip(*plan_kinds(given, *how, place=place, stages=stages), strict=True)
@@ -163,10 +163,8 @@ class Disaggregated:
     def _nanos(self, pool: PoolKey, forward: bool, exchange: bool) -> list[list[Nano]]:
         key = (pool, forward, exchange)
         if key not in self._known:
-            order = slice(None, None, 1 if forward else -1)  # autograd begins with the last half
-            self._known[key] = [
-                [self._nano(plan, forward, exchange) for plan in plans[order]] for plans in self.plans(pool)
-            ]
+            kinds = [plans if forward else plans[::-1] for plans in self.plans(pool)]  # autograd: the last half first
+            self._known[key] = [[self._nano(plan, forward, exchange) for plan in plans] for plans in kinds]
         return self._known[key]
 
     def _nano(self, plan: Plan, forward: bool, exchange: bool) -> Nano:
@@ -181,9 +179,8 @@ class Disaggregated:
 
     def _exchanged_bytes(self) -> float:
         """Bytes of the step, of all GPUs."""
-        step, passes = self.step, self.passes
-        if step.repeats_forward:
-            passes = [*passes, *((True, pool) for forward, pool in passes if not forward)]
+        step, again = self.step, [(True, pool) for forward, pool in self.passes if not forward]
+        passes = self.passes + again * step.repeats_forward
         every = ((self._nanos(pool, forward, True), kind) for forward, pool in passes for kind in step.kinds)
         nanos = [nano for kinds, kind in every for nano in kinds[kind]]
         each = sum(transfer.num_bytes for nano in nanos for transfer in (nano.there, nano.back) if transfer)

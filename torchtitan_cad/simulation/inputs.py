@@ -25,8 +25,8 @@ CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "linear", "full
 Schedule = Literal["1F1B", "CAD1F1B"]
 SCHEDULES: tuple[Schedule, ...] = ("1F1B", "CAD1F1B")
 
-Placement = Literal["loader", "balanced", "nodes"]
-PLACEMENTS: tuple[Placement, ...] = ("loader", "balanced", "nodes")
+Placement = Literal["loader", "balanced"]
+PLACEMENTS: tuple[Placement, ...] = ("loader", "balanced")
 
 MAX_STEP_TOKENS = 2**28
 """tokens: most of one step; more would be drawn and planned for minutes."""
@@ -312,7 +312,7 @@ class Configuration(Checked):
         "resend",
     )
     placement: Placement = about(  # noqa: RUF009
-        "Ranks hold what loaders gave them, or tokens are dealt anew; nodes: first to nodes.", PLACEMENTS, "loader"
+        "Ranks hold what their loaders gave them, or tokens are dealt anew.", PLACEMENTS, "loader"
     )
     packing_cp: int | None = about(
         "Ranks over which packing_cp divides documents; by default the best number.", "count", None, most=MAX_RANKS
@@ -329,7 +329,7 @@ class Configuration(Checked):
     def planner_config(self) -> PlannerConfig:
         """Return the planner's options. Raises ValueError for a tolerance that is none."""
         tolerance = PlannerConfig.tolerance if self.tolerance == "auto" else self.tolerance
-        return replace(self.planner, tolerance=tolerance, ranks_per_node=None, nodes_first=self.placement == "nodes")
+        return replace(self.planner, tolerance=tolerance, ranks_per_node=None)
 
     def changes(self, other: Configuration) -> dict[str, Any]:
         """Return the fields that differ from the other's, with the values here."""

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from torchtitan_cad.simulation.baselines import packed, packing_cp, perfect, reorder
@@ -182,12 +183,11 @@ class Search:
                     return every
         return self.none([self.run(planner, trial.configuration) for trial in tried])
 
-    def placed(self, planner: str, best: Trial) -> Trial:
-        """Return CAD's best configuration with its fastest placement; ``packing_cp`` deals documents anew, too."""
-        homes = self._choices("placement", PLACEMENTS[1:] if self.cluster.group_per_node > 1 else PLACEMENTS[1:2])
-        halves, now = self._choices("nano_batches", (1, 2)), best.configuration
-        ways = [replace(now, placement=each, nano_batches=nanos) for each in homes for nanos in halves]
-        return self.fastest_cad(planner, [now, *ways])
+    def placed(self, planner: str, candidates: Sequence[Configuration]) -> Trial:
+        """Return CAD's fastest trial, maybe with documents placed, since ``packing_cp`` deals documents anew, too."""
+        now = self.fastest_cad(planner, candidates).configuration
+        ways = product(self._choices("placement", PLACEMENTS[1:]), self._choices("nano_batches", (1, 2)))
+        return self.fastest_cad(planner, [now, *(replace(now, placement=p, nano_batches=n) for p, n in ways)])
 
     def bound(self, planner: str, configuration: Configuration) -> float:
         """Return the seconds of a step if everything were balanced and hidden; infinite if it cannot be divided so."""
@@ -196,8 +196,7 @@ class Search:
 
     def none(self, tried: list[Trial]) -> Trial:
         """Return the trial that is nearest to fitting, of some that do not."""
-        known = [trial for trial in tried if trial.memory and not trial.fits]
-        if known:
+        if known := [trial for trial in tried if trial.memory and not trial.fits]:
             return min(known, key=lambda trial: trial.memory)
         return Trial(self.asked, reason="no configuration fits the memory" if tried else "these settings cannot run")
 

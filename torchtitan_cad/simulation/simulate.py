@@ -134,8 +134,7 @@ def simulate(
     # What is best for the greedy planner is tried first: then most others are left by their bounds.
     first = [replace(greedy.configuration, placement=asked.placement)] if greedy.fits else []
     planner = asked.planner.planner
-    first += search.candidates(planner, asked.placement)
-    found["cad"] = search.placed(planner, search.fastest_cad(planner, first))
+    found["cad"] = search.placed(planner, first + search.candidates(planner, asked.placement))
     trials = [search.run("perfect", each) for each in search.candidates("perfect")]
     fastest = min(trials, key=lambda trial: trial.seconds)
     found["perfect"] = fastest if fastest.fits else search.none(trials)

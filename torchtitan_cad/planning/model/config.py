@@ -44,8 +44,6 @@ class PlannerConfig:
     """Price of a byte between nodes over one inside a node, where ranks_per_node is set. 4 is about the ratio of
     what all-to-alls reach on nodes with NVLink 4 (some 150 GB/s per GPU) and 400 Gb/s InfiniBand (some 40 GB/s); from 1
     to ``MAX_NODE_WEIGHT``."""
-    nodes_first: bool = False
-    """Placement deals whole documents to nodes of equal work first, then to ranks: for documents far below a node."""
 
     def __post_init__(self) -> None:
         if not is_number(self.tolerance) or self.tolerance < 0:
@@ -58,9 +56,8 @@ class PlannerConfig:
             if not optional and not is_integer(value, 1, MAX_TOKENS):
                 at_most = f", at most {MAX_TOKENS}" if isinstance(value, int) and value > MAX_TOKENS else ""
                 raise ValueError(f"{key} = {brief(value)}: set a positive integer{at_most}, such as {example}")
-        for key in ("split_kv", "nodes_first"):
-            if not isinstance(value := getattr(self, key), bool):
-                raise ValueError(f"{key} = {brief(value)}: set true or false")
+        if not isinstance(self.split_kv, bool):
+            raise ValueError(f"split_kv = {brief(self.split_kv)}: set true or false")
         if not isinstance(self.planner, str):
             raise ValueError(f"planner = {brief(self.planner)}: set the name of a planner, such as 'local_search'")
         if self.rank_speeds is not None:

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import IntArray, end_to_end
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.placement.nodes import lay_end_to_end
 from torchtitan_cad.planning.placement.place import Placed, place_and_plan
 from torchtitan_cad.planning.plan import make_plan, moved_by
 
@@ -53,7 +52,7 @@ def place_halves(
     begun = halve(lengths, int(rooms[0].sum()))
     # Within a half, the tokens of a document that is cut count as a document of their own.
     first, second = (
-        place_and_plan(lay_end_to_end(every.docs, tokens, room), shape, config, cost)
+        place_and_plan(_end_to_end(every.docs, tokens, room), shape, config, cost)
         for tokens, room in zip((begun, lengths - begun), rooms, strict=True)
     )
     joined = _joined(first.layout, second.layout, begun[every.doc_index(second.layout.seg_doc)])
@@ -88,6 +87,13 @@ def halve(lengths: IntArray, room: int) -> IntArray:
             rooms[half] -= end - start
             work[half] += end**2 - start**2
     return begun
+
+
+def _end_to_end(docs: IntArray, lengths: IntArray, rooms: IntArray) -> TokenLayout:
+    """Lay documents of these ids and lengths end to end over ranks with ``rooms`` [num_ranks] tokens."""
+    docs, lengths = docs[lengths > 0], lengths[lengths > 0]
+    source, rank, start, end = end_to_end(lengths, rooms)
+    return TokenLayout.from_arrays(len(rooms), rank, docs[source], start, end - start)
 
 
 def _joined(first: TokenLayout, second: TokenLayout, shift: IntArray) -> TokenLayout:

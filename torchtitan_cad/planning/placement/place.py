@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from torchtitan_cad.planning.compile_once import Report
@@ -20,7 +19,6 @@ from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TaskArray
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order
 from torchtitan_cad.planning.placement.home_search import KINDS, HomeSearch
-from torchtitan_cad.planning.placement.nodes import place_in_nodes
 from torchtitan_cad.planning.plan import Plan, bytes_by_rank, entry_point_callers, make_plan, moved_by, warm_up
 from torchtitan_cad.planning.planners.local_search.planner import search
 
@@ -47,20 +45,14 @@ def place(
 
 
 def place_and_plan(
-    layout: TokenLayout,
-    shape: AttentionShape,
-    config: PlannerConfig | None = None,
-    cost: CostModel | None = None,
-    *,
-    of_ranks: int | None = None,
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None = None, cost: CostModel | None = None
 ) -> Placed:
     """Choose new homes for the tokens, for which the plan moves fewer bytes, above all on the worst rank.
 
     Every rank keeps its number of tokens, in document order. Equal inputs give equal homes on every rank. The given
     layout is kept if it leaves queries out, if queries see a window only, whose work is even, or if no layout with a
-    lower ``score`` is found. Bytes between nodes count ``inter_node_weight`` times; with ``config.nodes_first``
-    documents get a node before they get ranks. The effort is that for ``of_ranks`` ranks, by default the layout's. The
-    new plan's ``plan_seconds`` count all of this.
+    lower ``score`` is found. Bytes between nodes count ``inter_node_weight`` times. The new plan's ``plan_seconds``
+    count all of this.
 
     Raises:
         ValueError: as ``make_plan``.
@@ -70,26 +62,19 @@ def place_and_plan(
     cost = TileAreaCost(config.cost_tile) if cost is None else cost
     given = make_plan(layout, shape, config, cost)
     before = least = moved_by(given)
-    best, ranks = None, of_ranks or layout.num_ranks
-    if layout.num_ranks == 1 or not before.worst or not layout.seg_attends.all() or shape.window is not None:
-        return Placed(layout, given, given)
-    if config.nodes_first and config.rank_speeds is None and ranks > (per_node := config.ranks_per_node or ranks):
-        how = shape, replace(config, ranks_per_node=None), cost
-        homes = place_in_nodes(layout, per_node, lambda node: place_and_plan(node, *how, of_ranks=ranks).layout)
-        plan = make_plan(homes, shape, config, cost)
-        better = moved_by(plan).score(before) < before.score(before)
-        return Placed(homes, plan, given) if better else Placed(layout, given, given)
-    from_scratch = max(1, SEARCHES // ranks)
-    searches = [HomeSearch(layout, shape, config, cost, kind) for kind in KINDS[:from_scratch]]
-    for seed in range(from_scratch + SEARCHES_NEAR // ranks):
-        homes_search, near = searches[seed % len(searches)], None
-        if best and seed >= from_scratch:
-            homes_search, near = best[2:]
-        homes, assignment = homes_search.find(seed, near)
-        by_rank, tasks = _try(homes, shape, config, cost)
-        moved = Moved.of(by_rank)
-        if moved.score(before) < least.score(before):
-            best, least = (homes, tasks, homes_search, (assignment, by_rank)), moved
+    best = None
+    if layout.num_ranks > 1 and before.worst and layout.seg_attends.all() and shape.window is None:
+        from_scratch = max(1, SEARCHES // layout.num_ranks)
+        searches = [HomeSearch(layout, shape, config, cost, kind) for kind in KINDS[:from_scratch]]
+        for seed in range(from_scratch + SEARCHES_NEAR // layout.num_ranks):
+            homes_search, near = searches[seed % len(searches)], None
+            if best and seed >= from_scratch:
+                homes_search, near = best[2:]
+            homes, assignment = homes_search.find(seed, near)
+            by_rank, tasks = _try(homes, shape, config, cost)
+            moved = Moved.of(by_rank)
+            if moved.score(before) < least.score(before):
+                best, least = (homes, tasks, homes_search, (assignment, by_rank)), moved
     if best is None:
         return Placed(layout, given, given)
     homes, tasks, *_ = best

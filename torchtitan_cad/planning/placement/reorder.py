@@ -61,23 +61,24 @@ def equal_work(work: FloatArray, rows: IntArray, parts: int) -> IntArray:
     return dealt
 
 
-def deal_under_cap(work: FloatArray, tokens: IntArray, caps: FloatArray) -> IntArray:
-    """Deal documents to parts of at most ``caps`` tokens: the heaviest first, to the part of least work that has room.
+def deal_under_cap(work: FloatArray, tokens: IntArray, parts: int, cap: float) -> IntArray | None:
+    """Deal documents to parts of at most ``cap`` tokens: the heaviest first, to the part of least work that has room.
 
-    Returns int64 [documents], the part of each; -1 for those for which no part has room.
+    Returns int64 [documents], the part of each; None where no part has room.
     """
-    heap, room = [(0.0, number) for number in range(len(caps))], caps.copy()
-    dealt = np.full(len(work), -1, dtype=np.int64)
+    heap = [(0.0, number) for number in range(parts)]
+    room = np.full(parts, float(cap))
+    dealt = np.zeros(len(work), dtype=np.int64)
     for document in np.argsort(-work, kind="stable").tolist():
         full = []
         while heap and room[heap[0][1]] < tokens[document]:
             full.append(heapq.heappop(heap))
-        if heap:
-            load, number = heapq.heappop(heap)
-            dealt[document] = number
-            room[number] -= tokens[document]
-            full.append((load + float(work[document]), number))
-        for entry in full:
+        if not heap:
+            return None
+        load, number = heapq.heappop(heap)
+        dealt[document] = number
+        room[number] -= tokens[document]
+        for entry in (*full, (load + float(work[document]), number)):
             heapq.heappush(heap, entry)
     return dealt
 

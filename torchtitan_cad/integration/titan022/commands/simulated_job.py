@@ -21,7 +21,7 @@ from torchtitan_cad.integration.titan022.model import update_without_cp
 from torchtitan_cad.integration.titan022.models import ADAPTERS
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.simulation.batches import DEFAULT, named_lengths
-from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Configuration, Model, Placement, Schedule
+from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Configuration, Model, Schedule
 
 RANKS = 64
 """Taken where neither the job nor the caller says how many there are."""
@@ -174,7 +174,7 @@ def _configuration(config: JobConfig, accumulation: int, notes: list[str]) -> Co
         schedule=cast(Schedule, simulated),
         tolerance=cad.tolerance,
         backward=cad.backward,
-        placement=cast(Placement, {"loader": "loader", "nodes": "nodes"}.get(cad.placement, "balanced")),
+        placement="loader" if cad.placement == "loader" else "balanced",
         receive_buffer_gb=cad.receive_buffer_gb,
         planner=dataclasses.replace(cad.planner_config(), rank_speeds=None),
     )
