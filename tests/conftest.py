@@ -5,9 +5,13 @@ import time
 from collections.abc import Callable
 from datetime import date
 from multiprocessing import forkserver
+from threading import Thread
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.cpp import build, find_compiler
+from tests.support.ledger import SOURCE
 
 # Times of examples say nothing here: the first one may compile, and other processes run beside.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
@@ -31,8 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the servers of ranks, which import what they need while other tests run."""
-    if not session.config.option.collectonly and any("test_cad.py" in item.nodeid for item in session.items):
+    """Start the servers of ranks, which import what they need while other tests run, and a compiler likewise."""
+    if session.config.option.collectonly:
+        return
+    if any("test_stream_order.py" in item.nodeid for item in session.items) and find_compiler():
+        Thread(target=build, args=(SOURCE,), daemon=True).start()
+    if any("test_cad.py" in item.nodeid for item in session.items):
         from tests.integration.harness import start_server
 
         start_server()

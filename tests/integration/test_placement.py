@@ -17,7 +17,7 @@ IN_TICKS = c.schedule("CAD1F1B")
 SHORT = [
     c.Composition(
         "ignored_labels_accumulation",
-        shared=("--training.dataset=packed_documents_with_ignored_labels", *c.global_batch(16)),
+        shared=("--training.dataset=packed_documents_with_ignored_labels", *c.global_batch(8)),
     ),
 ]
 OVER_STEPS = [

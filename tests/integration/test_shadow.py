@@ -29,7 +29,7 @@ def figures_of(result: RunResult) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "args", "nranks"),
     [
-        ("fsdp2_accumulation", (*VALIDATION, *global_batch(12)), 2),
+        ("fsdp2_accumulation", (*VALIDATION, *global_batch(8)), 2),
         pytest.param("nano_batches", ("--cad.nano_batches=2", "--cad.tolerance=0.02"), 2, marks=pytest.mark.matrix),
         pytest.param("tp2", (*TP2, "--cad.placement=loader"), 4, marks=pytest.mark.matrix),
         pytest.param("pp2", (*PP2, "--model.flavor=tiny_sdpa"), 4, marks=pytest.mark.matrix),
