@@ -157,7 +157,7 @@ def test_synthetic_documents_are_the_jobs_own() -> None:
 
 def test_numbers_without_a_job(tmp_path: Path, capsys) -> None:
     output, plot = tmp_path / "out.json", tmp_path / "out.png"
-    args = ["simulate", *SMALL, "--output", str(output), "--plot", str(plot), "--cp=1"]
+    args = ["simulate", *SMALL, "--output", str(output), "--plot", str(plot), "--cp=1", "--pp=1"]
     assert main(args) == 0
     inputs = json.loads(output.read_text())["inputs"]
     assert inputs["cluster"]["ranks"] == 8

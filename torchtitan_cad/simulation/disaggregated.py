@@ -187,8 +187,7 @@ class Disaggregated:
         return each * (1 if self._in_ticks else step.pp) * step.costs.cluster.tp
 
     def _config(self, ranks: int) -> PlannerConfig:
-        per_node = self.step.costs.cluster.group_per_node
-        near = per_node if 1 < per_node < ranks else None
+        near = node if 1 < (node := self.step.costs.cluster.group_per_node) < ranks else None
         return replace(self.configuration.planner_config(), planner=self._name, ranks_per_node=near)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -140,7 +141,7 @@ class Model(Checked):
         """Parameters of a layer's products after core attention: wo and the gated MLP's three."""
         return self.hidden * (self.shape(1).out_dim * self.heads + 3 * self.ffn)
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Parameters of a layer by which a token is multiplied."""
         return self.pre_parameters() + self.post_parameters
