@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sets import matrix
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "torchtitan_cad"
 PARTS_OF_BLOCKS = {"attention", "feed_forward", "ffn_norm", "wq", "wk", "wv", "wo", "w1", "w2", "w3"}
@@ -54,6 +56,7 @@ def test_layers(part: str) -> None:
                 assert top in allowed or top in sys.stdlib_module_names, f"{name} imports {target}"
 
 
+@matrix
 def test_jobs_import_the_demo_only_if_they_name_it() -> None:
     code = (
         "from torchtitan_cad.integration.titan022.cpu import enable_cpu; enable_cpu(); import sys, torchtitan.train; "

@@ -8,7 +8,7 @@ from dataclasses import astuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning.layouts import LLAMA
@@ -66,6 +66,7 @@ def test_order_by_rank_is_stable(num_ranks: int) -> None:
 ROWS = st.integers(0, 10**6)
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @given(st.builds(MostRows, ROWS, ROWS, ROWS, ROWS), st.booleans(), st.integers(1, 10**4))
 def test_trips_bring_all_rows_and_fit_into_buffers(most: MostRows, keep: bool, buffer_rows: int) -> None:
     """No fewer trips would do, and none is fuller than another by more than a row."""
