@@ -25,8 +25,8 @@ from torchtitan_cad.planning.planners.local_search.planner import search
 _logger = logging.getLogger(__name__)
 
 SEARCHES, SEARCHES_NEAR = 72, 176
-"""assignments planned x number of ranks: from initial ones, at least one, and near the best one so far. Estimates are
-coarse where ranks are few."""
+"""assignments planned x number of ranks: from initial ones, at least one, and near the best one, less one. Estimates
+are coarse where ranks are few."""
 
 
 class Placed(NamedTuple):
@@ -66,7 +66,7 @@ def place_and_plan(
     if layout.num_ranks > 1 and before.worst and layout.seg_attends.all() and shape.window is None:
         from_scratch = max(1, SEARCHES // layout.num_ranks)
         searches = [HomeSearch(layout, shape, config, cost, kind) for kind in KINDS[:from_scratch]]
-        for seed in range(from_scratch + SEARCHES_NEAR // layout.num_ranks):
+        for seed in range(from_scratch + max(0, SEARCHES_NEAR // layout.num_ranks - 1)):
             homes_search, near = searches[seed % len(searches)], None
             if best and seed >= from_scratch:
                 homes_search, near = best[2:]
