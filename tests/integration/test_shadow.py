@@ -4,13 +4,14 @@
 import json
 import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.integration.compositions import COMMON, PP2, TP2, VALIDATION, global_batch, stock
-from tests.integration.harness import RunResult, read_scalars, run
+from tests.integration.harness import RunResult, parse_job, read_scalars, run
 from tests.integration.loaders import CountingLoader
 from torchtitan_cad.integration.shadow import WAIT_S, Shadow
 
@@ -85,3 +86,9 @@ def test_training_goes_on_without_predictions(caplog: pytest.LogCaptureFixture) 
     assert shadow.figures(1.0) == {}
     assert time.monotonic() - begin < WAIT_S / 2
     assert caplog.text.count("cad.shadow logs nothing from here on, and training goes on: ") == 1
+
+
+@pytest.mark.parametrize("switch", ["--parallelism.cad", "--parallelism.no-cad"])
+def test_without_cad_it_is_said_to_do_nothing(switch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parse_job(tmp_path, "--cad.shadow", switch)
+    assert ("cad.shadow = true does nothing without parallelism.cad = true" in caplog.text) == ("no" in switch)

@@ -44,8 +44,7 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
     Args:
         folder: The job's dump folder, of whose runs the newest is taken, or the folder of a cad_steps.jsonl.
     """
-    steps_file = find_steps(folder)
-    rows = read_steps(steps_file)
+    rows = read_steps(steps_file := find_steps(folder))
     summary = summarize(rows)
     print(f"Core attention disaggregation on {summary['ranks']} ranks, logged steps: {summary['steps']}")
     labels = {**MEANS, **MEDIANS, "loss_first": ("loss, first step", 1), "loss_last": ("loss, last step", 1)}
@@ -53,9 +52,10 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
         if summary.get(name) is not None:
             print(f"  {label:42}{factor * summary[name]:9.3f}")
     steps_file.with_name("cad_summary.json").write_text(f"{to_json(summary, indent=2)}\n")
-    if find_spec("matplotlib") is not None:
+    if draws := find_spec("matplotlib") is not None:
         draw(rows, steps_file.with_name("imbalance.png"))
-    print(f"cad_summary.json and, with the extra [plots] installed, imbalance.png are in {steps_file.parent}")
+    picture = "and imbalance.png" if draws else "(imbalance.png needs the extra [plots])"
+    print(f"wrote cad_summary.json {picture} in {steps_file.parent}")
     for trace in folder.glob("*/iteration_*/rank*_trace.json"):
         link = trace.with_name(trace.name.replace("_trace.json", ".pt.trace.json"))
         if not link.exists():

@@ -76,7 +76,7 @@ class LayerTimes:
 
     def describe(self) -> str:
         """Return the rates in words."""
-        attention = f"attention takes {1e9 * self.unit:.3g} ns a unit of cost, linear work {1e6 * self.linear:.3g} us"
+        attention = f"attention takes {1e6 * self.unit:.3g} us a unit of cost, linear work {1e6 * self.linear:.3g} us"
         link = f"a link of {1e-9 * self.bytes_per_second:.3g} GB/s"
         if len(set(self.hosts)) > 1:
             link += f" inside hosts and {8e-9 * self.between_hosts:.3g} Gbit/s between them"

@@ -92,6 +92,8 @@ def on_config(config: JobConfig) -> None:
                 f"parallelism.pipeline_parallel_schedule = {schedule!r} needs parallelism.cad = true; set that, or the "
                 "schedule to one of torchtitan's, such as '1F1B'"
             )
+        if hasattr(config, "cad") and config.cad.shadow:
+            logger.warning("cad.shadow = true does nothing without parallelism.cad = true")
         spec = titan_specs.get_train_spec(name)
         check_known(config, spec)
         if (build := training_loader(config, spec.build_dataloader_fn)) is not spec.build_dataloader_fn:
