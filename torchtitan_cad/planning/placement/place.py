@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 SEARCHES, SEARCHES_NEAR = 72, 176
 """assignments planned x number of ranks: from initial ones, at least one, and near the best one, less one. Estimates
-are coarse where ranks are few."""
+are coarse where ranks are few; fewer than eight count as eight."""
 
 
 class Placed(NamedTuple):
@@ -64,9 +64,10 @@ def place_and_plan(
     before = least = moved_by(given)
     best = None
     if layout.num_ranks > 1 and before.worst and layout.seg_attends.all() and shape.window is None:
-        from_scratch = max(1, SEARCHES // layout.num_ranks)
+        ranks = max(8, layout.num_ranks)
+        from_scratch = max(1, SEARCHES // ranks)
         searches = [HomeSearch(layout, shape, config, cost, kind) for kind in KINDS[:from_scratch]]
-        for seed in range(from_scratch + max(0, SEARCHES_NEAR // layout.num_ranks - 1)):
+        for seed in range(from_scratch + max(0, SEARCHES_NEAR // ranks - 1)):
             homes_search, near = searches[seed % len(searches)], None
             if best and seed >= from_scratch:
                 homes_search, near = best[2:]
