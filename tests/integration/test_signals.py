@@ -88,7 +88,7 @@ def test_rank_that_gets_a_signal_is_named_first(
     transport = f"--cad.transport={transport}"
     returncode, said = end_job(signal_rank, tmp_path, nranks, launcher, transport, ignored=OF_TORCHRUN)
     assert returncode != 0
-    assert_no_stack(said[:3])
+    assert_no_stack(said if launcher == LAUNCH else said[:2])  # torchrun ends with one of its own
     if resumes:
         check_resume(tmp_path, nranks)
 
