@@ -77,7 +77,7 @@ def check(table: Table, lengths: list[int], room: int) -> None:
         choose(table, each, -1, -1)
     for column in (KEYS_IN, KEYS_OUT, KEYS_SHARED, QUERIES_OUT):
         assert table.reals[:num_ranks, column] == pytest.approx(found[:num_ranks, column], rel=1e-9, abs=1.0)
-    assert estimate(table) == pytest.approx(before, rel=1e-6)
+    assert estimate(table) == pytest.approx(before, rel=1e-6, abs=1e-3)  # bytes
 
 
 @settings(max_examples=30)
