@@ -187,8 +187,8 @@ class Disaggregated:
         return each * (1 if self._in_ticks else step.pp) * step.costs.cluster.tp
 
     def _config(self, ranks: int) -> PlannerConfig:
-        near = node if 1 < (node := self.step.costs.cluster.group_per_node) < ranks else None
-        return replace(self.configuration.planner_config(), planner=self._name, ranks_per_node=near)
+        config, node = self.configuration.planner_config(), self.step.costs.cluster.group_per_node
+        return replace(config, planner=self._name, ranks_per_node=node if 1 < node < ranks else None)
 
 
 def obstacle(step: Step) -> str:
