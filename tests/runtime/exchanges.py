@@ -128,7 +128,8 @@ def exchange_at_random(
             total = int(counts[rank].sum())
             messages.append([part.to(device) for part in make_parts(number, rank, total)])
             rows = chosen_rows(number, rank, total)
-            routes.append(make_route(counts, rank, None if rows is None else rows.to(device), buffer=next(buffers)))
+            buffer = next(buffers) if together == 1 else 0
+            routes.append(make_route(counts, rank, None if rows is None else rows.to(device), buffer=buffer))
             sent.append((number, counts, RowFormat(messages[-1])))
         transport.prepare([Routes(routes)])
         pause()

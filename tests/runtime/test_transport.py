@@ -67,9 +67,8 @@ def test_a_peer_that_is_gone_is_named_in_time(end: str) -> None:
     assert isinstance(results[2], PeerError)
     assert "exchange 'exchange 6' of rank 2 failed: rank 3 has not begun to receive for 1.0 s" in str(results[2])
     assert isinstance(results[1], PeerError)
-    assert re.search(
-        "of rank 1 failed: (rank 0 has not sent its rows|rank 2 has not begun to receive)", str(results[1])
-    )
+    late = "of rank 1 failed: (rank 0 has not sent its rows|rank 2 has not begun to receive)"
+    assert re.search(late, str(results[1]))
 
 
 @needs_linux
@@ -77,11 +76,9 @@ def test_a_peer_that_hoards_its_buffer_is_named() -> None:
     """Rank 1 goes on without releasing: it is told at once; rank 0 waits for room in rank 1's buffer."""
     results = run_processes(2, exchange_until, 1, "hoards", 1.0, timeout_s=120)
     assert isinstance(results[1], RuntimeError)
-    message = "exchange 'exchange 8' would use the buffer of exchange 'exchange 6', which is in flight"
-    assert message in str(results[1])
+    assert "exchange 'exchange 8' would use the buffer of exchange 'exchange 6', which is in flight" in str(results[1])
     assert isinstance(results[0], PeerError)
-    message = "exchange 'exchange 8' of rank 0 failed: rank 1 has not begun to receive for 1.0 s"
-    assert message in str(results[0])
+    assert "exchange 'exchange 8' of rank 0 failed: rank 1 has not begun to receive for 1.0 s" in str(results[0])
 
 
 def misuse(group: dist.ProcessGroup) -> None:
@@ -104,23 +101,26 @@ def test_an_exchange_is_waited_for_and_released_once() -> None:
     values(run_processes(2, misuse))
 
 
-def exceed_a_buffer(group: dist.ProcessGroup) -> None:
-    transport = symmetric(group, buffer_bytes=512)
-    route = make_route(ONE_EACH, group.rank(), None)
-    transport.prepare([Routes([route])])
-    pending = start(transport, [torch.zeros(sum(route.send_counts), 64)], route, "fits", transport.begin())
-    pending.wait()
+def fill_both_buffers(group: dist.ProcessGroup) -> None:
+    transport, swap = symmetric(group, buffer_bytes=1024), 1 - np.eye(2, dtype=int)
+    routes = Routes([make_route(swap, group.rank(), None) for _ in range(2)])
+    both = [[torch.full((1, floats), float(group.rank()))] for floats in (300, 128)]  # 1,200 and 512 bytes
+    pending = transport.start(both, routes, "both", call := transport.begin())
+    with pytest.raises(RuntimeError, match="exchange 'late' would use the buffer of exchange 'both'"):
+        start(transport, [torch.zeros(1, 8)], make_route(swap, group.rank(), None, buffer=1), "late", call)
+    for sent, message in zip(both, pending.wait(), strict=True):
+        (received,) = RowFormat(sent).unpack(message)
+        assert torch.equal(received, torch.full_like(sent[0], 1.0 - group.rank()))
     pending.release()
-    message = (
-        "exchange 'wide' brings some rank 544 bytes, but a receive buffer has 512: set a larger cad.receive_buffer"
-    )
-    with pytest.raises(ValueError, match=message):
-        start(transport, [torch.zeros(sum(route.send_counts), 65)], route, "wide", transport.begin())
+    for buffer, floats, text in ((0, 300, "2736 bytes, but its receive buffers have 2048"), (1, 257, "1040 .* 1024:")):
+        routes = Routes([make_route(swap, group.rank(), None, buffer=buffer) for _ in range(2 - buffer)])
+        with pytest.raises(ValueError, match=f"exchange 'wide' brings some rank {text}"):
+            transport.start([[torch.zeros(1, floats)] for _ in routes], routes, "wide", transport.begin())
 
 
 @needs_linux
-def test_a_buffer_is_never_exceeded() -> None:
-    values(run_processes(2, exceed_a_buffer))
+def test_buffers_hold_two_messages_and_are_never_exceeded() -> None:
+    values(run_processes(2, fill_both_buffers))
 
 
 # Memory that ranks share ----------------------------------------------------------------------------------------------
@@ -157,7 +157,6 @@ def recorded_transport(monkeypatch: pytest.MonkeyPatch, **options: bool) -> tupl
 
     monkeypatch.setattr(streams, "record_event", lambda _: f"mark {len(memory.steps)}")
     monkeypatch.setattr(streams, "wait_event", join)
-
     return SymmetricTransport([0, 1], 0, memory.allocate, lambda: 1.0, 512, **options), memory
 
 

@@ -45,7 +45,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan_cad.planning.exchange.calls import bounded, combine_early, lie_in_order, weighted_rows
-from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Trips, buffer_bytes
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, buffer_bytes
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
@@ -190,7 +190,9 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
     row_bytes = RowBytes.of(plan.shape, keep=keep)
     trips = exchange.most.trips(row_bytes, buffer_bytes)
     q_trips, k_trips = len(trips.queries_home), len(trips.keys_home)
-    copied_out_forward, copied_out_backward = _copied_out(row_bytes, r, s, trips, keep=keep)
+    in_place = len(trips.queries_out) == 1 and (keep or len(trips.keys_out) == 1)
+    copied_out_forward = 0 if in_place or keep else r * size.q + s * size.k
+    copied_out_backward = 0 if in_place else r * row_bytes.backward_queries + (0 if keep else s * size.k)
     calls = _calls(exchange)
     forward = backward = outs = dq = dkv = q_rows = kv_rows = 0
     for table in calls:
@@ -230,18 +232,6 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
         travel_backward += served_kv + _so_far(dkv, m, size.b, k_trips)
     kept = keep * (r * size.q + s * size.k)
     return Passes(Pass(forward + kept, travel_forward + kept), Pass(backward + kept, travel_backward + kept))
-
-
-def _copied_out(row_bytes: RowBytes, queries: int, keys: int, trips: Trips, *, keep: bool) -> tuple[int, int]:
-    """Bytes of rows copied out of the receive buffers because they take several trips, forward and backward.
-
-    Rows that servers keep for backward are not included.
-    """
-    is_single = len(trips.queries_out) == len(trips.keys_out) == 1
-    forward = 0 if is_single or keep else queries * row_bytes.forward_queries + keys * row_bytes.keys
-    if keep:
-        return 0, (len(trips.queries_out) > 1) * queries * row_bytes.backward_queries
-    return forward, 0 if is_single else queries * row_bytes.backward_queries + keys * row_bytes.keys
 
 
 def _calls(exchange: RankExchange) -> list[CallTable]:

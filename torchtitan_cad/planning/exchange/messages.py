@@ -2,8 +2,9 @@
 """Messages between ranks: the size of receive buffers, and the trips in which rows travel.
 
 Every exchange brings rows into receive buffers of one size; a core attention in flight has ``BUFFERS_PER_CALL`` of
-them. Rows that do not fit travel in several trips, in the order of arrival, which alternate between the buffers. All
-ranks derive the trips from the same plan. A home gets one row back for each of its rows and each server that has used
+them, which lie side by side. Queries and keys that fit into all of them travel together. Otherwise each kind travels in
+trips that fit into one buffer, in the order of arrival, and they alternate. All ranks derive the trips from the same
+plan. A home gets one row back for each of its rows and each server that has used
 the row. If a document spans many ranks, these are many times the rows that any server receives.
 """
 
@@ -19,12 +20,12 @@ BUFFER_ALIGNMENT = 512
 """bytes: receive buffers begin and end at multiples."""
 
 BUFFERS_PER_CALL = 2
-"""receive buffers of one core attention: one for queries, one for keys."""
+"""receive buffers of one core attention."""
 
 MAX_BUFFER_BYTES = 2**40
 """bytes: maximum of a receive buffer."""
 
-RECEIVE_BUFFER_GB = 1.0
+RECEIVE_BUFFER_GB = 0.7
 """GB: default for all receive buffers of a rank, per nano-batch. With Llama 3 8B, 32K tokens per rank and placement,
 rows to serve then nearly always take one trip (bench/memory.py)."""
 
@@ -33,8 +34,8 @@ rows to serve then nearly always take one trip (bench/memory.py)."""
 class Trips:
     """Trips of each kind of rows: per trip, the most rows that it brings to any rank.
 
-    The trips of queries come before the trips of keys. Counted over both, trip i uses buffer i mod
-    ``BUFFERS_PER_CALL``. Queries and keys that take one trip each travel together.
+    Queries and keys that take one trip each travel together. Otherwise the trips of queries come first, and trip i of
+    both uses buffer i mod ``BUFFERS_PER_CALL``.
     """
 
     queries_out: tuple[int, ...]
@@ -57,12 +58,9 @@ class MostRows:
 
     def trips(self, row_bytes: RowBytes, buffer_bytes: int) -> Trips:
         """Divide rows of all kinds into trips for receive buffers of ``buffer_bytes``."""
-        return Trips(
-            _divide(self.received_queries, buffer_bytes // row_bytes.queries_out),
-            _divide(self.received_keys, buffer_bytes // row_bytes.keys),
-            _divide(self.sent_queries, buffer_bytes // row_bytes.queries_home),
-            _divide(self.sent_keys, buffer_bytes // row_bytes.key_gradients),
-        )
+        out = (self.received_queries, self.received_keys), (row_bytes.queries_out, row_bytes.keys)
+        home = (self.sent_queries, self.sent_keys), (row_bytes.queries_home, row_bytes.key_gradients)
+        return Trips(*_divide(*out, buffer_bytes), *_divide(*home, buffer_bytes))
 
     def in_one_trip(self) -> Trips:
         """Return one trip of each kind, for receive buffers of any size."""
@@ -70,10 +68,20 @@ class MostRows:
         return Trips(*((each,) for each in rows))
 
 
-def _divide(rows: int, most: int) -> tuple[int, ...]:
-    """Divide rows evenly into the fewest trips of at most ``most`` rows; at least one trip, at least one row each."""
-    count = max(1, -(-rows // max(1, most)))
-    return tuple(end - begin for begin, end in pairwise(rows * number // count for number in range(count + 1)))
+def aligned(num_bytes: int) -> int:
+    """Return the first byte, from ``num_bytes`` on, at which rows may begin."""
+    return -(-num_bytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+
+
+def _divide(rows: tuple[int, ...], row_bytes: tuple[int, ...], buffer_bytes: int) -> list[tuple[int, ...]]:
+    """Divide the rows of every kind into trips: one if all fit together, else the fewest of at least one row each."""
+    if sum(aligned(num * size) for num, size in zip(rows, row_bytes, strict=True)) <= BUFFERS_PER_CALL * buffer_bytes:
+        return [(num,) for num in rows]
+    counts = [max(1, -(-num // max(1, buffer_bytes // size))) for num, size in zip(rows, row_bytes, strict=True)]
+    return [
+        tuple(end - begin for begin, end in pairwise(num * number // count for number in range(count + 1)))
+        for num, count in zip(rows, counts, strict=True)
+    ]
 
 
 def buffer_bytes(gigabytes: float | None = None, nano_batches: int = 1) -> int:

@@ -37,7 +37,8 @@ class Route:
         send_counts, recv_counts: rows per rank of the group.
         put_offsets: per peer, where this rank's rows begin among all that the peer receives, ordered by sender.
         most_rows: most rows that any rank of the group receives; equal on all ranks.
-        buffer: index, from 0, of the receive buffer of the call that the rows use; equal on all ranks.
+        buffer: index, from 0, of the receive buffer of the call in which an exchange begins, whose first route this is;
+            equal on all ranks.
         padded_to: rows of the tensors of sent and received rows; None for the sums of the counts.
         tables: device tables that a transport makes of the route in ``prepare``.
     """
@@ -59,7 +60,7 @@ class Route:
 
 
 class Routes(tuple[Route, ...]):
-    """Routes whose rows travel together, as one exchange, each into a receive buffer of its own."""
+    """Routes whose rows travel together, as one exchange, and arrive one route behind the other."""
 
     @cached_property
     def receivers(self) -> Peers:
@@ -110,7 +111,7 @@ class Transport(Protocol):
 
     name: str
     buffer_bytes: int
-    """Bytes of a receive buffer: the maximum that a route brings to a rank."""
+    """Bytes of a receive buffer; the exchanges of a call use ``BUFFERS_PER_CALL`` of them."""
     replayable: bool
     """True if CUDA graphs may capture exchanges."""
 

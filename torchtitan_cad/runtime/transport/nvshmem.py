@@ -2,8 +2,8 @@
 """Symmetric memory of CUDA devices on several nodes: NVSHMEM between nodes, direct writes inside. Needs triton, too.
 
 NVSHMEM sends from its own memory only, so rows for other nodes are first packed into a staging area, one message per
-peer. Sends are complete, and the area is free again, when the kernel that issues them ends. The area has the size of a
-receive buffer; a rank with more rows to send sends them in several batches.
+peer. Sends are complete, and the area is free again, when the kernel that issues them ends. The area has the size of
+the receive buffers of one call; a rank with more rows to send sends them in several batches.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, rows_to_device, to_device
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message
@@ -28,21 +29,21 @@ class NodesMemory(DeviceMemory):
     """Memory of devices on several nodes. NVSHMEM allocates the same size on all ranks of the job at once.
 
     Args:
-        own: this rank's memory. The last ``buffer_bytes`` are the staging area; the ``_SPARE_BYTES`` before it receive
+        own: this rank's memory. The last ``staging_bytes`` are the staging area; the ``_SPARE_BYTES`` before it receive
             the signals of threads without a peer.
         addresses: addresses of the peers' memory for this device, 0 for peers on other nodes.
         ranks: global ranks of the group.
     """
 
     def __init__(
-        self, own: Tensor, addresses: Sequence[int], buffer_bytes: int, ranks: Sequence[int], **kwargs
+        self, own: Tensor, addresses: Sequence[int], staging_bytes: int, ranks: Sequence[int], **kwargs
     ) -> None:
         super().__init__(own, addresses, **kwargs)
         from torchtitan_cad.runtime.triton import nvshmem
 
         self._nvshmem = nvshmem
         self._ranks = torch.tensor(ranks, dtype=torch.int32, device=own.device)
-        self._staging = own.data_ptr() + own.numel() - buffer_bytes
+        self._staging = own.data_ptr() + own.numel() - staging_bytes
         self._spare = self._staging - _SPARE_BYTES
         self._staging_addresses = torch.full((len(ranks),), self._staging, dtype=torch.int64, device=own.device)
 
@@ -57,7 +58,8 @@ class NodesMemory(DeviceMemory):
         **_: Any,
     ) -> "NodesMemory":
         symm_mem.set_backend("NVSHMEM")
-        total = num_bytes + _SPARE_BYTES + buffer_bytes
+        staging_bytes = BUFFERS_PER_CALL * buffer_bytes
+        total = num_bytes + _SPARE_BYTES + staging_bytes
         own = symm_mem._SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
         own.zero_()
         torch.cuda.synchronize(device)
@@ -69,7 +71,7 @@ class NodesMemory(DeviceMemory):
         dist.barrier(agreement)
         sending = {"stream": sending_stream(device), "polls_per_second": polls_per_second(device)}
         ranks = dist.get_process_group_ranks(group)
-        return cls(own, handle.buffer_ptrs, buffer_bytes, ranks, **sending, owner=(own, handle))
+        return cls(own, handle.buffer_ptrs, staging_bytes, ranks, **sending, owner=(own, handle))
 
     def _tables(self, route: Route) -> list[Tensor]:
         """Return the writes to peers of this node and, per batch, the rows to pack and the messages to other nodes.

@@ -3,8 +3,9 @@
 
 All ranks of a group begin the same calls and start the same exchanges in the same order. A rank allocates receive
 buffers of one size, once. A *slot* is the set of receive buffers of one call: call c uses slot c mod P, where P is the
-number of calls in flight, and each route names its buffer of the slot. The exchanges of a slot are numbered from 1. Two
-words per slot and peer, with release and acquire order, make it safe to use a buffer again:
+number of calls in flight. An exchange uses the buffer of the slot that its first route names, and those after it that
+its rows need. The exchanges of a slot are numbered from 1. Two words per slot and peer, with release and acquire order,
+make it safe to use a buffer again:
 
     ready[slot, receiver]    n: the buffers of exchange n are free at the receiver
     arrived[slot, sender]    n: the sender's rows of exchange n have arrived
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_cad.planning.exchange.messages import BUFFER_ALIGNMENT, BUFFERS_PER_CALL
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, aligned
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
@@ -67,7 +68,7 @@ class SymmetricTransport:
         self._users: list[str | None] = [None] * num_buffers
         self._freed: list[torch.cuda.Event | None] = [None] * num_buffers
         word_bytes = 2 * calls_in_flight * len(ranks) * WORD_BYTES
-        self._first_byte = -(-word_bytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+        self._first_byte = aligned(word_bytes)
         try:
             self._memory = allocate(self._first_byte + num_buffers * buffer_bytes)
         except RuntimeError as error:
@@ -109,20 +110,12 @@ class SymmetricTransport:
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "SymmetricPending":
         self._raise_overdue()
         packed = [(tensors, RowFormat(tensors)) for tensors in messages]
-        for (_, row_format), route in zip(packed, routes, strict=True):
-            if (num_bytes := route.most_rows * row_format.row_bytes) > self.buffer_bytes:
-                raise ValueError(
-                    f"exchange '{phase}' brings some rank {num_bytes} bytes, but a receive buffer has "
-                    f"{self.buffer_bytes}: set a larger cad.receive_buffer_gb, or give tensors of the dtype that "
-                    "training.mixed_precision_param says, for which trips were made"
-                )
         memory, row_bytes = self._memory, [row_format.row_bytes for _, row_format in packed]
         memory.prepare(routes)
         slot = call % self._num_slots
-        buffers = [slot * BUFFERS_PER_CALL + route.buffer for route in routes]
+        buffers, begins = self._place(slot, routes, row_bytes, phase)
         epoch = self._occupy(slot, buffers, phase)
         ready, arrived = self._ready(slot), slot * len(self._ranks)
-        begins = [self._first_byte + buffer * self.buffer_bytes for buffer in buffers]
         memory.post(routes.senders, ready + self._rank, epoch)
         with memory.sending():
             self._await(routes.receivers, ready, epoch, phase)
@@ -145,6 +138,22 @@ class SymmetricTransport:
             streams.wait_event(memory.own.device, sent)
 
         return SymmetricPending(phase, receive, release, (routes, packed))
+
+    def _place(self, slot: int, routes: Routes, row_bytes: Sequence[int], phase: str) -> tuple[range, list[int]]:
+        """Return the buffers that an exchange uses, and the bytes of the memory at which the routes' rows begin."""
+        first, each = slot * BUFFERS_PER_CALL + routes[0].buffer, self.buffer_bytes
+        begins, end = [], self._first_byte + first * each
+        for route, num_bytes in zip(routes, row_bytes, strict=True):
+            begins.append(aligned(end))
+            end = begins[-1] + route.most_rows * num_bytes
+        num_bytes, room = end - begins[0], (BUFFERS_PER_CALL - routes[0].buffer) * each
+        if num_bytes > room:
+            raise ValueError(
+                f"exchange '{phase}' brings some rank {num_bytes} bytes, but its receive buffers have {room}: "
+                "set a larger cad.receive_buffer_gb, or give tensors of the dtype that training.mixed_precision_param "
+                "says, for which trips were made"
+            )
+        return range(first, first + max(1, -(-num_bytes // each))), begins
 
     def _occupy(self, slot: int, buffers: Sequence[int], phase: str) -> Epoch:
         """Count one more exchange of a slot, on the current stream."""
