@@ -11,7 +11,7 @@ import numpy as np
 from torchtitan_cad.planning.exchange.tables import CallTable
 from torchtitan_cad.planning.intervals import IntArray, concat_ranges, exclusive_cumsum
 
-MOST_ROWS = 25
+MOST_ROWS = 23
 """weighted rows = 2 x query rows + key rows; a backward holds at most MOST_ROWS of them per token of the rank:
 
     sum over all calls + WORKING_ROWS x those of the running call <= MOST_ROWS x tokens
