@@ -148,7 +148,7 @@ def table(advice: Advice) -> str:
     add("with cad", advice.base, written, "gains are over this")
     for name, trials in advice.trials.items():
         for trial in trials:
-            add(KEYS[name].split(".")[1], trial, base)
+            add(KEYS[name], trial, base)
     add("recommended", advice.best, written)
     return aligned(rows, (0, 1, 5))
 

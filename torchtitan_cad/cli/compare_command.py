@@ -62,7 +62,7 @@ def run(
     figures["predicted_speedup"] = result.predicted(read_simulated_job([*args, "--parallelism.cad"], ranks))
     (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
     print(text(figures))
-    if find_spec("matplotlib") is not None:
+    if draws := find_spec("matplotlib") is not None:
         from torchtitan_cad.cli.plots import draw_parts
 
         each = [(rank, mode) for rank in range(ranks) for mode in LABELS]
@@ -70,7 +70,7 @@ def run(
         parts = {part: [seconds[mode][part][rank] for rank, mode in each] for part in seconds["off"]}
         labels = [f"rank {rank}, {LABELS[mode]}" for rank, mode in each]
         draw_parts(output / "compare.png", title, labels, parts)
-    print(f"compare.json and, with the extra [plots] installed, compare.png are in {output}")
+    print(f"wrote compare.json {'and compare.png' if draws else '(compare.png needs the extra [plots])'} in {output}")
 
 
 def _places(nproc: int | None) -> tuple[int, str]:
