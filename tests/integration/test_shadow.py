@@ -71,8 +71,7 @@ def new_shadow(loader: CountingLoader, accumulation: int = 1) -> Shadow:
 def test_state_is_the_loaders() -> None:
     shadow = new_shadow(CountingLoader(8), accumulation=2)
     batches = iter(shadow)
-    seen = [int(next(batches)[1][0, 0]) for _ in range(3)]
-    assert seen == [0, 1, 2]
+    assert [int(next(batches)[1][0, 0]) for _ in range(3)] == [0, 1, 2]
     assert shadow.state_dict() == {"next": 3}
     shadow.load_state_dict({"next": 6})
     assert [int(labels[0, 0]) for _, labels in shadow] == [6, 7]

@@ -187,13 +187,15 @@ class _Microbatch:
         placed, loose = rank >= 0, doc[rank < 0]
         gaps = np.array(self._tokens) - sum_by_index(rank[placed], lengths[doc[placed]], len(self._tokens))
         source, gap, start, end = end_to_end(lengths[loose], gaps)
-        return TokenLayout.from_arrays(
-            len(self._tokens),
+        columns = (
             np.append(rank[placed], gap),
             ids[np.append(doc[placed], loose[source])],
             np.append(np.zeros_like(doc[placed]), start),
             np.append(lengths[doc[placed]], end - start),
         )
+        order = np.lexsort(columns[2:0:-1])  # that of tasks, so that a rank that serves no other copies no rows
+        rank, doc, start, length = (column[order] for column in columns)
+        return TokenLayout.from_arrays(len(self._tokens), rank, doc, start, length)
 
 
 def add_up(lengths: Sequence[int], total: int) -> list[int] | None:
