@@ -3,9 +3,9 @@
 
 Every exchange brings rows into receive buffers of one size; a core attention in flight has ``BUFFERS_PER_CALL`` of
 them, which lie side by side. Queries and keys that fit into all of them travel together. Otherwise each kind travels in
-trips that fit into one buffer, in the order of arrival, and they alternate. All ranks derive the trips from the same
-plan. A home gets one row back for each of its rows and each server that has used
-the row. If a document spans many ranks, these are many times the rows that any server receives.
+trips that fit into one buffer, in the order of arrival, and the trips alternate between the buffers. All ranks derive
+them from the same plan. A home gets one row back for each of its rows and each server that has used the row. If a
+document spans many ranks, these are many times the rows that any server receives.
 """
 
 from __future__ import annotations
