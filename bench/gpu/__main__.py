@@ -16,8 +16,6 @@ from bench.gpu.session import JSON_NAME, REPORT_NAME, Session
 RESULTS = ROOT / "bench" / "results"
 MINUTES = 9.0
 """minutes: budget of a run."""
-DRY_AT_ONCE = 2
-"""parts: stand-ins run so many at once, as they are not timed."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         60 * options.minutes,
         lambda line: print(line, flush=True),
     )
-    good = session.run(parts, options.resume, DRY_AT_ONCE if options.dry_run else 1)
+    good = session.run(parts, options.resume)
     print(f"\n{summary(session.document)}\n{session.folder / JSON_NAME}, {session.folder / REPORT_NAME}")
     return 0 if good else 1
 

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import signal
+import site
 import sys
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def main(part: Part, device: str, lines: str, packages: str = "") -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # by which the parent asks where this process hangs
     if packages:
-        sys.path.append(packages)  # last: what is installed comes first
+        site.addsitedir(packages)  # last: what is installed comes first; with the paths that packages add
     with Path(lines).open("a") as file:
 
         def write(**line: object) -> None:

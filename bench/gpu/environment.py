@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ def describe(device: str, emit: Emit) -> None:
     emit("torch", torch.__version__)
     emit("python", platform.python_version())
     emit("packages", {name: installed_version(name) for name in PACKAGES})
-    parts = {"host": _host}
+    parts: dict[str, Callable[[], object]] = {"host": _host, "triton": lambda: _launch(device)}
     if device == "cuda":
-        parts |= {"device": _device, "triton": _launch, "nvidia-smi": _nvidia_smi, "links": _links}
+        parts |= {"device": _device, "nvidia-smi": _nvidia_smi, "links": _links}
     for name, describe_part in parts.items():
         try:
             emit(name, describe_part())
@@ -74,13 +75,13 @@ def _device() -> dict[str, Any]:
     }
 
 
-def _launch() -> str:
+def _launch(device: str) -> str:
     """Whether Triton compiles and launches here, which takes a C compiler and Python's headers."""
     from torchtitan_cad.runtime.triton.delta import row_delta
 
-    rows, delta = torch.ones(1, 2, 64, device="cuda"), torch.zeros(1, 2, device="cuda")
-    row_delta(rows, rows, delta)
-    return "compiles and launches" if delta.tolist() == [[64, 64]] else f"gives {delta.tolist()} for [[64, 64]]"
+    rows = torch.ones(1, 2, 64, device=device)
+    delta = row_delta(rows, rows, torch.float32).tolist()
+    return "compiles and launches" if delta == [[64, 64]] else f"gives {delta} for [[64, 64]]"
 
 
 def _nvidia_smi() -> dict[str, str]:

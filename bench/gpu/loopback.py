@@ -3,7 +3,7 @@
 
 Every step runs first for one rank, then for the other, so that whatever a rank waits for has been launched before.
 The ranks' symmetric memory is plain memory of the device. On the CPU Triton's interpreter runs the transport's kernels,
-and a list stands for the stream on which ranks send.
+and a list stands for the stream on which ranks send; on a GPU, in the first run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,41 +43,58 @@ def two_rank_plan(tokens: int, shape: AttentionShape) -> Plan:
     return Plan.from_tasks(layout, shape, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
 
 
-class InterpretedMemory(DeviceMemory):
-    """On the CPU, memory whose sending waits in ``later``, for all ranks, until one of them waits for rows.
+class PlayedMemory(DeviceMemory):
+    """Memory of a rank whose sending can be put off, for all ranks, until one of them waits for rows.
 
-    By then all have started the exchange and have said that they are ready, as kernels on a side stream would see.
+    By then all have started the exchange and have said that they are ready. Interpreted kernels cannot wait for what
+    follows them. Nor can kernels of a device while its host loads others or allocates, which may wait for the device.
     """
 
-    def __init__(self, own: Tensor, addresses: Sequence[int], later: list[Callable[[], object]]) -> None:
-        super().__init__(own, addresses, None, INTERPRETED_POLLS)
-        self._later, self._sending = later, False
+    def __init__(self, memories: "Memories", own: Tensor, addresses: Sequence[int]) -> None:
+        on_gpu = own.is_cuda
+        stream = sending_stream(own.device) if on_gpu else None
+        super().__init__(own, addresses, stream, polls_per_second(own.device) if on_gpu else INTERPRETED_POLLS)
+        self._memories, self._sending = memories, False
 
     @contextmanager
     def sending(self) -> Iterator[None]:
+        if not self._memories.puts_off:
+            with super().sending():
+                yield
+            return
         self._sending = True
         yield
         self._sending = False
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
-        self._later.append(partial(super().send, messages, routes, begins, word, epoch))
+        self._now_or_later(partial(super().send, messages, routes, begins, word, epoch))
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
         wait = partial(super().wait, peers, first_word, epoch, timeout_s)
         if self._sending:
-            self._later.append(wait)
+            self._now_or_later(wait)
             return []
-        while self._later:
-            self._later.pop(0)()
+        while self._memories.later:
+            self._memories.later.pop(0)()
         return wait()
+
+    def _now_or_later(self, action: Callable[[], object]) -> None:
+        if self._sending:
+            self._memories.later.append(action)
+        else:
+            action()
 
 
 class Memories:
-    """Hands out the memory that every rank allocates in turn."""
+    """Hands out the memory that every rank allocates in turn.
+
+    Attributes:
+        puts_off: whether sending waits in ``later``.
+    """
 
     def __init__(self, num_ranks: int, device: torch.device) -> None:
         self.num_ranks, self.device = num_ranks, device
-        self._later: list[Callable[[], object]] = []
+        self.puts_off, self.later = True, list[Callable[[], object]]()
         self._rounds: list[list[Tensor]] = []
         self._calls = [0] * num_ranks
 
@@ -89,10 +106,7 @@ class Memories:
             buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.num_ranks)]
             self._rounds.append(buffers)
         buffers = self._rounds[number]
-        addresses = [buffer.data_ptr() for buffer in buffers]
-        if self.device.type != "cuda":
-            return InterpretedMemory(buffers[rank], addresses, self._later)
-        return DeviceMemory(buffers[rank], addresses, sending_stream(self.device), polls_per_second(self.device))
+        return PlayedMemory(self, buffers[rank], [buffer.data_ptr() for buffer in buffers])
 
 
 class Layer:
@@ -117,6 +131,9 @@ class Layer:
             self.engines.append(engine)
             heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads
             self.rows.append([torch.randn(tokens, n, shape.head_dim, device=device, dtype=dtype) for n in heads])
+        if device.type == "cuda":
+            self()  # loads every kernel and allocates
+            memories.puts_off = False
 
     def __call__(self) -> list[tuple[Tensor, ...]]:
         """out, lse, dq, dk and dv of either rank."""

@@ -3,7 +3,8 @@
 
 Rows are read from and written to the same device's memory, so rates say what the kernel's programs can move, not what
 NVLink can. On the CPU Triton's interpreter runs the kernel. The put is on its priority stream, the GEMM on the main
-one, both repeated so that they take about as long alone. "hidden" is the share of the shorter one's time that both
+one, repeated. One put takes about as long as all GEMMs: a put waits for a multiplication to end, which has every SM,
+and then keeps its own SMs, so that the next ones have fewer. "hidden" is the share of the shorter one's time that both
 together save: 1 if they run side by side, 0 if one after the other, as they do on the CPU.
 """
 
@@ -84,7 +85,7 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
 
 
-CUDA = Sizes(8192, 8, 16_384, (4, 8, 16, 24, 32, 64, 132, 100_000), torch.bfloat16)
+CUDA = Sizes(8192, 8, 524_288, (4, 8, 16, 24, 32, 64, 132, 100_000), torch.bfloat16)
 CPU = Sizes(64, 2, 40, (1, 2), torch.float32)
 
 

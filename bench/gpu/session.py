@@ -2,8 +2,11 @@
 """The run of all parts: order, budget, and the files written after every part."""
 
 import hashlib
+import itertools
 import json
+import shlex
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +23,8 @@ from bench.gpu.report import find_verdicts, markdown
 JSON_NAME, REPORT_NAME = "gpu.json", "gpu.md"
 RESERVE_S = 5.0
 """seconds of the budget: to end a part and to write"""
+AT_ONCE = 4
+"""parts: those that are not timed run so many at once"""
 SOURCES = ("torchtitan_cad", "bench", "tests/gpu")
 
 
@@ -40,6 +45,7 @@ class Session:
         self._lock = threading.Lock()
         self.document: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": f"python -m bench.gpu {shlex.join(sys.argv[1:])}".rstrip(),
             "dry_run": device == "cpu",
             "seconds": 0.0,
             "identity": {},
@@ -47,16 +53,16 @@ class Session:
             "parts": {},
         }
 
-    def run(self, parts: Sequence[Part], resume: bool = False, at_once: int = 1) -> bool:
+    def run(self, parts: Sequence[Part], resume: bool = False, at_once: int = AT_ONCE) -> bool:
         """Runs ``parts`` after the environment; returns whether none failed or timed out.
 
         Args:
             resume: leaves out what the files of the same GPU, torch and sources have as done.
-            at_once: parts that run at the same time.
+            at_once: parts that run at the same time, unless they are timed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         before = _read(self.folder / JSON_NAME) if resume else {}
-        environment = self._run(ENVIRONMENT, ())
+        environment = self._run(ENVIRONMENT)
         figures = environment.figures
         self.document["identity"] = identity = {
             **{name: str(figures.get(name, "unknown")) for name in ("gpu", "torch", "python")},
@@ -84,19 +90,20 @@ class Session:
         return not any(outcome["status"] in ("failed", "timed out") for outcome in mine)
 
     def _run_all(self, parts: Sequence[Part], at_once: int) -> None:
-        def run(number: int) -> None:
-            self._keep(parts[number], self._run(parts[number], parts[number + 1 :]))
+        def run(part: Part) -> None:
+            self._keep(part, self._run(part))
 
-        if at_once == 1:  # in this thread, so that a signal ends the part, too
-            for number in range(len(parts)):
-                run(number)
-        else:
-            with ThreadPoolExecutor(at_once) as pool:
-                list(pool.map(run, range(len(parts))))
+        for is_timed, group in itertools.groupby(parts, lambda part: part.timed and self.device == "cuda"):
+            if is_timed:  # in this thread, so that a signal ends the part, too
+                for part in group:
+                    run(part)
+            else:
+                with ThreadPoolExecutor(at_once) as pool:
+                    list(pool.map(run, group))
 
-    def _run(self, part: Part, following: Sequence[Part]) -> Outcome:
+    def _run(self, part: Part) -> Outcome:
         left = self._begin + self._seconds - time.monotonic() - RESERVE_S
-        limit_s = min(2 * part.seconds, left - sum(other.seconds for other in following))
+        limit_s = min(2 * part.seconds, left)
         if limit_s < part.seconds / 2:
             return Outcome("skipped", f"no time: {max(0.0, limit_s):.0f} s left for it, it takes {part.seconds:.0f}")
         self.report(f"{part.name}: {part.title} ...")

@@ -29,10 +29,13 @@ def kernels(device: str, emit: Emit) -> None:
     """Milliseconds of every kernel that cad.kernel = "auto" chooses from, or why it is out."""
     if device == "cuda":
         outcomes, reasons = select.compare_kernels(torch.device(device, 0), SHAPE)
+        trial = select.Trial(outcomes[0][0], torch.device(device, 0), SHAPE)
         emit("others", reasons)
     else:
-        trial = select.Trial(get_kernel("cpu", device), torch.device(device), AttentionShape(2, 1, 16, 2), rows=256)
-        outcomes = [(get_kernel("cpu", device), trial.outcome(get_kernel("cpu", device)))]
+        outcomes = [(get_kernel("cpu", device), 0.0)]
+        trial = select.Trial(outcomes[0][0], torch.device(device), AttentionShape(2, 1, 16, 2), rows=256)
+    if len(outcomes) == 1:  # which is not tried where there is no choice
+        outcomes = [(kernel, trial.outcome(kernel)) for kernel, _ in outcomes]
     emit("kernels", [{"name": str(kernel), "milliseconds": outcome} for kernel, outcome in outcomes])
 
 

@@ -2,6 +2,7 @@
 """The one-sided transport on CUDA, several ranks on one device: exchanges, late peers, and no word with the host."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -85,4 +86,6 @@ def be_late(group: dist.ProcessGroup) -> str:
 
 def test_a_late_peer_is_named_at_the_next_plan() -> None:
     message = values(run_processes(2, be_late, timeout_s=120))[0]
-    assert "exchange 'forward rows' of rank 0 failed: rank 1 has not begun to receive for 1.0 s" in message
+    late = re.search(r"exchange 'forward rows' of rank 0 failed: rank 1 has not (.*) for 1.0 s", message)
+    assert late, message
+    assert late[1] in ("begun to receive", "sent its rows")  # two kernels wait, on a stream each

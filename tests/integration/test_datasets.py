@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Datasets, synthetic documents and tokenizers, read through torchtitan's own loader and tokenizer."""
 
-import json
 import os
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 from tokenizers import Tokenizer
 
 from torchtitan_cad.cli import main
-from torchtitan_cad.cli.prepare_command import length_table
 from torchtitan_cad.demo.datasets import (
     STDLIB_FOLDER,
     UNITS,
@@ -31,7 +29,6 @@ from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import (  # noqa: E402
     DATASETS,
     build_text_dataloader,
-    build_text_validation_dataloader,
 )
 
 EOS = 0
@@ -109,15 +106,6 @@ class TestSources:
         with pytest.raises(ValueError, match=r"has 0 folders of .py or .txt with text, .* at least 1"):
             read_sources(tmp_path, unit="folder")
 
-    def test_installed_packages(self):
-        train, validation = (read_sources(split=split, unit="folder") for split in ("train", "validation"))
-        assert len(validation) == (len(train) + len(validation)) // 20
-        assert not set(validation) & set(train)
-        optimizers = Path(torch.__path__[0], "optim", "_multi_tensor", "__init__.py").read_text()
-        assert optimizers in train + validation
-        generated = Path(torch.__path__[0], "version.py").read_text()
-        assert not any(generated in text for text in train + validation)
-
     def test_what_is_left_out(self, tmp_path):
         (tmp_path / "kept.py").write_text("kept", encoding="utf-8")
         (tmp_path / "kept.txt").write_text("kept too", encoding="utf-8")
@@ -162,14 +150,6 @@ class TestSourcesLoader:
         inputs, _ = take(loader(tokenizer, dataset, None, batch=1, seq_len=16), 1)
         assert read_sources(unit=unit)[0].startswith(tokenizer.decode(inputs.ravel().tolist()))
 
-    def test_validation_split(self, tokenizer):
-        config = JobConfig()
-        config.validation.dataset, config.validation.seq_len = "python_stdlib_validation", 16
-        config.validation.local_batch_size = 1
-        register_datasets()
-        inputs, _ = next(iter(build_text_validation_dataloader(1, 0, tokenizer, config)))
-        assert read_sources(split="validation")[0].startswith(tokenizer.decode(inputs["input"].ravel().tolist()))
-
 
 class TestSynthetic:
     def test_batches_and_exact_lengths(self, tokenizer):
@@ -190,14 +170,6 @@ class TestSynthetic:
         expected = 100 * np.exp(1.5 * np.array([-0.6745, 0, 0.6745]))
         assert np.percentile(lengths, (25, 50, 75)) == pytest.approx(expected, rel=0.1)
 
-    def test_histogram(self, tmp_path):
-        path = tmp_path / "lengths.json"
-        path.write_text(json.dumps([10, 20, 20, 40]))
-        dataset = SyntheticDataset(f"histogram:{path},seed=1,scale=0.5", eos_id=0, vocab_size=9, seq_len=8)
-        counts = np.bincount([len(dataset.tokens(i)) for i in range(2000)])
-        assert np.flatnonzero(counts).tolist() == [5, 10, 20]
-        assert counts[10] / 2000 == pytest.approx(0.5, abs=0.05)
-
     def test_ranks_deal_one_stream(self, tokenizer):
         spec, ranks = "lognormal:median=20,sigma=1,max=100,seed=5", 4
         all_documents = SyntheticDataset(spec, eos_id=EOS, vocab_size=tokenizer.get_vocab_size(), seq_len=8)
@@ -206,12 +178,6 @@ class TestSynthetic:
             stream = inputs.ravel().numpy()
             expected = np.concatenate([all_documents.tokens(i) for i in range(rank, 400, ranks)])
             assert np.array_equal(stream, expected[: len(stream)])
-
-    def test_seed(self):
-        specs = ("fixed:50,seed=1", "fixed:50,seed=1", "fixed:50,seed=2")
-        first, same, other = (SyntheticDataset(spec, eos_id=0, vocab_size=999, seq_len=8).tokens(0) for spec in specs)
-        assert np.array_equal(first, same)
-        assert not np.array_equal(first, other)
 
     @pytest.mark.parametrize(("dataset", "workers"), [("python_stdlib", 0), ("synthetic", 0), ("synthetic", 2)])
     def test_resume(self, tokenizer, sources, dataset, workers):
@@ -223,10 +189,6 @@ class TestSynthetic:
         resumed.load_state_dict(whole.state_dict())
         for mine, expected in zip(take(resumed, 4), take(iterator, 4), strict=True):
             assert torch.equal(mine, expected)
-
-    def test_workers_share_no_document(self, tokenizer):
-        inputs, _ = take(loader(tokenizer, "synthetic", "fixed:64", batch=1, workers=2), 8)
-        assert len(torch.unique(inputs.reshape(8, 64), dim=0)) == 8
 
     def test_another_spec_in_the_checkpoint(self):
         datasets = [SyntheticDataset(f"fixed:{n}", eos_id=0, vocab_size=9, seq_len=8) for n in (5, 6)]
@@ -286,23 +248,6 @@ class TestTokenizer:
         if kind == "bytes":
             assert len(tokens) == len(self.TEXT.encode()) + 1
 
-    def test_reused_only_with_the_same_settings(self, tmp_path, sources):
-        texts, file = read_sources(sources), tmp_path / "tokenizer.json"
-
-        def written(*args) -> bool:
-            file.write_text("marker") if file.exists() else None
-            prepare_tokenizer(tmp_path, *args)
-            return file.read_text() != "marker"
-
-        assert written(300, "bpe", texts)
-        assert not written(300, "bpe", texts)
-        assert written(300, "bytes", texts)
-        assert not written(2048, "bytes", None)
-        assert written(300, "bpe", texts[1:])
-        (tmp_path / "tokenizer_config.json").write_text("{half")
-        assert written(300, "bpe", texts[1:])
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
-
 
 class TestPrepare:
     def test_command(self, tmp_path, sources, capsys):
@@ -312,12 +257,3 @@ class TestPrepare:
         assert Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(EOS_TOKEN) == EOS
         assert f'model.hf_assets_path = "{folder}"' in output
         assert "half the attention below" in output
-
-    def test_mistakes(self, tmp_path, capsys):
-        assert main(["prepare", "--output", str(tmp_path), "--vocab-size", "256"]) == 2
-        assert "vocab_size = 256" in capsys.readouterr().err
-
-    def test_length_table(self):
-        header, row = length_table(np.array([1] * 99 + [1000])).splitlines()
-        assert header.endswith("90%  99%  longest  half the attention below")
-        assert row.split() == ["100", "1,099", "1", "11", "1", "11", "1,000", "1,000"]
