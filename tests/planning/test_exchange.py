@@ -23,7 +23,7 @@ from torchtitan_cad.planning.exchange.calls import (
     halves,
     weighted_rows,
 )
-from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, aligned, buffer_bytes
+from torchtitan_cad.planning.exchange.messages import RECEIVE_BUFFER_GB, MostRows, RowBytes, aligned, buffer_bytes
 from torchtitan_cad.planning.exchange.needs import offsets_by_rank, order_by_rank
 from torchtitan_cad.planning.exchange.tables import CallTable
 from torchtitan_cad.planning.intervals import concat_ranges, exclusive_cumsum, split_at, sum_by_index, union_by_group
@@ -89,7 +89,7 @@ def test_a_row_larger_than_a_buffer_travels_alone() -> None:
 
 def test_all_buffers_together_are_what_is_asked_for() -> None:
     assert buffer_bytes(2.0) == 10**9 // 512 * 512
-    assert buffer_bytes() == buffer_bytes(nano_batches=2) == 35 * 10**7 // 512 * 512
+    assert buffer_bytes() == buffer_bytes(nano_batches=2) == int(RECEIVE_BUFFER_GB * 5e8) // 512 * 512
     assert buffer_bytes(2.0, nano_batches=2) == 5 * 10**8 // 512 * 512
     assert buffer_bytes(1e-9) == 512
     with pytest.raises(ValueError, match="receive_buffer_gb = 0: set a positive number"):

@@ -319,7 +319,7 @@ class Configuration(Checked):
         "Ranks over which packing_cp divides documents; by default the best number.", "count", None, most=MAX_RANKS
     )
     receive_buffer_gb: float | None = None
-    """GB of all nano-batches' receive buffers on a GPU (``cad.receive_buffer_gb``); None: 0.7 a nano-batch."""
+    """GB of all nano-batches' receive buffers on a GPU (``cad.receive_buffer_gb``); None: 0.65 a nano-batch."""
     planner: PlannerConfig = field(default=PlannerConfig())
     """Other options of planners; ``tolerance`` and the nodes' size are not taken from here."""
 

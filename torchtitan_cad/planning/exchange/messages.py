@@ -25,7 +25,7 @@ BUFFERS_PER_CALL = 2
 MAX_BUFFER_BYTES = 2**40
 """bytes: maximum of a receive buffer."""
 
-RECEIVE_BUFFER_GB = 0.7
+RECEIVE_BUFFER_GB = 0.65
 """GB: default for all receive buffers of a rank, per nano-batch. With Llama 3 8B, 32K tokens per rank and placement,
 rows to serve then nearly always take one trip (bench/memory.py)."""
 
