@@ -230,7 +230,7 @@ def test_on_gpus(good, monkeypatch):
         "FlashAttention-2, far below what a device of compute capability 9.0 can do: install" in findings["kernel"].text
     )
     wanted = "expected: symm_mem (cad.transport = 'auto': decided at start by a trial on all ranks of the group); "
-    assert findings["transport"].text == f"{wanted}a rank has 2 receive buffers of 350.0 MB (cad.receive_buffer_gb)"
+    assert findings["transport"].text == f"{wanted}a rank has 2 receive buffers of 325.0 MB (cad.receive_buffer_gb)"
     findings = report([*good, "--training.mixed_precision_param=float32"], ranks_per_host=8)
     assert failed(findings) == ["device", "kernel"]
     assert findings["device"].text == "--nproc 8: this machine has 4 devices; set it to 4 or less"
