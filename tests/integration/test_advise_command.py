@@ -56,6 +56,8 @@ def test_every_configuration_gets_advice_that_validates(config: Path, tmp_path: 
     assert values.get("parallelism.cad", True) == advice["worth_it"]
     if advice["worth_it"]:
         assert advice["recommended"]["seconds_per_step"] <= advice["job_as_written"]["seconds_per_step"]
+    else:
+        assert advice["recommended"] == advice["without_cad"]["at_its_best"]
 
 
 @pytest.mark.matrix

@@ -72,7 +72,7 @@ def run(
     load_planner(placement=True)
     with tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None) as bar:
         advice = advise(*inputs[:5], refused=titan.refused, progress=bar.set_description_str)
-    keys = titan.keys(advice.best.configuration) if advice.worth_it else titan.keys_without()
+    keys = (titan.keys if advice.worth_it else titan.keys_without)(advice.recommended.configuration)
     toml = snippet(keys)
     print(f"{verdict(advice)}; means of {inputs.documents.batches} steps\n{reordering(advice)}\n")
     print(f"{table(advice)}\n\n{toml}\n", *notes, sep="\n")
@@ -99,7 +99,7 @@ def _document(advice: Advice) -> dict[str, Any]:
         "speedup": advice.speedup,
         "job_as_written": of(advice.written),
         "gains_are_over": of(advice.base),
-        "recommended": of(advice.best),
+        "recommended": of(advice.recommended),
         "without_cad": {"as_written": of(advice.without_written), "at_its_best": of(advice.without)},
         "reordered": of(advice.reorder),
         "trials": {KEYS[name]: [of(trial) for trial in trials] for name, trials in advice.trials.items()},
@@ -149,7 +149,7 @@ def table(advice: Advice) -> str:
     for name, trials in advice.trials.items():
         for trial in trials:
             add(KEYS[name], trial, base)
-    add("recommended", advice.best, written)
+    add("recommended", advice.recommended, written, "" if advice.worth_it else "without cad")
     return aligned(rows, (0, 1, 5))
 
 

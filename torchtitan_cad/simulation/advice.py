@@ -33,7 +33,7 @@ class Advice:
         without_written: the job as it is, without CAD.
         without: without CAD at the best of the degrees and kinds of checkpointing that were tried for it.
         reorder: without CAD at its best, with whole rows dealt anew over ranks and microbatches.
-        best: with CAD and what is recommended.
+        best: with CAD at the best of what was tried.
         trials: by setting, every value tried on ``base``.
     """
 
@@ -55,6 +55,11 @@ class Advice:
     def worth_it(self) -> bool:
         """Tell whether the job should use CAD: it fits, and gains ``LEAST_GAIN`` or does not fit otherwise."""
         return self.best.fits and (self.speedup is None or self.speedup >= 1 + LEAST_GAIN)
+
+    @property
+    def recommended(self) -> Trial:
+        """Return the trial with CAD if that is worth it, otherwise without; as the job is written if nothing fits."""
+        return self.best if self.worth_it else self.without if self.without.fits else self.without_written
 
     @property
     def reordering_is_enough(self) -> bool:
@@ -86,11 +91,9 @@ def advise(
         )
     written = search.run(planner, job)
     base = best = _made_to_fit(search, planner, written)
-    trials = {
-        name: [search.run(planner, each) for each in choices]
-        for name, choices in _alternatives(search, base.configuration).items()
-    }
-    ranked = [trial for every in trials.values() for trial in every]
+    settings = _alternatives(search, base.configuration)
+    trials = {name: [search.run(planner, each) for each in choices] for name, choices in settings.items()}
+    ranked = every = [trial for of_setting in trials.values() for trial in of_setting]
     for _ in range(MOST_CHANGES):
         fastest = min(ranked, key=lambda trial: trial.seconds)
         candidate = search.run(planner, fastest.configuration)
@@ -99,8 +102,7 @@ def advise(
         best = candidate
         others = _alternatives(search, best.configuration)
         ranked = [search.run(planner, each, 1) for choices in others.values() for each in choices]
-    tried = [trial.configuration for every in trials.values() for trial in every]
-    stock = _without_cad(search, [job, base.configuration, *tried, best.configuration])
+    stock = _without_cad(search, [job, *(trial.configuration for trial in (base, *every, best))])
     without, reorder = (search.fastest(system, stock) for system in ("packed", "reorder"))
     # torchtitan alone has no kind of checkpointing that keeps the output of attention
     alone = replace(job, checkpointing="full") if job.checkpointing == "linear" else job
@@ -141,20 +143,18 @@ def _degrees(search: Search, now: Configuration, degrees: list[tuple[int, int]])
             continue
         for microbatches in [each * pp for each in MICROBATCHES] if pp != now.pp else [now.microbatches]:
             for schedule in inputs.SCHEDULES if 1 < pp != now.pp else (now.schedule,):
-                for nano_batches in sorted({now.nano_batches, 2}):
-                    each = replace(now, pp=pp, cp=cp, microbatches=microbatches)
-                    each = replace(each, schedule=schedule, nano_batches=nano_batches)
+                for count in sorted({now.nano_batches, 2}):
+                    each = replace(now, pp=pp, cp=cp, microbatches=microbatches, schedule=schedule, nano_batches=count)
                     if search.step("cad", each) is not None:
                         yield each
 
 
 def _without_cad(search: Search, tried: list[Configuration]) -> list[Configuration]:
     """Return the degrees tried with CAD, with any power of two of context-parallel ranks and any checkpointing."""
-    powers = [2**i for i in range(search.cluster.ranks.bit_length())]
     found = dict.fromkeys(
         replace(tried[0], pp=each.pp, microbatches=each.microbatches, cp=cp, schedule="1F1B")
         for each in tried
-        for cp in (each.cp, *powers)
+        for cp in (each.cp, *(2**i for i in range(search.cluster.ranks.bit_length())))
     )
     divided = [each for each in found if search.step("packed", each) is not None]
     return [replace(each, checkpointing=kind) for each in divided for kind in CHECKPOINTING]

@@ -84,9 +84,10 @@ class SimulatedJob:
                 wanted["parallelism.data_parallel_shard_degree"] = dp // cluster.replicas
         return {key: value for key, value in wanted.items() if self._get(key) != value}
 
-    def keys_without(self) -> dict[str, Any]:
-        """Return the TOML keys by which the job runs without CAD; schedules in ticks are CAD's."""
-        found: dict[str, Any] = {"parallelism.cad": False}
+    def keys_without(self, choice: Configuration) -> dict[str, Any]:
+        """Return the TOML keys by which the job takes a choice without CAD; schedules in ticks are CAD's."""
+        found = {key: value for key, value in self.keys(choice).items() if not key.startswith("cad.")}
+        found["parallelism.cad"] = False
         if self.config.parallelism.pipeline_parallel_schedule in TICK_SCHEDULES:
             found["parallelism.pipeline_parallel_schedule"] = "1F1B"
         return found
