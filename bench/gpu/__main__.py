@@ -59,5 +59,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench.gpu: stopped"))  # with the part that runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench.gpu: stopped"))
     sys.exit(main(sys.argv[1:]))

@@ -67,22 +67,17 @@ class PlayedMemory(DeviceMemory):
         self._sending = False
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
-        self._now_or_later(partial(super().send, messages, routes, begins, word, epoch))
+        send = partial(super().send, messages, routes, begins, word, epoch)
+        self._memories.later.append(send) if self._sending else send()
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
         wait = partial(super().wait, peers, first_word, epoch, timeout_s)
         if self._sending:
-            self._now_or_later(wait)
+            self._memories.later.append(wait)
             return []
         while self._memories.later:
             self._memories.later.pop(0)()
         return wait()
-
-    def _now_or_later(self, action: Callable[[], object]) -> None:
-        if self._sending:
-            self._memories.later.append(action)
-        else:
-            action()
 
 
 class Memories:

@@ -53,12 +53,11 @@ class Session:
             "parts": {},
         }
 
-    def run(self, parts: Sequence[Part], resume: bool = False, at_once: int = AT_ONCE) -> bool:
+    def run(self, parts: Sequence[Part], resume: bool = False) -> bool:
         """Runs ``parts`` after the environment; returns whether none failed or timed out.
 
         Args:
             resume: leaves out what the files of the same GPU, torch and sources have as done.
-            at_once: parts that run at the same time, unless they are timed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         before = _read(self.folder / JSON_NAME) if resume else {}
@@ -85,11 +84,11 @@ class Session:
                 left.append(part)
         for name, outcome in known.items():  # of parts that were not asked for this time
             self.document["parts"].setdefault(name, outcome)
-        self._run_all(left, at_once)
+        self._run_all(left)
         mine = [self.document["parts"][part.name] for part in (ENVIRONMENT, *parts)]
         return not any(outcome["status"] in ("failed", "timed out") for outcome in mine)
 
-    def _run_all(self, parts: Sequence[Part], at_once: int) -> None:
+    def _run_all(self, parts: Sequence[Part]) -> None:
         def run(part: Part) -> None:
             self._keep(part, self._run(part))
 
@@ -98,8 +97,11 @@ class Session:
                 for part in group:
                     run(part)
             else:
-                with ThreadPoolExecutor(at_once) as pool:
+                pool = ThreadPoolExecutor(AT_ONCE)
+                try:
                     list(pool.map(run, group))
+                finally:  # after a signal the parts that run end within their limits, and no other begins
+                    pool.shutdown(cancel_futures=True)
 
     def _run(self, part: Part) -> Outcome:
         left = self._begin + self._seconds - time.monotonic() - RESERVE_S

@@ -14,13 +14,12 @@ import pytest
 from tests.gpu.device import ON_GPU
 from torchtitan_cad.cli import main as cli
 
-needs_torchtitan = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan")
-pytestmark = [*ON_GPU, needs_torchtitan]
+pytestmark = [*ON_GPU, pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="no torchtitan")]
 
 STEPS = 5
-TRAIN = "from torchtitan_cad.train import start; start()"
-ON_GLOO = "import torch.distributed as dist; dist.Backend.default_device_backend_map['cuda'] = 'gloo'; "
-"""NCCL refuses ranks that share a device."""
+TRAIN_ON_GLOO = """import torch.distributed as dist, torchtitan_cad.train as train
+dist.Backend.default_device_backend_map["cuda"] = "gloo"  # NCCL refuses ranks that share a device
+train.start()"""
 JOB = (
     *("--job.config_file=train_configs/llama3_debug_cpu.toml", "--model.flavor=debugmodel_varlen_attn"),
     *(f"--training.steps={STEPS}", "--training.seq_len=8192", "--training.mixed_precision_param=bfloat16"),
@@ -37,7 +36,7 @@ def train(folder: Path, *options: str) -> list[str]:
     variables |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": 1, "TORCH_SYMM_MEM_DISABLE_MULTICAST": 1}
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **{key: str(x) for key, x in variables.items()}}
     files = f"--model.hf_assets_path={folder}", f"--job.dump_folder={folder}"
-    command = [sys.executable, "-c", ON_GLOO + TRAIN, *JOB, *files, *options]
+    command = [sys.executable, "-c", TRAIN_ON_GLOO, *JOB, *files, *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     ranks = [subprocess.Popen(command, env={**env, "RANK": str(rank)}, **pipes) for rank in range(2)]
     log, _ = (rank.communicate(timeout=120)[0] for rank in ranks)

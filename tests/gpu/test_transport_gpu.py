@@ -86,6 +86,5 @@ def be_late(group: dist.ProcessGroup) -> str:
 
 def test_a_late_peer_is_named_at_the_next_plan() -> None:
     message = values(run_processes(2, be_late, timeout_s=120))[0]
-    late = re.search(r"exchange 'forward rows' of rank 0 failed: rank 1 has not (.*) for 1.0 s", message)
-    assert late, message
-    assert late[1] in ("begun to receive", "sent its rows")  # two kernels wait, on a stream each
+    what = "(begun to receive|sent its rows)"  # two kernels wait, on a stream each
+    assert re.search(rf"'forward rows' of rank 0 failed: rank 1 has not {what} for 1\.0 s", message)

@@ -56,8 +56,13 @@ def test_every_configuration_gets_advice_that_validates(config: Path, tmp_path: 
     assert values.get("parallelism.cad", True) == advice["worth_it"]
     if advice["worth_it"]:
         assert advice["recommended"]["seconds_per_step"] <= advice["job_as_written"]["seconds_per_step"]
-    else:
-        assert advice["recommended"] == advice["without_cad"]["at_its_best"]
+
+
+def test_keys_without_cad_are_those_of_the_verdict(tmp_path: Path) -> None:
+    small = ["--ranks=8", "--batches=1", "--training.seq_len=2048", "--activation_checkpoint.mode=full"]
+    advice = advise([str(CONFIGS / "llama3_debug_cpu.toml"), "--model.flavor=debugmodel", *small], tmp_path)
+    assert advice["recommended"] == advice["without_cad"]["at_its_best"]
+    assert pasted(advice) == {"parallelism.cad": False, "activation_checkpoint.mode": "none"}
 
 
 @pytest.mark.matrix

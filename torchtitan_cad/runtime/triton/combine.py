@@ -14,10 +14,11 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.triton.rows import FUSION, Partials, padded, places, pointer, row_of, select
 
-MERGE_TILE, SUM_TILE = 1024, 4096
-"""elements: maximum of a program."""
-_WARP_TILE = 1024
-"""elements: share of a warp; with a quarter, a sum has 0.80 of a copy's bandwidth, with these 0.98 (H200)."""
+SUM_TILE = 4096
+"""elements: maximum of a program that sums."""
+WARP_TILE = 1024
+"""elements of a warp, and of a program that merges; with a quarter, a sum has 0.80 of a copy's bandwidth, with these
+0.98 (H200)."""
 
 
 def merge_rows(
@@ -41,7 +42,7 @@ def merge_rows(
     """
     num_rows, heads, dim = out.shape
     block_dim = triton.next_power_of_2(dim)
-    block_heads = min(triton.next_power_of_2(heads), max(1, MERGE_TILE // block_dim))
+    block_heads = min(triton.next_power_of_2(heads), max(1, WARP_TILE // block_dim))
     partials = Partials.of(outs, out)
     lse_places = *places(lses, [lse] * len(lses)), padded(16 * part.stride(1) * part.itemsize for part in lses)
     _merge_rows[(num_rows, triton.cdiv(heads, block_heads))](
@@ -54,7 +55,7 @@ def merge_rows(
         BLOCK_HEADS=block_heads,
         BLOCK_DIM=block_dim,
         TENSOR_BITS=tensor_bits,
-        num_warps=max(1, block_heads * block_dim // _WARP_TILE),
+        num_warps=1,
         **FUSION,
     )
 
@@ -84,7 +85,7 @@ def sum_rows(
         BLOCK=block,
         TENSORS=count,
         TENSOR_BITS=tensor_bits,
-        num_warps=max(1, block // _WARP_TILE),
+        num_warps=max(1, block // WARP_TILE),
         **FUSION,
     )
 
