@@ -3,8 +3,9 @@
 
     python -m bench.pipeline --pretrain document_lengths.json
 
-Plans are real, made by the default planner; times are a model: a microbatch costs a rank its linear work and the pairs
-of attention that it computes, exchanges are hidden. Every data-parallel rank has M microbatches of 32,768 tokens; a
+Plans are real, made as training makes them by default: those of a stage by predicted time, those of ticks by their
+tolerance. Times are a model: a microbatch costs a rank its linear work and the pairs of attention that it computes, and
+its exchanges are hidden behind another half of it. Every data-parallel rank has M microbatches of 32,768 tokens; a
 microbatch's documents lie end to end over the data-parallel ranks and may span them.
 
 - ``1F1B``: every rank attends for its own tokens.
@@ -31,6 +32,7 @@ from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan,
 from torchtitan_cad.planning.model.layout import stack
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_profile, in_stages, one_f_one_b
 from torchtitan_cad.planning.pipeline.ticks import Tick, tick_schedule
+from torchtitan_cad.planning.timed import LayerTimes
 
 PAIRS_PER_TOKEN = 26_600
 """Pairs of attention that take as many operations as one token's linear work in a layer of Llama 3 8B: 2 x 218 million
@@ -38,6 +40,17 @@ parameters, against 4 x 4096 operations per pair."""
 BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
 """Cost of backward over that of forward."""
 TILE = 128
+LINK = 0.89e9
+"""bytes that a rank sends while it does its linear work of a microbatch in one layer: 40 GB/s, 640 TFLOP/s"""
+TIMES = LayerTimes(
+    unit=(1 + BACKWARD_ATTENTION) * TILE * TILE / (PAIRS_PER_TOKEN * TOKENS_PER_RANK),
+    linear=(1 + BACKWARD_LINEAR) / TOKENS_PER_RANK,
+    bytes_per_second=LINK,
+    between_hosts=LINK,
+    exchange=0.0,
+    overlaps=True,
+)
+"""in units of forward linear work of one microbatch, as all times here"""
 SCHEDULES = ("1F1B", "1F1B + CAD", "1F1B + CAD, placed", "CAD1F1B")
 
 
@@ -74,10 +87,8 @@ class Step:
     def shared_loads(self, place: bool) -> np.ndarray:
         """[microbatches, ranks] attention time where the ranks of a stage share it."""
         given = [[replace(each, seg_doc=each.seg_doc + (i << 32))] for i, each in enumerate(self.layouts)]
-        config = PlannerConfig(tolerance=self.tolerance)
-        return np.stack(
-            [seconds(each.plan) for (each,) in plan_step(given, SHAPE, config, place=place, stages=self.pp)]
-        )
+        step = plan_step(given, SHAPE, PlannerConfig(), TIMES, place=place, stages=self.pp)
+        return np.stack([seconds(each.plan) for (each,) in step])
 
     def ideal(self, attention_waits: bool = False) -> float:
         """All attention divided evenly, and the linear work with its bubble, in which attention may wait, too."""
