@@ -2,21 +2,26 @@
 """What a step takes on two nodes, over the rate of the link between them, with CAD and without.
 
     torchtitan-cad prepare --output outputs/assets
-    python -m bench.network --rounds 3
+    python -m bench.network
 
 Nodes are network namespaces of this machine (tests/nodes/network.py: Linux, root, iproute2), with one rank on a core of
-its own each. Every rate and mode trains the same job, in turns; the time of a step is that of the slowest rank, the
-median of the rounds. Predictions are `simulate`'s, with compute as stock takes it on the fastest link, and with what
-stock takes on the same link besides, for FSDP's traffic. Prints a table, and writes JSON and a picture. Nothing else
-should run then.
+its own each. Every rate and mode trains the same job. The modes take turns of one step, in which the others' processes
+are stopped, so that all have the same share of what else this machine does; the time of a step is that of the slowest
+rank. Predictions are `simulate`'s, with compute as stock takes it on the fastest link, and with what stock takes on the
+same link besides, for FSDP's traffic. Prints a table, and writes JSON and a picture. Nothing else should run then.
 """
 
+import contextlib
 import dataclasses
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Sequence
+from itertools import repeat
 from pathlib import Path
 
+import numpy as np
 import tyro
 from tqdm import tqdm
 
@@ -34,6 +39,8 @@ from torchtitan_cad.integration.titan022.commands.simulated_job import Simulated
 NODES = 2
 EXCHANGE_S = 1e-3
 """seconds: an exchange without bytes, over gloo between two processes"""
+POLL_S = 0.002
+"""seconds: how often the end of a step is looked for"""
 MODES = {
     "stock": ["--parallelism.no-cad"],
     "cad": ["--parallelism.cad"],
@@ -49,57 +56,78 @@ class Options:
     rates: tuple[float, ...] = (0.0, 1e9, 2e8, 5e7)
     """Bits per second that a node sends at most; 0: no limit."""
     modes: tuple[str, ...] = tuple(MODES)
-    steps: int = 6
-    warmup: int = 1
-    """First steps of every run that do not count."""
-    rounds: int = 3
+    steps: int = 20
+    """Steps of every job that count."""
+    warmup: int = 2
+    """First steps of every job that do not count."""
     folder: Path = Path("outputs/network")
     """For records and logs of the runs."""
     output: Path | None = None
     """JSON file for the figures; a picture beside it."""
 
 
-def train(options: Options, rate: float, mode: str, folder: Path, overrides: Sequence[str]) -> None:
-    """Run the job once.
+class Job:
+    """A job of one mode on ``nodes`` of its own, of which the processes are stopped but in its turns.
 
-    Raises:
-        RuntimeError: it failed; says where its logs are.
+    Raises RuntimeError, as ``turn``, which lets it run for its first steps.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("rank*.jsonl"):
-        old.unlink()
-    own = [f"--training.steps={options.steps}", f"--job.dump_folder={folder}", "--metrics.log_freq=1"]
-    command = ["-m", measured.__name__, str(folder), f"--job.config_file={options.job}", *own, *MODES[mode], *overrides]
-    cores = sorted(os.sched_getaffinity(0))
-    with Nodes(NODES) as nodes:
+
+    def __init__(self, options: Options, nodes: Nodes, rate: float, mode: str, overrides: Sequence[str]) -> None:
+        self.mode, self.nodes, self.steps, self.processes = mode, nodes, 0, list[subprocess.Popen]()
+        self.folder = options.folder / f"{rate:.0f}-{mode.replace(' ', '-')}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.records = [self.folder / f"rank{rank}.jsonl" for rank in range(NODES)]
+        for old in self.records:
+            old.unlink(missing_ok=True)
+        command = ["-m", measured.__name__, str(self.folder), f"--job.config_file={options.job}", *MODES[mode]]
+        command += [f"--training.steps={options.warmup + options.steps}", f"--job.dump_folder={self.folder}"]
+        command += ["--metrics.log_freq=1", *overrides]
         nodes.limit(rate or None)
-        processes = []
+        cores = sorted(os.sched_getaffinity(0))
         for node in range(NODES):
-            log = (folder / f"node{node}.txt").open("w")
-            processes.append(
-                nodes.torchrun(node, 1, command, core=cores[node % len(cores)], stdout=log, stderr=subprocess.STDOUT)
-            )
-        if any([process.wait() for process in processes]):
-            raise RuntimeError(f"a run failed: see {folder}/node*.txt")
+            log = (self.folder / f"node{node}.txt").open("w")
+            core = cores[node % len(cores)]
+            self.processes.append(nodes.torchrun(node, 1, command, core=core, stdout=log, stderr=subprocess.STDOUT))
+        self.turn(options.warmup)
+
+    def turn(self, steps: int = 1) -> float:
+        """Let the job run for some steps and return their seconds.
+
+        Raises:
+            RuntimeError: it failed; says where its logs are.
+        """
+        self.steps += steps
+        self.nodes.signal(signal.SIGCONT)
+        begin = time.perf_counter()
+        while any(not path.exists() or len(path.read_text().splitlines()) < self.steps for path in self.records):
+            if any(process.poll() for process in self.processes):
+                raise RuntimeError(f"a job failed: see {self.folder}/node*.txt")
+            time.sleep(POLL_S)
+        seconds = time.perf_counter() - begin
+        self.nodes.signal(signal.SIGSTOP)
+        return seconds
 
 
 def measure(options: Options, overrides: Sequence[str]) -> list[Record]:
     """Return one record per rate and mode."""
-    folders: dict[tuple[float, str], list[Path]] = {}
-    cases = [(rate, mode) for rate in options.rates for mode in options.modes]
-    for number in range(options.rounds):
-        for rate, mode in tqdm(cases if number % 2 == 0 else cases[::-1], unit="run", leave=False, disable=None):
-            folder = options.folder / f"{rate:.0f}-{mode.replace(' ', '-')}-{number + 1}"
-            train(options, rate, mode, folder, overrides)
-            folders.setdefault((rate, mode), []).append(folder)
-    runs = {case: Runs.read(of, NODES, options.warmup) for case, of in folders.items()}
-    job = read_simulated_job([f"--job.config_file={options.job}", "--parallelism.cad", *overrides], NODES)
-    return tabulate(runs, job)
+    seconds: dict[tuple[float, str], list[float]] = {}
+    runs: dict[tuple[float, str], Runs] = {}
+    for rate in tqdm(options.rates, unit="rate", disable=None):
+        with contextlib.ExitStack() as stack:
+            nodes = [stack.enter_context(Nodes(NODES, f"-{number}")) for number in range(len(options.modes))]
+            jobs = [Job(options, *each, overrides) for each in zip(nodes, repeat(rate), options.modes)]
+            for number in tqdm(range(options.steps), unit="step", leave=False, disable=None):
+                for job in jobs if number % 2 == 0 else jobs[::-1]:
+                    seconds.setdefault((rate, job.mode), []).append(job.turn())
+        runs |= {(rate, job.mode): Runs.read([job.folder], NODES, options.warmup) for job in jobs}
+    simulated = read_simulated_job([f"--job.config_file={options.job}", "--parallelism.cad", *overrides], NODES)
+    return tabulate(runs, {case: np.array(each) for case, each in seconds.items()}, simulated)
 
 
-def tabulate(runs: dict[tuple[float, str], Runs], job: SimulatedJob) -> list[Record]:
-    """Return one record per rate and mode, with a prediction for those with CAD."""
-    seconds = {case: each.step_seconds for case, each in runs.items()}
+def tabulate(
+    runs: dict[tuple[float, str], Runs], seconds: dict[tuple[float, str], np.ndarray], job: SimulatedJob
+) -> list[Record]:
+    """Return one record per rate and mode, with a prediction for those with CAD; ``seconds`` are of every step."""
     first = next(iter(runs))[0], "stock"
     guesses = {case: predicted_seconds(runs[first], job, *case) for case in runs}
     records: list[Record] = []
@@ -113,6 +141,7 @@ def tabulate(runs: dict[tuple[float, str], Runs], job: SimulatedJob) -> list[Rec
                 "ms per step": 1e3 * float(mine.mean()),
                 "predicted ms": "" if mode == "stock" else 1e3 * guess,
                 "speed over stock": float(stock.sum() / mine.sum()),
+                "standard error": float((stock / mine).std() / len(mine) ** 0.5),
             }
         )
     return records

@@ -78,11 +78,10 @@ class Step:
     layouts: list[TokenLayout]
     pp: int
     dp: int
-    tolerance: float = PlannerConfig.tolerance
 
     def loads(self, layout: TokenLayout, planner: str) -> np.ndarray:
         """Attention time of every rank of the layout."""
-        return seconds(make_plan(layout, SHAPE, PlannerConfig(tolerance=self.tolerance, planner=planner)))
+        return seconds(make_plan(layout, SHAPE, PlannerConfig(planner=planner)))
 
     def shared_loads(self, place: bool) -> np.ndarray:
         """[microbatches, ranks] attention time where the ranks of a stage share it."""

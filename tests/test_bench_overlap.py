@@ -51,9 +51,7 @@ def test_every_mode_is_measured(tmp_path: Path) -> None:
 @pytest.mark.skipif(missing() is not None, reason=f"no nodes on this machine: {missing()}")
 def test_times_every_mode_at_every_rate(tmp_path: Path) -> None:
     output = tmp_path / "network.json"
-    options = network.Options(
-        rates=(1e9,), modes=("stock", "cad"), steps=2, rounds=1, folder=tmp_path / "runs", output=output
-    )
+    options = network.Options(rates=(1e9,), modes=("stock", "cad"), steps=2, folder=tmp_path / "runs", output=output)
     network.main(options, ["--training.seq_len=512", f"--model.hf_assets_path={tokenizer_folder()}"])
     rows = json.loads(output.read_text())["rows"]
     assert [row[:2] for row in rows] == [[1000.0, "stock"], [1000.0, "cad"]]

@@ -10,6 +10,7 @@ import functools
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,10 +39,10 @@ def missing() -> str | None:
 
 
 class Nodes:
-    """``count`` nodes, node0, node1 and so on; ``__exit__`` ends all that runs on them."""
+    """``count`` nodes, node0, node1 and so on; ``__exit__`` ends all that runs on them. ``name`` tells from others."""
 
-    def __init__(self, count: int) -> None:
-        self.count, self._name = count, f"cad{os.getpid()}"
+    def __init__(self, count: int, name: str = "") -> None:
+        self.count, self._name = count, f"cad{os.getpid()}{name}"
 
     def __enter__(self) -> "Nodes":
         try:
@@ -70,11 +71,16 @@ class Nodes:
 
     def close(self) -> None:
         """End the nodes' processes and remove the nodes."""
+        self.signal(signal.SIGKILL)
         for node in (*range(self.count), "switch"):
+            subprocess.run(["ip", "netns", "del", self._space(node)], capture_output=True, check=False)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all processes of all nodes."""
+        for node in range(self.count):
             for pid in self.pids(node):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, 9)
-            subprocess.run(["ip", "netns", "del", self._space(node)], capture_output=True, check=False)
+                    os.kill(pid, number)
 
     def pids(self, node: int | str) -> list[int]:
         """Return the process ids of a node."""
@@ -88,14 +94,11 @@ class Nodes:
     def limit(self, bits_per_second: float | None) -> None:
         """Limit what each node sends, None: not at all."""
         for node in range(self.count):
-            self._limit(node, bits_per_second)
-
-    def _limit(self, node: int, bits_per_second: float | None) -> None:
-        at = ["ip", "netns", "exec", self._space(node), "tc", "qdisc"]
-        subprocess.run([*at, "del", "dev", "eth0", "root"], capture_output=True, check=False)
-        if bits_per_second is not None:
-            bucket = f"add dev eth0 root tbf rate {bits_per_second:.0f} burst {BURST_BYTES} latency {LONGEST_QUEUE}"
-            _run(*at, *bucket.split())
+            at = ["ip", "netns", "exec", self._space(node), "tc", "qdisc"]
+            subprocess.run([*at, "del", "dev", "eth0", "root"], capture_output=True, check=False)
+            if bits_per_second is not None:
+                bucket = f"add dev eth0 root tbf rate {bits_per_second:.0f} burst {BURST_BYTES} latency {LONGEST_QUEUE}"
+                _run(*at, *bucket.split())
 
     def cut(self, node: int) -> None:
         """Let no packet pass to or from a node, as if its cable were pulled at the switch."""

@@ -22,7 +22,7 @@ from tests.runtime.rows import CPU, SHAPES, Tensors, layout_order
 from tests.runtime.threaded import run_ranks, thread_transports
 from tests.sets import matrix, seeds
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.runtime import steps, traced
+from torchtitan_cad.runtime import steps
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.ops import core_attention, core_attention_with_lse
@@ -40,18 +40,7 @@ def in_steps(q: Tensor, k: Tensor, v: Tensor, key: Tensor, engine: str, **shared
     return steps.combine_with_lse(token, q, k, v, key, engine, **shared)
 
 
-def in_a_graph(q: Tensor, k: Tensor, v: Tensor, key: Tensor, engine: str, **shared: Tensor) -> tuple[Tensor, Tensor]:
-    token, hold = traced.prepare(q, k, v, key, engine, **shared)
-    for name in ("dispatch", "arrive"):
-        token = traced.step(token, name, key, engine)
-    token, hold = traced.attend(token, hold, key, engine)
-    token = traced.step(token, "give_back", key, engine)
-    hold = traced.step(hold, "hold", key, engine)
-    token = traced.step(token, "receive", key, engine)
-    return traced.combine_with_lse(token, hold, q, k, v, key, engine, **shared)
-
-
-VARIANTS: list[Callable[..., tuple[Tensor, Tensor]]] = [core_attention_with_lse, in_steps, in_a_graph]
+VARIANTS: list[Callable[..., tuple[Tensor, Tensor]]] = [core_attention_with_lse, in_steps]
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

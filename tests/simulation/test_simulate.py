@@ -245,7 +245,7 @@ def test_agrees_with_the_pipeline_bench() -> None:
     """The same documents and costs: bench/pipeline.py hides exchanges and counts work in forward linear work."""
     pp, dp, microbatches = 4, 4, 4
     lengths = [document_lengths("lognormal", dp, seed) for seed in range(microbatches)]
-    theirs = bench.Step([spanning_layout(each, dp) for each in lengths], pp, dp, 0.02)
+    theirs = bench.Step([spanning_layout(each, dp) for each in lengths], pp, dp)
     model = Model(32, 4096, 32, 8, 128, 14336, 1)
     linear = 32768 * 2 * model.layer_parameters
     per_pair = linear / (32768 * bench.PAIRS_PER_TOKEN)  # operations of a pair in the bench

@@ -24,7 +24,6 @@ KEYS = {
     "cp": "parallelism.context_parallel_degree",
     "pp": "parallelism.pipeline_parallel_degree",
     "schedule": "parallelism.pipeline_parallel_schedule",
-    "microbatches": "training.local_batch_size",
 }
 """Field of a configuration: the key that sets it, or the first of several."""
 OF_THE_JOB = {

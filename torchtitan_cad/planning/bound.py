@@ -54,7 +54,7 @@ class _Holdings(NamedTuple):
 
     @property
     def free(self) -> IntArray:
-        """Keys elsewhere that precede the last query holdings."""
+        """Keys on other ranks that precede the last query of a holding."""
         return self.end - self.tokens
 
 

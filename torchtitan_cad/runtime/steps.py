@@ -37,10 +37,6 @@ from torchtitan_cad.runtime.ops import (
     results_like,
 )
 
-COMPILE_OPTIONS = {"reorder_for_peak_memory": False}
-"""``torch.compile(..., options=...)`` for graphs that contain both a ``dispatch`` and its ``combine``. Otherwise
-Inductor moves a wait right behind its start to save memory, and nothing overlaps (torch 2.11 to 2.15)."""
-
 STEPS = {
     "attend": ("attend", "attend"),
     "attend_first": ("attend_first_of_two", "attend"),

@@ -39,10 +39,9 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.ops import define
 from torchtitan_cad.runtime.steps import step, token_like, two_tokens_like  # noqa: F401  one of the operators
 
-prepare, combine, combine_with_lse = steps.define_ends("traced", on_streams=True)
+prepare, combine, _ = steps.define_ends("traced", on_streams=True)
 """prepare(q, k, v): arguments as ``steps.dispatch``; returns token and hold. combine(token, hold, q, k, v): returns the
-output [Tq, Hq, Dv]; gradients flow to q, k, v and shared. combine_with_lse(token, hold, q, k, v): the same, and the
-log-sum-exp [Tq, Hq]."""
+output [Tq, Hq, Dv]; gradients flow to q, k, v and shared."""
 
 
 def _compute(direction: Direction, engine: CoreAttentionEngine, key: int, token: Tensor, hold: Tensor) -> Any:

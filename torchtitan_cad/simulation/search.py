@@ -31,8 +31,8 @@ MAX_PP = 8
 MAX_MICROBATCHES = 8
 """microbatches per pipeline rank: most that are tried."""
 TRIED, FINALISTS = 3, 3
-"""batches: the first, which rank configurations; configurations: the best of a baseline, compared on all batches, or of
-CAD for the first batch, compared on ``TRIED``."""
+"""batches: the first, on which a baseline's configurations are ranked; configurations: a baseline's best, compared on
+all batches. CAD's are ranked on the first batch, and compared on the first TRIED, FINALISTS at a time."""
 
 Progress = Callable[[str], None]
 

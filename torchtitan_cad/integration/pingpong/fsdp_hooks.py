@@ -4,8 +4,8 @@
 ``fully_shard(block)`` gathers the block's parameters in a forward pre-hook and frees them in a forward hook. With two
 nano-batches a block is never called: its first and last operation lie in different regions, and both halves share one
 gathering. ``open_block`` and ``close_block`` run whatever hooks the block has, as ``nn.Module.__call__`` would, with
-tensors of our choice. Nothing private of FSDP2 is used, only the hook tables of ``nn.Module``. What FSDP2's hooks do
-with the tensors they are given decides which ones to give:
+tensors of our choice. Of FSDP2 only ``fully_shard.state`` is used besides the hook tables of ``nn.Module``. What its
+hooks do with the tensors they are given decides which ones to give:
 
 - pre-hook: reduces the gradients once those of all given tensors that need one are known. Give what the block's last
   operation in backward takes, that is the first half's input only: waiting for both halves' would order them.

@@ -12,11 +12,12 @@ and i (block.py):
 Under tensor parallelism a region is cut where TP communicates, and the halves take turns within it as well
 (``_ORDER``). The blocks' own work is behind ``BlockView``.
 
-With ``traced_on`` such a turn of both halves is one compiled graph, exchanges included: turn.py.
+With ``traced_on`` such a turn of both halves is one compiled graph, exchanges included (turn.py). Without it exchanges
+lie between the regions and are never compiled.
 
-Autograd runs the same in reverse, because among nodes that are ready it takes the one made last. Otherwise exchanges
-lie outside of the regions and are never compiled. Where whole blocks are checkpointed, the unit that is recomputed
-is both halves of a block, exchanges included, so all ranks repeat them in the same order; regions do not cross blocks.
+Autograd runs the same in reverse, because among nodes that are ready it takes the one made last. Where whole blocks are
+checkpointed, the unit that is recomputed is both halves of a block, exchanges included, so all ranks repeat them in the
+same order; regions do not cross blocks.
 """
 
 import functools

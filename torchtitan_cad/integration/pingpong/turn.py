@@ -26,7 +26,7 @@ FIRST_TORCH = "2.14.1"
 COMPILE_OPTIONS: dict[str, Any] = {"reorder_for_peak_memory": False, "allow_buffer_reuse": False}
 """Inductor (torch 2.14, 2.15) would else move a wait next to its start and write over what is still being sent."""
 
-Flight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Carried = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Core attention of a half between two turns: token, hold, and q, k, v, whose gradients flow through the token."""
 
 
@@ -65,12 +65,12 @@ class Turn(nn.Module):
     def forward(
         self,
         xs: Sequence[Tensor],
-        flights: Sequence[Flight],
+        flights: Sequence[Carried],
         ropes: Sequence[Tensor | None],
         positions: Sequence[Tensor | None],
         keys: Sequence[Tensor],
         in_rows: bool,
-    ) -> tuple[list[Tensor], list[Flight]]:
+    ) -> tuple[list[Tensor], list[Carried]]:
         """Run the turn; return the input of the next block, or the model's output, and what is in flight.
 
         Args:
@@ -82,7 +82,7 @@ class Turn(nn.Module):
         """
         engine = self.engine
         new_xs: list[Tensor] = []
-        started: list[Flight] = []
+        started: list[Carried] = []
         for half in (0, 1):
             attended = None
             if self.ends:
@@ -101,7 +101,7 @@ class Turn(nn.Module):
                     k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
                 token, hold = traced.prepare(q, k, v, keys[half], engine)
                 started.append((self._exchange("there", half, "dispatch", token, keys[half]), hold, q, k, v))
-        new_flights: list[Flight] = []
+        new_flights: list[Carried] = []
         for half, (token, hold, q, k, v) in enumerate(started):
             token = self._wait("there", half, "arrive", token, keys[half])
             token, hold = traced.attend(token, hold, keys[half], engine)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plans of a pipeline in ticks: one per pool, over all stages (see ``planning.program``)."""
+"""Plans of a pipeline in ticks: one per pool, over all stages (see ``planning.pipeline.program``)."""
 
 from typing import Any
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Metrics, summary and pictures of a run."""
+"""Figures of a run's steps: sums over plans, and the file that ``report`` reads."""

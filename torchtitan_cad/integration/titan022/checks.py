@@ -22,6 +22,7 @@ from torchtitan_cad.integration.titan022.models import ADAPTERS
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
 from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime.kernels.select import KERNELS
+from torchtitan_cad.runtime.transport.build import TRANSPORTS
 
 SUPPORTED_MODELS = tuple(ADAPTERS)
 _SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
@@ -43,7 +44,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     cad.planner_config()
     cad.read_profile()
     _ = cad.buffer_bytes
-    _one_of("cad.transport", cad.transport, ("auto", "symm_mem", "collective"))
+    _one_of("cad.transport", cad.transport, TRANSPORTS)
     _one_of("cad.kernel", cad.kernel, KERNELS)
     _one_of("cad.backward", cad.backward, ("resend", "keep"))
     _one_of("cad.placement", cad.placement, ("auto", "balanced", "loader"))

@@ -2,10 +2,9 @@
 """Brings CAD into torchtitan 0.2.2.
 
 ``install`` runs when torchtitan imports ``torchtitan_cad.job_config``. It wraps the config manager's last step, so that
-``on_config`` sees every parsed config before anything is built. Only if
-``parallelism.cad`` is on does that function touch anything else: it validates the config on every rank, registers a
-``TrainSpec`` under the model's own name, and repairs what ``upstream`` lists. Without ``cad`` a job is stock
-torchtitan.
+``on_config`` sees every parsed config before anything is built. Only if ``parallelism.cad`` is on does that function
+change anything but the loader of synthetic data: it validates the config on every rank, registers a ``TrainSpec`` under
+the model's own name, and repairs what ``upstream`` lists.
 """
 
 import copy

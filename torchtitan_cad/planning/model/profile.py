@@ -162,7 +162,7 @@ class Profile:
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> str:
-        """Return the JSON form, described in docs/planning.md."""
+        """Return the JSON form, with format, device, torch, kernel, attention, tile, grid, repeats and date."""
         attention = {key: getattr(self, key) for key in _ATTENTION_KEYS}
         attention |= {} if self.value_dim is None else {"value_dim": self.value_dim}
         grid = {key: getattr(self, key) for key in _GRID_KEYS}

@@ -133,7 +133,7 @@ class _Microbatch:
 
     Attributes:
         docs: documents so far, each with its rank or -1.
-        rooms: tokens of every rank that no document has; those spread over ranks are counted, those of one rank not.
+        rooms: tokens of every rank less those of spread documents; ``_deal_longest`` counts those of whole documents.
         work: squared lengths of the spread documents on every rank.
         left: tokens of the microbatch that no document has.
         few: tokens that may be left when the longest documents are dealt.

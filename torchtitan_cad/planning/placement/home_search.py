@@ -51,8 +51,8 @@ assignment"""
 FEWER_NEAR = 8
 """moves tried from the initial assignment / moves tried near another one"""
 
-Kind = tuple[int, float, float]
-KINDS: tuple[Kind, ...] = (4, 0.3, 0.4), (2, 0.2, 0.0), (1, 0.3, 0.0)
+Weights = tuple[int, float, float]
+WEIGHTS: tuple[Weights, ...] = (4, 0.3, 0.4), (2, 0.2, 0.0), (1, 0.3, 0.0)
 """(short, WORST_WEIGHT, SPARE) of searches from initial assignments, in turns. Documents with work < mean work of a
 rank / short are not cut, except to fill the last room."""
 
@@ -69,9 +69,9 @@ class HomeSearch:
     """Finds homes for the tokens of a layout; every call of :meth:`find` searches anew. Nodes are left to the plan."""
 
     def __init__(
-        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, kind: Kind
+        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, weights: Weights
     ) -> None:
-        short, *weights = kind
+        short, *of_prices = weights
         num_ranks, tile, grid = layout.num_ranks, cost.granularity, config.min_shard
         lengths, room = layout.doc_lengths, layout.tokens_per_rank
         prefix = cost.prefix_cost(int(lengths.max())).astype(np.float64)
@@ -92,7 +92,7 @@ class HomeSearch:
         per_pair = work.sum() / pairs.sum()
         _, unit, _ = node_prices(config, num_ranks)  # of a byte in a node, as in the bytes of plans
         row_bytes = unit * shape.query_bytes, unit * shape.kv_bytes
-        prices = np.array([*row_bytes, per_pair, per_token, 0.0, 0.0, *weights])
+        prices = np.array([*row_bytes, per_pair, per_token, 0.0, 0.0, *of_prices])
         size = int((lengths[long] // sizes[LEAST_CHUNK] + 3).sum()) + num_ranks
         self._table = make_table(size, (1 + config.tolerance) * mean * speed, speed, prefix, sizes, prices)
         self._layout, self._room = layout, room

@@ -18,15 +18,15 @@ from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TaskArray
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order
-from torchtitan_cad.planning.placement.home_search import KINDS, HomeSearch
+from torchtitan_cad.planning.placement.home_search import WEIGHTS, HomeSearch
 from torchtitan_cad.planning.plan import Plan, bytes_by_rank, entry_point_callers, make_plan, moved_by, warm_up
 from torchtitan_cad.planning.planners.local_search.planner import search
 
 _logger = logging.getLogger(__name__)
 
 SEARCHES, SEARCHES_NEAR = 72, 176
-"""assignments planned x number of ranks: from initial ones, at least one, and near the best one, less one. Estimates
-are coarse where ranks are few; fewer than eight count as eight."""
+"""plans x ranks: n ranks, at least 8, make SEARCHES // n plans from initial assignments, at least one, and then
+SEARCHES_NEAR // n - 1 near the best. Few ranks make more, as estimates are coarse there."""
 
 
 class Placed(NamedTuple):
@@ -66,7 +66,7 @@ def place_and_plan(
     if layout.num_ranks > 1 and before.worst and layout.seg_attends.all() and shape.window is None:
         ranks = max(8, layout.num_ranks)
         from_scratch = max(1, SEARCHES // ranks)
-        searches = [HomeSearch(layout, shape, config, cost, kind) for kind in KINDS[:from_scratch]]
+        searches = [HomeSearch(layout, shape, config, cost, weights) for weights in WEIGHTS[:from_scratch]]
         for seed in range(from_scratch + max(0, SEARCHES_NEAR // ranks - 1)):
             homes_search, near = searches[seed % len(searches)], None
             if best and seed >= from_scratch:
@@ -104,7 +104,7 @@ def place_small_batch() -> None:
     layout = TokenLayout.from_segments([[(0, 0, 2048)], [(1, 0, 1024), (2, 0, 1024)]])
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
     config = PlannerConfig()
-    HomeSearch(layout, shape, config, TileAreaCost(config.cost_tile), KINDS[0]).find(0)
+    HomeSearch(layout, shape, config, TileAreaCost(config.cost_tile), WEIGHTS[0]).find(0)
     best_order(layout.tokens_per_rank.astype(float), 2)
 
 
