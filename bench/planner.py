@@ -124,7 +124,7 @@ def measure(plan: Callable[[], Plan], repeats: int) -> Record:
     return {
         "before": stats.max_over_mean_before,
         "max_over_mean": stats.max_over_mean,
-        "guaranteed": stats.load_limit / stats.mean_load,
+        "guaranteed": stats.guaranteed_over_mean,
         "total_bytes": stats.total_bytes,
         "rank_bytes": stats.max_rank_bytes,
         "bound_bytes": stats.lower_bound_bytes,

@@ -3,6 +3,7 @@
 
 import importlib.util
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,15 @@ import pytest
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 matrix = pytest.mark.matrix
 """For what the short set leaves out."""
+
+CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
+every_config = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(path, id=path.stem, marks=matrix if path.stem == "llama3_8b" else pytest.mark.slow)
+        for path in sorted(CONFIGS.iterdir())
+    ],
+)
 
 
 def params(values: Iterable[Any], short: Collection[Any]) -> list[Any]:

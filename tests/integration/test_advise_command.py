@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.sets import CONFIGS, every_config
 from torchtitan_cad.cli import main
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
@@ -17,7 +18,6 @@ enable_cpu()
 from torchtitan_cad.integration.titan022.checks import validate  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job  # noqa: E402
 
-CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 ONE_NODE = [str(CONFIGS / "llama3_8b_8gpus.toml"), "--ranks=8", "--batches=1"]
 
 
@@ -33,13 +33,7 @@ def pasted(advice: dict[str, Any]) -> dict[str, Any]:
     return {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(path, id=path.stem, marks=pytest.mark.matrix if path.stem == "llama3_8b" else pytest.mark.slow)
-        for path in sorted(CONFIGS.iterdir())
-    ],
-)
+@every_config
 def test_every_configuration_gets_advice_that_validates(config: Path, tmp_path: Path, capsys) -> None:
     advice = advise([str(config), "--batches=1", "--ranks=16"], tmp_path)
     job = read_simulated_job([f"--job.config_file={config}"], 16)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sets import CONFIGS, every_config
 from torchtitan_cad.cli import main
 from torchtitan_cad.cli.simulation_inputs import Options, read_inputs
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
@@ -18,20 +19,13 @@ from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta, read_simulated_job  # noqa: E402
 from torchtitan_cad.simulation import OPEN, SYSTEMS  # noqa: E402
 
-CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 SMALL = [
     "--ranks=8", "--layers=2", "--hidden=512", "--heads=4", "--kv-heads=2", "--head-dim=128", "--ffn=1024",
     "--vocabulary=512", "--tokens-per-rank=8192", "--batches=2", "--documents=lognormal:median=2000,sigma=1",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(path, id=path.stem, marks=pytest.mark.matrix if path.stem == "llama3_8b" else pytest.mark.slow)
-        for path in sorted(CONFIGS.iterdir())
-    ],
-)
+@every_config
 def test_every_configuration_is_simulated(config: Path, tmp_path: Path, capsys) -> None:
     output = tmp_path / "out.json"
     assert main(["simulate", str(config), "--output", str(output), "--batches", "1"]) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from bench.workloads import workload_layout
 from tests.planning.layouts import LLAMA
-from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place_and_plan, validate_plan
+from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place_and_plan, timed, validate_plan
 from torchtitan_cad.planning.corrections import FEWEST, STARTING, Corrections
 from torchtitan_cad.planning.timed import LEAST_GAIN, TOLERANCES, LayerTimes, plan_by_time, stay_home
 
@@ -55,6 +55,14 @@ def test_no_plan_is_slower_than_home(bytes_per_second: float, overlaps: bool, pl
     if bytes_per_second >= 2e11:
         fixed = place_and_plan(LAYOUT, LLAMA, CONFIG).plan if place else make_plan(LAYOUT, LLAMA, CONFIG)
         assert times.layer_seconds(plan) <= 1.01 * times.layer_seconds(fixed)
+
+
+def test_a_slow_link_takes_two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of most balance, and the one of fewest bytes, which exposes more than any could save."""
+    tried = []
+    monkeypatch.setattr(timed, "make_plan", lambda *how: tried.append(how[2].tolerance) or make_plan(*how))
+    plan_by_time([LAYOUT], LLAMA, CONFIG, replace(SLOW, bytes_per_second=1e6), home=stay_home([LAYOUT], LLAMA, CONFIG))
+    assert tried == [CONFIG.tolerance, TOLERANCES[0], TOLERANCES[-1]]  # the first at home
 
 
 def test_batches_stay_home_where_moving_does_not_gain() -> None:

@@ -41,8 +41,6 @@ class PlanStats:
     """``max_over_mean`` of the guaranteed maximum loads (see ``limits.py``)."""
     mean_load: float
     """Total load of the home plan over the number of ranks."""
-    load_limit: int
-    """The largest of the guaranteed maximum loads."""
     load_limits: IntArray
     """[num_ranks] the guaranteed maximum load of each server."""
     loads: IntArray
@@ -156,7 +154,6 @@ def compute_stats(
         max_over_mean_before=limits.over_mean(loads_before),
         mean_load=limits.total / layout.num_ranks,
         guaranteed_over_mean=limits.over_mean(limits.guaranteed),
-        load_limit=int(limits.guaranteed.max()),
         load_limits=limits.guaranteed,
         loads=loads,
         loads_before=loads_before,

@@ -23,7 +23,7 @@ from torchtitan_cad.planning.plan import Plan, make_plan
 from torchtitan_cad.planning.text import brief, is_number
 
 TOLERANCES = (0.0, 0.02, 0.06, 0.15, 0.4)
-"""tolerances tried in this order, until the exchange is hidden"""
+"""tolerances that are tried, see ``plan_by_time``"""
 LEAST_GAIN = 0.01
 """share of the time at home: a plan that is predicted to save less is not taken"""
 RATES = ("unit", "linear", "bytes_per_second", "between_hosts", "exchange")
@@ -169,24 +169,27 @@ def plan_by_time(
 ) -> list[Placed]:
     """Plan a microbatch's nano-batches for the least predicted time over ``TOLERANCES``, and maybe place them.
 
-    They stay home, with ``stay_home`` (``home``, if that is known), where no plan saves ``LEAST_GAIN``. ``plan.config``
-    tells what was chosen. Equal inputs give equal plans on every rank.
+    They stay home, with ``stay_home`` (``home``, if that is known), where no plan saves ``LEAST_GAIN``. Tolerances rise
+    until the exchange is hidden. Where the lowest does not gain, they fall until what one exposes (lower ones expose
+    more) is all that balance can save. ``plan.config`` tells which was chosen. Equal inputs give equal plans.
 
     Raises:
         ValueError: as ``make_plan``.
     """
     best = home = home or stay_home(given, shape, config, cost)
     least = (1 - LEAST_GAIN) * times.microbatch_seconds([each.plan for each in home])
-    if config.planner == "home" or sum(times.best_seconds(each.plan) for each in home) > least:
+    even, tolerances, rises = sum(times.best_seconds(each.plan) for each in home), list(TOLERANCES), True
+    if config.planner == "home" or even > least:
         return home
-    for tolerance in TOLERANCES:
-        how = replace(config, tolerance=tolerance)
-        if place:
-            made = place_microbatch(given, shape, how, cost)
-        else:
-            made = [Placed(plan.layout, plan, plan) for plan in (make_plan(each, shape, how, cost) for each in given)]
+    while tolerances:
+        how = replace(config, tolerance=tolerances.pop(0))
+        plans = (make_plan(each, shape, how, cost) for each in given)
+        made = place_microbatch(given, shape, how, cost) if place else [Placed(p.layout, p, p) for p in plans]
         if (now := times.microbatch_seconds([each.plan for each in made])) < least:
             best, least = made, now
-        if now <= sum(times.compute_seconds(each.plan) for each in made) * (1 + 1e-12):
-            break  # nothing is exposed
+        exposed = sum(times.exposed_seconds(each.plan) for each in made)
+        if not exposed if rises else even + exposed >= least:
+            break
+        if best is home and rises:
+            tolerances, rises = tolerances[::-1], False
     return best
