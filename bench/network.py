@@ -94,14 +94,14 @@ class Job:
         """Let the job run for some steps and return their seconds.
 
         Raises:
-            RuntimeError: it failed; says where its logs are.
+            RuntimeError: it ended before; says where its logs are.
         """
         self.steps += steps
         self.nodes.signal(signal.SIGCONT)
         begin = time.perf_counter()
         while any(not path.exists() or len(path.read_text().splitlines()) < self.steps for path in self.records):
-            if any(process.poll() for process in self.processes):
-                raise RuntimeError(f"a job failed: see {self.folder}/node*.txt")
+            if any(process.poll() is not None for process in self.processes):
+                raise RuntimeError(f"a job ended early: see {self.folder}/node*.txt")
             time.sleep(POLL_S)
         seconds = time.perf_counter() - begin
         self.nodes.signal(signal.SIGSTOP)
