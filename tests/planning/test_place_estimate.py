@@ -93,7 +93,7 @@ def test_moves_keep_tokens_loads_and_figures(lengths: list[int], num_ranks: int,
     room = int(
         table.ints[0, ROOM] + table.ints[chunks_of(table), LENGTH][table.ints[chunks_of(table), RANK] == 0].sum()
     )
-    begin_search(table)
+    begin_search(table, np.zeros(0, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks))
     made = 0
     for number in range(60):
         rows = chunks_of(table)

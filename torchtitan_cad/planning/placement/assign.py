@@ -64,7 +64,7 @@ def by_work(table: Table) -> IntArray:
     return first + np.argsort(-table.reals[first : table.ints[-1, COUNT], WORK], kind="stable")
 
 
-@jit
+@jit_inner
 def assign_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArray) -> None:
     """Assign the chunks of ``order`` one by one, each to the rank of least time.
 

@@ -15,7 +15,7 @@ from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.placement.assign import assign_chunks, assign_short, by_work, cut_long
+from torchtitan_cad.planning.placement.assign import assign_short, by_work, cut_long
 from torchtitan_cad.planning.placement.search import begin_search, improve
 from torchtitan_cad.planning.placement.table import (
     CHUNK_DOC,
@@ -141,8 +141,7 @@ class HomeSearch:
         table, lengths = self._table, self._layout.doc_lengths[self._long]
         cut_long(table, self._room, self._long, lengths, self._most_work, shortest, longest)
         time = table.reals[: len(self._room), LOAD] / table.speed
-        assign_chunks(table, by_work(table), np.empty_like(self._room), time)
-        return begin_search(table)
+        return begin_search(table, by_work(table), np.empty_like(self._room), time)
 
 
 def _joined(segments: IntArray) -> IntArray:

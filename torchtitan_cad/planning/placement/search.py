@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
+from torchtitan_cad.planning.placement.assign import assign_chunks
 from torchtitan_cad.planning.placement.estimate import choose, estimate, rank_bytes, read_by, worst_rank
 from torchtitan_cad.planning.placement.moves import random, relocate, shift, swap
 from torchtitan_cad.planning.placement.table import (
@@ -31,8 +32,9 @@ from torchtitan_cad.planning.placement.table import (
 
 
 @jit
-def begin_search(table: Table) -> float:
-    """Return the objective of the initial assignment; chunks without a rank leave the lists of their documents."""
+def begin_search(table: Table, order: IntArray, heap: IntArray, time: FloatArray) -> float:
+    """Assign chunks as ``assign_chunks`` and return the objective; those left over leave their documents' lists."""
+    assign_chunks(table, order, heap, time)
     first, end = len(table.limit), len(table.ints) - 1
     slack, roots = 0.0, 0.0
     for rank in range(first):

@@ -10,7 +10,7 @@ loads, such a move exists as long as a rank is over (``limits.py``).
 from __future__ import annotations
 
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit, jit_inner
+from torchtitan_cad.planning.jit import jit_inner
 from torchtitan_cad.planning.model.cost import LARGEST
 from torchtitan_cad.planning.model.tasks import KV_END, KV_START, SERVER
 from torchtitan_cad.planning.planners.local_search.board import (
@@ -149,7 +149,7 @@ def _cheapest(board: Board, rank: int) -> tuple[int, int]:
     return best, second
 
 
-@jit
+@jit_inner
 def make_feasible(board: Board, budget: int, choice: IntArray) -> None:
     """Move parts until no rank exceeds its limit, nothing helps, or ``budget`` moves are evaluated; ``choice`` [4].
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from torchtitan_cad.planning.exchange.traffic import node_prices
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit
+from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import LARGEST, CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -44,7 +44,7 @@ PATIENCE = 6000
 """moves: maximum evaluated per rank to bring a plan within the tolerated loads."""
 
 
-@jit
+@jit_inner
 def _lay_out(board: Board, tasks: IntArray, loads: IntArray) -> None:
     """Put the tasks [n, TASK_COLUMNS] on an empty board, whose ranks already have ``loads`` [num_ranks]."""
     for rank in range(len(board.ranks)):
@@ -57,6 +57,16 @@ def _lay_out(board: Board, tasks: IntArray, loads: IntArray) -> None:
         add_piece(board, tasks[i], tasks[i, SERVER])
         board.ranks[tasks[i, SERVER], LOAD] += piece_cost(board, tasks[i])
     board.counts[EVALUATED] = 0
+
+
+@jit
+def _search(board: Board, tasks: IntArray, loads: IntArray, patience: int, budget: int, choice: IntArray) -> None:
+    _lay_out(board, tasks, loads)
+    make_feasible(board, patience, choice)
+    for rank in range(len(loads)):
+        board.ranks[rank, LIMIT] = max(board.ranks[rank, LIMIT], board.ranks[rank, LOAD])
+    board.counts[EVALUATED] = 0
+    polish(board, budget)
 
 
 class LocalSearch:
@@ -77,41 +87,33 @@ class LocalSearch:
         self._docs = np.zeros((len(chosen) + 1, 3), dtype=np.int64)
         self._docs[:, FIRST_RUN] = np.searchsorted(doc[doc >= 0], np.arange(len(chosen) + 1))
         self._node, inside, between = node_prices(config, layout.num_ranks)
-        bytes_of_row = np.array([shape.query_bytes, shape.kv_bytes])
-        longest = int(layout.doc_lengths[chosen].max(initial=0))
-        prefix = np.ascontiguousarray(cost.prefix_cost(longest))
-        self._rules = prefix, np.outer(bytes_of_row, [inside, between]), cost.granularity, config.min_shard
+        prices = np.outer([shape.query_bytes, shape.kv_bytes], [inside, between])
+        prefix = np.ascontiguousarray(cost.prefix_cost(int(layout.doc_lengths[chosen].max(initial=0))))
+        self._rules = prefix, prices, cost.granularity, config.min_shard
         self._cuts = ALL_CUTS if config.split_kv else CUTS_OF_ROWS
 
     def improve(
         self, start: IntArray, loads: IntArray, limits: IntArray, guaranteed: IntArray, budget: int
     ) -> tuple[IntArray, IntArray] | None:
-        """Return tasks [n, TASK_COLUMNS] within the guaranteed loads, and [2, num_ranks] bytes in and out.
-
-        None if no tasks are found.
+        """Return tasks [n, TASK_COLUMNS] within the guaranteed loads, and [2, num_ranks] bytes in and out, or None.
 
         Args:
             start: int64 [n, TASK_COLUMNS] tasks to begin with.
             loads: int64 [num_ranks] loads of all other documents.
             limits: int64 [num_ranks] loads to stay within if possible.
-            guaranteed: int64 [num_ranks] loads never to exceed. If this array is ``limits``, the search takes as many
-                moves as it needs.
+            guaranteed: int64 [num_ranks] loads never to exceed; if ``limits`` itself, with as many moves as it takes.
             budget: moves evaluated for fewer bytes.
         """
         n, capacity = len(loads), 2 * len(start) + 16 * len(loads) + 64
         patience = LARGEST if limits is guaranteed else PATIENCE * n
         while True:
             board = self._board(capacity, limits)
-            _lay_out(board, np.ascontiguousarray(start), loads)
-            make_feasible(board, patience, np.empty(4, dtype=np.int64))
+            _search(board, np.ascontiguousarray(start), loads, patience, budget, np.empty(4, dtype=np.int64))
             if (board.ranks[:, LOAD] <= guaranteed).all():
                 break
             if board.counts[PIECES] + FREE_PIECES <= capacity or capacity > 2**24:
                 return None
             capacity *= 2
-        board.ranks[:, LIMIT] = np.maximum(board.ranks[:, LIMIT], board.ranks[:, LOAD])
-        board.counts[EVALUATED] = 0
-        polish(board, budget)
         by_rank = board.ranks[:, [BYTES_IN, BYTES_OUT]].T.copy()
         return board.pieces[: board.counts[PIECES], :TASK_COLUMNS], by_rank
 

@@ -36,19 +36,15 @@ def plan_local_search(layout: TokenLayout, shape: AttentionShape, config: Planne
 
 
 def search(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, effort: float = 1.0
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
 ) -> tuple[IntArray, Callable[[], TaskArray]]:
-    """Plan as ``plan_local_search``, evaluating ``effort`` times as many moves for fewer bytes.
-
-    Returns the plan's bytes [2, num_ranks] into and out of every rank, right only if all tokens attend, and a function
-    that makes its tasks.
-    """
+    """Return bytes [2, num_ranks] into and out of ranks, right only if all tokens attend, and a maker of the tasks."""
     home = home_tasks(layout)
     table, costs = task_table(layout, home), cost.cost(home)
     loads = sum_by_index(home["server"], costs, layout.num_ranks)
     limits = load_limits(layout, config, cost, loads)
     is_balanced = bool((loads <= limits.tolerated).all())
-    budget = 0 if is_balanced else int((MOVES + MOVES_PER_RANK * layout.num_ranks) * effort)
+    budget = 0 if is_balanced else MOVES + MOVES_PER_RANK * layout.num_ranks
     chosen = sum_by_index(table[:, DOC], costs, len(layout.docs)) * SHORT >= limits.tolerated.mean()
     chosen |= np.bincount(table[:, DOC], minlength=len(layout.docs)) > 1
     mine = chosen[table[:, DOC]]

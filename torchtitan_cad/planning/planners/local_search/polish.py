@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.jit import jit, jit_inner
+from torchtitan_cad.planning.jit import jit_inner
 from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER
 from torchtitan_cad.planning.planners.local_search.board import (
     BYTES_IN,
@@ -173,7 +173,7 @@ def _uses(board: Board, piece: IntArray, home: int) -> bool:
     return False
 
 
-@jit
+@jit_inner
 def polish(board: Board, budget: int) -> None:
     """Shift and swap until nothing is gained or the budget of evaluations is spent.
 
