@@ -5,16 +5,17 @@
     python -m bench.network
 
 Nodes are network namespaces of this machine (tests/nodes/network.py: Linux, root, iproute2), with one rank on a core of
-its own each. Every rate and mode trains the same job. The modes take turns of one step, in which the others' processes
-are stopped, so that all have the same share of what else this machine does; the time of a step is that of the slowest
-rank. Predictions are `simulate`'s, with compute as stock takes it on the fastest link, and with what stock takes on the
-same link besides, for FSDP's traffic. Prints a table, and writes JSON and a picture. Nothing else should run then.
+its own each. Every rate and mode trains the same job. The modes take turns of one step, for which the others wait, so
+that all have the same share of what else this machine does; the time of a step is that of the slowest rank. Predictions
+are `simulate`'s, with compute as stock takes it on the fastest link, the link as the job with CAD has measured it when
+it started, and what stock takes on the same link besides, for FSDP's traffic. Prints a table, and writes JSON and a
+picture. Nothing else should run then.
 """
 
 import contextlib
 import dataclasses
 import os
-import signal
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -37,10 +38,8 @@ from torchtitan_cad.integration.titan022.commands.comparison import Runs  # noqa
 from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob, read_simulated_job  # noqa: E402
 
 NODES = 2
-EXCHANGE_S = 1e-3
-"""seconds: an exchange without bytes, over gloo between two processes"""
-POLL_S = 0.002
-"""seconds: how often the end of a step is looked for"""
+LINK = re.compile(r"([\d.e+-]+) Gbit/s between them, ([\d.e+-]+) us an exchange")
+"""in a job's log: the rate of the link between its nodes, and the latency of an exchange"""
 MODES = {
     "stock": ["--parallelism.no-cad"],
     "cad": ["--parallelism.cad"],
@@ -67,90 +66,95 @@ class Options:
 
 
 class Job:
-    """A job of one mode on ``nodes`` of its own, of which the processes are stopped but in its turns.
+    """A job of one mode on ``nodes`` of its own, which waits but in its turns.
 
     Raises RuntimeError, as ``turn``, which lets it run for its first steps.
     """
 
     def __init__(self, options: Options, nodes: Nodes, rate: float, mode: str, overrides: Sequence[str]) -> None:
-        self.mode, self.nodes, self.steps, self.processes = mode, nodes, 0, list[subprocess.Popen]()
+        self.steps, self.processes = 0, list[subprocess.Popen]()
         self.folder = options.folder / f"{rate:.0f}-{mode.replace(' ', '-')}"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.records = [self.folder / f"rank{rank}.jsonl" for rank in range(NODES)]
         for old in self.records:
             old.unlink(missing_ok=True)
+        (self.folder / measured.TURN).write_text("0")
         command = ["-m", measured.__name__, str(self.folder), f"--job.config_file={options.job}", *MODES[mode]]
-        command += [f"--training.steps={options.warmup + options.steps}", f"--job.dump_folder={self.folder}"]
+        # One step more: the end of a job would be in another's turn.
+        command += [f"--training.steps={options.warmup + options.steps + 1}", f"--job.dump_folder={self.folder}"]
         command += ["--metrics.log_freq=1", *overrides]
         nodes.limit(rate or None)
         cores = sorted(os.sched_getaffinity(0))
         for node in range(NODES):
-            log = (self.folder / f"node{node}.txt").open("w")
+            log = self._log(node).open("w")
             core = cores[node % len(cores)]
             self.processes.append(nodes.torchrun(node, 1, command, core=core, stdout=log, stderr=subprocess.STDOUT))
         self.turn(options.warmup)
 
-    def turn(self, steps: int = 1) -> float:
-        """Let the job run for some steps and return their seconds.
+    def _log(self, node: int) -> Path:
+        return self.folder / f"node{node}.txt"
+
+    def turn(self, steps: int = 1) -> None:
+        """Let the job run for some steps.
 
         Raises:
             RuntimeError: it ended before; says where its logs are.
         """
         self.steps += steps
-        self.nodes.signal(signal.SIGCONT)
-        begin = time.perf_counter()
+        (new := self.folder / "next").write_text(str(self.steps))
+        new.rename(self.folder / measured.TURN)
         while any(not path.exists() or len(path.read_text().splitlines()) < self.steps for path in self.records):
             if any(process.poll() is not None for process in self.processes):
-                raise RuntimeError(f"a job ended early: see {self.folder}/node*.txt")
-            time.sleep(POLL_S)
-        seconds = time.perf_counter() - begin
-        self.nodes.signal(signal.SIGSTOP)
-        return seconds
+                raise RuntimeError(f"a job ended early: see {self._log(0)} and those beside it")
+            time.sleep(measured.POLL_S)
+
+    def link(self) -> dict[str, float]:
+        """Return the link as the job measured it when it started, for ``Runs.simulated``; without CAD it has none."""
+        found = LINK.search(self._log(0).read_text())
+        return {"net": 1e9 / 8 * float(found[1]), "latency": 1e-6 * float(found[2])} if found else {}
 
 
 def measure(options: Options, overrides: Sequence[str]) -> list[Record]:
     """Return one record per rate and mode."""
-    seconds: dict[tuple[float, str], list[float]] = {}
+    simulated = read_simulated_job([f"--job.config_file={options.job}", "--parallelism.cad", *overrides], NODES)
     runs: dict[tuple[float, str], Runs] = {}
+    links: dict[tuple[float, str], dict[str, float]] = {}
     for rate in tqdm(options.rates, unit="rate", disable=None):
         with contextlib.ExitStack() as stack:
             nodes = [stack.enter_context(Nodes(NODES, f"-{number}")) for number in range(len(options.modes))]
             jobs = [Job(options, *each, overrides) for each in zip(nodes, repeat(rate), options.modes)]
             for number in tqdm(range(options.steps), unit="step", leave=False, disable=None):
                 for job in jobs if number % 2 == 0 else jobs[::-1]:
-                    seconds.setdefault((rate, job.mode), []).append(job.turn())
-        runs |= {(rate, job.mode): Runs.read([job.folder], NODES, options.warmup) for job in jobs}
-    simulated = read_simulated_job([f"--job.config_file={options.job}", "--parallelism.cad", *overrides], NODES)
-    return tabulate(runs, {case: np.array(each) for case, each in seconds.items()}, simulated)
+                    job.turn()
+        for mode, job in zip(options.modes, jobs, strict=True):
+            runs[rate, mode] = Runs.read([job.folder], NODES, options.warmup)
+            links[rate, mode] = job.link()
+    return tabulate(runs, links, simulated)
 
 
 def tabulate(
-    runs: dict[tuple[float, str], Runs], seconds: dict[tuple[float, str], np.ndarray], job: SimulatedJob
+    runs: dict[tuple[float, str], Runs], links: dict[tuple[float, str], dict[str, float]], job: SimulatedJob
 ) -> list[Record]:
-    """Return one record per rate and mode, with a prediction for those with CAD; ``seconds`` are of every step."""
-    first = next(iter(runs))[0], "stock"
-    guesses = {case: predicted_seconds(runs[first], job, *case) for case in runs}
+    """Return one record per rate and mode, with a prediction for those with CAD."""
+    compute = runs[next(iter(runs))[0], "stock"]
     records: list[Record] = []
-    for rate, mode in runs:
-        mine, stock = seconds[rate, mode], seconds[rate, "stock"]
-        guess = guesses[rate, mode] + float(stock.mean()) - guesses[rate, "stock"]
-        records.append(
-            {
-                "Mbit/s": rate / 1e6 or "no limit",
-                "mode": mode,
-                "ms per step": 1e3 * float(mine.mean()),
-                "predicted ms": "" if mode == "stock" else 1e3 * guess,
-                "speed over stock": float(stock.sum() / mine.sum()),
-                "standard error": float((stock / mine).std() / len(mine) ** 0.5),
-            }
-        )
+    for (rate, mode), run in runs.items():
+        mine, stock = run.step_seconds, runs[rate, "stock"].step_seconds
+        record: Record = {"Mbit/s": rate / 1e6 or "no limit", "mode": mode, "ms per step": 1e3 * float(mine.mean())}
+        record |= {"predicted ms": "", "exposed wait, %": ""}
+        if mode != "stock":
+            more = np.subtract(*(predicted_seconds(compute, job, links[rate, mode], each) for each in (mode, "stock")))
+            record["predicted ms"] = 1e3 * float(stock.mean() + more)
+            record["exposed wait, %"] = 100 * float(run.waiting.mean() / run.seconds.mean())
+        record["speed over stock"] = float(stock.sum() / mine.sum())
+        record["standard error"] = float((stock / mine).std() / len(mine) ** 0.5)
+        records.append(record)
     return records
 
 
-def predicted_seconds(stock: Runs, job: SimulatedJob, rate: float, mode: str) -> float:
+def predicted_seconds(stock: Runs, job: SimulatedJob, link: dict[str, float], mode: str) -> float:
     """Return the mean step's seconds of a mode by the simulation, with compute as in the runs of ``stock``."""
-    links = {"net": rate / 8, "latency": EXCHANGE_S} if rate else {}
-    search = stock.simulated(job, ranks_per_node=1, **links)
+    search = stock.simulated(job, ranks_per_node=1, **link)
     configuration = dataclasses.replace(job.configuration, nano_batches=2 if mode == "two nano-batches" else 1)
     return search.run("packed" if mode == "stock" else configuration.planner.planner, configuration).seconds
 

@@ -3,6 +3,8 @@
 
 import dataclasses
 import json
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from torchtitan_cad.integration.titan022.commands import comparison, measured  #
 from torchtitan_cad.integration.titan022.commands.comparison import Comparison, Runs  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.measured import document_rows  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job  # noqa: E402
+from torchtitan_cad.runtime.exchange import ExchangeClock  # noqa: E402
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel  # noqa: E402
 
 JOB = Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml"
@@ -42,6 +45,7 @@ def write_run(folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes:
                     seconds=(LINEAR + slowest) * slowdown,
                     busy=LINEAR + own,
                     attention=own,
+                    waiting=0.0,
                     tokens=100,
                     loss=-1.0 if rank == 0 else 8.0 - number + 0.25 * balanced,
                     rows=[[60, 40]],
@@ -136,6 +140,7 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Trainer, "train_step", train_step)
     monkeypatch.setattr(Trainer, "forward_backward_step", Trainer.forward_backward_step)
     monkeypatch.setattr(StepStatistics, "drain", StepStatistics.drain)
+    monkeypatch.setattr(ExchangeClock, "reset", ExchangeClock.reset)
     for name in ("forward", "backward"):
         monkeypatch.setattr(CpuKernel, name, getattr(CpuKernel, name))
     monkeypatch.setattr(measured.dist, "barrier", lambda: None)
@@ -144,6 +149,17 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path: Path, monkeypatch:
     Trainer.train_step(SimpleNamespace(step=1, ntokens_seen=100, metrics_processor=processor, parallel_dims=dims))
     (record,) = (tmp_path / "rank0.jsonl").read_text().splitlines()
     assert 8 * json.loads(record)["tokens"] == 4096
+
+
+def test_a_step_waits_for_its_turn_and_its_clock_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", clock := time.perf_counter)
+    (turn := tmp_path / measured.TURN).write_text("1")
+    wait = measured.take_turns(turn)
+    threading.Timer(0.2, turn.write_text, ["2"]).start()
+    begin, real = time.perf_counter(), clock()
+    wait(1)
+    wait(2)
+    assert time.perf_counter() - begin < 0.1 < clock() - real
 
 
 @pytest.mark.parametrize(

@@ -71,21 +71,17 @@ class Nodes:
 
     def close(self) -> None:
         """End the nodes' processes and remove the nodes."""
-        self.signal(signal.SIGKILL)
+        for node in range(self.count):
+            self.signal(node, signal.SIGKILL)
         for node in (*range(self.count), "switch"):
             subprocess.run(["ip", "netns", "del", self._space(node)], capture_output=True, check=False)
 
-    def signal(self, number: int) -> None:
-        """Send a signal to all processes of all nodes."""
-        for node in range(self.count):
-            for pid in self.pids(node):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-
-    def pids(self, node: int | str) -> list[int]:
-        """Return the process ids of a node."""
+    def signal(self, node: int, number: int) -> None:
+        """Send a signal to all processes of a node."""
         command = ["ip", "netns", "pids", self._space(node)]
-        return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()]
+        for pid in subprocess.run(command, capture_output=True, text=True, check=False).stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), number)
 
     def address(self, node: int) -> str:
         """Return the address of a node."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Jobs on several nodes: they train as on one machine, and faults between nodes are named within seconds."""
 
-import contextlib
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -68,8 +66,7 @@ def test_a_checkpoint_of_two_nodes_resumes_on_four(tmp_path: Path) -> None:
     half, whole = ([f"--training.steps={steps}", *save] for steps in (2, 4))
     expected = on_one_machine(4, ["--training.steps=4"])
     train(2, 2, half, tmp_path)
-    resumed = train(4, 1, whole, tmp_path)
-    assert resumed == pytest.approx(expected[2:], rel=1e-5)
+    assert train(4, 1, whole, tmp_path) == pytest.approx(expected[2:], rel=1e-5)
 
 
 STEP_TIMEOUT_S = 20
@@ -82,18 +79,12 @@ NO_RENDEZVOUS = r"launch: .*the rendezvous at 10\.77\.0\.1:\d+ does not answer"
 ENDLESS = ["--training.steps=100000", f"--comm.train_timeout_seconds={STEP_TIMEOUT_S}"]
 
 
-def signal_node(nodes: Nodes, node: int, number: signal.Signals) -> None:
-    for pid in nodes.pids(node):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
 FAULTS = {
     "cut": (lambda nodes: nodes.cut(1), (0, 1)),
-    "frozen": (lambda nodes: signal_node(nodes, 1, signal.SIGSTOP), (0,)),
-    "frozen with the store": (lambda nodes: signal_node(nodes, 0, signal.SIGSTOP), (1,)),
-    "killed": (lambda nodes: signal_node(nodes, 1, signal.SIGKILL), (0,)),
-    "killed with the store": (lambda nodes: signal_node(nodes, 0, signal.SIGKILL), (1,)),
+    "frozen": (lambda nodes: nodes.signal(1, signal.SIGSTOP), (0,)),
+    "frozen with the store": (lambda nodes: nodes.signal(0, signal.SIGSTOP), (1,)),
+    "killed": (lambda nodes: nodes.signal(1, signal.SIGKILL), (0,)),
+    "killed with the store": (lambda nodes: nodes.signal(0, signal.SIGKILL), (1,)),
 }
 """What happens, and the nodes that can say so."""
 

@@ -40,6 +40,7 @@ class Runs:
     seconds: np.ndarray
     busy: np.ndarray
     attention: np.ndarray
+    waiting: np.ndarray
     tokens: np.ndarray
     loss: np.ndarray
     imbalance_before: np.ndarray

@@ -6,12 +6,16 @@
 trains as ``-m torchtitan_cad.train`` does and appends a line to FOLDER/rank<r>.jsonl for every step: see ``FIGURES``.
 Steps begin at a barrier, so that what one rank does between steps (logs, checkpoints) does not count as another's
 waiting. On CPU ranks every rank of the machine gets a core of its own, if there are enough.
+
+Several jobs can take turns: if FOLDER/turn exists, a step waits until the number there is at least its own. This
+process's ``time.perf_counter`` stands still meanwhile.
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +26,15 @@ import torch.distributed as dist
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
-FIGURES = ("seconds", "busy", "attention", "tokens", "loss", "imbalance_before", "imbalance_after")
+FIGURES = ("seconds", "busy", "attention", "waiting", "tokens", "loss", "imbalance_before", "imbalance_after")
 """Figures of one rank in one step, in its record beside ``step`` and ``rows``, the tokens of the documents of every row
 that it has loaded. Seconds from the barrier to the end of the optimizer's step and of the loss's reduction; CPU seconds
-of the process in it, and of attention kernels (null on CUDA); this rank's share of its data-parallel coordinate's
-tokens, which add up to the global batch; torchtitan's global average, -1 on pipeline stages that do not know it;
-attention work of the busiest rank over the mean (null without cad)."""
+of the process in it, and of attention kernels (null on CUDA); seconds in which the host waited for rows (null without
+cad); this rank's share of its data-parallel coordinate's tokens, which add up to the global batch; torchtitan's global
+average, -1 on pipeline stages that do not know it; attention work of the busiest rank over the mean (null without
+cad)."""
+TURN, POLL_S = "turn", 0.01
+"""name of the file, and seconds: how often it is read"""
 
 
 def main() -> None:
@@ -56,6 +63,23 @@ def document_rows(tokens: torch.Tensor, eos_id: int | None, document_ids: torch.
     return [lengths[row == number].tolist() for number in range(len(tokens))]
 
 
+def take_turns(path: Path) -> Callable[[int], None]:
+    """Return a function that waits until ``path``, if it exists, has a step's number; the clock stands still."""
+    if not path.exists():
+        return lambda step: None
+    clock, waited = time.perf_counter, 0.0
+    time.perf_counter = lambda: clock() - waited
+
+    def wait(step: int) -> None:
+        nonlocal waited
+        begin = clock()
+        while int(path.read_text()) < step:
+            time.sleep(POLL_S)
+        waited += clock() - begin
+
+    return wait
+
+
 def _time_attention(seen: dict[str, Any]) -> None:
     """Make the kernel of CPU ranks add its CPU time to ``seen["attention"]``."""
     from torchtitan_cad.runtime.kernels.cpu import CpuKernel
@@ -80,12 +104,15 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
 
     from torchtitan_cad.integration.report.statistics import StepStatistics
     from torchtitan_cad.integration.titan022.job import document_end
+    from torchtitan_cad.runtime.exchange import ExchangeClock
 
     seen: dict[str, Any] = {}
-
-    train_step, forward_backward, drain = Trainer.train_step, Trainer.forward_backward_step, StepStatistics.drain
+    wait_for_turn = take_turns(path.parent / TURN)
+    train_step, forward_backward = Trainer.train_step, Trainer.forward_backward_step
+    drain, reset = StepStatistics.drain, ExchangeClock.reset
 
     def measured_step(self: Any, *args: Any, **kwargs: Any) -> None:
+        wait_for_turn(self.step)
         dist.barrier()
         if not on_cpu:
             torch.cuda.synchronize()
@@ -122,10 +149,15 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
         seen.update(figures := drain(self))
         return figures
 
+    def noted_reset(self: ExchangeClock) -> tuple[float, float]:
+        seconds = reset(self)
+        seen["waiting"] = seconds[1]
+        return seconds
+
     if on_cpu:
         _time_attention(seen)
     Trainer.train_step, Trainer.forward_backward_step = measured_step, noted_pass
-    StepStatistics.drain = noted_drain  # type: ignore[method-assign]
+    StepStatistics.drain, ExchangeClock.reset = noted_drain, noted_reset  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
