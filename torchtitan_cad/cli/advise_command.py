@@ -114,7 +114,7 @@ def verdict(advice: Advice) -> str:
         what = "with cad nothing" if without.fits else "nothing"
         return f"not worth it: {what} that was tried fits; the job {best.reason}"
     word = "worth it" if advice.worth_it else "not worth it"
-    return f"{word}: {advice.speedup:.2f}x as fast as without cad ({_step(best)}, not {_step(without)}; predicted)"
+    return f"{word}: {advice.speedup:.2f}x as fast as without cad (predicted: {_step(best)}, {_step(without)} without)"
 
 
 def reordering(advice: Advice) -> str:
