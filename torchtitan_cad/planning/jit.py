@@ -51,7 +51,7 @@ def jit_inner(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function callable from compiled code: it is compiled as a part of the entry points that call it.
 
     Unlike a function of ``numba.njit``, it runs uncompiled if Python calls it, has no wrapper for such calls, and is
-    not compiled again for every literal argument.
+    not compiled again for every literal argument; it is, where an entry point and another function both call it.
     """
     if numba is None:
         return function
