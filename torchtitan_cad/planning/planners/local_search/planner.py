@@ -26,7 +26,7 @@ SHORT = 20
 """A document on one rank stays at home if it costs less than the mean limit / SHORT."""
 
 MOVES, MOVES_PER_RANK = 8000, 12
-"""moves evaluated for fewer bytes = MOVES + MOVES_PER_RANK x ranks"""
+"""moves evaluated for fewer bytes = effort x (MOVES + MOVES_PER_RANK x ranks)"""
 
 
 @register_planner("local_search")
@@ -36,7 +36,7 @@ def plan_local_search(layout: TokenLayout, shape: AttentionShape, config: Planne
 
 
 def search(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, effort: float = 1.0
 ) -> tuple[IntArray, Callable[[], TaskArray]]:
     """Return bytes [2, num_ranks] into and out of ranks, right only if all tokens attend, and a maker of the tasks."""
     home = home_tasks(layout)
@@ -44,7 +44,7 @@ def search(
     loads = sum_by_index(home["server"], costs, layout.num_ranks)
     limits = load_limits(layout, config, cost, loads)
     is_balanced = bool((loads <= limits.tolerated).all())
-    budget = 0 if is_balanced else MOVES + MOVES_PER_RANK * layout.num_ranks
+    budget = 0 if is_balanced else int((MOVES + MOVES_PER_RANK * layout.num_ranks) * effort)
     chosen = sum_by_index(table[:, DOC], costs, len(layout.docs)) * SHORT >= limits.tolerated.mean()
     chosen |= np.bincount(table[:, DOC], minlength=len(layout.docs)) > 1
     mine = chosen[table[:, DOC]]
