@@ -99,12 +99,10 @@ class Disaggregated:
         even = self.step.even(self.configuration.schedule)
         ideal = even.total - even.synchronisation
         balanced, alone, full = self.seconds(False, background=False), self.seconds(False), self.seconds(True)
-        parts = replace(
-            even.unbalanced(balanced - ideal),
-            synchronisation=alone - balanced + self.step.final,
-            exchange=full - alone,
-        )
-        return Outcome(parts, self.memory(), self._exchanged_bytes())
+        parts, num_bytes = even.unbalanced(balanced - ideal), self._exchanged_bytes()
+        if num_bytes:  # otherwise FSDP2's waits are those of a step without CAD
+            parts = replace(parts, synchronisation=alone - balanced + self.step.final, exchange=full - alone)
+        return Outcome(parts, self.memory(), num_bytes)
 
     def memory(self) -> Memory:
         """Estimate the memory of the fullest GPU; before anything is planned, without attention's working memory."""
