@@ -39,6 +39,8 @@ def test_equal_documents_gain_nothing() -> None:
     assert report.systems["packed"].seconds == pytest.approx(report.systems["perfect"].seconds, rel=1e-9)
     assert report.systems["cad"].seconds == pytest.approx(report.systems["perfect"].seconds, rel=1e-9)
     assert report.systems["cad"].outcomes[0].exchanged_bytes == 0
+    slow = run(lengths=(16384,), fsdp=True, net=5e9, cp=1).systems  # parameters travel longer than layers take
+    assert slow["cad"].seconds == pytest.approx(slow["packed"].seconds, rel=1e-9)
 
 
 def test_one_document_per_rank_is_packed_as_the_longest_and_perfect_as_the_mean() -> None:
