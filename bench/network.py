@@ -17,7 +17,6 @@ import dataclasses
 import os
 import re
 import subprocess
-import time
 from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
@@ -32,6 +31,7 @@ enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
 from bench.record import Record, conclude  # noqa: E402
+from bench.turns import TurnTaker  # noqa: E402
 from tests.nodes.network import Nodes, missing  # noqa: E402
 from torchtitan_cad.integration.titan022.commands import measured  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.comparison import Runs  # noqa: E402
@@ -65,20 +65,14 @@ class Options:
     """JSON file for the figures; a picture beside it."""
 
 
-class Job:
+class Job(TurnTaker):
     """A job of one mode on ``nodes`` of its own, which waits but in its turns.
 
     Raises RuntimeError, as ``turn``, which lets it run for its first steps.
     """
 
     def __init__(self, options: Options, nodes: Nodes, rate: float, mode: str, overrides: Sequence[str]) -> None:
-        self.steps, self.processes = 0, list[subprocess.Popen]()
-        self.folder = options.folder / f"{rate:.0f}-{mode.replace(' ', '-')}"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.records = [self.folder / f"rank{rank}.jsonl" for rank in range(NODES)]
-        for old in self.records:
-            old.unlink(missing_ok=True)
-        (self.folder / measured.TURN).write_text("0")
+        super().__init__(options.folder / f"{rate:.0f}-{mode.replace(' ', '-')}", NODES)
         command = ["-m", measured.__name__, str(self.folder), f"--job.config_file={options.job}", *MODES[mode]]
         # One step more: the end of a job would be in another's turn.
         command += [f"--training.steps={options.warmup + options.steps + 1}", f"--job.dump_folder={self.folder}"]
@@ -86,31 +80,14 @@ class Job:
         nodes.limit(rate or None)
         cores = sorted(os.sched_getaffinity(0))
         for node in range(NODES):
-            log = self._log(node).open("w")
+            log = self.log(node).open("w")
             core = cores[node % len(cores)]
             self.processes.append(nodes.torchrun(node, 1, command, core=core, stdout=log, stderr=subprocess.STDOUT))
         self.turn(options.warmup)
 
-    def _log(self, node: int) -> Path:
-        return self.folder / f"node{node}.txt"
-
-    def turn(self, steps: int = 1) -> None:
-        """Let the job run for some steps.
-
-        Raises:
-            RuntimeError: it ended before; says where its logs are.
-        """
-        self.steps += steps
-        (new := self.folder / "next").write_text(str(self.steps))
-        new.rename(self.folder / measured.TURN)
-        while any(not path.exists() or len(path.read_text().splitlines()) < self.steps for path in self.records):
-            if any(process.poll() is not None for process in self.processes):
-                raise RuntimeError(f"a job ended early: see {self._log(0)} and those beside it")
-            time.sleep(measured.POLL_S)
-
     def link(self) -> dict[str, float]:
         """Return the link as the job measured it when it started, for ``Runs.simulated``; without CAD it has none."""
-        found = LINK.search(self._log(0).read_text())
+        found = LINK.search(self.log(0).read_text())
         return {"net": 1e9 / 8 * float(found[1]), "latency": 1e-6 * float(found[2])} if found else {}
 
 

@@ -4,7 +4,6 @@
 `make bench-gpu-dry` runs all of them on CPU stand-ins.
 """
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 
 from bench.gpu import __main__ as command
-from bench.gpu import attention, goals, layer, report, session
-from bench.gpu.parts import PARTS, Part
+from bench.gpu import attention, goals, layer, report, results, session
+from bench.gpu.parts import PARTS, RUN_S, RUNS, Part, expected_seconds
 from bench.gpu.process import ROOT, run_part
 
 
@@ -69,14 +68,14 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture
 def quick_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "ENVIRONMENT", fake("good"))
-    monkeypatch.setattr(session, "source_hash", lambda: "0")
+    monkeypatch.setattr(session, "ENVIRONMENT", fake("good", name="environment"))
+    monkeypatch.setattr(results, "source_hash", lambda: "0")
 
 
 def run_session(folder: Path, parts: list[Part], resume: bool = False, seconds: float = 600) -> tuple[bool, dict]:
     lines: list[str] = []
     good = session.Session(folder, "cpu", None, seconds, lines.append).run(parts, resume)
-    return good, json.loads((folder / "gpu.json").read_text())["parts"]
+    return good, {result["part"]: result for result in results.read(folder)}
 
 
 def test_a_run_can_be_resumed(tmp_path: Path, quick_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +84,11 @@ def test_a_run_can_be_resumed(tmp_path: Path, quick_environment: None, monkeypat
     good, parts = run_session(tmp_path, [first, second])
     assert not good
     assert [parts[name]["status"] for name in ("first", "second")] == ["failed", "done"]
-    text = (tmp_path / "gpu.md").read_text()
-    assert "| first | failed |" in text
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("cpu-environment.json", "cpu-first.json", "cpu-second.json", results.PAGE)
+    }
+    text = (tmp_path / results.PAGE).read_text()
+    assert "| 1 | first | failed |" in text
     assert "RuntimeError: it went wrong" in text
 
     good, parts = run_session(tmp_path, [fake("good", "again", name="first")], resume=True)
@@ -95,28 +97,51 @@ def test_a_run_can_be_resumed(tmp_path: Path, quick_environment: None, monkeypat
     assert parts["second"]["status"] == "done", "what was not asked for is kept"
     good, parts = run_session(tmp_path, [fake("bad", name="first")], resume=True)
     assert good, "it was done before"
-    monkeypatch.setattr(session, "source_hash", lambda: "1")
+    monkeypatch.setattr(results, "source_hash", lambda: "1")
     good, parts = run_session(tmp_path, [fake("bad", name="first")], resume=True)
     assert not good, "other sources"
-    assert "second" not in parts
+    assert (parts["first"]["sources"], parts["second"]["sources"]) == ("1", "0")
+
+
+def result_of(part: str, sources: str, date: str, **changes: Any) -> dict[str, Any]:
+    identity = {"gpu": "NVIDIA H200", "torch": "2.11", "python": "3.12", "commit": "c", "clean": True}
+    outcome = {"status": "done", "why": "", "seconds": 1.0, "figures": {}, "output": "", "command": "python"}
+    return {"part": part, "date": date, **identity, "sources": sources, "dry_run": False, **outcome, **changes}
+
+
+def test_goals_are_judged_on_one_state_of_the_sources(tmp_path: Path) -> None:
+    """Tests that passed with other sources do not count, nor do other GPUs; the page shows them with their commit."""
+    passed, failed = {"tests": {"passed": 3}}, {"tests": {"passed": 2, "failed": 1}}
+    old = result_of("test-kernels", "old", "2026-01-01T00:00", figures=passed, commit="before", clean=False)
+    new = result_of("test-engine", "new", "2026-01-02T00:00", figures=failed, status="failed")
+    other = result_of("test-graphs", "new", "2026-01-01T00:00", figures=passed, gpu="NVIDIA H100 80GB HBM3")
+    for result in (old, new, other):
+        results.write(tmp_path, result)
+    found = results.read(tmp_path)
+    assert {results.gpu_name(result) for result in found} == {"h200", "h100"}
+    text = report.page(found)
+    assert "2 passed, 1 failed, 0 skipped" in text
+    assert "5 passed" not in text
+    assert "before with changes" in text
+    assert results.done(found, old) == {"test-kernels"}
 
 
 def test_what_does_not_fit_into_the_budget_is_skipped(tmp_path: Path, quick_environment: None) -> None:
-    """All parts do."""
-    seconds = sum(part.seconds / (1 if part.timed else session.AT_ONCE) for part in PARTS)
-    assert seconds <= 60 * command.MINUTES - session.RESERVE_S
-    parts = [fake("good", seconds=300), fake("good", name="short", seconds=10)]
+    """Either run does."""
+    for run in RUNS:
+        assert expected_seconds([part for part in PARTS if part.run == run]) <= RUN_S - session.RESERVE_S
+    parts = [fake("good", name="long", seconds=300), fake("good", name="short", seconds=10)]
     good, outcomes = run_session(tmp_path, parts, seconds=100)
     assert good
-    assert [outcomes[name]["status"] for name in ("good", "short")] == ["skipped", "done"]
-    assert outcomes["good"]["why"].startswith("no time: ")
+    assert [outcomes[name]["status"] for name in ("long", "short")] == ["skipped", "done"]
+    assert outcomes["long"]["why"].startswith("no time: ")
 
 
 def test_nothing_is_tried_where_the_environment_fails(tmp_path, quick_environment, monkeypatch) -> None:
-    monkeypatch.setattr(session, "ENVIRONMENT", fake("bad"))
-    good, outcomes = run_session(tmp_path, [fake("good")])
+    monkeypatch.setattr(session, "ENVIRONMENT", fake("bad", name="environment"))
+    good, outcomes = run_session(tmp_path, [fake("good", name="part")])
     assert not good
-    assert outcomes["good"]["status"] == "skipped"
+    assert outcomes["part"]["status"] == "skipped"
 
 
 def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -136,26 +161,31 @@ def test_goals_are_judged_by_their_figures() -> None:
     shards = [{"shard": n, "forward_share": 0.96, "backward_share": 0.95} for n in (128, 256, 512, 1024, 2048)]
     kernels = [{"name": name, "share": 0.81} for name in sorted(goals.KERNELS)] + [{"name": "pack", "share": 0.3}]
     counts = {"launches": 40.0, "synchronisations": 0.0, "allocations": 0.0, "on_device": 40}
+    own = {"own_over_attention": 0.05, "own_microseconds": 700.0}
+    modes = [{"mode": "stock"}, {"mode": "cad", "speed_up": 1.4, "ideal_speed_up": 1.5}]
     figures: dict[str, dict[str, Any]] = {
+        "sharing": {"modes": modes},
         "test-engine": {"tests": {"passed": 3, "skipped": 1}},
         "attention": {"shards": shards},
         "bandwidth": {"kernels": kernels},
         "replay": {"plans": plans},
-        "layer": {"counts": counts, "warnings": [], "device_allocations": 0},
+        "layer": {"counts": counts, "warnings": [], "device_allocations": 0, **own},
         "plain": {"over_stock": 1.01, "milliseconds": {"ours": 1.01, "stock": 1.0}},
     }
     assert set(attention.sizes_of("cuda").shards) == goals.SHARDS
     statuses = {part.name: "done" for part in PARTS}
-    assert [v.status for v in goals.verdicts(figures, statuses)] == [goals.MET] * 6
+    assert [v.status for v in goals.verdicts(figures, statuses)] == [goals.MET] * 8
     assert {v.status for v in goals.verdicts(figures, statuses, stand_ins=True)} == {goals.NOT_MEASURED}
 
     missed = [
+        ("sharing", {"modes": [modes[0], modes[1] | {"speed_up": 1.29}]}),
         ("attention", {"shards": [shards[0] | {"backward_share": 0.94}]}),
-        ("bandwidth", {"kernels": [kernels[0] | {"share": 0.79}]}),
-        ("replay", {"plans": [plans[0] | {"planned_over_mean": 1.06}]}),
+        ("bandwidth", {"kernels": [kernels[0] | {"share": 0.74}]}),
+        ("replay", {"plans": [plans[0] | {"planned_over_mean": 1.09}]}),
         ("layer", figures["layer"] | {"counts": counts | {"allocations": 0.5}}),
         ("layer", figures["layer"] | {"warnings": ["called a synchronizing operation"]}),
         ("layer", figures["layer"] | {"device_allocations": 1}),
+        ("layer", figures["layer"] | {"own_over_attention": 0.07}),
         ("plain", {"over_stock": 1.03, "milliseconds": {"ours": 1.03, "stock": 1.0}}),
     ]
     in_part = [
@@ -163,21 +193,21 @@ def test_goals_are_judged_by_their_figures() -> None:
         ("bandwidth", {"kernels": kernels[1:]}),
         ("replay", {"plans": plans[:1]}),
         ("layer", figures["layer"] | {"counts": counts | {"on_device": 0}}),
-        ("layer", {"counts": counts}),
+        ("layer", {"counts": counts, **own}),
     ]
     for verdict, cases in ((goals.NOT_MET, missed), (goals.NOT_MEASURED, in_part)):
         for name, value in cases:
             found = [v.status for v in goals.verdicts(figures | {name: value}, statuses)]
-            assert sorted(found) == [goals.MET] * 5 + [verdict], (name, value)
-    hung = goals.verdicts(figures, statuses | {"test-engine": "timed out"})[0]
+            assert sorted(found) == [goals.MET] * 7 + [verdict], (name, value)
+    hung = goals.verdicts(figures, statuses | {"test-engine": "timed out"})[1]
     assert hung.status == goals.NOT_MET
     assert hung.figure == "3 passed, 0 failed, 1 skipped; failed or timed out: test-engine"
-    left = goals.verdicts(figures, statuses | {"test-graphs": "skipped"})[0]
+    left = goals.verdicts(figures, statuses | {"test-graphs": "skipped"})[1]
     assert left.status == goals.NOT_MEASURED
     assert left.figure == "in part: 3 passed, 0 failed, 1 skipped; not run: test-graphs"
     nothing = goals.verdicts({}, {"test-engine": "skipped", "layer": "timed out"})
-    assert [v.status for v in nothing] == [goals.NOT_MEASURED] * 6
-    assert nothing[4].figure == "layer timed out"
+    assert [v.status for v in nothing] == [goals.NOT_MEASURED] * 8
+    assert nothing[5].figure == "layer timed out"
 
 
 def test_a_trace_is_counted_inside_its_layers() -> None:
@@ -195,4 +225,6 @@ def test_a_trace_is_counted_inside_its_layers() -> None:
     ]
     trace += [layer.Event(name, True, begin, end) for name, begin, end in device]
     assert layer.counts(trace) == {"launches": 3, "synchronisations": 2, "allocations": 2, "on_device": 2}
-    assert layer.longest(trace, 1) == [{"kernel": "gemm", "per_layer": 2.0, "microseconds": 47.0}]
+    trace.append(layer.Event("flash_fwd_kernel", True, 300, 310))
+    assert layer.attention_and_rest(trace) == (10.0, 47.0)
+    assert layer.longest(trace[:-1], 1) == [{"kernel": "gemm", "per_layer": 2.0, "microseconds": 47.0}]

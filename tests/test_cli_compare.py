@@ -48,6 +48,7 @@ def write_run(folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes:
                     waiting=0.0,
                     tokens=100,
                     loss=-1.0 if rank == 0 else 8.0 - number + 0.25 * balanced,
+                    gradient_norm=1.0,
                     rows=[[60, 40]],
                     imbalance_before=max(works) / (sum(works) / 2) if balanced else None,
                     imbalance_after=1.0 if balanced else None,
@@ -135,7 +136,7 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path: Path, monkeypatch:
 
     def train_step(trainer: Any) -> None:
         trainer.ntokens_seen += 4096
-        trainer.metrics_processor.log(trainer.step, 8.0)
+        trainer.metrics_processor.log(trainer.step, 8.0, 8.5, 1.5)
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
     monkeypatch.setattr(Trainer, "forward_backward_step", Trainer.forward_backward_step)
@@ -148,7 +149,9 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path: Path, monkeypatch:
     processor, dims = SimpleNamespace(log=lambda *args: None), SimpleNamespace(non_data_parallel_size=8)
     Trainer.train_step(SimpleNamespace(step=1, ntokens_seen=100, metrics_processor=processor, parallel_dims=dims))
     (record,) = (tmp_path / "rank0.jsonl").read_text().splitlines()
-    assert 8 * json.loads(record)["tokens"] == 4096
+    figures = json.loads(record)
+    assert 8 * figures["tokens"] == 4096
+    assert (figures["loss"], figures["gradient_norm"]) == (8.0, 1.5)
 
 
 def test_a_step_waits_for_its_turn_and_its_clock_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

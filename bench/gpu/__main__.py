@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run: python -m bench.gpu [--output FOLDER] [--only PART ...] [--resume] [--minutes 9] [--dry-run]."""
+"""Run: python -m bench.gpu [--run 1|2] [--output FOLDER] [--only PART ...] [--resume] [--minutes 8] [--dry-run]."""
 
 import argparse
 import signal
@@ -8,18 +8,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gpu.parts import PARTS
+from bench.gpu import results
+from bench.gpu.parts import PARTS, RUN_S, RUNS
 from bench.gpu.process import ROOT
-from bench.gpu.report import summary
-from bench.gpu.session import JSON_NAME, REPORT_NAME, Session
+from bench.gpu.report import budget, summary
+from bench.gpu.session import Session
 
-RESULTS = ROOT / "bench" / "results"
-MINUTES = 9.0
-"""minutes: budget of a run."""
+RESULTS = ROOT / "bench" / "results" / "gpu"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 0 if nothing failed or timed out, 1 otherwise, 2 for arguments that cannot be."""
+    """Return the exit code: 0 if nothing failed or timed out, 1 otherwise, 2 for arguments that cannot be."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
         description="Tests, speeds and goals on a machine with one GPU (docs/performance.md).",
@@ -28,11 +27,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--output",
         type=Path,
-        help="folder for gpu.json and gpu.md (default: bench/results; of a dry run a temporary one)",
+        help="folder for a file of each part and their page (default: bench/results/gpu; of a dry run a temporary one)",
     )
+    parser.add_argument("--run", type=int, choices=RUNS, help="the parts of one of the two runs (default: of both)")
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
-    parser.add_argument("--resume", action="store_true", help="keep what is done for this GPU, torch and sources")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="leave out what is done for this GPU, torch and sources")
+    parser.add_argument("--minutes", type=float, help="for everything (default: 8 a run)")
     parser.add_argument("--dry-run", action="store_true", help="CPU stand-ins at toy sizes")
     parser.add_argument(
         "--packages", type=Path, help="folder with what is not installed (default: gpu_packages, if it is there)"
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     names = [part.name for part in PARTS]
     if unknown := set(options.only or ()) - set(names):
         parser.error(f"--only {unknown.pop()}: there is no such part, choose among {', '.join(names)}")
-    parts = [part for part in PARTS if options.only is None or part.name in options.only]
+    runs = RUNS if options.run is None else (options.run,)
+    chosen = [part for part in PARTS if part.run in runs and (options.only is None or part.name in options.only)]
     packages = options.packages or ROOT / "gpu_packages"
     if options.packages and not packages.is_dir():
         parser.error(f"--packages {packages}: there is no such folder; docs/performance.md says how to make it")
@@ -50,11 +51,12 @@ def main(arguments: Sequence[str]) -> int:
         output,
         "cpu" if options.dry_run else "cuda",
         packages.resolve() if packages.is_dir() else None,
-        60 * options.minutes,
+        60 * options.minutes if options.minutes else len(runs) * RUN_S,
         lambda line: print(line, flush=True),
     )
-    good = session.run(parts, options.resume)
-    print(f"\n{summary(session.document)}\n{session.folder / JSON_NAME}, {session.folder / REPORT_NAME}")
+    print(budget(), flush=True)
+    good = session.run(chosen, options.resume)
+    print(f"\n{summary(results.read(session.folder))}\n{session.folder / results.PAGE}")
     return 0 if good else 1
 
 

@@ -25,6 +25,8 @@ SHOWN = 25
 LAUNCH = re.compile(r"(cuda|cu)(LaunchKernel|LaunchCooperativeKernel|GraphLaunch)|(cuda|cu)(Memcpy|Memset).*Async")
 SYNCHRONISE = re.compile(r"(cuda|cu).*Synchronize|(cuda|cu)(Memcpy|Memset)(?!.*Async)")
 ALLOCATE = re.compile(r"cuda(Malloc|Free|Host(Alloc|Register))|cuMem(Create|Alloc|Map|Unmap|Release|Free|Host|Address)")
+ATTENTION = re.compile(r"flash|fmha|attention_(fwd|bwd)|sdpa|at::native::reduce_kernel", re.IGNORECASE)
+"""Kernels of the attention libraries, by name; FlashAttention-2 sums a group's key gradients by torch's reduction."""
 LAYERS = 4
 """Profiled, after WARM_UP."""
 WARM_UP = 3
@@ -70,6 +72,10 @@ def measure(device: str, emit: Emit) -> None:
     events = trace(layer, num_layers, on_gpu)
     emit("counts", {name: count / num_layers / 2 for name, count in counts(events).items()})
     emit("kernels", longest(events, 2 * num_layers))
+    attention, own = (microseconds / num_layers / 2 for microseconds in attention_and_rest(events))
+    emit("attention_microseconds", attention)
+    emit("own_microseconds", own)
+    emit("own_over_attention", own / attention if attention else None)
     layer.raise_if_late()
 
 
@@ -153,6 +159,20 @@ def longest(events: Sequence[Event], num_layers: int) -> list[dict[str, Any]]:
         times[event.name[:90]].append(event.end - event.begin)
     rows = sorted(times.items(), key=lambda item: -sum(item[1]))[:SHOWN]
     return [{"kernel": name, "per_layer": len(x) / num_layers, "microseconds": sum(x) / num_layers} for name, x in rows]
+
+
+def attention_and_rest(events: Sequence[Event]) -> tuple[float, float]:
+    """Microseconds of the device in kernels of the attention library, and in all that CAD adds.
+
+    What runs on the sending stream beside other kernels counts in full, and waiting for peers counts too.
+    """
+    attention = rest = 0.0
+    for event in _work(events):
+        if ATTENTION.search(event.name):
+            attention += event.end - event.begin
+        else:
+            rest += event.end - event.begin
+    return attention, rest
 
 
 def _spans(events: Sequence[Event]) -> list[tuple[float, float]]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""All parts of a run, in order: correctness first, then what the goals ask for."""
+"""All parts, in order: first what proves most, then tests, then the speed of single kernels."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ class Part:
             budget; with less than half left it is not begun.
         needs: modules without which it is skipped.
         timed: True if nothing else may run beside it.
+        run: 1 or 2, the run of at most ``RUN_S`` that it belongs to.
     """
 
     name: str
@@ -32,11 +34,40 @@ class Part:
     arguments: Sequence[str] = ()
     needs: Sequence[str] = ()
     timed: bool = True
+    run: int = 1
 
 
-def _test(name: str, seconds: float, timed: bool = False) -> Part:
-    file = f"tests/gpu/test_{name}_gpu.py"
-    return Part(f"test-{name}", file, "bench.gpu.pytest_part:run", seconds, (file,), ("pytest", "hypothesis"), timed)
+RUNS = (1, 2)
+RUN_S = 480.0
+"""seconds: a run's budget; ``expected_seconds`` of its parts are less"""
+AT_ONCE = 4
+"""parts: those that are not timed run so many at once"""
+
+
+def _test(name: str, seconds: float, *, timed: bool = False, run: int = 1) -> Part:
+    file, needs = f"tests/gpu/test_{name}_gpu.py", ("pytest", "hypothesis")
+    return Part(f"test-{name}", file, "bench.gpu.pytest_part:run", seconds, (file,), needs, timed, run)
+
+
+def _sharing(name: str, title: str, seconds: float, arguments: tuple[str, str, str]) -> Part:
+    return Part(name, title, "bench.gpu.sharing:measure", seconds, arguments, ("torchtitan", "triton"))
+
+
+def in_groups(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Yield timed parts one by one, and those between them together."""
+    for timed, group in itertools.groupby(parts, lambda part: part.timed):
+        if timed:
+            yield from ([part] for part in group)
+        else:
+            yield list(group)
+
+
+def expected_seconds(parts: Sequence[Part]) -> float:
+    """Return the seconds that parts should take together."""
+    return sum(
+        max(max(part.seconds for part in group), sum(part.seconds for part in group) / AT_ONCE)
+        for group in in_groups(parts)
+    )
 
 
 ENVIRONMENT = Part("environment", "GPU, driver, packages", "bench.gpu.environment:describe", 15)
@@ -44,20 +75,28 @@ ENVIRONMENT = Part("environment", "GPU, driver, packages", "bench.gpu.environmen
 PARTS = (
     ENVIRONMENT,
     Part("planner", "The planner's compiled code", "bench.gpu.speed:warm_planner", 45, needs=("numba",)),
-    _test("kernels", 40),
-    _test("engine", 30),
-    _test("transport", 30),
-    _test("graphs", 45),
-    _test("sequence_parallel", 10),
-    _test("pingpong", 40),
+    Part("shares", "Halves of the GPU at once", "bench.gpu.share_probe:measure", 25, ("2",), ("torchtitan", "triton")),
+    _sharing("sharing", "Two ranks on halves of the GPU, DDP", 80, ("2", "ddp", "stock,cad,two nano-batches")),
+    _sharing("sharing-fsdp2", "Two ranks on halves, FSDP2", 70, ("2", "fsdp2", "stock,cad,two nano-batches")),
+    _sharing("sharing-of-4", "Four ranks on quarters of the GPU, DDP", 60, ("4", "ddp", "stock,cad")),
     _test("training", 60),
-    Part("layer", "Launches, synchronisations, allocations", "bench.gpu.layer:measure", 30, needs=("triton",)),
-    Part("plain", "A layer with nothing to move", "bench.gpu.plain_layer:measure", 30),
-    Part("choice", "Attention kernels that auto chooses from", "bench.gpu.speed:kernels", 20),
-    Part("attention", "Shards against the undivided document", "bench.gpu.attention:attention", 20),
-    Part("bandwidth", "Memory-bound kernels against a copy", "bench.gpu.attention:bandwidth", 20, needs=("triton",)),
-    Part("put", "The put kernel beside a GEMM", "bench.gpu.putting:measure", 20, needs=("triton",)),
-    Part("replay", "All ranks of a plan, one after another", "bench.gpu.speed:replayed", 70),
-    _test("profiling", 40, timed=True),
-    Part("profile", "torchtitan-cad profile", "bench.gpu.speed:profile", 25, needs=("tqdm",)),
+    _test("transport", 30),
+    _test("pingpong", 40),
+    _test("sequence_parallel", 10, run=2),
+    _test("graphs", 45, run=2),
+    _test("kernels", 40, run=2),
+    _test("engine", 30, run=2),
+    Part("layer", "Launches, synchronisations, allocations", "bench.gpu.layer:measure", 30, needs=("triton",), run=2),
+    Part("plain", "A layer with nothing to move", "bench.gpu.plain_layer:measure", 30, run=2),
+    Part("choice", "Attention kernels that auto chooses from", "bench.gpu.speed:kernels", 20, run=2),
+    Part("attention", "Shards against the undivided document", "bench.gpu.attention:attention", 20, run=2),
+    Part(
+        *("bandwidth", "Memory-bound kernels against a copy", "bench.gpu.attention:bandwidth", 20),
+        needs=("triton",),
+        run=2,
+    ),
+    Part("put", "The put kernel beside a GEMM", "bench.gpu.putting:measure", 20, needs=("triton",), run=2),
+    Part("replay", "All ranks of a plan, one after another", "bench.gpu.speed:replayed", 70, run=2),
+    _test("profiling", 40, timed=True, run=2),
+    Part("profile", "torchtitan-cad profile", "bench.gpu.speed:profile", 25, needs=("tqdm",), run=2),
 )

@@ -43,6 +43,7 @@ class Runs:
     waiting: np.ndarray
     tokens: np.ndarray
     loss: np.ndarray
+    gradient_norm: np.ndarray
     imbalance_before: np.ndarray
     imbalance_after: np.ndarray
     rows: list[list[list[list[int]]]]

@@ -15,7 +15,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ import torch.distributed as dist
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
-FIGURES = ("seconds", "busy", "attention", "waiting", "tokens", "loss", "imbalance_before", "imbalance_after")
+FIGURES = (
+    *("seconds", "busy", "attention", "waiting", "tokens", "loss", "gradient_norm"),
+    *("imbalance_before", "imbalance_after"),
+)
 """Figures of one rank in one step, in its record beside ``step`` and ``rows``, the tokens of the documents of every row
 that it has loaded. Seconds from the barrier to the end of the optimizer's step and of the loss's reduction; CPU seconds
-of the process in it, and of attention kernels (null on CUDA); seconds in which the host waited for rows (null without
-cad); this rank's share of its data-parallel coordinate's tokens, which add up to the global batch; torchtitan's global
-average, -1 on pipeline stages that do not know it; attention work of the busiest rank over the mean (null without
-cad)."""
+of the process in it, and of attention kernels (null on CUDA); seconds in which the host, or on CUDA the stream that
+computes, waited for rows (null without cad); this rank's share of its data-parallel coordinate's tokens, which add up
+to the global batch; torchtitan's global average, -1 on pipeline stages that do not know it; the norm of all gradients
+before they are clipped; attention work of the busiest rank over the mean (null without cad)."""
 TURN, POLL_S = "turn", 0.01
 """name of the file, and seconds: how often it is read"""
 
@@ -98,6 +102,36 @@ def _time_attention(seen: dict[str, Any]) -> None:
         setattr(CpuKernel, name, timed(getattr(CpuKernel, name)))
 
 
+def _time_waits_of_streams() -> Callable[[], float | None]:
+    """Make the stream that computes time its waits for rows.
+
+    Returns:
+        A function that gives the seconds of all waits since its last call, None if there were none. The device must
+        have done its work.
+    """
+    from torchtitan_cad.runtime.exchange import ExchangeClock
+
+    measure, waits = ExchangeClock.measure, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
+
+    @contextmanager
+    def measure_on_stream(self: ExchangeClock, what: Any) -> Iterator[None]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        with measure(self, what):
+            yield
+        end.record()
+        if what == "waiting":
+            waits.append((begin, end))
+
+    def drain() -> float | None:
+        milliseconds = [begin.elapsed_time(end) for begin, end in waits]
+        waits.clear()
+        return 1e-3 * sum(milliseconds) if milliseconds else None
+
+    ExchangeClock.measure = measure_on_stream  # type: ignore[method-assign]
+    return drain
+
+
 def _record_steps(path: Path, on_cpu: bool) -> None:
     # torchtitan must not be imported before enable_cpu().
     from torchtitan.train import Trainer
@@ -108,6 +142,7 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
 
     seen: dict[str, Any] = {}
     wait_for_turn = take_turns(path.parent / TURN)
+    seconds_of_waits = (lambda: None) if on_cpu else _time_waits_of_streams()
     train_step, forward_backward = Trainer.train_step, Trainer.forward_backward_step
     drain, reset = StepStatistics.drain, ExchangeClock.reset
 
@@ -121,13 +156,17 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
         # The processor is the job's, and what it does is the end of the step.
         processor_log = self.metrics_processor.log
 
-        def end_and_log(step: int, loss: float, *rest: Any, **more: Any) -> None:
+        def end_and_log(
+            step: int, loss: float, most_loss: float, gradient_norm: float, *rest: Any, **more: Any
+        ) -> None:
             if on_cpu:
                 seen["busy"] = time.process_time() - busy
             else:
                 torch.cuda.synchronize()
-            seen.update(seconds=time.perf_counter() - begin, loss=float(loss))
-            processor_log(step, loss, *rest, **more)
+            seen.update(seconds=time.perf_counter() - begin, loss=float(loss), gradient_norm=float(gradient_norm))
+            processor_log(step, loss, most_loss, gradient_norm, **more)
+            if not on_cpu:
+                seen["waiting"] = seconds_of_waits()
 
         self.metrics_processor.log = end_and_log
         try:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Files of results, one for every GPU and part, and what says which code they are of."""
+
+import hashlib
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.process import ROOT
+
+Result = dict[str, Any]
+"""A part's outcome, with its date, its command and the ``identity`` of what was measured."""
+PAGE = "README.md"
+SOURCES = ("torchtitan_cad", "bench", "tests/gpu")
+
+
+def identity(environment: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
+    """Return what tells results apart: the GPU, the versions, and the code.
+
+    ``commit`` is HEAD of the working tree and ``clean`` whether it has no changes; both are None without git.
+    ``sources`` is a hash of the code itself.
+
+    Args:
+        environment: figures of the part ``environment``.
+    """
+    versions = {name: str(environment.get(name, "unknown")) for name in ("gpu", "torch", "python")}
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
+    return {
+        **versions,
+        "commit": _git("rev-parse", "--short=12", "HEAD"),
+        "clean": None if changes is None else not changes,
+        "sources": source_hash(),
+        "dry_run": dry_run,
+    }
+
+
+def gpu_name(result: Result) -> str:
+    """Return the GPU's name in the names of files: "h200" for NVIDIA H200, "cpu" for stand-ins."""
+    if result["dry_run"]:
+        return "cpu"
+    words = re.findall(r"[a-z]+\d+\w*", result["gpu"].lower())
+    return words[0] if words else "gpu"
+
+
+def write(folder: Path, result: Result) -> None:
+    """Write a part's result in place of an earlier one of the same GPU."""
+    _write(folder / f"{gpu_name(result)}-{result['part']}.json", json.dumps(result, indent=1) + "\n")
+
+
+def write_page(folder: Path, text: str) -> None:
+    """Write the page of all results of a folder."""
+    _write(folder / PAGE, text)
+
+
+def read(folder: Path) -> list[Result]:
+    """Return all results of a folder; a file that cannot be read is none."""
+    found = []
+    for path in sorted(folder.glob("*-*.json")):
+        try:
+            found.append(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def same_code(result: Result, other: Result) -> bool:
+    """Return whether two results are of one state of the sources, on the same GPU and torch."""
+    return all(result[name] == other[name] for name in ("gpu", "torch", "sources", "dry_run"))
+
+
+def done(found: list[Result], own: dict[str, Any]) -> set[str]:
+    """Return the names of the parts that are done for an ``identity``."""
+    return {result["part"] for result in found if result["status"] == "done" and same_code(result, own)}
+
+
+def source_hash() -> str:
+    """Return a hash of all code measured and measuring, which shows edits that no commit has."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git answers about the working tree, None where there is no git."""
+    try:
+        answer = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the whole file or nothing."""
+    unfinished = path.with_suffix(path.suffix + ".tmp")
+    unfinished.write_text(text)
+    unfinished.replace(path)

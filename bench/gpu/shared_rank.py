@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One rank of a job whose ranks share a device: torchtitan's training over gloo, with a record of every step.
+
+    RANK=0 WORLD_SIZE=2 ... python -m bench.gpu.shared_rank FOLDER --job.config_file train.toml
+
+NCCL refuses ranks that share a device, so gloo carries what FSDP2 and DDP send, through the host. Exchanges of core
+attention use symmetric memory as they do on devices of their own. A rank takes its share of the device when the file
+FOLDER/start appears, and writes the multiprocessors that it then occupies to FOLDER/share<rank>.json.
+"""
+
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_cad.integration.titan022.commands import measured
+from torchtitan_cad.integration.titan022.cpu import _force_sum_reduction_in_fsdp, enable_cpu
+
+START = "start"
+FLAVOR = "bench_attention"
+"""A llama3 of 35 million parameters with heads of 128: most of its work on long rows is attention."""
+
+
+def main() -> None:
+    """Train on the command line's arguments but the first, which names the job's folder."""
+    folder = Path(sys.argv[1])
+    if not enable_cpu():
+        share_one_device()
+    _register_flavor()
+    _wait_for(folder / START)
+    if torch.cuda.is_available():
+        from bench.gpu.multiprocessors import occupied
+
+        share = {"multiprocessors": occupied(), "count": torch.cuda.get_device_properties(0).multi_processor_count}
+        (folder / f"share{os.environ['RANK']}.json").write_text(json.dumps(share))
+    measured.main()
+
+
+def share_one_device() -> None:
+    """Let ranks of one device form groups: gloo in place of NCCL, which has no other reduction than a sum."""
+    dist.Backend.default_device_backend_map["cuda"] = "gloo"
+    _force_sum_reduction_in_fsdp()
+
+
+def _register_flavor() -> None:
+    from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
+
+    new_flavor = functools.partial(
+        TransformerModelArgs, dim=1024, n_layers=6, n_heads=8, n_kv_heads=2, vocab_size=2048, multiple_of=256
+    )
+    # The factor makes the feed-forward layers as wide as the model.
+    llama3_args[FLAVOR] = new_flavor(
+        ffn_dim_multiplier=0.375, rope_theta=500000, attn_type="varlen", attn_mask_type="block_causal"
+    )
+
+
+def _wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(measured.POLL_S)
+
+
+if __name__ == "__main__":
+    main()

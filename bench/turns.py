@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Jobs of ``measured`` that take turns of one step, so that all have the same share of what else the machine does."""
+
+import subprocess
+import time
+from pathlib import Path
+
+from torchtitan_cad.integration.titan022.commands import measured
+
+
+class TurnTaker:
+    """A job that trains only in its turns.
+
+    Whoever makes it starts its ranks, appends them to ``processes`` and lets them write to ``log``.
+
+    Attributes:
+        folder: of its records, its logs and the file by which it gets its turns.
+        steps: that it has been allowed so far.
+    """
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        self.folder, self.num_ranks = folder, num_ranks
+        self.steps, self.processes = 0, list[subprocess.Popen]()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._records = [folder / f"rank{rank}.jsonl" for rank in range(num_ranks)]
+        for old_record in self._records:
+            old_record.unlink(missing_ok=True)
+        (folder / measured.TURN).write_text("0")
+
+    def log(self, number: int) -> Path:
+        """Return the log of one of the job's processes."""
+        return self.folder / f"log{number}.txt"
+
+    def turn(self, steps: int = 1) -> None:
+        """Let the job train some steps, and wait until all ranks have recorded them.
+
+        Raises:
+            RuntimeError: the job ended before; says where its logs are, and how the first of them ends.
+        """
+        self.steps += steps
+        allowed = self.folder / "next"
+        allowed.write_text(str(self.steps))
+        allowed.rename(self.folder / measured.TURN)
+        while not all(map(self._has_recorded, self._records)):
+            for number, process in enumerate(self.processes):
+                if process.poll() is not None and not self._has_recorded(self._records[number]):
+                    self._raise_early_end(number)
+            time.sleep(measured.POLL_S)
+
+    def _has_recorded(self, record: Path) -> bool:
+        return record.exists() and len(record.read_text().splitlines()) >= self.steps
+
+    def _raise_early_end(self, number: int) -> None:
+        path = self.log(number)
+        lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        last_line = lines[-1] if lines else "it said nothing"
+        raise RuntimeError(f"a job ended early: see {path} and those beside it: {last_line}")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ranks that share a GPU: the service by a stand-in of its control program, and what `sharing` finds and predicts."""
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.gpu import mps, sharing
+from bench.gpu.parts import Skip
+from tests.sets import matrix
+from torchtitan_cad.integration.titan022.commands.comparison import Runs
+
+CONTROL = """#!/bin/sh
+# The daemon lives until it is told to quit; the front end answers while it lives.
+state=$CUDA_MPS_PIPE_DIRECTORY
+if [ "$1" = -f ]; then
+    echo $$ > $state/daemon
+    echo "$CUDA_MPS_LOG_DIRECTORY" > RECORD
+    while [ ! -e $state/quit ]; do sleep 0.05; done
+    rm $state/daemon
+    exit 0
+fi
+read words
+[ -e $state/daemon ] || { echo "no daemon"; exit 1; }
+case "$words" in
+    quit*) touch $state/quit ;;
+    get_server_list) echo 1234 ;;
+    *) echo "unknown $words"; exit 1 ;;
+esac
+"""
+
+
+def stand_ins(folder: Path, control: str) -> dict[str, str]:
+    """Programs in ``folder`` under the names of the service's."""
+    folder.mkdir()
+    for name, text in ((mps.CONTROL, control), (mps.SERVER, "#!/bin/sh\n")):
+        path = folder / name
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return mps.find_programs([str(folder)])
+
+
+def test_the_service_lives_as_long_as_its_context(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    programs = stand_ins(tmp_path / "bin", CONTROL.replace("RECORD", str(record)))
+    with mps.service(programs) as running:
+        assert running.command("get_server_list") == "1234"
+        share = running.share(25)
+        assert share[mps.SHARE] == "25"
+        pipes = Path(share[mps.PIPES])
+        daemon = int((pipes / "daemon").read_text())
+        os.kill(daemon, 0)
+        assert record.read_text().strip() == share[mps.LOGS]
+    assert not pipes.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(daemon, 0)
+
+
+def test_a_service_that_cannot_be_is_a_reason_to_skip(tmp_path: Path) -> None:
+    programs = stand_ins(tmp_path / "bin", "#!/bin/sh\necho no such device\nexit 3\n")
+    with pytest.raises(Skip, match="ended with code 3: no such device"), mps.service(programs):
+        pytest.fail("it must not begin")
+    with pytest.raises(Skip, match="nvidia-cuda-mps-control is not on PATH"):
+        mps.find_programs([str(tmp_path)])
+
+
+def runs_of(seconds: list[float], rows: list[list[list[list[int]]]], **changes: Any) -> Runs:
+    """Records of two ranks that take the same seconds in every step."""
+    ones = np.ones((1, len(seconds), 2))
+    names = ("busy", "attention", "waiting", "tokens", "loss", "gradient_norm", "imbalance_before", "imbalance_after")
+    arrays = {name: ones.copy() for name in names}
+    arrays["seconds"] = ones * np.array(seconds)[None, :, None]
+    return Runs(**arrays | changes, rows=rows, first_step=1)
+
+
+def test_the_ideal_spreads_attention_evenly_at_no_cost() -> None:
+    """Seconds are 1 and one for every 100 pairs of the busiest rank; the even step has the mean's."""
+    long, short = [[10]], [[1] * 10]
+    rows = [[long, short], [short, short], [long, short]]
+    stock = runs_of([2.0, 1.1, 2.0], rows)
+    np.testing.assert_allclose(sharing.ideal_seconds(stock, slice(0, None)), [1.55, 1.1, 1.55])
+
+
+def test_what_trains_otherwise_than_stock_is_an_error() -> None:
+    rows = [[[[10]], [[1] * 10]]] * 3
+    stock = runs_of([2.0] * 3, rows)
+    figures: dict[str, Any] = {}
+    sharing.report({"stock": stock, "cad": runs_of([1.0] * 3, rows)}, sharing.CPU, figures.__setitem__)
+    assert figures["modes"][1]["speed_up"] == 2.0
+    for name in ("loss", "gradient_norm"):
+        wrong = np.ones((1, 3, 2))
+        wrong[0, 0] += 1e-3
+        other = runs_of([1.0] * 3, rows, **{name: wrong})
+        with pytest.raises(RuntimeError, match="cad does not train as stock"):
+            sharing.report({"stock": stock, "cad": other}, sharing.CPU, figures.__setitem__)
+
+
+@matrix
+def test_swapped_rows_of_one_rank_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "RANK", "tests.faulty_rank")
+    modes = {"stock": sharing.MODES["stock"], "cad": (*sharing.MODES["cad"], "--cad.tolerance=0.02")}
+    with sharing.shares("cpu", 2) as environments:
+        runs = sharing.train_modes(sharing.CPU, "ddp", modes, environments, lambda *_: None)
+    with pytest.raises(RuntimeError, match="cad does not train as stock"):
+        sharing.report(runs, sharing.CPU, lambda *_: None)
