@@ -57,6 +57,13 @@ PARTS = (
     Part("attention", "Shards against the undivided document", "bench.gpu.attention:attention", 20),
     Part("bandwidth", "Memory-bound kernels against a copy", "bench.gpu.attention:bandwidth", 20, needs=("triton",)),
     Part("put", "The put kernel beside a GEMM", "bench.gpu.putting:measure", 20, needs=("triton",)),
+    Part(
+        "partition",
+        "Ranks on partitions of the GPU: home and planned",
+        "bench.gpu.partition:measure",
+        40,
+        needs=("triton",),
+    ),
     Part("replay", "All ranks of a plan, one after another", "bench.gpu.speed:replayed", 70),
     _test("profiling", 40, timed=True),
     Part("profile", "torchtitan-cad profile", "bench.gpu.speed:profile", 25, needs=("tqdm",)),
