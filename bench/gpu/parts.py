@@ -64,6 +64,8 @@ PARTS = (
         40,
         needs=("triton",),
     ),
+    Part("sending", "An exchange beside other work", "bench.gpu.sending:measure", 25, needs=("triton",)),
+    Part("ordering", "Rows and their word through host memory", "bench.gpu.ordering:measure", 18, needs=("triton",)),
     Part("replay", "All ranks of a plan, one after another", "bench.gpu.speed:replayed", 70),
     _test("profiling", 40, timed=True),
     Part("profile", "torchtitan-cad profile", "bench.gpu.speed:profile", 25, needs=("tqdm",)),
