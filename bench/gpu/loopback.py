@@ -29,6 +29,8 @@ from torchtitan_cad.runtime.transport.memory import Epoch, Message
 
 KEY = 0
 TIMEOUT_S = 20.0
+TOY_BUFFERS_GB = 1e-3
+"""All receive buffers of a rank on the CPU, where documents are short."""
 INTERPRETED_POLLS = 3000.0
 """Times a second that an interpreted kernel looks at a word, about."""
 
@@ -147,10 +149,10 @@ class Layer:
         self._keys: list[int] = []
         self._memories = Memories(streams, device)
         self.engines, self.rows = [], []
+        room = buffer_bytes() if device.type == "cuda" else buffer_bytes(TOY_BUFFERS_GB)
         for rank, tokens in enumerate(plan.layout.tokens_per_rank.tolist()):
-            transport = SymmetricTransport(
-                range(num_ranks), rank, partial(self._memories.allocate, rank), lambda: TIMEOUT_S, buffer_bytes()
-            )
+            allocate = partial(self._memories.allocate, rank)
+            transport = SymmetricTransport(range(num_ranks), rank, allocate, lambda: TIMEOUT_S, room)
             kernel = get_kernel("auto", device, shape)
             engine = CoreAttentionEngine(kernel, transport, rank=rank, device=device, scale=shape.head_dim**-0.5)
             self.engines.append(engine)

@@ -115,9 +115,11 @@ class Litmus:
             return
         with ThreadPoolExecutor(1) as stand_in:
             launched = [stand_in.submit(self._launch, number) for number in numbers]
-            yield
-            for future in launched:
-                future.result()
+            try:
+                yield
+            finally:  # its error comes before that of a word that has not arrived
+                for future in launched:
+                    future.result()
 
     def _launch(self, number: int) -> None:
         torch.add(self._source, _signed(number * MULTIPLIER), out=self._sent)
