@@ -45,3 +45,16 @@ def interpreted(device: str, emit: Emit, message: str) -> None:
 
 def unable(device: str, emit: Emit) -> None:
     raise Skip("there is no such thing here")
+
+
+def posts_too_early(device: str, emit: Emit) -> None:
+    """The litmus test of ``bench.gpu.ordering`` with the word of a round before its rows."""
+    from bench.gpu import ordering
+
+    class Reversed(ordering.Litmus):
+        def send(self, number: int) -> None:
+            self.post(number)
+            time.sleep(0.3)  # in which the test looks
+            self.put(number)
+
+    ordering.measure(device, emit, Reversed)

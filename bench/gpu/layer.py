@@ -12,7 +12,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.gpu.loopback import Layer, two_rank_plan
+from bench.gpu.loopback import KEY, Layer, two_rank_plan
 from bench.gpu.parts import Emit
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.timing import median_milliseconds
@@ -52,12 +52,7 @@ def measure(device: str, emit: Emit) -> None:
     layer = Layer(two_rank_plan(16_384 if on_gpu else 16, shape), where)
     for _ in range(WARM_UP if on_gpu else 1):
         layer()
-    _synchronise(on_gpu)
-    layer.raise_if_late()
-    errors = _errors(layer)
-    emit("errors", errors)
-    if not max(errors.values()) <= MOST_ERROR:
-        raise RuntimeError(f"two ranks do not compute what one call does: {errors}")
+    emit("errors", checked_errors(layer))
     if on_gpu:  # what the comparison has taken
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -79,12 +74,21 @@ def measure(device: str, emit: Emit) -> None:
     layer.raise_if_late()
 
 
-def _errors(layer: Layer) -> dict[str, float]:
-    """Norm of the difference between both ranks' results and undivided attention's, over the latter's norm."""
-    results = [torch.cat(column).double() for column in zip(*layer(), strict=True)]
-    wanted = [x.double() for x in layer.undivided()]
-    names = ("out", "lse", "dq", "dk", "dv")
-    return {name: float((x - y).norm() / y.norm()) for name, x, y in zip(names, results, wanted, strict=True)}
+def checked_errors(layer: Layer, key: int = KEY) -> dict[str, float]:
+    """Norm of the difference between the ranks' results and undivided attention's, over the latter's norm.
+
+    Raises RuntimeError if one of them is above ``MOST_ERROR``, and PeerError if an exchange has failed.
+    """
+    of_ranks = layer(key)
+    _synchronise(layer.rows[0][0].is_cuda)  # ranks may have streams of their own
+    layer.raise_if_late()
+    errors = {}
+    for name, *parts, wanted in zip(("out", "lse", "dq", "dk", "dv"), *of_ranks, layer.undivided(), strict=True):
+        result, reference = torch.cat(parts).double(), wanted.double()
+        errors[name] = float((result - reference).norm() / reference.norm())
+    if not max(errors.values()) <= MOST_ERROR:
+        raise RuntimeError(f"the ranks do not compute what one call does: {errors}")
+    return errors
 
 
 def _synchronise(on_gpu: bool) -> None:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Two ranks that one process plays in turns, with the real engine, transport and kernels.
+"""Ranks that one process plays in turns, with the real engine, transport and kernels.
 
-Every step runs first for one rank, then for the other, so that whatever a rank waits for has been launched before.
-The ranks' symmetric memory is plain memory of the device. On the CPU Triton's interpreter runs the transport's kernels,
-and a list stands for the stream on which ranks send; on a GPU, in the first run.
+Every step runs first for one rank, then for the others, so that whatever a rank waits for has been launched before.
+The ranks' symmetric memory is plain memory of the device. Ranks that have streams of their own run at the same time.
+On the CPU Triton's interpreter runs the transport's kernels, and a list stands for the stream on which ranks send; on a
+GPU, in the first run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +29,8 @@ from torchtitan_cad.runtime.transport.memory import Epoch, Message
 
 KEY = 0
 TIMEOUT_S = 20.0
+TOY_BUFFERS_GB = 1e-3
+"""All receive buffers of a rank on the CPU, where documents are short."""
 INTERPRETED_POLLS = 3000.0
 """Times a second that an interpreted kernel looks at a word, about."""
 
@@ -43,17 +47,35 @@ def two_rank_plan(tokens: int, shape: AttentionShape) -> Plan:
     return Plan.from_tasks(layout, shape, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
 
 
+class RankStreams(NamedTuple):
+    """The streams of one rank; None for both on the CPU.
+
+    Attributes:
+        computing: the stream of attention; None for the current one.
+        sending: the stream on which its rows leave.
+    """
+
+    computing: "torch.cuda.Stream | None" = None
+    sending: "torch.cuda.Stream | None" = None
+
+    def on_computing(self) -> AbstractContextManager[object]:
+        """A context in which the computing stream is the current one."""
+        return nullcontext() if self.computing is None else torch.cuda.stream(self.computing)
+
+
 class PlayedMemory(DeviceMemory):
     """Memory of a rank whose sending can be put off, for all ranks, until one of them waits for rows.
 
     By then all have started the exchange and have said that they are ready. Interpreted kernels cannot wait for what
     follows them. Nor can kernels of a device while its host loads others or allocates, which may wait for the device.
+    What was put off runs on the stream of the rank that waits, so that results are wrong where ranks have streams of
+    their own.
     """
 
-    def __init__(self, memories: "Memories", own: Tensor, addresses: Sequence[int]) -> None:
-        on_gpu = own.is_cuda
-        stream = sending_stream(own.device) if on_gpu else None
-        super().__init__(own, addresses, stream, polls_per_second(own.device) if on_gpu else INTERPRETED_POLLS)
+    def __init__(
+        self, memories: "Memories", own: Tensor, addresses: Sequence[int], sending: "torch.cuda.Stream | None"
+    ) -> None:
+        super().__init__(own, addresses, sending, polls_per_second(own.device) if own.is_cuda else INTERPRETED_POLLS)
         self._memories, self._sending = memories, False
 
     @contextmanager
@@ -84,14 +106,15 @@ class Memories:
     """Hands out the memory that every rank allocates in turn.
 
     Attributes:
+        streams: per rank, its streams.
         puts_off: whether sending waits in ``later``.
     """
 
-    def __init__(self, num_ranks: int, device: torch.device) -> None:
-        self.num_ranks, self.device = num_ranks, device
+    def __init__(self, streams: Sequence[RankStreams], device: torch.device) -> None:
+        self.streams, self.num_ranks, self.device = streams, len(streams), device
         self.puts_off, self.later = True, list[Callable[[], object]]()
         self._rounds: list[list[Tensor]] = []
-        self._calls = [0] * num_ranks
+        self._calls = [0] * self.num_ranks
 
     def allocate(self, rank: int, num_bytes: int) -> DeviceMemory:
         """The ``n``-th allocation of a rank is of the same round as the others' ``n``-th."""
@@ -101,55 +124,80 @@ class Memories:
             buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.num_ranks)]
             self._rounds.append(buffers)
         buffers = self._rounds[number]
-        return PlayedMemory(self, buffers[rank], [buffer.data_ptr() for buffer in buffers])
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        return PlayedMemory(self, buffers[rank], addresses, self.streams[rank].sending)
 
 
 class Layer:
-    """Core attention of a layer, forward and backward, on both ranks.
+    """Core attention of a layer, forward and backward, on all ranks.
+
+    Args:
+        plan: the plan under ``KEY``.
+        streams: per rank, its streams; by default all ranks share the current stream and one stream for sending.
 
     Attributes:
         rows: per rank q, k, v and dO.
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: Plan, device: torch.device, streams: Sequence[RankStreams] | None = None) -> None:
         shape, dtype = plan.shape, torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._layout = plan.layout
-        memories = Memories(plan.layout.num_ranks, device)
+        num_ranks = plan.layout.num_ranks
+        if streams is None:
+            shared = RankStreams(None, sending_stream(device) if device.type == "cuda" else None)
+            streams = [shared] * num_ranks
+        self._layout, self._streams, self._device = plan.layout, streams, device
+        self._keys: list[int] = []
+        self._memories = Memories(streams, device)
         self.engines, self.rows = [], []
+        room = buffer_bytes() if device.type == "cuda" else buffer_bytes(TOY_BUFFERS_GB)
         for rank, tokens in enumerate(plan.layout.tokens_per_rank.tolist()):
-            transport = SymmetricTransport(
-                range(plan.layout.num_ranks), rank, partial(memories.allocate, rank), lambda: TIMEOUT_S, buffer_bytes()
-            )
+            allocate = partial(self._memories.allocate, rank)
+            transport = SymmetricTransport(range(num_ranks), rank, allocate, lambda: TIMEOUT_S, room)
             kernel = get_kernel("auto", device, shape)
             engine = CoreAttentionEngine(kernel, transport, rank=rank, device=device, scale=shape.head_dim**-0.5)
-            engine.add_plan(KEY, plan)
             self.engines.append(engine)
             heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads
             self.rows.append([torch.randn(tokens, n, shape.head_dim, device=device, dtype=dtype) for n in heads])
-        if device.type == "cuda":
-            self()  # loads every kernel and allocates
-            memories.puts_off = False
+        self.add_plan(KEY, plan)
 
-    def __call__(self) -> list[tuple[Tensor, ...]]:
-        """out, lse, dq, dk and dv of either rank."""
-        ranks = list(zip(self.engines, self.rows, strict=True))
-        forward = self._finish([engine.send(engine.begin_forward(q, k, v, KEY)) for engine, (q, k, v, _) in ranks])
-        backward = self._finish(
-            [
-                engine.send(engine.begin_backward(dout, Saved(q, k, v, *results), KEY))
-                for (engine, (q, k, v, dout)), results in zip(ranks, forward, strict=True)
-            ]
-        )
+    def add_plan(self, key: int, plan: Plan) -> None:
+        """Make ``plan``, of the same layout, known to all ranks. On a GPU, run all plans while sending is put off."""
+        self._keys.append(key)
+        for engine in self.engines:
+            engine.add_plan(key, plan)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # rows, memory and tables are there for all streams
+            self._memories.puts_off = True
+            for known in self._keys:
+                self(known)  # loads every kernel and allocates
+            torch.cuda.synchronize()
+            self._memories.puts_off = False
+
+    def __call__(self, key: int = KEY) -> list[tuple[Tensor, ...]]:
+        """out, lse, dq, dk and dv of every rank, by the plan under ``key``."""
+        calls = []
+        for engine, streams, (q, k, v, _) in zip(self.engines, self._streams, self.rows, strict=True):
+            with streams.on_computing():
+                calls.append(engine.send(engine.begin_forward(q, k, v, key)))
+        forward = self._finish(calls)
+        calls = []
+        for engine, streams, (q, k, v, dout), results in zip(
+            self.engines, self._streams, self.rows, forward, strict=True
+        ):
+            with streams.on_computing():
+                calls.append(engine.send(engine.begin_backward(dout, Saved(q, k, v, *results), key)))
+        backward = self._finish(calls)
         return [(*results[:2], *gradients) for results, gradients in zip(forward, backward, strict=True)]
 
     def _finish(self, calls: Sequence[AttentionState]) -> list[tuple[Tensor, ...]]:
         # First what every rank serves is computed: results return into buffers that their homes have to free before.
-        ranks = list(zip(self.engines, calls, strict=True))
-        for engine, call in ranks:
-            engine.attend_first(call)
-        for engine, call in ranks:
-            engine.attend(call)
-        return [engine.finish(call) for engine, call in ranks]
+        results = []
+        for step in (CoreAttentionEngine.attend_first, CoreAttentionEngine.attend, CoreAttentionEngine.finish):
+            results = []
+            for engine, streams, call in zip(self.engines, self._streams, calls, strict=True):
+                with streams.on_computing():
+                    results.append(step(engine, call))
+        return results
 
     def undivided(self) -> list[Tensor]:
         """out, lse, dq, dk and dv by one kernel call over whole documents, of both ranks one after the other."""

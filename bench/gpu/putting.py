@@ -10,17 +10,20 @@ together save: 1 if they run side by side, 0 if one after the other, as they do 
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+import triton
 from torch import Tensor
 
 from bench.gpu.parts import Emit
 from torchtitan_cad.runtime.transport.cuda_memory import sending_stream
 from torchtitan_cad.runtime.triton import put
+from torchtitan_cad.runtime.triton.rows import WIDTH
 
 GATE_CYCLES = 20_000_000
 """The device sleeps while the host launches, so that both sides begin together."""
@@ -48,8 +51,17 @@ class Putting:
         self.addresses = torch.tensor([self.target.data_ptr()]).to(device)
         self.failed = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def run(self) -> None:
-        put.put_rows([self.part], [0], self.rows, self.blocks, self.addresses, 0, self.row_bytes, self.failed)
+    def run(self, multiprocessors: Tensor | None = None) -> None:
+        """Put the rows; ``multiprocessors`` is an argument of ``put_rows``."""
+        message = [self.part], [0], self.rows
+        put.put_rows(*message, self.blocks, self.addresses, 0, self.row_bytes, self.failed, multiprocessors)
+
+    def multiprocessors(self) -> Counter[int]:
+        """The multiprocessors on which a put's programs run on the current stream, and how many run on each."""
+        tiles = len(self.blocks) * triton.cdiv(self.row_bytes, 8 * WIDTH.value)
+        numbers = torch.zeros(min(put.PROGRAMS, tiles), dtype=torch.int32, device=self.part.device)
+        self.run(numbers)
+        return Counter(numbers.tolist())
 
     def received(self) -> Tensor:
         """The rows that were written."""

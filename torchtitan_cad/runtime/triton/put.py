@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import smid
 
 from torchtitan_cad.runtime.triton.rows import FUSION, Columns, in_column, padded, places, pointer, row_of, select
 
@@ -20,7 +21,8 @@ BLOCK_ROWS = tl.constexpr(32)
 PROGRAMS = 24
 """programs: maximum of a launch, one per SM; the other SMs are free for the work that hides the exchange. On an H200,
 into its own memory, 16 move 430 GB/s and 24 move 620; NVLink takes 450 each way."""
-_WARPS = 16
+WARPS = 16
+"""warps of a program"""
 _STEP_ROWS = tl.constexpr(16)
 """rows that a program moves at a time"""
 
@@ -60,6 +62,7 @@ def put_rows(
     begin: int,
     row_bytes: int,
     failed: Tensor,
+    multiprocessors: Tensor | None = None,
 ) -> None:
     """Write rows of every tensor into the peers' memory, in one launch on at most ``PROGRAMS`` SMs.
 
@@ -72,6 +75,7 @@ def put_rows(
         begin: byte at which received rows begin in the peers' memory.
         row_bytes: bytes from one row to the next.
         failed: int64 [1]; unless 0, nothing is written.
+        multiprocessors: int32 [PROGRAMS], gets the multiprocessor on which each program runs, for measurements.
     """
     placed = [(tensor, place) for tensor, place in zip(tensors, at, strict=True) if tensor.numel()]
     if not len(blocks) or not placed:
@@ -83,10 +87,10 @@ def put_rows(
     tiles = len(blocks) * columns.count
     _put_rows[(min(PROGRAMS, tiles),)](
         *(places(sent, sent), columns.table, padded(16 * place for _, place in placed), row_table),
-        *(blocks, addresses, begin, row_bytes, failed, tiles, columns.count),
+        *(blocks, addresses, begin, row_bytes, failed, tiles, columns.count, multiprocessors),
         WORD=columns.word,
         IS_ALIGNED=columns.is_aligned,
-        num_warps=_WARPS,
+        num_warps=WARPS,
         **FUSION,
     )
 
@@ -104,10 +108,13 @@ def _put_rows(
     failed,
     tiles: tl.int32,
     num_columns: tl.int32,
+    multiprocessors,
     WORD: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
     """Write a block of rows at a time, a column of words of each."""
+    if multiprocessors is not None:
+        tl.store(multiprocessors + tl.program_id(0), smid())
     if tl.load(failed) == 0:
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             block = blocks + tile // num_columns * 4
