@@ -24,7 +24,7 @@ from torchtitan_cad.runtime.triton import put, signals
 
 GATE_CYCLES = 30_000_000
 """The device sleeps some 15 ms while the host launches a batch."""
-PATIENCE_S = 5.0
+PATIENCE_S = 15.0
 """For a word to arrive."""
 MULTIPLIER = 0x9E3779B97F4A7C15
 """Odd, so that the rows of any two rounds differ in every word."""

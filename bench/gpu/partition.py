@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
     rows: int
 
 
-CUDA = Sizes(SHAPE, PlannerConfig(), 32_768, (4096, 14_336), {2: 6, 4: 4}, 16_384)
+CUDA = Sizes(SHAPE, PlannerConfig(), 32_768, (4096, 14_336), {2: 6, 4: 3}, 16_384)
 CPU = Sizes(AttentionShape(2, 1, 8, 4), PlannerConfig(min_shard=8, tile=8), 64, (16, 32), {2: 1, 4: 1}, 40)
 
 

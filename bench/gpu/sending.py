@@ -62,7 +62,8 @@ class Variant(NamedTuple):
 
     Attributes:
         programs, warps: of the put kernel; None where it is not used.
-        routes: 2 for queries and keys apart, as the transport sends them; 1 for all rows in one launch.
+        routes: 2 for queries and keys apart, as the transport sends them; 1 for all rows in one launch. Without the put
+            kernel, rows are contiguous and ``copy_`` sends them, on the engine that the driver chooses.
     """
 
     name: str
