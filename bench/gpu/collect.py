@@ -114,7 +114,9 @@ def _remove_earlier(folder: Path) -> None:
         return
     is_earlier = any(folder.glob("*.dist-info"))
     if any(folder.iterdir()) and not is_earlier:
-        raise ValueError(f"{folder} holds no packages: name a folder that does not exist, or that this command has made")
+        raise ValueError(
+            f"{folder} holds no packages: name a folder that does not exist, or that this command has made"
+        )
     shutil.rmtree(folder)
 
 
@@ -201,7 +203,9 @@ def read_wheel(path: Path) -> Wheel:
 
 def install(wheels: Sequence[Path], folder: Path) -> None:
     """Unpacks wheels into ``folder``, without the scripts, which name this machine's Python."""
-    _pip("install", "--no-deps", "--no-index", "--no-compile", *_platforms(), "--target", str(folder), *map(str, wheels))
+    _pip(
+        "install", "--no-deps", "--no-index", "--no-compile", *_platforms(), "--target", str(folder), *map(str, wheels)
+    )
     shutil.rmtree(folder / "bin", ignore_errors=True)
 
 
