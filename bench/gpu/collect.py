@@ -6,12 +6,17 @@
 The folder holds packages for Python 3.12 on x86-64 Linux, such that ``PYTHONPATH=FOLDER`` or ``site.addsitedir`` is all
 that they need there, and in ``bin`` the programs of CUDA MPS. Nothing that the machine has is gathered; installed.txt
 beside this file names what it has.
+
+FlashAttention-4 with its compiler, 0.3 GB, is an archive of two halves in two folders, as it exceeds what may travel at
+once. Where both have arrived, a line of the shell that this command prints unpacks them.
 """
 
+import lzma
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +33,10 @@ from bench.record import markdown_table
 
 WANTED = ("torchtitan==0.2.2", "torchdata==0.11.0", "tyro", "tqdm", "filelock", "numba", "pytest-timeout", "hypothesis")
 """What the package and its tests import."""
+FLASH_ATTENTION_4 = ("nvidia-cutlass-dsl[cu13]", "flash-attn-4==4.0.0b36")
+LEFT_OUT = ("nvidia-cutlass-dsl-libs-cu12",)
+"""Required, but replaced by what ``FLASH_ATTENTION_4`` names."""
+ARCHIVE = "flash_attn_4.tar.xz"
 INSTALLED = Path(__file__).with_name("installed.txt")
 PYTHON = "3.12"
 MARKERS = {
@@ -39,7 +48,6 @@ MARKERS = {
     "platform_system": "Linux",
     "sys_platform": "linux",
     "os_name": "posix",
-    "extra": "",
 }
 """The machine, as conditions of requirements name it."""
 NEWEST_GLIBC, OLDEST_GLIBC = 39, 17
@@ -58,6 +66,8 @@ class Options:
     """Debian package of NVIDIA's compute utilities, or a folder with its programs, to take CUDA MPS from."""
     present: Path = INSTALLED
     """What the machine has, a package a line: the output of `pip list --format=freeze` there."""
+    flash_attn_4: Path | None = None
+    """Folder for the second half of FlashAttention-4, whose first half is in ``folder``."""
     limit_mib: float | None = None
     """MiB that the folder may have; by default 64 less the working tree."""
 
@@ -92,7 +102,11 @@ def main(options: Options) -> int:
     if options.mps:
         extract_mps(options.mps, options.folder / "bin")
     print("\n".join(describe(options.folder, collection)))
-    return 0 if within_limit(options.folder, options.limit_mib) else 1
+    folders = [options.folder]
+    if options.flash_attn_4:
+        folders.append(options.flash_attn_4)
+        print("\n".join(add_flash_attention_4(*folders, read_present(options.present))))
+    return 0 if all([within_limit(folder, options.limit_mib) for folder in folders]) else 1
 
 
 def fill(folder: Path, wanted: Iterable[str], present: Mapping[str, str]) -> Collection:
@@ -107,6 +121,40 @@ def fill(folder: Path, wanted: Iterable[str], present: Mapping[str, str]) -> Col
         collection = resolve(wanted, present, Path(downloads))
         install([wheel.path for wheel in collection.wheels], folder)
     return collection
+
+
+def add_flash_attention_4(first: Path, second: Path, present: Mapping[str, str]) -> list[str]:
+    """Writes halves of an archive of FlashAttention-4 into two folders; returns what to tell the user.
+
+    Raises:
+        ValueError: ``second`` holds something else than such a half.
+        subprocess.CalledProcessError: pip finds no package that the machine could load.
+    """
+    if second.exists() and [path.name for path in second.iterdir()] != [f"{ARCHIVE}.2"]:
+        raise ValueError(
+            f"{second} holds other files: name a folder that does not exist, or that this command has made"
+        )
+    second.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench_gpu_flash_") as scratch:
+        packages, archive = Path(scratch, "packages"), Path(scratch, ARCHIVE)
+        collection = fill(packages, FLASH_ATTENTION_4, present)
+        lines = describe(packages, collection)
+        compress(packages, archive)
+        content = archive.read_bytes()
+    half = len(content) // 2
+    Path(first, f"{ARCHIVE}.1").write_bytes(content[:half])
+    Path(second, f"{ARCHIVE}.2").write_bytes(content[half:])
+    halves = f"{first}/{ARCHIVE}.1 {second}/{ARCHIVE}.2"
+    unpack = f"cat {halves} > /tmp/{ARCHIVE} && python3 -m tarfile -e /tmp/{ARCHIVE} {first}"
+    return ["", *lines, "", f"Two halves of {half / MIB:.1f} MiB. Where both have arrived: {unpack}"]
+
+
+def compress(folder: Path, archive: Path) -> None:
+    """Writes what is in ``folder`` as a tar file, compressed for machine code of x86."""
+    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 256 * MIB}]
+    with lzma.open(archive, "wb", filters=filters) as file, tarfile.open(fileobj=file, mode="w|") as tar:
+        for path in sorted(folder.iterdir()):
+            tar.add(path, path.name)
 
 
 def _remove_earlier(folder: Path) -> None:
@@ -150,6 +198,8 @@ def resolve(wanted: Iterable[str], present: Mapping[str, str], downloads: Path) 
     while waiting:
         requirer, requirement = waiting.pop(0)
         name = canonicalize_name(requirement.name)
+        if name in LEFT_OUT:
+            continue
         if name in present:
             if requirer:
                 relied_on.setdefault(name, []).append(f"{requirement.specifier or 'any'} ({requirer})")
@@ -157,7 +207,7 @@ def resolve(wanted: Iterable[str], present: Mapping[str, str], downloads: Path) 
                 unmet.append(f"{requirer or 'this command'} requires {requirement}, the machine has {present[name]}")
             continue
         if name not in wheels:
-            wheels[name] = wheel = read_wheel(download(requirement, downloads))
+            wheels[name] = wheel = read_wheel(download(requirement, downloads), requirement.extras)
             waiting += [(wheel.name, needed) for needed in wheel.requirements]
         elif not requirement.specifier.contains(wheels[name].version, prereleases=True):
             raise ValueError(
@@ -191,14 +241,19 @@ def download(requirement: Requirement, downloads: Path) -> Path:
         return wheel.rename(downloads / wheel.name)
 
 
-def read_wheel(path: Path) -> Wheel:
-    """Name, version and requirements of a wheel; requirements of other systems and of extras are left out."""
+def read_wheel(path: Path, extras: Iterable[str] = ()) -> Wheel:
+    """Name, version and requirements of a wheel; those of other systems and of other extras are left out."""
     with zipfile.ZipFile(path) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         head = HeaderParser().parsestr(archive.read(metadata).decode())
-    requirements = map(Requirement, head.get_all("Requires-Dist", []))
-    held = tuple(needed for needed in requirements if needed.marker is None or needed.marker.evaluate(MARKERS))
+    requirements = [Requirement(text) for text in head.get_all("Requires-Dist", [])]
+    held = tuple(requirement for requirement in requirements if _holds(requirement, extras))
     return Wheel(path, canonicalize_name(head["Name"]), head["Version"], held)
+
+
+def _holds(requirement: Requirement, extras: Iterable[str]) -> bool:
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({**MARKERS, "extra": extra}) for extra in ("", *extras))
 
 
 def install(wheels: Sequence[Path], folder: Path) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """compute-sanitizer over two ranks in one process: what the kernels read, write and share is theirs.
 
-memcheck finds accesses outside of allocations, initcheck reads of what nobody wrote, racecheck hazards in shared memory.
+memcheck finds accesses outside of allocations, initcheck reads of what nobody wrote, racecheck races in shared memory.
 The tools run at once, as each of them keeps one CPU core and little of the GPU busy. Without torch's caching allocator
 every tensor is an allocation of its own, so that a read behind its end is found. On the CPU the same program runs
 without a sanitizer.
