@@ -181,7 +181,7 @@ def judge(tool: str, code: int | None, output: str, seconds: float) -> Finding:
         if reports and forgiven:
             finding.of_others = sorted({kernel for kernel in reports if kernel})
             return finding
-        finding.bad = f"{errors or 'some'} errors"
+        finding.bad = f"errors: {errors or 'not counted'}"
     finding.output = shown(output)
     return finding
 
