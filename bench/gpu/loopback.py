@@ -134,27 +134,40 @@ class Layer:
     Args:
         plan: the plan under ``KEY``.
         streams: per rank, its streams; by default all ranks share the current stream and one stream for sending.
+        kernel: attention kernel, by the name that ``cad.kernel`` takes.
+        room: bytes of a receive buffer; by default those of training, and few on the CPU.
+        puts_off: True if sending is put off in every run, so that no kernel waits for one that is launched later.
 
     Attributes:
         rows: per rank q, k, v and dO.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, streams: Sequence[RankStreams] | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        streams: Sequence[RankStreams] | None = None,
+        *,
+        kernel: str = "auto",
+        room: int | None = None,
+        puts_off: bool = False,
+    ) -> None:
         shape, dtype = plan.shape, torch.bfloat16 if device.type == "cuda" else torch.float32
         num_ranks = plan.layout.num_ranks
         if streams is None:
             shared = RankStreams(None, sending_stream(device) if device.type == "cuda" else None)
             streams = [shared] * num_ranks
-        self._layout, self._streams, self._device = plan.layout, streams, device
+        self._layout, self._streams, self._device, self._puts_off = plan.layout, streams, device, puts_off
         self._keys: list[int] = []
         self._memories = Memories(streams, device)
         self.engines, self.rows = [], []
-        room = buffer_bytes() if device.type == "cuda" else buffer_bytes(TOY_BUFFERS_GB)
+        if room is None:
+            room = buffer_bytes() if device.type == "cuda" else buffer_bytes(TOY_BUFFERS_GB)
         for rank, tokens in enumerate(plan.layout.tokens_per_rank.tolist()):
             allocate = partial(self._memories.allocate, rank)
             transport = SymmetricTransport(range(num_ranks), rank, allocate, lambda: TIMEOUT_S, room)
-            kernel = get_kernel("auto", device, shape)
-            engine = CoreAttentionEngine(kernel, transport, rank=rank, device=device, scale=shape.head_dim**-0.5)
+            attention = get_kernel(kernel, device, shape)
+            engine = CoreAttentionEngine(attention, transport, rank=rank, device=device, scale=shape.head_dim**-0.5)
             self.engines.append(engine)
             heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads
             self.rows.append([torch.randn(tokens, n, shape.head_dim, device=device, dtype=dtype) for n in heads])
@@ -171,7 +184,7 @@ class Layer:
             for known in self._keys:
                 self(known)  # loads every kernel and allocates
             torch.cuda.synchronize()
-            self._memories.puts_off = False
+            self._memories.puts_off = self._puts_off
 
     def __call__(self, key: int = KEY) -> list[tuple[Tensor, ...]]:
         """out, lse, dq, dk and dv of every rank, by the plan under ``key``."""
