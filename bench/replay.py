@@ -6,7 +6,8 @@
 
 Once by the home plan (every rank attends for its own tokens, as without CAD) and once by the planned one, forward and
 backward. What a rank computes is real: gathering rows, the calls and merging. The network is modelled: the bytes of the
-busiest rank over a bandwidth, which overlaps with nothing. Inputs are random; received rows are there already.
+busiest rank, of forward and of backward, over a bandwidth, which overlaps with nothing. Inputs are random; received
+rows are there already. Times of a rank are medians, those of the slowest rank a maximum of medians.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from torch import Tensor
 from bench.record import Record, markdown_table, save
 from bench.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning.timed import link_seconds
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
 from torchtitan_cad.runtime.kernels import AttentionKernel, get_kernel
 from torchtitan_cad.runtime.kernels.base import compute_dtype
@@ -49,7 +51,7 @@ class Options:
     tolerance: float = 0.02
     repeats: int = 5
     gigabytes_per_second: float = 50.0
-    """bandwidth of a rank's network, each way"""
+    """bandwidth of a rank's network, each way: of a NIC of 400 Gbit/s; NVLink inside a node has nine times as much"""
     output: Path | None = None
     """JSON file for the figures."""
 
@@ -133,7 +135,10 @@ def replay(plan: Plan, kernel: AttentionKernel, dtype: torch.dtype, options: Opt
         of_ranks = [rank_times[column] for rank_times in times]
         mean = sum(of_ranks) / len(of_ranks)
         figures[name] = {"milliseconds": of_ranks, "mean": mean, "makespan": max(of_ranks)}
-    figures["network_milliseconds"] = plan.stats.max_rank_bytes / options.gigabytes_per_second / 1e6
+    rate = 1e9 * options.gigabytes_per_second
+    for name, shape in (("forward", plan.shape), ("backward", plan.shape.for_backward())):
+        seconds = link_seconds(plan, (shape.query_bytes, shape.kv_bytes), (), rate, rate)
+        figures[f"{name}_network_milliseconds"] = 1e3 * float(seconds.max())
     figures["copied_bytes_max"] = max(copied)
     return figures
 
@@ -166,7 +171,7 @@ def passes(row: Record) -> list[Record]:
             "planned_max_over_mean": planned[name]["makespan"] / planned[name]["mean"],
             "planned_over_mean": planned[name]["makespan"] / home[name]["mean"],
             "speedup": row[f"{name}_speedup"],
-            "network_ms": planned["network_milliseconds"],
+            "network_ms": planned[f"{name}_network_milliseconds"],
             "copied_megabytes": planned["copied_bytes_max"] / 1e6,
         }
         for name in ("forward", "backward")

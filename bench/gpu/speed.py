@@ -41,7 +41,7 @@ def kernels(device: str, emit: Emit) -> None:
 
 def replayed(device: str, emit: Emit) -> None:
     """The plan of 8 and of 64 ranks: the slowest rank's time over the mean of all without moving anything."""
-    options = replay.Options(device, ranks=(8, 64), tokens_per_rank=32_768, repeats=1)
+    options = replay.Options(device, ranks=(8, 64), tokens_per_rank=32_768, repeats=3)
     if device == "cpu":
         options = replay.Options(
             device, ranks=(2, 3), tokens_per_rank=256, longest=512, heads=(4, 2), head_dim=16, repeats=1
