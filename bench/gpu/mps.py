@@ -111,6 +111,9 @@ def service(programs: dict[str, str] | None = None) -> Iterator[Service]:
         try:
             _await_answer(running, daemon)
             yield running
+        except BaseException:
+            print(f"What the service has logged:\n{running.log()}")
+            raise
         finally:
             _quit(running, daemon)
 

@@ -44,6 +44,8 @@ RANK = shared_rank.__name__
 """module of a rank"""
 END_S = 30.0
 """seconds in which ranks end by themselves once they have trained"""
+SHOWN = 1000
+"""Characters kept of a log where a job has failed."""
 CHOICE = re.compile(r"cad\.transport = 'auto': (.*)")
 
 
@@ -188,6 +190,10 @@ def train_modes(
                 own_folder = folder / mode.replace(" ", "_")
                 jobs[mode] = SharedJob(own_folder, num_ranks, [*arguments, *options], environments)
             train_in_turns(list(jobs.values()), sizes, emit)
+        except RuntimeError:
+            for mode, job in jobs.items():
+                print(f"The end of {mode}'s first log:\n{job.log(0).read_text(errors='replace')[-SHOWN:]}")
+            raise
         finally:
             for job in jobs.values():
                 job.end()
