@@ -8,7 +8,8 @@ that they need there, and in ``bin`` the programs of CUDA MPS. Nothing that the 
 beside this file names what it has.
 
 FlashAttention-4 with its compiler, 0.3 GB, is an archive of two halves in two folders, as it exceeds what may travel at
-once. Where both have arrived, a line of the shell that this command prints unpacks them.
+once. Where both have arrived, a line of the shell that this command prints unpacks them; its compiler is found by
+``site.addsitedir`` alone, which ``python -m bench.gpu --packages`` does.
 """
 
 import lzma
