@@ -32,15 +32,23 @@ class TurnTaker:
         return self.folder / f"log{number}.txt"
 
     def turn(self, steps: int = 1) -> None:
-        """Let the job train some steps, and wait until all ranks have recorded them.
+        """Let the job train some steps, and wait until all ranks have recorded them; raise as ``await_records``."""
+        self.allow(steps)
+        self.await_records()
 
-        Raises:
-            RuntimeError: the job ended before; says where its logs are, and how the first of them ends.
-        """
+    def allow(self, steps: int) -> None:
+        """Let the job train some steps more."""
         self.steps += steps
         allowed = self.folder / "next"
         allowed.write_text(str(self.steps))
         allowed.rename(self.folder / measured.TURN)
+
+    def await_records(self) -> None:
+        """Wait until all ranks have recorded the steps that they were allowed.
+
+        Raises:
+            RuntimeError: the job ended before; says where its logs are, and how the first of them ends.
+        """
         while not all(map(self._has_recorded, self._records)):
             for number, process in enumerate(self.processes):
                 if process.poll() is not None and not self._has_recorded(self._records[number]):

@@ -52,6 +52,7 @@ def write_run(folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes:
                     rows=[[60, 40]],
                     imbalance_before=max(works) / (sum(works) / 2) if balanced else None,
                     imbalance_after=1.0 if balanced else None,
+                    bytes_per_rank_mean=1000.0 if balanced else None,
                 )
                 file.write(json.dumps(step | changes) + "\n")
     return folder

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which multiprocessors of a GPU a process gets."""
+"""How many multiprocessors of a GPU a process gets."""
 
 import torch
 import triton
@@ -22,8 +22,11 @@ def _note_multiprocessor(ids, rounds):
     tl.store(ids + program, tl.where(total < 0, -1, smid()))
 
 
-def occupied() -> list[int]:
-    """Return the ids of the multiprocessors on which this process's programs run, in order."""
+def occupied() -> int:
+    """Return the number of multiprocessors on which this process's programs run.
+
+    Their ids do not tell the shares of processes apart: under the Multi-Process Service each share counts from 0.
+    """
     ids = torch.full((PROGRAMS,), -1, dtype=torch.int32, device="cuda")
     _note_multiprocessor[(PROGRAMS,)](ids, ROUNDS)
-    return ids.unique().tolist()
+    return len(ids.unique())

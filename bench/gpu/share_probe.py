@@ -26,15 +26,17 @@ PEER_S = 40.0
 
 
 def measure(device: str, emit: Emit, ranks: str) -> None:
-    """Emit the multiprocessors of every share, and the rate of every rank alone and beside the others.
+    """Emit the multiprocessors of every share, and rates: of the whole device, of a share alone, and of all at once.
 
     Raises:
         Skip: the device cannot be shared.
         RuntimeError: a rank failed; says what it printed last.
     """
-    from bench.gpu.sharing import describe_shares, shares, start_ranks
+    from bench.gpu.sharing import shares, start_ranks
 
     num_ranks = int(ranks)
+    whole_tflops = _tflops(_matrix(device))
+    emit("whole_tflops", whole_tflops)
     with shares(device, num_ranks) as environments, tempfile.TemporaryDirectory(prefix="probe_") as name:
         logs = [Path(name, f"log{rank}.txt") for rank in range(num_ranks)]
         command = [sys.executable, "-m", "bench.gpu.share_probe", name, device, str(num_ranks)]
@@ -43,22 +45,21 @@ def measure(device: str, emit: Emit, ranks: str) -> None:
             if process.wait():
                 raise RuntimeError(f"a rank ended with code {process.returncode}: {log.read_text()[-1000:]}")
         found = [json.loads(Path(name, f"result{rank}.json").read_text()) for rank in range(num_ranks)]
-    emit("multiprocessors", describe_shares(found))
-    for figure in ("alone_tflops", "together_tflops"):
+    for figure in ("multiprocessors", "alone_tflops", "together_tflops"):
         emit(figure, [rank[figure] for rank in found])
-    emit("together_over_alone", [rank["together_tflops"] / rank["alone_tflops"] for rank in found])
+    sum_together = sum(rank["together_tflops"] for rank in found)
+    emit("all_at_once_over_the_whole_device", sum_together / whole_tflops)
+    emit("all_at_once_over_one_alone", sum_together / max(rank["alone_tflops"] for rank in found))
 
 
 def main(folder: Path, device: str, num_ranks: int, rank: int) -> None:
     """Write the figures of one rank to FOLDER/result<rank>.json."""
-    result: dict[str, object] = {"multiprocessors": [], "count": 0}
+    result: dict[str, object] = {"multiprocessors": 0}
     if device == "cuda":
         from bench.gpu.multiprocessors import occupied
 
-        count = torch.cuda.get_device_properties(0).multi_processor_count
-        result |= {"multiprocessors": occupied(), "count": count}
-    matrix = torch.randn(SIZES[device], SIZES[device], device=device, dtype=torch.bfloat16)
-    _tflops(matrix)
+        result["multiprocessors"] = occupied()
+    matrix = _matrix(device)
     for turn in range(num_ranks):
         _meet(folder, f"turn{turn}", rank, num_ranks)
         if turn == rank:
@@ -67,6 +68,13 @@ def main(folder: Path, device: str, num_ranks: int, rank: int) -> None:
     result["together_tflops"] = _tflops(matrix)
     _meet(folder, "end", rank, num_ranks)
     (folder / f"result{rank}.json").write_text(json.dumps(result))
+
+
+def _matrix(device: str) -> torch.Tensor:
+    """Return a matrix that was multiplied before, so that the library is loaded."""
+    matrix = torch.randn(SIZES[device], SIZES[device], device=device, dtype=torch.bfloat16)
+    _tflops(matrix)
+    return matrix
 
 
 def _tflops(matrix: torch.Tensor) -> float:

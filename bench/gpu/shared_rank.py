@@ -5,7 +5,7 @@
 
 NCCL refuses ranks that share a device, so gloo carries what FSDP2 and DDP send, through the host. Exchanges of core
 attention use symmetric memory as they do on devices of their own. A rank takes its share of the device when the file
-FOLDER/start appears, and writes the multiprocessors that it then occupies to FOLDER/share<rank>.json.
+FOLDER/start appears, and writes the number of multiprocessors that it then occupies to FOLDER/share<rank>.json.
 """
 
 import functools
@@ -36,8 +36,7 @@ def main() -> None:
     if torch.cuda.is_available():
         from bench.gpu.multiprocessors import occupied
 
-        share = {"multiprocessors": occupied(), "count": torch.cuda.get_device_properties(0).multi_processor_count}
-        (folder / f"share{os.environ['RANK']}.json").write_text(json.dumps(share))
+        (folder / f"share{os.environ['RANK']}.json").write_text(json.dumps(occupied()))
     measured.main()
 
 

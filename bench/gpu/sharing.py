@@ -24,17 +24,23 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu import mps, shared_rank
-from bench.gpu.parts import Emit
-from bench.gpu.process import ROOT
-from bench.turns import TurnTaker
-from tests.support.patched import copy_torchtitan
-from torchtitan_cad.integration.titan022.commands.comparison import Runs
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
+
+enable_cpu()
+
+# torchtitan must not be imported before enable_cpu().
+from bench.gpu import mps, shared_rank  # noqa: E402
+from bench.gpu.parts import Emit  # noqa: E402
+from bench.gpu.process import ROOT  # noqa: E402
+from bench.turns import TurnTaker  # noqa: E402
+from tests.support.patched import copy_torchtitan  # noqa: E402
+from torchtitan_cad.integration.titan022.commands.comparison import Runs  # noqa: E402
 
 MODES = {
     "stock": ("--parallelism.no-cad",),
     "cad": ("--parallelism.cad",),
     "two nano-batches": ("--parallelism.cad", "--cad.nano_batches=2"),
+    "loader's homes": ("--parallelism.cad", "--cad.placement=loader"),
 }
 SHARDING = {
     "ddp": ("--parallelism.data_parallel_replicate_degree={ranks}", "--parallelism.data_parallel_shard_degree=1"),
@@ -98,8 +104,8 @@ class SharedJob(TurnTaker):
             process.kill()
             process.wait()
 
-    def shares(self) -> list[dict[str, Any]]:
-        """Return the multiprocessors of every rank, where they are known."""
+    def shares(self) -> list[int]:
+        """Return the number of multiprocessors of every rank, where it is known."""
         paths = [self.folder / f"share{rank}.json" for rank in range(self.num_ranks)]
         return [json.loads(path.read_text()) for path in paths if path.exists()]
 
@@ -165,14 +171,21 @@ def measure(device: str, emit: Emit, ranks: str, sharding: str, modes: str) -> N
 
 
 def train_modes(
-    sizes: Sizes, sharding: str, modes: dict[str, Sequence[str]], environments: Sequence[dict[str, str]], emit: Emit
+    sizes: Sizes,
+    sharding: str,
+    modes: dict[str, Sequence[str]],
+    environments: Sequence[dict[str, str]],
+    emit: Emit,
+    *,
+    in_turns: bool = True,
 ) -> dict[str, Runs]:
-    """Train one job for each mode, in turns, and return their records.
+    """Train one job for each mode, and return their records.
 
     Args:
         sharding: key of ``SHARDING``.
         modes: arguments of the job by name.
         environments: variables of every rank.
+        in_turns: whether the jobs take turns of a step; otherwise they run at once, and their times say nothing.
 
     Raises:
         RuntimeError: a job failed; says how its log ends.
@@ -189,7 +202,8 @@ def train_modes(
             for mode, options in modes.items():
                 own_folder = folder / mode.replace(" ", "_")
                 jobs[mode] = SharedJob(own_folder, num_ranks, [*arguments, *options], environments)
-            train_in_turns(list(jobs.values()), sizes, emit)
+            train = train_in_turns if in_turns else train_at_once
+            train(list(jobs.values()), sizes, emit)
         except RuntimeError:
             for mode, job in jobs.items():
                 print(f"The end of {mode}'s first log:\n{job.log(0).read_text(errors='replace')[-SHOWN:]}")
@@ -224,23 +238,27 @@ def train_in_turns(jobs: Sequence[SharedJob], sizes: Sizes, emit: Emit) -> None:
     for job in jobs:
         job.begin(sizes.warmup)
         emit("seconds until all have begun", time.monotonic() - begin)
-        emit("multiprocessors", [describe_shares(job.shares()) for job in jobs])
+        emit("multiprocessors", [job.shares() for job in jobs])
     for number in range(sizes.steps):
         for job in jobs if number % 2 == 0 else jobs[::-1]:
             job.turn()
 
 
-def describe_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the size of every rank's share, and how many multiprocessors lie in more than one."""
-    ids = [set(share["multiprocessors"]) for share in shares]
-    common = sum(map(len, ids)) - len(set().union(*ids))
-    return {"told": [share["count"] for share in shares], "seen": [len(own) for own in ids], "in several": common}
+def train_at_once(jobs: Sequence[SharedJob], sizes: Sizes, emit: Emit) -> None:
+    """Let all jobs train all their steps."""
+    for job in jobs:
+        (job.folder / shared_rank.START).touch()
+        job.allow(sizes.warmup + sizes.steps)
+    for job in jobs:
+        job.await_records()
+    emit("multiprocessors", [job.shares() for job in jobs])
 
 
 def report(runs: dict[str, Runs], sizes: Sizes, emit: Emit) -> None:
     """Emit the figures of all modes; raise RuntimeError if one trains otherwise than stock."""
     stock, counted = runs["stock"], slice(sizes.warmup, None)
-    ideal = ideal_seconds(stock, counted)
+    ideal, pairs = ideal_seconds(stock, counted), pairs_of_ranks(stock)[counted]
+    emit("imbalance of the loader's rows", float((pairs.max(axis=1) / pairs.mean(axis=1)).mean()))
     rows = []
     for mode, run in runs.items():
         seconds = run.step_seconds[counted]
@@ -254,12 +272,15 @@ def report(runs: dict[str, Runs], sizes: Sizes, emit: Emit) -> None:
             "norm_error": float(np.abs(run.gradient_norm[0, 0] / stock.gradient_norm[0, 0] - 1).max()),
         }
         if mode != "stock":
-            row["imbalance_before"] = float(run.imbalance_before[0, counted].mean())
-            row["imbalance_after"] = float(run.imbalance_after[0, counted].mean())
-            row["exposed_wait"] = float(np.nanmax(run.waiting[0, counted], axis=1).sum() / seconds.sum())
+            row["imbalance_at_home"] = float(run.imbalance_before[0, counted].mean())
+            row["imbalance_planned"] = float(run.imbalance_after[0, counted].mean())
+            row["megabytes_a_rank"] = float(run.bytes_per_rank_mean[0, counted].mean() / 1e6)
+            # A step in which nothing moves has no wait.
+            row["exposed_wait"] = float(np.nan_to_num(run.waiting[0, counted]).max(axis=1).sum() / seconds.sum())
         rows.append(row)
     emit("modes", rows)
     emit("seconds_by_step", {mode: run.step_seconds.tolist() for mode, run in runs.items()})
+    emit("waits_by_step", {mode: run.waiting[0].tolist() for mode, run in runs.items() if mode != "stock"})
     emit("losses", {mode: run.loss[0, :, 0].tolist() for mode, run in runs.items()})
     emit("gradient_norms", {mode: run.gradient_norm[0, :, 0].tolist() for mode, run in runs.items()})
     for row in rows:
@@ -273,10 +294,15 @@ def ideal_seconds(stock: Runs, counted: slice) -> np.ndarray:
     A step of stock takes a part that all steps have, and a part in proportion to the query-key pairs of the rank with
     most; the even step has the mean rank's pairs instead.
     """
-    pairs = np.array([[sum(length**2 for row in rank for length in row) for rank in step] for step in stock.rows])
-    most, mean = pairs.max(axis=1)[counted], pairs.mean(axis=1)[counted]
+    pairs = pairs_of_ranks(stock)[counted]
+    most, mean = pairs.max(axis=1), pairs.mean(axis=1)
     seconds = stock.step_seconds[counted]
     if np.ptp(most) == 0:
         return seconds * (mean / most)
     slope, constant = np.polyfit(most, seconds, 1)
     return constant + slope * mean
+
+
+def pairs_of_ranks(runs: Runs) -> np.ndarray:
+    """Return a number in proportion to the query-key pairs of the rows loaded, by step and rank."""
+    return np.array([[sum(length**2 for row in rank for length in row) for rank in step] for step in runs.rows])

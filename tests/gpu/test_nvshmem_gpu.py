@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
+from bench.gpu import mps
+from bench.gpu.parts import Skip
 from tests.gpu.device import ON_GPU
 from tests.gpu.test_transport_gpu import share_one_device
 from tests.runtime.exchanges import exchange_at_random
@@ -79,9 +81,12 @@ def main() -> None:
         assert transport == "NVSHMEM"
 
 
-def run_apart(command: Sequence[str], log: Path, limit_s: float) -> int | None:
-    """Exit code of a command whose output goes to ``log``; None if it had to be ended, with all that it has started."""
-    environment = {**os.environ, **VARIABLES, "PYTHONPATH": os.pathsep.join(sys.path)}
+def run_apart(command: Sequence[str], log: Path, limit_s: float, share: dict[str, str] | None = None) -> int | None:
+    """Exit code of a command whose output goes to ``log``; None if it had to be ended, with all that it has started.
+
+    ``share`` holds the variables of a client of the Multi-Process Service.
+    """
+    environment = {**os.environ, **VARIABLES, **(share or {}), "PYTHONPATH": os.pathsep.join(sys.path)}
     with log.open("w") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -104,6 +109,11 @@ def test_two_ranks_on_one_device_exchange_rows_as_two_nodes_do(tmp_path: Path) -
     except RuntimeError as error:
         pytest.skip(str(error))
     log = tmp_path / "log"
-    code = run_apart([sys.executable, "-u", "-c", START_RANKS], log, LIMIT_S)
+    with contextlib.ExitStack() as stack:
+        try:
+            running = stack.enter_context(mps.service())
+        except Skip as reason:
+            pytest.skip(f"NVSHMEM makes teams of processes of one GPU under the Multi-Process Service only: {reason}")
+        code = run_apart([sys.executable, "-u", "-c", START_RANKS], log, LIMIT_S, running.share(50))
     ended = f"ended after {LIMIT_S} s" if code is None else f"exit code {code}"
     assert code == 0, f"{ended}; its last output:\n{log.read_text(errors='replace')[-SHOWN:]}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torchtitan trains on two ranks of one CUDA device, which exchange rows over symmetric memory, as without CAD.
 
-The reference has patches/ddp_gradient_scale.patch. Jobs take turns of one step; where NVIDIA's Multi-Process Service is
-there, their ranks run at once.
+The reference has patches/ddp_gradient_scale.patch. Where NVIDIA's Multi-Process Service is there, ranks and jobs run at
+once; otherwise they take turns on the device.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ MODES = {
     "stock": ("--parallelism.no-cad",),
     "all defaults": ("--parallelism.cad",),
     "two nano-batches": ("--parallelism.cad", "--cad.nano_batches=2", "--cad.tolerance=0.02"),
-    "collective": ("--parallelism.cad", "--cad.transport=collective", "--cad.tolerance=0.02"),
+    "loader's homes": ("--parallelism.cad", "--cad.placement=loader", "--cad.tolerance=0.02"),
     "keep": ("--parallelism.cad", "--cad.backward=keep", "--cad.tolerance=0.02"),
 }
 
@@ -34,9 +34,9 @@ def test_two_ranks_train_as_without_cad(sharding: str) -> None:
     with contextlib.ExitStack() as stack:
         try:
             environments = stack.enter_context(sharing.shares("cuda", 2))
-        except Skip:  # ranks take turns on the device
+        except Skip:
             environments = [{}, {}]
-        runs = sharing.train_modes(SIZES, sharding, MODES, environments, said.__setitem__)
+        runs = sharing.train_modes(SIZES, sharding, MODES, environments, said.__setitem__, in_turns=False)
     stock = runs.pop("stock")
     transports = said["transports"]
     assert isinstance(transports, dict)
@@ -45,4 +45,5 @@ def test_two_ranks_train_as_without_cad(sharding: str) -> None:
         np.testing.assert_allclose(run.loss, stock.loss, rtol=SIZES.most_loss_error, err_msg=mode)
         first_norm, wanted = run.gradient_norm[0, 0], stock.gradient_norm[0, 0]
         np.testing.assert_allclose(first_norm, wanted, rtol=SIZES.most_norm_error, err_msg=mode)
-        assert run.imbalance_after.mean() < run.imbalance_before.mean() - 0.2, f"{mode}: rows must move"
+        assert run.bytes_per_rank_mean.mean() > 0, f"{mode}: rows must move"
+        assert run.imbalance_after.mean() < 1.05, mode

@@ -46,6 +46,7 @@ class Runs:
     gradient_norm: np.ndarray
     imbalance_before: np.ndarray
     imbalance_after: np.ndarray
+    bytes_per_rank_mean: np.ndarray
     rows: list[list[list[list[int]]]]
     first_step: int
 

@@ -29,14 +29,15 @@ from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 FIGURES = (
     *("seconds", "busy", "attention", "waiting", "tokens", "loss", "gradient_norm"),
-    *("imbalance_before", "imbalance_after"),
+    *("imbalance_before", "imbalance_after", "bytes_per_rank_mean"),
 )
 """Figures of one rank in one step, in its record beside ``step`` and ``rows``, the tokens of the documents of every row
 that it has loaded. Seconds from the barrier to the end of the optimizer's step and of the loss's reduction; CPU seconds
 of the process in it, and of attention kernels (null on CUDA); seconds in which the host, or on CUDA the stream that
 computes, waited for rows (null without cad); this rank's share of its data-parallel coordinate's tokens, which add up
 to the global batch; torchtitan's global average, -1 on pipeline stages that do not know it; the norm of all gradients
-before they are clipped; attention work of the busiest rank over the mean (null without cad)."""
+before they are clipped; attention work of the busiest rank over the mean, at the homes of tokens and as planned, and
+the bytes that the mean rank receives for a layer's forward (null without cad)."""
 TURN, POLL_S = "turn", 0.01
 """name of the file, and seconds: how often it is read"""
 
