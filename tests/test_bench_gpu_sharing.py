@@ -71,7 +71,8 @@ def test_a_service_that_cannot_be_is_a_reason_to_skip(tmp_path: Path) -> None:
 def runs_of(seconds: list[float], rows: list[list[list[list[int]]]], **changes: Any) -> Runs:
     """Records of two ranks that take the same seconds in every step."""
     ones = np.ones((1, len(seconds), 2))
-    names = ("busy", "attention", "waiting", "tokens", "loss", "gradient_norm", "imbalance_before", "imbalance_after")
+    names = ("busy", "attention", "waiting", "tokens", "loss", "gradient_norm")
+    names += ("imbalance_before", "imbalance_after", "bytes_per_rank_mean")
     arrays = {name: ones.copy() for name in names}
     arrays["seconds"] = ones * np.array(seconds)[None, :, None]
     return Runs(**arrays | changes, rows=rows, first_step=1)
