@@ -4,6 +4,8 @@
 `make bench-gpu-dry` runs all of them on CPU stand-ins.
 """
 
+import subprocess
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +126,26 @@ def test_goals_are_judged_on_one_state_of_the_sources(tmp_path: Path) -> None:
     assert "5 passed" not in text
     assert "before with changes" in text
     assert results.done(found, old) == {"test-kernels"}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no repository")
+def test_results_of_another_machine_get_the_commit_whose_sources_they_have(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "x", "-C", name], input=archive, check=True)
+        sources = results.source_hash(Path(name))
+    measured, adopted = tmp_path / "measured", tmp_path / "adopted"
+    measured.mkdir()
+    with pytest.raises(ValueError, match="has no results"):
+        results.adopt(measured, "HEAD", adopted)
+    results.write(measured, result_of("layer", sources, "2026-01-01T00:00", commit="other", clean=False))
+    assert results.adopt(measured, "HEAD", adopted) == ["layer"]
+    (result,) = results.read(adopted)
+    head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, text=True).strip()
+    assert (result["commit"], result["clean"]) == (head, True)
+    results.write(measured, result_of("plain", "of an edited tree", "2026-01-01T00:00"))
+    with pytest.raises(ValueError, match="plain was measured on sources of an edited tree, but those of HEAD are"):
+        results.adopt(measured, "HEAD", adopted)
 
 
 def test_what_does_not_fit_into_the_budget_is_skipped(tmp_path: Path, quick_environment: None) -> None:

@@ -156,6 +156,7 @@ OF_LIBRARY = """========= Uninitialized __global__ memory read of size 16 bytes
 """
 RACE = "========= Error: Race reported between Write access at _sum_rows+0x10 and Read access at _sum_rows+0x20\n"
 ENDED = "========= Error: process didn't terminate successfully\n=========     The application may have hit an error\n"
+NONE = "========= ERROR SUMMARY: 0 errors"
 SUMMARY = "========= ERROR SUMMARY: 2 errors\n"
 RACE_SUMMARY = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
 
@@ -163,7 +164,7 @@ RACE_SUMMARY = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warn
 @pytest.mark.parametrize(
     ("tool", "code", "output", "bad"),
     [
-        (MEMCHECK, 0, HEAD + "========= ERROR SUMMARY: 0 errors\n", ""),
+        (MEMCHECK, 0, HEAD + NONE + "\n", ""),
         (MEMCHECK, 9, HEAD + OWN + SUMMARY, "errors: 2"),
         (MEMCHECK, 9, HEAD + OF_LIBRARY + SUMMARY, "errors: 2"),
         (INITCHECK, 9, HEAD + OF_LIBRARY + SUMMARY, ""),
@@ -172,6 +173,7 @@ RACE_SUMMARY = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warn
         (INITCHECK, 9, HEAD + SUMMARY, "errors: 2"),
         (RACECHECK, 9, HEAD + RACE + RACE_SUMMARY, "errors: 1"),
         (MEMCHECK, 255, HEAD, "exit code 255"),
+        (MEMCHECK, 0, "it never began", "it says nothing of errors"),
     ],
 )
 def test_a_tool_is_judged_by_its_reports(
@@ -202,14 +204,26 @@ def test_the_sanitizer_gets_the_tool_and_the_program(tmp_path: Path) -> None:
 
 
 def test_every_tool_is_told_of_even_if_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = 'case "$1" in *memcheck) sleep 60;; *racecheck) exit 9;; esac'
+    script = f"""case "$1" in *memcheck) sleep 60;; *racecheck) exit 9;; esac; echo '{NONE}'"""
     monkeypatch.setenv("PATH", f"{Path(write_stand_in(tmp_path, script)).parent}:{os.environ['PATH']}")
     monkeypatch.setattr(sanitizer, "LIMIT_S", 2.0)
     figures: dict[str, Any] = {}
-    with pytest.raises(RuntimeError, match=r"memcheck: ended after 2 s; racecheck: errors: not counted"):
+    told = r"memcheck: ended after 2 s; racecheck: errors: not counted; memcheck does not find a planted read"
+    with pytest.raises(RuntimeError, match=told):
         sanitizer.measure("cuda", figures.__setitem__)
     assert [row["tool"] for row in figures["tools"]] == ["memcheck", "initcheck", "racecheck"]
     assert [row["bad"] for row in figures["tools"]][1] == ""
+
+
+def test_a_sanitizer_must_find_what_is_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finds = f"""case "$*" in *{sanitizer.PLANTED}) echo '{SUMMARY.strip()}'; exit 9;; esac; echo '{NONE}'"""
+    monkeypatch.setenv("PATH", f"{Path(write_stand_in(tmp_path, finds)).parent}:{os.environ['PATH']}")
+    figures: dict[str, Any] = {}
+    sanitizer.measure("cuda", figures.__setitem__)
+    assert figures["errors found where one is planted"] == 2
+    write_stand_in(tmp_path, f"echo '{NONE}'")
+    with pytest.raises(RuntimeError, match="memcheck does not find a planted read"):
+        sanitizer.measure("cuda", figures.__setitem__)
 
 
 def test_without_a_sanitizer_the_part_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

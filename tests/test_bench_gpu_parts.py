@@ -39,9 +39,9 @@ def test_an_exchange_beside_other_work() -> None:
     assert outcome.status == "done", outcome.output
     rows = outcome.figures["chains"]
     assert len(rows) == len(sending.VARIANTS) * 3
-    assert outcome.figures["hidden_two_puts_beside_gemm"] == rows[1]["hidden"]
-    assert {name for name in outcome.figures if name.startswith("hidden_")} == {
-        f"hidden_{puts}_beside_{work}" for puts in ("two_puts", "one_put") for work in ("gemm", "attention")
+    assert outcome.figures["arrival_slowdown_two_puts_beside_gemm"] == rows[1]["arrival_slowdown"]
+    assert {name for name in outcome.figures if name.startswith("arrival_slowdown_")} == {
+        f"arrival_slowdown_{puts}_beside_{work}" for puts in ("two_puts", "one_put") for work in ("gemm", "attention")
     }
 
 
@@ -177,6 +177,9 @@ def test_what_is_hidden_of_an_exchange() -> None:
     assert "hidden" not in quiet
     assert (beside["arrival_ms"], beside["arrival_slowdown"], beside["work_slowdown"]) == (6.0, 1.5, 1.1)
     assert beside["hidden"] == (10 + 4 - 11) / 4
+    of_long_work = {"nothing": 0.0, "gemm": 100.0}
+    _, beside = sending._beside(FakeBench(), chain, works, of_long_work, sending.VARIANTS[0])
+    assert "hidden" not in beside, "4 of 100 ms are less than what the work varies by"
 
 
 def test_the_put_kernel_is_launched_as_a_variant_says() -> None:

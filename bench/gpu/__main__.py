@@ -14,8 +14,6 @@ from bench.gpu.process import ROOT
 from bench.gpu.report import budget, summary
 from bench.gpu.session import Session
 
-RESULTS = ROOT / "bench" / "results" / "gpu"
-
 
 def main(arguments: Sequence[str]) -> int:
     """Return the exit code: 0 if nothing failed or timed out, 1 otherwise, 2 for arguments that cannot be."""
@@ -46,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     packages = options.packages or ROOT / "gpu_packages"
     if options.packages and not packages.is_dir():
         parser.error(f"--packages {packages}: there is no such folder; docs/performance.md says how to make it")
-    output = options.output or (Path(tempfile.mkdtemp(prefix="bench_gpu_")) if options.dry_run else RESULTS)
+    output = options.output or (Path(tempfile.mkdtemp(prefix="bench_gpu_")) if options.dry_run else results.RESULTS)
     session = Session(
         output,
         "cpu" if options.dry_run else "cuda",

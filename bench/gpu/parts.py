@@ -100,8 +100,7 @@ PARTS = (
         needs=("triton",),
         run=2,
     ),
-    Part("put", "The put kernel beside a GEMM", "bench.gpu.putting:measure", 20, needs=("triton",), run=2),
     _test("profiling", 40, timed=True, run=2),
     Part("profile", "torchtitan-cad profile", "bench.gpu.speed:profile", 25, needs=("tqdm",), run=2),
-    Part("replay", "All ranks of a plan, one after another", "bench.gpu.speed:replayed", 85, run=2),
+    Part("replay", "All ranks of a plan, one after another", "bench.gpu.speed:replayed", 130, run=2),
 )

@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Files of results, one for every GPU and part, and what says which code they are of."""
+"""Files of results, one for every GPU and part, and what says which code they are of.
+
+    python -m bench.gpu.results FOLDER --commit REVISION
+
+copies results of a machine without the repository's history to bench/results/gpu, with the commit whose sources they
+are of.
+"""
 
 import hashlib
+import io
 import json
 import re
 import subprocess
+import sys
+import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +24,7 @@ Result = dict[str, Any]
 """A part's outcome, with its date, its command and the ``identity`` of what was measured."""
 PAGE = "README.md"
 SOURCES = ("torchtitan_cad", "bench", "tests/gpu")
+RESULTS = ROOT / "bench" / "results" / "gpu"
 
 
 def identity(environment: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
@@ -75,12 +86,43 @@ def done(found: list[Result], own: dict[str, Any]) -> set[str]:
     return {result["part"] for result in found if result["status"] == "done" and same_code(result, own)}
 
 
-def source_hash() -> str:
+def source_hash(root: Path = ROOT) -> str:
     """Return a hash of all code measured and measuring, which shows edits that no commit has."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
-        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    for path in sorted(path for folder in SOURCES for path in (root / folder).rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def adopt(measured: Path, revision: str, destination: Path = RESULTS) -> list[str]:
+    """Copy results to ``destination`` with the commit that they are of, and return the names of their parts.
+
+    Args:
+        measured: folder of results.
+        revision: the commit; its sources must have the results' hash.
+
+    Raises:
+        ValueError: there are no results, or some are of other sources than the commit's.
+    """
+    found = read(measured)
+    if not found:
+        raise ValueError(f"{measured} has no results: name the folder that `python -m bench.gpu --output` wrote to")
+    archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=True).stdout
+    with tempfile.TemporaryDirectory() as name:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(name, filter="data")
+        sources = source_hash(Path(name))
+    for result in found:
+        if result["sources"] != sources:
+            raise ValueError(
+                f"{result['part']} was measured on sources {result['sources']}, but those of {revision} are {sources}: "
+                "name the commit that was measured"
+            )
+    commit = _git("rev-parse", "--short=12", revision)
+    destination.mkdir(parents=True, exist_ok=True)
+    for result in found:
+        write(destination, {**result, "commit": commit, "clean": True})
+    return [result["part"] for result in found]
 
 
 def _git(*arguments: str) -> str | None:
@@ -97,3 +139,19 @@ def _write(path: Path, text: str) -> None:
     unfinished = path.with_suffix(path.suffix + ".tmp")
     unfinished.write_text(text)
     unfinished.replace(path)
+
+
+if __name__ == "__main__":
+    import tyro  # only here: the run needs no command line of this module
+
+    from bench.gpu.report import page
+
+    def main(folder: tyro.conf.Positional[Path], commit: str = "HEAD") -> None:
+        """Copy results to bench/results/gpu, with the commit whose sources they are of, and write their page."""
+        try:
+            print("copied:", ", ".join(adopt(folder, commit)))
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        write_page(RESULTS, page(read(RESULTS)))
+
+    tyro.cli(main)

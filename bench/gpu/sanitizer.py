@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from bench.gpu.child import TOO_NEW
 from bench.gpu.parts import Emit, Skip
 from bench.gpu.process import ROOT
+from bench.gpu.sanitized import PLANTED
 
 PROGRAM = "compute-sanitizer"
 FOLDERS = "/usr/local/cuda*/bin"
@@ -60,6 +61,8 @@ TOOLS = (
     Tool("initcheck", 49252, ()),
     Tool("racecheck", 49352, ("--kernel-name=regex=_sum_rows|_merge_rows|_row_delta",)),
 )
+CONTROL = Tool("memcheck", 49452, ("--report-api-errors=no",))
+"""For the program with a planted fault, which it must find."""
 
 
 @dataclass
@@ -95,11 +98,16 @@ def measure(device: str, emit: Emit) -> None:
     program = find_program()
     rows: list[dict[str, Any]] = []
     bad = []
-    with ThreadPoolExecutor(len(TOOLS)) as pool:
+    with ThreadPoolExecutor(len(TOOLS) + 1) as pool:
+        planted = pool.submit(run_tool, program, CONTROL, [*watched_program(device), PLANTED], LIMIT_S)
         for finding in pool.map(lambda tool: run_tool(program, tool, watched_program(device), LIMIT_S), TOOLS):
             rows.append({name: value for name, value in asdict(finding).items() if value or name != "output"})
             emit("tools", rows)
             bad += [f"{finding.tool}: {finding.bad}"] if finding.bad else []
+        found = planted.result().errors
+    emit("errors found where one is planted", found)
+    if not found:
+        bad.append("memcheck does not find a planted read behind the last row")
     if bad:
         raise RuntimeError("; ".join(bad))
 
@@ -170,6 +178,8 @@ def judge(tool: str, code: int | None, output: str, seconds: float) -> Finding:
     errors = int(summaries[-1]) if summaries else 0
     finding = Finding(tool, seconds, errors, [], "", "")
     if code == 0:
+        finding.bad = "" if summaries else "it says nothing of errors"
+        finding.output = finding.bad and shown(output)
         return finding
     if code is None:
         finding.bad = f"ended after {seconds:.0f} s"
