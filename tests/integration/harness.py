@@ -170,7 +170,12 @@ class _RankServer:
     """The harness's end of rank_server.py."""
 
     def __init__(self, pythonpath: Sequence[Path]):
-        env = {**child_environment(pythonpath), "TORCHINDUCTOR_COMPILE_THREADS": "1", "HF_DATASETS_OFFLINE": "1"}
+        env = {
+            **child_environment(pythonpath),
+            "TORCHINDUCTOR_CACHE_DIR": str(_scratch_folder() / "compiled"),  # of all jobs of the session
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "HF_DATASETS_OFFLINE": "1",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.rank_server"],
             env=env,

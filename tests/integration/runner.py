@@ -71,8 +71,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("titan_args", nargs="*")
     options = parser.parse_args(argv)
 
-    # Stock torchtitan's ranks would otherwise load each other's compiled graphs, which name process groups.
-    torch.compiler.config.cache_key_tag = f"{options.record_dir} rank {rank()}"
     register_datasets()
     add_variants()
     register_flavors()
