@@ -6,10 +6,8 @@ Jobs on a torchtitan with all patches agree with jobs that do not have the defec
 
 import inspect
 import os
-import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,31 +15,12 @@ from torch.nn.attention.varlen import varlen_attn
 
 from tests.integration import compositions as c
 from tests.integration.harness import REPOSITORY, RunResult, run
+from tests.integration.patched import PATCHES, apply_patch, copy_torchtitan
 from tests.sets import matrix
-
-PATCHES = sorted((REPOSITORY / "patches").glob("*.patch"))
-
-
-def copy_torchtitan(destination: Path, *patches: Path) -> Path:
-    """Copy the installed torchtitan below `destination`, apply patches there, and return the folder to import from."""
-    spec = find_spec("torchtitan")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    installed = Path(spec.submodule_search_locations[0])
-    shutil.copytree(installed, destination / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
-    for patch in patches:
-        apply_patch(destination, patch)
-    return destination
-
-
-def apply_patch(folder: Path, patch: Path, *options: str) -> None:
-    # Inside a repository git would resolve the paths against its root, and skip what it does not find.
-    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    subprocess.run(["git", "apply", "-p1", *options, str(patch)], cwd=folder, env=env, check=True)
 
 
 def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
-    assert len(PATCHES) == 5
+    assert len(PATCHES) == 6
     folder = copy_torchtitan(tmp_path)
     original = {path: path.read_bytes() for path in folder.rglob("*.py")}
     for patch in PATCHES:
