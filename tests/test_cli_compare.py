@@ -155,6 +155,31 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path: Path, monkeypatch:
     assert (figures["loss"], figures["gradient_norm"]) == (8.0, 1.5)
 
 
+def test_waits_of_streams_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two waits and a start, the device was 2 and 3 ms in the waits."""
+    clock = iter([10.0, 12.0, 20.0, 21.0, 30.0, 33.0])
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = next(clock)
+
+        def elapsed_time(self, end: "Event") -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(ExchangeClock, "measure", ExchangeClock.measure)
+    seconds_of_waits = measured._time_waits_of_streams()
+    exchange_clock = ExchangeClock()
+    for what in ("waiting", "starting", "waiting"):
+        with exchange_clock.measure(what):
+            pass
+    assert seconds_of_waits() == pytest.approx(5e-3)
+    assert seconds_of_waits() is None, "a step without waits"
+
+
 def test_a_step_waits_for_its_turn_and_its_clock_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", clock := time.perf_counter)
     (turn := tmp_path / measured.TURN).write_text("1")

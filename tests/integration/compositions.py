@@ -11,6 +11,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from tests.integration.harness import RunResult, gradient_errors, run
+from tests.integration.patched import with_cache_keys
 from torchtitan_cad.cli.report_command import find_steps, read_steps, summarize
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 
@@ -215,9 +216,14 @@ HALVED_SYMMETRIC = [
 def reference(
     nranks: int, args: tuple[str, ...], *, validates: bool = True, grads_at: int = 2, fp64: bool = False
 ) -> RunResult:
-    """A run without CAD that validates after step 1 if it can; one serves many compositions."""
+    """A run without CAD that validates after step 1 if it can; one serves many compositions.
+
+    Stock torchtitan's ranks would take each other's graphs of the loss under tensor parallelism.
+    """
     validation = VALIDATION if validates else ()
-    return run([*COMMON, *validation, *args], nranks, 300, grads_at=grads_at, fp64=fp64)
+    takes_wrong_graphs = {*COMPILE, *TP2} <= {*args}
+    search = [with_cache_keys()] if takes_wrong_graphs else []
+    return run([*COMMON, *validation, *args], nranks, 300, grads_at=grads_at, fp64=fp64, pythonpath=search)
 
 
 @functools.cache

@@ -49,6 +49,8 @@ class RunResult:
     validation_losses: dict[int, float]
     graphs: list[int]
     """Graphs that dynamo had compiled by the end of each step."""
+    cached: dict[str, int]
+    """Graphs of all ranks that the caches on disk had ("hit") and had not ("miss")."""
     resident_bytes: list[dict[int, int]]
     """Every rank's memory in use, by logged step."""
     traces: list[dict[str, Any]]
@@ -112,7 +114,7 @@ def run(
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
         env: further environment variables, set after torch and torchtitan are imported.
     """
-    record_dir = Path(tempfile.mkdtemp(prefix="run_", dir=_scratch_folder()))
+    record_dir = Path(tempfile.mkdtemp(prefix="run_", dir=scratch_folder()))
     dump_folder = dump_folder or record_dir / "dump"
     numbers = {"grads-at": grads_at, "trace-at": trace_at, "init-seed": init_seed, "as-dp": as_dp}
     hooks = [f"--{name}={number}" for name, number in numbers.items() if number is not None]
@@ -170,7 +172,12 @@ class _RankServer:
     """The harness's end of rank_server.py."""
 
     def __init__(self, pythonpath: Sequence[Path]):
-        env = {**child_environment(pythonpath), "TORCHINDUCTOR_COMPILE_THREADS": "1", "HF_DATASETS_OFFLINE": "1"}
+        env = {
+            **child_environment(pythonpath),
+            "TORCHINDUCTOR_CACHE_DIR": str(scratch_folder() / "compiled"),  # of all jobs of the session
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "HF_DATASETS_OFFLINE": "1",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.rank_server"],
             env=env,
@@ -232,6 +239,7 @@ def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None])
         records.append([json.loads(line) for line in path.read_text().splitlines()])
     reported = [record for of_rank in records for record in of_rank if record["is_metrics_rank"]]
     train = [record for record in reported if record["kind"] == "train"]
+    last = [of_rank[-1]["cached"] for of_rank in records if of_rank]
     grads: dict[str, torch.Tensor] = {}
     for path in sorted(record_dir.glob("grads_rank*.pt")):
         grads |= torch.load(path)
@@ -244,6 +252,7 @@ def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None])
         grad_norms=[float.fromhex(record["grad_norm"]) for record in train],
         validation_losses={r["step"]: float.fromhex(r["loss"]) for r in reported if r["kind"] == "validation"},
         graphs=[record["graphs"] for record in train],
+        cached={name: sum(of_rank[name] for of_rank in last) for name in ("hit", "miss")},
         resident_bytes=[{r["step"]: r["resident_bytes"] for r in rank if r["kind"] == "train"} for rank in records],
         traces=[json.loads(path.read_text()) for path in sorted(record_dir.glob("trace_rank*.json"))],
         grads=grads,
@@ -251,7 +260,7 @@ def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None])
 
 
 @functools.cache
-def _scratch_folder() -> Path:
+def scratch_folder() -> Path:
     """Holds whatever runs write, until this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_cad_tests_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -269,7 +278,7 @@ def tokenizer_folder() -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<bos>", "<eos>"])
 
-    folder = _scratch_folder() / "tokenizer"
+    folder = scratch_folder() / "tokenizer"
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))

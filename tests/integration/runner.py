@@ -71,8 +71,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("titan_args", nargs="*")
     options = parser.parse_args(argv)
 
-    # Stock torchtitan's ranks would otherwise load each other's compiled graphs, which name process groups.
-    torch.compiler.config.cache_key_tag = f"{options.record_dir} rank {rank()}"
     register_datasets()
     add_variants()
     register_flavors()
@@ -242,7 +240,8 @@ def record_steps(record_dir: Path) -> None:
     def write(self: Any, **record: Any) -> None:
         metrics_rank = titan_metrics._get_metrics_rank(self.parallel_dims, self.job_config)
         with path.open("a") as file:
-            file.write(json.dumps({**record, "is_metrics_rank": rank() == metrics_rank}) + "\n")
+            cached = {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss")}
+            file.write(json.dumps({**record, "cached": cached, "is_metrics_rank": rank() == metrics_rank}) + "\n")
 
     @functools.wraps(log)
     def recording_log(self: Any, step: int, loss: float, *more: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from torchtitan_cad.cli import main
+from torchtitan_cad.demo import tokenizer as tokenizer_module
 from torchtitan_cad.demo.datasets import (
     STDLIB_FOLDER,
     UNITS,
@@ -247,6 +248,26 @@ class TestTokenizer:
         assert tokenizer.decode(tokens) == self.TEXT
         if kind == "bytes":
             assert len(tokens) == len(self.TEXT.encode()) + 1
+
+    def test_what_was_made_otherwise_is_made_again(self, tmp_path, monkeypatch):
+        made = prepare_tokenizer(tmp_path, 300, texts=["one two"]) / "tokenizer.json"
+        first, time = made.read_bytes(), made.stat().st_mtime_ns
+        prepare_tokenizer(tmp_path, 300, texts=["one two"])
+        assert made.stat().st_mtime_ns == time, "the same again"
+        write = tokenizer_module._write
+
+        def die_before_the_config(path: Path, content: bytes) -> None:
+            if path != made:
+                raise KeyboardInterrupt
+            write(path, content)
+
+        monkeypatch.setattr(tokenizer_module, "_write", die_before_the_config)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_tokenizer(tmp_path, 300, texts=["other words, other merges"])
+        monkeypatch.setattr(tokenizer_module, "_write", write)
+        assert made.read_bytes() != first
+        prepare_tokenizer(tmp_path, 300, texts=["one two"])
+        assert made.read_bytes() == first
 
 
 class TestPrepare:

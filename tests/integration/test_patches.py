@@ -15,14 +15,13 @@ from torch.nn.attention.varlen import varlen_attn
 
 from tests.integration import compositions as c
 from tests.integration.harness import REPOSITORY, RunResult, run
+from tests.integration.patched import PATCHES
 from tests.sets import matrix
 from tests.support.patched import apply_patch, copy_torchtitan
 
-PATCHES = sorted((REPOSITORY / "patches").glob("*.patch"))
-
 
 def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
-    assert len(PATCHES) == 5
+    assert len(PATCHES) == 6
     folder = copy_torchtitan(tmp_path)
     original = {path: path.read_bytes() for path in folder.rglob("*.py")}
     for patch in PATCHES:

@@ -163,10 +163,16 @@ def test_a_process_compiles_for_itself_where_nothing_can_be_kept(folder, monkeyp
     assert not compile_once.is_compiled()
 
 
+def test_code_depends_on_the_options_that_it_is_compiled_with():
+    """numba's keys do not hold them."""
+    assert jit.__file__ in jit.source_files()
+
+
 def test_code_of_older_sources_is_forgotten(folder, monkeypatch):
     """numba itself looks at the file of the entry point only, not at those of the functions compiled into it."""
     source = folder / "callee.py"
     source.write_text("1")
+    times = source.stat()
     entry = SimpleNamespace(py_func=make_plan, stats=SimpleNamespace(cache_path=str(folder)))
     monkeypatch.setattr(compile_once, "entry_points", lambda: [entry])
     monkeypatch.setattr(compile_once, "source_files", lambda: [str(source)])
@@ -182,7 +188,8 @@ def test_code_of_older_sources_is_forgotten(folder, monkeypatch):
     first = list(folder.glob("*.ready"))
     compile_once.compile_once(compile_all, [].append)
     assert index.exists()
-    source.write_text("22")
+    source.write_text("2")  # of the same size, and installed with the same time
+    os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert not compile_once.is_compiled()
     compile_once.compile_once(compile_all, [].append)
     assert seen == [False, False]

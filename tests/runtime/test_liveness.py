@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from torchtitan_cad.runtime.liveness import PeerMonitor, has_ended
+from tests.runtime.processes import run_processes, values
+from torchtitan_cad.runtime.liveness import PeerMonitor, has_ended, store_of_attempt
 
 INTERVAL_S = 0.05
 WORLD = 3
@@ -140,6 +141,25 @@ def test_failed_communication_is_no_cause_if_there_is_a_better_one(ranks: list[R
     ranks[2].die()
     for rank in (0, 1):
         only(ranks[rank].monitor.diagnose(), 2, "no sign of life")
+
+
+def stop_in_two_attempts(group: dist.ProcessGroup) -> list[list[str]]:
+    """What a rank finds at the beginning of each of two attempts with one store, in which all ranks stop."""
+    findings = list[list[str]]()
+    for _ in range(2):
+        store = store_of_attempt(dist.distributed_c10d._get_default_store())
+        monitor = PeerMonitor(store, group.rank(), group.size(), interval_s=INTERVAL_S)
+        dist.barrier()
+        findings.append(monitor.diagnose())
+        dist.barrier()
+        monitor.find_cause("ValueError: bad batch", by_itself=True)
+        monitor.close()
+        dist.barrier()
+    return findings
+
+
+def test_what_an_earlier_attempt_has_left_in_the_store_is_not_found() -> None:
+    assert values(run_processes(2, stop_in_two_attempts)) == [[[], []]] * 2
 
 
 def test_closed_peer_is_well(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:

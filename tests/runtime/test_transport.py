@@ -7,6 +7,7 @@ import signal
 import time
 import weakref
 from dataclasses import astuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
-from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Routes, SymmetricTransport
+from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Routes, SymmetricTransport, memory
 
 
 @pytest.mark.parametrize("num_ranks", params([2, 4, 8], [4]))
@@ -142,6 +143,19 @@ def exchange_and_leave(group: dist.ProcessGroup) -> list[int]:
 def test_memory_is_allocated_once_and_given_back() -> None:
     """Each rank maps its own and its peer's."""
     assert values(run_processes(2, exchange_and_leave)) == [[2, 0]] * 2
+
+
+@needs_linux
+def test_the_memory_of_another_container_is_not_taken_for_a_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a peer has the process id and the file that this rank has here."""
+
+    def peer_alike(named_path: tuple[str, str], group: object) -> dict[int, tuple[str, str]]:
+        name, path = named_path
+        return {0: named_path, 1: (name.translate(str.maketrans("0123456789abcdef", "f0123456789abcde")), path)}
+
+    monkeypatch.setattr(memory, "gather", peer_alike)
+    with pytest.raises(RuntimeError, match=r"memory of rank 1 is not at /proc/.*: start all ranks in one container"):
+        memory.CpuMemory.allocate(4096, SimpleNamespace(rank=lambda: 0))
 
 
 def number_of_mappings() -> int:

@@ -95,6 +95,16 @@ def compile_for(group: object, capability: int, folder: str) -> None:
     assert "sys.acquire" in code["_wait"]
 
 
+def test_users_of_a_machine_do_not_share_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor Triton's cache, for which these are."""
+    from torchtitan_cad.runtime.triton.warm_up import _lock_path
+
+    own = _lock_path(0)
+    assert _lock_path(0) == own != _lock_path(1)
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    assert _lock_path(0) != own
+
+
 @pytest.mark.parametrize("capability", params([80, 90, 100], [90]))
 def test_code_for_a_device(capability: int, tmp_path) -> None:
     """Accesses of 16 bytes, and the memory order that the protocol relies on."""

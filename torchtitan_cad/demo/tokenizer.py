@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
@@ -61,22 +61,31 @@ def prepare_tokenizer(
 
     folder = Path(output_dir)
     digest = hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
+    made_of = {"kind": kind, "vocab_size": vocab_size, "texts_sha256": digest}
+    files = folder / _TOKENIZER, folder / _CONFIG
+    is_there = all(file.is_file() for file in files)
+    if not is_there or files[1].read_bytes() != _config_of(files[0].read_bytes(), made_of):
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer = train_tokenizer(texts, vocab_size, show_progress).to_str(pretty=True).encode()
+        _write(files[0], tokenizer)
+        _write(files[1], _config_of(tokenizer, made_of))
+    return folder
+
+
+def _config_of(tokenizer: bytes, made_of: dict[str, Any]) -> bytes:
+    """Return tokenizer_config.json beside the tokenizer.json ``tokenizer``, which it names by a hash.
+
+    A run that was interrupted between both files, or another program, may have left another tokenizer beside it.
+    """
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOS_TOKEN,
         "add_bos_token": False,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
-        "torchtitan_cad": {"kind": kind, "vocab_size": vocab_size, "texts_sha256": digest},
+        "torchtitan_cad": {**made_of, "tokenizer_sha256": hashlib.sha256(tokenizer).hexdigest()},
     }
-    config = json.dumps(settings, indent=2) + "\n"
-    files = folder / _TOKENIZER, folder / _CONFIG
-    if not all(file.is_file() for file in files) or files[1].read_bytes() != config.encode():
-        folder.mkdir(parents=True, exist_ok=True)
-        # The config goes last: with it in place the folder is complete.
-        _write(files[0], train_tokenizer(texts, vocab_size, show_progress).to_str(pretty=True))
-        _write(files[1], config)
-    return folder
+    return f"{json.dumps(settings, indent=2)}\n".encode()
 
 
 def training_sample(texts: Sequence[str]) -> Sequence[str]:
@@ -100,8 +109,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, show_progress: bool =
     return tokenizer
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     """Write the whole file or nothing, so that an interrupted run leaves no half of one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(content)
     temporary.replace(path)

@@ -47,7 +47,7 @@ from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.liveness import PeerMonitor
+from torchtitan_cad.runtime.liveness import PeerMonitor, store_of_attempt
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 from torchtitan_cad.runtime.transport import DryTransport, Transport, build_transport
 from torchtitan_cad.runtime.transport.base import gather
@@ -65,9 +65,11 @@ class CadSession:
         self.group_rank = self.topology.group_rank(self.rank)
         self.side_stream = SideStream(self.device)
         self.statistics = StepStatistics()
+        watches = not (job.dry_run or self.cad.shadow)
+        store = store_of_attempt(dist.distributed_c10d._get_default_store()) if watches else None
         if self.deals:
             warm_up_placement()
-        self.monitor = self._start_monitor()
+        self.monitor = None if store is None else self._start_monitor(store)
         self._mesh: DeviceMesh | None = None
         self._engines: list[CoreAttentionEngine] = []
         self._ticks: Ticks | None = None
@@ -117,11 +119,9 @@ class CadSession:
 
     # Set-up -----------------------------------------------------------------------------------------------------------
 
-    def _start_monitor(self) -> PeerMonitor | None:
-        if self.job.dry_run or self.cad.shadow:
-            return None
+    def _start_monitor(self, store: dist.Store) -> PeerMonitor:
         return PeerMonitor(
-            dist.distributed_c10d._get_default_store(),
+            store,
             self.rank,
             dist.get_world_size(),
             group=self.ranks,

@@ -114,9 +114,9 @@ def _ready_name(machine: str) -> str:
 
 
 def _source_tag() -> str:
-    """Hash of the modification times and sizes of all files with compiled code; numba's cache has the same keys."""
-    stats = [(path, Path(path).stat()) for path in source_files()]
-    return _hash([(path, stat.st_mtime_ns, stat.st_size) for path, stat in stats])
+    """Hash of all files with compiled code: times, which numba's keys have, and contents, as images may fix times."""
+    paths = [Path(path) for path in source_files()]
+    return _hash([(str(path), path.stat().st_mtime_ns, path.read_bytes()) for path in paths])
 
 
 def _machine_tag() -> str:

@@ -31,7 +31,8 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wra
 # code creates no arrays: counting references to them takes most of the time where functions are small.
 
 _entries: list[Any] = []
-_files: set[str] = set()
+_files: set[str] = {__file__}
+"""Beside functions, this file: numba's keys lack the options above."""
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +66,7 @@ def entry_points() -> list[Any]:
 
 
 def source_files() -> list[str]:
-    """Return the paths of all imported files that have compiled code."""
+    """Return the paths of all files on which compiled code depends, of those that have been imported."""
     return sorted(_files)
 
 

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -44,6 +45,17 @@ _CAUSE, _EFFECT = "stopped by itself", "stopped after failed communication"
 """Keys of the store: the first rank to stop by itself, and the first whose communication failed, each in a clause."""
 _logger = logging.getLogger()
 _T = TypeVar("_T")
+
+
+def store_of_attempt(store: dist.Store) -> dist.Store:
+    """Return a part of the job's store for this start of its ranks alone; all ranks of the job call it together.
+
+    A launcher that starts ranks again keeps the store (torch 2.11 to 2.15), with what the ranks before have left there.
+    How often each node has started its ranks does not tell starts apart: nodes count by themselves.
+    """
+    attempt = [uuid.uuid4().hex]
+    dist.broadcast_object_list(attempt)
+    return dist.PrefixStore(attempt[0], store)
 
 
 @dataclasses.dataclass

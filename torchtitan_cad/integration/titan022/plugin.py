@@ -10,12 +10,10 @@ the model's own name, and repairs what ``upstream`` lists.
 import copy
 import dataclasses
 import functools
-import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -30,7 +28,6 @@ from torchtitan.models.attention import VarlenMetadata
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
-from torchtitan_cad import runtime
 from torchtitan_cad.integration.engines import ENGINE, engine_name
 from torchtitan_cad.integration.loading.documents import cut_for_halves
 from torchtitan_cad.integration.pingpong.fsdp_hooks import adopt_hooks
@@ -39,6 +36,7 @@ from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
 from torchtitan_cad.integration.titan022.blocks import apply_ac, apply_compile, checkpointing, selects_operators
 from torchtitan_cad.integration.titan022.checks import choose_streams, launched_ranks, validate
+from torchtitan_cad.integration.titan022.compile_caches import separate_compile_caches
 from torchtitan_cad.integration.titan022.experts import check_experts
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
 from torchtitan_cad.integration.titan022.folders import check_folders
@@ -101,6 +99,7 @@ def on_config(config: JobConfig) -> None:
     spec = check(config)
     check_inputs(config, spec)
     check_folders(config)
+    _undo.callback(setattr, torch.compiler.config, "cache_key_tag", torch.compiler.config.cache_key_tag)
     if config.cad.shadow:
         _override(name, shadow_train_spec(spec, config.model.flavor))
         return
@@ -181,8 +180,8 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         return session.wrap_loader(open_dataset("training", build, job_config=job_config, **options))
 
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-        apply_cad(model, parallel_dims, job_config)
         separate_compile_caches(parallel_dims)
+        apply_cad(model, parallel_dims, job_config)
         with _left_to_cad(spec, model, job_config):
             parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
         # Else checkpointing by operator (torch 2.13) stops at what FSDP2 records inside of a block.
@@ -219,7 +218,7 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
 
 
 def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
-    """Make a spec that trains as ``spec`` does, while a ``Shadow`` sees the batches."""
+    """Make a spec that trains as ``spec`` does, while a ``Shadow`` sees the batches, with compile caches as CAD's."""
 
     def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
         build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
@@ -231,8 +230,15 @@ def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         session = open_session(read_job(job_config, args, tokenizer.eos_id if tokenizer else None))
         return session.build_shadow(loader, list(model.layers.values()))
 
+    def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+        separate_compile_caches(parallel_dims)
+        return spec.parallelize_fn(model, parallel_dims, job_config)
+
     return dataclasses.replace(
-        spec, build_dataloader_fn=build_dataloader, build_metrics_processor_fn=CadMetricsProcessor
+        spec,
+        parallelize_fn=parallelize,
+        build_dataloader_fn=build_dataloader,
+        build_metrics_processor_fn=CadMetricsProcessor,
     )
 
 
@@ -265,20 +271,6 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
         f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
         f"nano-batches: {session.cad.nano_batches}"
     )
-
-
-def separate_compile_caches(parallel_dims: ParallelDims) -> None:
-    """Keep a rank from taking from a shared cache what another rank, or another version of this package, has compiled.
-
-    Graphs name their TP group, and backward graphs call operators with the arguments they had when forward was traced.
-    torch's cache keys contain neither (seen with torch 2.13); the tag is part of every key. What backward graphs call
-    is in the operators' gradient formulas, so it depends on their sources.
-    """
-    sources = sorted(Path(runtime.__file__).parent.rglob("*.py"))
-    tag = f"torchtitan_cad {hashlib.sha256(b''.join(path.read_bytes() for path in sources)).hexdigest()[:16]}"
-    if parallel_dims.tp_enabled:
-        tag += f", tp group {parallel_dims.get_mesh('tp').get_group().group_name}"
-    torch.compiler.config.cache_key_tag = f"{torch.compiler.config.cache_key_tag.split('|')[0]}|{tag}"
 
 
 @contextmanager

@@ -8,6 +8,7 @@ signals; each word has one writer. Implementations differ in how they write to a
 import os
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -87,16 +88,19 @@ class CpuMemory(SymmetricMemory):
     @classmethod
     def allocate(cls, num_bytes: int, agreement: dist.ProcessGroup, **_: object) -> "CpuMemory":
         """Map an anonymous file of every rank; the system frees it when the last process that maps it has ended."""
-        with open(os.memfd_create(_FILE), "wb") as file:
+        name = f"{_FILE}-{uuid.uuid4().hex}"
+        with open(os.memfd_create(name), "wb") as file:
             file.truncate(num_bytes)
-            paths = gather(f"/proc/{os.getpid()}/fd/{file.fileno()}", agreement)
-            for peer, path in paths.items():
-                if _FILE not in os.readlink(path):
+            named_paths = gather((name, f"/proc/{os.getpid()}/fd/{file.fileno()}"), agreement)
+            paths = [path for _, path in named_paths.values()]
+            for peer, (peers_name, path) in named_paths.items():
+                # In a container of its own, a peer of the same number may be another process: this one, say.
+                if not os.path.exists(path) or peers_name not in os.readlink(path):
                     raise RuntimeError(
                         f"the memory of rank {peer} is not at {path}: start all ranks in one container, in which "
                         "processes see each other"
                     )
-            buffers = [torch.from_file(path, True, num_bytes, dtype=torch.uint8) for path in paths.values()]
+            buffers = [torch.from_file(path, True, num_bytes, dtype=torch.uint8) for path in paths]
             dist.barrier(agreement)  # until all have opened it
         return cls(buffers, agreement.rank())
 

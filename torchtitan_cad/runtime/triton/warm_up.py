@@ -2,6 +2,7 @@
 """Compile every kernel of a job before its first step, so that no rank waits for another's compiler."""
 
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,11 +37,16 @@ def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device, fir
     _logger.info(f"CAD compiles its {len(launches)} Triton kernels, or loads those that are compiled already")
     for number in range(len(launches)):
         index = (first + number) % len(launches)
-        with FileLock(Path(tempfile.gettempdir()) / f"torchtitan_cad_kernel_{index}.lock", mode=0o666):
+        with FileLock(_lock_path(index)):
             launches[index]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     _logger.info(f"CAD's Triton kernels are ready after {time.perf_counter() - begin:.1f} s")
+
+
+def _lock_path(index: int) -> Path:
+    """Return a file of this user, as are those of Triton's cache; Linux may refuse to open another user's in /tmp."""
+    return Path(tempfile.gettempdir()) / f"torchtitan_cad_{os.getuid()}_kernel_{index}.lock"
 
 
 def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:

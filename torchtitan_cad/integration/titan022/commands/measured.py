@@ -133,19 +133,42 @@ def _time_waits_of_streams() -> Callable[[], float | None]:
     return drain
 
 
-def _record_steps(path: Path, on_cpu: bool) -> None:
-    # torchtitan must not be imported before enable_cpu().
+def _note_figures(seen: dict[str, Any]) -> None:
+    """Make every step note in ``seen`` the rows that it loads, what CAD says of it, and how long its host waits."""
     from torchtitan.train import Trainer
 
     from torchtitan_cad.integration.report.statistics import StepStatistics
     from torchtitan_cad.integration.titan022.job import document_end
     from torchtitan_cad.runtime.exchange import ExchangeClock
 
+    forward_backward, drain, reset = Trainer.forward_backward_step, StepStatistics.drain, ExchangeClock.reset
+
+    def noted_pass(self: Any, *, input_dict: dict[str, Any], **rest: Any) -> Any:
+        end = document_end(self.job_config.cad, self.tokenizer.eos_id)
+        seen.setdefault("rows", []).extend(document_rows(input_dict["input"], end, input_dict.get(DOCUMENT_IDS)))
+        return forward_backward(self, input_dict=input_dict, **rest)
+
+    def noted_drain(self: StepStatistics) -> dict[str, Any]:
+        seen.update(figures := drain(self))
+        return figures
+
+    def noted_reset(self: ExchangeClock) -> tuple[float, float]:
+        seconds = reset(self)
+        seen["waiting"] = seconds[1]
+        return seconds
+
+    Trainer.forward_backward_step = noted_pass
+    StepStatistics.drain, ExchangeClock.reset = noted_drain, noted_reset  # type: ignore[method-assign]
+
+
+def _record_steps(path: Path, on_cpu: bool) -> None:
+    # torchtitan must not be imported before enable_cpu().
+    from torchtitan.train import Trainer
+
     seen: dict[str, Any] = {}
     wait_for_turn = take_turns(path.parent / TURN)
     seconds_of_waits = (lambda: None) if on_cpu else _time_waits_of_streams()
-    train_step, forward_backward = Trainer.train_step, Trainer.forward_backward_step
-    drain, reset = StepStatistics.drain, ExchangeClock.reset
+    train_step = Trainer.train_step
 
     def measured_step(self: Any, *args: Any, **kwargs: Any) -> None:
         wait_for_turn(self.step)
@@ -157,9 +180,7 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
         # The processor is the job's, and what it does is the end of the step.
         processor_log = self.metrics_processor.log
 
-        def end_and_log(
-            step: int, loss: float, most_loss: float, gradient_norm: float, *rest: Any, **more: Any
-        ) -> None:
+        def end_and_log(step: int, loss: float, most_loss: float, gradient_norm: float, **more: Any) -> None:
             if on_cpu:
                 seen["busy"] = time.process_time() - busy
             else:
@@ -180,24 +201,10 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def noted_pass(self: Any, *, input_dict: dict[str, Any], **rest: Any) -> Any:
-        end = document_end(self.job_config.cad, self.tokenizer.eos_id)
-        seen.setdefault("rows", []).extend(document_rows(input_dict["input"], end, input_dict.get(DOCUMENT_IDS)))
-        return forward_backward(self, input_dict=input_dict, **rest)
-
-    def noted_drain(self: StepStatistics) -> dict[str, Any]:
-        seen.update(figures := drain(self))
-        return figures
-
-    def noted_reset(self: ExchangeClock) -> tuple[float, float]:
-        seconds = reset(self)
-        seen["waiting"] = seconds[1]
-        return seconds
-
     if on_cpu:
         _time_attention(seen)
-    Trainer.train_step, Trainer.forward_backward_step = measured_step, noted_pass
-    StepStatistics.drain, ExchangeClock.reset = noted_drain, noted_reset  # type: ignore[method-assign]
+    _note_figures(seen)
+    Trainer.train_step = measured_step
 
 
 if __name__ == "__main__":
