@@ -158,14 +158,15 @@ def test_other_ranks_do_not(degrees: dict[str, int]) -> None:
 
 def test_a_later_job_gets_the_tag_that_was_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "a user's")
     alone = SimpleNamespace(get_all_one_dimensional_meshes=dict)
-    plugin.on_config(parse_job(tmp_path))
-    tags = set[str]()
-    for _ in range(2):
-        separate_compile_caches(alone)
-        tags.add(torch.compiler.config.cache_key_tag)
-    (tag,) = tags
-    assert tag.startswith("a user's|torchtitan_cad ")
-    plugin.restore()
-    assert torch.compiler.config.cache_key_tag == "a user's"
+    # pytest's monkeypatch would leave torch's configuration without this key.
+    with torch.compiler.config.patch(cache_key_tag="a user's"):
+        plugin.on_config(parse_job(tmp_path))
+        tags = set[str]()
+        for _ in range(2):
+            separate_compile_caches(alone)
+            tags.add(torch.compiler.config.cache_key_tag)
+        (tag,) = tags
+        assert tag.startswith("a user's|torchtitan_cad ")
+        plugin.restore()
+        assert torch.compiler.config.cache_key_tag == "a user's"
