@@ -50,7 +50,7 @@ def _test(name: str, seconds: float, *, timed: bool = False, run: int = 1) -> Pa
 
 
 def _sharing(name: str, title: str, seconds: float, arguments: tuple[str, str, str]) -> Part:
-    return Part(name, title, "bench.gpu.sharing:measure", seconds, arguments, ("torchtitan", "triton"))
+    return Part(name, title, "bench.gpu.sharing:measure", seconds, arguments, ("bench.gpu.sharing", "triton"))
 
 
 def in_groups(parts: Sequence[Part]) -> Iterator[list[Part]]:
@@ -75,7 +75,7 @@ ENVIRONMENT = Part("environment", "GPU, driver, packages", "bench.gpu.environmen
 PARTS = (
     ENVIRONMENT,
     Part("planner", "The planner's compiled code", "bench.gpu.speed:warm_planner", 45, needs=("numba",)),
-    Part("shares", "Halves of the GPU at once", "bench.gpu.share_probe:measure", 25, ("2",), ("torchtitan", "triton")),
+    Part("shares", "Halves of the GPU at once", "bench.gpu.share_probe:measure", 25, ("2",), ("bench.gpu.sharing",)),
     _sharing("sharing", "Two ranks on halves of the GPU, DDP", 80, ("2", "ddp", "stock,cad,two nano-batches")),
     _sharing("sharing-fsdp2", "Two ranks on halves, FSDP2", 70, ("2", "fsdp2", "stock,cad,loader's homes")),
     _sharing("sharing-of-4", "Four ranks on quarters of the GPU, DDP", 60, ("4", "ddp", "stock,cad")),
