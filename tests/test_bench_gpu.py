@@ -4,6 +4,7 @@
 `make bench-gpu-dry` runs all of them on CPU stand-ins.
 """
 
+import json
 import subprocess
 import tempfile
 import time
@@ -111,6 +112,18 @@ def result_of(part: str, sources: str, date: str, **changes: Any) -> dict[str, A
     return {"part": part, "date": date, **identity, "sources": sources, "dry_run": False, **outcome, **changes}
 
 
+def test_what_is_no_result_is_left_alone(tmp_path: Path) -> None:
+    """Also a result that has figures, by one of the same part that was skipped; and NaN is null."""
+    for number, text in enumerate(("[]", "{}", "3", '{"part": "x"}', "{")):
+        (tmp_path / f"other-{number}.json").write_text(text)
+    results.write(tmp_path, result_of("layer", "s", "2026-01-01T00:00", figures={"times": [1.0, float("nan")]}))
+    results.write(tmp_path, result_of("layer", "s", "2026-01-02T00:00", status="skipped"))
+    (result,) = results.read(tmp_path)
+    assert (result["status"], result["figures"]) == ("done", {"times": [1.0, None]})
+    json.loads((tmp_path / "h200-layer.json").read_text(), parse_constant=pytest.fail)
+    assert report.page([result]).startswith("# Results on one GPU")
+
+
 def test_goals_are_judged_on_one_state_of_the_sources(tmp_path: Path) -> None:
     """Tests that passed with other sources do not count, nor do other GPUs; the page shows them with their commit."""
     passed, failed = {"tests": {"passed": 3}}, {"tests": {"passed": 2, "failed": 1}}
@@ -120,7 +133,7 @@ def test_goals_are_judged_on_one_state_of_the_sources(tmp_path: Path) -> None:
     for result in (old, new, other):
         results.write(tmp_path, result)
     found = results.read(tmp_path)
-    assert {results.gpu_name(result) for result in found} == {"h200", "h100"}
+    assert {results.gpu_name(result) for result in found} == {"h200", "h100-80gb-hbm3"}
     text = report.page(found)
     assert "2 passed, 1 failed, 0 skipped" in text
     assert "5 passed" not in text
@@ -138,11 +151,17 @@ def test_results_of_another_machine_get_the_commit_whose_sources_they_have(tmp_p
     measured.mkdir()
     with pytest.raises(ValueError, match="has no results"):
         results.adopt(measured, "HEAD", adopted)
+    results.write(measured, result_of("plain", sources, "2026-01-01T00:00", dry_run=True))
+    with pytest.raises(ValueError, match="has no results of a GPU"):
+        results.adopt(measured, "HEAD", adopted)
+    (measured / "cpu-plain.json").unlink()
     results.write(measured, result_of("layer", sources, "2026-01-01T00:00", commit="other", clean=False))
     assert results.adopt(measured, "HEAD", adopted) == ["layer"]
     (result,) = results.read(adopted)
     head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, text=True).strip()
     assert (result["commit"], result["clean"]) == (head, True)
+    with pytest.raises(ValueError, match="there is no such commit here"):
+        results.adopt(measured, "no-such-commit", adopted)
     results.write(measured, result_of("plain", "of an edited tree", "2026-01-01T00:00"))
     with pytest.raises(ValueError, match="plain was measured on sources of an edited tree, but those of HEAD are"):
         results.adopt(measured, "HEAD", adopted)
@@ -160,16 +179,20 @@ def test_what_does_not_fit_into_the_budget_is_skipped(tmp_path: Path, quick_envi
 
 
 def test_nothing_is_tried_where_the_environment_fails(tmp_path, quick_environment, monkeypatch) -> None:
+    """And nothing is written: results of a GPU that was there before stay as they are."""
     monkeypatch.setattr(session, "ENVIRONMENT", fake("bad", name="environment"))
     good, outcomes = run_session(tmp_path, [fake("good", name="part")])
     assert not good
-    assert outcomes["part"]["status"] == "skipped"
+    assert outcomes == {}
+    assert not any(tmp_path.iterdir())
 
 
 def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, message in (
         (["--only", "layers"], "--only layers: there is no such part, choose among environment, "),
         (["--packages", str(tmp_path / "none")], "docs/performance.md says how to make it"),
+        (["--run", "1", "--only", "layer"], "--run 1 has none of --only layer: leave out one of them"),
+        (["--minutes", "0"], "--minutes 0.0: set a number greater than 0"),
     ):
         with pytest.raises(SystemExit) as stopped:
             command.main(arguments)
@@ -185,9 +208,11 @@ def test_goals_are_judged_by_their_figures() -> None:
     counts = {"launches": 40.0, "synchronisations": 0.0, "allocations": 0.0, "on_device": 40}
     own = {"own_over_attention": 0.05, "own_microseconds": 700.0}
     modes = [{"mode": "stock"}, {"mode": "cad", "speed_up": 1.4, "ideal_speed_up": 1.5}]
+    sharing = {"modes": modes, "transports": {"cad": "symm_mem, ..."}, "multiprocessors": [[66, 66], [66, 66]]}
     figures: dict[str, dict[str, Any]] = {
-        "sharing": {"modes": modes},
-        "test-engine": {"tests": {"passed": 3, "skipped": 1}},
+        "environment": {"device": {"multiprocessors": 132}},
+        "sharing": sharing,
+        "test-engine": {"tests": {"passed": 3}},
         "attention": {"shards": shards},
         "bandwidth": {"kernels": kernels},
         "replay": {"plans": plans},
@@ -200,7 +225,9 @@ def test_goals_are_judged_by_their_figures() -> None:
     assert {v.status for v in goals.verdicts(figures, statuses, stand_ins=True)} == {goals.NOT_MEASURED}
 
     missed = [
-        ("sharing", {"modes": [modes[0], modes[1] | {"speed_up": 1.29}]}),
+        ("sharing", sharing | {"modes": [modes[0], modes[1] | {"speed_up": 1.29}]}),
+        ("sharing", sharing | {"transports": {"cad": "collective; not symm_mem"}}),
+        ("sharing", sharing | {"multiprocessors": [[66, 66], [132, 132]]}),
         ("attention", {"shards": [shards[0] | {"backward_share": 0.94}]}),
         ("bandwidth", {"kernels": [kernels[0] | {"share": 0.74}]}),
         ("replay", {"plans": [plans[0] | {"planned_over_mean": 1.09}]}),
@@ -221,12 +248,16 @@ def test_goals_are_judged_by_their_figures() -> None:
         for name, value in cases:
             found = [v.status for v in goals.verdicts(figures | {name: value}, statuses)]
             assert sorted(found) == [goals.MET] * 7 + [verdict], (name, value)
+    unequal = goals.verdicts(figures, statuses | {"sharing": "failed"})[0]
+    assert unequal.status == goals.NOT_MET, "it trained otherwise than stock"
+    some = goals.verdicts(figures | {"test-engine": {"tests": {"passed": 3, "skipped": 1}}}, statuses)[1]
+    assert some.status == goals.NOT_MEASURED
     hung = goals.verdicts(figures, statuses | {"test-engine": "timed out"})[1]
     assert hung.status == goals.NOT_MET
-    assert hung.figure == "3 passed, 0 failed, 1 skipped; failed or timed out: test-engine"
+    assert hung.figure == "3 passed, 0 failed, 0 skipped; failed or timed out: test-engine"
     left = goals.verdicts(figures, statuses | {"test-graphs": "skipped"})[1]
     assert left.status == goals.NOT_MEASURED
-    assert left.figure == "in part: 3 passed, 0 failed, 1 skipped; not run: test-graphs"
+    assert left.figure == "in part: 3 passed, 0 failed, 0 skipped; not run: test-graphs"
     nothing = goals.verdicts({}, {"test-engine": "skipped", "layer": "timed out"})
     assert [v.status for v in nothing] == [goals.NOT_MEASURED] * 8
     assert nothing[5].figure == "layer timed out"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.gpu import results
-from bench.gpu.parts import PARTS, RUN_S, RUNS
+from bench.gpu.parts import PARTS, RUN_S, RUNS, expected_seconds
 from bench.gpu.process import ROOT
-from bench.gpu.report import budget, summary
+from bench.gpu.report import summary
 from bench.gpu.session import Session
 
 
@@ -41,23 +41,31 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--only {unknown.pop()}: there is no such part, choose among {', '.join(names)}")
     runs = RUNS if options.run is None else (options.run,)
     chosen = [part for part in PARTS if part.run in runs and (options.only is None or part.name in options.only)]
+    if not chosen:
+        parser.error(f"--run {options.run} has none of --only {' '.join(options.only)}: leave out one of them")
+    if options.minutes is not None and not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes}: set a number greater than 0")
     packages = options.packages or ROOT / "gpu_packages"
     if options.packages and not packages.is_dir():
         parser.error(f"--packages {packages}: there is no such folder; docs/performance.md says how to make it")
     output = options.output or (Path(tempfile.mkdtemp(prefix="bench_gpu_")) if options.dry_run else results.RESULTS)
+    budget_s = 60 * options.minutes if options.minutes else len(runs) * RUN_S
     session = Session(
         output,
         "cpu" if options.dry_run else "cuda",
         packages.resolve() if packages.is_dir() else None,
-        60 * options.minutes if options.minutes else len(runs) * RUN_S,
+        budget_s,
         lambda line: print(line, flush=True),
     )
-    print(budget(), flush=True)
+    print(f"{expected_seconds(chosen):.0f} s expected of {budget_s:.0f}", flush=True)
     good = session.run(chosen, options.resume)
-    print(f"\n{summary(results.read(session.folder))}\n{session.folder / results.PAGE}")
+    found = [result for result in results.read(session.folder) if results.same_code(result, session.identity)]
+    if found:
+        print(f"\n{summary(found)}\n{session.folder / results.PAGE}")
     return 0 if good else 1
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench.gpu: stopped"))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit("bench.gpu: stopped"))
     sys.exit(main(sys.argv[1:]))

@@ -98,15 +98,29 @@ class Collection:
 
 
 def main(options: Options) -> int:
-    """Exit code 0, or 1 if the folder is larger than its limit."""
-    collection = fill(options.folder, WANTED, read_present(options.present))
-    if options.mps:
-        extract_mps(options.mps, options.folder / "bin")
+    """Exit code 0, 1 if a folder is larger than its limit, 2 with one line of what is wrong."""
+    try:
+        return collect(options)
+    except subprocess.CalledProcessError as error:
+        print(f"error: {Path(error.cmd[0]).name} ended with code {error.returncode}, as it says above", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def collect(options: Options) -> int:
+    """Gathers, and tells what; exit code 0, or 1 if a folder is larger than its limit. Raises as ``fill``."""
+    present = read_present(options.present)
+    with tempfile.TemporaryDirectory(prefix="bench_gpu_programs_") as programs:
+        if options.mps:
+            extract_mps(options.mps, Path(programs, "bin"))
+        collection = fill(options.folder, WANTED, present)
+        shutil.copytree(programs, options.folder, dirs_exist_ok=True)
     print("\n".join(describe(options.folder, collection)))
     folders = [options.folder]
     if options.flash_attn_4:
         folders.append(options.flash_attn_4)
-        print("\n".join(add_flash_attention_4(*folders, read_present(options.present))))
+        print("\n".join(add_flash_attention_4(*folders, present)))
     return 0 if all([within_limit(folder, options.limit_mib) for folder in folders]) else 1
 
 
@@ -117,10 +131,13 @@ def fill(folder: Path, wanted: Iterable[str], present: Mapping[str, str]) -> Col
         ValueError: ``folder`` holds something else than what this command makes.
         subprocess.CalledProcessError: pip finds no package that the machine could load; pip says which.
     """
-    _remove_earlier(folder)
+    _check_earlier(folder)
     with tempfile.TemporaryDirectory(prefix="bench_gpu_wheels_") as downloads:
         collection = resolve(wanted, present, Path(downloads))
-        install([wheel.path for wheel in collection.wheels], folder)
+        installed = Path(downloads, "installed")
+        install([wheel.path for wheel in collection.wheels], installed)
+        shutil.rmtree(folder, ignore_errors=True)  # only now, so that an earlier one is there if something fails
+        shutil.copytree(installed, folder)
     return collection
 
 
@@ -158,7 +175,7 @@ def compress(folder: Path, archive: Path) -> None:
             tar.add(path, path.name)
 
 
-def _remove_earlier(folder: Path) -> None:
+def _check_earlier(folder: Path) -> None:
     if not folder.exists():
         return
     is_earlier = any(folder.glob("*.dist-info"))
@@ -166,7 +183,6 @@ def _remove_earlier(folder: Path) -> None:
         raise ValueError(
             f"{folder} holds no packages: name a folder that does not exist, or that this command has made"
         )
-    shutil.rmtree(folder)
 
 
 def read_present(path: Path) -> dict[str, str]:
@@ -272,6 +288,8 @@ def extract_mps(source: Path, folder: Path) -> None:
         ValueError: ``source`` does not hold both.
         subprocess.CalledProcessError: ``source`` is no Debian package.
     """
+    if not source.exists():
+        raise ValueError(f"--mps {source}: there is no such file or folder")
     with tempfile.TemporaryDirectory(prefix="bench_gpu_mps_") as unpacked:
         where = source
         if source.is_file():

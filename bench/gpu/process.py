@@ -2,6 +2,7 @@
 """Runs one part in a process of its own, within a time limit."""
 
 import contextlib
+import getpass
 import json
 import os
 import signal
@@ -52,7 +53,7 @@ def run_part(part: Part, device: str, limit_s: float, packages: Path | None) -> 
             process = subprocess.Popen(
                 [*command, *([str(packages)] if packages else [])],
                 cwd=ROOT,
-                env=_environment(device),
+                env=_environment(device, folder),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -66,9 +67,13 @@ def run_part(part: Part, device: str, limit_s: float, packages: Path | None) -> 
         return outcome
 
 
-def _environment(device: str) -> dict[str, str]:
+def _environment(device: str, folder: str) -> dict[str, str]:
+    """Return a part's variables: what it leaves in its folder for temporary files ends with it, but for caches."""
+    cache = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     env = {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
         **os.environ,
+        "TMPDIR": folder,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
     }
     if device == "cpu":  # stand-ins: no GPU even if there is one, and parts that run at once share few cores

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.gpu.goals import Verdict, verdicts
-from bench.gpu.parts import PARTS, RUN_S, RUNS, expected_seconds
+from bench.gpu.parts import PARTS
 from bench.gpu.results import Result, gpu_name, same_code
 from bench.record import cell, markdown_table
 
@@ -27,12 +27,6 @@ def latest_state(results: Sequence[Result]) -> list[Result]:
     """Return the results of the state of the sources that was measured last."""
     last = max(results, key=lambda result: result["date"])
     return [result for result in results if same_code(result, last)]
-
-
-def budget() -> str:
-    """Return a line for each run: the seconds that its parts should take."""
-    sums = {run: expected_seconds([part for part in PARTS if part.run == run]) for run in RUNS}
-    return "\n".join(f"run {run}: {seconds:.0f} of {RUN_S:.0f} s" for run, seconds in sums.items())
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -67,6 +61,8 @@ def page(results: Sequence[Result]) -> str:
             if result is None or not (result["figures"] or result["output"]):
                 continue
             lines += [f"### {part.name}: {part.title}", "", f"`{result['command']}`, commit {result['commit']}", ""]
+            if "note" in result:
+                lines += [result["note"], ""]
             for figure, value in result["figures"].items():
                 lines += _figure(figure, value)
             if result["output"]:

@@ -10,6 +10,7 @@ are of.
 import hashlib
 import io
 import json
+import math
 import re
 import subprocess
 import sys
@@ -24,6 +25,11 @@ Result = dict[str, Any]
 """A part's outcome, with its date, its command and the ``identity`` of what was measured."""
 PAGE = "README.md"
 SOURCES = ("torchtitan_cad", "bench", "tests/gpu")
+KEYS = {
+    *("part", "date", "command", "gpu", "torch", "python", "commit", "clean", "sources", "dry_run"),
+    *("status", "why", "seconds", "figures", "output"),
+}
+"""What every result has."""
 RESULTS = ROOT / "bench" / "results" / "gpu"
 
 
@@ -51,13 +57,15 @@ def gpu_name(result: Result) -> str:
     """Return the GPU's name in the names of files: "h200" for NVIDIA H200, "cpu" for stand-ins."""
     if result["dry_run"]:
         return "cpu"
-    words = re.findall(r"[a-z]+\d+\w*", result["gpu"].lower())
-    return words[0] if words else "gpu"
+    words = re.findall(r"\w+", result["gpu"].lower().removeprefix("nvidia"))
+    return "-".join(words)
 
 
 def write(folder: Path, result: Result) -> None:
-    """Write a part's result in place of an earlier one of the same GPU."""
-    _write(folder / f"{gpu_name(result)}-{result['part']}.json", json.dumps(result, indent=1) + "\n")
+    """Write a part's result in place of an earlier one of the GPU, unless that has figures and this was skipped."""
+    path = folder / f"{gpu_name(result)}-{result['part']}.json"
+    if result["status"] != "skipped" or not any(earlier["figures"] for earlier in _read_files([path])):
+        _write(path, json.dumps(_strict(result), indent=1) + "\n")
 
 
 def write_page(folder: Path, text: str) -> None:
@@ -66,14 +74,29 @@ def write_page(folder: Path, text: str) -> None:
 
 
 def read(folder: Path) -> list[Result]:
-    """Return all results of a folder; a file that cannot be read is none."""
+    """Return all results of a folder; a file that holds something else is left out."""
+    return _read_files(sorted(folder.glob("*.json")))
+
+
+def _read_files(paths: list[Path]) -> list[Result]:
     found = []
-    for path in sorted(folder.glob("*-*.json")):
+    for path in paths:
         try:
-            found.append(json.loads(path.read_text()))
+            content = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
+        if isinstance(content, dict) and content.keys() >= KEYS:
+            found.append(content)
     return found
+
+
+def _strict(value: Any) -> Any:
+    """Return the value with null in place of what JSON has no number for."""
+    if isinstance(value, dict):
+        return {name: _strict(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def same_code(result: Result, other: Result) -> bool:
@@ -102,12 +125,15 @@ def adopt(measured: Path, revision: str, destination: Path = RESULTS) -> list[st
         revision: the commit; its sources must have the results' hash.
 
     Raises:
-        ValueError: there are no results, or some are of other sources than the commit's.
+        ValueError: there are no results of a GPU, no such commit, or some results are of other sources than its own.
     """
     found = read(measured)
-    if not found:
-        raise ValueError(f"{measured} has no results: name the folder that `python -m bench.gpu --output` wrote to")
-    archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=True).stdout
+    if not found or any(result["dry_run"] for result in found):
+        raise ValueError(f"{measured} has no results of a GPU: name what `python -m bench.gpu --output` wrote to there")
+    commit = _git("rev-parse", "--short=12", f"{revision}^{{commit}}")
+    if commit is None:
+        raise ValueError(f"--commit {revision}: there is no such commit here; name the one that was measured")
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as name:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(name, filter="data")
@@ -118,7 +144,6 @@ def adopt(measured: Path, revision: str, destination: Path = RESULTS) -> list[st
                 f"{result['part']} was measured on sources {result['sources']}, but those of {revision} are {sources}: "
                 "name the commit that was measured"
             )
-    commit = _git("rev-parse", "--short=12", revision)
     destination.mkdir(parents=True, exist_ok=True)
     for result in found:
         write(destination, {**result, "commit": commit, "clean": True})

@@ -33,6 +33,7 @@ class Session:
 
     Attributes:
         outcomes: of the parts of this run that have ended, by name.
+        identity: of this run's results.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Session:
         self.outcomes: dict[str, Outcome] = {}
         self._begin, self._seconds = time.monotonic(), seconds
         self._lock = threading.Lock()
-        self._identity: dict[str, Any] = {}
+        self.identity: dict[str, Any] = {}
 
     def run(self, parts: Sequence[Part], resume: bool = False) -> bool:
         """Run ``parts`` after the environment and return whether none failed or timed out.
@@ -52,15 +53,16 @@ class Session:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = self._run(ENVIRONMENT)
-        self._identity = results.identity(environment.figures, dry_run=self.device == "cpu")
-        self._keep(ENVIRONMENT, environment)
+        self.identity = results.identity(environment.figures, dry_run=self.device == "cpu")
         left = [part for part in parts if part is not ENVIRONMENT]
-        if environment.status != "done":
-            for part in left:
-                self._keep(part, Outcome("skipped", "the environment cannot run it"))
+        if environment.status != "done":  # a device that cannot compute has no results
+            self.outcomes[ENVIRONMENT.name] = environment
+            self.outcomes |= {part.name: Outcome("skipped", "the environment cannot run it") for part in left}
+            self.report(f"{ENVIRONMENT.name}: {environment.status}: {environment.why}; nothing was run or written")
             return False
+        self._keep(ENVIRONMENT, environment)
         if resume:
-            done = results.done(results.read(self.folder), self._identity)
+            done = results.done(results.read(self.folder), self.identity)
             for part in left:
                 if part.name in done:
                     self.report(f"{part.name}: done before")
@@ -98,7 +100,7 @@ class Session:
                 "part": part.name,
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "command": f"python -m bench.gpu {shlex.join(sys.argv[1:])}".rstrip(),
-                **self._identity,
+                **self.identity,
                 **asdict(outcome),
             }
             results.write(self.folder, result)

@@ -19,7 +19,7 @@ from torchtitan_cad import runtime
 REPLICAS = frozenset({"batch", "loss", "dp_replicate", "fsdp", "efsdp"})
 """Dimensions of torchtitan's meshes along which ranks run the same graphs: FSDP2 shards outside of them."""
 
-_SEPARATOR = "|"
+_MARK = "|torchtitan_cad "
 
 
 def separate_compile_caches(parallel_dims: ParallelDims) -> None:
@@ -27,9 +27,8 @@ def separate_compile_caches(parallel_dims: ParallelDims) -> None:
 
     What was in the tag before, such as a user's own, stays in front.
     """
-    of_others, *_ = torch.compiler.config.cache_key_tag.split(_SEPARATOR)
-    tag = f"torchtitan_cad {_operators_digest()}, {graph_place(parallel_dims)}"
-    torch.compiler.config.cache_key_tag = f"{of_others}{_SEPARATOR}{tag}"
+    of_others, *_ = torch.compiler.config.cache_key_tag.partition(_MARK)
+    torch.compiler.config.cache_key_tag = f"{of_others}{_MARK}{_operators_digest()}, {graph_place(parallel_dims)}"
 
 
 def graph_place(parallel_dims: ParallelDims) -> str:
