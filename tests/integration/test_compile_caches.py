@@ -28,7 +28,7 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
 from torchtitan_cad.integration.titan022.compile_caches import graph_place, separate_compile_caches  # noqa: E402
 
-matrix = pytest.mark.matrix
+matrix, slow = pytest.mark.matrix, pytest.mark.slow
 STEPS = ("--training.steps=2",)
 LOSS = (*c.COMPILE, "--compile.components=loss")
 HALVES = ("--cad.nano_batches=2",)
@@ -56,6 +56,11 @@ def test_a_second_start_takes_every_graph_and_no_other_ranks(tmp_path: Path) -> 
     assert_same([train(tmp_path, 2, *c.CAD, *c.TP2, *LOSS) for _ in range(2)])
 
 
+SLOW = {
+    *("tp2", "tp2_ac_op", "tp2_ac_full", "tp2_without_loss_parallel"),
+    *("ep2", "ep2_tp2_loss", "ep2_tp2_etp2_loss", "tp2_halves", "ep2_halves"),
+}
+"""Cases in which four ranks compile blocks, for more than a minute."""
 # Name: ranks, and arguments with and without CAD.
 BESIDE_STOCK = {
     "fsdp2": (2, c.COMPILE),
@@ -70,9 +75,13 @@ BESIDE_STOCK = {
 }
 
 
-@matrix
+def marked(name: str, *values: object) -> object:
+    """Return a case of the matrix; one in ``SLOW`` runs with the slow tests."""
+    return pytest.param(*values, id=name, marks=slow if name in SLOW else matrix)
+
+
 @pytest.mark.parametrize("first", ["cad", "stock"])
-@pytest.mark.parametrize("name", BESIDE_STOCK)
+@pytest.mark.parametrize("name", [marked(name, name) for name in BESIDE_STOCK])
 def test_graphs_of_stock_torchtitan_lie_beside(name: str, first: str, tmp_path: Path) -> None:
     nranks, args = BESIDE_STOCK[name]
     with_cad, without = (*args, *c.CAD), args
@@ -109,13 +118,14 @@ BESIDE_TRACED = {
 
 
 def cases() -> list[object]:
-    symmetric = pytest.param(2, c.COMPILE, (*c.COMPILE, *c.SYMMETRIC), id="symm_mem", marks=needs_linux)
-    plain = [pytest.param(*case, id=name) for name, case in BESIDE_ANOTHER.items()]
-    traced = [pytest.param(*case, id=f"traced_{name}", marks=c.needs_traced) for name, case in BESIDE_TRACED.items()]
+    symmetric = pytest.param(2, c.COMPILE, (*c.COMPILE, *c.SYMMETRIC), id="symm_mem", marks=[matrix, needs_linux])
+    plain = [marked(name, *case) for name, case in BESIDE_ANOTHER.items()]
+    traced = [
+        pytest.param(*case, id=f"traced_{name}", marks=[matrix, c.needs_traced]) for name, case in BESIDE_TRACED.items()
+    ]
     return [symmetric, *plain, *traced]
 
 
-@matrix
 @pytest.mark.parametrize(("nranks", "one", "other"), cases())
 def test_graphs_of_another_job_lie_beside(
     nranks: int, one: tuple[str, ...], other: tuple[str, ...], tmp_path: Path
