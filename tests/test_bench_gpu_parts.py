@@ -29,8 +29,7 @@ def test_ranks_on_partitions() -> None:
         (count, work) for count in (2, 4) for work in ("attention", "attention and MLP")
     ]
     ratios = [row["home_ms"] / row["planned_ms"] for row in figures["layers"]]
-    names = ("speed_up", "speed_up_with_mlp", "speed_up_of_4", "speed_up_with_mlp_of_4")
-    assert [figures[name] for name in names] == ratios
+    assert [row["speed_up"] for row in figures["layers"]] == ratios
 
 
 @pytest.mark.matrix
@@ -39,10 +38,6 @@ def test_an_exchange_beside_other_work() -> None:
     assert outcome.status == "done", outcome.output
     rows = outcome.figures["chains"]
     assert len(rows) == len(sending.VARIANTS) * 3
-    assert outcome.figures["arrival_slowdown_two_puts_beside_gemm"] == rows[1]["arrival_slowdown"]
-    assert {name for name in outcome.figures if name.startswith("arrival_slowdown_")} == {
-        f"arrival_slowdown_{puts}_beside_{work}" for puts in ("two_puts", "one_put") for work in ("gemm", "attention")
-    }
 
 
 def test_rows_are_there_with_their_word() -> None:

@@ -83,8 +83,6 @@ def measure(device: str, emit: Emit) -> None:
             row = bench.compare(sizes.rounds[count], with_mlp)
             rows.append({"partitions": count, "sms": partitions[0].sms, "work": work, **row})
             emit("layers", rows)
-            name = "speed_up_with_mlp" if with_mlp else "speed_up"
-            emit(name if count == 2 else f"{name}_of_{count}", row["speed_up"])
         shared[f"{count} partitions"] = bench.shared()
         emit("shared", shared)
         bench.layer.raise_if_late()

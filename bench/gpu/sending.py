@@ -248,7 +248,6 @@ def measure(device: str, emit: Emit) -> None:
                 chain.check()
                 rows += _beside(bench, chain, works, alone, variant)
             emit("chains", rows)
-        _emit_goals(rows, emit)
     if device == "cuda":
         emit("programs_per_multiprocessor", _histograms(sizes, where, works["gemm"]))
 
@@ -279,20 +278,6 @@ def _beside(
             if shorter >= LEAST_SHARE * alone[name]:
                 row["hidden"] = (alone[name] + quiet - max(times)) / shorter
         yield row
-
-
-def _emit_goals(rows: Sequence[dict[str, Any]], emit: Emit) -> None:
-    """What goals can ask for, of the first size: that of the transport as it is, and of one put instead of two."""
-    first = rows[0]["megabytes"]
-    for name, routes in (("two_puts", 2), ("one_put", 1)):
-        for work in ("gemm", "attention"):
-            (row,) = (
-                row
-                for row in rows
-                if (row["megabytes"], row["beside"], row["routes"]) == (first, work, routes)
-                and (row["programs"], row["warps"]) == (24, 16)
-            )
-            emit(f"arrival_slowdown_{name}_beside_{work}", row["arrival_slowdown"])
 
 
 def _histograms(sizes: Sizes, device: torch.device, multiply: Callable[[], object]) -> list[dict[str, Any]]:

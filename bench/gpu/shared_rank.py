@@ -8,7 +8,6 @@ attention use symmetric memory as they do on devices of their own. A rank takes 
 FOLDER/start appears, and writes the number of multiprocessors that it then occupies to FOLDER/share<rank>.json.
 """
 
-import functools
 import json
 import os
 import sys
@@ -22,6 +21,8 @@ from torchtitan_cad.integration.titan022.commands import measured
 from torchtitan_cad.integration.titan022.cpu import _force_sum_reduction_in_fsdp, enable_cpu
 
 START = "start"
+START_S = 600.0
+"""seconds to wait for the turn to start"""
 FLAVOR = "bench_attention"
 """A llama3 of 35 million parameters with heads of 128: most of its work on long rows is attention."""
 
@@ -49,17 +50,26 @@ def share_one_device() -> None:
 def _register_flavor() -> None:
     from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 
-    new_flavor = functools.partial(
-        TransformerModelArgs, dim=1024, n_layers=6, n_heads=8, n_kv_heads=2, vocab_size=2048, multiple_of=256
-    )
-    # The factor makes the feed-forward layers as wide as the model.
-    llama3_args[FLAVOR] = new_flavor(
-        ffn_dim_multiplier=0.375, rope_theta=500000, attn_type="varlen", attn_mask_type="block_causal"
+    llama3_args[FLAVOR] = TransformerModelArgs(
+        dim=1024,
+        n_layers=6,
+        n_heads=8,
+        n_kv_heads=2,
+        vocab_size=2048,
+        multiple_of=256,
+        ffn_dim_multiplier=0.375,  # feed-forward layers as wide as the model
+        rope_theta=500000,
+        attn_type="varlen",
+        attn_mask_type="block_causal",
     )
 
 
 def _wait_for(path: Path) -> None:
+    """Wait for a file; raise TimeoutError after ``START_S``, as whoever makes it may have been killed."""
+    deadline = time.monotonic() + START_S
     while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nobody has made {path} within {START_S:.0f} s: the job's starter is gone")
         time.sleep(measured.POLL_S)
 
 
