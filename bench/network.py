@@ -44,7 +44,9 @@ MODES = {
     "stock": ["--parallelism.no-cad"],
     "cad": ["--parallelism.cad"],
     "two nano-batches": ["--parallelism.cad", "--cad.nano_batches=2"],
+    "symm_mem": ["--parallelism.cad", "--cad.transport=symm_mem"],
 }
+DEFAULT_MODES = ("stock", "cad", "two nano-batches")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Options:
     job: Path = Path("train_configs/llama3_debug_cpu.toml")
     rates: tuple[float, ...] = (0.0, 1e9, 2e8, 5e7)
     """Bits per second that a node sends at most; 0: no limit."""
-    modes: tuple[str, ...] = tuple(MODES)
+    modes: tuple[str, ...] = DEFAULT_MODES
     steps: int = 20
     """Steps of every job that count."""
     warmup: int = 2
@@ -142,7 +144,7 @@ def draw(records: list[Record], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     modes = dict.fromkeys(record["mode"] for record in records)
-    for mode, color, marker in zip(modes, ("#444444", "#d55e00", "#56b4e9"), "os^", strict=False):
+    for mode, color, marker in zip(modes, ("#444444", "#d55e00", "#56b4e9", "#009e73"), "os^v", strict=False):
         mine = [record for record in records if record["mode"] == mode]
         rates, times, guesses = ([record[key] for record in mine] for key in ("Mbit/s", "ms per step", "predicted ms"))
         names = [rate if isinstance(rate, str) else f"{rate:g}" for rate in rates]

@@ -24,14 +24,13 @@ from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.transport import SymmetricTransport
 from torchtitan_cad.runtime.transport.base import Peers, Routes
-from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
+from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, sending_stream
 from torchtitan_cad.runtime.transport.memory import Epoch, Message
 
 KEY = 0
 TIMEOUT_S = 20.0
 TOY_BUFFERS_GB = 1e-3
 """All receive buffers of a rank on the CPU, where documents are short."""
-INTERPRETED_POLLS = 3000.0
 """Times a second that an interpreted kernel looks at a word, about."""
 
 
@@ -75,7 +74,7 @@ class PlayedMemory(DeviceMemory):
     def __init__(
         self, memories: "Memories", own: Tensor, addresses: Sequence[int], sending: "torch.cuda.Stream | None"
     ) -> None:
-        super().__init__(own, addresses, sending, polls_per_second(own.device) if own.is_cuda else INTERPRETED_POLLS)
+        super().__init__(own, addresses, sending)
         self._memories, self._sending = memories, False
 
     @contextmanager

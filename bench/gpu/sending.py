@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.gpu.loopback import INTERPRETED_POLLS, TIMEOUT_S
+from bench.gpu.loopback import TIMEOUT_S
 from bench.gpu.parts import Emit
 from bench.gpu.putting import Putting, programs
 from bench.workloads import SHAPE
@@ -26,7 +26,7 @@ from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, aligned
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.transport import SymmetricTransport
 from torchtitan_cad.runtime.transport.base import Route, Routes
-from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
+from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, sending_stream
 from torchtitan_cad.runtime.transport.memory import Epoch, Message
 from torchtitan_cad.runtime.triton import put
 
@@ -132,11 +132,9 @@ class Chain:
 
     def _allocate(self, num_bytes: int) -> DeviceMemory:
         own = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        on_gpu = own.is_cuda
-        stream = sending_stream(self._device) if on_gpu else None
-        polls = polls_per_second(self._device) if on_gpu else INTERPRETED_POLLS
+        stream = sending_stream(self._device) if own.is_cuda else None
         memory = DeviceMemory if self._variant.programs else CopyingMemory
-        return memory(own, [own.data_ptr()], stream, polls)
+        return memory(own, [own.data_ptr()], stream)
 
     def start(self) -> Callable[[], list[Tensor]]:
         """Launch the sender's side; the returned function launches the receiver's wait, and ends the exchange."""

@@ -26,7 +26,6 @@ from tests.gpu.test_transport_gpu import share_one_device
 from tests.runtime.exchanges import exchange_at_random
 from tests.runtime.processes import run_processes, values
 from tests.sets import needs_triton
-from torchtitan_cad.runtime.transport import build
 from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 pytestmark = [*ON_GPU, needs_triton]
@@ -64,8 +63,7 @@ def exchange_with_a_far_peer(group: dist.ProcessGroup) -> str:
         return OwnMemory(addresses, handle)
 
     symm_mem.rendezvous = rendezvous_of_far_peers
-    build._host = lambda: f"host of rank {rank}"
-    received = exchange_at_random(group, "symm_mem", 2, EXCHANGES, 0.002, "cuda:0")
+    received = exchange_at_random(group, "nvshmem", 2, EXCHANGES, 0.002, "cuda:0", hosts=[0, 1])
     torch.cuda.synchronize(device)
     return f"{received} rows over {symm_mem.get_backend(device)}"
 

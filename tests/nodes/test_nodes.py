@@ -16,6 +16,7 @@ from tests.nodes.network import Nodes, missing
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no nodes on this machine: {missing()}")
 
 PP = "--parallelism.pipeline_parallel_degree=2"
+NEAR_AND_FAR = "--cad.transport=symm_mem"
 COMPOSITIONS: dict[str, tuple[int, int, list[str]]] = {
     "fsdp": (2, 1, []),
     "by time": (2, 1, ["--cad.tolerance=auto"]),
@@ -26,6 +27,13 @@ COMPOSITIONS: dict[str, tuple[int, int, list[str]]] = {
     "tp in nodes": (2, 2, ["--parallelism.tensor_parallel_degree=2"]),
     "two ranks a node": (2, 2, ["--cad.ranks_per_node=2", "--cad.nano_batches=2", "--cad.placement=auto"]),
     "four nodes": (4, 1, ["--cad.placement=balanced"]),
+    "memory and messages": (2, 2, [NEAR_AND_FAR, "--cad.placement=auto"]),
+    "memory and messages, halves": (2, 2, [NEAR_AND_FAR, "--cad.nano_batches=2", "--cad.backward=keep"]),
+    "memory and messages, trips": (2, 2, [NEAR_AND_FAR, "--cad.receive_buffer_gb=2e-4", "--cad.ranks_per_node=2"]),
+    "memory and messages, cp": (2, 2, [NEAR_AND_FAR, "--parallelism.context_parallel_degree=4"]),
+    "memory and messages, pp": (2, 2, [NEAR_AND_FAR, PP, "--parallelism.pipeline_parallel_schedule=1F1B"]),
+    "memory and messages, ticks": (2, 2, [NEAR_AND_FAR, PP, "--parallelism.pipeline_parallel_schedule=CAD1F1B"]),
+    "messages": (4, 1, [NEAR_AND_FAR]),
 }
 """Nodes, ranks on each, and options."""
 STEPS = 3
@@ -43,7 +51,10 @@ def train(nodes: int, ranks: int, args: Sequence[str], folder: Path) -> list[flo
         network.limit(1e9)
         spread = NodesJob(network, ranks, args, folder)
         assert spread.finish(TIMEOUT_S) == [0] * nodes, spread.text
-        assert ("MB between hosts" in spread.text) == ("1F1B" not in " ".join(args).split("="))  # one rank a stage
+        is_far = "--parallelism.pipeline_parallel_schedule=1F1B" not in args  # a stage lies inside a host
+        assert ("MB between hosts" in spread.text) == is_far
+        by_messages = f"CAD exchanges rows by symm_mem inside {nodes} hosts, gloo between them"
+        assert (by_messages in spread.text) == (is_far and NEAR_AND_FAR in args)
     return spread.losses
 
 
@@ -91,14 +102,15 @@ FAULTS = {
 
 @pytest.mark.matrix
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("transport", ["--cad.transport=collective", NEAR_AND_FAR])
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_node_names_the_other_in_time_and_ends(name: str, tmp_path: Path) -> None:
+def test_every_node_names_the_other_in_time_and_ends(name: str, transport: str, tmp_path: Path) -> None:
     """The last checkpoint resumes afterwards."""
     happen, speakers = FAULTS[name]
     saving = ["--checkpoint.enable", "--checkpoint.interval=3"]
     with Nodes(2) as nodes:
         nodes.limit(1e9)
-        job = NodesJob(nodes, 1, [*ENDLESS, *saving], tmp_path)
+        job = NodesJob(nodes, 1, [*ENDLESS, *saving, transport], tmp_path)
         job.wait_for(0, r"step: +5 ", 150)
         begin = time.monotonic()
         happen(nodes)

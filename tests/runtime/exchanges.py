@@ -83,16 +83,25 @@ def assert_received(rows: list[Tensor], counts: np.ndarray, exchange: int, rank:
 
 
 def exchange_at_random(
-    group: dist.ProcessGroup, name: str, seed: int, num_exchanges: int, max_delay_s: float, device_type: str = "cpu"
+    group: dist.ProcessGroup,
+    name: str,
+    seed: int,
+    num_exchanges: int,
+    max_delay_s: float,
+    device_type: str = "cpu",
+    hosts: Sequence[int] | None = None,
 ) -> int:
     """Exchanges of two calls in flight; every rank waits, holds and releases at its own random pace.
+
+    Args:
+        hosts: number of every rank's host, by default its own.
 
     Returns the number of rows received.
     """
     num_ranks, rank = group.size(), group.rank()
     shared, own = np.random.default_rng(seed), random.Random(1000 * seed + rank)
     device = torch.device(device_type)
-    transport = build_transport(name, group, device, BUFFER_BYTES)
+    transport = build_transport(name, group, device, BUFFER_BYTES, hosts=hosts)
     calls: list[tuple[int, deque, Iterator[int]]] = []
     received = 0
 

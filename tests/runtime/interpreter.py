@@ -3,33 +3,48 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.transport import SymmetricTransport
+from torchtitan_cad.runtime.transport.far import FarRanks, transfer_over
+from torchtitan_cad.runtime.transport.memory import CpuMemory, NearRanks
 
 
-def interpreted_memory(num_bytes: int, group: Any, polls_per_second: float) -> Any:
+def interpreted_memory(num_bytes: int, group: Any) -> Any:
     """The memory for devices, in memory that CPU ranks share; an interpreted kernel looks some 3000 times a second."""
     from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
-    from torchtitan_cad.runtime.transport.memory import CpuMemory
 
-    shared = CpuMemory.allocate(num_bytes, group)
-    addresses = [buffer.data_ptr() for buffer in shared.buffers]
-    return DeviceMemory(shared.own, addresses, None, polls_per_second, owner=shared)
+    shared = shared_memory(num_bytes, group)
+    addresses = [buffer.data_ptr() for buffer in shared.buffers.values()]
+    return DeviceMemory(shared.own, addresses, None, owner=shared)
+
+
+def shared_memory(num_bytes: int, group: Any) -> CpuMemory:
+    """Memory that CPU ranks share."""
+    near = NearRanks(group, group, range(group.size()), group.size())
+    with CpuMemory.reserve(num_bytes) as file:
+        memory = CpuMemory.share(file, near)
+        dist.barrier(group)  # until all have opened it
+    return memory
 
 
 def interpreted_transport(
-    group: Any, buffer_bytes: int, *, timeout_s: float = 30.0, polls_per_second: float = 3000, **options: bool
+    group: Any, buffer_bytes: int, *, timeout_s: float = 30.0, hosts: Sequence[int] | None = None, **options: bool
 ) -> SymmetricTransport:
     """The transport for devices, over such memory; a global rank is 40 more than that in the group."""
-    allocate = partial(interpreted_memory, group=group, polls_per_second=polls_per_second)
-    ranks = range(40, 40 + group.size())
-    return SymmetricTransport(ranks, group.rank(), allocate, lambda: timeout_s, buffer_bytes, **options)
+    allocate, far = partial(interpreted_memory, group=group), None
+    ranks, rank = range(40, 40 + group.size()), group.rank()
+    if hosts is not None:
+        near = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
+        far = FarRanks(rank, near, ranks, transfer_over(group), torch.device("cpu"))
+    return SymmetricTransport(ranks, rank, allocate, lambda: timeout_s, buffer_bytes, far=far, **options)
 
 
 def interpret(*, everywhere: bool = False) -> None:

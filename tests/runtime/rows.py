@@ -112,16 +112,22 @@ def execute(
     keep: bool = False,
     max_delay_s: float = 0.0,
     symmetric: bool = False,
+    hosts: Sequence[int] | None = None,
     two_rounds: bool = False,
     sizes: TableSizes | None = None,
     squares_only: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
     transports: Sequence[Any] = (),
 ) -> list[list[Tensor]]:
-    """[out, lse, dq, dk, dv, maybe dshared] by rank; ``two_rounds``: in halves; ``squares_only``: ``SquareKernel``."""
+    """[out, lse, dq, dk, dv, maybe dshared] by rank; ``two_rounds``: in halves; ``squares_only``: ``SquareKernel``.
+
+    ``symmetric``: over shared memory; ``hosts``: over that of every host, and messages between hosts.
+    """
     num_ranks = plan.layout.num_ranks
     if not transports:
-        symmetric_or_not = symmetric_transports if symmetric else partial(thread_transports, max_delay_s=max_delay_s)
+        over_memory = partial(symmetric_transports, hosts=hosts)
+        over_mailboxes = partial(thread_transports, max_delay_s=max_delay_s)
+        symmetric_or_not = over_memory if symmetric or hosts else over_mailboxes
         transports = symmetric_or_not(num_ranks, buffer_bytes=buffer_bytes)
     scale = plan.shape.head_dim**-0.5
 

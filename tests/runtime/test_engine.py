@@ -219,6 +219,26 @@ def test_trips_of_any_plan_change_no_bit(seed: int) -> None:
     assert_same_bits(execute(plan, tensors, symmetric=True, buffer_bytes=buffer_bytes), at_once)
 
 
+@pytest.mark.parametrize("seed", seeds(2, 60))
+@needs_linux
+def test_hosts_and_trips_change_no_bit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Rows go over memory inside hosts of one to four ranks, and in messages between them, into the same buffers."""
+    monkeypatch.setattr(calls, "CUT_AT", 8)
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    hosts = np.repeat(range(3), rng.permutation(4)[:3] + 1).tolist()
+    if seed % 2:
+        rng.shuffle(hosts)
+    layout = random_layout(rng, num_ranks=len(hosts), max_length=100)
+    plan, backward = (random_plan(rng, layout, SHAPE, aligned=False, split_kv=True) for _ in range(2))
+    tensors = Tensors.random(layout, SHAPE)
+    keep = seed % 4 < 2
+    options = {"keep": keep, "two_rounds": seed % 8 < 4, "backward": None if keep else backward}
+    expected = execute(plan, tensors, **options)
+    for buffer_bytes in (BUFFER_BYTES, 512 * int(rng.integers(4, 50))):
+        assert_same_bits(execute(plan, tensors, **options, hosts=hosts, buffer_bytes=buffer_bytes), expected)
+
+
 @pytest.mark.parametrize("trips", ["one", "several"])
 @pytest.mark.parametrize("two_rounds", [False, True])
 @needs_linux

@@ -6,6 +6,8 @@ import os
 import pkgutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_pl
 from torchtitan_cad.planning.exchange.messages import RowBytes, buffer_bytes
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import SymmetricTransport
+from torchtitan_cad.runtime.triton import nvshmem_library
 from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 SHAPE = AttentionShape(32, 8, 128, 2)
@@ -138,3 +141,68 @@ def test_no_file_is_said(folder: Path, capability: tuple[int, int] | None) -> No
         (folder / "libnvshmem_device_sm_80.bc").touch()
     with pytest.raises(RuntimeError, match=r"NVSHMEM's device library for .* is not in .*: install the package"):
         find_device_library(capability)
+
+
+class HostLibrary:
+    """NVSHMEM's host library, as far as it tells its version."""
+
+    def __init__(self, *version: int) -> None:
+        self.version = version
+
+    def nvshmemx_vendor_get_version_info(self, *numbers: Any) -> None:
+        for number, value in zip(numbers, self.version, strict=True):
+            number._obj.value = value
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The device library of an installed package of version 3.4.5."""
+    library = tmp_path / "nvidia/nvshmem/lib/libnvshmem_device.bc"
+    package = SimpleNamespace(name="nvidia-nvshmem-cu13", version="3.4.5", locate_file=tmp_path.joinpath)
+    monkeypatch.setattr(nvshmem_library.importlib.metadata, "distributions", lambda: [package])
+    return library
+
+
+def test_libraries_of_one_version_go_together(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvshmem_library.ctypes, "CDLL", lambda name: HostLibrary(3, 4, 5))
+    nvshmem_library.check_host_library(packaged)
+    monkeypatch.setattr(nvshmem_library.ctypes, "CDLL", lambda name: HostLibrary(3, 3, 9))
+    message = r"host library libnvshmem_host.so.3 is version 3.3.9, .*libnvshmem_device.bc is version 3.4.5: take"
+    with pytest.raises(RuntimeError, match=message):
+        nvshmem_library.check_host_library(packaged)
+    nvshmem_library.check_host_library(Path("/opt/nvshmem/libnvshmem_device.bc"))  # of no package: nobody knows
+
+
+def test_no_host_library_is_said(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(nvshmem_library.ctypes, "CDLL", fail)
+    with pytest.raises(RuntimeError, match=r"host library cannot be loaded: libnvshmem_host.so.3: cannot open"):
+        nvshmem_library.check_host_library(packaged)
+
+
+def test_the_installed_libraries_are_of_one_version() -> None:
+    """Those of a CUDA build of torch; asking for the version needs no GPU."""
+    try:
+        library = find_device_library((9, 0))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    nvshmem_library.check_host_library(library)
+
+
+@pytest.mark.parametrize(
+    ("size", "enough"), [(None, True), ("2G", True), ("1500M", True), ("1e9", False), ("1G", False)]
+)
+def test_the_heap_has_room(monkeypatch: pytest.MonkeyPatch, size: str | None, enough: bool) -> None:
+    monkeypatch.delenv("NVSHMEM_SYMMETRIC_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", size)
+    if not enough:
+        with pytest.raises(
+            RuntimeError, match=f"NVSHMEM_SYMMETRIC_SIZE = '{size}' is not a size of at least the 15000"
+        ):
+            nvshmem_library.reserve_heap(1_500_000_000)
+        return
+    nvshmem_library.reserve_heap(1_500_000_000)
+    assert os.environ["NVSHMEM_SYMMETRIC_SIZE"] == (size or "1875000000")

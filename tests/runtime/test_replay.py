@@ -194,9 +194,9 @@ def test_recorded_attention_follows_the_plan(num_ranks: int, keep: bool) -> None
 
 _T = TypeVar("_T")
 COUNTED_SHAPE = AttentionShape(4, 2, 16, 2)
-COUNTED_LAYOUT = TokenLayout.from_segments([[(0, 0, 96), (1, 0, 40)], [(2, 0, 70), (3, 0, 30)]])
+COUNTED_SEGMENTS = [[(0, 0, 96), (1, 0, 40)], [(2, 0, 70), (3, 0, 30)], [(4, 0, 90), (5, 0, 20)]]
 # Both ranks serve causal and unmasked tasks, for themselves and for the other one.
-COUNTED_TASKS = [
+TASKS_OF_TWO = [
     (0, 0, 48, 0, 48, 0),
     (0, 48, 96, 48, 96, 0),
     (0, 48, 96, 0, 48, 1),
@@ -206,6 +206,32 @@ COUNTED_TASKS = [
     (2, 30, 70, 0, 30, 0),
     (3, 0, 30, 0, 30, 0),
 ]
+# So do these three, for themselves and for both others.
+TASKS_OF_THREE = [
+    (0, 0, 48, 0, 48, 0),
+    (0, 48, 72, 48, 72, 1),
+    (0, 48, 72, 0, 48, 1),
+    (0, 72, 96, 72, 96, 2),
+    (0, 72, 96, 0, 72, 2),
+    (1, 0, 40, 0, 40, 0),
+    (2, 0, 30, 0, 30, 1),
+    (2, 30, 50, 30, 50, 0),
+    (2, 30, 50, 0, 30, 0),
+    (2, 50, 70, 50, 70, 2),
+    (2, 50, 70, 0, 50, 2),
+    (3, 0, 30, 0, 30, 1),
+    (4, 0, 30, 0, 30, 2),
+    (4, 30, 60, 30, 60, 0),
+    (4, 30, 60, 0, 30, 0),
+    (4, 60, 90, 60, 90, 1),
+    (4, 60, 90, 0, 60, 1),
+    (5, 0, 20, 0, 20, 2),
+]
+COUNTED = {
+    2: (TokenLayout.from_segments(COUNTED_SEGMENTS[:2]), TASKS_OF_TWO),
+    3: (TokenLayout.from_segments(COUNTED_SEGMENTS), TASKS_OF_THREE),
+}
+"""Layout and tasks by number of ranks."""
 
 
 @pytest.mark.matrix
@@ -234,6 +260,22 @@ def test_launches_of_a_layer() -> None:
         }, backward
 
 
+@pytest.mark.matrix
+@needs_linux
+@needs_triton
+@pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 2)])
+def test_launches_of_a_layer_between_hosts(hosts: tuple[int, ...]) -> None:
+    """For ranks of other hosts, one launch packs the rows of a kind; without near ranks nothing is put or signalled."""
+    counted = values(run_processes(3, count, hosts, timeout_s=240))
+    for rank, (forward, backward) in enumerate(counted):
+        is_alone = hosts.count(hosts[rank]) == 1
+        sent = {"put_rows": 0, "post": 0, "wait": 0} if is_alone else {"put_rows": 3, "post": 4, "wait": 4}
+        assert {name: forward.get(name, 0) for name in sent} == sent
+        sent |= {} if is_alone else {"put_rows": 4}
+        assert {name: backward.get(name, 0) for name in sent} == sent
+        assert (forward["gather_rows"], backward["gather_rows"]) == (4 + 3, 4 + 4)
+
+
 def test_launches_of_a_layer_that_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of stock, and one each way that lays out the log-sum-exp."""
     tape = Tape()
@@ -253,7 +295,7 @@ def test_launches_of_a_layer_that_moves_nothing(monkeypatch: pytest.MonkeyPatch)
     assert tape.launches() == {"flash_attention": 2, "clone": 2}
 
 
-def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
+def count(group: dist.ProcessGroup, hosts: tuple[int, ...] | None = None) -> tuple[dict[str, int], dict[str, int]]:
     """Launches by name of one layer's forward and backward, once the buffers of the transport have been in use."""
     interpret(everywhere=True)
     tape: Tape | None = None
@@ -273,11 +315,12 @@ def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
     varlen._takes = lambda op, argument: False
     for name in ("_forward_op", "_backward_op"):
         setattr(varlen, name, partial(attend, fake_operator(getattr(varlen, name), Recorder())))
-    transport = interpreted_transport(group, 2**24)
-    plan = Plan.from_tasks(COUNTED_LAYOUT, COUNTED_SHAPE, PlannerConfig(), np.array(COUNTED_TASKS, dtype=TASK_DTYPE))
+    transport = interpreted_transport(group, 2**24, hosts=hosts)
+    layout, tasks = COUNTED[group.size()]
+    plan = Plan.from_tasks(layout, COUNTED_SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
     engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=group.rank(), device=CPU, scale=0.25)
     engine.add_plan(0, plan)
-    tokens = int(COUNTED_LAYOUT.tokens_per_rank[group.rank()])
+    tokens = int(layout.tokens_per_rank[group.rank()])
     q, k, v, dout = (torch.randn(tokens, heads, COUNTED_SHAPE.head_dim).bfloat16() for heads in (4, 2, 2, 4))
     for _ in range(2):
         forward, results = counted(engine.forward, q, k, v, 0)

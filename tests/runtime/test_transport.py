@@ -6,8 +6,8 @@ import re
 import signal
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import astuple
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,9 +34,31 @@ def test_random_exchanges_with_random_delays(name: str, num_ranks: int) -> None:
     assert sum(values(run_processes(num_ranks, exchange_at_random, name, num_ranks, 100, 0.004))) > 1000
 
 
-def exchange_until(group: dist.ProcessGroup, last: int, end: str, timeout_s: float) -> None:
+@needs_linux
+@pytest.mark.parametrize(
+    "hosts", params([(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1), (0, 1, 2, 3), (0, 1)], [(0, 1, 0, 1), (0, 1)])
+)
+def test_random_exchanges_inside_hosts_and_between_them(hosts: tuple[int, ...]) -> None:
+    arguments = "symm_mem", len(hosts), 100, 0.004, "cpu", hosts
+    assert sum(values(run_processes(len(hosts), exchange_at_random, *arguments))) > 1000
+
+
+def describe(group: dist.ProcessGroup, hosts: Sequence[int]) -> str:
+    return symmetric(group, hosts=hosts).description
+
+
+@needs_linux
+def test_the_log_says_how_rows_travel() -> None:
+    expected = {(0, 0): "symm_mem", (0, 1): "symm_mem inside 2 hosts, gloo between them"}
+    for hosts, description in expected.items():
+        assert values(run_processes(2, describe, hosts)) == [description] * 2
+
+
+def exchange_until(
+    group: dist.ProcessGroup, last: int, end: str, timeout_s: float, hosts: Sequence[int] | None = None
+) -> None:
     """Exchanges among all, all of one call if it ``hoards``; in exchange 6 rank ``last`` does as ``end`` says."""
-    transport, rank = symmetric(group, timeout_s), group.rank()
+    transport, rank = symmetric(group, timeout_s, hosts=hosts), group.rank()
     to_the_next = np.roll(np.eye(group.size(), dtype=int), 1, axis=1)  # a row
     routes = [make_route(to_the_next, rank, None, buffer=buffer) for buffer in range(BUFFERS_PER_CALL)]
     call = transport.begin()
@@ -70,6 +92,17 @@ def test_a_peer_that_is_gone_is_named_in_time(end: str) -> None:
     assert isinstance(results[1], PeerError)
     late = "of rank 1 failed: (rank 0 has not sent its rows|rank 2 has not begun to receive)"
     assert re.search(late, str(results[1]))
+
+
+@needs_linux
+@pytest.mark.parametrize("end", params(["killed", "silent"], ["silent"]))
+def test_a_peer_on_another_host_that_is_gone_is_named_in_time(end: str) -> None:
+    """Rank 0 waits for rows of rank 3; rank 2, of the same host as rank 3, for that to receive."""
+    results = run_processes(4, exchange_until, 3, end, 1.0, (0, 0, 1, 1), timeout_s=120)
+    assert isinstance(results[0], PeerError)
+    assert "exchange 'exchange 6' of rank 0 failed: rank 3 has not sent its rows" in str(results[0])
+    assert isinstance(results[2], PeerError)
+    assert "exchange 'exchange 6' of rank 2 failed: rank 3 has not begun to receive for 1.0 s" in str(results[2])
 
 
 @needs_linux
@@ -154,8 +187,11 @@ def test_the_memory_of_another_container_is_not_taken_for_a_peers(monkeypatch: p
         return {0: named_path, 1: (name.translate(str.maketrans("0123456789abcdef", "f0123456789abcde")), path)}
 
     monkeypatch.setattr(memory, "gather", peer_alike)
-    with pytest.raises(RuntimeError, match=r"memory of rank 1 is not at /proc/.*: start all ranks in one container"):
-        memory.CpuMemory.allocate(4096, SimpleNamespace(rank=lambda: 0))
+    with (
+        memory.CpuMemory.reserve(4096) as file,
+        pytest.raises(RuntimeError, match=r"memory of rank 1 is not at /proc/.*: start all ranks in one container"),
+    ):
+        memory.CpuMemory.share(file, memory.NearRanks(None, None, range(2), 2))
 
 
 def number_of_mappings() -> int:

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which transport a job gets: by name, by what works on all ranks, and why not another."""
 
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +14,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from tests.runtime.exchanges import CPU
 from tests.runtime.processes import run_processes, values
 from tests.runtime.threaded import needs_linux
+from torchtitan_cad.runtime import hosts
 from torchtitan_cad.runtime.transport import build, build_transport, expected_transport
 from torchtitan_cad.runtime.transport.memory import CpuMemory
 
@@ -23,7 +29,7 @@ def test_only_symmetric_memory_can_be_captured(name: str) -> None:
 def choose_where_one_rank_cannot(group: dist.ProcessGroup, error: type[Exception]) -> list[str]:
     """Rank 1 may make no files in memory, say."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error("no file in memory")
 
     if group.rank() == 1:
@@ -72,37 +78,149 @@ def test_ranks_agree_over_the_group_they_are_given() -> None:
     values(run_processes(2, agree_over_another_group))
 
 
-def test_one_process_knows_what_the_group_will_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial is left out, which takes all ranks."""
-    cuda, trial = torch.device("cuda"), "decided at start by a trial on all ranks of the group"
-    monkeypatch.setattr(build, "_check", lambda *_, **__: None)
-    assert expected_transport("auto", cuda, 1) == expected_transport("symm_mem", CPU, 1) == ("symm_mem", trial)
-    assert expected_transport("auto", CPU, 1) == ("collective", "not symm_mem: for ranks on CPU it serves tests")
-    assert expected_transport("collective", cuda, 2) == ("collective", "as set")
-    monkeypatch.undo()
-    monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: True)
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(build, "find_device_library", lambda capability: None)
-    assert expected_transport("auto", cuda, 2) == ("symm_mem", trial)
-    name, reason = expected_transport("auto", cuda, 2, sole_user=False)
-    assert name == "collective"
-    assert "parallelism.enable_async_tensor_parallel uses too: set that to false" in reason
-    monkeypatch.setattr(symm_mem, "get_backend", lambda _: "NVSHMEM")
-    name, reason = expected_transport("auto", cuda, 1)
-    assert name == "collective"
-    assert "set to the backend NVSHMEM" in reason
-    with pytest.raises(ValueError, match=r"cad.transport = 'symm_mem' does not work here: ranks on CPU share memory"):
-        expected_transport("symm_mem", CPU, 2)
+TRIAL = "decided at start by a trial on all ranks of the group"
+CUDA = torch.device("cuda")
+AUTO: dict[str, tuple[torch.device, int, dict[str, object], str, str]] = {
+    "one host": (CUDA, 1, {}, "symm_mem", TRIAL),
+    "two hosts": (CUDA, 2, {}, "symm_mem inside 2 hosts, send and receive between them", TRIAL),
+    "two hosts, NVSHMEM there": (
+        CUDA,
+        2,
+        {"nvshmem": True},
+        "symm_mem inside 2 hosts, send and receive between",
+        TRIAL,
+    ),
+    "no triton": (CUDA, 2, {"triton": None}, "collective", "its kernels need the package triton"),
+    "another backend": (CUDA, 1, {"backend": "NVSHMEM"}, "collective", "memory has the backend NVSHMEM, and a process"),
+    "FSDP2's backend": (CUDA, 2, {"backend": "NCCL"}, "collective", "such as set_symm_mem_for_comm of FSDP2"),
+    "async tensor parallelism": (CUDA, 2, {"backend": "CUDA"}, "symm_mem inside 2 hosts", TRIAL),
+    "CPU ranks": (CPU, 1, {}, "collective", "not symm_mem: for ranks on CPU it serves tests"),
+    "CPU ranks of two hosts": (CPU, 2, {}, "collective", "not symm_mem: for ranks on CPU it serves tests"),
+}
+"""Device, hosts, what a machine has, and what ``auto`` then means, and why."""
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes this process see a machine that has these."""
+
+    def set_up(triton: object = True, backend: str | None = None, nvshmem: bool = False) -> None:
+        monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: triton)
+        monkeypatch.setattr(symm_mem, "get_backend", lambda device: backend)
+        monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: nvshmem)
+        monkeypatch.setattr(build, "find_device_library", lambda capability: "library")
+        monkeypatch.setattr(build, "check_host_library", lambda library: None)
+
+    return set_up
+
+
+@pytest.mark.parametrize("case", AUTO)
+def test_what_auto_means(machine: Callable[..., None], case: str) -> None:
+    """One process knows it, but for the trial, which takes all ranks. NVSHMEM is never tried."""
+    device, num_hosts, has, expected, reason = AUTO[case]
+    machine(**has)
+    chosen, why = expected_transport("auto", device, num_hosts)
+    assert chosen.startswith(expected)
+    assert reason in why
+
+
+def test_what_names_mean(machine: Callable[..., None]) -> None:
+    machine()
+    assert expected_transport("collective", CUDA, 2) == ("collective", "as set")
+    assert expected_transport("symm_mem", CPU, 1) == ("symm_mem", TRIAL)
+    assert expected_transport("symm_mem", CPU, 2)[0] == "symm_mem inside 2 hosts, send and receive between them"
     with pytest.raises(ValueError, match=r"cad.transport = 'nccl': set cad.transport to one of auto, symm_mem"):
         expected_transport("nccl", CPU, 1)
+    with pytest.raises(ValueError, match=r"'nvshmem' does not work here: this build of torch has no NVSHMEM; set"):
+        expected_transport("nvshmem", CUDA, 2)
+    with pytest.raises(ValueError, match=r"'nvshmem' does not work here: it needs CUDA devices, these are cpu; set"):
+        expected_transport("nvshmem", CPU, 2)
+    machine(nvshmem=True)
+    for num_hosts in (1, 2):  # all groups of a job allocate together, those inside a host too
+        assert expected_transport("nvshmem", CUDA, num_hosts)[0] == "nvshmem"
 
 
-def test_containers_of_one_name_on_two_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.socket, "gethostname", lambda: "container")
-    here = build._host()
-    assert here == build._host()
-    monkeypatch.setattr(build.Path, "read_text", lambda _: "the boot of another host")
-    assert build._host() != here
+def choose_over_all_groups(group: dist.ProcessGroup) -> None:
+    """Two groups of two ranks; NVSHMEM lacks something on a rank of one of them."""
+    groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])]
+    own = groups[group.rank() // 2]
+
+    def check(device: torch.device) -> None:
+        if group.rank() == 3:
+            raise RuntimeError("no library")
+
+    build._check_nvshmem = check
+    with pytest.raises(ValueError, match=r"'nvshmem' does not work here: no library \(rank 3\); set"):
+        build_transport("nvshmem", own, CPU)
+
+
+def test_all_groups_of_a_job_agree_before_nvshmem_allocates() -> None:
+    """Its allocation is collective over all ranks of the job."""
+    values(run_processes(4, choose_over_all_groups))
+
+
+def differ_in_hosts(group: dist.ProcessGroup) -> list[str]:
+    """Ranks 0 and 1 of four share a host, ranks 2 and 3 do not."""
+    groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])]
+    rank = group.rank()
+    build.host_name = lambda: f"host {max(0, rank - 1)}"
+    return [build_transport("symm_mem", groups[rank // 2], CPU).description]
+
+
+@needs_linux
+def test_groups_may_differ_in_hosts() -> None:
+    near, far = ["symm_mem"], ["symm_mem inside 2 hosts, gloo between them"]
+    assert values(run_processes(4, differ_in_hosts)) == [near, near, far, far]
+
+
+def fail_at(group: dist.ProcessGroup, step: str) -> str:
+    """Rank 1 fails on its way to shared memory, while its peer goes on to the next step."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("too many files")
+
+    if group.rank() == 1:
+        if step == "share":
+            torch.from_file = fail
+        else:
+            CpuMemory.reserve = fail
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"'symm_mem' does not work here: OSError: too many files \(rank 1\)"):
+        build_transport("symm_mem", group, CPU)
+    assert time.monotonic() - begin < 20
+    return step
+
+
+@needs_linux
+@pytest.mark.parametrize("step", ["reserve", "share"])
+def test_no_rank_waits_for_one_that_cannot_share_memory(step: str) -> None:
+    assert values(run_processes(2, fail_at, step)) == [step] * 2
+
+
+def start_late(group: dist.ProcessGroup, log: str) -> None:
+    logging.basicConfig(format="%(message)s", filename=log)
+    with build._ends_if_late("NVSHMEM has not started", 0.2):
+        time.sleep(30)
+
+
+def test_a_start_that_never_ends_ends_the_process(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert run_processes(1, start_late, str(log)) == [1]
+    assert "'nvshmem': NVSHMEM has not started for 0 s; set cad.transport to 'auto'" in log.read_text()
+
+
+def test_a_host_is_a_boot_and_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Containers of one name on two machines are told apart, and two containers on one machine."""
+    here = hosts.host_name()
+    assert here == hosts.host_name()
+    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "another container")
+    assert hosts.host_name() != here
+    monkeypatch.undo()
+    boot_id = tmp_path / "boot_id"
+    boot_id.write_text("the boot of another machine")
+    monkeypatch.setattr(hosts, "_BOOT_ID", boot_id)
+    assert hosts.host_name() != here
+    assert hosts.number_hosts(["b", "a", "b", "c"]) == (0, 1, 0, 2)
 
 
 def spoil_the_trial(group: dist.ProcessGroup) -> bool:

@@ -94,12 +94,12 @@ def signal_and_wait(group) -> None:
     seven = torch.full((1,), 7)
     signals.post(both, addresses, 3, 10, seven, failed)
     assert memory.tolist() == 2 * [[0, 0, 0, 17, 0, 0, 0, 0]]
-    signals.wait(both, memory[1], 3, -7, seven, 5, failed, record)
+    signals.wait(both, memory[1], 3, -7, seven, 0.002, failed, record)
     assert (int(failed), int(record)) == (0, 0)
-    signals.wait(both, memory[1], 2, 10, seven, 5, failed, record)  # word 2 + 1 is there, word 2 + 0 is not
+    signals.wait(both, memory[1], 2, 10, seven, 0.002, failed, record)  # word 2 + 1 is there, word 2 + 0 is not
     assert int(record) == int(failed) == (17 << signals.PEER_BITS | 2) + 1
     before = record.clone()
-    signals.wait(both, memory[1], 6, 99, seven, 5, failed, record)  # only the first failure counts
+    signals.wait(both, memory[1], 6, 99, seven, 0.002, failed, record)  # only the first failure counts
     signals.post(both, addresses, 3, 18, seven, failed)
     assert torch.equal(record, before)
     assert int(memory[0, 3]) == 17
@@ -134,7 +134,7 @@ def be_late(group) -> str:
     from tests.runtime.exchanges import ONE_EACH, make_route, start
     from torchtitan_cad.runtime.errors import PeerError
 
-    transport = interpreted_transport(group, 2**20, timeout_s=0.1, polls_per_second=100)
+    transport = interpreted_transport(group, 2**20, timeout_s=0.1)
     route = make_route(ONE_EACH, group.rank(), None)
     call = transport.begin()
     if group.rank() == 1:
@@ -186,7 +186,7 @@ def test_more_rows_than_the_staging_area_holds_go_in_batches(monkeypatch) -> Non
 
     monkeypatch.setitem(sys.modules, "torchtitan_cad.runtime.triton.nvshmem", SimpleNamespace())
     own = torch.zeros(4096, dtype=torch.uint8)
-    memory = nodes.NodesMemory(own, [own.data_ptr(), 0, 0, 0], 512, [*range(4)], stream=None, polls_per_second=1.0)
+    memory = nodes.NodesMemory(own, [own.data_ptr(), 0, 0, 0], 512, [*range(4)], stream=None)
     counts, offsets = [7, 60, 0, 50], [1, 10, 0, 20]
     for most_rows, batches in ((45, 3), (100, 2), (110, 1)):
         route = Route("queries", None, counts, 4 * [0], offsets, most_rows)
@@ -214,7 +214,7 @@ def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
 
     own = torch.zeros(4096, dtype=torch.uint8)
     addresses = [own.data_ptr(), own.data_ptr() + 1024, 0]
-    memory = NodesMemory(own, addresses, 512, [0, 1, 2], stream=None, polls_per_second=1.0)
+    memory = NodesMemory(own, addresses, 512, [0, 1, 2], stream=None)
     route = Route("queries", None, [0, 3, 2], [0, 1, 1], [0, 0, 0], 3)
     routes = Routes([route])
     memory.prepare(routes)

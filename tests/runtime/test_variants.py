@@ -61,7 +61,7 @@ def run_plans(
         memory = torch.empty(num_bytes + 512, dtype=torch.uint8)
         begin = -memory.data_ptr() % 512
         own = memory[begin : begin + num_bytes]
-        return DeviceMemory(own, [own.data_ptr()] * num_ranks, None, 1e6)
+        return DeviceMemory(own, [own.data_ptr()] * num_ranks, None)
 
     transport = SymmetricTransport(range(num_ranks), 0, allocate, lambda: 600.0, buffer_bytes())
     engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=0, device=torch.device("cpu"), scale=0.1)
@@ -91,8 +91,9 @@ def compile_for(group: object, capability: int, folder: str) -> None:
         assert "st.local" not in code[name], f"registers of {name} spill"
     for name in WIDE[:-1]:
         assert any(store in code[name] for store in ("st.global.v4.b32", "st.global.v2.b64")), name
-    assert "sys.release" in code["_post"]
+    assert "st.release.sys.global.b64" in code["_post"]
     assert "sys.acquire" in code["_wait"]
+    assert "globaltimer" in code["_wait"]
 
 
 def test_users_of_a_machine_do_not_share_locks(monkeypatch: pytest.MonkeyPatch) -> None:

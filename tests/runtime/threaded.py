@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Routes, SymmetricTransport
+from torchtitan_cad.runtime.transport.far import FarRanks, Part, Works
 from torchtitan_cad.runtime.transport.memory import CpuMemory
 
 T = TypeVar("T")
@@ -30,7 +32,7 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="symmetric memo
 class ThreadTransport:
     """A ``Transport`` between threads. ``max_delay_s`` delays every message by a random time."""
 
-    name = "threads"
+    name = description = "threads"
     replayable = False
 
     def __init__(
@@ -120,22 +122,81 @@ class ThreadRounds:
 class ThreadAllocations(ThreadRounds):
     """Symmetric memory of ranks that are threads: plain tensors, with the signals of ranks that are processes."""
 
+    def __init__(self, num_ranks: int, hosts: Sequence[int] | None = None) -> None:
+        super().__init__(num_ranks)
+        self._hosts = (0,) * num_ranks if hosts is None else hosts
+
     def allocate(self, rank: int, num_bytes: int) -> CpuMemory:
-        return CpuMemory(self.exchange(rank, torch.zeros(num_bytes, dtype=torch.uint8)), rank)
+        buffers = self.exchange(rank, torch.zeros(num_bytes, dtype=torch.uint8))
+        near = {peer: buffer for peer, buffer in enumerate(buffers) if self._hosts[peer] == self._hosts[rank]}
+        return CpuMemory(near, rank)
 
 
-def transports_over(allocations: Any, num_ranks: int, buffer_bytes: int = BUFFER_BYTES) -> list[SymmetricTransport]:
-    """Transports of all ranks, which allocate together."""
+class ThreadWork:
+    """A send or a receive between threads. It is complete as soon as both have started, whoever waits."""
+
+    def __init__(self) -> None:
+        self._is_complete = threading.Event()
+
+    def complete(self) -> None:
+        self._is_complete.set()
+
+    def wait(self, timeout: timedelta = timedelta(seconds=TIMEOUT_S)) -> None:
+        assert self._is_complete.wait(timeout.total_seconds())
+
+
+class ThreadMessages:
+    """Send and receive between ranks that are threads, as ``transfer_over`` a process group."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started: dict[tuple[int, int, int, bool], tuple[Tensor, ThreadWork]] = {}
+        """By sender, receiver, tag, and whether it is the receive."""
+
+    def transfer(self, rank: int, sent: Sequence[Part], received: Sequence[Part]) -> Works:
+        """The transfer of one rank."""
+        receives = [(part.peer, self._start(part.peer, rank, part, receives=True)) for part in received]
+        sends = [(part.peer, self._start(rank, part.peer, part, receives=False)) for part in sent]
+        return Works(sends, receives)
+
+    def _start(self, sender: int, receiver: int, part: Part, *, receives: bool) -> ThreadWork:
+        work, message = ThreadWork(), (sender, receiver, part.tag)
+        with self._lock:
+            assert (*message, receives) not in self._started
+            if (other := self._started.pop((*message, not receives), None)) is None:
+                self._started[*message, receives] = part.rows, work
+                return work
+        source, target = (other[0], part.rows) if receives else (part.rows, other[0])
+        target.copy_(source)
+        other[1].complete()
+        work.complete()
+        return work
+
+
+def transports_over(
+    allocations: Any, num_ranks: int, buffer_bytes: int = BUFFER_BYTES, hosts: Sequence[int] | None = None
+) -> list[SymmetricTransport]:
+    """Transports of all ranks, which allocate together.
+
+    Args:
+        hosts: number of every rank's host; by default they are on one.
+    """
+    messages, ranks = ThreadMessages(), range(num_ranks)
 
     def make(rank: int) -> SymmetricTransport:
-        allocate = partial(allocations.allocate, rank)
-        return SymmetricTransport(range(num_ranks), rank, allocate, lambda: TIMEOUT_S, buffer_bytes)
+        allocate, far = partial(allocations.allocate, rank), None
+        if hosts is not None:
+            near = [peer for peer in ranks if hosts[peer] == hosts[rank]]
+            far = FarRanks(rank, near, ranks, partial(messages.transfer, rank), torch.device("cpu"))
+        return SymmetricTransport(ranks, rank, allocate, lambda: TIMEOUT_S, buffer_bytes, far=far)
 
     return run_ranks(num_ranks, make)
 
 
-def symmetric_transports(num_ranks: int, buffer_bytes: int = BUFFER_BYTES) -> list[SymmetricTransport]:
-    return transports_over(ThreadAllocations(num_ranks), num_ranks, buffer_bytes)
+def symmetric_transports(
+    num_ranks: int, buffer_bytes: int = BUFFER_BYTES, hosts: Sequence[int] | None = None
+) -> list[SymmetricTransport]:
+    return transports_over(ThreadAllocations(num_ranks, hosts), num_ranks, buffer_bytes, hosts)
 
 
 def run_ranks(num_ranks: int, body: Callable[[int], T]) -> list[T]:

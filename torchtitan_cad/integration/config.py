@@ -81,8 +81,10 @@ class Cad:
 
     transport: str = "auto"
     """
-    How rows travel: "collective" is all_to_all_single over gloo or NCCL; "symm_mem" writes into the peers' memory, on
-    CUDA by Triton kernels (NVSHMEM between nodes), on CPU for tests. "auto": symm_mem on CUDA where a trial succeeds.
+    How rows travel: "collective" is all_to_all_single over gloo or NCCL; "symm_mem" writes into the memory of peers on
+    the same host, on CUDA by Triton kernels, on CPU for tests, and sends to other hosts by gloo or NCCL. "auto":
+    symm_mem on CUDA where a trial succeeds, else collective. "nvshmem" writes to other hosts, too; where NVSHMEM cannot
+    start, it ends the process (docs/how_it_works.md).
     """
 
     kernel: str = "auto"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Where a job's ranks run, how fast the links between them are, and whether its profile is of these devices."""
 
-import os
-import socket
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,22 +12,6 @@ from torchtitan_cad.planning import LayerTimes, Profile
 from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.transport import Transport
-from torchtitan_cad.runtime.transport.base import gather
-
-
-def ranks_of_this_host(rank: int) -> list[int]:
-    """List the ranks that the launcher has started on this host."""
-    first = rank - int(os.environ.get("LOCAL_RANK", 0))
-    return list(range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-
-
-def number_hosts(ranks: Sequence[int], group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return the number of every rank's host, in the order in which hosts come; 0 for all without a gloo group."""
-    if group is None:
-        return (0,) * len(ranks)
-    names = gather(socket.gethostname(), group)
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names[rank] for rank in ranks))}
-    return tuple(numbers[names[rank]] for rank in ranks)
 
 
 def ranks_per_host(hosts: Sequence[int]) -> int | None:

@@ -29,9 +29,7 @@ from torchtitan_cad.integration.loading.placement import Placement
 from torchtitan_cad.integration.machine import (
     check_same_profile,
     measure_times,
-    number_hosts,
     other_device,
-    ranks_of_this_host,
     ranks_per_host,
 )
 from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
@@ -46,6 +44,7 @@ from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.hosts import host_name, number_hosts
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor, store_of_attempt
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
@@ -69,7 +68,11 @@ class CadSession:
         store = store_of_attempt(dist.distributed_c10d._get_default_store()) if watches else None
         if self.deals:
             warm_up_placement()
-        self.monitor = None if store is None else self._start_monitor(store)
+        host_names = [""] * dist.get_world_size()
+        if not job.dry_run:
+            host_names = [*gather(host_name(), None).values()]
+        self.hosts = number_hosts([host_names[rank] for rank in self.ranks])
+        self.monitor = None if store is None else self._start_monitor(store, host_names)
         self._mesh: DeviceMesh | None = None
         self._engines: list[CoreAttentionEngine] = []
         self._ticks: Ticks | None = None
@@ -81,7 +84,6 @@ class CadSession:
         self._validated: PlannedBatch | None = None
 
         self._train_group = self._planning_group(self.ranks)
-        self.hosts = number_hosts(self.ranks, self._train_group)
         self._config = self.cad.planner_config(self.topology)
         if self._config.ranks_per_node is None:
             self._config = replace(self._config, ranks_per_node=ranks_per_host(self.hosts))
@@ -119,13 +121,13 @@ class CadSession:
 
     # Set-up -----------------------------------------------------------------------------------------------------------
 
-    def _start_monitor(self, store: dist.Store) -> PeerMonitor:
+    def _start_monitor(self, store: dist.Store, host_names: Sequence[str]) -> PeerMonitor:
         return PeerMonitor(
             store,
             self.rank,
             dist.get_world_size(),
             group=self.ranks,
-            host_ranks=ranks_of_this_host(self.rank),
+            host_ranks=[rank for rank, name in enumerate(host_names) if name == host_names[self.rank]],
             launcher=os.getppid() if dist.is_torchelastic_launched() else 0,
             interval_s=self.cad.heartbeat_seconds,
             stall_s=self.job.step_timeout_s / 2,
@@ -243,10 +245,10 @@ class CadSession:
             self.device,
             self.cad.buffer_bytes,
             agreement=self._train_group,
+            hosts=self.hosts,
             calls_in_flight=self.cad.nano_batches,
-            sole_user=not self.job.async_tp,
         )
-        logger.info(f"CAD exchanges rows by {transport.name}")
+        logger.info(f"CAD exchanges rows by {transport.description}")
         return transport
 
     def wrap_loader(self, loader: Loader) -> PlanningLoader:

@@ -66,7 +66,7 @@ class LedgerMemory(DeviceMemory):
     """Streams and marks are those of CUDA devices; copies and events stand for the kernels that write and signal."""
 
     def __init__(self, buffers: Sequence[Tensor], rank: int, stream: torch.Stream, words: Words) -> None:
-        super().__init__(buffers[rank], [buffer.data_ptr() for buffer in buffers], stream, 1.0)
+        super().__init__(buffers[rank], [buffer.data_ptr() for buffer in buffers], stream)
         self._buffers, self._rank, self._words_of_all = buffers, rank, words
 
     def prepare(self, routes: Routes) -> None:

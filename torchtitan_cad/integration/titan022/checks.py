@@ -45,6 +45,11 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     cad.read_profile()
     _ = cad.buffer_bytes
     _one_of("cad.transport", cad.transport, TRANSPORTS)
+    if cad.transport == "nvshmem" and config.parallelism.enable_async_tensor_parallel:
+        raise ValueError(
+            "cad.transport = 'nvshmem' does not go with parallelism.enable_async_tensor_parallel = true, as torch's "
+            "symmetric memory has one backend in a process; set cad.transport to 'auto'"
+        )
     _one_of("cad.kernel", cad.kernel, KERNELS)
     _one_of("cad.backward", cad.backward, ("resend", "keep"))
     _one_of("cad.placement", cad.placement, ("auto", "balanced", "loader"))

@@ -5,8 +5,8 @@ All ranks know row counts and positions from the plan, so no sizes travel. ``sta
 makes the received rows usable on the current stream. On CPU, both may block until peers make the same call.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Protocol, TypeVar
 
@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from torchtitan_cad.planning.intervals import concat_ranges
 
 Kind = Literal["queries", "keys", "results"]
 _T = TypeVar("_T")
@@ -58,9 +60,33 @@ class Route:
         """Rows of the tensor of received rows."""
         return sum(self.recv_counts) if self.padded_to is None else self.padded_to
 
+    def among(self, peers: Collection[int], device: torch.device) -> "Route":
+        """Return the part of this route that goes between this rank and ``peers``; its rows arrive where they did.
+
+        Args:
+            device: device of the tensors whose rows are sent.
+        """
+        counts = np.array(self.send_counts)
+        is_peer = np.isin(np.arange(len(counts)), list(peers))
+        rows = self.rows
+        if counts[~is_peer].any():
+            first = np.cumsum(counts) - counts
+            index = rows_to_device(concat_ranges(first[is_peer], counts[is_peer]), device)
+            rows = index if self.rows is None else self.rows[index]
+        send_counts, recv_counts = (np.where(is_peer, x, 0).tolist() for x in (counts, self.recv_counts))
+        return replace(self, rows=rows, send_counts=send_counts, recv_counts=recv_counts, tables=[])
+
 
 class Routes(tuple[Route, ...]):
-    """Routes whose rows travel together, as one exchange, and arrive one route behind the other."""
+    """Routes whose rows travel together, as one exchange, and arrive one route behind the other.
+
+    Attributes:
+        near, far: parts of them that go between this rank and ranks of its host, and between it and those of other
+            hosts, which a transport that treats them differently makes in ``prepare``.
+    """
+
+    near: "Routes | None" = None
+    far: "Routes | None" = None
 
     @cached_property
     def receivers(self) -> Peers:
@@ -110,6 +136,8 @@ class Transport(Protocol):
     """Moves rows between the ranks of one CAD group; all of them start the same exchanges in the same order."""
 
     name: str
+    description: str
+    """How rows travel, for the log."""
     buffer_bytes: int
     """Bytes of a receive buffer; the exchanges of a call use ``BUFFERS_PER_CALL`` of them."""
     replayable: bool
@@ -144,9 +172,9 @@ class Transport(Protocol):
         ...
 
 
-def gather(value: _T, group: dist.ProcessGroup) -> dict[int, _T]:
-    """Return the ``value`` of every rank of a gloo group, by global rank; all ranks must call it together."""
-    values = [value] * group.size()
+def gather(value: _T, group: dist.ProcessGroup | None) -> dict[int, _T]:
+    """Return the ``value`` of every rank of a group (None: all), by global rank; they must call it together."""
+    values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return dict(zip(dist.get_process_group_ranks(group), values, strict=True))
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Choose and build the transport of a CAD group: the one that the user names, or the best that works."""
 
+import contextlib
 import importlib.util
 import logging
-import socket
+import os
 import sys
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,20 +19,41 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
+from torchtitan_cad.runtime.hosts import host_name, number_hosts
 from torchtitan_cad.runtime.transport.base import Transport, all_to_all, gather
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
-from torchtitan_cad.runtime.transport.memory import CpuMemory
+from torchtitan_cad.runtime.transport.far import FarRanks, transfer_over
+from torchtitan_cad.runtime.transport.memory import CpuMemory, NearRanks, SymmetricMemory
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
-from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
+from torchtitan_cad.runtime.triton.nvshmem_library import check_host_library, find_device_library
 
-TRANSPORTS = ("auto", "symm_mem", "collective")
+TRANSPORTS = ("auto", "symm_mem", "collective", "nvshmem")
 _PROBE_TIMEOUT_S = 20.0
+_START_TIMEOUT_S = 120.0
+"""seconds: NVSHMEM's own start waits for all ranks of the job without a bound"""
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
 class _Unavailable(Exception):
     """The reason why there is no symmetric memory, the same on all ranks of the group."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Arguments of ``build_transport``."""
+
+    group: dist.ProcessGroup
+    agreement: dist.ProcessGroup
+    device: torch.device
+    buffer_bytes: int
+    hosts: Sequence[int]
+    calls_in_flight: int
+    replayable: bool
+
+    @property
+    def num_hosts(self) -> int:
+        return len(set(self.hosts))
 
 
 def build_transport(
@@ -40,9 +63,9 @@ def build_transport(
     buffer_bytes: int | None = None,
     *,
     agreement: dist.ProcessGroup | None = None,
+    hosts: Sequence[int] | None = None,
     calls_in_flight: int = 2,
     replayable: bool = False,
-    sole_user: bool = True,
 ) -> Transport:
     """Build the transport called ``name`` over ``group``; all ranks of the group must call it together.
 
@@ -53,10 +76,9 @@ def build_transport(
         buffer_bytes: size of a receive buffer, by default that of ``messages.buffer_bytes``.
         agreement: gloo group of the same ranks, over which they agree. By default ``group``, for which NCCL then
             creates a communicator.
+        hosts: number of every rank's host; by default the ranks ask each other.
         calls_in_flight: maximum number of core attentions in flight, each with its own receive buffers.
-        replayable: True if CUDA graphs may capture exchanges, which works with symmetric memory inside one node.
-        sole_user: True if nothing else in this process uses torch's symmetric memory. Its backend may then be changed
-            to NVSHMEM, which a group over several nodes needs.
+        replayable: True if CUDA graphs may capture exchanges, which works with symmetric memory on one host.
 
     Raises:
         ValueError: the transport is unknown or unavailable; names the key ``cad.transport``.
@@ -64,24 +86,40 @@ def build_transport(
     if replayable and name != "symm_mem":
         raise ValueError(f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'")
     num_bytes = messages.buffer_bytes(nano_batches=calls_in_flight) if buffer_bytes is None else buffer_bytes
-    options = {"buffer_bytes": num_bytes, "calls_in_flight": calls_in_flight, "replayable": replayable}
-    transport, reason = _choose(
-        name, device, lambda: _symmetric(group, agreement or group, device, sole_user, **options)
-    )
+
+    def attempt() -> SymmetricTransport:
+        agreed = agreement or group
+        numbers = number_hosts([*gather(host_name(), agreed).values()]) if hosts is None else hosts
+        request = _Request(group, agreed, device, num_bytes, numbers, calls_in_flight, replayable)
+        return _over_nvshmem(request) if name == "nvshmem" else _symmetric(request)
+
+    transport, reason = _choose(name, device, attempt)
     if name == "auto":
         choice = f"collective; {reason}" if reason else "symm_mem, which passed its trial on all ranks of the group"
         _logger.info(f"cad.transport = 'auto': {choice}")
     return transport or CollectiveTransport(group, num_bytes)
 
 
-def expected_transport(name: str, device: torch.device, num_hosts: int, *, sole_user: bool = True) -> tuple[str, str]:
+def expected_transport(name: str, device: torch.device, num_hosts: int) -> tuple[str, str]:
     """Predict, in one process, the choice of ``build_transport`` over ``num_hosts`` hosts, and return its reason, too.
 
     Raises:
         ValueError: the transport is unknown or unavailable; names the key ``cad.transport``.
     """
-    _, reason = _choose(name, device, lambda: _agree(lambda: _check(device, num_hosts, False, sole_user)))
-    return ("collective", reason) if reason else ("symm_mem", "decided at start by a trial on all ranks of the group")
+
+    def check() -> None:
+        if name == "nvshmem":
+            _check_nvshmem(device)
+        else:
+            _check(device, num_hosts, replayable=False)
+
+    _, reason = _choose(name, device, lambda: _agree(check))
+    if reason:
+        return "collective", reason
+    if name == "nvshmem":
+        return name, "as set; where NVSHMEM cannot start, it ends the process"
+    between = "" if num_hosts == 1 else f" inside {num_hosts} hosts, send and receive between them"
+    return f"symm_mem{between}", "decided at start by a trial on all ranks of the group"
 
 
 def _choose(name: str, device: torch.device, attempt: Callable[[], _T]) -> tuple[_T | None, str]:
@@ -98,80 +136,141 @@ def _choose(name: str, device: torch.device, attempt: Callable[[], _T]) -> tuple
         if name == "auto":
             return None, f"not symm_mem: {error}"
         raise ValueError(
-            f"cad.transport = 'symm_mem' does not work here: {error}; set cad.transport to 'auto' or 'collective'"
+            f"cad.transport = {name!r} does not work here: {error}; set cad.transport to 'auto' or 'collective'"
         ) from error
 
 
-def _symmetric(
-    group: dist.ProcessGroup, agreement: dist.ProcessGroup, device: torch.device, sole_user: bool, **options: Any
+def _symmetric(request: _Request) -> SymmetricTransport:
+    """Build the transport over memory of near ranks, and messages to far ones; raises _Unavailable on all ranks."""
+    group, agreement, device = request.group, request.agreement, request.device
+    _agree(lambda: _check(device, request.num_hosts, replayable=request.replayable), agreement)
+    near = _agree(lambda: _near_ranks(request), agreement)
+    far, description = None, "symm_mem"
+    if request.num_hosts > 1:
+        ranks = dist.get_process_group_ranks(group)
+        far = FarRanks(group.rank(), near.ranks, ranks, transfer_over(group), device)
+        backend = group._get_backend(device).name()
+        description = f"symm_mem inside {request.num_hosts} hosts, {backend} between them"
+
+    def allocate(num_bytes: int) -> SymmetricMemory:
+        if device.type == "cpu":
+            file = _agree(lambda: CpuMemory.reserve(num_bytes), agreement)
+            with file:
+                return _agree(lambda: CpuMemory.share(file, near), agreement)
+        from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
+
+        own = _agree(lambda: DeviceMemory.reserve(num_bytes, device), agreement)
+        return _agree(lambda: DeviceMemory.share(own, near), agreement)
+
+    return _tried_out(request, allocate, far, description)
+
+
+def _near_ranks(request: _Request) -> NearRanks:
+    """Return the ranks of this host, with a process group of their own where there are other hosts."""
+    group, hosts = request.group, request.hosts
+    near = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank()]]
+    if request.num_hosts == 1:
+        return NearRanks(group, request.agreement, near, len(hosts))
+    ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=_START_TIMEOUT_S)
+    global_ranks = [ranks[rank] for rank in near]
+    of_host = dist.new_group(global_ranks, timeout, backend="gloo", use_local_synchronization=True)
+    return NearRanks(of_host, of_host, near, len(hosts))
+
+
+def _over_nvshmem(request: _Request) -> SymmetricTransport:
+    """Build the transport over NVSHMEM's memory; raises _Unavailable on all ranks of the job, which allocate together.
+
+    Every wait on the way has a bound; where NVSHMEM cannot start, it ends the process.
+    """
+    device, buffer_bytes = request.device, request.buffer_bytes
+    _agree(lambda: _check_nvshmem(device), dist.group.WORLD)
+    from torchtitan_cad.runtime.transport.nvshmem import NodesMemory
+
+    def allocate(num_bytes: int) -> SymmetricMemory:
+        with _ends_if_late("NVSHMEM has not started", _START_TIMEOUT_S):
+            own = _agree(lambda: NodesMemory.reserve_for(num_bytes, buffer_bytes, device), dist.group.WORLD)
+        return _agree(lambda: NodesMemory.share_with(own, request.group, buffer_bytes), dist.group.WORLD)
+
+    return _tried_out(request, allocate, None, f"NVSHMEM between {request.num_hosts} hosts")
+
+
+@contextlib.contextmanager
+def _ends_if_late(what: str, seconds: float) -> Iterator[None]:
+    """End the process, with a line in the log, unless this context ends in time: a wait in a library has no bound."""
+
+    def end() -> None:
+        _logger.error(f"cad.transport = 'nvshmem': {what} for {seconds:.0f} s; set cad.transport to 'auto'")
+        logging.shutdown()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _tried_out(
+    request: _Request, allocate: Callable[[int], SymmetricMemory], far: FarRanks | None, description: str
 ) -> SymmetricTransport:
-    """Build the transport; raises _Unavailable on all ranks unless it works on all. Arguments: ``build_transport``."""
-    num_hosts = len({*gather(_host(), agreement).values()})
-    _agree(lambda: _check(device, num_hosts, options["replayable"], sole_user), agreement)
+    """Build a transport, and try it out on all ranks of the group; raises _Unavailable on all of them if it fails."""
+    group, device = request.group, request.device
 
     def build() -> SymmetricTransport:
-        of_memory = {"group": group, "agreement": agreement, "device": device, "buffer_bytes": options["buffer_bytes"]}
-        allocate = partial(_memory_of(device, num_hosts).allocate, **of_memory)
-        ranks = dist.get_process_group_ranks(group)
-        transport = SymmetricTransport(ranks, group.rank(), allocate, lambda: _PROBE_TIMEOUT_S, **options)
-        _try_out(transport, group, options["calls_in_flight"], device)
+        transport = SymmetricTransport(
+            dist.get_process_group_ranks(group),
+            group.rank(),
+            allocate,
+            lambda: _PROBE_TIMEOUT_S,
+            request.buffer_bytes,
+            far=far,
+            calls_in_flight=request.calls_in_flight,
+            replayable=request.replayable,
+        )
+        _try_out(transport, group, request.calls_in_flight, device)
         return transport
 
-    transport = _agree(build, agreement)
+    transport = _agree(build, request.agreement)
+    transport.description = description
     transport.timeout_s = lambda: group._get_backend(device).options._timeout.total_seconds()
     return transport
 
 
-def _host() -> str:
-    """Return a unique name of this host. Host names of containers may be equal on two nodes."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text() if boot_id.exists() else socket.gethostname()
-
-
-def _check(device: torch.device, num_hosts: int, replayable: bool, sole_user: bool) -> None:
+def _check(device: torch.device, num_hosts: int, *, replayable: bool) -> None:
     """Raise RuntimeError naming what is missing, as far as this rank alone can tell."""
+    if replayable and num_hosts > 1:
+        raise RuntimeError("messages to other hosts cannot be captured in CUDA graphs")
     if device.type == "cpu":
         if replayable:
             raise RuntimeError("CUDA graphs need CUDA devices")
-        if num_hosts > 1:
-            raise RuntimeError("ranks on CPU share memory on one host only")
         if sys.platform != "linux":
             raise RuntimeError(f"symmetric memory of CPU ranks needs Linux, this is {sys.platform}")
         return
+    _check_device(device)
+    if (backend := symm_mem.get_backend(device)) not in (None, "CUDA"):
+        raise RuntimeError(
+            f"torch's symmetric memory has the backend {backend}, and a process has one; inside a host CUDA is "
+            "needed: unset the environment variable TORCH_SYMMMEM, or do without what else sets that backend, such "
+            "as set_symm_mem_for_comm of FSDP2"
+        )
+
+
+def _check_device(device: torch.device) -> None:
     if device.type != "cuda":
         raise RuntimeError(f"it needs CUDA devices, these are {device.type}")
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError("its kernels need the package triton")
-    if num_hosts == 1:
-        if (backend := symm_mem.get_backend(device)) not in (None, "CUDA"):
-            raise RuntimeError(
-                f"torch's symmetric memory is set to the backend {backend}, and inside one node CUDA is needed: "
-                "unset the environment variable TORCH_SYMMMEM"
-            )
-        return
-    if not sole_user:
-        raise RuntimeError(
-            "the group spans nodes, and NVSHMEM would become the symmetric memory of all of torch, which "
-            "parallelism.enable_async_tensor_parallel uses too: set that to false"
-        )
-    if replayable:
-        raise RuntimeError("the group spans nodes, and exchanges over NVSHMEM cannot be captured in CUDA graphs")
+
+
+def _check_nvshmem(device: torch.device) -> None:
+    """Raise RuntimeError naming what is missing for NVSHMEM, as far as this rank alone can tell."""
+    _check_device(device)
     if not symm_mem.is_nvshmem_available():
-        raise RuntimeError("the group spans nodes, and this build of torch has no NVSHMEM")
-    find_device_library(torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None)
-
-
-def _memory_of(device: torch.device, num_hosts: int) -> Any:
-    """Return the class of ``SymmetricMemory`` for the device and number of hosts."""
-    if device.type == "cpu":
-        return CpuMemory
-    if num_hosts == 1:
-        from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
-
-        return DeviceMemory
-    from torchtitan_cad.runtime.transport.nvshmem import NodesMemory
-
-    return NodesMemory
+        raise RuntimeError("this build of torch has no NVSHMEM")
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    check_host_library(find_device_library(capability))
 
 
 def _try_out(transport: Transport, group: dist.ProcessGroup, calls_in_flight: int, device: torch.device) -> None:
@@ -200,6 +299,8 @@ def _agree(act: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
     results, failure = [], ""
     try:
         results.append(act())
+    except _Unavailable:  # on all ranks, from an agreement inside
+        raise
     except Exception as error:  # compilers and drivers have exceptions of their own; peers wait in the gather below
         failure = f"{type(error).__name__}: {error}" if not isinstance(error, RuntimeError) else str(error)
         failure = " ".join(failure.split())[:300] or type(error).__name__

@@ -32,7 +32,7 @@ class _Received(Pending):
 class CollectiveTransport:
     """``all_to_all_single`` with uneven splits."""
 
-    name = "collective"
+    name = description = "collective"
     replayable = False
 
     def __init__(self, group: dist.ProcessGroup, buffer_bytes: int | None = None) -> None:
@@ -73,7 +73,7 @@ class DryTransport(CollectiveTransport):
     (``all_to_all_single`` of a fake process group refuses to send no rows and receive some.)
     """
 
-    name = "dry run"
+    name = description = "dry run"
 
     def __init__(self, buffer_bytes: int) -> None:
         self.buffer_bytes = buffer_bytes

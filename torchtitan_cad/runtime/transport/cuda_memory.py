@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Symmetric memory on CUDA devices that reach each other's memory (one node).
+"""Symmetric memory on CUDA devices that reach each other's memory, those of one host.
 
 Triton kernels pack rows into the peers' memory, set words and wait for words. Rows are sent on a stream of their own,
 and the stream that uses received rows waits for them. The host never waits: a kernel that waits too long writes a
@@ -9,6 +9,7 @@ record to host memory, and later kernels of this rank do nothing.
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,53 +18,59 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, to_device
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message, SymmetricMemory
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message, NearRanks, SymmetricMemory
 from torchtitan_cad.runtime.triton import put, signals
 
-_CALIBRATION_POLLS = 20_000
+_RENDEZVOUS_TIMEOUT_S = 60.0
 
 
 class DeviceMemory(SymmetricMemory):
-    """Memory of one node's devices, to which peers write directly.
+    """Memory of one host's devices, to which peers write directly.
 
     For tests without a GPU, it also runs on CPU tensors with Triton's interpreter, without streams.
 
     Args:
-        own: this rank's memory, uint8 [num_bytes].
-        addresses: address of every rank's memory for this rank's device, 0 for ranks on other nodes.
+        own: this rank's memory, uint8 [num_bytes], zeros.
+        addresses: address of every rank's memory for this rank's device, 0 for ranks on other hosts.
         stream: stream for sending; None on CPU.
-        polls_per_second: rate at which a waiting kernel polls a word.
         owner: object to keep alive as long as the memory.
     """
 
     def __init__(
-        self,
-        own: Tensor,
-        addresses: Sequence[int],
-        stream: "torch.cuda.Stream | None",
-        polls_per_second: float,
-        owner: object = None,
+        self, own: Tensor, addresses: Sequence[int], stream: "torch.cuda.Stream | None", owner: object = None
     ) -> None:
-        self.own, self._stream, self._owner, self._polls_per_second = own, stream, owner, polls_per_second
+        self.own, self._stream, self._owner = own, stream, owner
         self._words = own[: own.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
-        self._far = {peer for peer, address in enumerate(addresses) if not address}
         self._addresses = torch.tensor(addresses, dtype=torch.int64).to(own.device)
         self._failed = torch.zeros(1, dtype=torch.int64, device=own.device)
         self._record = torch.zeros(1, dtype=torch.int64, pin_memory=own.is_cuda)
 
-    @classmethod
-    def allocate(cls, num_bytes: int, group: dist.ProcessGroup, device: torch.device, **_: Any) -> "DeviceMemory":
+    @staticmethod
+    def reserve(num_bytes: int, device: torch.device) -> Tensor:
+        """Allocate memory of zeros that peers can map, uint8 [num_bytes]."""
         # symm_mem.empty takes memory from a pool, which may give words to others while peers still signal to them.
         own = symm_mem._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         own.zero_()
-        handle = symm_mem.rendezvous(own, group)
-        addresses = handle.buffer_ptrs
-        if addresses[group.rank()] != own.data_ptr():
-            raise RuntimeError("torch's symmetric memory does not begin at its tensor's address")
-        handle.barrier()  # no peer may write before all words are zero
-        memory = cls(own, addresses, sending_stream(device), polls_per_second(device), (own, handle))
-        torch.cuda.current_stream(device).synchronize()  # other streams use it, too
-        return memory
+        torch.cuda.current_stream(device).synchronize()  # peers write, and other streams use it, too
+        return own
+
+    @classmethod
+    def share(cls, own: Tensor, near: NearRanks) -> "DeviceMemory":
+        """Map the memory that all near ranks have reserved. Collective.
+
+        Raises:
+            RuntimeError: they cannot reach each other's memory, or a rank did not come in time.
+        """
+        addresses, handle = [0] * near.num_ranks, None
+        addresses[near.rank] = own.data_ptr()
+        if len(near.ranks) > 1:
+            with bounded_waits(near.group):
+                handle = symm_mem.rendezvous(own, near.group)
+            for rank, address in zip(near.ranks, handle.buffer_ptrs, strict=True):
+                if rank == near.rank and address != own.data_ptr():
+                    raise RuntimeError("torch's symmetric memory does not begin at its tensor's address")
+                addresses[rank] = address
+        return cls(own, addresses, sending_stream(own.device), (own, handle))
 
     def prepare(self, routes: Routes) -> None:
         for route in routes:
@@ -73,12 +80,9 @@ class DeviceMemory(SymmetricMemory):
             peers.tables += [] if peers.tables else self._peer_tables(peers.ranks, padded_to)
 
     def _peer_tables(self, ranks: list[int], padded_to: int) -> list[Tensor]:
-        """Copy ranks to the device, int32 padded with -1: all ranks, those on this node, and those on other nodes."""
-        near = [rank for rank in ranks if rank not in self._far]
-        groups = (ranks, near, [rank for rank in ranks if rank in self._far]) if self._far else (ranks,)
-        padded = (torch.tensor(group + [-1] * (padded_to - len(group)), dtype=torch.int32) for group in groups)
-        tables = [to_device(group, self.own.device) for group in padded]
-        return tables if self._far else [*tables, *tables, tables[0][:0]]
+        """Copy ranks to the device, int32 padded with -1."""
+        padded = torch.tensor(ranks + [-1] * (padded_to - len(ranks)), dtype=torch.int32)
+        return [to_device(padded, self.own.device)]
 
     def _tables(self, route: Route) -> list[Tensor]:
         blocks = put.split_into_blocks(route.send_counts, route.put_offsets, padded_to=route.padded_to)
@@ -106,11 +110,10 @@ class DeviceMemory(SymmetricMemory):
         put.put_rows(tensors, offsets, route.rows, blocks, addresses, begin, row_format.row_bytes, self._failed)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        signals.post(peers.tables[1], self._addresses, word, *epoch, self._failed)
+        signals.post(peers.tables[0], self._addresses, word, *epoch, self._failed)
 
     def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
-        polls = int(timeout_s * self._polls_per_second) + 1
-        signals.wait(peers.tables[0], self._words, first_word, *epoch, polls, self._failed, self._record)
+        signals.wait(peers.tables[0], self._words, first_word, *epoch, timeout_s, self._failed, self._record)
         return []
 
     def overdue(self) -> tuple[int, int] | None:
@@ -124,16 +127,13 @@ def sending_stream(device: torch.device) -> "torch.cuda.Stream":
     return torch.cuda.Stream(device, priority=-1)
 
 
-@functools.cache
-def polls_per_second(device: torch.device) -> float:
-    """Return the rate at which a kernel polls a word in its device's memory."""
-    word, counter, failed = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
-    record = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-    nobody = torch.zeros(1, dtype=torch.int32, device=device)
-    signals.wait(nobody, word, 0, 0, counter, 0, failed, record)  # compiles
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    events[0].record()
-    signals.wait(nobody, word, 0, 1, counter, _CALIBRATION_POLLS, failed, record)
-    events[1].record()
-    events[1].synchronize()
-    return 1000 * _CALIBRATION_POLLS / events[0].elapsed_time(events[1])
+@contextmanager
+def bounded_waits(group: dist.ProcessGroup) -> Iterator[None]:
+    """Bound the waits for values of the group's key-value store, through which ranks show each other their memory."""
+    store: Any = dist.distributed_c10d._get_process_group_store(group)
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=_RENDEZVOUS_TIMEOUT_S))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)

@@ -9,8 +9,10 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from io import FileIO
 from typing import Protocol
 
 import torch
@@ -33,8 +35,30 @@ Epoch = tuple[int, Tensor]
 """value of a word = number + counter; a device reads the counter, int64 [1], when it uses the word, CPUs ignore it"""
 
 
+@dataclass(frozen=True)
+class NearRanks:
+    """The ranks of a CAD group that share memory, those of one host.
+
+    Attributes:
+        group: their process group.
+        agreement: a gloo group of them, which may be ``group``.
+        ranks: their indices in the CAD group, in the order of the process group.
+        num_ranks: ranks of the CAD group.
+    """
+
+    group: dist.ProcessGroup
+    agreement: dist.ProcessGroup
+    ranks: Sequence[int]
+    num_ranks: int
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the CAD group."""
+        return self.ranks[self.group.rank()]
+
+
 class SymmetricMemory(Protocol):
-    """One symmetric allocation. Its construction is collective. The default methods are for hosts without streams.
+    """One symmetric allocation of the ranks of a host. The default methods are for hosts without streams.
 
     Attributes:
         own: this rank's memory, uint8 [num_bytes].
@@ -76,33 +100,45 @@ class CpuMemory(SymmetricMemory):
     """Memory shared by the processes of one Linux host, for tests. The host copies and waits.
 
     Args:
-        buffers: every rank's memory, uint8 [num_bytes].
+        buffers: every near rank's memory, uint8 [num_bytes], by its index in the CAD group.
         rank: this rank's index.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], rank: int) -> None:
+    def __init__(self, buffers: Mapping[int, Tensor], rank: int) -> None:
         self.buffers, self.own = buffers, buffers[rank]
-        self._words = [x[: len(x) // WORD_BYTES * WORD_BYTES].view(torch.int64).numpy() for x in buffers]
+        self._words = {
+            peer: buffer[: len(buffer) // WORD_BYTES * WORD_BYTES].view(torch.int64).numpy()
+            for peer, buffer in buffers.items()
+        }
         self._rank = rank
 
+    @staticmethod
+    def reserve(num_bytes: int) -> FileIO:
+        """Make an anonymous file, which the system frees when the last process that maps it has ended."""
+        file = FileIO(os.memfd_create(f"{_FILE}-{uuid.uuid4().hex}"), "r+")
+        file.truncate(num_bytes)
+        return file
+
     @classmethod
-    def allocate(cls, num_bytes: int, agreement: dist.ProcessGroup, **_: object) -> "CpuMemory":
-        """Map an anonymous file of every rank; the system frees it when the last process that maps it has ended."""
-        name = f"{_FILE}-{uuid.uuid4().hex}"
-        with open(os.memfd_create(name), "wb") as file:
-            file.truncate(num_bytes)
-            named_paths = gather((name, f"/proc/{os.getpid()}/fd/{file.fileno()}"), agreement)
-            paths = [path for _, path in named_paths.values()]
-            for peer, (peers_name, path) in named_paths.items():
-                # In a container of its own, a peer of the same number may be another process: this one, say.
-                if not os.path.exists(path) or peers_name not in os.readlink(path):
-                    raise RuntimeError(
-                        f"the memory of rank {peer} is not at {path}: start all ranks in one container, in which "
-                        "processes see each other"
-                    )
-            buffers = [torch.from_file(path, True, num_bytes, dtype=torch.uint8) for path in paths]
-            dist.barrier(agreement)  # until all have opened it
-        return cls(buffers, agreement.rank())
+    def share(cls, file: FileIO, near: NearRanks) -> "CpuMemory":
+        """Map the files of all near ranks. Collective; no rank may close its file before all have returned.
+
+        Raises:
+            RuntimeError: the file of a peer is out of this process's sight.
+        """
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        num_bytes = os.fstat(file.fileno()).st_size
+        named_paths = gather((os.readlink(path), path), near.agreement)
+        for peer, (peers_name, peers_path) in named_paths.items():
+            # In a container of its own, a peer of the same number may be another process: this one, say.
+            if not os.path.exists(peers_path) or os.readlink(peers_path) != peers_name:
+                raise RuntimeError(
+                    f"the memory of rank {peer} is not at {peers_path}: start all ranks in one container, in which "
+                    "processes see each other"
+                )
+        paths = [peers_path for _, peers_path in named_paths.values()]
+        mapped = [torch.from_file(peers_path, True, num_bytes, dtype=torch.uint8) for peers_path in paths]
+        return cls(dict(zip(near.ranks, mapped, strict=True)), near.rank)
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
         for (tensors, row_format), route, begin in zip(messages, routes, begins, strict=True):

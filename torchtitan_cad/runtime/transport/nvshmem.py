@@ -7,7 +7,6 @@ the receive buffers of one call; a rank with more rows to send sends them in sev
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +16,10 @@ from torch import Tensor
 
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, rows_to_device, to_device
-from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, polls_per_second, sending_stream
+from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, bounded_waits, sending_stream
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message
-from torchtitan_cad.runtime.triton import put
+from torchtitan_cad.runtime.triton import put, signals
+from torchtitan_cad.runtime.triton.nvshmem_library import reserve_heap
 
 _SPARE_BYTES = 512
 """bytes: an int64, padded to the alignment of the rows behind it."""
@@ -42,36 +42,54 @@ class NodesMemory(DeviceMemory):
         from torchtitan_cad.runtime.triton import nvshmem
 
         self._nvshmem = nvshmem
+        self._far = {peer for peer, address in enumerate(addresses) if not address}
         self._ranks = torch.tensor(ranks, dtype=torch.int32, device=own.device)
         self._staging = own.data_ptr() + own.numel() - staging_bytes
         self._spare = self._staging - _SPARE_BYTES
         self._staging_addresses = torch.full((len(ranks),), self._staging, dtype=torch.int64, device=own.device)
 
-    @classmethod
-    def allocate(
-        cls,
-        num_bytes: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        agreement: dist.ProcessGroup | None = None,
-        buffer_bytes: int = 0,
-        **_: Any,
-    ) -> "NodesMemory":
+    @staticmethod
+    def reserve_for(num_bytes: int, buffer_bytes: int, device: torch.device) -> Tensor:
+        """Allocate ``num_bytes`` and a staging area for buffers of ``buffer_bytes``; collective over the default group.
+
+        Raises:
+            RuntimeError: NVSHMEM has no such memory. Where it cannot start, it ends the process.
+        """
+        total = num_bytes + _SPARE_BYTES + BUFFERS_PER_CALL * buffer_bytes
+        reserve_heap(total)
         symm_mem.set_backend("NVSHMEM")
-        staging_bytes = BUFFERS_PER_CALL * buffer_bytes
-        total = num_bytes + _SPARE_BYTES + staging_bytes
         own = symm_mem._SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
+        if not own.data_ptr():
+            raise RuntimeError(f"NVSHMEM has no {total} bytes: set a smaller cad.receive_buffer_gb")
         own.zero_()
         torch.cuda.synchronize(device)
-        handle = symm_mem.rendezvous(own, group)
+        return own
+
+    @classmethod
+    def share_with(cls, own: Tensor, group: dist.ProcessGroup, buffer_bytes: int) -> "NodesMemory":
+        """Map the memory that all ranks of the group have reserved. Collective.
+
+        Raises:
+            RuntimeError: a rank did not come in time, or a kernel cannot be compiled.
+        """
+        with bounded_waits(group):
+            handle = symm_mem.rendezvous(own, group)
         from torchtitan_cad.runtime.triton import nvshmem
 
-        nvshmem.warm_up(device)
-        # No peer may write before all words are zero, or wait for a compiler. This backend's own barrier does nothing.
-        dist.barrier(agreement)
-        sending = {"stream": sending_stream(device), "polls_per_second": polls_per_second(device)}
+        nvshmem.warm_up(own.device)  # no peer may wait for a compiler
         ranks = dist.get_process_group_ranks(group)
-        return cls(own, handle.buffer_ptrs, staging_bytes, ranks, **sending, owner=(own, handle))
+        staging_bytes = BUFFERS_PER_CALL * buffer_bytes
+        stream = sending_stream(own.device)
+        return cls(own, handle.buffer_ptrs, staging_bytes, ranks, stream=stream, owner=(own, handle))
+
+    def _peer_tables(self, ranks: list[int], padded_to: int) -> list[Tensor]:
+        """Return the tables of all ranks, of those on this node, and of those on other nodes."""
+        near = [rank for rank in ranks if rank not in self._far]
+        far = [rank for rank in ranks if rank in self._far]
+        tables = list[Tensor]()
+        for group in (ranks, near, far):
+            tables += super()._peer_tables(group, padded_to)
+        return tables
 
     def _tables(self, route: Route) -> list[Tensor]:
         """Return the writes to peers of this node and, per batch, the rows to pack and the messages to other nodes.
@@ -97,7 +115,7 @@ class NodesMemory(DeviceMemory):
         # Peers on this node come first: messages to other nodes take longer, and the kernel waits for their arrival.
         for message, begin, route in sent:
             self._put(message, route, begin, route.tables[0], self._addresses)
-        super().post(routes.receivers, word, epoch)
+        self._post_near(routes.receivers, word, epoch)
         for message, begin, route in sent:
             target, row_bytes = self.own.data_ptr() + begin, message[1].row_bytes
             for staged, to_far in zip(route.tables[1::2], route.tables[2::2], strict=True):
@@ -106,8 +124,11 @@ class NodesMemory(DeviceMemory):
         self._post_far(routes.receivers, word, epoch)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        super().post(peers, word, epoch)
+        self._post_near(peers, word, epoch)
         self._post_far(peers, word, epoch)
+
+    def _post_near(self, peers: Peers, word: int, epoch: Epoch) -> None:
+        signals.post(peers.tables[1], self._addresses, word, *epoch, self._failed)
 
     def _post_far(self, peers: Peers, word: int, epoch: Epoch) -> None:
         address = self.own.data_ptr() + word * WORD_BYTES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One-sided transport: senders pack rows straight into the receivers' buffers in symmetric memory.
+"""One-sided transport: senders pack rows straight into the buffers of receivers on their host, in symmetric memory.
 
 All ranks of a group begin the same calls and start the same exchanges in the same order. A rank allocates receive
 buffers of one size, once. A *slot* is the set of receive buffers of one call: call c uses slot c mod P, where P is the
@@ -12,6 +12,9 @@ make it safe to use a buffer again:
 
 When a rank starts an exchange, it signals ready to the ranks that have rows for it. A sender waits for its receivers
 and a receiver for its senders, so each pair of ranks with rows exchanges two signals, and no rank waits for all.
+
+This holds for ranks that share memory, those of a host. From and to other hosts, rows of the same exchange travel by
+send and receive (transport/far.py), into the same buffers.
 
 The host counts exchanges and passes their numbers to kernels. CUDA graphs would repeat these numbers, so with
 ``replayable`` the device counts, and a call has one exchange in flight at a time.
@@ -28,6 +31,7 @@ from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Routes
+from torchtitan_cad.runtime.transport.far import FarRanks
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, SymmetricMemory
 
 
@@ -39,6 +43,7 @@ class SymmetricTransport:
         rank: this rank's index in ``ranks``.
         allocate: makes symmetric memory of a number of bytes; called once.
         timeout_s: returns the bound on every wait.
+        far: the ranks of the group on other hosts; None if there are none.
         buffer_bytes: size of a receive buffer, a multiple of ``BUFFER_ALIGNMENT``, equal on all ranks.
         calls_in_flight: maximum number of calls that have begun and not yet released their last exchange.
         replayable: True if CUDA graphs may capture exchanges. All ranks must replay the same graphs in the same order,
@@ -58,10 +63,13 @@ class SymmetricTransport:
         timeout_s: Callable[[], float],
         buffer_bytes: int,
         *,
+        far: FarRanks | None = None,
         calls_in_flight: int = 2,
         replayable: bool = False,
     ) -> None:
+        self.description = self.name
         self._ranks, self._rank, self.buffer_bytes = list(ranks), rank, buffer_bytes
+        self._far = far
         self.timeout_s, self.replayable = timeout_s, replayable
         self._num_slots, self._calls = calls_in_flight, 0
         num_buffers = calls_in_flight * BUFFERS_PER_CALL
@@ -87,7 +95,11 @@ class SymmetricTransport:
     def prepare(self, exchanges: Sequence[Routes]) -> None:
         self._raise_overdue()
         for routes in exchanges:
-            self._memory.prepare(routes)
+            self._memory.prepare(self._near(routes))
+
+    def _near(self, routes: Routes) -> Routes:
+        """Return the part of routes that goes over shared memory."""
+        return routes if self._far is None else self._far.split(routes)
 
     def begin(self) -> int:
         self._raise_overdue()
@@ -111,24 +123,28 @@ class SymmetricTransport:
         self._raise_overdue()
         packed = [(tensors, RowFormat(tensors)) for tensors in messages]
         memory, row_bytes = self._memory, [row_format.row_bytes for _, row_format in packed]
-        memory.prepare(routes)
+        near = self._near(routes)
+        memory.prepare(near)
         slot = call % self._num_slots
         buffers, begins = self._place(slot, routes, row_bytes, phase)
+        arrivals = [
+            memory.own[begin : begin + route.num_received * num_bytes].view(route.num_received, num_bytes)
+            for begin, route, num_bytes in zip(begins, routes, row_bytes, strict=True)
+        ]
         epoch = self._occupy(slot, buffers, phase)
         ready, arrived = self._ready(slot), slot * len(self._ranks)
-        memory.post(routes.senders, ready + self._rank, epoch)
+        memory.post(near.senders, ready + self._rank, epoch)
         with memory.sending():
-            self._await(routes.receivers, ready, epoch, phase)
-            memory.send(packed, routes, begins, arrived + self._rank, epoch)
+            far = None if self._far is None else self._far.start(packed, routes, arrivals, phase)
+            self._await(near.receivers, ready, epoch, phase)
+            memory.send(packed, near, begins, arrived + self._rank, epoch)
             sent = streams.record_event(memory.own.device)
 
         def receive() -> list[Tensor]:
-            self._await(routes.senders, arrived, epoch, phase)
-            sizes = [(route.num_received, num_bytes) for route, num_bytes in zip(routes, row_bytes, strict=True)]
-            return [
-                memory.own[begin : begin + rows * num_bytes].view(rows, num_bytes)
-                for begin, (rows, num_bytes) in zip(begins, sizes, strict=True)
-            ]
+            self._await(near.senders, arrived, epoch, phase)
+            if far is not None:
+                far.wait_received(self.timeout_s())
+            return arrivals
 
         def release() -> None:
             freed = None if self.replayable else streams.record_event(memory.own.device)
@@ -136,6 +152,8 @@ class SymmetricTransport:
                 self._users[buffer], self._freed[buffer] = None, freed
             # In a CUDA graph this joins the sending stream with the stream that it forked from.
             streams.wait_event(memory.own.device, sent)
+            if far is not None:
+                far.wait_sent(self.timeout_s())
 
         return SymmetricPending(phase, receive, release, (routes, packed))
 

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""NVSHMEM's device library: its path, and constants of its interface. This module can be imported without NVSHMEM.
+"""NVSHMEM's libraries and memory: what must be right before it starts, as it ends a process in which it cannot.
+
+This module can be imported without NVSHMEM.
 
 The constants are from NVSHMEM's headers (nvshmem_common_transport.h, nvshmem_constants.h); the docstrings of torch's
 wrappers have other numbers.
 """
 
+import ctypes
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -14,6 +18,10 @@ SIGNAL_SET = 9
 """``nvshmemx_signal_op``: replace the signal word."""
 CMP_GE = 5
 """``nvshmem_signal_wait_until``: until the word is at least the value."""
+_HOST_LIBRARY = "libnvshmem_host.so.3"
+_HEAP = "NVSHMEM_SYMMETRIC_SIZE"
+_HEAP_MARGIN = 1.25
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 def find_device_library(capability: tuple[int, int] | None) -> Path:
@@ -58,3 +66,58 @@ def _folders() -> list[Path]:
     spec = importlib.util.find_spec("nvidia.nvshmem") if importlib.util.find_spec("nvidia") else None
     wheels = [Path(folder) / "lib" for folder in (spec.submodule_search_locations or ())] if spec else []
     return [*wheels, *map(Path, ("/usr/local/lib", "/usr/lib", "/opt/nvidia/nvshmem/lib"))]
+
+
+def check_host_library(device_library: Path) -> None:
+    """Check that the host library of this process has the version of the device library, if that is of a package.
+
+    Kernels linked with another version read the host library's state wrongly, or end the process.
+
+    Raises:
+        RuntimeError: there is no host library, or its version is another; names both paths and versions.
+    """
+    try:
+        library = ctypes.CDLL(_HOST_LIBRARY)
+    except OSError as error:
+        raise RuntimeError(f"NVSHMEM's host library cannot be loaded: {error}") from None
+    numbers = [ctypes.c_int() for _ in range(3)]
+    library.nvshmemx_vendor_get_version_info(*map(ctypes.byref, numbers))
+    loaded, packaged = ".".join(str(number.value) for number in numbers), _packaged_version(device_library)
+    if packaged is not None and packaged != loaded:
+        raise RuntimeError(
+            f"NVSHMEM's host library {_path_of(_HOST_LIBRARY)} is version {loaded}, and its device library "
+            f"{device_library} is version {packaged}: take the host library's folder out of LD_LIBRARY_PATH, or set "
+            "NVSHMEM_LIB_DIR to the folder of the .bc files of its version"
+        )
+
+
+def _packaged_version(device_library: Path) -> str | None:
+    """Return the version of the package that has installed the device library; None if no package has."""
+    for package in importlib.metadata.distributions():
+        if package.name.startswith("nvidia-nvshmem"):
+            folder = Path(str(package.locate_file("nvidia/nvshmem/lib")))
+            if folder.resolve() == device_library.parent.resolve():
+                return package.version
+    return None
+
+
+def _path_of(library: str) -> str:
+    """Return the file of a library that this process has loaded."""
+    paths = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+    return next((path for path in paths if library in path), library)
+
+
+def reserve_heap(num_bytes: int) -> None:
+    """Make room for ``num_bytes`` in NVSHMEM's heap, whose size is fixed on some systems when NVSHMEM starts.
+
+    Raises:
+        RuntimeError: the user has set a size that is too small.
+    """
+    value = os.environ.setdefault(_HEAP, str(int(_HEAP_MARGIN * num_bytes)))
+    size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", value, re.IGNORECASE)
+    room = 0.0 if size is None else float(size[1]) * (1 << _UNITS[size[2].upper()])
+    if room < num_bytes:
+        raise RuntimeError(
+            f"the environment variable {_HEAP} = {value!r} is not a size of at least the {num_bytes} bytes of receive "
+            "buffers: leave it out, or set a smaller cad.receive_buffer_gb"
+        )

@@ -7,6 +7,7 @@ A word is set with release order, after all earlier writes of the stream, and aw
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 from torchtitan_cad.runtime.triton.rows import FUSION
 
@@ -15,6 +16,20 @@ LANES = tl.constexpr(32)
 PEER_BITS = 20
 """record of a wait that takes too long = (value << PEER_BITS | word) + 1"""
 _PEER_BITS, _NO_WORD = tl.constexpr(PEER_BITS), tl.constexpr(1 << PEER_BITS)
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_INTERPRETED_POLL_NS = tl.constexpr(300_000)
+"""nanoseconds: what a poll of the interpreter, which has no clock, counts for"""
+_STORE_RELEASE = tl.constexpr(
+    """
+    {
+        .reg .pred is_peer;
+        setp.ge.s32 is_peer, $3, 0;
+        @is_peer st.release.sys.global.b64 [$1], $2;
+        mov.u32 $0, $3;
+    }
+    """
+)
+"""stores $2 at address $1 unless the peer $3 is negative; not every pair of devices on PCIe can do it atomically"""
 
 
 def post(peers: Tensor, addresses: Tensor, word: int, value: int, counter: Tensor, failed: Tensor) -> None:
@@ -37,7 +52,7 @@ def wait(
     first_word: int,
     value: int,
     counter: Tensor,
-    max_polls: int,
+    timeout_s: float,
     failed: Tensor,
     record: Tensor,
 ) -> None:
@@ -49,13 +64,14 @@ def wait(
 
     Args:
         peers, counter: as in ``post``.
-        max_polls: polls before giving up.
+        timeout_s: seconds before giving up, by the device's clock.
         failed: int64 [1] on the device, set when a wait gives up; unless 0, there is no waiting.
         record: int64 [1] in host memory, set when a wait gives up.
     """
     if len(peers):
         awaited = peers, words, first_word, value, counter
-        _wait[(1,)](*awaited, max_polls, failed, record, len(peers), num_warps=1, **FUSION)
+        timeout_ns = int(1e9 * timeout_s)
+        _wait[(1,)](*awaited, timeout_ns, failed, record, len(peers), num_warps=1, **FUSION)
 
 
 @triton.jit(do_not_specialize=["word", "value", "num_peers"])
@@ -65,25 +81,43 @@ def _post(peers, addresses, word: tl.int64, value: tl.int64, counter, failed, nu
     # After a failure no signal is sent, as its meaning would be false.
     if tl.load(failed) == 0:
         address = tl.load(addresses + peer, mask=peer >= 0, other=0)
+        place = address.to(tl.pointer_type(tl.int64)) + word
         values = tl.zeros([LANES], tl.int64) + (tl.load(counter) + value)
-        tl.atomic_xchg(address.to(tl.pointer_type(tl.int64)) + word, values, mask=peer >= 0, sem="release", scope="sys")
+        if _IS_INTERPRETED:
+            tl.atomic_xchg(place, values, mask=peer >= 0, sem="release", scope="sys")
+        else:
+            tl.inline_asm_elementwise(
+                _STORE_RELEASE, "=r,l,l,r", [place, values, peer], dtype=tl.int32, is_pure=False, pack=1
+            )
 
 
-@triton.jit(do_not_specialize=["first_word", "value", "max_polls", "num_peers"])
-def _wait(peers, words, first_word: tl.int64, value: tl.int64, counter, max_polls: tl.int64, failed, record, num_peers):
+@triton.jit
+def _nanoseconds(polls):
+    """Return the time of a clock."""
+    if _IS_INTERPRETED:
+        return polls * _INTERPRETED_POLL_NS
+    else:
+        return globaltimer()
+
+
+@triton.jit(do_not_specialize=["first_word", "value", "timeout_ns", "num_peers"])
+def _wait(
+    peers, words, first_word: tl.int64, value: tl.int64, counter, timeout_ns: tl.int64, failed, record, num_peers
+):
     zero = tl.full([], 0, tl.int64)
     zeros = tl.zeros([LANES], tl.int64)
     awaited = tl.load(counter) + value
     polls = zero
     begin = 0
     is_over = tl.load(failed) != 0
+    deadline = _nanoseconds(polls) + timeout_ns
     while (begin < num_peers) & (is_over == 0):
         index = begin + tl.arange(0, LANES)
         peer = tl.load(peers + index, mask=index < num_peers, other=-1)
         word = first_word + peer
         late = peer >= 0
         late = late & (tl.atomic_add(words + word, zeros, mask=late, sem="acquire", scope="sys") < awaited)
-        while (tl.max(late.to(tl.int32), axis=0) > 0) & (polls < max_polls):
+        while (tl.max(late.to(tl.int32), axis=0) > 0) & (_nanoseconds(polls) < deadline):
             late = late & (tl.atomic_add(words + word, zeros, mask=late, sem="acquire", scope="sys") < awaited)
             polls += 1
         if tl.max(late.to(tl.int32), axis=0) > 0:

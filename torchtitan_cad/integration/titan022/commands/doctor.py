@@ -293,10 +293,9 @@ def _check_transport(job: Job) -> Answer:
     if len(ranks) == 1:
         return "skip", "groups of one rank exchange nothing"
     hosts = len({rank // (job.ranks_per_host or 1) for rank in ranks})
-    sole_user = not job.config.parallelism.enable_async_tensor_parallel
-    chosen, reason = expected_transport(cad.transport, job.device, hosts, sole_user=sole_user)
+    chosen, reason = expected_transport(cad.transport, job.device, hosts)
     text = f"{chosen} (cad.transport = {cad.transport!r}: {reason})"
-    if chosen != "symm_mem":
+    if chosen == "collective":
         return text
     buffers = f"{BUFFERS_PER_CALL * cad.nano_batches} receive buffers of {_size(cad.buffer_bytes)}"
     return f"expected: {text}; a rank has {buffers} (cad.receive_buffer_gb)"
