@@ -231,6 +231,12 @@ def test_on_gpus(good, monkeypatch):
     )
     wanted = "expected: symm_mem (cad.transport = 'auto': decided at start by a trial on all ranks of the group); "
     assert findings["transport"].text == f"{wanted}a rank has 2 receive buffers of 325.0 MB (cad.receive_buffer_gb)"
+    monkeypatch.setattr(build, "_check_nvshmem", lambda device: None)
+    monkeypatch.setattr(doctor, "lacks_between_hosts", lambda: ["InfiniBand"])
+    finding = report([*good, "--cad.transport=nvshmem"], ranks_per_host=4)["transport"]
+    assert finding.level == "note"
+    assert "it ends the process); a rank has 2 receive buffers" in finding.text
+    assert finding.text.endswith("; this machine lacks InfiniBand")
     findings = report([*good, "--training.mixed_precision_param=float32"], ranks_per_host=8)
     assert failed(findings) == ["device", "kernel"]
     assert findings["device"].text == "--nproc 8: this machine has 4 devices; set it to 4 or less"

@@ -50,6 +50,7 @@ FILES = {
 }
 """What the end of a file says, after the table [training], and the line that is printed."""
 PP, TP = "--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
+ASYNC_TP = "--parallelism.enable_async_tensor_parallel"
 SCHEDULE = f"{PP} --parallelism.pipeline_parallel_schedule"
 TICKS, INTERLEAVED, V = f"{SCHEDULE}=CAD1F1B", f"{SCHEDULE}=CADInterleaved1F1B", f"{SCHEDULE}=ZBVZeroBubble"
 DUALPIPE, NO_OVERLAP = f"{SCHEDULE}=DualPipeV", "--parallelism.no-pipeline-parallel-expert-parallel-overlap"
@@ -77,6 +78,7 @@ OPTIONS = {
     "--cad.kernel=warp": r"cad\.kernel = 'warp'.*set cad\.kernel",
     "--cad.kernel=flash_attn": r"cad\.kernel = 'flash_attn' does not run on cpu .*; set",
     "--cad.transport=rdma": r"cad\.transport = 'rdma'.*set cad\.transport",
+    f"--cad.transport=nvshmem {ASYNC_TP}": r"'nvshmem' does not go with .* one backend .*; set cad\.transport",
     "--cad.nano_batches=3": r"cad\.nano_batches = 3: set cad\.nano_batches to one of: 1, 2",
     f"--cad.shadow {TICKS}": r"cad\.shadow = true .* = 'CAD1F1B'; set the schedule to '1F1B', or cad\.shadow to false",
     "--cad.planner=foo": r"cad\.planner = 'foo'.*set",

@@ -206,3 +206,16 @@ def test_the_heap_has_room(monkeypatch: pytest.MonkeyPatch, size: str | None, en
         return
     nvshmem_library.reserve_heap(1_500_000_000)
     assert os.environ["NVSHMEM_SYMMETRIC_SIZE"] == (size or "1875000000")
+
+
+def test_what_nvshmem_lacks_between_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = nvshmem_library.resource
+    monkeypatch.setattr(limit, "getrlimit", lambda which: (8 << 20, 8 << 20))
+    devices, module, memory = nvshmem_library.lacks_between_hosts(tmp_path)
+    assert devices.startswith("InfiniBand or RoCE devices")
+    assert module.startswith("the kernel module nvidia_peermem")
+    assert memory.startswith("unlimited locked memory")
+    for folder in ("class/infiniband/mlx5_0", "module/nvidia_peermem"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(limit, "getrlimit", lambda which: (limit.RLIM_INFINITY, limit.RLIM_INFINITY))
+    assert nvshmem_library.lacks_between_hosts(tmp_path) == []

@@ -25,6 +25,7 @@ from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.tp_overlap import side_stream as side_streams
 from torchtitan_cad.runtime.transport import Transport, symmetric
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
+from torchtitan_cad.runtime.transport.far import FarRows
 
 pytestmark = needs_ledger
 
@@ -133,8 +134,8 @@ def _without_waits(module: ModuleType) -> AbstractContextManager[object]:
     return mock.patch.object(module, "streams", without_waits)
 
 
-def run_engine(mistake: str) -> tuple[list[str], list[list[Tensor]]]:
-    """Races, and the results of both ranks."""
+def run_engine(mistake: str, hosts: tuple[int, ...] | None = None) -> tuple[list[str], list[list[Tensor]]]:
+    """Races, and the results of both ranks, which are on one host or on two."""
     from tests.support.ledger.ranks import LedgerMemory, OneKernel, ledger_transports
 
     patches = {
@@ -143,8 +144,10 @@ def run_engine(mistake: str) -> tuple[list[str], list[list[Tensor]]]:
         "sending before rows are there": mock.patch.object(DeviceMemory, "sending", _sending_at_once),
         "rows not waited for": mock.patch.object(LedgerMemory, "follow", return_value=None),
         "sent rows freed early": _without_waits(symmetric),
+        "messages not waited for": mock.patch.object(FarRows, "wait_received", return_value=None),
+        "sent messages not kept": _without(FarRows, "packed", []),
     }
-    transports = ledger_transports(2)
+    transports = ledger_transports(2, hosts)
 
     def body(rank: int) -> list[Tensor]:
         torch.accelerator.set_device_index(rank)
@@ -155,9 +158,10 @@ def run_engine(mistake: str) -> tuple[list[str], list[list[Tensor]]]:
     return torch.ops.ledger.races(), results
 
 
-def test_the_engine_is_in_order(on_ledger: Process) -> None:
+@pytest.mark.parametrize("hosts", [None, (0, 1)], ids=["one host", "two hosts"])
+def test_the_engine_is_in_order(on_ledger: Process, hosts: tuple[int, ...] | None) -> None:
     assert plan_of_two().moves_rows
-    races, results = on_ledger(run_engine, "none")
+    races, results = on_ledger(run_engine, "none", hosts)
     assert races == []
     transports = thread_transports(2)
     others, references = (
@@ -174,4 +178,12 @@ def test_the_engine_is_in_order(on_ledger: Process) -> None:
 )
 def test_engines_that_are_not(on_ledger: Process, mistake: str) -> None:
     races, _ = on_ledger(run_engine, mistake)
+    assert races
+
+
+@pytest.mark.parametrize(
+    "mistake", ["sending before rows are there", "messages not waited for", "sent messages not kept"]
+)
+def test_engines_between_hosts_that_are_not(on_ledger: Process, mistake: str) -> None:
+    races, _ = on_ledger(run_engine, mistake, (0, 1))
     assert races

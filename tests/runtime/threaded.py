@@ -174,29 +174,36 @@ class ThreadMessages:
 
 
 def transports_over(
-    allocations: Any, num_ranks: int, buffer_bytes: int = BUFFER_BYTES, hosts: Sequence[int] | None = None
+    allocations: Any,
+    num_ranks: int,
+    buffer_bytes: int = BUFFER_BYTES,
+    far_of: Callable[[int], FarRanks | None] = lambda rank: None,
 ) -> list[SymmetricTransport]:
-    """Transports of all ranks, which allocate together.
-
-    Args:
-        hosts: number of every rank's host; by default they are on one.
-    """
-    messages, ranks = ThreadMessages(), range(num_ranks)
+    """Transports of all ranks, which allocate together; ``far_of`` gives a rank its far peers."""
 
     def make(rank: int) -> SymmetricTransport:
-        allocate, far = partial(allocations.allocate, rank), None
-        if hosts is not None:
-            near = [peer for peer in ranks if hosts[peer] == hosts[rank]]
-            far = FarRanks(rank, near, ranks, partial(messages.transfer, rank), torch.device("cpu"))
-        return SymmetricTransport(ranks, rank, allocate, lambda: TIMEOUT_S, buffer_bytes, far=far)
+        allocate = partial(allocations.allocate, rank)
+        return SymmetricTransport(range(num_ranks), rank, allocate, lambda: TIMEOUT_S, buffer_bytes, far=far_of(rank))
 
     return run_ranks(num_ranks, make)
+
+
+def far_ranks(messages: Any, hosts: Sequence[int], rank: int, device: torch.device) -> FarRanks:
+    """The far peers of a rank, given the number of every rank's host."""
+    near = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
+    return FarRanks(rank, near, range(len(hosts)), partial(messages.transfer, rank), device)
 
 
 def symmetric_transports(
     num_ranks: int, buffer_bytes: int = BUFFER_BYTES, hosts: Sequence[int] | None = None
 ) -> list[SymmetricTransport]:
-    return transports_over(ThreadAllocations(num_ranks, hosts), num_ranks, buffer_bytes, hosts)
+    """Over shared memory; between ``hosts``, if there are several, by messages."""
+    allocations, messages = ThreadAllocations(num_ranks, hosts), ThreadMessages()
+
+    def far_of(rank: int) -> FarRanks | None:
+        return None if hosts is None else far_ranks(messages, hosts, rank, torch.device("cpu"))
+
+    return transports_over(allocations, num_ranks, buffer_bytes, far_of)
 
 
 def run_ranks(num_ranks: int, body: Callable[[int], T]) -> list[T]:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tests.runtime.threaded import TIMEOUT_S, ThreadRounds, transports_over
+from tests.runtime.threaded import TIMEOUT_S, ThreadRounds, far_ranks, transports_over
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Route, Routes, SymmetricTransport
 from torchtitan_cad.runtime.transport.base import Peers
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
+from torchtitan_cad.runtime.transport.far import FarRanks, Part, Works
 from torchtitan_cad.runtime.transport.memory import Epoch, Message
 
 
@@ -122,5 +123,71 @@ class LedgerAllocations(ThreadRounds):
         return LedgerMemory(buffers, rank, self._streams[rank], words)
 
 
-def ledger_transports(num_ranks: int) -> list[SymmetricTransport]:
-    return transports_over(LedgerAllocations(num_ranks), num_ranks)
+class LedgerWork:
+    """A send or a receive on a stream of its own, for which the host waits until both ranks have started it."""
+
+    def __init__(self) -> None:
+        self._is_started = threading.Event()
+        self._end: torch.Event | None = None
+
+    def start(self, end: torch.Event) -> None:
+        self._end = end
+        self._is_started.set()
+
+    def wait(self) -> None:
+        """Make the current stream wait for its end, as a work of NCCL does."""
+        assert self._is_started.wait(TIMEOUT_S)
+        torch.accelerator.current_stream().wait_event(self._end)
+
+
+class LedgerMessages:
+    """Messages between such ranks, as NCCL sends them: on a stream of every rank, behind its current stream."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._streams = [torch.Stream(f"ledger:{rank}") for rank in range(num_ranks)]
+        self._lock = threading.Lock()
+        self._posted: dict[tuple[int, int, int, bool], tuple[Tensor, torch.Event, LedgerWork]] = {}
+        """By sender, receiver, tag, and whether it is the receive."""
+
+    def transfer(self, rank: int, sent: Sequence[Part], received: Sequence[Part]) -> Works:
+        """The transfer of one rank."""
+        before = torch.accelerator.current_stream().record_event()
+        receives = [(part.peer, self._post((part.peer, rank, part.tag), True, part.rows, before)) for part in received]
+        sends = [(part.peer, self._post((rank, part.peer, part.tag), False, part.rows, before)) for part in sent]
+        return Works(sends, receives)
+
+    def _post(self, message: tuple[int, int, int], receives: bool, rows: Tensor, before: torch.Event) -> LedgerWork:
+        work = LedgerWork()
+        with self._lock:
+            other = self._posted.pop((*message, not receives), None)
+            if other is None:
+                self._posted[*message, receives] = rows, before, work
+                return work
+            mine = rows, before, work
+            send, receive = (other, mine) if receives else (mine, other)
+            end = self._copy(message[1], send[:2], receive[:2])
+        for _, _, posted in (send, receive):
+            posted.start(end)
+        return work
+
+    def _copy(
+        self, receiver: int, send: tuple[Tensor, torch.Event], receive: tuple[Tensor, torch.Event]
+    ) -> torch.Event:
+        """Copy the rows on the receiver's stream, behind what came before on either rank."""
+        ledger, (source, sent), (target, free) = torch.ops.ledger, send, receive
+        with self._streams[receiver] as stream:
+            for event in (sent, free):
+                stream.wait_event(event)
+            ledger.use([source], [target], "message")
+            ledger.on_host(target).copy_(ledger.on_host(source))
+            return stream.record_event()
+
+
+def ledger_transports(num_ranks: int, hosts: Sequence[int] | None = None) -> list[SymmetricTransport]:
+    """Over memory of devices; between ``hosts``, if there are several, by messages."""
+    messages = LedgerMessages(num_ranks)
+
+    def far_of(rank: int) -> FarRanks | None:
+        return None if hosts is None else far_ranks(messages, hosts, rank, torch.device("ledger", rank))
+
+    return transports_over(LedgerAllocations(num_ranks), num_ranks, far_of=far_of)

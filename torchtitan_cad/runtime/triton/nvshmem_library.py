@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import resource
 from pathlib import Path
 
 SIGNAL_SET = 9
@@ -105,6 +106,23 @@ def _path_of(library: str) -> str:
     """Return the file of a library that this process has loaded."""
     paths = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
     return next((path for path in paths if library in path), library)
+
+
+def lacks_between_hosts(system: Path = Path("/sys")) -> list[str]:
+    """Return what this machine lacks of what NVSHMEM usually needs to reach other hosts; without it it may not start.
+
+    Args:
+        system: folder with what the kernel tells of devices and modules.
+    """
+    lacks = list[str]()
+    devices = system / "class/infiniband"
+    if not (devices.is_dir() and any(devices.iterdir())):
+        lacks.append(f"InfiniBand or RoCE devices in {devices}")
+    if not (system / "module/nvidia_peermem").is_dir():
+        lacks.append("the kernel module nvidia_peermem, unless its devices register memory by dmabuf")
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
+        lacks.append("unlimited locked memory (`ulimit -l unlimited`)")
+    return lacks
 
 
 def reserve_heap(num_bytes: int) -> None:

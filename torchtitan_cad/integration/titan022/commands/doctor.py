@@ -39,6 +39,7 @@ from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.runtime.kernels.select import choose_kernel, slower_than_possible
 from torchtitan_cad.runtime.transport import expected_transport
+from torchtitan_cad.runtime.triton.nvshmem_library import lacks_between_hosts
 
 PATIENCE_S = 30.0
 """seconds: a dataset's to answer, longer than the hub's client takes to find that there is no network."""
@@ -298,7 +299,10 @@ def _check_transport(job: Job) -> Answer:
     if chosen == "collective":
         return text
     buffers = f"{BUFFERS_PER_CALL * cad.nano_batches} receive buffers of {_size(cad.buffer_bytes)}"
-    return f"expected: {text}; a rank has {buffers} (cad.receive_buffer_gb)"
+    text = f"expected: {text}; a rank has {buffers} (cad.receive_buffer_gb)"
+    if chosen == "nvshmem" and (lacks := lacks_between_hosts()):
+        return "note", f"{text}; this machine lacks {', '.join(lacks)}"
+    return text
 
 
 def _check_planner(job: Job) -> Answer:
