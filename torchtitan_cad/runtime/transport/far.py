@@ -131,6 +131,7 @@ class FarRows:
     """Rows on their way between hosts.
 
     Attributes:
+        works: what completes them.
         packed: what is being sent.
         what: name of the exchange.
         names: global ranks of the group.

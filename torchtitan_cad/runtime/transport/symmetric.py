@@ -48,9 +48,6 @@ class SymmetricTransport:
         calls_in_flight: maximum number of calls that have begun and not yet released their last exchange.
         replayable: True if CUDA graphs may capture exchanges. All ranks must replay the same graphs in the same order,
             while no other exchange is in flight.
-
-    Raises:
-        PeerError: the ranks cannot share memory.
     """
 
     name = "symm_mem"
@@ -77,14 +74,7 @@ class SymmetricTransport:
         self._freed: list[torch.cuda.Event | None] = [None] * num_buffers
         word_bytes = 2 * calls_in_flight * len(ranks) * WORD_BYTES
         self._first_byte = aligned(word_bytes)
-        try:
-            self._memory = allocate(self._first_byte + num_buffers * buffer_bytes)
-        except RuntimeError as error:
-            raise PeerError(
-                f"ranks {self._ranks} could not set up {num_buffers} symmetric receive buffers of {buffer_bytes} "
-                f"bytes: {error}; set a smaller cad.receive_buffer_gb, or cad.transport = 'collective' if this system "
-                "has no symmetric memory"
-            ) from error
+        self._memory = allocate(self._first_byte + num_buffers * buffer_bytes)
         self._numbers = [0] * calls_in_flight
         self._latest: deque[tuple[int, int, str]] = deque(maxlen=64)
         """Slot, number in the slot, and name of the latest exchanges."""
