@@ -105,6 +105,7 @@ COMPOSITIONS = [
     Composition("fsdp4", nranks=4),
     Composition("keep", args=KEEP),
     Composition("tolerance_auto", args=TOLERANCE_AUTO, moves=False),
+    Composition("cpu_offload", shared=("--training.enable_cpu_offload",)),
     Composition("hsdp2x2", nranks=4, shared=dp(data_parallel_replicate=2, data_parallel_shard=2)),
     Composition("ddp2", args=DDP2),
     Composition("tp2", shared=TP2, moves=False),

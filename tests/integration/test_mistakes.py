@@ -94,6 +94,8 @@ OPTIONS = {
     f"{PP} --model.name=gpt_oss --model.flavor=debugmodel": r"pipeline_parallel_degree = 2: .*'gpt_oss'; set it to 1",
     "--checkpoint.enable --checkpoint.folder=/proc/none": r"folder = '/proc/none' .*: cannot write to /proc: .*; set",
     "--job.dump_folder=/proc/none": r"job\.dump_folder = '/proc/none': cannot write",
+    "--model.converters=quantize.linear.float8": r"model\.converters = \['quantize.*'\]: .*; leave .* out, or",
+    "--fault_tolerance.enable": r"fault_tolerance\.enable = true: .*; set fault_tolerance\.enable to false, or",
     "--training.dataset=foo": r"training\.dataset = 'foo' is not a dataset; set .*synthetic",
     f"{VALIDATION} --validation.dataset=synthetic": r"validation\.dataset = 'synthetic' is not .*; set .*to one of c4",
     f"{VALIDATION} --validation.seq_len=2048": r"seq_len = 2048 is more than training.*; set .*seq_len to 1024",
@@ -250,6 +252,22 @@ def test_other_ranks_log_warnings_only_until_the_job_is_built(
     monkeypatch.setattr(titan_train, "main", main)
     train.main()
     assert levels == [level, logging.INFO]
+
+
+@pytest.mark.parametrize("key", ["last_save_in_hf", "initial_load_in_hf"])
+def test_checkpoints_of_hugging_face_need_a_package(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enable_cpu()
+    from torchtitan_cad.integration.titan022 import folders
+
+    monkeypatch.setattr(folders, "resumed_from", lambda config: None)
+    options = ["--checkpoint.enable", f"--checkpoint.{key}"]
+    monkeypatch.setattr(folders, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=rf"checkpoint\.{key} = true needs the package safetensors: .*, or set .*{key}"
+    ):
+        parse_job(tmp_path, *options)
+    monkeypatch.setattr(folders, "find_spec", lambda name: name)
+    assert getattr(parse_job(tmp_path, *options).checkpoint, key)
 
 
 def test_key_that_is_gone_says_what_replaces_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,12 +75,27 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
         _check_world_size(config, world_size)
         _check_groups(cad, Topology.from_job(config.parallelism, world_size))
         _check_unsharded(config, world_size)
+    _check_untried(config)
     _check_batch(config)
     _check_sequences(config)
     _check_pipeline(config)
     _check_ticks(config)
     _check_nano_batches(config)
     _check_streams(config)
+
+
+def _check_untried(config: JobConfig) -> None:
+    """Refuse what changes the model or the ranks in ways that no test with CAD has seen (docs/models.md)."""
+    if config.model.converters:
+        raise ValueError(
+            f"model.converters = {config.model.converters!r}: no test has tried CAD with converters, such as those of "
+            "float8 and MX; leave model.converters out, or set parallelism.cad to false"
+        )
+    if config.fault_tolerance.enable:
+        raise ValueError(
+            "fault_tolerance.enable = true: the ranks of a CAD group serve each other and cannot come and go; set "
+            "fault_tolerance.enable to false, or parallelism.cad to false"
+        )
 
 
 def launched_ranks(config: JobConfig) -> int | None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run torchtitan 0.2.2 on CPU ranks over gloo.
 
-torchtitan assumes an accelerator in seven places. `enable_cpu` adapts those places from outside, so that stock
+torchtitan assumes an accelerator in nine places. `enable_cpu` adapts those places from outside, so that stock
 torchtitan code, configuration and parallelism run unmodified on a laptop or in CI. It changes nothing when an
 accelerator is available, and nothing about what is computed.
 """
@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import warnings
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -40,8 +41,10 @@ def enable_cpu() -> bool:
         )
     _replace_moe_triton_kernels()
     _count_integers()
+    _offload_to_memory_that_is_not_pinned()
     _import_torchtitan_with_cpu_device()
     _force_sum_reduction_in_fsdp()
+    _name_one_backend()
     _drop_missing_profiler_activity()
     # `torch.nn.attention.varlen` has no CPU kernel, and varlen is torchtitan's attention for packed documents.
     from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
@@ -94,6 +97,30 @@ class _CpuDeviceModule(ModuleType):
     @staticmethod
     def empty_cache() -> None:
         """Nothing to do: CPU memory is not cached by torch."""
+
+
+def _offload_to_memory_that_is_not_pinned() -> None:
+    """`training.enable_cpu_offload` takes FSDP2's default, memory that an accelerator has pinned."""
+    from torch.distributed import fsdp
+
+    @dataclass
+    class NotPinned(fsdp.CPUOffloadPolicy):
+        pin_memory: bool = False
+
+    fsdp.CPUOffloadPolicy = NotPinned  # type: ignore[misc]
+
+
+def _name_one_backend() -> None:
+    """`training.enable_cpu_offload` asks for gloo beside the backend of the device, which on CPU is gloo already."""
+    from torchtitan.distributed import utils
+
+    init_distributed = utils.init_distributed
+
+    @functools.wraps(init_distributed)
+    def with_one_backend(*args: Any, enable_cpu_backend: bool = False, **kwargs: Any) -> int:
+        return init_distributed(*args, **kwargs)
+
+    utils.init_distributed = with_one_backend
 
 
 def _replace_moe_triton_kernels() -> None:

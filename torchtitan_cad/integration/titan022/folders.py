@@ -2,6 +2,7 @@
 """Checks the folders that a job writes to and resumes from, before training starts."""
 
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from torchtitan.components.checkpoint import CheckpointManager
@@ -20,10 +21,21 @@ def check_folders(config: JobConfig) -> None:
                 "checkpoint.keep_latest_k = 1: while one is saved another must be kept; set it to 2 or more, "
                 "or to 0 for all"
             )
+        _check_safetensors(config)
         resumed_from(config)
     has_cad = getattr(config.parallelism, "cad", False)  # which writes the figures of its steps
     if has_cad or config.metrics.enable_tensorboard or config.profiling.enable_profiling:
         _check_writable(f"job.dump_folder = {job.dump_folder!r}", Path(job.dump_folder), "job.dump_folder")
+
+
+def _check_safetensors(config: JobConfig) -> None:
+    """Raise ValueError if a checkpoint in Hugging Face's format needs the package safetensors, and it is not there."""
+    for key in ("last_save_in_hf", "initial_load_in_hf"):
+        if getattr(config.checkpoint, key) and find_spec("safetensors") is None:
+            raise ValueError(
+                f"checkpoint.{key} = true needs the package safetensors: `pip install safetensors`, or set "
+                f"checkpoint.{key} to false"
+            )
 
 
 def checkpoint_folder(config: JobConfig) -> Path:
