@@ -17,6 +17,8 @@ from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 
 DEFAULTS = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
 """All of [cad] as it is by default."""
+BY_RATES = (*DEFAULTS, "--debug.no-deterministic")
+"""Of which "auto" plans by rates, which must be planted, or plans depend on how fast a machine is."""
 CAD = (
     *DEFAULTS,
     "--cad.placement=loader",
