@@ -15,15 +15,20 @@ from tests.integration.patched import with_cache_keys
 from torchtitan_cad.cli.report_command import find_steps, read_steps, summarize
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 
+DEFAULTS = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
+"""All of [cad] as it is by default."""
+BY_RATES = (*DEFAULTS, "--debug.no-deterministic")
+"""Of which "auto" plans by rates, which must be planted, or plans depend on how fast a machine is."""
 CAD = (
-    "--job.custom_config_module=torchtitan_cad.job_config",
-    "--parallelism.cad",
+    *DEFAULTS,
     "--cad.placement=loader",
     "--cad.tolerance=0.02",  # plans of tests do not depend on how fast a machine is
 )
 """Homes of the loader; test_placement.py repeats the compositions with the default."""
 PLACED = (*CAD, "--cad.placement=auto")
 COMMON = ("--training.seq_len=1024", "--validation.seq_len=1024", "--metrics.enable_tensorboard")
+FAST, SLOW = 1e12, 1.0
+"""bytes / s: links by which all attention moves that is uneven, and by which none does; see ``run``"""
 VALIDATION = ("--validation.enable", "--validation.steps=1")
 """One batch after step 1: cheap enough for every composition."""
 TOLERANCE = 64 * torch.finfo(torch.float32).eps
@@ -82,7 +87,7 @@ PROFILED = (
 """Traces of every second step."""
 KEEP = ("--cad.backward=keep",)
 SYMMETRIC = ("--cad.transport=symm_mem",)
-TOLERANCE_AUTO = ("--cad.tolerance=auto",)
+TOLERANCE_AUTO = ("--cad.tolerance=auto", "--debug.no-deterministic")
 COMPILE = ("--compile.enable",)
 LAYER = ("--activation_checkpoint.mode=selective",)
 OP = (*LAYER, "--activation_checkpoint.selective_ac_option=op")

@@ -90,6 +90,7 @@ def run(
     trace_at: int | None = None,
     init_seed: int | None = 0,
     as_dp: int | None = None,
+    link: float | None = None,
     fp64: bool = False,
     pythonpath: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
@@ -110,13 +111,14 @@ def run(
         trace_at: step whose steps and collectives are returned in `RunResult.traces`.
         init_seed: initialise parameters by name, the same under every parallelism; None for torchtitan's own init.
         as_dp: a single process takes the batches of that many data-parallel ranks in turn (accumulate over as many).
+        link: bytes per second that ranks find their links to have, beside slow attention; None: they measure.
         fp64: compute in fp64, with attention as a dense softmax: the reference of references.
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
         env: further environment variables, set after torch and torchtitan are imported.
     """
     record_dir = Path(tempfile.mkdtemp(prefix="run_", dir=scratch_folder()))
     dump_folder = dump_folder or record_dir / "dump"
-    numbers = {"grads-at": grads_at, "trace-at": trace_at, "init-seed": init_seed, "as-dp": as_dp}
+    numbers = {"grads-at": grads_at, "trace-at": trace_at, "init-seed": init_seed, "as-dp": as_dp, "link": link}
     hooks = [f"--{name}={number}" for name, number in numbers.items() if number is not None]
     hooks += [f"--record-dir={record_dir}", *["--fp64"] * fp64]
     # Hosting the rendezvous store here lets the system choose the port, so parallel runs cannot collide.

@@ -49,9 +49,10 @@ from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 from tests.integration import dense_twin, tiny_models  # noqa: E402
 from tests.runtime.kernels_reference import dense_attention  # noqa: E402
 from tests.support.observer import observe  # noqa: E402
+from torchtitan_cad.integration import session  # noqa: E402
 from torchtitan_cad.integration.loading.placement import Layouts, Placement  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
-from torchtitan_cad.planning import TASK_DTYPE, TokenLayout, register_planner  # noqa: E402
+from torchtitan_cad.planning import TASK_DTYPE, LayerTimes, TokenLayout, register_planner  # noqa: E402
 from torchtitan_cad.runtime.kernels import VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, _run  # noqa: E402
 
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--as-dp", type=int, help="one process: take the batches of that many data-parallel ranks in turn"
     )
+    parser.add_argument("--link", type=float, help="bytes per second of links, in place of what is measured")
     parser.add_argument("--fp64", action="store_true", help="compute in fp64, attention as a dense softmax")
     parser.add_argument("--trace-at", type=int, help="step whose order of steps and collectives is written down")
     parser.add_argument("titan_args", nargs="*")
@@ -89,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         initialise_by_name(options.init_seed)
     if options.as_dp is not None:
         take_turns(options.as_dp)
+    if options.link is not None:
+        plant_rates(options.link)
     if options.fp64:
         compute_in_fp64()
     # The final sleep lets other ranks finish before a store hosted by rank 0 disappears; here the harness hosts it.
@@ -362,6 +366,15 @@ def take_turns(degree: int) -> None:
         return RoundRobinLoader([build(dp_world_size=degree, dp_rank=r, **kwargs) for r in range(degree)])
 
     llama3.build_text_dataloader = build_all
+
+
+def plant_rates(link: float) -> None:
+    """Make sessions measure links of that many bytes per second, and attention that takes 1 ms for a unit of cost."""
+
+    def measure(_compute: Any, _transport: Any, hosts: tuple[int, ...], *_: Any, overlaps: bool) -> LayerTimes:
+        return LayerTimes(1e-3, 0.0, link, link, 0.0, overlaps, hosts)
+
+    session.measure_times = measure
 
 
 def compute_in_fp64() -> None:

@@ -21,10 +21,11 @@ from tests.runtime.threaded import needs_linux
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 SHORT = {
-    "collective": ("fsdp2", "small_buffers_keep", "compile", "fsdp2xtp2", "cp2", "pp2_1f1b"),
+    "collective": ("small_buffers_keep", "compile"),
     "symm_mem": ("ac_full_keep", "small_buffers"),
 }
-"""Compositions that the short set trains by each transport, beside those of test_placement.py: one of every kind."""
+"""Compositions that the short set trains by each transport, beside those of test_defaults.py and test_placement.py: one
+of every kind."""
 SLOW = ("compile_keep_ac_op_tp2", "pp2_interleaved_tolerance_auto", "pp2_dualpipev", "hsdp2x2", "tp2_no_loss_parallel")
 """Combinations of what other compositions show, too long for the matrix."""
 SYMMETRIC = ("fsdp4", "pp2xcp2", "validation")
@@ -61,13 +62,13 @@ def test_composition_trains_like_its_reference(case: c.Composition, transport: s
         assert summary["imbalance_after"] < summary["imbalance_before"]
 
 
-def check(case: c.Composition, *more: str) -> RunResult:
+def check(case: c.Composition, *more: str, cad: tuple[str, ...] = c.CAD, link: float | None = None) -> RunResult:
     """The composition's run, with ``more`` arguments; it has trained as its reference does."""
     if TorchVersion(torch.__version__) < case.needs_torch:
         pytest.skip(f"stock torchtitan cannot run this with torch below {case.needs_torch}")
     validation = c.VALIDATION if case.validates else ()
-    args = [*c.COMMON, *validation, *c.CAD, *case.shared, *case.args, *more]
-    result = run(args, case.nranks, grads_at=2)
+    args = [*c.COMMON, *validation, *cad, *case.shared, *case.args, *more]
+    result = run(args, case.nranks, grads_at=2, link=link)
     expected = c.reference(case.reference_nranks or case.nranks, (*case.shared, *case.reference_args))
     assert not case.validates or result.validation_losses.keys() == expected.validation_losses.keys()
     c.assert_trains_alike(result, expected, reports_loss=case.reports_loss)

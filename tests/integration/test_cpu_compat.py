@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.integration.compositions import PLACED, PROFILED, TOLERANCE, global_batch
+from tests.integration.compositions import DEFAULTS, FAST, PLACED, PROFILED, SLOW, TOLERANCE, global_batch
 from tests.integration.harness import read_scalars, run
 from tests.integration.launched import TORCHRUN, launched
 from torchtitan_cad.integration.titan022 import cpu
@@ -21,13 +21,14 @@ EXPERTS = ("--model.name=qwen3", "--model.flavor=tiny_moe", "--parallelism.exper
     "args",
     [
         pytest.param((), marks=pytest.mark.matrix),
-        (*PLACED, *global_batch(8)),
-        pytest.param((*PLACED, *EXPERTS, "--cad.nano_batches=2"), marks=pytest.mark.matrix),
+        (*DEFAULTS, *global_batch(8)),
+        pytest.param((*DEFAULTS, *EXPERTS, "--cad.nano_batches=2"), marks=pytest.mark.matrix),
     ],
     ids=["stock", "cad", "experts"],
 )
 def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
-    """A run resumed from a checkpoint repeats every bit of training, though the batch after it had been dealt already.
+    """A run resumed from a checkpoint repeats every bit of training, though the batch after it had been dealt already,
+    and though other plans would take the least time.
 
     Validation is only checked to run: torchtitan does not checkpoint its loader. The same two runs exercise TensorBoard
     and the profiler, to keep the short set short.
@@ -43,7 +44,7 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
         "--metrics.enable_tensorboard",
         *PROFILED,
     )
-    whole = run(job, timeout_s=240, dump_folder=tmp_path)
+    whole = run(job, timeout_s=240, dump_folder=tmp_path, link=FAST)
     assert whole.validation_losses.keys() == {1, 2, 4}  # torchtitan also validates after the first step
     scalars = read_scalars(tmp_path / "tb")
     for tag, expected in (
@@ -56,7 +57,7 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
     assert {trace.name for trace in traces} == {"rank0_trace.json", "rank1_trace.json"}
     assert json.loads(traces[0].read_text())["traceEvents"]
 
-    resumed = run([*job, "--checkpoint.load_step=2"], timeout_s=240, dump_folder=tmp_path)
+    resumed = run([*job, "--checkpoint.load_step=2"], timeout_s=240, dump_folder=tmp_path, link=SLOW)
     assert resumed.steps == [3, 4]
     assert resumed.losses == whole.losses[2:]
     assert resumed.grad_norms == whole.grad_norms[2:]

@@ -90,6 +90,13 @@ def test_a_good_job_passes_every_check(good):
     assert not (Path(good[2].split("=")[1])).exists()
 
 
+def test_without_measuring(good):
+    planner = report([*good, "--debug.deterministic"])["planner"].text
+    assert "local_search, tolerance 0.02 (not measured, as debug.deterministic is true), shards" in planner
+    planner = report([*good, "--debug.deterministic", "--cad.tolerance=0.02"])["planner"].text
+    assert "local_search, tolerance 0.02, shards" in planner
+
+
 FAILING: list[tuple[list[str], dict[str, str]]] = [
     (
         ["--cad.planner=foo", "--model.hf_assets_path=none", "--training.dataset=c5"],

@@ -76,6 +76,16 @@ def test_the_fastest_is_taken(monkeypatch, caplog, times: Times, milliseconds, f
         assert f"{name} {each} ms" in caplog.text
 
 
+def test_without_times_the_newest_that_is_right_is_taken(monkeypatch, caplog, times: Times) -> None:
+    """No trial is timed, as none has a time here."""
+    install(monkeypatch, *modules(2, 3), capability=(9, 0), with_cudnn=True)
+    with caplog.at_level(logging.INFO):
+        assert str(get_kernel("auto", "cuda", SHAPE, timed=False)) == FA3
+    assert f"cad.kernel = 'auto': {FA3}; varlen is right; {FA3} is right; {FA2} is right; cudnn is right" in caplog.text
+    spoil_library(monkeypatch, "run", lambda right: lambda *args: (right(*args)[0] * 1.2, right(*args)[1]))
+    assert str(get_kernel("auto", "cuda", SHAPE, timed=False)) == "cudnn"
+
+
 @pytest.mark.parametrize("index", range(5))
 @pytest.mark.parametrize("generation", [3, 4])
 def test_wrong_results_are_not_taken(monkeypatch, caplog, times: Times, index: int, generation: int) -> None:
@@ -192,19 +202,21 @@ def test_flash_attention_2_on_a_device_for_more(
     assert all(re.search(f"is FlashAttention-2, far below what a device.*{remark}", warning) for warning in warnings)
 
 
-def choose(group: dist.ProcessGroup) -> tuple[str, str]:
-    """The kernel that a rank takes, and why; each rank has other packages and times."""
+def choose(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """The kernel that a rank takes, and why, with times and without; each rank has other packages and times."""
     rank = group.rank()
     with pytest.MonkeyPatch.context() as monkeypatch:
         times = fake_times(monkeypatch)
         install(monkeypatch, *modules(*((2, 3), (3,))[rank]), capability=(9, 0), with_cudnn=True)
         # FlashAttention-3 is fastest on one rank only, and FlashAttention-2 is not everywhere.
         times.update({FA2: 0.1, FA3: (1.0, 3.0)[rank], "cudnn": (2.0, 1.5)[rank], "varlen": 4.0})
-        kernel, reason = select.choose_kernel("auto", "cuda", SHAPE, group)
-    return str(kernel), reason
+        chosen = [select.choose_kernel("auto", "cuda", SHAPE, group, timed=timed) for timed in (True, False)]
+    return [(str(kernel), reason) for kernel, reason in chosen]
 
 
 def test_all_ranks_take_the_same() -> None:
-    for kernel, reason in values(run_processes(2, choose)):
-        assert kernel == "cudnn"
-        assert f"cudnn 2.0 ms; {FA2} cannot be used (rank 1); {FA3} 3.0 ms; varlen 4.0 ms" in reason
+    for (fastest, times), (first, reason) in values(run_processes(2, choose)):
+        assert fastest == "cudnn"
+        assert f"cudnn 2.0 ms; {FA2} cannot be used (rank 1); {FA3} 3.0 ms; varlen 4.0 ms" in times
+        assert first == FA3
+        assert f"cudnn is right; {FA2} cannot be used (rank 1); {FA3} is right; varlen is right" in reason

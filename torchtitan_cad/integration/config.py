@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The ``[cad]`` table, and what planners make of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torchtitan_cad.integration.topology import Topology
@@ -15,7 +15,8 @@ class Cad:
     """
     "auto" makes the plans of least time, by rates that are measured when the job starts and corrected by what its steps
     take. Where moving saves less than 1 % of a layer's time, attention stays with its tokens. A number is the allowed
-    imbalance: every rank's attention work is at most (1 + tolerance) times the mean, whatever that takes.
+    imbalance: every rank's attention work is at most (1 + tolerance) times the mean, whatever that takes. With
+    debug.deterministic "auto" is 0.02, and plans depend on the batch alone (docs/settings.md).
     """
 
     min_shard: int = 128
@@ -91,7 +92,8 @@ class Cad:
     """
     Attention kernel: "varlen" is PyTorch's built-in FlashAttention-2 (CUDA), "flash_attn" FlashAttention-3, 4 or 2 as
     installed and made for the GPU, "cudnn" what stock torch 2.15 takes on Hopper and Blackwell, "cpu" an exact kernel
-    for CPU ranks. "auto": on CUDA the fastest in a trial of all that can be used and give what varlen gives.
+    for CPU ranks. "auto": on CUDA the fastest in a trial of all that can be used and give what varlen gives; with
+    debug.deterministic the newest FlashAttention of these, else varlen.
     """
 
     backward: str = "resend"
@@ -121,6 +123,10 @@ class Cad:
     """
     Seconds between heartbeats, by which a failed run names the peer at fault: after five without one a rank is gone.
     """
+
+    def deterministic(self) -> "Cad":
+        """Return a table by which equal batches get equal plans: "auto" becomes the planner's own tolerance."""
+        return replace(self, tolerance=PlannerConfig.tolerance) if self.tolerance == "auto" else self
 
     def planner_config(self, topology: Topology | None = None) -> PlannerConfig:
         """Give the planner's view of this table, for the CAD groups of ``topology``; by default one group, without TP.

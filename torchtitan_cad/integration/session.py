@@ -87,7 +87,8 @@ class CadSession:
         self._config = self.cad.planner_config(self.topology)
         if self._config.ranks_per_node is None:
             self._config = replace(self._config, ranks_per_node=ranks_per_host(self.hosts))
-        self.kernel = get_kernel(self.cad.kernel, self.device, kernel_shape(job.kinds), self._train_group)
+        shape = kernel_shape(job.kinds)
+        self.kernel = get_kernel(self.cad.kernel, self.device, shape, self._train_group, timed=not job.deterministic)
         for kind in job.kinds:
             self.kernel.check(job.dtype, kind.shape.head_dim, kind.shape.out_dim, kind.shape.window)
         self._cost = self._plan_cost(self._train_group)
@@ -362,6 +363,11 @@ def open_session(job: Job) -> CadSession:
         _session.close()
     warm_up(logger.info)  # before any rank watches another: one of every machine may have to compile
     _session = CadSession(job)
+    if job.deterministic:
+        logger.info(
+            f"debug.deterministic = true: plans depend on the batch alone (cad.tolerance = {job.cad.tolerance}), not "
+            "on measured rates, and cad.kernel = 'auto' is the first kernel that is right, not the fastest"
+        )
     logger.info(
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.kernel}, "
         f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "

@@ -25,7 +25,7 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
     rows = training.local_batch_size
     steps = 1 if training.global_batch_size < 0 else training.global_batch_size // (rows * topology.dp)
     return Job(
-        cad=config.cad,
+        cad=cad_table(config),
         topology=topology,
         kinds=attention_kinds(config, model_args),
         dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
@@ -36,11 +36,17 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
         microbatches=1 if topology.pp == 1 else rows // parallelism.pipeline_parallel_microbatch_size,
         accumulation=max(1, steps),
         checkpoints=config.checkpoint.enable,
+        deterministic=config.debug.deterministic,
         async_tp=parallelism.enable_async_tensor_parallel,
         dry_run=config.comm.mode != "default",
         start_timeout_s=config.comm.init_timeout_seconds,
         step_timeout_s=config.comm.train_timeout_seconds,
     )
+
+
+def cad_table(config: JobConfig) -> Cad:
+    """Return the ``[cad]`` table, without what ``debug.deterministic`` forbids to measure."""
+    return config.cad.deterministic() if config.debug.deterministic else config.cad
 
 
 def attention_kinds(job_config: JobConfig, model_args: Any) -> tuple[AttentionKind, ...]:

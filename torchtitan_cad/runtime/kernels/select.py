@@ -3,6 +3,7 @@
 
 import itertools
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -36,13 +37,19 @@ _logger = logging.getLogger(__name__)
 
 
 def get_kernel(
-    name: str, device: torch.device | str, shape: AttentionShape = _SHAPE, group: dist.ProcessGroup | None = None
+    name: str,
+    device: torch.device | str,
+    shape: AttentionShape = _SHAPE,
+    group: dist.ProcessGroup | None = None,
+    *,
+    timed: bool = True,
 ) -> AttentionKernel:
     """Return the kernel for the TOML key ``cad.kernel``, and log the reason for the choice of "auto".
 
     Args:
         name: one of ``KERNELS``. "auto" is "cpu" on CPU. On CUDA it is the fastest usable kernel whose trial agrees
             with varlen.
+        timed: False makes "auto" the first of those in the order of ``preferred``, whatever time they take.
         device: device of the model's tensors.
         shape: heads of a rank and their size, for the trial.
         group: gloo group of ranks that choose together and must all call.
@@ -50,7 +57,7 @@ def get_kernel(
     Raises:
         ValueError: the kernel is unknown, does not run on ``device``, or is not installed.
     """
-    kernel, reason = choose_kernel(name, device, shape, group)
+    kernel, reason = choose_kernel(name, device, shape, group, timed=timed)
     if padding := padding_remark(kernel, shape):
         _logger.info(padding)
     if name == "auto" and torch.device(device).type == "cuda":
@@ -61,7 +68,12 @@ def get_kernel(
 
 
 def choose_kernel(
-    name: str, device: torch.device | str, shape: AttentionShape = _SHAPE, group: dist.ProcessGroup | None = None
+    name: str,
+    device: torch.device | str,
+    shape: AttentionShape = _SHAPE,
+    group: dist.ProcessGroup | None = None,
+    *,
+    timed: bool = True,
 ) -> tuple[AttentionKernel, str]:
     """Return the choice of ``get_kernel`` and its reason, without logging."""
     device = torch.device(device)
@@ -69,7 +81,7 @@ def choose_kernel(
         case "auto" | "cpu", "cpu":
             return CpuKernel(), "the one for CPU ranks" if name == "auto" else "as set"
         case "auto", "cuda":
-            return _fastest(device, shape, group)
+            return _best(device, shape, group, timed=timed)
         case "auto", _:
             raise ValueError(f"cad.kernel = 'auto' knows no kernel for {device.type} tensors; train on cuda or cpu")
         case "varlen", "cuda":
@@ -134,10 +146,13 @@ class Trial:
         whole = VarlenArgs.from_numpy([0, rows], [0, rows], causal=True, scale=self._scale, device=device)
         self._rows = random_rows(shape, torch.bfloat16, whole)
 
-    def outcome(self, kernel: AttentionKernel) -> float | str:
-        """Return the milliseconds of a forward and backward of ``kernel``, or a clause that tells what is wrong."""
+    def outcome(self, kernel: AttentionKernel, *, timed: bool = True) -> float | str:
+        """Return the milliseconds of a forward and backward of ``kernel``, or a clause that tells what is wrong.
+
+        Without ``timed`` the milliseconds are 0.
+        """
         try:
-            return self._disagreement(kernel) or self._milliseconds(kernel)
+            return self._disagreement(kernel) or (self._milliseconds(kernel) if timed else 0.0)
         except Exception as error:  # packages and their compilers have exceptions of their own
             return f"failed: {type(error).__name__}: {error}"
 
@@ -191,7 +206,7 @@ class Trial:
 
 
 def compare_kernels(
-    device: torch.device, shape: AttentionShape
+    device: torch.device, shape: AttentionShape, *, timed: bool = True
 ) -> tuple[list[tuple[AttentionKernel, float | str]], list[str]]:
     """Return every kernel for this shape in bf16 with its ``Trial.outcome``, varlen first; and reasons against others.
 
@@ -212,23 +227,33 @@ def compare_kernels(
     if len(kernels) == 1:
         return [(kernels[0], 0.0)], reasons
     trial = Trial(kernels[0], device, shape)
-    outcomes = [(kernel, trial.outcome(kernel)) for kernel in kernels]
+    outcomes = [(kernel, trial.outcome(kernel, timed=timed)) for kernel in kernels]
     del trial
     torch.cuda.empty_cache()
     return outcomes, reasons
 
 
-def _fastest(
-    device: torch.device, shape: AttentionShape, group: dist.ProcessGroup | None
+def preferred(names: Iterable[str]) -> str:
+    """Return the newest FlashAttention of kernels' ``names``, or without one cudnn, or varlen."""
+    return max(names, key=lambda name: (name.startswith("flash_attn"), name != "varlen", name))
+
+
+def _best(
+    device: torch.device, shape: AttentionShape, group: dist.ProcessGroup | None, *, timed: bool
 ) -> tuple[AttentionKernel, str]:
-    """Return the kernel with the least time on its slowest rank, and a text with the outcome of every kernel."""
-    compared, reasons = compare_kernels(device, shape)
+    """Return a kernel that is right on all ranks, and a text with the outcome of every kernel.
+
+    It is that with the least time on its slowest rank; without ``timed`` the ``preferred`` one.
+    """
+    compared, reasons = compare_kernels(device, shape, timed=timed)
     kernels, outcomes = {str(each): each for each, _ in compared}, {str(each): outcome for each, outcome in compared}
     if group is not None:
         outcomes = _agree(outcomes, group)
     times = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, float)}
-    best = min(times, key=lambda name: times[name], default=next(iter(kernels)))
-    took = [f"{name} {outcome if name not in times else f'{outcome:.1f} ms'}" for name, outcome in outcomes.items()]
+    right = times or [next(iter(kernels))]
+    best = min(right, key=lambda name: times.get(name, 0.0)) if timed else preferred(right)
+    found = {name: f"{time:.1f} ms" if timed else "is right" for name, time in times.items()}
+    took = [f"{name} {found.get(name, outcome)}" for name, outcome in outcomes.items()]
     return kernels[best], "; ".join([*(took if len(outcomes) > 1 else ["no other can be used"]), *reasons])
 
 

@@ -29,7 +29,7 @@ from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS, choose_
 from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta
 from torchtitan_cad.integration.titan022.folders import check_folders, checkpoint_folder, nearest_folder, resumed_from
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, load_tokenizer, open_dataset
-from torchtitan_cad.integration.titan022.job import attention_kinds, document_end
+from torchtitan_cad.integration.titan022.job import attention_kinds, cad_table, document_end
 from torchtitan_cad.integration.titan022.manager import quiet, read_config
 from torchtitan_cad.integration.titan022.model import update_without_cp
 from torchtitan_cad.integration.titan022.models import has_experts
@@ -279,7 +279,7 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
 
 def _check_kernel(job: Job) -> Answer:
     name, shape = job.config.cad.kernel, kernel_shape(attention_kinds(job.config, job.model))
-    kernel, reason = choose_kernel(name, job.device, shape)
+    kernel, reason = choose_kernel(name, job.device, shape, timed=not job.config.debug.deterministic)
     dtype = TORCH_DTYPE_MAP[job.config.training.mixed_precision_param]
     kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
     job.kernel = kernel
@@ -306,10 +306,11 @@ def _check_transport(job: Job) -> Answer:
 
 
 def _check_planner(job: Job) -> Answer:
-    cad = job.config.cad
+    cad = cad_table(job.config)
     streams = "traced" if choose_streams(job.config, job.device, has_experts(job.model))[0] else "opaque"
     parts = "no overlap" if cad.nano_batches == 1 else f"halves of every microbatch overlap, streams {streams}"
-    text = f"{cad.planner}, tolerance {cad.tolerance}, shards of {cad.min_shard} tokens; nano_batches = "
+    measured = " (not measured, as debug.deterministic is true)" if cad.tolerance != job.config.cad.tolerance else ""
+    text = f"{cad.planner}, tolerance {cad.tolerance}{measured}, shards of {cad.min_shard} tokens; nano_batches = "
     text += f"{cad.nano_batches}: {parts}"
     if is_plain_python():
         return "note", f"{text}; planning is slow, as numba cannot be imported: install one that can"

@@ -16,6 +16,7 @@ from torchtitan_cad.demo.synthetic import parse_lengths
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC
+from torchtitan_cad.integration.titan022.job import cad_table
 from torchtitan_cad.integration.titan022.manager import quiet, read_config
 from torchtitan_cad.integration.titan022.model import update_without_cp
 from torchtitan_cad.integration.titan022.models import ADAPTERS
@@ -158,6 +159,8 @@ def _configuration(config: JobConfig, accumulation: int, notes: list[str]) -> Co
     per_batch = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size if pp > 1 else 1
     kind = {"none": "none", "full": "full" if cad.recompute_attention else "linear"}.get(mode, "selective")
     simulated = "CAD1F1B" if schedule in TICK_SCHEDULES else "1F1B"
+    if (fixed := cad_table(config).tolerance) != cad.tolerance:
+        notes.append(f"tolerance: {cad.tolerance}, as without debug.deterministic, with which it is {fixed}")
     if cad.rank_speeds is not None:
         notes.append("not simulated: cad.rank_speeds")
     if pp > 1 and schedule not in ("1F1B", "CAD1F1B"):
