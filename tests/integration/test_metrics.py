@@ -3,6 +3,7 @@
 
 import re
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ def new_processor(monkeypatch: pytest.MonkeyPatch, dump_folder: Path) -> CadMetr
     monkeypatch.setattr(CadMetricsProcessor, "logger", None, raising=False)
     processor = CadMetricsProcessor(None, None)  # type: ignore[arg-type]
     job = types.SimpleNamespace(dump_folder=str(dump_folder))
-    processor.job_config = types.SimpleNamespace(job=job, metrics=types.SimpleNamespace(save_tb_folder="tb"))  # type: ignore[assignment]
+    section = types.SimpleNamespace(save_tb_folder="tb", log_freq=5)
+    processor.job_config = types.SimpleNamespace(job=job, metrics=section)  # type: ignore[assignment]
     return processor
 
 
@@ -132,6 +134,53 @@ def test_validation_does_not_count_as_exchange_of_the_next_steps(
     processor.log_validation(1.0, 5)
     assert clock.reset() == (0.0, 0.0)
     assert processor._last_step == 5
+
+
+class Clock(ExchangeClock):
+    """A clock that has measured 12 seconds since the last reset."""
+
+    def reset(self) -> tuple[float, float]:
+        return 8.0, 4.0
+
+
+def logged(processor: CadMetricsProcessor, step: int) -> None:
+    """What torchtitan does at the end of a step."""
+    if processor.should_log(step):
+        processor.time_last_log = time.perf_counter() - 12.0
+        processor.log(step, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_figures_after_a_resume_are_those_of_the_steps_since_its_start(
+    shadow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 7 is the first of the process, step 8 is validated, and every fifth is logged."""
+    seconds_of_a_step: list[float] = []
+
+    def log(self: Any, step: int, *_: Any, extra_metrics: dict[str, float], **__: Any) -> None:
+        seconds_of_a_step.append(extra_metrics.get("cad/exchange/host(s)", 0.0))
+
+    def figures(step_seconds: float) -> dict[str, Any]:
+        seconds_of_a_step.append(step_seconds)
+        return {}
+
+    session = types.SimpleNamespace(
+        statistics=types.SimpleNamespace(drain=dict),
+        engine=types.SimpleNamespace(clock=Clock()),
+        device=torch.device("cpu"),
+        ranks=[0, 1],
+        shadow=types.SimpleNamespace(figures=figures) if shadow else None,
+    )
+    monkeypatch.setattr(metrics, "current_session", lambda: session)
+    monkeypatch.setattr(MetricsProcessor, "log", (lambda self, *_, **__: None) if shadow else log)
+    for validated, steps in ((None, 4), (8, 2)):
+        processor = new_processor(monkeypatch, tmp_path)
+        for step in range(7, 16):
+            logged(processor, step)
+            if step == validated:
+                processor.log_validation(1.0, step)
+        assert seconds_of_a_step == pytest.approx([12.0 / steps, 12.0 / 5], rel=0.01)
+        seconds_of_a_step.clear()
 
 
 def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
