@@ -64,8 +64,11 @@ class CadMetricsProcessor(MetricsProcessor):
         return super().should_log(step)
 
     def log(self, step: int, global_avg_loss: float, *others: float, extra_metrics: Any = None, **named: float) -> None:
+        """Log a step, unless an exchange of it has failed: then raise ``PeerError``, as its loss means nothing."""
         session = current_session()
         self._shadow = session.shadow
+        if self._shadow is None:
+            session.confirm_exchanges()
         last_step = step - 1 if self._last_step is None else self._last_step
         steps, elapsed = step - last_step, time.perf_counter() - self.time_last_log
         if self._shadow is not None:
@@ -90,11 +93,15 @@ class CadMetricsProcessor(MetricsProcessor):
                     self._write_step({"step": step, "loss": float(global_avg_loss), **figures})
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """Log a validation; raises ``PeerError`` in place of it if an exchange so far has failed."""
+        session = current_session()
+        if session.shadow is None:
+            session.confirm_exchanges()
         with self._writing:
             if not self._closed:
                 super().log_validation(loss, step, extra_metrics)
         # As for torchtitan's own times, what comes before and the validation itself do not count for the next log line.
-        if (session := current_session()).shadow is None:
+        if session.shadow is None:
             session.engine.clock.reset()
         self._last_step = step
 
