@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ from tests.integration.loaders import CPU, EOS, CountingLoader, gloo_group
 from tests.profiles import make_profile
 from tests.runtime.threaded import thread_transports
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
-from torchtitan_cad.integration.loading.deal import POSITIONS
+from torchtitan_cad.integration.loading.deal import POSITIONS, Deal
 from torchtitan_cad.integration.loading.loader import PlanningLoader
-from torchtitan_cad.integration.loading.placement import Placement
+from torchtitan_cad.integration.loading.placement import Homes, Placement
 from torchtitan_cad.integration.machine import check_same_profile
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig
@@ -192,6 +192,42 @@ def test_planning_that_fails_on_one_rank_is_reported_on_all(where: str) -> None:
     assert numbers == [[], [], []]
     assert isinstance(errors[1], ValueError)
     assert {"make_plan": "magic", "add_plan": "give the engine a transport"}[where] in str(errors[1])
+    assert_peers_name_rank_6(errors)
+
+
+class TornDeal(Deal):
+    """A deal that fails once tokens have come."""
+
+    def scatter(self, came: torch.Tensor) -> torch.Tensor:
+        raise ValueError("torn")
+
+
+def fail(*_: Any) -> NoReturn:
+    raise ValueError("torn")
+
+
+@pytest.mark.parametrize("where", ["describe", "pack", "unpack"])
+def test_a_rank_that_fails_once_plans_are_made_is_reported_on_all(where: str) -> None:
+    """What has failed after the exchange of tokens is announced in the next step, which the peers plan ahead."""
+    loaders = connect([replace(rank, placement="auto") for rank in counting([8, 8, 8])])
+    planner = loaders[1].planner()
+    placement: Any = planner.placement
+    choose = placement.choose
+
+    def choose_torn(*arguments: Any) -> Homes:
+        homes = choose(*arguments)
+        return replace(homes, deal=TornDeal(**vars(homes.deal)))
+
+    if where == "describe":
+        planner._engines[0].plan = fail  # type: ignore[method-assign]
+    elif where == "pack":
+        placement._per_peer = fail
+    else:
+        placement.choose = choose_torn
+    numbers, errors = drain_at_once(loaders)
+    assert [len(batches) for batches in numbers] == ([1, 0, 1] if where == "unpack" else [0, 0, 0])
+    assert isinstance(errors[1], ValueError)
+    assert "torn" in str(errors[1])
     assert_peers_name_rank_6(errors)
 
 
