@@ -304,6 +304,33 @@ def test_ranks_that_share_a_sequence_must_load_the_same_documents() -> None:
         assert "ranks 4 and 6 share a sequence but loaded different documents" in str(error)
 
 
+class ShorterFrom(CountingLoader):
+    """A loader whose batches from number ``at`` on have two rows in place of four."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(8)
+        self.at = at
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, (inputs, labels) in enumerate(super().__iter__()):
+            yield (inputs, labels) if number < self.at else ({"input": inputs["input"][:2]}, labels[:2])
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        ((2, 1), "rank 6 loaded 1 and rank 4 2 batches of (rows, tokens, rows per microbatch) = [4, 8, 2] before one "),
+        ((1, 0), "rank 6 loaded a batch of (rows, tokens, rows per microbatch) = [2, 8, 2], and rank 4 one of [4, 8, "),
+    ],
+)
+def test_batches_of_other_shapes_in_another_order_are_named_as_loaded(at: tuple[int, int], said: str) -> None:
+    """All that is named has been loaded: a step's batches of one shape are planned together."""
+    _, errors = drain_at_once(connect([OneRank(ShorterFrom(number)) for number in at], accumulation=3))
+    for error in errors:
+        assert isinstance(error, PeerError)
+        assert said in str(error)
+
+
 def take_two_and_close(loader: PlanningLoader) -> float:
     """Seconds that closing took."""
     iterator = iter(loader)

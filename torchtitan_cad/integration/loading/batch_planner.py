@@ -38,10 +38,11 @@ from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 logger = logging.getLogger(__name__)
 
 _OK, _EXHAUSTED, _FAILED = range(3)
-_SHAPE, _RATES = slice(3, 6), slice(6, None)
-_WORDS = 5 + len(RATES)
-"""Numbers after the status in the first gather: how many document starts there are, whether the step can be dealt, its
-shape, and this rank's rates (bits of doubles). In the last: a fingerprint of the plans, and zeros."""
+_SHAPE, _BATCHES, _RATES = slice(3, 6), 6, slice(7, None)
+_WORDS = 6 + len(RATES)
+"""Numbers after the status in the first gather: how many document starts there are, whether the step can be dealt, the
+shape of a batch, how many batches of it are planned together, and this rank's rates (bits of doubles). In the last: a
+fingerprint of the plans, and zeros."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class BatchPlanner:
             Exhausted: a peer has no more data.
         """
         step, each, homes, parcel = replace(shape, rows=batches * shape.rows), shape.microbatches, None, None
-        gathered, deal = self._gather_starts(starts, step, to_deal is not None)  # and rates
+        gathered, deal = self._gather_starts(starts, shape, batches, to_deal is not None)  # and rates
         begin = time.perf_counter()  # without waits for peers
         try:
             nano_batches = self._rules.nano_batches
@@ -287,9 +288,11 @@ class BatchPlanner:
         self._next_key += self._key_step
         return key
 
-    def _gather_starts(self, starts: np.ndarray, shape: BatchShape, can_deal: bool) -> tuple[list[np.ndarray], bool]:
+    def _gather_starts(
+        self, starts: np.ndarray, shape: BatchShape, batches: int, can_deal: bool
+    ) -> tuple[list[np.ndarray], bool]:
         """Every data-parallel rank's ``document_starts``, and whether all ranks ``can_deal``."""
-        words = [len(starts), int(can_deal), shape.rows, shape.seq_len, shape.rows_per_microbatch]
+        words = [len(starts), int(can_deal), shape.rows, shape.seq_len, shape.rows_per_microbatch, batches]
         if (rates := self._rules.rates) is not None:
             values = torch.tensor([getattr(rates.times, name) for name in RATES], dtype=torch.float64)
             words += values.view(torch.int64).tolist()
@@ -318,6 +321,13 @@ class BatchPlanner:
                 raise PeerError(
                     f"rank {rank} loaded a batch of (rows, tokens, rows per microbatch) = {row[_SHAPE].tolist()}, and "
                     f"rank {self._ranks[0]} one of {headers[0, _SHAPE].tolist()}: all ranks must load equal numbers"
+                )
+            if row[_BATCHES] != headers[0, _BATCHES]:
+                shape = f"(rows, tokens, rows per microbatch) = {row[_SHAPE].tolist()}"
+                raise PeerError(
+                    f"rank {rank} loaded {row[_BATCHES]} and rank {self._ranks[0]} {headers[0, _BATCHES]} batches of "
+                    f"{shape} before one of another shape or the end of the step: all ranks must load batches of the "
+                    "same shapes in the same order"
                 )
         return headers
 
