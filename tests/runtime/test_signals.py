@@ -10,6 +10,7 @@ import textwrap
 import time
 
 import pytest
+import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -156,6 +157,18 @@ def test_failed_job_ends_in_one_line(error: Exception, returncode: int, line: st
     monkeypatch.setattr(torchrun, "run", fail)
     assert launch.main(["--nproc_per_node=2", "-m", "torchtitan_cad.train"]) == returncode
     assert capsys.readouterr().err == line + "\n"
+
+
+@pytest.mark.parametrize("devices", ["gpu", "xpu", "gpus"])
+def test_devices_that_are_not_there_are_one_line(
+    devices: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    assert launch.main([f"--nproc_per_node={devices}", "-m", "torchtitan_cad.train"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"launch: --nproc_per_node={devices}: ")
+    assert "set it to the number of ranks" in line
 
 
 @pytest.mark.parametrize(
