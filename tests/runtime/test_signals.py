@@ -93,6 +93,24 @@ def test_handlers_are_put_back() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+OWN = """
+    import os, signal, time
+    from torchtitan_cad.runtime.signals import ending_on_signals
+
+    signal.signal(signal.SIGTERM, lambda *_: print("preempted", flush=True))
+    with ending_on_signals(lambda name: print("got", name, flush=True), 1.0):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+"""
+
+
+def test_a_signal_with_a_handler_of_the_programs_own_is_left_to_it() -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(OWN)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "preempted\ngot SIGINT\n"
+    assert done.returncode == 128 + signal.SIGINT
+
+
 LEFT = """
     import ctypes, multiprocessing, os, sys, time
     from torchtitan_cad.runtime.signals import end_at_once, ending_on_signals
