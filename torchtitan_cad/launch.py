@@ -25,6 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 _SIGNAL_EXIT = 128
+_MISTAKE_EXIT = 2
+"""of argparse, for an option that cannot be"""
 _POLL_S = 1.0
 _STUCK_S = 10.0
 """seconds: torchrun asks ten times a second whether ranks have ended, unless it waits for the rendezvous"""
@@ -36,7 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module in ("agent.server.api", "multiprocessing.api"):  # report each rank that is ended because another failed
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     options = run.parse_args(sys.argv[1:] if arguments is None else arguments)
-    if run.determine_local_world_size(options.nproc_per_node) > 1:
+    try:
+        ranks_per_node = run.determine_local_world_size(options.nproc_per_node)
+    except ValueError:  # torchrun's own says neither which option it is nor what else to give
+        print(
+            f"launch: --nproc_per_node={options.nproc_per_node}: torch finds no such devices on this machine; set it "
+            "to the number of ranks that this machine is to run",
+            file=sys.stderr,
+        )
+        return _MISTAKE_EXIT
+    if ranks_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does it, too, with a warning of four lines
     try:
         with tempfile.TemporaryDirectory(prefix="torchelastic_") as logs:

@@ -136,7 +136,9 @@ def test_ranks_deal_ids_and_labels(topology: Topology, rows_and_halves: tuple[in
         homes = placement.choose(given, np.concatenate(starts) % shape.seq_len, shape)
         assert homes.deal is not None
         halves = zip(tokens.chunk(2), labels.chunk(2), strict=True)
-        return homes, placement.deal(homes, [({"input": half}, targets) for half, targets in halves])
+        parcel = placement.pack(homes, [({"input": half}, targets) for half, targets in halves])
+        assert parcel is not None
+        return homes, parcel.unpack(placement.exchange(parcel))
 
     placements = connected(topology)
     with ThreadPoolExecutor(len(placements)) as pool:
@@ -167,7 +169,7 @@ def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
     assert homes.deal is None
     assert homes.layouts[0][0] is layouts[0][0]
     batches = [({"input": torch.zeros(1, 64)}, torch.zeros(1, 64))]
-    assert placement.deal(homes, batches) is batches
+    assert placement.pack(homes, batches) is None
 
 
 def test_twins_with_other_homes_are_an_error_on_all() -> None:
@@ -178,7 +180,7 @@ def test_twins_with_other_homes_are_an_error_on_all() -> None:
 
     def deal(placement: Placement, layout: list[TokenLayout] | None) -> Any:
         homes = placement.choose([layout], np.zeros(32, np.int64), shape) if layout else None
-        return placement.deal(homes, [(inputs, inputs["input"])])
+        return placement.pack(homes, [(inputs, inputs["input"])])
 
     with ThreadPoolExecutor(2) as pool:
         for layout in (layouts[0], None):

@@ -221,13 +221,48 @@ def test_a_profile_of_other_heads_and_of_another_device(good, tmp_path):
     assert "was measured on 'paper', this is 'cpu, " in finding.text
 
 
-def test_on_gpus(good, monkeypatch):
-    """As far as it can be seen without one."""
+def pretend_gpus(monkeypatch):
+    """Let the examination find four GPUs."""
     module = SimpleNamespace(device_count=lambda: 4, get_device_name=lambda _: "NVIDIA H100")
     monkeypatch.setattr(doctor.utils, "device_type", "cuda")
     monkeypatch.setattr(doctor.utils, "device_module", module)
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
     install(monkeypatch, capability=(9, 0))
+
+
+@pytest.mark.parametrize(
+    ("stages", "variables", "said"),
+    [
+        (1, {}, []),
+        (1, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, []),
+        (
+            1,
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            ["CUDA_DEVICE_MAX_CONNECTIONS = 1: .* leave it out, or set it to 32"],
+        ),
+        (2, {}, ["CUDA_MODULE_LOADING = LAZY, the default, with pipeline_parallel_degree = 2: .* set it to EAGER"]),
+        (2, {"CUDA_MODULE_LOADING": "EAGER"}, []),
+        (
+            2,
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_MODULE_LOADING": "LAZY"},
+            ["CUDA_DEVICE_MAX_CONNECTIONS = 1: ", "CUDA_MODULE_LOADING = LAZY, with"],
+        ),
+    ],
+)
+def test_variables_that_hold_back_a_job_on_gpus(good, monkeypatch, stages, variables, said):
+    pretend_gpus(monkeypatch)
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    finding = report([*good, f"--parallelism.pipeline_parallel_degree={stages}"], ranks_per_host=4)["environment"]
+    assert finding.level == ("note" if said else "ok")
+    assert all(re.search(words, finding.text) for words in said)
+
+
+def test_on_gpus(good, monkeypatch):
+    """As far as it can be seen without one."""
+    pretend_gpus(monkeypatch)
     findings = report(good, ranks_per_host=4)
     assert failed(findings) == []
     assert findings["device"].text.startswith("4 x NVIDIA H100; torch ")

@@ -63,11 +63,12 @@ def test_every_kind_attends_as_its_mask_says(placed: bool) -> None:
         placement = Placement(group, None, topology, rank, rules.config, KINDS, None) if placed else None
         planner = BatchPlanner(group, [*range(RANKS)], topology, rules, engines, placement=placement)
         shape = BatchShape(ROWS, SEQ_LEN, ROWS)
-        planned, homes = planner.plan(STARTS[rank], shape, 2, can_deal=True)
         tokens = torch.arange(rank * SIZE, (rank + 1) * SIZE).view(2, ROWS, SEQ_LEN)
         batches = [({"input": each}, each) for each in tokens]
-        if placement is not None:
-            batches = placement.deal(homes, batches)
+        planned, parcel = planner.plan(STARTS[rank], shape, 2, to_deal=batches)
+        assert (parcel is not None) == placed
+        if placement is not None and parcel is not None:
+            batches = parcel.unpack(placement.exchange(parcel))
         results = []
         for batch, (inputs, _) in zip(planned, batches, strict=True):
             mine = inputs["input"].flatten()

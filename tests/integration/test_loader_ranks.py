@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ from tests.integration.loaders import CPU, EOS, CountingLoader, gloo_group
 from tests.profiles import make_profile
 from tests.runtime.threaded import thread_transports
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
-from torchtitan_cad.integration.loading.deal import POSITIONS
+from torchtitan_cad.integration.loading.deal import POSITIONS, Deal
 from torchtitan_cad.integration.loading.loader import PlanningLoader
-from torchtitan_cad.integration.loading.placement import Placement
+from torchtitan_cad.integration.loading.placement import Homes, Placement
 from torchtitan_cad.integration.machine import check_same_profile
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig
@@ -195,6 +195,42 @@ def test_planning_that_fails_on_one_rank_is_reported_on_all(where: str) -> None:
     assert_peers_name_rank_6(errors)
 
 
+class TornDeal(Deal):
+    """A deal that fails once tokens have come."""
+
+    def scatter(self, came: torch.Tensor) -> torch.Tensor:
+        raise ValueError("torn")
+
+
+def fail(*_: Any) -> NoReturn:
+    raise ValueError("torn")
+
+
+@pytest.mark.parametrize("where", ["describe", "pack", "unpack"])
+def test_a_rank_that_fails_once_plans_are_made_is_reported_on_all(where: str) -> None:
+    """What has failed after the exchange of tokens is announced in the next step, which the peers plan ahead."""
+    loaders = connect([replace(rank, placement="auto") for rank in counting([8, 8, 8])])
+    planner = loaders[1].planner()
+    placement: Any = planner.placement
+    choose = placement.choose
+
+    def choose_torn(*arguments: Any) -> Homes:
+        homes = choose(*arguments)
+        return replace(homes, deal=TornDeal(**vars(homes.deal)))
+
+    if where == "describe":
+        planner._engines[0].plan = fail  # type: ignore[method-assign]
+    elif where == "pack":
+        placement._per_peer = fail
+    else:
+        placement.choose = choose_torn
+    numbers, errors = drain_at_once(loaders)
+    assert [len(batches) for batches in numbers] == ([1, 0, 1] if where == "unpack" else [0, 0, 0])
+    assert isinstance(errors[1], ValueError)
+    assert "torn" in str(errors[1])
+    assert_peers_name_rank_6(errors)
+
+
 def test_a_failure_is_raised_as_itself_when_no_peer_is_left_to_tell() -> None:
     alone, _ = connect([OneRank(CountingLoader(8, fails_at=0)), OneRank(CountingLoader(8))], timeout_s=1)
     ((numbers,), (error,)) = drain_at_once([alone])
@@ -266,6 +302,33 @@ def test_ranks_that_share_a_sequence_must_load_the_same_documents() -> None:
     for error in errors:
         assert isinstance(error, PeerError)
         assert "ranks 4 and 6 share a sequence but loaded different documents" in str(error)
+
+
+class ShorterFrom(CountingLoader):
+    """A loader whose batches from number ``at`` on have two rows in place of four."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(8)
+        self.at = at
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, (inputs, labels) in enumerate(super().__iter__()):
+            yield (inputs, labels) if number < self.at else ({"input": inputs["input"][:2]}, labels[:2])
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        ((2, 1), "rank 6 loaded 1 and rank 4 2 batches of (rows, tokens, rows per microbatch) = [4, 8, 2] before one "),
+        ((1, 0), "rank 6 loaded a batch of (rows, tokens, rows per microbatch) = [2, 8, 2], and rank 4 one of [4, 8, "),
+    ],
+)
+def test_batches_of_other_shapes_in_another_order_are_named_as_loaded(at: tuple[int, int], said: str) -> None:
+    """All that is named has been loaded: a step's batches of one shape are planned together."""
+    _, errors = drain_at_once(connect([OneRank(ShorterFrom(number)) for number in at], accumulation=3))
+    for error in errors:
+        assert isinstance(error, PeerError)
+        assert said in str(error)
 
 
 def take_two_and_close(loader: PlanningLoader) -> float:

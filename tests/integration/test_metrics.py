@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Figures of a run: TensorBoard, the log line and the steps file."""
 
+import functools
 import re
 import threading
+import time
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,11 @@ import torch
 
 from tests.integration.compositions import CAD, COMMON
 from tests.integration.harness import REPOSITORY, read_scalars, run
+from torchtitan_cad.integration.session import CadSession
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.exchange import ExchangeClock
+from torchtitan_cad.runtime.transport.base import Routes
 
 enable_cpu()
 
@@ -105,7 +111,8 @@ def new_processor(monkeypatch: pytest.MonkeyPatch, dump_folder: Path) -> CadMetr
     monkeypatch.setattr(CadMetricsProcessor, "logger", None, raising=False)
     processor = CadMetricsProcessor(None, None)  # type: ignore[arg-type]
     job = types.SimpleNamespace(dump_folder=str(dump_folder))
-    processor.job_config = types.SimpleNamespace(job=job, metrics=types.SimpleNamespace(save_tb_folder="tb"))  # type: ignore[assignment]
+    section = types.SimpleNamespace(save_tb_folder="tb", log_freq=5)
+    processor.job_config = types.SimpleNamespace(job=job, metrics=section)  # type: ignore[assignment]
     return processor
 
 
@@ -124,7 +131,8 @@ def test_validation_does_not_count_as_exchange_of_the_next_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor, clock = new_processor(monkeypatch, tmp_path), ExchangeClock()
-    session = types.SimpleNamespace(engine=types.SimpleNamespace(clock=clock), shadow=None)
+    engine = types.SimpleNamespace(clock=clock)
+    session = types.SimpleNamespace(engine=engine, shadow=None, confirm_exchanges=lambda: None)
     monkeypatch.setattr(metrics, "current_session", lambda: session)
     with clock.measure("waiting"):
         pass
@@ -132,6 +140,80 @@ def test_validation_does_not_count_as_exchange_of_the_next_steps(
     processor.log_validation(1.0, 5)
     assert clock.reset() == (0.0, 0.0)
     assert processor._last_step == 5
+
+
+class LateTransport:
+    """A transport whose device has noted, unseen by the host so far, that rows of a peer did not come."""
+
+    def prepare(self, exchanges: Sequence[Routes]) -> None:
+        raise PeerError("rank 1 did not send its rows in time")
+
+
+def test_a_loss_computed_after_a_failed_exchange_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    engine = types.SimpleNamespace(clock=ExchangeClock(), transport=LateTransport())
+    session: Any = types.SimpleNamespace(
+        statistics=types.SimpleNamespace(drain=dict), engine=engine, device=torch.device("cpu"), ranks=[0], shadow=None
+    )
+    session.confirm_exchanges = functools.partial(CadSession.confirm_exchanges, session)
+    processor = new_processor(monkeypatch, tmp_path)
+    monkeypatch.setattr(metrics, "current_session", lambda: session)
+    monkeypatch.setattr(MetricsProcessor, "log", lambda *_, **__: said.append("step"))
+    monkeypatch.setattr(MetricsProcessor, "log_validation", lambda *_, **__: said.append("validation"))
+    processor.time_last_log = 0.0
+    with pytest.raises(PeerError, match="rank 1 did not send"):
+        processor.log(1, 1.0, 1.0, 1.0)
+    with pytest.raises(PeerError, match="rank 1 did not send"):
+        processor.log_validation(1.0, 1)
+    assert said == []
+
+
+class Clock(ExchangeClock):
+    """A clock that has measured 12 seconds since the last reset."""
+
+    def reset(self) -> tuple[float, float]:
+        return 8.0, 4.0
+
+
+def logged(processor: CadMetricsProcessor, step: int) -> None:
+    """What torchtitan does at the end of a step."""
+    if processor.should_log(step):
+        processor.time_last_log = time.perf_counter() - 12.0
+        processor.log(step, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_figures_after_a_resume_are_those_of_the_steps_since_its_start(
+    shadow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 7 is the first of the process, step 8 is validated, and every fifth is logged."""
+    seconds_of_a_step: list[float] = []
+
+    def log(self: Any, step: int, *_: Any, extra_metrics: dict[str, float], **__: Any) -> None:
+        seconds_of_a_step.append(extra_metrics.get("cad/exchange/host(s)", 0.0))
+
+    def figures(step_seconds: float) -> dict[str, Any]:
+        seconds_of_a_step.append(step_seconds)
+        return {}
+
+    session = types.SimpleNamespace(
+        statistics=types.SimpleNamespace(drain=dict),
+        engine=types.SimpleNamespace(clock=Clock()),
+        device=torch.device("cpu"),
+        ranks=[0, 1],
+        shadow=types.SimpleNamespace(figures=figures) if shadow else None,
+        confirm_exchanges=lambda: None,
+    )
+    monkeypatch.setattr(metrics, "current_session", lambda: session)
+    monkeypatch.setattr(MetricsProcessor, "log", (lambda self, *_, **__: None) if shadow else log)
+    for validated, steps in ((None, 4), (8, 2)):
+        processor = new_processor(monkeypatch, tmp_path)
+        for step in range(7, 16):
+            logged(processor, step)
+            if step == validated:
+                processor.log_validation(1.0, step)
+        assert seconds_of_a_step == pytest.approx([12.0 / steps, 12.0 / 5], rel=0.01)
+        seconds_of_a_step.clear()
 
 
 def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +234,7 @@ def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, mo
         ranks=[0, 1],
         link_between_hosts=0.05,
         shadow=None,
+        confirm_exchanges=lambda: None,
     )
     monkeypatch.setattr(metrics, "current_session", lambda: session)
     monkeypatch.setattr(metrics.StepsFile, "append", append)

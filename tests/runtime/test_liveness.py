@@ -6,13 +6,16 @@ import re
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 from tests.runtime.processes import run_processes, values
-from torchtitan_cad.runtime.liveness import PeerMonitor, has_ended, store_of_attempt
+from tests.sets import params
+from torchtitan_cad.runtime.liveness import MOST_EXAMINED, PeerMonitor, has_ended, store_of_attempt
 
 INTERVAL_S = 0.05
 WORLD = 3
@@ -255,6 +258,90 @@ def test_the_launchers_first_rank_says_that_the_launcher_is_gone(
         rank.monitor.close()
     (line,) = not_of_silence(caplog)
     assert f"pid {launcher}) is gone: its process has ended, at step 1" in line
+
+
+class CountingStore:
+    """A client of a store that counts the values which it and its clones read."""
+
+    def __init__(self, store: dist.Store, counts: Counter[str] | None = None) -> None:
+        self._store, self.counts = store, Counter[str]() if counts is None else counts
+
+    def __getattr__(self, name: str) -> Callable:
+        return getattr(self._store, name)
+
+    def clone(self) -> "CountingStore":
+        return CountingStore(self._store.clone(), self.counts)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.counts["values"] += len(keys)
+        return self._store.multi_get(keys)
+
+    def get(self, key: str) -> bytes:
+        self.counts["values"] += 1
+        return self._store.get(key)
+
+    def set(self, key: str, value: str) -> None:
+        self.counts["heartbeats"] += 1
+        self._store.set(key, value)
+
+
+PER_HOST = 8
+
+
+@pytest.mark.parametrize("world", params((64, 512), (64,)))
+def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
+    world: int, store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two groups, as of two pipeline stages. Threads of monitors sleep; the test publishes the heartbeats."""
+    counting, dead, silence_s = CountingStore(store), 3 * world // 4 + 3, world / 64
+
+    def make(rank: int) -> PeerMonitor:
+        host, group = (range(rank - rank % size, rank - rank % size + size) for size in (PER_HOST, world // 2))
+        monitor = PeerMonitor(counting, rank, world, group=group, host_ranks=host, interval_s=1000.0)
+        monitor._silence_s = silence_s
+        return monitor
+
+    with ThreadPoolExecutor(world) as pool:
+        monitors = list(pool.map(make, range(world)))
+        alive = [monitor for monitor in monitors if monitor is not monitors[dead]]
+        counting.counts.clear()
+        begin = time.monotonic()
+        answers = [pool.submit(monitor.diagnose) for monitor in alive]
+        while not all(answer.done() for answer in answers):
+            for monitor in alive:
+                monitor._own.count += 1
+                monitor._publish()
+            time.sleep(silence_s / 20)
+    seconds, read = time.monotonic() - begin, counting.counts["values"]
+    print(f"{len(alive)} ranks found the dead one in {seconds:.1f} s and read {read} values")
+    for monitor in monitors:
+        monitor.close()
+    for answer in answers:
+        only(answer.result(), dead, "gave no sign of life")
+    firsts, of_group = world // PER_HOST, min(MOST_EXAMINED, world // 2 - 1)
+    told = 3 + 5  # whether a rank has stopped, and once an interval whether the first rank of the host has found one
+    assert read <= 2 * (firsts * (world - 1) + (world - firsts) * of_group) + world * told
+    assert caplog.messages == []
+
+
+def test_few_values_are_read_while_all_is_well(store: dist.Store) -> None:
+    """Two by every rank, and those of its host and two more by a host's first: it was all of its host by every rank."""
+    counting = CountingStore(store)
+    hosts = [range(0, PER_HOST), range(PER_HOST, 2 * PER_HOST)]
+    ranks = [
+        Rank(counting, rank, 2 * PER_HOST, group=range(2 * PER_HOST), host_ranks=host, interval_s=0.2)
+        for host in hosts
+        for rank in host
+    ]
+    assert eventually(lambda: all(rank.monitor._known.keys() >= rank.monitor._watched for rank in ranks))
+    time.sleep(0.4)  # for those that have read and not noted it
+    counting.counts.clear()
+    assert eventually(lambda: counting.counts["heartbeats"] >= 6 * len(ranks))
+    values, heartbeats = counting.counts["values"], counting.counts["heartbeats"]
+    for rank in ranks:
+        rank.monitor.close()
+    per_interval = len(ranks) * 2 + len(hosts) * (PER_HOST + 2)
+    assert values <= 1.3 * per_interval * heartbeats / len(ranks)
 
 
 class HangingStore:

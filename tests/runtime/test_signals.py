@@ -10,6 +10,7 @@ import textwrap
 import time
 
 import pytest
+import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -92,6 +93,24 @@ def test_handlers_are_put_back() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+OWN = """
+    import os, signal, time
+    from torchtitan_cad.runtime.signals import ending_on_signals
+
+    signal.signal(signal.SIGTERM, lambda *_: print("preempted", flush=True))
+    with ending_on_signals(lambda name: print("got", name, flush=True), 1.0):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+"""
+
+
+def test_a_signal_with_a_handler_of_the_programs_own_is_left_to_it() -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(OWN)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "preempted\ngot SIGINT\n"
+    assert done.returncode == 128 + signal.SIGINT
+
+
 LEFT = """
     import ctypes, multiprocessing, os, sys, time
     from torchtitan_cad.runtime.signals import end_at_once, ending_on_signals
@@ -156,6 +175,18 @@ def test_failed_job_ends_in_one_line(error: Exception, returncode: int, line: st
     monkeypatch.setattr(torchrun, "run", fail)
     assert launch.main(["--nproc_per_node=2", "-m", "torchtitan_cad.train"]) == returncode
     assert capsys.readouterr().err == line + "\n"
+
+
+@pytest.mark.parametrize("devices", ["gpu", "xpu", "gpus"])
+def test_devices_that_are_not_there_are_one_line(
+    devices: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    assert launch.main([f"--nproc_per_node={devices}", "-m", "torchtitan_cad.train"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"launch: --nproc_per_node={devices}: ")
+    assert "set it to the number of ranks" in line
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ If numba cannot be imported, Python runs the same functions: the same plans, a h
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +18,11 @@ _logger = logging.getLogger(__name__)
 numba: Any = None
 try:
     import numba
+    from numba.core.compiler_lock import global_compiler_lock
     from numba.extending import register_jitable
 except Exception as error:  # besides ImportError, numba raises others for a numpy that is too new for it
     numba = None
     _logger.warning(f"planning is slow: Python runs it, as numba cannot be imported ({type(error).__name__}: {error})")
-
-if numba is not None:
-    # LLVM's first level without vector instructions compiles in 0.7 of the time, and its code is as fast here.
-    numba.config.OPT, numba.config.LOOP_VECTORIZE = type(numba.config.OPT)(1), 0
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
 # The GIL is released: planning runs beside training. Without fast-math, the same IEEE results on every rank. Compiled
@@ -43,9 +41,31 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         entry = numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # no folder for a cache
         entry = numba.njit(**_OPTIONS)(function)
+    entry.compile = _with_fewer_passes(entry.compile)
     _entries.append(entry)
     _files.add(function.__code__.co_filename)
     return entry
+
+
+def _with_fewer_passes(compile_entry: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an entry point's ``compile`` so that LLVM runs its first level, without vector instructions.
+
+    That takes 0.7 of the time, and the code is as fast here. numba has these options for the process only. They hold
+    while an entry point compiles, and nothing else can then: numba compiles under a lock.
+    """
+
+    @functools.wraps(compile_entry)
+    def compile_with_fewer_passes(*arguments: Any) -> Any:
+        config = numba.config
+        with global_compiler_lock:
+            level, vectorizes = config.OPT, config.LOOP_VECTORIZE
+            config.OPT, config.LOOP_VECTORIZE = type(level)(1), 0
+            try:
+                return compile_entry(*arguments)
+            finally:
+                config.OPT, config.LOOP_VECTORIZE = level, vectorizes
+
+    return compile_with_fewer_passes
 
 
 def jit_inner(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,10 @@ Every rank keeps one value in the job's key-value store: a counter that it incre
 exchange, and the reason if it stops. A peer with a constant counter is gone. If a peer's counter rises but its step or
 exchange is behind, the others wait for that peer. Counters need no synchronised clocks. Heartbeats do not use the
 training's communication.
+
+One store answers all ranks, so that few values are read of it. While all is well a rank reads those of two neighbours,
+and the first rank of every host those of its host as well. After a failure a rank reads at most ``MOST_EXAMINED`` ranks
+of its group, and the first rank of every host alone reads all ranks of the job, for the others of its host as well.
 """
 
 import dataclasses
@@ -25,11 +29,15 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from torchtitan_cad.runtime.heartbeat import Heartbeat
+
 _PREFIX = "torchtitan_cad/alive"
 _SILENT_INTERVALS = 5
 _LEAST_SILENCE_S = 2.0
 """seconds: a store that is silent for less time is not lost, however short the interval"""
 _WATCHED_PEERS = 2
+MOST_EXAMINED = 64
+"""ranks that a rank examines after a failure, those that follow it in its group, unless it is the first of its host"""
 _NAMED_RANKS = 8
 _ERROR_CHARS = 300
 _STORE_TIMEOUT_S = 10.0
@@ -43,6 +51,8 @@ _LAUNCHER_WAIT_S = 0.5
 """seconds: within this time the launcher's first rank logs that the launcher is gone."""
 _CAUSE, _EFFECT = "stopped by itself", "stopped after failed communication"
 """Keys of the store: the first rank to stop by itself, and the first whose communication failed, each in a clause."""
+_FOUND = "found by"
+"""Key of the store, with the number of the first rank of a host: what that rank has found, in JSON."""
 _logger = logging.getLogger()
 _T = TypeVar("_T")
 
@@ -58,52 +68,18 @@ def store_of_attempt(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(attempt[0], store)
 
 
-@dataclasses.dataclass
-class Heartbeat:
-    """State of a rank, written by the rank itself to the job's key-value store."""
-
-    rank: int
-    host: str
-    pid: int
-    count: int = 0
-    """Heartbeats so far."""
-    step: int = 0
-    exchange: int = 0
-    """Exchanges of its CAD group that the host has started; all ranks of the group start the same exchanges."""
-    phase: str = ""
-    """Name of the last exchange."""
-    moved: int = 0
-    """``count`` at the last change of ``position``."""
-    has_left: bool = False
-    """True once training has ended, with or without an error; the process may end, too."""
-
-    @property
-    def name(self) -> str:
-        """The rank, its host and its process."""
-        return f"rank {self.rank} ({self.host}, pid {self.pid})"
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """Progress of training: step and exchange."""
-        return self.step, self.exchange
-
-    @property
-    def place(self) -> str:
-        """The position in words."""
-        return f"step {self.step}" + (f", exchange {self.exchange} '{self.phase}'" if self.exchange else "")
-
-
 _Beats = dict[int, Heartbeat]
 
 
 class PeerMonitor:
     """Publishes this rank's heartbeat, watches peers, and after a failure finds the peer at fault.
 
-    One thread watches the ranks of this host and two neighbours in the group, and logs when one of them is silent, is
-    behind, or has ended. With NCCL this may be the only message, since the watchdog ends a process without a Python
-    exception. If several ranks notice the same, only the first logs it. Another thread asks nobody: on the first rank
-    of every host it logs when the store does not answer, so that both sides of a link that is cut have a message, and
-    when a step takes far longer than any before, as on a link that has become slow.
+    One thread watches two neighbours in the group and, on the first rank of a host, the ranks of the host. It logs when
+    one of them is silent or behind and, on every rank, when a process of the host has ended. With NCCL this may be the
+    only message, since the watchdog ends a process without a Python exception. If several ranks notice the same, only
+    the first logs it. Another thread asks nobody: on the first rank of every host it logs when the store does not
+    answer, so that both sides of a link that is cut have a message, and when a step takes far longer than any before,
+    as on a link that has become slow.
 
     Progress is measured on the host: work that hangs on the device shows when the host waits for it.
 
@@ -138,16 +114,18 @@ class PeerMonitor:
         """Returns ``step``, ``exchange`` and ``phase``; called at every heartbeat."""
         self.ended_by_signal = False
         """True if a signal is about to end this process; later failures are not reported."""
-        self._group, self._others = frozenset(group), [other for other in range(world_size) if other != rank]
+        self._group = frozenset(group)
         self._host = [other for other in host_ranks if other != rank]
         ring = list(group) if len(group) > 1 else list(range(world_size))
         at = ring.index(rank)
-        self._watched = {*self._host, *(ring[at + 1 :] + ring[:at])[:_WATCHED_PEERS]}
+        following = ring[at + 1 :] + ring[:at]
+        self._watched, self._examined = set(following[:_WATCHED_PEERS]), following[:MOST_EXAMINED]
         self._is_first_of_host = rank < min(self._host, default=world_size)
         if self._is_first_of_host:
-            self._watched |= {0, (max(self._host, default=rank) + 1) % world_size} - {rank}
+            self._watched |= {*self._host, 0, (max(self._host, default=rank) + 1) % world_size} - {rank}
+            self._examined = [other for other in range(world_size) if other != rank]
         self._known: _Beats = {}
-        """Last heartbeats of the watched ranks."""
+        """Last heartbeats of the watched ranks, and one of every other rank of this host, for its process."""
         self._lock, self._closing, self._lost = threading.Lock(), threading.Event(), threading.Event()
         self._publish()
         self._answered = time.monotonic()
@@ -222,7 +200,8 @@ class PeerMonitor:
 
         ``noticed`` tells how it was noticed, for the log.
         """
-        ended = {rank: self._known[rank] for rank in self._host if self._known and has_ended(self._known[rank].pid)}
+        known = self._known
+        ended = {rank: known[rank] for rank in self._host if rank in known and has_ended(known[rank].pid)}
         if ended:  # their last heartbeats may hold the reason
             ended = self._ask(lambda: self._read(ended)) or ended
         gone = [beat for beat in ended.values() if not beat.has_left]
@@ -234,28 +213,43 @@ class PeerMonitor:
     def diagnose(self) -> list[str]:
         """Return possible causes of failed communication, one clause per finding; empty if every peer is well.
 
-        Takes five intervals. Findings are silent peers, the peer furthest behind, and the first peer that stopped by
-        itself; without any of these, the first peer that stopped at all.
+        Takes five intervals, and up to ten where this rank waits for what the first rank of its host has found.
+        Findings are silent peers, the peer furthest behind, and the first peer that stopped by itself; without any of
+        these, the first peer that stopped at all.
         """
 
         def look() -> list[str]:
-            before = self._read(self._others)
+            before = self._read(self._examined)
             time.sleep(self._silence_s)
-            after = self._read(self._others)
-            findings = self._compare(before, after, _SILENT_INTERVALS)
-            cause, effect = (
-                self._store.get(key).decode() if self._store.check([key]) else ""
-                for key in (f"{_PREFIX}/{_CAUSE}", f"{_PREFIX}/{_EFFECT}")
-            )
+            findings = self._compare(before, self._read(self._examined), _SILENT_INTERVALS)
+            if self._is_first_of_host and self._host:
+                self._store.set(f"{_PREFIX}/{_FOUND} {self._own.rank}", json.dumps(findings))
+            cause, effect = self._value_of(_CAUSE), self._value_of(_EFFECT)
+            if not findings and not cause and not self._is_first_of_host:
+                findings = self._found_by_first_of_host()
             if cause:
                 findings.append(cause)
             elif effect and not findings and not effect.startswith(self._own.name):
                 findings.append(f"{effect} (the first to stop)")
             return findings
 
-        findings = self._ask(look, self._silence_s)
+        findings = self._ask(look, 2 * self._silence_s)
         lost = "the job's key-value store does not answer: its host, normally rank 0's, or the link to it is gone"
         return [f"{lost}{self._last_seen()}"] if findings is None else findings
+
+    def _value_of(self, key: str) -> str:
+        """Return the store's value of a key of this job; empty if it has none."""
+        key = f"{_PREFIX}/{key}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _found_by_first_of_host(self) -> list[str]:
+        """Return what the first rank of this host has found among all ranks; empty if it does not tell in time."""
+        first = min(self._host)
+        for _ in range(_SILENT_INTERVALS):
+            if told := self._value_of(f"{_FOUND} {first}"):
+                return [f"{finding} (found by rank {first})" for finding in json.loads(told)]
+            time.sleep(self._silence_s / _SILENT_INTERVALS)
+        return []
 
     def _compare(self, before: _Beats, after: _Beats, still: int) -> list[str]:
         """Return findings: peers silent between two looks, and the peer behind without progress for ``still`` beats.
@@ -283,7 +277,10 @@ class PeerMonitor:
             try:
                 self._own.count += 1
                 self._publish()
-                self._known = now = self._read(self._watched)
+                known = self._known
+                beats = self._read(self._watched.union(rank for rank in self._host if rank not in known))
+                self._known = known | beats
+                now = {rank: beats[rank] for rank in self._watched if rank in beats}
                 self._answered = time.monotonic()
                 self.name_gone(f"noticed by rank {self._own.rank}")
                 looks.extend([now] if now else [])
@@ -350,10 +347,12 @@ class PeerMonitor:
 
     def _read(self, ranks: Iterable[int]) -> _Beats:
         """Return the heartbeats of ``ranks``; empty until all of them have published one."""
-        keys = [f"{_PREFIX}/{rank}" for rank in ranks]
-        if not keys or not self._store.check(keys):  # multi_get would wait
+        keys = {rank: f"{_PREFIX}/{rank}" for rank in ranks}
+        unknown = [key for rank, key in keys.items() if rank not in self._known]
+        if not keys or (unknown and not self._store.check(unknown)):  # multi_get would wait
             return {}
-        return {beat.rank: beat for beat in (Heartbeat(**json.loads(value)) for value in self._store.multi_get(keys))}
+        values = self._store.multi_get([*keys.values()])
+        return {beat.rank: beat for beat in (Heartbeat(**json.loads(value)) for value in values)}
 
     def _ask(self, question: Callable[[], _T], extra_s: float = 0.0) -> _T | None:
         """Return the answer to a question to the store; None if it fails or takes longer than the timeout.

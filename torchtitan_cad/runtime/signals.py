@@ -5,18 +5,23 @@ Python runs signal handlers in the main thread between bytecodes, so not while t
 the interpreter also writes the signal's number into a file descriptor at once, and a thread can read it.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.util import register_after_fork
 from typing import NoReturn
 
+logger = logging.getLogger(__name__)
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_OF_NOBODY = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
+"""Handlers that a process begins with."""
 _EXIT_CODE = 128
 _DONE = 0
 """byte in the pipe that ends the watching thread; other bytes are numbers of signals"""
@@ -30,18 +35,23 @@ def ending_on_signals(before_end: Callable[[str], None], limit_s: float, parent:
     First, ``before_end(name of the signal)`` runs in a thread for at most ``limit_s``. If ``parent`` is not 0, the end
     of that process counts as SIGTERM. Daemons of multiprocessing that are forked in this context end with this process
     even if it is killed. The context does nothing outside the main thread, as other threads cannot set handlers.
+
+    A signal that has a handler of the program's own, such as one for preemption, is left to that handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    numbers = [number for number in SIGNALS if signal.getsignal(number) in _OF_NOBODY]
+    for number in set(SIGNALS).difference(numbers):
+        logger.info(f"{number.name} is left to the handler that it had before training, and does not end this process")
     thread = threading.Thread(
-        target=_watch, args=(reader, before_end, limit_s, parent), name="cad-signals", daemon=True
+        target=_watch, args=(reader, numbers, before_end, limit_s, parent), name="cad-signals", daemon=True
     )
     thread.start()
-    register_after_fork(thread, _detach)
-    handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    register_after_fork(thread, lambda _: _detach(numbers))
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield
@@ -69,13 +79,14 @@ def end_at_once(code: int) -> NoReturn:
         os._exit(code)
 
 
-def _watch(reader: int, before_end: Callable[[str], None], limit_s: float, parent: int) -> None:
+def _watch(reader: int, numbers: Sequence[int], before_end: Callable[[str], None], limit_s: float, parent: int) -> None:
     number: int | None = None
-    while number not in (*SIGNALS, _DONE):
+    while number not in (*numbers, _DONE):
         if wait([reader], _POLL_S if parent else None):
             number = os.read(reader, 1)[0]
         elif os.getppid() != parent:
             number = signal.SIGTERM
+            break
     if number:
         thread = threading.Thread(target=before_end, args=(signal.Signals(number).name,), daemon=True)
         thread.start()
@@ -84,15 +95,15 @@ def _watch(reader: int, before_end: Callable[[str], None], limit_s: float, paren
     os.close(reader)
 
 
-def _detach(_: threading.Thread) -> None:
-    """Detach a forked child from the parent's pipe, and end a daemon with its parent.
+def _detach(numbers: Sequence[int]) -> None:
+    """Detach a forked child from the parent's pipe and handlers, and end a daemon with its parent.
 
     A daemon holds the parent's connections open, so peers notice the parent's end only after the daemon's end. torch's
     workers check for their parent, but wait forever if nobody reads the loaded data.
     """
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None and multiprocessing.current_process().daemon:
 

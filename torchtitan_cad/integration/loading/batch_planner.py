@@ -5,7 +5,7 @@ Every rank of a CAD group gathers the boundaries of all, computes the same plans
 The gathers run over a gloo group of their own, so planning never touches the accelerator's communicators. All batches
 of an optimizer step are planned together, by the same gathers on every rank; the first and the last begin with a status
 word, through which a rank that fails in between tells its peers. Where tokens get new homes, ids and labels follow by
-one all-to-all of the same group.
+one all-to-all of the same group, for which everything is ready before that last gather.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.integration.loading.placement import Homes, Layouts, Placement, moved_bytes
+from torchtitan_cad.integration.loading.deal import Batch
+from torchtitan_cad.integration.loading.placement import Layouts, Parcel, Placement, moved_bytes
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, Plan, PlannerConfig
 from torchtitan_cad.planning.corrections import Corrections
@@ -37,10 +38,11 @@ from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 logger = logging.getLogger(__name__)
 
 _OK, _EXHAUSTED, _FAILED = range(3)
-_SHAPE, _RATES = slice(3, 6), slice(6, None)
-_WORDS = 5 + len(RATES)
-"""Numbers after the status in the first gather: how many document starts there are, whether the step can be dealt, its
-shape, and this rank's rates (bits of doubles). In the last: a fingerprint of the plans, and zeros."""
+_SHAPE, _BATCHES, _RATES = slice(3, 6), 6, slice(7, None)
+_WORDS = 6 + len(RATES)
+"""Numbers after the status in the first gather: how many document starts there are, whether the step can be dealt, the
+shape of a batch, how many batches of it are planned together, and this rank's rates (bits of doubles). In the last: a
+fingerprint of the plans, and zeros."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class BatchPlanner:
         engines: of every kind of attention, which get the plans.
         keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches; the step
             is at least ``rules.nano_batches``.
-        placement: gives the tokens new homes; ``plan`` then plans for batches as ``placement.deal`` deals them.
+        placement: gives the tokens new homes; ``plan`` then plans for batches as they have been dealt.
     """
 
     def __init__(
@@ -140,23 +142,25 @@ class BatchPlanner:
         self._has_stayed = False
 
     def plan(
-        self, starts: np.ndarray, shape: BatchShape, batches: int = 1, *, can_deal: bool = False
-    ) -> tuple[list[PlannedBatch], Homes | None]:
+        self, starts: np.ndarray, shape: BatchShape, batches: int = 1, *, to_deal: Sequence[Batch] | None = None
+    ) -> tuple[list[PlannedBatch], Parcel | None]:
         """Plan the ``batches`` of a step and make the plans known to the engines.
 
-        Tokens get new homes, which are returned, if there is a placement and every rank ``can_deal`` its part.
+        Tokens get new homes if there is a placement and every rank can deal its part. The parcel is then what this rank
+        brings to ``placement.exchange``, which all ranks call next. Whatever fails on a rank before that is announced.
 
         Args:
             starts: this rank's ``document_starts`` in the rows of all batches, one after another.
             shape: of every batch.
+            to_deal: the batches; None if this rank cannot deal them.
 
         Raises:
-            PeerError: a peer failed or disagrees on the shape or on documents.
-            PlanMismatchError: a peer computed another plan.
+            PeerError: a peer failed or disagrees on shapes or on documents.
+            PlanMismatchError: a peer computed another plan, or a twin other homes.
             Exhausted: a peer has no more data.
         """
-        step, each, homes = replace(shape, rows=batches * shape.rows), shape.microbatches, None
-        gathered, deal = self._gather_starts(starts, step, can_deal)  # and rates
+        step, each, homes, parcel = replace(shape, rows=batches * shape.rows), shape.microbatches, None, None
+        gathered, deal = self._gather_starts(starts, shape, batches, to_deal is not None)  # and rates
         begin = time.perf_counter()  # without waits for peers
         try:
             nano_batches = self._rules.nano_batches
@@ -172,16 +176,18 @@ class BatchPlanner:
             self._say_that_it_stays(every)
             for plan in every:
                 _ = plan.stats  # computed here, beside training, not when they are logged
+            seconds = (time.perf_counter() - begin) / batches
+            planned = [self._describe(*batch, shape, seconds) for batch in zip(plans, keys, strict=True)]
+            if homes is not None:
+                bytes_of = (moved_bytes([kind[part] for kind in homes.kinds], self._rules.kinds) for part in parts)
+                planned = [replace(batch, home_bytes=moved) for batch, moved in zip(planned, bytes_of, strict=True)]
+            if self.placement is not None:
+                parcel = self.placement.pack(homes, to_deal or ())
         except Exception:
             self.announce_failure()
             raise
-        seconds = (time.perf_counter() - begin) / batches
         self._compare(every)
-        planned = [self._describe(*batch, shape, seconds) for batch in zip(plans, keys, strict=True)]
-        if homes is not None:
-            bytes_of = (moved_bytes([kind[part] for kind in homes.kinds], self._rules.kinds) for part in parts)
-            planned = [replace(batch, home_bytes=moved) for batch, moved in zip(planned, bytes_of, strict=True)]
-        return planned, homes
+        return planned, parcel
 
     def _describe(
         self, plans: list[list[list[Plan]]], keys: list[int], shape: BatchShape, seconds: float
@@ -282,9 +288,11 @@ class BatchPlanner:
         self._next_key += self._key_step
         return key
 
-    def _gather_starts(self, starts: np.ndarray, shape: BatchShape, can_deal: bool) -> tuple[list[np.ndarray], bool]:
+    def _gather_starts(
+        self, starts: np.ndarray, shape: BatchShape, batches: int, can_deal: bool
+    ) -> tuple[list[np.ndarray], bool]:
         """Every data-parallel rank's ``document_starts``, and whether all ranks ``can_deal``."""
-        words = [len(starts), int(can_deal), shape.rows, shape.seq_len, shape.rows_per_microbatch]
+        words = [len(starts), int(can_deal), shape.rows, shape.seq_len, shape.rows_per_microbatch, batches]
         if (rates := self._rules.rates) is not None:
             values = torch.tensor([getattr(rates.times, name) for name in RATES], dtype=torch.float64)
             words += values.view(torch.int64).tolist()
@@ -313,6 +321,13 @@ class BatchPlanner:
                 raise PeerError(
                     f"rank {rank} loaded a batch of (rows, tokens, rows per microbatch) = {row[_SHAPE].tolist()}, and "
                     f"rank {self._ranks[0]} one of {headers[0, _SHAPE].tolist()}: all ranks must load equal numbers"
+                )
+            if row[_BATCHES] != headers[0, _BATCHES]:
+                shape = f"(rows, tokens, rows per microbatch) = {row[_SHAPE].tolist()}"
+                raise PeerError(
+                    f"rank {rank} loaded {row[_BATCHES]} and rank {self._ranks[0]} {headers[0, _BATCHES]} batches of "
+                    f"{shape} before one of another shape or the end of the step: all ranks must load batches of the "
+                    "same shapes in the same order"
                 )
         return headers
 

@@ -261,9 +261,12 @@ class PlanningLoader(Stateful):
                 begun = document_starts(inputs["input"], self.eos_id, document_ids)
                 starts.append(number * rows * seq_len + begun)
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch or rows)
-        planned, homes = planner.plan(np.concatenate(starts), shape, len(batches), can_deal=can_deal)
-        if placement is not None:
-            batches = placement.deal(homes, batches)
+        to_deal = batches if can_deal else None
+        planned, parcel = planner.plan(np.concatenate(starts), shape, len(batches), to_deal=to_deal)
+        if placement is not None and parcel is not None:
+            came = placement.exchange(parcel)
+            with _announced_failure(planner):
+                batches = parcel.unpack(came)
         keyed = [
             ({**inputs, PLAN_KEYS: HostTensor.wrap(each.keys)}, labels)
             for (inputs, labels), each in zip(batches, planned, strict=True)

@@ -49,6 +49,32 @@ class Homes:
         return [[placed.layout for placed in nanos] for nanos in self.kinds[0]]
 
 
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """What a rank sends of the batches of a step that it has loaded, and how it makes batches of what comes.
+
+    Attributes:
+        rows: [B * S, 2] ids and labels in the order in which they are sent.
+        send_counts, receive_counts: [ranks of the group] how many of them go to each rank, and come from it.
+        batches: number of batches.
+        shape: of their tokens, one batch below the other.
+    """
+
+    deal: Deal
+    rows: Tensor
+    send_counts: list[int]
+    receive_counts: list[int]
+    batches: int
+    shape: torch.Size
+
+    def unpack(self, came: Tensor) -> list[Batch]:
+        """Return the batches that this rank trains on, from what ``Placement.exchange`` has returned."""
+        ids, targets = self.deal.scatter(came).unbind(1)
+        dealt = (ids.reshape(self.shape), self.deal.positions(self.shape[1]), targets.reshape(self.shape))
+        per_batch = zip(*(tensor.chunk(self.batches) for tensor in dealt), strict=True)
+        return [({"input": ids, POSITIONS: positions}, targets) for ids, positions, targets in per_batch]
+
+
 @dataclass(eq=False)
 class Placement:
     """Chooses homes and brings tokens there, for one CAD group.
@@ -123,34 +149,38 @@ class Placement:
         except RuntimeError as error:
             raise PeerError(f"agreeing with stages and tensor-parallel ranks failed: {error}") from error
 
-    def deal(self, homes: Homes | None, batches: list[Batch]) -> list[Batch]:
-        """Exchange the batches that this rank has loaded for those it trains on. Collective over group and twins.
+    def pack(self, homes: Homes | None, batches: Sequence[Batch]) -> Parcel | None:
+        """Pack the batches that this rank has loaded for ``exchange``; None if they stay. Collective over the twins.
 
         Args:
             homes: None if some rank cannot deal its part of the step, which then stays where it was loaded.
             batches: of one step and one shape, as ``check_dealable`` takes them.
 
-        Raises PeerError if a peer is gone, PlanMismatchError if a twin chose other homes.
+        Raises PeerError if a twin is gone, PlanMismatchError if one chose other homes.
         """
         self._compare([] if homes is None else homes.layouts)
         if homes is None or homes.deal is None:
-            return batches
+            return None
         tokens = torch.cat([inputs["input"] for inputs, _ in batches])
         labels, deal = torch.cat([labels for _, labels in batches]), homes.deal
-        mine = torch.stack((tokens.flatten(), labels.flatten()), dim=1)
+        rows = torch.stack((tokens.flatten(), labels.flatten()), dim=1)
+        counts = self._per_peer(deal.send_counts), self._per_peer(deal.receive_counts)
+        source = deal.source if self.group is None else deal.sent
+        return Parcel(deal, rows[source], *counts, len(batches), tokens.shape)
+
+    def exchange(self, parcel: Parcel) -> Tensor:
+        """Exchange parcels: returns [B * S, 2] ids and labels in the order of arrival. Collective over the group.
+
+        Raises PeerError if a peer is gone.
+        """
         if self.group is None:
-            came = mine[deal.source]
-        else:
-            came = torch.empty_like(mine)
-            counts = self._per_peer(deal.receive_counts), self._per_peer(deal.send_counts)
-            try:
-                dist.all_to_all_single(came, mine[deal.sent], *counts, group=self.group)
-            except RuntimeError as error:
-                raise PeerError(f"dealing tokens failed: {error}") from error
-        ids, targets = deal.scatter(came).unbind(1)
-        dealt = (each.reshape(tokens.shape) for each in (ids, deal.positions(tokens.shape[1]), targets))
-        per_batch = zip(*(each.chunk(len(batches)) for each in dealt), strict=True)
-        return [({"input": ids, POSITIONS: positions}, targets) for ids, positions, targets in per_batch]
+            return parcel.rows
+        came = torch.empty_like(parcel.rows)
+        try:
+            dist.all_to_all_single(came, parcel.rows, parcel.receive_counts, parcel.send_counts, group=self.group)
+        except RuntimeError as error:
+            raise PeerError(f"dealing tokens failed: {error}") from error
+        return came
 
     def _per_peer(self, counts: list[int]) -> list[int]:
         """Per rank of the group, ``counts`` [dp] for those that differ from this one in that coordinate alone."""

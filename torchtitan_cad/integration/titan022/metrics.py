@@ -47,7 +47,8 @@ class CadMetricsProcessor(MetricsProcessor):
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None) -> None:
         super().__init__(job_config, parallel_dims)
-        self._last_step = 0
+        self._last_step: int | None = None
+        """The step of this process's last log line; before the first, the step before the process's own first one."""
         self._shadow: Shadow | None = None
         self._steps_file: StepsFile | None = None
         self._write_failed = False
@@ -56,11 +57,20 @@ class CadMetricsProcessor(MetricsProcessor):
         # The rank whose loss torchtitan reports: under PP the others hold a placeholder.
         self._writes_steps = dist.get_rank() == _get_metrics_rank(parallel_dims, job_config)
 
+    def should_log(self, step: int) -> bool:
+        """Tell whether a step is logged; torchtitan asks once a step, the first time of the process's first step."""
+        if self._last_step is None:
+            self._last_step = step - 1
+        return super().should_log(step)
+
     def log(self, step: int, global_avg_loss: float, *others: float, extra_metrics: Any = None, **named: float) -> None:
+        """Log a step, unless an exchange of it has failed: then raise ``PeerError``, as its loss means nothing."""
         session = current_session()
         self._shadow = session.shadow
-        # A resumed run does not log its first steps.
-        steps, elapsed = step - (self._last_step or step - 1), time.perf_counter() - self.time_last_log
+        if self._shadow is None:
+            session.confirm_exchanges()
+        last_step = step - 1 if self._last_step is None else self._last_step
+        steps, elapsed = step - last_step, time.perf_counter() - self.time_last_log
         if self._shadow is not None:
             figures = self._shadow.figures(elapsed / steps)
         else:
@@ -83,11 +93,15 @@ class CadMetricsProcessor(MetricsProcessor):
                     self._write_step({"step": step, "loss": float(global_avg_loss), **figures})
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """Log a validation; raises ``PeerError`` in place of it if an exchange so far has failed."""
+        session = current_session()
+        if session.shadow is None:
+            session.confirm_exchanges()
         with self._writing:
             if not self._closed:
                 super().log_validation(loss, step, extra_metrics)
         # As for torchtitan's own times, what comes before and the validation itself do not count for the next log line.
-        if (session := current_session()).shadow is None:
+        if session.shadow is None:
             session.engine.clock.reset()
         self._last_step = step
 

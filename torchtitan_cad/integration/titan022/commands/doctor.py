@@ -8,6 +8,7 @@ several hosts can find out is said to be so.
 import copy
 import dataclasses
 import math
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,10 @@ PATIENCE_S = 30.0
 """seconds: a dataset's to answer, longer than the hub's client takes to find that there is no network."""
 ADAM_STATES = 2
 """tensors: those that a checkpoint holds beside every parameter."""
+
+CONNECTIONS, MODULE_LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+DEFAULT_CONNECTIONS = 8
+"""hardware queues of a process, among which CUDA deals its streams"""
 
 DEGREES = {
     "dp_shard": "data_parallel_shard",
@@ -305,6 +310,25 @@ def _check_transport(job: Job) -> Answer:
     return text
 
 
+def _check_environment(job: Job) -> Answer:
+    """Look at variables of this process that CUDA reads in a job that is started from the same shell."""
+    if job.device.type != "cuda":
+        return "skip", "CUDA alone reads the variables in question"
+    remarks, connections = [], os.environ.get(CONNECTIONS, "")
+    if connections.isdecimal() and int(connections) < DEFAULT_CONNECTIONS:
+        remarks.append(
+            f"{CONNECTIONS} = {connections}: streams share a hardware queue, in which a put that waits for a peer may "
+            "hold back compute; leave it out, or set it to 32"
+        )
+    degree, loading = job.config.parallelism.pipeline_parallel_degree, os.environ.get(MODULE_LOADING)
+    if degree > 1 and (loading or "").upper() != "EAGER":
+        remarks.append(
+            f"{MODULE_LOADING} = {loading or 'LAZY, the default'}, with pipeline_parallel_degree = {degree}: a kernel "
+            "that is loaded while a receive of NCCL is waiting may wait for it; set it to EAGER"
+        )
+    return ("note", "; ".join(remarks)) if remarks else "no variable that is known to hold back a job"
+
+
 def _check_planner(job: Job) -> Answer:
     cad = cad_table(job.config)
     streams = "traced" if choose_streams(job.config, job.device, has_experts(job.model))[0] else "opaque"
@@ -369,6 +393,7 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     "validation": (_check_validation,),
     "kernel": (_check_kernel, CAD, VALID, MODEL),
     "transport": (_check_transport, CAD, VALID),
+    "environment": (_check_environment, CAD, VALID),
     "planner": (_check_planner, CAD, VALID),
     "profile": (_check_profile, CAD, VALID, MODEL),
     "checkpoint": (_check_checkpoint,),

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What importing and planning change in a process, and that docs/seams.md lists what else does."""
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CHANGES = (
+    r"signal\.(?:signal|set_wakeup_fd)\(",
+    r"register_(?:after_fork|at_fork)\(",
+    r"atexit\.register\(",
+    r"mock\.patch",
+    r"os\.environ(?:\.setdefault|\.update|\[[^]]+\] = )",
+    r"numba\.config",
+    r"torch\._(?:dynamo|inductor)\.config",
+    r"torch\.compiler\.config\.\w+ = ",
+    r"torch\.set_\w+\(",
+    r"gc\.disable\(",
+    r"warnings\.\w*filter\w*\(",
+    r"logging\.disable\(",
+    r"getLogger\(.*\)\.setLevel\(",
+    r"sched_setaffinity\(",
+    r"setpriority\(",
+    r"time\.perf_counter = ",
+    r"sys\.modules\[[^]]+\] = ",
+)
+"""Code that changes what other code of the process meets."""
+
+PLAN = """
+    import importlib, os, pkgutil, signal, threading
+    import numba, torch, torch._dynamo
+
+    def state():
+        return {
+            "signals": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
+            "wakeup": signal.set_wakeup_fd(-1),
+            "numba": (numba.config.OPT, numba.config.LOOP_VECTORIZE),
+            "environment": dict(os.environ),
+            "dynamo": torch._dynamo.config.recompile_limit,
+            "tag": torch.compiler.config.cache_key_tag,
+            "threads": torch.get_num_threads(),
+        }
+
+    before = state()
+    from torchtitan_cad.integration.titan022.cpu import enable_cpu
+
+    enable_cpu()  # before torchtitan is imported
+    import torchtitan_cad
+    for module in pkgutil.walk_packages(torchtitan_cad.__path__, "torchtitan_cad."):
+        if not module.name.startswith(("torchtitan_cad.runtime.triton", "torchtitan_cad.demo")):
+            importlib.import_module(module.name)
+    from torchtitan_cad.planning import AttentionShape, TokenLayout, jit, make_plan
+
+    @jit.jit
+    def entry(count):
+        return count + 1
+
+    assert entry(1) == 2
+    make_plan(TokenLayout.from_segments([[(0, 0, 5000)], [(1, 0, 5000)]]), AttentionShape(8, 2, 64, 2))
+    after = state()
+    print([name for name in before if before[name] != after[name]])
+"""
+
+
+def test_importing_and_planning_leave_the_process_as_it_was(tmp_path: Path) -> None:
+    """A new entry point is compiled; the planner's own may come from the disk."""
+    script = tmp_path / "plan.py"  # numba keeps what it compiles beside a file
+    script.write_text(textwrap.dedent(PLAN))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1:] == ["[]"]
+
+
+def test_files_that_change_the_process_are_listed() -> None:
+    """The sections of docs/seams.md name every file of the package that holds code of ``CHANGES``."""
+    page, pattern = (ROOT / "docs" / "seams.md").read_text(), re.compile("|".join(CHANGES))
+    files = [path for path in (ROOT / "torchtitan_cad").rglob("*.py") if pattern.search(path.read_text())]
+    assert len(files) > 10
+    missing = [path.name for path in files if not re.search(rf"\b{path.name}\b", page)]
+    assert not missing, f"say in docs/seams.md what these files change, from when and until when: {missing}"
