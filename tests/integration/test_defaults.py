@@ -58,17 +58,17 @@ def test_accumulates_validates_and_resumes_like_its_reference() -> None:
     c.assert_close(resumed.grad_norms, expected.grad_norms[2:], "gradient norm")
 
 
-@pytest.mark.parametrize(("nranks", "seq_len"), [(2, 512), pytest.param(4, 1024, marks=matrix)])
-def test_a_new_users_job(nranks: int, seq_len: int) -> None:
+@pytest.mark.parametrize(("nranks", "seq_len", "steps"), [(2, 512, 1), pytest.param(4, 1024, 2, marks=matrix)])
+def test_a_new_users_job(nranks: int, seq_len: int, steps: int) -> None:
     """torchtitan's debug job with one switch, made shorter, beside stock torchtitan with attention inside documents."""
     job = (
         *("--training.dataset=packed_documents", "--validation.dataset=packed_documents", "--validation.enable"),
-        *("--training.steps=2", "--validation.steps=1"),
+        *(f"--training.steps={steps}", "--validation.steps=1"),
         *(f"--training.seq_len={seq_len}", f"--validation.seq_len={seq_len}", "--training.local_batch_size=2"),
         *("--training.mixed_precision_param=float32", "--metrics.enable_tensorboard"),
     )
-    cad = run([*job, *c.DEFAULTS], nranks, config=DEBUG_TOML, grads_at=2, link=c.FAST)
-    stock = run([*job, "--model.flavor=debugmodel_varlen_attn"], nranks, config=DEBUG_TOML, grads_at=2)
+    cad = run([*job, *c.DEFAULTS], nranks, config=DEBUG_TOML, grads_at=steps, link=c.FAST)
+    stock = run([*job, "--model.flavor=debugmodel_varlen_attn"], nranks, config=DEBUG_TOML, grads_at=steps)
     assert_moves(cad)
     assert cad.validation_losses.keys() == stock.validation_losses.keys() == {1}
     c.assert_trains_alike(cad, stock)

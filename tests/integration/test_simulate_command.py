@@ -149,6 +149,11 @@ def test_synthetic_documents_are_the_jobs_own() -> None:
     assert set(job.lengths.tolist()) == {200, 300}
 
 
+def test_what_a_deterministic_job_does_not_measure_is_noted() -> None:
+    job = read_simulated_job([f"--job.config_file={CONFIGS / 'llama3_8b.toml'}", "--debug.deterministic"], 64)
+    assert "tolerance: auto, as without debug.deterministic, with which it is 0.02" in job.notes
+
+
 def test_numbers_without_a_job(tmp_path: Path, capsys) -> None:
     output, plot = tmp_path / "out.json", tmp_path / "out.png"
     args = ["simulate", *SMALL, "--output", str(output), "--plot", str(plot), "--cp=1", "--pp=1"]
