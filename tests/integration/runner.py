@@ -169,6 +169,7 @@ def register_flavors() -> None:
         attn_mask_type="block_causal",
     )
     qwen3_args["tiny_varlen"] = tiny_qwen3()
+    qwen3_args["tiny_tied"] = tiny_qwen3(enable_weight_tying=True)
     experts = functools.partial(
         MoEArgs, num_shared_experts=0, score_func="softmax", route_norm=True, score_before_experts=False, top_k=2
     )

@@ -19,6 +19,7 @@ from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import current_session
+from torchtitan_cad.integration.titan022 import upstream
 from torchtitan_cad.integration.titan022.models import Adapter
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 
@@ -36,6 +37,10 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
             attn_type = "sdpa" if adapter.replaces_forward else model_args.attn_type
             with mock.patch.object(model_args, "attn_type", attn_type):
                 super().__init__(model_args)
+
+        def init_weights(self, *args: Any, **options: Any) -> None:
+            super().init_weights(*args, **options)
+            upstream.initialise_router_biases(self)
 
         def get_attention_masks(
             self, input_batch: torch.Tensor, tokenizer: Any, extra_inputs: dict[str, torch.Tensor] | None = None

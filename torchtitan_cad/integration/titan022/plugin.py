@@ -182,7 +182,7 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         separate_compile_caches(parallel_dims)
         apply_cad(model, parallel_dims, job_config)
-        with _left_to_cad(spec, model, job_config):
+        with _left_to_cad(spec, model, job_config), upstream.sharding_ties_together(model):
             parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
         # Else checkpointing by operator (torch 2.13) stops at what FSDP2 records inside of a block.
         if parallelized.pingpong is not None or selects_operators(checkpointing(job_config)):

@@ -7,18 +7,25 @@
 3. Under context parallelism the validation loss is divided by the tokens of one rank's part of the sequence, and then
    summed over all parts (validate.py counts labels after they were cut). For models without ``freqs_cis``, such as
    qwen3, validation stops with an error, for a context manager that is made and not used.
+4. Biases of routers (gpt_oss) are never initialised: they begin as what memory held, which may be NaN.
+5. FSDP2 is given the embedding and the output apart, also where they share their weight (qwen3's smaller flavors);
+   torch 2.13 refuses that.
 """
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
-from torch import Tensor
+import torchtitan.models.llama4.infra.parallelize as titan_sharding
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 
 def _has(cls: type, code: str) -> bool:
@@ -105,3 +112,30 @@ def build_validator(build: Callable[..., Any], **options: Any) -> Any:
         validator.post_dataloading_process = copy.copy(validator).post_dataloading_process
         validator.parallel_dims = _ContextAsData(validator.parallel_dims)
     return validator
+
+
+def initialise_router_biases(model: nn.Module) -> None:
+    """Set biases of the model's routers to zero (repair 4). Draws no random numbers."""
+    for module in model.modules():
+        if isinstance(module, TokenChoiceTopKRouter) and module.gate.bias is not None:
+            nn.init.zeros_(module.gate.bias)
+
+
+@contextmanager
+def sharding_ties_together(model: Any) -> Iterator[None]:
+    """Make qwen3's ``parallelize_fn`` shard the embedding along with the output if both have one weight (repair 5).
+
+    Under tensor parallelism each has a weight of its own while it is sharded, and nothing changes.
+    """
+    embedding, output, original = model.tok_embeddings, model.output, titan_sharding.fully_shard
+
+    def fully_shard(modules: Any, **options: Any) -> Any:
+        is_tied = embedding is not None and output is not None and embedding.weight is output.weight
+        if is_tied and modules is embedding:
+            return embedding
+        if is_tied and isinstance(modules, list) and output in modules and embedding not in modules:
+            modules = [embedding, *modules]
+        return original(modules, **options)
+
+    with mock.patch.object(titan_sharding, "fully_shard", fully_shard):
+        yield
