@@ -1,9 +1,11 @@
 # Every target sets up what it needs: a virtual environment in .venv, made once and remade when pyproject.toml changes.
-# PYTHON chooses the interpreter (3.11 or newer), NRANKS the ranks of `make train`, TORCH the version of torch; to test
+# PYTHON chooses the interpreter (3.11 or newer), NRANKS the ranks of `make train`, WORKERS the processes that run tests
+# beside each other, TORCH the version of torch; to test
 # another one beside the default: make test TORCH=2.15.0 VENV=.venv-2.15 (5 GB where there is no CPU build of it)
 
 PYTHON ?= python3
 NRANKS ?= 4
+WORKERS ?= 2
 CONFIG ?= train_configs/llama3_debug_cpu.toml
 TORCH ?= 2.13.0
 BUILD ?= cpu
@@ -12,6 +14,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TORCH_CPU := torch==$(TORCH)+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: help setup train compare test test-matrix test-all test-cuda-build test-gpu mutations wheel lint format \
@@ -62,12 +65,12 @@ compare: $(INSTALLED)
 		--training.dataset synthetic --training.dataset_path fixed:24576,$(SHORT),$(SHORT)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # What the short set leaves out, and drawn tests with as many examples as in test-all. MINUTES: what would begin later is
 # skipped.
 test-matrix: $(INSTALLED)
-	$(BIN)/python -m pytest -m '(matrix or hypothesis) and not slow and not gpu' --hypothesis-profile=all \
+	$(PYTEST) -m '(matrix or hypothesis) and not slow and not gpu' --hypothesis-profile=all \
 		$(if $(MINUTES),--minutes=$(MINUTES))
 
 # Every part of the bench for a machine with a GPU, on CPU stand-ins at toy sizes: four minutes.
@@ -75,7 +78,7 @@ bench-gpu-dry: $(INSTALLED)
 	timeout 900 $(BIN)/python -m bench.gpu --dry-run
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'not gpu' --hypothesis-profile=all
+	$(PYTEST) -m 'not gpu' --hypothesis-profile=all
 
 # dist/*.whl, and a plan by it in an environment that has nothing but what planning needs.
 wheel:

@@ -20,7 +20,6 @@ from tests.integration.patched import PATCHES
 from tests.sets import matrix
 from tests.support.patched import apply_patch, copy_torchtitan
 
-
 MET_BY_THIS_TORCH = {
     "varlen_gqa": "enable_gqa" in inspect.signature(varlen_attn).parameters,
     "tied_embeddings": hasattr(FSDPState, "_validate_no_duplicate_params"),

@@ -47,13 +47,11 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
         ) -> VarlenMetadata:
             """One plan key per row of the batch, which pipeline schedules chunk along with the rows.
 
-            Where tokens may get new homes they have positions as well, always, so that one graph serves all batches;
-            see ``positions_of``.
+            Where tokens may get new homes they have positions as well, always; see ``positions_of``.
             """
             extra_inputs = {} if extra_inputs is None else extra_inputs
-            keys = extra_inputs.pop(PLAN_KEYS, None)
-            document_ids = extra_inputs.pop(DOCUMENT_IDS, None)
-            positions = extra_inputs.pop(POSITIONS, None)
+            names = PLAN_KEYS, DOCUMENT_IDS, POSITIONS
+            keys, document_ids, positions = (extra_inputs.pop(name, None) for name in names)
             session = current_session()
             if keys is None:
                 keys = session.plan_now(input_batch, document_ids)
