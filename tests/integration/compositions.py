@@ -11,7 +11,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from tests.integration.harness import RunResult, gradient_errors, run
-from tests.integration.patched import with_cache_keys
+from tests.integration.patched import torchtitan_with
 from torchtitan_cad.cli.report_command import find_steps, read_steps, summarize
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 
@@ -72,6 +72,7 @@ PP2 = (*dp(pipeline_parallel=2), *BATCH4)
 BY_ROW = ("--parallelism.pipeline_parallel_microbatch_size=2",)
 SDPA_GQA = ("--model.flavor=tiny_sdpa_gqa",)
 QWEN3 = ("--model.name=qwen3", "--model.flavor=tiny_varlen")
+TIED = ("--model.name=qwen3", "--model.flavor=tiny_tied")
 FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
 SMALL_BUFFERS = ("--cad.receive_buffer_gb=2e-5",)
 """10 KB: rows travel in many trips."""
@@ -150,6 +151,9 @@ COMPOSITIONS = [
     Composition("qwen3_fsdp2", shared=QWEN3),
     Composition("qwen3_fsdp2xtp2", nranks=4, args=TP2, shared=QWEN3, reference_nranks=2),
     Composition("qwen3_cp2", args=CP2, shared=QWEN3, reference_nranks=1),
+    Composition("tied_fsdp2", shared=TIED),
+    Composition("tied_fsdp2xtp2", nranks=4, args=TP2, shared=TIED, reference_nranks=2),
+    Composition("tied_cp2", args=CP2, shared=TIED, reference_nranks=1),
     # Plain causal attention over the whole row, with grouped queries: the sdpa flavors.
     Composition("sdpa_gqa_rows", args=("--cad.documents=row", *CP2), shared=SDPA_GQA, reference_nranks=1),
     # One document over four ranks, cut finely: the default planner splits keys, the greedy one does not.
@@ -224,11 +228,13 @@ def reference(
 ) -> RunResult:
     """A run without CAD that validates after step 1 if it can; one serves many compositions.
 
-    Stock torchtitan's ranks would take each other's graphs of the loss under tensor parallelism.
+    Stock torchtitan's ranks would take each other's graphs of the loss under tensor parallelism, and FSDP2 refuses its
+    sharding of tied embeddings.
     """
     validation = VALIDATION if validates else ()
-    takes_wrong_graphs = {*COMPILE, *TP2} <= {*args}
-    search = [with_cache_keys()] if takes_wrong_graphs else []
+    needed = {"compile_caches": {*COMPILE, *TP2}, "tied_embeddings": {*TIED}}
+    names = [name for name, met_by in needed.items() if met_by <= {*args}]
+    search = [torchtitan_with(*names)] if names else []
     return run([*COMMON, *validation, *args], nranks, 300, grads_at=grads_at, fp64=fp64, pythonpath=search)
 
 

@@ -11,6 +11,7 @@ PATCHES = sorted((REPOSITORY / "patches").glob("*.patch"))
 
 
 @functools.cache
-def with_cache_keys() -> Path:
-    """torchtitan whose ranks do not take each other's compiled graphs; nothing else is changed."""
-    return copy_torchtitan(scratch_folder() / "with_cache_keys", REPOSITORY / "patches" / "compile_caches.patch")
+def torchtitan_with(*names: str) -> Path:
+    """Return the folder of a torchtitan with these patches, such as "tied_embeddings", and nothing else changed."""
+    patches = [REPOSITORY / "patches" / f"{name}.patch" for name in names]
+    return copy_torchtitan(scratch_folder() / f"with_{'_'.join(names)}", *patches)

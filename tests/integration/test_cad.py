@@ -97,6 +97,30 @@ def test_every_flavor_becomes_a_cad_flavor(name: str) -> None:
         assert all(hasattr(block.attention, "inner_attention") for block in model.layers.values())
 
 
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v3", "llama4", "gpt_oss"])
+def test_every_parameter_is_initialised(name: str) -> None:
+    enable_cpu()
+    from torchtitan.config import ConfigManager
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_cad.integration.titan022.models import ADAPTERS
+    from torchtitan_cad.integration.titan022.plugin import cad_train_spec
+
+    spec = cad_train_spec(get_train_spec(name), ADAPTERS[name], "debugmodel")
+    args = spec.model_args["debugmodel"]
+    args.update_from_config(ConfigManager().parse_args([*c.CAD[:1], f"--model.name={name}"]))
+    args.n_layers = 2
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(torch.nan)
+        model.init_weights(buffer_device=torch.device("cpu"))
+    named = (*model.named_parameters(), *model.named_buffers())
+    assert [tensor_name for tensor_name, tensor in named if tensor.isnan().any()] == []
+
+
 def test_preparing_for_one_job_after_another_leaves_no_trace() -> None:
     enable_cpu()
     import torchtitan.distributed.context_parallel as titan_cp

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.integration import compositions as c
 from tests.integration.harness import RunResult, parse_job, run
-from tests.integration.patched import with_cache_keys
+from tests.integration.patched import torchtitan_with
 from tests.integration.test_experts import EP2, ETP2, GROUPED
 from tests.runtime.threaded import needs_linux
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
@@ -37,7 +37,7 @@ HALVES = ("--cad.nano_batches=2",)
 def train(folder: Path, nranks: int, *args: str) -> RunResult:
     """A run with the caches of ``folder``, by stock torchtitan unless ``args`` have CAD."""
     env = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    search = [] if set(c.CAD) <= set(args) else [with_cache_keys()]
+    search = [] if set(c.CAD) <= set(args) else [torchtitan_with("compile_caches")]
     return run([*c.COMMON, *STEPS, *args], nranks, env=env, timeout_s=300, pythonpath=search)
 
 

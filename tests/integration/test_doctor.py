@@ -24,7 +24,7 @@ from torchtitan.config import ConfigManager  # noqa: E402
 
 from torchtitan_cad.demo.tokenizer import prepare_tokenizer  # noqa: E402
 from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
-from torchtitan_cad.integration.titan022.commands import doctor  # noqa: E402
+from torchtitan_cad.integration.titan022.commands import defects, doctor  # noqa: E402
 from torchtitan_cad.integration.titan022.commands.doctor import Finding, examine  # noqa: E402
 from torchtitan_cad.planning import AttentionShape  # noqa: E402
 from torchtitan_cad.runtime.transport import build  # noqa: E402
@@ -76,6 +76,7 @@ def test_a_good_job_passes_every_check(good):
         "config": "llama3 debugmodel on 2 ranks, 10 steps of 8 x 2048 tokens",
         "cad": "1 group of 2 ranks balance attention: data parallel 2 x context parallel 1",
         "model": "6,163,712 parameters, 6 layers, 16 query and 16 key heads; attention stays inside documents, which",
+        "stock": "cad makes up for the known defects of torchtitan 0.2.2",
         "tokenizer": "257 tokens of the model's 2048, a document ends after EOS = 0",
         "dataset": "synthetic: documents in the first 16384 tokens of rank 0: ",
         "kernel": "cpu (cad.kernel = 'auto': the one for CPU ranks), torch.bfloat16, 16 query and 16 key heads of 16",
@@ -318,6 +319,49 @@ def test_without_cad_only_what_is_torchtitans_own_is_checked(good):
     assert {findings[name].level for name in ("kernel", "transport", "planner", "profile")} == {"skip"}
     findings = report([*good, "--parallelism.no-cad", "--parallelism.tensor_parallel_degree=3"])
     assert failed(findings) == ["config"]
+
+
+GPT_OSS = ["--model.name=gpt_oss"]
+PP2 = ["--parallelism.pipeline_parallel_degree=2"]
+TP2 = ["--parallelism.tensor_parallel_degree=2"]
+DEFECTS: dict[str, tuple[list[str], list[str]]] = {
+    "pp_gradient_scale": (PP2, ["--training.steps=5"]),
+    "ddp_gradient_scale": (
+        ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"],
+        ["--parallelism.data_parallel_shard_degree=2"],
+    ),
+    "cp_validation_loss": (["--validation.enable", "--parallelism.context_parallel_degree=2"], ["--validation.enable"]),
+    "compile_caches": (["--compile.enable", *TP2, "--cad.nano_batches=2"], ["--compile.enable"]),
+    "router_bias": (GPT_OSS, [*GPT_OSS, CHECKPOINT, "--checkpoint.initial_load_path=seed"]),
+    "tied_embeddings": (["--model.name=qwen3"], ["--model.name=qwen3", *TP2]),
+    "varlen_pipeline": (
+        ["--model.flavor=debugmodel_varlen_attn", *PP2],
+        ["--model.flavor=debugmodel_varlen_attn", *PP2, "--training.local_batch_size=1"],
+    ),
+    "varlen_gqa": (["--model.flavor=8B_varlen"], ["--model.flavor=8B"]),
+}
+"""Patches that jobs without cad need, each with a job that needs it and one that does not."""
+
+
+@pytest.mark.parametrize("patch", DEFECTS)
+def test_without_cad_defects_of_torchtitan_are_named(good, monkeypatch, patch):
+    monkeypatch.setattr(defects, "HAS_STRICT_ATTENTION", True)
+    monkeypatch.setattr(defects, "HAS_STRICT_FSDP", True)
+    needing, other = ([*good, *args] for args in DEFECTS[patch])
+    finding = report([*needing, "--parallelism.no-cad"])["stock"]
+    assert finding.level == ("FAIL" if patch in ("tied_embeddings", "varlen_gqa") else "note")
+    assert f"(patches/{patch}.patch)" in finding.text
+    assert finding.text.endswith(": apply the patch, or set parallelism.cad = true")
+    assert f"{patch}.patch" not in report([*other, "--parallelism.no-cad"])["stock"].text
+    assert report(needing)["stock"].level == "ok"
+
+
+def test_with_shadow_defects_of_torchtitan_are_named(good):
+    shadow = [*good, "--cad.shadow"]
+    finding = report([*shadow, *GPT_OSS])["stock"]
+    assert (finding.level, "router_bias.patch" in finding.text) == ("note", True)
+    assert finding.text.endswith("set parallelism.cad = true without cad.shadow")
+    assert "meets no known defect" in report([*shadow, "--compile.enable", *TP2], 4)["stock"].text
 
 
 def test_the_key_may_be_missing_but_a_config_must_be_readable(good, job):

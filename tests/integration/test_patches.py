@@ -19,6 +19,7 @@ from tests.integration.harness import REPOSITORY, RunResult, run
 from tests.integration.patched import PATCHES
 from tests.sets import matrix
 from tests.support.patched import apply_patch, copy_torchtitan
+from torchtitan_cad.integration.titan022.commands.defects import DEFECTS
 
 MET_BY_THIS_TORCH = {
     "varlen_gqa": "enable_gqa" in inspect.signature(varlen_attn).parameters,
@@ -34,6 +35,11 @@ def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
     for patch in PATCHES:
         apply_patch(folder, patch)
     assert {path: path.read_bytes() for path in folder.rglob("*.py")} != original
+    assert [defect.patch for defect in sorted(DEFECTS, key=lambda x: x.patch)] == [patch.stem for patch in PATCHES]
+    for defect in DEFECTS:  # the code by which `doctor` knows a patched torchtitan
+        source = folder / "torchtitan" / defect.source
+        assert defect.code in source.read_text()
+        assert defect.code.encode() not in original[source]
     for patch in PATCHES:
         apply_patch(folder, patch, "--reverse")
     assert {path: path.read_bytes() for path in folder.rglob("*.py")} == original

@@ -27,6 +27,7 @@ from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_
 from torchtitan_cad.integration.machine import other_device
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS, choose_streams
+from torchtitan_cad.integration.titan022.commands.defects import defects_met
 from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta
 from torchtitan_cad.integration.titan022.folders import check_folders, checkpoint_folder, nearest_folder, resumed_from
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, load_tokenizer, open_dataset
@@ -87,6 +88,7 @@ class Job:
         ranks_per_host: None if nobody has said: one.
         config: as it was read, valid or not.
         names_module: the job names a ``custom_config_module``.
+        dims: degrees of parallelism, of a valid config.
         model: its arguments, updated from the config.
     """
 
@@ -95,7 +97,7 @@ class Job:
     num_hosts: int
     config: Any = None
     names_module: bool = False
-    is_valid: bool = False
+    dims: ParallelDims | None = None
     model: Any = None
     num_parameters: int = 0
     tokenizer: Any = None
@@ -110,6 +112,11 @@ class Job:
     def device(self) -> torch.device:
         """The first device of this machine."""
         return torch.device(utils.device_type, 0)
+
+    @property
+    def is_valid(self) -> bool:
+        """Tell whether the config has no errors."""
+        return self.dims is not None
 
     @property
     def has_cad(self) -> bool:
@@ -163,8 +170,7 @@ def _check_config(job: Job) -> str:
         )
     if job.has_cad:
         plugin.check(config, job.world_size)
-    ParallelDims(**degrees, world_size=job.world_size)  # as torchtitan's Trainer makes it, with its checks
-    job.is_valid = True
+    job.dims = ParallelDims(**degrees, world_size=job.world_size)  # as torchtitan's Trainer makes it, with its checks
     ranks = f"{job.world_size} ranks" if job.num_hosts == 1 else f"{job.num_hosts} x {job.ranks_per_host or 1} ranks"
     return (
         f"{config.model.name} {config.model.flavor} on {ranks}, {training.steps} steps of "
@@ -225,6 +231,20 @@ def _check_model(job: Job) -> Answer:
         f"{job.num_parameters:,} parameters, {args.n_layers} layers, {heads}; attention stays inside "
         f"{'documents' if inside else 'rows'}{changed}"
     )
+
+
+def _check_stock(job: Job) -> Answer:
+    if job.has_cad and not job.config.cad.shadow:
+        return "cad makes up for the known defects of torchtitan 0.2.2"
+    assert job.dims is not None
+    args = job.spec.model_args[job.config.model.flavor]
+    defects = defects_met(job.config, args, job.dims)
+    if not defects:
+        return "this job meets no known defect of torchtitan 0.2.2"
+    symptoms = "; ".join(f"{defect.symptom} (patches/{defect.patch}.patch)" for defect in defects)
+    ends = any(defect.level == "FAIL" for defect in defects)
+    remedy = "apply the patch, or set parallelism.cad = true" + (" without cad.shadow" if job.has_cad else "")
+    return "FAIL" if ends else "note", f"{symptoms}: {remedy}"
 
 
 def _check_tokenizer(job: Job) -> Answer:
@@ -388,6 +408,7 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     "device": (_check_device,),
     "cad": (_check_cad,),
     "model": (_check_model, SPEC),
+    "stock": (_check_stock, VALID, SPEC, MODEL),
     "tokenizer": (_check_tokenizer, SPEC, MODEL),
     "dataset": (_check_dataset, SPEC),
     "validation": (_check_validation,),
