@@ -8,6 +8,7 @@ from multiprocessing import forkserver
 from threading import Thread
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support.cpp import build, find_compiler
@@ -29,6 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # of the processes of pytest-xdist, each has a core
+        torch.set_num_threads(1)
     minutes = config.getoption("--minutes")
     if minutes is not None:
         config.pluginmanager.register(Budget(minutes))
