@@ -23,7 +23,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
 	@echo "make compare    train the same model with and without it, in turns, and say how much faster it is (4 minutes)"
-	@echo "make test       the short tests: one of every kind, about seven minutes on two cores"
+	@echo "make test       the short tests: one of every kind, about ten minutes on two cores"
 	@echo "make test-matrix   what they leave out, MINUTES=10 of it; test-all: all that runs on CPU, hours; test-gpu: on a GPU"
 	@echo "make test-cuda-build   what the CUDA path can show without a GPU, by a CUDA build of torch"
 	@echo "make mutations  plant ten faults and see that the short tests find each"
