@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.tp_overlap import side_stream as side_streams
 from torchtitan_cad.runtime.transport import Transport, symmetric
+from torchtitan_cad.runtime.transport.base import all_to_all
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 from torchtitan_cad.runtime.transport.far import FarRows
 
@@ -187,3 +189,29 @@ def test_engines_that_are_not(on_ledger: Process, mistake: str) -> None:
 def test_engines_between_hosts_that_are_not(on_ledger: Process, mistake: str) -> None:
     races, _ = on_ledger(run_engine, mistake, (0, 1))
     assert races
+
+
+def exchange_on_two_streams(hosts: tuple[int, ...] | None) -> list[str]:
+    """Races of exchanges that begin and end on one stream, as of one half, and then on another."""
+    from tests.support.ledger.ranks import ledger_transports
+
+    transports = ledger_transports(2, hosts)
+
+    def body(rank: int) -> None:
+        torch.accelerator.set_device_index(rank)
+        routes = all_to_all(rank, ~np.eye(2, dtype=bool), 8)
+        for stream in 2 * [torch.Stream(f"ledger:{rank}") for _ in range(2)]:
+            with stream:
+                rows = torch.zeros(8, 4).to(f"ledger:{rank}")
+                pending = transports[rank].start([[rows]], routes, "rows", transports[rank].begin())
+                pending.wait()
+                pending.release()
+
+    run_ranks(2, body)
+    return torch.ops.ledger.races()
+
+
+@pytest.mark.parametrize("hosts", [None, (0, 1)], ids=["one host", "two hosts"])
+def test_exchanges_of_two_streams_are_in_order(on_ledger: Process, hosts: tuple[int, ...] | None) -> None:
+    """What one has packed for another host is overwritten by the next only when it has left."""
+    assert on_ledger(exchange_on_two_streams, hosts) == []

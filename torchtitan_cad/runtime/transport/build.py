@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -162,7 +163,11 @@ def _symmetric(request: _Request) -> SymmetricTransport:
         own = _agree(lambda: DeviceMemory.reserve(num_bytes, device), agreement)
         return _agree(lambda: DeviceMemory.share(own, near), agreement)
 
-    return _tried_out(request, allocate, far, description)
+    try:
+        return _tried_out(request, allocate, far, description)
+    finally:
+        if near.group is not group:
+            dist.destroy_process_group(near.group)  # memory that is shared needs it no longer
 
 
 def _near_ranks(request: _Request) -> NearRanks:
@@ -229,10 +234,14 @@ def _tried_out(
             calls_in_flight=request.calls_in_flight,
             replayable=request.replayable,
         )
-        _try_out(transport, group, request.calls_in_flight, device)
         return transport
 
     transport = _agree(build, request.agreement)
+    host = np.array(request.hosts)
+    together, others = host[:, None] == host, ~np.eye(len(host), dtype=bool)
+    # Inside hosts first: a rank that fails there leaves no other waiting for its messages, which have no such bound.
+    for sends in (together & others, others)[request.num_hosts == 1 :]:
+        _agree(partial(_try_out, transport, group, sends, request.calls_in_flight, device), request.agreement)
     transport.description = description
     transport.timeout_s = lambda: group._get_backend(device).options._timeout.total_seconds()
     return transport
@@ -273,16 +282,20 @@ def _check_nvshmem(device: torch.device) -> None:
     check_host_library(find_device_library(capability))
 
 
-def _try_out(transport: Transport, group: dist.ProcessGroup, calls_in_flight: int, device: torch.device) -> None:
-    """Exchange rows between all ranks until every buffer was used twice; raises RuntimeError if a row is wrong."""
-    num_ranks, rank = group.size(), group.rank()
-    others = [peer for peer in range(num_ranks) if peer != rank]
+def _try_out(
+    transport: Transport, group: dist.ProcessGroup, sends: np.ndarray, calls_in_flight: int, device: torch.device
+) -> None:
+    """Exchange rows until every buffer was used twice; raises RuntimeError if a row is wrong.
+
+    Args:
+        sends: bool [ranks, ranks] whether the first sends a row to the second; symmetric.
+    """
+    rank = group.rank()
+    others = np.flatnonzero(sends[rank]).tolist()
     wrong = ""
     for number in range(1, 2 * calls_in_flight * BUFFERS_PER_CALL + 1):
-        routes = all_to_all(
-            rank, ~np.eye(num_ranks, dtype=bool), 1, buffer=number // calls_in_flight % BUFFERS_PER_CALL
-        )
-        rows = torch.full((num_ranks - 1, 4), 1000 * number + rank, dtype=torch.int32, device=device)
+        routes = all_to_all(rank, sends, 1, buffer=number // calls_in_flight % BUFFERS_PER_CALL)
+        rows = torch.full((len(others), 4), 1000 * number + rank, dtype=torch.int32, device=device)
         pending = transport.start([[rows]], routes, "trial", transport.begin())
         received = pending.wait()[0].view(torch.int32)[:, 0].tolist()
         pending.release()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.transport.base import Routes
 from torchtitan_cad.runtime.transport.memory import Message
@@ -87,6 +88,8 @@ class FarRanks:
         self._transfer, self._device = transfer, device
         self._far = [rank for rank in range(len(ranks)) if rank not in set(near)]
         self._messages = 0
+        self._ends: list[torch.cuda.Event] = []
+        """Of sends whose memory is free again: whoever packs next, on whichever stream, packs behind them."""
 
     def split(self, routes: Routes) -> Routes:
         """Make the near and the far part of ``routes``, once; returns the near one. May run in another thread."""
@@ -102,6 +105,8 @@ class FarRanks:
             arrivals: per route, where the rows of all senders arrive in this rank's memory, uint8 [rows, row_bytes].
         """
         assert routes.far is not None, "the exchange was not prepared"
+        while self._ends:
+            streams.wait_event(self._device, self._ends.pop())
         sent, received, packed = list[Part](), list[Part](), list[Tensor]()
         for (tensors, row_format), route, far, arrival in zip(messages, routes, routes.far, arrivals, strict=True):
             self._messages = tag = (self._messages + 1) % _TAGS
@@ -117,7 +122,7 @@ class FarRanks:
             peers = sorted({part.peer for part in (*sent, *received)})
             names = ", ".join(f"rank {self._names[peer]}" for peer in peers)
             raise PeerError(f"{own} with {names} failed: {error}") from error
-        return FarRows(works, packed, own, self._names, self._device)
+        return FarRows(works, packed, own, self._names, self._device, self._ends)
 
 
 def _parts(rows: Tensor, counts: Sequence[int], tag: int) -> list[Part]:
@@ -136,6 +141,7 @@ class FarRows:
         what: name of the exchange.
         names: global ranks of the group.
         device: device of the rows.
+        ends: gets an event behind which what was packed may be overwritten.
     """
 
     works: Works
@@ -143,6 +149,7 @@ class FarRows:
     what: str
     names: Sequence[int]
     device: torch.device
+    ends: list[torch.cuda.Event]
 
     def wait_received(self, timeout_s: float) -> None:
         """Wait, on the current stream, for the rows of far senders.
@@ -153,8 +160,13 @@ class FarRows:
         self._wait(self.works.receives, "has not sent its rows", timeout_s)
 
     def wait_sent(self, timeout_s: float) -> None:
-        """Wait, on the current stream, until what was packed may be overwritten. Raises as ``wait_received``."""
+        """Wait, on the current stream, until what was packed may be overwritten. Raises as ``wait_received``.
+
+        What was packed returns to the memory of the sending stream, from which exchanges of other streams pack, too.
+        """
         self._wait(self.works.sends, "has not received its rows", timeout_s)
+        if (end := streams.record_event(self.device)) is not None:
+            self.ends.append(end)
         self.packed.clear()
 
     def _wait(self, works: Sequence[tuple[int, dist.Work]], failure: str, timeout_s: float) -> None:
