@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.runtime.interpreter import interpret, interpreted_transport
 from tests.runtime.processes import run_processes, values
@@ -227,3 +228,31 @@ def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
     assert memory.wait(routes.senders, 0, epoch, 1.0) == []
     assert steps == [("wait", [1, FAR]), ("confirm", [FAR])]
     assert all(tables is not None for tables in prepared), "tables are made before they are needed"
+
+
+@pytest.mark.parametrize("begins_elsewhere", [False, True])
+def test_memory_of_a_hosts_devices_is_mapped_in_bounded_time(monkeypatch, begins_elsewhere: bool) -> None:
+    """Ranks 1 and 3 of a group of four share a host, this one being rank 3."""
+    from torchtitan_cad.runtime.transport import cuda_memory
+    from torchtitan_cad.runtime.transport.memory import NearRanks
+
+    store, own, waits = dist.HashStore(), torch.zeros(64, dtype=torch.uint8), []
+    before = store.timeout
+
+    def rendezvous(tensor: torch.Tensor, group: object) -> SimpleNamespace:
+        waits.append(store.timeout.total_seconds())
+        return SimpleNamespace(buffer_ptrs=[4096, tensor.data_ptr() + 8 * begins_elsewhere])
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(cuda_memory.symm_mem, "rendezvous", rendezvous)
+    monkeypatch.setattr(cuda_memory, "sending_stream", lambda device: None)
+    group = SimpleNamespace(rank=lambda: 1)
+    near = NearRanks(group, group, [1, 3], 4)
+    if begins_elsewhere:
+        with pytest.raises(RuntimeError, match="does not begin at its tensor's address"):
+            cuda_memory.DeviceMemory.share(own, near)
+    else:
+        memory = cuda_memory.DeviceMemory.share(own, near)
+        assert memory._addresses.tolist() == [0, 4096, 0, own.data_ptr()]
+    assert waits == [cuda_memory._RENDEZVOUS_TIMEOUT_S] != [before.total_seconds()]
+    assert store.timeout == before

@@ -224,7 +224,7 @@ def _tried_out(
     group, device = request.group, request.device
 
     def build() -> SymmetricTransport:
-        transport = SymmetricTransport(
+        return SymmetricTransport(
             dist.get_process_group_ranks(group),
             group.rank(),
             allocate,
@@ -234,7 +234,6 @@ def _tried_out(
             calls_in_flight=request.calls_in_flight,
             replayable=request.replayable,
         )
-        return transport
 
     transport = _agree(build, request.agreement)
     host = np.array(request.hosts)
