@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from tests.integration import runner
@@ -43,15 +43,21 @@ def serve() -> None:
     gc.unfreeze()
 
 
-def run_job(argv: list[str], env: dict[str, str], logs: list[str], timeout_s: float) -> list[int | None]:
-    """Run one rank per log file and return their exit codes, None for those killed at the deadline."""
+def run_job(
+    argv: list[str],
+    env: dict[str, str],
+    logs: list[str],
+    timeout_s: float,
+    main: Callable[[list[str]], None] = runner.main,
+) -> list[int | None]:
+    """Run ``main`` on one rank per log file; return their exit codes, None for those killed at the deadline."""
     pids: list[int] = []
     try:
         for rank, log in enumerate(logs):
             rank_env = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(logs))}
             pid = os.fork()
             if pid == 0:
-                _become_rank(argv, rank_env, log)
+                _become_rank(main, argv, rank_env, log)
             pids.append(pid)
             os.setpgid(pid, pid)  # so that a rank dies together with the processes it starts
         return _wait(pids, timeout_s)
@@ -63,8 +69,8 @@ def run_job(argv: list[str], env: dict[str, str], logs: list[str], timeout_s: fl
                 os.waitpid(pid, 0)
 
 
-def _become_rank(argv: list[str], env: dict[str, str], log: str) -> NoReturn:
-    """Run the runner in this forked process and exit with its status."""
+def _become_rank(main: Callable[[list[str]], None], argv: list[str], env: dict[str, str], log: str) -> NoReturn:
+    """Run ``main`` in this forked process and exit with its status."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -72,7 +78,7 @@ def _become_rank(argv: list[str], env: dict[str, str], log: str) -> NoReturn:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.environ.update(env)
-        runner.main(argv)
+        main(argv)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -122,8 +122,8 @@ FAILING: list[tuple[list[str], dict[str, str]]] = [
             "--checkpoint.keep_latest_k=1",
         ],
         {
+            "config": r"keep_latest_k = 1: .*2 or more",
             "dataset": r'^training\.dataset_path = "none" is not a folder',
-            "checkpoint": r"keep_latest_k = 1: .*2 or more",
         },
     ),
     (

@@ -160,7 +160,9 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def undone():
     yield
-    manager().parse_args([])  # without cad: takes back what configs with it have changed
+    from torchtitan_cad.integration.titan022 import plugin
+
+    plugin.restore()
 
 
 def parse(tmp_path: Path, toml: str, options: list[str]):
@@ -257,16 +259,17 @@ def test_other_ranks_log_warnings_only_until_the_job_is_built(
 @pytest.mark.parametrize("key", ["last_save_in_hf", "initial_load_in_hf"])
 def test_checkpoints_of_hugging_face_need_a_package(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enable_cpu()
-    from torchtitan_cad.integration.titan022 import folders
+    from torchtitan_cad.integration.titan022 import folders, rules
 
     monkeypatch.setattr(folders, "resumed_from", lambda config: None)
     options = ["--checkpoint.enable", f"--checkpoint.{key}"]
-    monkeypatch.setattr(folders, "find_spec", lambda name: None)
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match=rf"checkpoint\.{key} = true needs the package safetensors: .*, or set .*{key}"
+        ValueError,
+        match=rf"checkpoint\.{key} = true: needs the package safetensors, .*; install it, or set it to false",
     ):
         parse_job(tmp_path, *options)
-    monkeypatch.setattr(folders, "find_spec", lambda name: name)
+    monkeypatch.setattr(rules, "find_spec", lambda name: name)
     assert getattr(parse_job(tmp_path, *options).checkpoint, key)
 
 

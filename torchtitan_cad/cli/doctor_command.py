@@ -36,14 +36,19 @@ def run(
     if (nproc or 1) * nnodes > MAX_RANKS:
         raise ValueError(f"--nproc {nproc} --nnodes {nnodes}: set numbers of which the product is at most {MAX_RANKS}")
     check_job(job)
-    from torchtitan_cad.integration.titan022.commands.doctor import examine
+    from torchtitan_cad.integration.titan022.commands.doctor import examine, is_drawing
 
     failed = 0
     for finding in examine([f"--job.config_file={job}", *overrides], nproc, nnodes):
         print(finding, flush=True)
         failed += finding.level == "FAIL"
     print(f"{failed} of these would fail" if failed else "nothing found that would fail")
-    return int(failed > 0)
+    code = int(failed > 0)
+    if is_drawing():  # its thread, inside a tokenizer, may abort the interpreter's own end
+        from torchtitan_cad.runtime.signals import end_at_once
+
+        end_at_once(code)
+    return code
 
 
 def separate_overrides(args: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Ends a job that fails with one line that says why, in place of tracebacks of all ranks."""
 
+import errno
 import json
 import os
 import shutil
@@ -21,6 +22,8 @@ TRACEBACK_OPTION = "--traceback"
 
 _OTHER_RANKS_WAIT_S = 6.0
 _INTERRUPTED = 130
+_NEARLY_FULL = 100e6
+"""bytes: free room of a disk on which a checkpoint that could not be written most likely found none"""
 _SETUP_ERRORS = (ValueError, OSError, NotImplementedError, AssertionError, ImportError, RecursionError)
 
 
@@ -30,16 +33,21 @@ class CheckpointError(Exception):
     def __init__(self, folder: str, error: CheckpointException) -> None:
         rank, (cause, _) = min(error.failures.items())
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_sentence(cause)
+        free = shutil.disk_usage(folder).free if os.path.isdir(folder) else None
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
         # A writer's own complaint often hides that the disk is full.
-        free = f", {shutil.disk_usage(folder).free / 1e6:,.0f} MB are free there" if os.path.isdir(folder) else ""
-        remedy = (
-            "make room, or set checkpoint.folder or job.dump_folder to another disk, and start again: the job resumes "
-            "from the last checkpoint that is complete"
-        )
+        is_full |= free is not None and free < _NEARLY_FULL
+        remedy = "mend that and start again: the job resumes from the last checkpoint that is complete"
+        if is_full:
+            remedy = (
+                "make room, or set checkpoint.folder or job.dump_folder to another disk, and start again: the job "
+                "resumes from the last checkpoint that is complete"
+            )
         if reason.startswith(("Missing key", "Size mismatch")):
             remedy = "start the job with the model and options that it was saved with, or set another checkpoint.folder"
+        room = f", {free / 1e6:,.0f} MB are free there" if is_full and free is not None else ""
         super().__init__(
-            f"a checkpoint in {folder} could not be written or read by rank {rank}{free}: {reason}; {remedy}"
+            f"a checkpoint in {folder} could not be written or read by rank {rank}{room}: {reason}; {remedy}"
         )
 
 
@@ -87,7 +95,8 @@ def explain(error: BaseException, building: bool) -> str | None:
     if isinstance(error, ValueError) and (building or raised_here):
         return first_sentence(error)
     if isinstance(error, OSError) or (building and isinstance(error, _SETUP_ERRORS)):
-        return f"{type(error).__name__}: {first_sentence(error)}; {TRACEBACK_OPTION} shows where"
+        said = first_sentence(error) or f"line {frame.f_lineno} of {frame.f_globals.get('__name__')}"
+        return f"{type(error).__name__}: {said}; {TRACEBACK_OPTION} shows where"
     return None
 
 

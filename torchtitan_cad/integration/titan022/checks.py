@@ -1,16 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks of a job's config, made on every rank before anything is built, and what ``cad.streams = "auto"`` means."""
 
-import math
-import os
-
 import torch
-from torch.distributed.pipelining.schedules import (
-    ScheduleDualPipeV,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-    get_schedule_class,
-)
 from torch.torch_version import TorchVersion
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
@@ -18,44 +9,43 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
+from torchtitan_cad.integration.titan022.job_checks import check_job, compiles_model, launched_ranks
 from torchtitan_cad.integration.titan022.models import ADAPTERS
+from torchtitan_cad.integration.titan022.rules import has_cad
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
 from torchtitan_cad.planning.model.batch import halves_by_row
-from torchtitan_cad.runtime.kernels.select import KERNELS
-from torchtitan_cad.runtime.transport.build import TRANSPORTS
 
 SUPPORTED_MODELS = tuple(ADAPTERS)
-_SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
-"""Schedules that compute gradients of inputs and of weights apart from each other."""
 
 
 def validate(config: JobConfig, world_size: int | None = None) -> None:
-    """Check everything that can be known before process groups exist, of a config with ``parallelism.cad`` on.
+    """Check everything of a config, with CAD or without, that can be known before process groups exist.
 
     ``world_size`` is by default the launcher's WORLD_SIZE, or the NGPU of torchtitan's dry runs; what depends on it is
     skipped if that is not set. Raises ValueError that names the TOML key, the value, and what to set instead.
     """
-    cad: Cad = config.cad
-    if config.model.name not in SUPPORTED_MODELS:
+    if has_cad(config) and config.model.name not in SUPPORTED_MODELS:
         raise ValueError(
             f"parallelism.cad = true is not supported with model.name = {config.model.name!r}: "
             f"set model.name to one of {', '.join(SUPPORTED_MODELS)}, or parallelism.cad to false"
         )
+    if world_size is None:
+        world_size = launched_ranks(config)
+    check_job(config, world_size)
+    if has_cad(config):
+        _check_cad(config, world_size)
+
+
+def _check_cad(config: JobConfig, world_size: int | None) -> None:
+    cad: Cad = config.cad
     cad.planner_config()
     cad.read_profile()
     _ = cad.buffer_bytes
-    _one_of("cad.transport", cad.transport, TRANSPORTS)
     if cad.transport == "nvshmem" and config.parallelism.enable_async_tensor_parallel:
         raise ValueError(
             "cad.transport = 'nvshmem' does not go with parallelism.enable_async_tensor_parallel = true, as torch's "
             "symmetric memory has one backend in a process; set cad.transport to 'auto'"
         )
-    _one_of("cad.kernel", cad.kernel, KERNELS)
-    _one_of("cad.backward", cad.backward, ("resend", "keep"))
-    _one_of("cad.placement", cad.placement, ("auto", "balanced", "loader"))
-    _one_of("cad.documents", cad.documents, ("eos", "row"))
-    _one_of("cad.nano_batches", cad.nano_batches, (1, 2))
-    _one_of("cad.streams", cad.streams, ("auto", "traced", "opaque"))
     checkpoints = config.activation_checkpoint
     if not cad.recompute_attention and (
         checkpoints.mode == "memory_budget"
@@ -65,20 +55,11 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
             f"cad.recompute_attention = false does not go with activation_checkpoint.mode = {checkpoints.mode!r} and "
             f"selective_ac_option = {checkpoints.selective_ac_option!r}; set activation_checkpoint.mode to 'full'"
         )
-    if not 0 < cad.heartbeat_seconds < math.inf:
-        raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")
-    if world_size is None:
-        world_size = launched_ranks(config)
-    for key, degree in _degrees(config).items():
-        _check_positive(f"parallelism.{key}", degree)
     if world_size is not None:
-        _check_world_size(config, world_size)
-        _check_groups(cad, Topology.from_job(config.parallelism, world_size))
-        _check_unsharded(config, world_size)
+        topology = Topology.from_job(config.parallelism, world_size)
+        _check_groups(cad, topology)
+        _check_compiled_shards(config, topology)
     _check_untried(config)
-    _check_batch(config)
-    _check_sequences(config)
-    _check_pipeline(config)
     _check_ticks(config)
     _check_nano_batches(config)
     _check_streams(config)
@@ -95,128 +76,6 @@ def _check_untried(config: JobConfig) -> None:
         raise ValueError(
             "fault_tolerance.enable = true: the ranks of a CAD group serve each other and cannot come and go; set "
             "fault_tolerance.enable to false, or parallelism.cad to false"
-        )
-
-
-def launched_ranks(config: JobConfig) -> int | None:
-    """Return the launcher's number of ranks, or that of the job that a dry run plays; None if it is not set."""
-    if config.comm.mode == "default":
-        ranks = os.environ.get("WORLD_SIZE", "")
-        return int(ranks) if ranks else None
-    ranks = os.environ.get("NGPU", "")
-    if not ranks.isdecimal():
-        raise ValueError(
-            f"comm.mode = {config.comm.mode!r} plays one rank of a larger job: set the environment variable NGPU "
-            f"(it is {ranks!r}) to its number of ranks, or comm.mode to 'default'"
-        )
-    return int(ranks)
-
-
-def _one_of(key: str, value: object, allowed: tuple) -> None:
-    if value not in allowed:
-        choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{key} = {value!r}: set {key} to one of: {choices}")
-
-
-def _check_positive(key: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{key} = {value}: set a positive integer")
-
-
-def _check_batch(config: JobConfig) -> None:
-    training = config.training
-    _check_positive("training.local_batch_size", training.local_batch_size)
-    if training.global_batch_size > 0 and training.global_batch_size % training.local_batch_size:
-        raise ValueError(
-            f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
-            f"training.local_batch_size = {training.local_batch_size}; "
-            "set it to a multiple of that times the data-parallel degree, or to -1"
-        )
-
-
-def _check_sequences(config: JobConfig) -> None:
-    parallelism, training, validation = config.parallelism, config.training, config.validation
-    divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
-    sections = {"training": training} | ({"validation": validation} if validation.enable else {})
-    for name, section in sections.items():
-        if section.seq_len % divisor:
-            raise ValueError(
-                f"{name}.seq_len = {section.seq_len} is not divisible by tensor_parallel_degree x 2 x "
-                f"context_parallel_degree = {divisor}; set {name}.seq_len to {-(-section.seq_len // divisor) * divisor}"
-            )
-    if validation.enable and validation.seq_len > training.seq_len:
-        raise ValueError(
-            f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, the "
-            f"positions that the model is built for; set validation.seq_len to {training.seq_len} or less"
-        )
-
-
-def _check_pipeline(config: JobConfig) -> None:
-    parallelism, batch = config.parallelism, config.training.local_batch_size
-    pp, microbatch = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_microbatch_size
-    _check_positive("parallelism.pipeline_parallel_microbatch_size", microbatch)
-    if pp == 1:
-        return
-    if config.comm.mode != "default":  # torchtitan's own dry runs end with an error inside torch
-        raise ValueError(
-            f"parallelism.pipeline_parallel_degree = {pp}: comm.mode = {config.comm.mode!r} cannot play a pipeline, "
-            "whose stages ask each other for shapes; set parallelism.pipeline_parallel_degree to 1"
-        )
-    if not parallelism.pipeline_parallel_schedule_csv:
-        _check_schedule(config)
-    if batch % microbatch:
-        raise ValueError(
-            f"training.local_batch_size = {batch} is not divisible by parallelism.pipeline_parallel_microbatch_size = "
-            f"{microbatch}; set the latter to a divisor of {batch}"
-        )
-    rows, microbatches = config.validation.local_batch_size, batch // microbatch
-    if config.validation.enable and rows % microbatches:
-        raise ValueError(
-            f"validation.local_batch_size = {rows} does not split into the pipeline's {microbatches} microbatches; "
-            f"set it to a multiple of {microbatches}"
-        )
-
-
-def _check_schedule(config: JobConfig) -> None:
-    parallelism = config.parallelism
-    schedule = parallelism.pipeline_parallel_schedule
-    if schedule in TICK_SCHEDULES:
-        return
-    selected = f"parallelism.pipeline_parallel_schedule = {schedule!r}"
-    try:
-        schedule_class = get_schedule_class(schedule)
-    except ValueError as error:
-        ours = " or ".join(map(repr, TICK_SCHEDULES))
-        raise ValueError(f"{selected}: set it to {ours}, or to one of torch's ({error})") from None
-    if schedule_class is ScheduleDualPipeV and parallelism.pipeline_parallel_expert_parallel_overlap:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_expert_parallel_overlap = true runs forward and backward of {selected} in "
-            "two threads, whose exchanges would mix; set pipeline_parallel_expert_parallel_overlap to false, or the "
-            "schedule to another"
-        )
-    if schedule_class in _SPLIT_BACKWARD:
-        _check_split_backward(config, selected)
-    # In both, two consecutive stages share a rank, and torch's eval() asks the later one for gradients.
-    if config.validation.enable and schedule_class in (ScheduleDualPipeV, ScheduleZBVZeroBubble):
-        raise ValueError(
-            f"validation.enable = true: {selected} of torch cannot run forward alone; set validation.enable to false, "
-            "or the schedule to another"
-        )
-
-
-def _check_split_backward(config: JobConfig, selected: str) -> None:
-    """Refuse what torch cannot run with gradients of inputs and of weights computed apart from each other."""
-    apart = f"{selected} computes gradients of inputs and of weights apart, which torch cannot do"
-    if _compiles_model(config):
-        raise ValueError(
-            f"{apart} with compile.enable = true; set compile.enable to false, or the schedule to 'Interleaved1F1B'"
-        )
-    if selects_operators(checkpointing(config)):
-        by_mode = config.activation_checkpoint.mode == "selective"
-        kept = "activation_checkpoint.selective_ac_option = 'op'" if by_mode else "cad.recompute_attention = false"
-        raise ValueError(
-            f"{apart} with {kept}; set activation_checkpoint.mode to 'full' and cad.recompute_attention to true, or "
-            "the schedule to 'Interleaved1F1B'"
         )
 
 
@@ -290,50 +149,16 @@ def _check_nano_batches(config: JobConfig) -> None:
             )
 
 
-def _degrees(config: JobConfig) -> dict[str, int]:
-    parallelism = config.parallelism
-    return {
-        "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
-        "context_parallel_degree": parallelism.context_parallel_degree,
-        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
-        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
-    }
-
-
-def _check_world_size(config: JobConfig, world_size: int) -> None:
-    degrees, shard = _degrees(config), config.parallelism.data_parallel_shard_degree
-    product = math.prod(degrees.values())
-    if world_size % product or (shard > 0 and product * shard != world_size):
-        listed = ", ".join(f"parallelism.{key} = {degree}" for key, degree in degrees.items())
-        raise ValueError(
-            f"{listed}, parallelism.data_parallel_shard_degree = {shard} do not multiply to the {world_size} ranks of "
-            "this job; set parallelism.data_parallel_shard_degree to -1 and the others to divisors of the rank count"
-        )
-
-
-def _check_unsharded(config: JobConfig, world_size: int) -> None:
-    """Refuse what fails without FSDP, which torchtitan uses where ranks are left to shard over."""
-    degrees, parallelism = _degrees(config), config.parallelism
-    if world_size > math.prod(degrees.values()) or parallelism.context_parallel_degree > 1:
+def _check_compiled_shards(config: JobConfig, topology: Topology) -> None:
+    """Refuse what torch 2.13 cannot compile where no ranks are left to shard over."""
+    whole_blocks = compiles_model(config) and config.cad.nano_batches == 1
+    if topology.tp == 1 or topology.dp * topology.cp > 1 or not whole_blocks:
         return
-    tp, replicas = parallelism.tensor_parallel_degree, parallelism.data_parallel_replicate_degree
-    others = [key for key in ("tensor_parallel_degree", "pipeline_parallel_degree") if degrees[key] > 1]
-    if replicas > 1 and others:
+    if torch.__version__.startswith("2.13."):
         raise ValueError(
-            f"parallelism.data_parallel_replicate_degree = {replicas} without shards is DDP, which torchtitan does not "
-            f"combine with parallelism.{others[0]} = {degrees[others[0]]}; set "
-            "parallelism.data_parallel_replicate_degree to 1, so that parameters are sharded instead"
+            f"compile.enable = true with parallelism.tensor_parallel_degree = {topology.tp} and no ranks to shard over "
+            f"fails in backward with torch {torch.__version__}; set compile.enable to false or cad.nano_batches to 2"
         )
-    whole_blocks = _compiles_model(config) and config.cad.nano_batches == 1
-    if tp > 1 and whole_blocks and torch.__version__.startswith("2.13."):
-        raise ValueError(
-            f"compile.enable = true with parallelism.tensor_parallel_degree = {tp} and no ranks to shard over fails in "
-            f"backward with torch {torch.__version__}; set compile.enable to false or cad.nano_batches to 2"
-        )
-
-
-def _compiles_model(config: JobConfig) -> bool:
-    return config.compile.enable and "model" in config.compile.components
 
 
 def _check_groups(cad: Cad, topology: Topology) -> None:

@@ -1,41 +1,54 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks the folders that a job writes to and resumes from, before training starts."""
 
+import errno
+import os
 import tempfile
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig
 
+from torchtitan_cad.integration.titan022.rules import read_key
+
+_METADATA = ".metadata"
+"""file that torch writes when a checkpoint is complete"""
+
 
 def check_folders(config: JobConfig) -> None:
-    """Raise ValueError if the job cannot write to ``job.dump_folder``, or save and load checkpoints where it says."""
-    job, checkpoint = config.job, config.checkpoint
-    if checkpoint.enable:
-        key = f"checkpoint.folder = {checkpoint.folder!r} in job.dump_folder = {job.dump_folder!r}"
-        setting = "checkpoint.folder" if Path(checkpoint.folder).is_absolute() else "job.dump_folder"
-        _check_writable(key, checkpoint_folder(config), setting)
-        if checkpoint.keep_latest_k == 1:
-            raise ValueError(
-                "checkpoint.keep_latest_k = 1: while one is saved another must be kept; set it to 2 or more, "
-                "or to 0 for all"
-            )
-        _check_safetensors(config)
+    """Raise ValueError if the job cannot write where it says, or load the checkpoint that it names."""
+    if config.checkpoint.enable:
+        _check_writable(config, "checkpoint.folder")
         resumed_from(config)
-    has_cad = getattr(config.parallelism, "cad", False)  # which writes the figures of its steps
-    if has_cad or config.metrics.enable_tensorboard or config.profiling.enable_profiling:
-        _check_writable(f"job.dump_folder = {job.dump_folder!r}", Path(job.dump_folder), "job.dump_folder")
+    _check_writable(config, "job.dump_folder")
+    for key, is_used in _FOLDERS.items():
+        if is_used(config):
+            _check_writable(config, key)
+    _check_schedule_file(config)
+    if config.job.save_config_file is not None:
+        _check_writable(config, "job.save_config_file")
+        if Path(config.job.dump_folder, config.job.save_config_file).is_dir():
+            raise ValueError(f"job.save_config_file = {config.job.save_config_file!r} is a folder; name a file")
 
 
-def _check_safetensors(config: JobConfig) -> None:
-    """Raise ValueError if a checkpoint in Hugging Face's format needs the package safetensors, and it is not there."""
-    for key in ("last_save_in_hf", "initial_load_in_hf"):
-        if getattr(config.checkpoint, key) and find_spec("safetensors") is None:
-            raise ValueError(
-                f"checkpoint.{key} = true needs the package safetensors: `pip install safetensors`, or set "
-                f"checkpoint.{key} to false"
-            )
+_FOLDERS: dict[str, Callable[[JobConfig], bool]] = {
+    "comm.save_traces_folder": lambda config: config.comm.trace_buf_size > 0 and config.comm.mode == "default",
+    "metrics.save_tb_folder": lambda config: config.metrics.enable_tensorboard,
+    "profiling.save_traces_folder": lambda config: config.profiling.enable_profiling,
+    "profiling.save_memory_snapshot_folder": lambda config: config.profiling.enable_memory_snapshot,
+}
+"""Keys of folders in ``job.dump_folder``, and whether a job writes to them."""
+
+
+def _check_schedule_file(config: JobConfig) -> None:
+    parallelism = config.parallelism
+    path = parallelism.pipeline_parallel_schedule_csv
+    if path and parallelism.pipeline_parallel_degree > 1 and not Path(path).is_file():
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule_csv = {path!r}: there is no such file; set it to one, or leave it "
+            "out"
+        )
 
 
 def checkpoint_folder(config: JobConfig) -> Path:
@@ -48,9 +61,16 @@ def resumed_from(config: JobConfig) -> Path | None:
     checkpoint, folder = config.checkpoint, checkpoint_folder(config)
     if not checkpoint.enable:
         return None
+    step = checkpoint.load_step
     if not folder.exists():
-        return _initial_checkpoint(config)
-    if (step := checkpoint.load_step) == -1:
+        initial = _initial_checkpoint(config)
+        if initial is None and step != -1:
+            raise ValueError(
+                f"checkpoint.load_step = {step}: there is no {folder}; set checkpoint.folder and job.dump_folder to "
+                "those of the run that goes on, or checkpoint.load_step to -1 to begin anew"
+            )
+        return initial
+    if step == -1:
         step = CheckpointManager._find_load_step(None, str(folder))
     if step == -1:
         return None
@@ -70,9 +90,18 @@ def _initial_checkpoint(config: JobConfig) -> Path | None:
         key, path = "checkpoint.initial_load_in_hf = true, model.hf_assets_path", config.model.hf_assets_path
     else:
         return None
-    if not Path(path).is_dir():
+    folder = Path(path)
+    if not folder.is_dir():
         raise ValueError(f"{key} = {path!r}: there is no such folder; set it to that of a checkpoint")
-    return Path(path)
+    if checkpoint.initial_load_in_hf:
+        if not any(folder.glob("*.safetensors")):
+            raise ValueError(f"{key} = {path!r}: there is no *.safetensors; set it to a folder with a model's weights")
+    elif not (folder / _METADATA).is_file():
+        raise ValueError(
+            f"{key} = {path!r}: there is no {_METADATA}, which a complete checkpoint has; set it to a folder such as "
+            "checkpoint/step-100, or checkpoint.initial_load_in_hf to true for Hugging Face's format"
+        )
+    return folder
 
 
 def nearest_folder(folder: Path) -> Path:
@@ -81,10 +110,32 @@ def nearest_folder(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def _check_writable(key: str, folder: Path, setting: str) -> None:
+def _check_writable(config: JobConfig, key: str) -> None:
     """Make and remove an unnamed file in the nearest folder that is there, as access rights do not tell all."""
+    value = read_key(config, key)
+    dump_folder = config.job.dump_folder
+    folder = Path(dump_folder, value)
+    place = "it"
     try:
-        tempfile.TemporaryFile(dir=nearest_folder(folder)).close()
-    except OSError as error:
-        reason = f"cannot write to {nearest_folder(folder)}: {error.strerror}"
-        raise ValueError(f"{key}: {reason}; set {setting} to a folder that can be written to") from error
+        nearest = nearest_folder(folder)
+        place = str(nearest)
+        tempfile.TemporaryFile(dir=nearest).close()
+        _check_names(folder, nearest)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        in_folder = "" if key == "job.dump_folder" else f" in job.dump_folder = {dump_folder!r}"
+        is_absolute = Path(value).is_absolute()
+        is_long = getattr(error, "errno", None) == errno.ENAMETOOLONG
+        setting = key if is_absolute or is_long else "job.dump_folder"
+        raise ValueError(
+            f"{key} = {value!r}{in_folder}: cannot write to {place}: {reason}; set {setting} to a folder that can be "
+            "written to"
+        ) from error
+
+
+def _check_names(folder: Path, nearest: Path) -> None:
+    """Raise OSError if a folder below ``nearest`` has a name that is too long for its file system."""
+    longest = os.pathconf(nearest, "PC_NAME_MAX")
+    for name in folder.absolute().relative_to(nearest).parts:
+        if len(os.fsencode(name)) > longest:
+            raise OSError(errno.ENAMETOOLONG, f"{os.strerror(errno.ENAMETOOLONG)} ({longest} bytes at most)")

@@ -12,6 +12,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import utils
 
+from torchtitan_cad.integration.titan022.rules import has_cad
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
 SYNTHETIC = "synthetic"
@@ -46,7 +47,7 @@ def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
 
     Raises ValueError that names the TOML key, the value, and what to set instead.
     """
-    if utils.device_type == "cpu":  # on CUDA the session looks, once the rank has its device
+    if has_cad(config) and utils.device_type == "cpu":  # on CUDA the session looks, once the rank has its device
         config.cad.profile_of(get_kernel(config.cad.kernel, "cpu").name)
     check_known(config, spec)
     folder = Path(config.model.hf_assets_path)

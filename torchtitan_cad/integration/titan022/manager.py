@@ -6,6 +6,7 @@ what is wrong with a file or an option.
 import contextlib
 import difflib
 import io
+import itertools
 import logging
 import re
 import sys
@@ -14,11 +15,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
+from unittest import mock
 
 from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import job_config as titan_config
 
 from torchtitan_cad.integration.errors import TRACEBACK_OPTION
 from torchtitan_cad.integration.titan022 import plugin
+from torchtitan_cad.integration.titan022.rules import has_cad
 
 _LISTED_KEYS = 12
 _MODULE_KEYS = ("job.custom_config_module", "job.custom-config-module")
@@ -56,21 +60,27 @@ class CadConfigManager(ConfigManager):
         """Return the parsed config. Raises ValueError that names what cannot be read, and the nearest right one."""
         printed = io.StringIO()
         try:
-            with contextlib.redirect_stderr(printed):
+            with contextlib.redirect_stderr(printed), _left_to_rules():
                 config = super().parse_args([arg for arg in args if arg != TRACEBACK_OPTION])
         except SystemExit as end:  # tyro has printed a panel
             if not end.code:
                 raise
             raise ValueError(_sentence(printed.getvalue())) from None
         sys.stderr.write(printed.getvalue())
+        if not has_cad(config):  # those with CAD have been checked by the plugin, under torchtitan's manager too
+            plugin.check_start(config)
         return config
 
     def _maybe_load_toml(self, args: list[str]) -> dict[str, Any] | None:
+        files = _config_files(args)
+        if len(files) > 1:  # torchtitan reads the first and does not say so
+            listed = " and ".join(map(repr, files))
+            raise ValueError(f"job.config_file is given {len(files)} times, as {listed}; give it once")
         try:
             with quiet():  # torchtitan logs a traceback, and raises as well
                 return super()._maybe_load_toml(args)
         except (OSError, ValueError) as error:
-            path = getattr(error, "filename", None) or _config_file(args)
+            path = getattr(error, "filename", None) or files[0]
             if isinstance(error, OSError):
                 reason, remedy = error.strerror, "set it to a TOML file that can be read"
             else:
@@ -116,7 +126,7 @@ def check_keys(config_cls: Any, table: dict[str, Any], args: list[str]) -> None:
 
     Raises ValueError that names the key and the nearest right one, or its value and what to set.
     """
-    kinds = dict(_keys(config_cls))
+    kinds = dict(job_keys(config_cls))
     given = list(_given(table, kinds))
     for name in [*(name for name, _ in given), *_option_keys(args, kinds)]:
         if name not in kinds:
@@ -126,11 +136,11 @@ def check_keys(config_cls: Any, table: dict[str, Any], args: list[str]) -> None:
             raise ValueError(f"{name} = {value!r}: set {_words(kinds[name])}")
 
 
-def _keys(config_cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def job_keys(config_cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key with its type."""
     for field in fields(config_cls):
         if is_dataclass(field.type):
-            yield from _keys(field.type, f"{prefix}{field.name}.")
+            yield from job_keys(field.type, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, field.type
 
@@ -199,10 +209,20 @@ def _nearest(name: str, known: Collection[str]) -> str:
     return f"set one of [{table}]: {listed}"
 
 
-def _config_file(args: list[str]) -> str:
-    """Return the value of ``--job.config_file``, given in either form."""
-    joined = "=".join(args).replace("config-file", "config_file")
-    return joined.partition("--job.config_file=")[2].split("=")[0]
+def _config_files(args: list[str]) -> list[str]:
+    """Return all values of ``--job.config_file``, in either form."""
+    options = (arg.split("=", 1) if "=" in arg else (arg, after) for arg, after in itertools.pairwise([*args, ""]))
+    return [value for name, value in options if name.replace("-", "_") == "__job.config_file"]
+
+
+@contextlib.contextmanager
+def _left_to_rules() -> Iterator[None]:
+    """Keep torchtitan from asserting what values are while it makes its tables: ``rules`` names the key as well."""
+    with (
+        mock.patch.object(titan_config.Validation, "__post_init__", return_value=None),
+        mock.patch.object(titan_config.Parallelism, "__post_init__", return_value=None),
+    ):
+        yield
 
 
 def _sentence(panel: str) -> str:

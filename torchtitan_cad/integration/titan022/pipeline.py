@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torchtitan's ``pipelining_fn`` for schedules in ticks; ``pipeline_llm`` stays in charge of all others."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.pipelining import PipelineStage
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part, pipeline_module_split
+from torchtitan.distributed.pipeline_parallel import pipeline_module_split
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.engines import Ticks
 from torchtitan_cad.integration.pipeline.schedule import TickSchedule
 from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
 from torchtitan_cad.integration.titan022.model import build_engine
+from torchtitan_cad.integration.titan022.stages import stage_modules
 from torchtitan_cad.planning.pipeline.program import make_program
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.runtime.tick_engine import TickEngine
@@ -66,38 +66,6 @@ def pipeline_in_ticks(
         f"{len(names)} stages: {len(ticks)} ticks, blocks per stage {[len(stage) for stage in blocks]}"
     )
     return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
-
-
-def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
-    """Name the modules of every stage. Raises ValueError for stages that the schedule cannot deal to ranks."""
-    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    names = parallelism.module_fqns_per_model_part
-    first = parallelism.pipeline_parallel_first_stage_less_layers
-    last = parallelism.pipeline_parallel_last_stage_less_layers
-    per_stage, one_each = parallelism.pipeline_parallel_layers_per_stage, schedule == "CAD1F1B"
-    if names is not None:
-        count, key = len(names), f"module_fqns_per_model_part has {len(names)} parts"
-    elif per_stage is not None:
-        count = math.ceil((num_layers + first + last) / per_stage)
-        key = f"pipeline_parallel_layers_per_stage = {per_stage} makes {count} stages"
-    else:
-        count, key = pp if one_each else 2 * pp, ""
-    if (count != pp) if one_each else (count % pp or count < 2 * pp):
-        needed = f"exactly {pp} stages" if one_each else f"two or more times {pp} stages"
-        raise ValueError(
-            f"parallelism.{key}, but parallelism.pipeline_parallel_schedule = {schedule!r} with "
-            f"pipeline_parallel_degree = {pp} needs {needed}; leave the former out, or choose it accordingly "
-            f"(embedding and output count as {first} and {last} layers)"
-        )
-    if names is not None:
-        return names
-    if count > num_layers + first + last:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_degree = {pp} with parallelism.pipeline_parallel_schedule = {schedule!r} "
-            f"makes {count} stages of a model with {num_layers} layers (embedding and output count as {first} and "
-            f"{last}); set the degree so that there are at most {num_layers + first + last} stages"
-        )
-    return generate_llm_fqn_per_model_part(count, num_layers, first, last)
 
 
 def recomputed_blocks(part: nn.Module, job_config: JobConfig) -> list[bool]:

@@ -22,8 +22,10 @@ import torchtitan.distributed.context_parallel as titan_cp
 import torchtitan.protocols.train_spec as titan_specs
 from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
@@ -35,7 +37,7 @@ from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
 from torchtitan_cad.integration.titan022.blocks import apply_ac, apply_compile, checkpointing, selects_operators
-from torchtitan_cad.integration.titan022.checks import choose_streams, launched_ranks, validate
+from torchtitan_cad.integration.titan022.checks import choose_streams, validate
 from torchtitan_cad.integration.titan022.compile_caches import separate_compile_caches
 from torchtitan_cad.integration.titan022.experts import check_experts
 from torchtitan_cad.integration.titan022.failure import name_dead_peers
@@ -49,10 +51,13 @@ from torchtitan_cad.integration.titan022.inputs import (
     training_loader,
 )
 from torchtitan_cad.integration.titan022.job import read_job
+from torchtitan_cad.integration.titan022.job_checks import launched_ranks
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.titan022.model import build_engine, cad_model_args, cad_model_class, positions_of
 from torchtitan_cad.integration.titan022.models import ADAPTERS, Adapter, has_experts
-from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
+from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks
+from torchtitan_cad.integration.titan022.rules import has_cad
+from torchtitan_cad.integration.titan022.stages import stage_modules
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime import ops
@@ -83,7 +88,7 @@ def on_config(config: JobConfig) -> None:
     restore()
     name = config.model.name
     schedule = config.parallelism.pipeline_parallel_schedule
-    if not getattr(config.parallelism, "cad", False):  # absent from configs that do not use this package
+    if not has_cad(config):
         if schedule in TICK_SCHEDULES and config.parallelism.pipeline_parallel_degree > 1:
             raise ValueError(
                 f"parallelism.pipeline_parallel_schedule = {schedule!r} needs parallelism.cad = true; set that, or the "
@@ -96,9 +101,7 @@ def on_config(config: JobConfig) -> None:
         if (build := training_loader(config, spec.build_dataloader_fn)) is not spec.build_dataloader_fn:
             _override(name, dataclasses.replace(spec, build_dataloader_fn=build))
         return
-    spec = check(config)
-    check_inputs(config, spec)
-    check_folders(config)
+    spec = check_start(config)
     _undo.callback(setattr, torch.compiler.config, "cache_key_tag", torch.compiler.config.cache_key_tag)
     if config.cad.shadow:
         _override(name, shadow_train_spec(spec, config.model.flavor))
@@ -117,14 +120,27 @@ def restore() -> None:
     _undo.close()
 
 
+def check_start(config: JobConfig) -> TrainSpec:
+    """Check a config, with CAD or without, and the files that it names; see ``check``."""
+    spec = check(config)
+    check_inputs(config, spec)
+    check_folders(config)
+    return spec
+
+
 def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
-    """Check a config with ``parallelism.cad`` on as far as possible before process groups exist; see ``validate``.
+    """Check a config, with CAD or without, as far as possible before process groups exist; see ``validate``.
 
     Returns the model's TrainSpec, without CAD.
     """
     validate(config, world_size)
-    name, schedule = config.model.name, config.parallelism.pipeline_parallel_schedule
-    spec = titan_specs.get_train_spec(name)
+    name, parallelism, optimizer = config.model.name, config.parallelism, config.optimizer.name
+    try:
+        spec = titan_specs.get_train_spec(name)
+    except ValueError as error:
+        raise ValueError(
+            f"model.name = {name!r} is no model that torchtitan knows; set model.name to one of them"
+        ) from error
     if config.model.flavor not in spec.model_args:
         raise ValueError(
             f"model.flavor = {config.model.flavor!r} is not a flavor of {name}; "
@@ -136,17 +152,23 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
             f"validation.enable = true: torchtitan has no validation for model.name = {name!r}; "
             "set validation.enable to false"
         )
-    if config.parallelism.pipeline_parallel_degree > 1 and spec.pipelining_fn is None:
+    if parallelism.pipeline_parallel_degree > 1 and spec.pipelining_fn is None:
         raise ValueError(
-            f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}: torchtitan has no "
+            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}: torchtitan has no "
             f"pipelines for model.name = {name!r}; set it to 1"
         )
+    if spec.build_optimizers_fn in _OPTIMIZER_BUILDERS and optimizer not in _OPTIMIZERS:
+        raise ValueError(f"optimizer.name = {optimizer!r}: set optimizer.name to one of: {', '.join(_OPTIMIZERS)}")
     if has_experts(model_args):
         check_experts(config, model_args, launched_ranks(config) if world_size is None else world_size)
-    if schedule in TICK_SCHEDULES and config.parallelism.pipeline_parallel_degree > 1:
-        stage_modules(config.parallelism, model_args.n_layers)
+    if parallelism.pipeline_parallel_degree > 1 and (has_cad(config) or spec.pipelining_fn is pipeline_llm):
+        stage_modules(parallelism, model_args.n_layers)
     return spec
 
+
+_OPTIMIZERS = ("Adam", "AdamW")
+_OPTIMIZER_BUILDERS = (build_optimizers, build_optimizers_with_moe_load_balancing)
+"""torchtitan's own, which know these."""
 
 _undo = ExitStack()
 """Takes back what ``on_config`` did last."""

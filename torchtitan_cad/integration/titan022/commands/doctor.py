@@ -10,8 +10,10 @@ import dataclasses
 import math
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -45,6 +47,12 @@ from torchtitan_cad.runtime.triton.nvshmem_library import lacks_between_hosts
 
 PATIENCE_S = 30.0
 """seconds: a dataset's to answer, longer than the hub's client takes to find that there is no network."""
+SILENCE_S = 2.0
+"""seconds: after which the command says what it waits for"""
+SAMPLE_TOKENS = 2**16
+"""tokens: the most that are drawn from a dataset"""
+DRAWING = "doctor draws from a dataset"
+"""name of the thread"""
 ADAM_STATES = 2
 """tensors: those that a checkpoint holds beside every parameter."""
 
@@ -125,9 +133,13 @@ class Job:
 
     @property
     def spec(self) -> Any:
-        """The model's TrainSpec; None if CAD cannot train it."""
+        """The model's TrainSpec; None if there is none, or CAD cannot train it."""
         name = self.config.model.name
-        return None if self.has_cad and name not in SUPPORTED_MODELS else get_train_spec(name)
+        if self.has_cad and name not in SUPPORTED_MODELS:
+            return None
+        with suppress(ValueError):
+            return get_train_spec(name)
+        return None
 
     @property
     def topology(self) -> Topology:
@@ -168,8 +180,7 @@ def _check_config(job: Job) -> str:
             "--nproc: set it to the ranks per node, as torchrun's --nproc_per_node; the job's degrees multiply to "
             f"{product}"
         )
-    if job.has_cad:
-        plugin.check(config, job.world_size)
+    plugin.check(config, job.world_size)
     job.dims = ParallelDims(**degrees, world_size=job.world_size)  # as torchtitan's Trainer makes it, with its checks
     ranks = f"{job.world_size} ranks" if job.num_hosts == 1 else f"{job.num_hosts} x {job.ranks_per_host or 1} ranks"
     return (
@@ -213,6 +224,8 @@ def _check_model(job: Job) -> Answer:
     model, spec = job.config.model, job.spec
     if model.flavor not in spec.model_args:
         return "skip", "needs a flavor that is known"
+    if job.config.training.seq_len < 1:
+        return "skip", "needs rows that have tokens"
     args = copy.deepcopy(spec.model_args[model.flavor])
     if job.has_cad:
         if job.is_valid:
@@ -271,16 +284,19 @@ def _check_validation(job: Job) -> Answer:
 
 
 def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
-    """Draw a batch as the first data-parallel rank would; without a tokenizer only open the data."""
-    config, name, tokenizer = job.config, getattr(job.config, section).dataset, job.tokenizer
+    """Draw tokens as the first data-parallel rank would; without a tokenizer only open the data."""
+    name, tokenizer = getattr(job.config, section).dataset, job.tokenizer
     if name == SYNTHETIC and tokenizer is None:
         return "skip", "needs a tokenizer without errors"
-    options = {"dp_world_size": job.topology.dp if job.is_valid else 1, "dp_rank": 0, "tokenizer": tokenizer}
+    sample = _small_batches(section, job.config)
+    dp_world_size = job.topology.dp if job.is_valid else 1
     answers: list[Any] = []
 
     def draw() -> None:
         try:
-            loader = open_dataset(section, build, job_config=config, **options)
+            loader = open_dataset(
+                section, build, job_config=sample, tokenizer=tokenizer, dp_world_size=dp_world_size, dp_rank=0
+            )
             answers.append(next(iter(loader))[0] if tokenizer else None)
         except StopIteration:
             text = f"{section}.dataset = {name!r}: rank 0 gets less than one batch; set a larger one"
@@ -288,9 +304,12 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
         except Exception as error:
             answers.append(error)
 
-    thread = threading.Thread(target=draw, daemon=True)
+    thread = threading.Thread(target=draw, name=DRAWING, daemon=True)
     thread.start()
-    thread.join(PATIENCE_S)
+    thread.join(SILENCE_S)
+    if thread.is_alive():
+        print(f"doctor: waiting for {section}.dataset = {name!r} ...", file=sys.stderr, flush=True)
+        thread.join(PATIENCE_S - SILENCE_S)
     if not answers:
         return "note", f"{name}: no answer in {PATIENCE_S:.0f} s, for which a job would wait as well"
     (inputs,) = answers
@@ -300,6 +319,21 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
         return f"{name}: can be opened; what it holds needs a tokenizer without errors"
     starts = document_starts(inputs["input"], job.end_of_documents(tokenizer), inputs.get(DOCUMENT_IDS))
     return f"{name}: documents in the first {inputs['input'].numel()} tokens of rank 0: {len(starts)}"
+
+
+def is_drawing() -> bool:
+    """Tell whether a dataset that gave no answer is still being read, by a thread that no one waits for."""
+    return any(thread.name == DRAWING for thread in threading.enumerate())
+
+
+def _small_batches(section: str, config: Any) -> Any:
+    """Return a config with batches of at most ``SAMPLE_TOKENS`` tokens, loaded by this process."""
+    small = copy.deepcopy(config)
+    table = getattr(small, section)
+    table.seq_len = min(max(table.seq_len, 1), SAMPLE_TOKENS)
+    table.local_batch_size = min(max(table.local_batch_size, 1), SAMPLE_TOKENS // table.seq_len)
+    table.dataloader.num_workers = 0
+    return small
 
 
 def _check_kernel(job: Job) -> Answer:
@@ -402,7 +436,7 @@ def _size(num_bytes: float) -> str:
 
 
 CAD, VALID = ("has_cad", "cad is off"), ("is_valid", "needs a config without errors")
-MODEL, SPEC = ("model", "needs a model without errors"), ("spec", "needs a model that cad knows")
+MODEL, SPEC = ("model", "needs a model without errors"), ("spec", "needs a model that is known")
 CHECKS: dict[str, tuple[Any, ...]] = {
     "config": (_check_config,),
     "device": (_check_device,),

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The table of rules over a job's keys, and whether doctor says what training does."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import tokenizer_folder
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
+
+enable_cpu()
+
+from torchtitan.config import JobConfig  # noqa: E402
+
+from torchtitan_cad import job_config  # noqa: E402
+from torchtitan_cad.integration.titan022 import rules  # noqa: E402
+from torchtitan_cad.integration.titan022.manager import CadConfigManager  # noqa: E402
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+WRONG = (0, 1, -1, -2, 2.0, math.nan, math.inf, "x", "deepep", ["x"], True, False)
+"""Values of which at least one is wrong for every key that has a rule."""
+BROKEN = {
+    "training.global_batch_size=3": r"training\.global_batch_size = 3 is not .* x the data-parallel degree 2; .* of 4",
+    "training.global_batch_size=0": r"training\.global_batch_size = 0: set a multiple of training\.local_batch_size",
+    "training.gc_freq=0": r"training\.gc_freq = 0: set a positive integer",
+    "training.steps=-1": r"training\.steps = -1: set a positive integer",
+    "training.max_norm=nan": r"training\.max_norm = nan: set a positive number, or inf",
+    "training.seq_len=-1": r"training\.seq_len = -1: set a positive number of tokens",
+    "lr_scheduler.total_steps=1": r"lr_scheduler\.total_steps = 1 is less than training\.steps = 10000; set",
+    "activation_checkpoint.mode=memory_budget": r"mode = 'memory_budget' .*: set compile\.enable to true.* to 'full'",
+    "parallelism.expert_tensor_parallel_degree=0": r"expert_tensor_parallel_degree = 0: set a positive integer",
+    "parallelism.data_parallel_shard_degree=-2": r"data_parallel_shard_degree = -2: .* -1 for all ranks",
+    "validation.steps=0": r"validation\.steps = 0: set a positive integer, or -1 for the whole dataset",
+    "model.name=x": r"model\.name",
+    "optimizer.name=x": r"optimizer\.name = 'x': set optimizer\.name to one of: Adam, AdamW",
+}
+"""Options that the whole job refuses, with CAD and without, and what it says."""
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.key)
+def test_a_rule_accepts_its_default_and_refuses_something(rule: rules.Rule) -> None:
+    config_cls = CadConfigManager._merge_configs(JobConfig, job_config.JobConfig)
+    assert rule.accepts(rules.read_key(config_cls(), rule.key))
+    kind = type(rules.read_key(config_cls(), rule.key))
+    comparable = [value for value in WRONG if kind in (type(value), type(None)) or isinstance(value, kind | int)]
+    refused = []
+    for value in comparable:
+        try:
+            refused.append(not rule.accepts(value))
+        except (TypeError, AttributeError):  # of another type, which the config's types refuse
+            refused.append(False)
+    packaged = rule.remedy.startswith("needs the package")
+    assert any(refused) or packaged, "no value of this key breaks the rule"
+
+
+@pytest.mark.parametrize("cad", ["--parallelism.cad", "--parallelism.no-cad"])
+@pytest.mark.parametrize("option", BROKEN)
+def test_a_broken_rule_is_one_line_with_cad_and_without(
+    option: str, cad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=BROKEN[option]) as error:
+        parse_stock(cad, f"--{option}")
+    assert "\n" not in str(error.value)
+
+
+def parse_stock(*options: str) -> JobConfig:
+    assets = f"--model.hf_assets_path={tokenizer_folder()}"
+    return CadConfigManager().parse_args([assets, "--training.local_batch_size=2", *options])
+
+
+@pytest.mark.matrix
+def test_doctor_says_what_training_does() -> None:
+    command = [sys.executable, "-m", "tests.doctor_against_training", "--count", "24", "--seed", "7"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200)
+    assert result.returncode == 0, result.stdout + result.stderr
