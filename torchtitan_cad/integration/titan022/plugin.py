@@ -96,7 +96,7 @@ def on_config(config: JobConfig) -> None:
             )
         if hasattr(config, "cad") and config.cad.shadow:
             logger.warning("cad.shadow = true does nothing without parallelism.cad = true")
-        spec = titan_specs.get_train_spec(name)
+        spec = registered_spec(name)
         check_known(config, spec)
         if (build := training_loader(config, spec.build_dataloader_fn)) is not spec.build_dataloader_fn:
             _override(name, dataclasses.replace(spec, build_dataloader_fn=build))
@@ -120,6 +120,16 @@ def restore() -> None:
     _undo.close()
 
 
+def registered_spec(name: str) -> TrainSpec:
+    """Return torchtitan's or a user's ``TrainSpec`` of a model. Raises ValueError if there is none."""
+    try:
+        return titan_specs.get_train_spec(name)
+    except ValueError as error:
+        raise ValueError(
+            f"model.name = {name!r}: torchtitan knows no such model; set it to one that it knows"
+        ) from error
+
+
 def check_start(config: JobConfig) -> TrainSpec:
     """Check a config, with CAD or without, and the files that it names; see ``check``."""
     spec = check(config)
@@ -135,12 +145,7 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
     """
     validate(config, world_size)
     name, parallelism, optimizer = config.model.name, config.parallelism, config.optimizer.name
-    try:
-        spec = titan_specs.get_train_spec(name)
-    except ValueError as error:
-        raise ValueError(
-            f"model.name = {name!r} is no model that torchtitan knows; set model.name to one of them"
-        ) from error
+    spec = registered_spec(name)
     if config.model.flavor not in spec.model_args:
         raise ValueError(
             f"model.flavor = {config.model.flavor!r} is not a flavor of {name}; "
