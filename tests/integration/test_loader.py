@@ -271,12 +271,13 @@ def test_state_with_workers_is_that_of_the_last_consumed_batch(worker_loader, ac
     assert all(torch.equal(a["input"], b["input"]) for (a, _), (b, _) in zip(second, again, strict=True))
 
 
-def test_error_of_a_worker_is_one_line_and_this_ranks_own(worker_loader) -> None:
+def test_error_of_a_worker_is_one_line_and_this_ranks_own(worker_loader, caplog: pytest.LogCaptureFixture) -> None:
     loader, _, _ = planning_loader(worker_loader(fails_at=5))
     with pytest.raises(OSError, match="cannot be read") as raised:
         list(loader)
     assert first_sentence(raised.value) == "Caught OSError in DataLoader worker process 0. OSError: cannot be read"
     assert not _may_be_caused_by_a_peer(raised.value)
+    assert caplog.messages == ["this rank has failed while loading a batch"]
 
 
 def test_killed_worker_is_noticed_while_the_planning_thread_waits(worker_loader) -> None:

@@ -184,7 +184,7 @@ class BatchPlanner:
             if self.placement is not None:
                 parcel = self.placement.pack(homes, to_deal or ())
         except Exception:
-            self.announce_failure()
+            self.announce_failure("planning a batch")
             raise
         self._compare(every)
         return planned, parcel
@@ -267,13 +267,13 @@ class BatchPlanner:
         self._gather_header(_EXHAUSTED)
         raise AssertionError("a gather with an exhausted rank always raises")
 
-    def announce_failure(self) -> None:
+    def announce_failure(self, doing: str) -> None:
         """Make the others raise ``PeerError`` naming this rank, in the gather of a status that they come to next.
 
-        Replaces a call of ``plan`` after an error.
+        Replaces a call of ``plan`` after an error. ``doing``: what has failed, as "planning a batch".
         """
         # The peers may take long to come, so the error is logged first.
-        logger.exception("CAD cannot plan a batch on this rank")
+        logger.exception(f"this rank has failed while {doing}")
         try:
             self._gather_rows(torch.tensor([_FAILED] + [0] * _WORDS))
         except PeerError:

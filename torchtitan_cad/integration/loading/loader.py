@@ -227,12 +227,12 @@ class PlanningLoader(Stateful):
 
     def _produce(self, planner: BatchPlanner, put: Callable[[Any], bool]) -> None:
         """Draw and plan steps until some rank of the group has no more or stops, which raises ``Exhausted``."""
-        with _announced_failure(planner):
+        with _announced_failure(planner, "loading a batch"):
             iterator = iter(self.inner)
             end = self._snapshot()
         while True:
             begin, step = end, list[tuple[Batch, PlannedBatch]]()
-            with _announced_failure(planner):
+            with _announced_failure(planner, "loading a batch"):
                 drawn = list(itertools.islice(iterator, self.accumulation))
                 by_shape = itertools.groupby(drawn, lambda batch: batch[0]["input"].shape)
                 parts = [list(batches) for _, batches in by_shape]
@@ -240,7 +240,7 @@ class PlanningLoader(Stateful):
                 planner.announce_exhausted()
             for batches in parts:
                 step += self._plan(planner, batches)
-            with _announced_failure(planner):
+            with _announced_failure(planner, "loading a batch"):
                 end = self._snapshot()
             for number, each in enumerate(step, start=1):
                 state = begin and {**begin, TRAINED: number} if number < len(step) else end
@@ -253,7 +253,7 @@ class PlanningLoader(Stateful):
     def _plan(self, planner: BatchPlanner, batches: list[Batch]) -> list[tuple[Batch, PlannedBatch]]:
         """Plan batches of one shape together, and deal their tokens."""
         placement, starts, can_deal = planner.placement, list[np.ndarray](), True
-        with _announced_failure(planner):
+        with _announced_failure(planner, "planning a batch"):
             rows, seq_len = batches[0][0]["input"].shape
             for number, (inputs, labels) in enumerate(batches):
                 document_ids = inputs.pop(DOCUMENT_IDS, None)
@@ -265,7 +265,7 @@ class PlanningLoader(Stateful):
         planned, parcel = planner.plan(np.concatenate(starts), shape, len(batches), to_deal=to_deal)
         if placement is not None and parcel is not None:
             came = placement.exchange(parcel)
-            with _announced_failure(planner):
+            with _announced_failure(planner, "planning a batch"):
                 batches = parcel.unpack(came)
         keyed = [
             ({**inputs, PLAN_KEYS: HostTensor.wrap(each.keys)}, labels)
@@ -275,11 +275,11 @@ class PlanningLoader(Stateful):
 
 
 @contextlib.contextmanager
-def _announced_failure(planner: BatchPlanner) -> Iterator[None]:
-    """Tell the peers of an error raised in this context, on this rank alone between two plans, before it goes on."""
+def _announced_failure(planner: BatchPlanner, doing: str) -> Iterator[None]:
+    """Tell the peers of an error raised while ``doing`` something, on this rank alone between two plans."""
     try:
         yield
     except BaseException as error:
         error.cad_by_itself = True  # type: ignore[attr-defined]
-        planner.announce_failure()
+        planner.announce_failure(doing)
         raise

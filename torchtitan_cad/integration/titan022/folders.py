@@ -8,9 +8,15 @@ from pathlib import Path
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig
 
+from torchtitan_cad.integration.titan022.checks import launched_ranks
+from torchtitan_cad.integration.titan022.resume import check_resumed
 
-def check_folders(config: JobConfig) -> None:
-    """Raise ValueError if the job cannot write to ``job.dump_folder``, or save and load checkpoints where it says."""
+
+def check_folders(config: JobConfig, world_size: int | None = None) -> None:
+    """Raise ValueError if the job cannot write to ``job.dump_folder``, or save and load checkpoints where it says.
+
+    ``world_size`` is by default the launcher's.
+    """
     job, checkpoint = config.job, config.checkpoint
     if checkpoint.enable:
         key = f"checkpoint.folder = {checkpoint.folder!r} in job.dump_folder = {job.dump_folder!r}"
@@ -22,7 +28,8 @@ def check_folders(config: JobConfig) -> None:
                 "or to 0 for all"
             )
         _check_safetensors(config)
-        resumed_from(config)
+        if (start := resumed_from(config)) is not None:
+            check_resumed(config, start, launched_ranks(config) if world_size is None else world_size)
     has_cad = getattr(config.parallelism, "cad", False)  # which writes the figures of its steps
     if has_cad or config.metrics.enable_tensorboard or config.profiling.enable_profiling:
         _check_writable(f"job.dump_folder = {job.dump_folder!r}", Path(job.dump_folder), "job.dump_folder")

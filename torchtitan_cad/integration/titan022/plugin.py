@@ -53,6 +53,7 @@ from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.titan022.model import build_engine, cad_model_args, cad_model_class, positions_of
 from torchtitan_cad.integration.titan022.models import ADAPTERS, Adapter, has_experts
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
+from torchtitan_cad.integration.titan022.resume import check_workers_when_loaded
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime import ops
@@ -177,7 +178,9 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
     def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
         session = open_session(read_job(job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None))
         build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
-        return session.wrap_loader(open_dataset("training", build, job_config=job_config, **options))
+        loader = open_dataset("training", build, job_config=job_config, **options)
+        check_workers_when_loaded(loader)
+        return session.wrap_loader(loader)
 
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         separate_compile_caches(parallel_dims)
@@ -223,6 +226,7 @@ def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
     def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
         build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
         loader = open_dataset("training", build, job_config=job_config, **options)
+        check_workers_when_loaded(loader)
         args = copy.deepcopy(spec.model_args[flavor])
         args.update_from_config(job_config)
         with torch.device("meta"):

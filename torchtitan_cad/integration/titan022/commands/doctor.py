@@ -379,7 +379,7 @@ def _check_profile(job: Job) -> Answer:
 
 def _check_checkpoint(job: Job) -> Answer:
     config, checkpoint = job.config, job.config.checkpoint
-    check_folders(config)
+    check_folders(config, job.world_size if job.is_valid else None)
     if not checkpoint.enable:
         return "note", "checkpoint.enable is false: nothing is saved, nothing resumed"
     folder, start = checkpoint_folder(config), resumed_from(config)
