@@ -65,6 +65,8 @@ TRACED_HALVES = f"{TRACED} {HALVES} {COMPILE}"
 OPTIONS = {
     "--cad.nano-batch=2": r"cad\.nano_batch: no such key; did you mean cad\.nano_batches\?",
     "--cad.heartbeat_seconds=abc": r"cad\.heartbeat.seconds: could not convert string to float: 'abc'; --help",
+    "--cad.eos_id=5 --cad.documents=row": r"cad\.eos_id = 5 ends no document with cad\.documents = 'row'; leave",
+    "--cad.documents=word": r"cad\.documents = 'word': set cad\.documents to one of: 'eos', 'row', 'positions'",
     "--cad.tolerance=abc": r"cad\.tolerance: .*FLOAT\|\{auto\}.*'abc'",
     "--training.steps": r"Missing value for argument '--training\.steps'",
     "--model.flavor=7B": r"model\.flavor = '7B' .*set model\.flavor to one of debugmodel,",

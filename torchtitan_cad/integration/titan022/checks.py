@@ -53,7 +53,8 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     _one_of("cad.kernel", cad.kernel, KERNELS)
     _one_of("cad.backward", cad.backward, ("resend", "keep"))
     _one_of("cad.placement", cad.placement, ("auto", "balanced", "loader"))
-    _one_of("cad.documents", cad.documents, ("eos", "row"))
+    _one_of("cad.documents", cad.documents, ("eos", "row", "positions"))
+    cad.check_eos_id()
     _one_of("cad.nano_batches", cad.nano_batches, (1, 2))
     _one_of("cad.streams", cad.streams, ("auto", "traced", "opaque"))
     checkpoints = config.activation_checkpoint

@@ -22,6 +22,7 @@ import torchtitan.distributed.context_parallel as titan_cp
 import torchtitan.protocols.train_spec as titan_specs
 from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.attention import VarlenMetadata
@@ -47,13 +48,21 @@ from torchtitan_cad.integration.titan022.inputs import (
     load_tokenizer,
     open_dataset,
     training_loader,
+    without_document_ids,
 )
 from torchtitan_cad.integration.titan022.job import read_job
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
-from torchtitan_cad.integration.titan022.model import build_engine, cad_model_args, cad_model_class, positions_of
+from torchtitan_cad.integration.titan022.model import (
+    build_engine,
+    cad_model_args,
+    cad_model_class,
+    has_positions,
+    positions_of,
+)
 from torchtitan_cad.integration.titan022.models import ADAPTERS, Adapter, has_experts
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
 from torchtitan_cad.integration.titan022.resume import check_workers_when_loaded
+from torchtitan_cad.integration.titan022.validation import plan_validation
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime import ops
@@ -92,6 +101,8 @@ def on_config(config: JobConfig) -> None:
             )
         if hasattr(config, "cad") and config.cad.shadow:
             logger.warning("cad.shadow = true does nothing without parallelism.cad = true")
+        if hasattr(config, "cad"):
+            _leave_out_document_ids()
         spec = titan_specs.get_train_spec(name)
         check_known(config, spec)
         if (build := training_loader(config, spec.build_dataloader_fn)) is not spec.build_dataloader_fn:
@@ -102,6 +113,7 @@ def on_config(config: JobConfig) -> None:
     check_folders(config)
     _undo.callback(setattr, torch.compiler.config, "cache_key_tag", torch.compiler.config.cache_key_tag)
     if config.cad.shadow:
+        _leave_out_document_ids()
         _override(name, shadow_train_spec(spec, config.model.flavor))
         return
     _override(name, cad_train_spec(spec, ADAPTERS[name], config.model.flavor))
@@ -163,6 +175,12 @@ def _override(name: str, spec: TrainSpec) -> None:
     specs[name] = spec
 
 
+def _leave_out_document_ids() -> None:
+    for cls in (*_trainer_classes(), Validator):
+        processed = without_document_ids(cls.post_dataloading_process)
+        _undo.enter_context(mock.patch.object(cls, "post_dataloading_process", processed))
+
+
 def _trainer_classes() -> list[Any]:
     """torchtitan's Trainer: twice under `-m torchtitan.train`, where the running module is ``__main__``."""
     modules = (sys.modules.get(name) for name in ("torchtitan.train", "__main__"))
@@ -206,6 +224,11 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
         return upstream.GradientScaledLoss(loss_fn, upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims))
 
+    def build_validator(*, job_config: JobConfig, **options: Any) -> Any:
+        built = upstream.build_validator(spec.build_validator_fn, job_config=job_config, **options)
+        plan_validation(built, job_config)
+        return built
+
     return dataclasses.replace(
         spec,
         model_cls=cad_model_class(spec.model_cls, adapter),
@@ -215,7 +238,7 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         build_tokenizer_fn=tokenize and partial(load_tokenizer, tokenize, vocab_size=model_args[flavor].vocab_size),
         build_dataloader_fn=build_dataloader,
         build_loss_fn=build_loss,
-        build_validator_fn=validator and partial(upstream.build_validator, validator),
+        build_validator_fn=validator and build_validator,
         build_metrics_processor_fn=CadMetricsProcessor,
     )
 
@@ -307,7 +330,7 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
         replaced["apply_cp_to_attention_module"] = lambda *_: None
     if pingpong is not None and hasattr(module, "apply_compile"):
         replaced["apply_compile"] = functools.partial(apply_compile, pingpong, module.apply_compile)
-    if current_session().deals:
+    if has_positions():
         appliers = {name: getattr(module, name, None) for name in ("apply_tp", "apply_non_moe_tp")}
         replaced |= {
             name: with_positions(apply)

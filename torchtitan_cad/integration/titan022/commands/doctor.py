@@ -23,7 +23,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from torchtitan_cad.integration.engines import kernel_shape
-from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
+from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.machine import other_device
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS, choose_streams
@@ -31,7 +31,7 @@ from torchtitan_cad.integration.titan022.commands.defects import defects_met
 from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta
 from torchtitan_cad.integration.titan022.folders import check_folders, checkpoint_folder, nearest_folder, resumed_from
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, load_tokenizer, open_dataset
-from torchtitan_cad.integration.titan022.job import attention_kinds, cad_table, document_end
+from torchtitan_cad.integration.titan022.job import attention_kinds, cad_table, document_rule
 from torchtitan_cad.integration.titan022.manager import quiet, read_config
 from torchtitan_cad.integration.titan022.model import update_without_cp
 from torchtitan_cad.integration.titan022.models import has_experts
@@ -134,9 +134,11 @@ class Job:
         """Groups of ranks."""
         return Topology.from_job(self.config.parallelism, self.world_size)
 
-    def end_of_documents(self, tokenizer: Any) -> int | None:
-        """Return the token after which a document ends."""
-        return document_end(self.config.cad, tokenizer.eos_id) if self.has_cad else tokenizer.eos_id
+    def documents(self, tokenizer: Any) -> DocumentRule:
+        """Return how documents are told apart."""
+        if not self.has_cad:
+            return DocumentRule(tokenizer.eos_id)
+        return document_rule(self.config.cad, tokenizer.eos_id, self.model.vocab_size)
 
 
 def examine(args: Sequence[str], ranks_per_host: int | None = 1, num_hosts: int = 1) -> Iterator[Finding]:
@@ -225,7 +227,7 @@ def _check_model(job: Job) -> Answer:
     job.model, job.num_parameters = args, sum(parameter.numel() for parameter in built.parameters())
     heads = f"{args.n_heads} query and {getattr(args, 'n_kv_heads', None) or args.n_heads} key heads"
     mask = spec.model_args[model.flavor].attn_mask_type
-    inside = job.config.cad.documents == "eos" if job.has_cad else mask != "causal"
+    inside = job.config.cad.documents != "row" if job.has_cad else mask != "causal"
     changed = ", which without cad it would not" if job.has_cad and inside and mask == "causal" else ""
     return (
         f"{job.num_parameters:,} parameters, {args.n_layers} layers, {heads}; attention stays inside "
@@ -252,11 +254,10 @@ def _check_tokenizer(job: Job) -> Answer:
         return "skip", "the model has none"
     vocab_size = job.model.vocab_size
     tokenizer = load_tokenizer(job.spec.build_tokenizer_fn, job.config, vocab_size)
-    eos_id = job.end_of_documents(tokenizer)
+    rule = job.documents(tokenizer)
     job.tokenizer = tokenizer
     tokens = f"{tokenizer.get_vocab_size()} tokens of the model's {vocab_size}"
-    ends = "every row is one document" if eos_id is None else f"a document ends after EOS = {eos_id}"
-    return f"{job.config.model.hf_assets_path}: {tokens}, {ends}"
+    return f"{job.config.model.hf_assets_path}: {tokens}, {rule.described}"
 
 
 def _check_dataset(job: Job) -> Answer:
@@ -298,7 +299,7 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
         raise inputs
     if inputs is None:
         return f"{name}: can be opened; what it holds needs a tokenizer without errors"
-    starts = document_starts(inputs["input"], job.end_of_documents(tokenizer), inputs.get(DOCUMENT_IDS))
+    starts = job.documents(tokenizer).starts(inputs)
     return f"{name}: documents in the first {inputs['input'].numel()} tokens of rank 0: {len(starts)}"
 
 

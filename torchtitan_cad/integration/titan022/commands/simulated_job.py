@@ -247,12 +247,13 @@ def _lengths(config: JobConfig, notes: list[str]) -> np.ndarray:
     if config.cad.documents == "row":
         notes.append('documents: whole rows, as cad.documents = "row"')
         return np.array([training.seq_len])
-    if training.dataset == SYNTHETIC:
+    own = config.cad.documents == "positions"  # of a loader that is not read
+    if training.dataset == SYNTHETIC and not own:
         drawn = parse_lengths(training.dataset_path)
         notes.append(f"documents: {training.dataset_path} (training.dataset_path)")
         lengths = [drawn.draw(i, np.random.default_rng((drawn.seed, i))) for i in range(DRAWN)]
         return np.array(lengths, dtype=np.int64)
-    if (unit := UNITS.get(training.dataset)) is not None:
+    if (unit := UNITS.get(training.dataset)) is not None and not own:
         characters = CHARACTERS_PER_TOKEN[unit]
         notes.append(f"documents: the dataset's {unit}s, {characters} characters a token (approximate)")
         texts = read_sources(training.dataset_path, unit=unit)
