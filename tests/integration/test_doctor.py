@@ -305,7 +305,7 @@ def test_groups_of_pipelines_and_nodes(good):
 def test_a_planner_that_is_slow(good, monkeypatch):
     for name, value, text in (
         ("is_compiled", False, "the planner is yet to be compiled on this machine"),
-        ("is_plain_python", True, "planning is slow, as numba cannot be imported"),
+        ("is_plain_python", True, "planning is slow: install a numba that can be imported"),
     ):
         monkeypatch.setattr(doctor, name, lambda value=value: value)
         finding = report(good)["planner"]

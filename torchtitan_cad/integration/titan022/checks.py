@@ -18,7 +18,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
-from torchtitan_cad.integration.titan022.models import ADAPTERS
+from torchtitan_cad.integration.titan022.models import ADAPTERS, adapter_of
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
 from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime.kernels.select import KERNELS
@@ -36,10 +36,10 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     skipped if that is not set. Raises ValueError that names the TOML key, the value, and what to set instead.
     """
     cad: Cad = config.cad
-    if config.model.name not in SUPPORTED_MODELS:
+    if adapter_of(config.model.name) is None:
         raise ValueError(
-            f"parallelism.cad = true is not supported with model.name = {config.model.name!r}: "
-            f"set model.name to one of {', '.join(SUPPORTED_MODELS)}, or parallelism.cad to false"
+            f"parallelism.cad = true is not supported with model.name = {config.model.name!r}: set it to one of "
+            f"{', '.join(SUPPORTED_MODELS)} or a TrainSpec whose class derives from theirs, or parallelism.cad to false"
         )
     cad.planner_config()
     cad.read_profile()

@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,19 @@ def add_demo(config: JobConfig) -> None:
         flavors.register_flavors()
 
 
+def import_custom(config: JobConfig) -> None:
+    """Import `experimental.custom_import`, as torchtitan's Trainer does later: it may register what the job names."""
+    name = config.experimental.custom_import
+    try:
+        if name:
+            import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"experimental.custom_import = {name!r}: {error}; set it to a module that can be imported (PYTHONPATH), or "
+            "leave it out"
+        ) from error
+
+
 def training_loader(config: JobConfig, build: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``build``, of torchtitan's TrainSpec, or the demo's for synthetic data."""
     if config.training.dataset != SYNTHETIC:
@@ -62,8 +76,6 @@ def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
 
 def check_known(config: JobConfig, spec: TrainSpec) -> None:
     """Raise ValueError for datasets that torchtitan's own loaders do not know; a user's loader may know others."""
-    if config.experimental.custom_import:  # may add some
-        return
     if spec.build_dataloader_fn is build_text_dataloader:
         _check_name("training", config.training.dataset)
     if config.validation.enable and spec.build_validator_fn is build_validator:

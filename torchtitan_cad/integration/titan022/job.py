@@ -11,7 +11,7 @@ from torchtitan.tools import utils
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.documents import DocumentRule
-from torchtitan_cad.integration.titan022.models import ADAPTERS
+from torchtitan_cad.integration.titan022.models import adapter_of
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning.model.kind import AttentionKind
 
@@ -52,7 +52,8 @@ def cad_table(config: JobConfig) -> Cad:
 
 def attention_kinds(job_config: JobConfig, model_args: Any) -> tuple[AttentionKind, ...]:
     """Return the kinds of the model's attention in a TP rank. Raises ValueError if TP does not divide the heads."""
-    adapter, tp = ADAPTERS[job_config.model.name], job_config.parallelism.tensor_parallel_degree
+    adapter, tp = adapter_of(job_config.model.name), job_config.parallelism.tensor_parallel_degree
+    assert adapter is not None, "the config has been checked"
     for name, heads in (("query", model_args.n_heads), ("key/value", adapter.key_heads(model_args))):
         if heads % tp:
             raise ValueError(

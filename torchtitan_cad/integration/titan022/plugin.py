@@ -45,6 +45,7 @@ from torchtitan_cad.integration.titan022.inputs import (
     add_demo,
     check_inputs,
     check_known,
+    import_custom,
     load_tokenizer,
     open_dataset,
     training_loader,
@@ -59,7 +60,7 @@ from torchtitan_cad.integration.titan022.model import (
     has_positions,
     positions_of,
 )
-from torchtitan_cad.integration.titan022.models import ADAPTERS, Adapter, has_experts
+from torchtitan_cad.integration.titan022.models import ADAPTERS, Adapter, adapter_of, has_experts
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks, stage_modules
 from torchtitan_cad.integration.titan022.resume import check_workers_when_loaded
 from torchtitan_cad.integration.titan022.validation import plan_validation
@@ -91,6 +92,7 @@ def on_config(config: JobConfig) -> None:
     Raises ValueError if the config asks for something CAD cannot do.
     """
     restore()
+    import_custom(config)
     name = config.model.name
     schedule = config.parallelism.pipeline_parallel_schedule
     if not getattr(config.parallelism, "cad", False):  # absent from configs that do not use this package
@@ -116,7 +118,9 @@ def on_config(config: JobConfig) -> None:
         _leave_out_document_ids()
         _override(name, shadow_train_spec(spec, config.model.flavor))
         return
-    _override(name, cad_train_spec(spec, ADAPTERS[name], config.model.flavor))
+    adapter = adapter_of(name)
+    assert adapter is not None, "the config has been checked"
+    _override(name, cad_train_spec(spec, adapter, config.model.flavor))
     _undo.enter_context(mock.patch.object(titan_cp, "cp_shard", _contiguous_for_cad(titan_cp.cp_shard)))
     for trainer_cls in _trainer_classes():
         for method in ("forward_backward_step", "train", "close"):
@@ -135,6 +139,7 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
 
     Returns the model's TrainSpec, without CAD.
     """
+    import_custom(config)
     validate(config, world_size)
     name, schedule = config.model.name, config.parallelism.pipeline_parallel_schedule
     spec = titan_specs.get_train_spec(name)
@@ -144,6 +149,11 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
             f"set model.flavor to one of {', '.join(spec.model_args)}"
         )
     model_args = spec.model_args[config.model.flavor]
+    if name not in ADAPTERS and not spec.parallelize_fn.__module__.startswith("torchtitan.models."):
+        raise ValueError(
+            f"model.name = {name!r}: CAD changes what torchtitan's parallelize functions call; the TrainSpec has one of "
+            f"{spec.parallelize_fn.__module__}, give it the parallelize_fn of the model that its class derives from"
+        )
     if config.validation.enable and spec.build_validator_fn is None:
         raise ValueError(
             f"validation.enable = true: torchtitan has no validation for model.name = {name!r}; "

@@ -26,15 +26,15 @@ from torchtitan_cad.integration.engines import kernel_shape
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.machine import other_device
 from torchtitan_cad.integration.titan022 import plugin
-from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS, choose_streams
+from torchtitan_cad.integration.titan022.checks import choose_streams
 from torchtitan_cad.integration.titan022.commands.defects import defects_met
 from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta
 from torchtitan_cad.integration.titan022.folders import check_folders, checkpoint_folder, nearest_folder, resumed_from
-from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, load_tokenizer, open_dataset
+from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, import_custom, load_tokenizer, open_dataset
 from torchtitan_cad.integration.titan022.job import attention_kinds, cad_table, document_rule
 from torchtitan_cad.integration.titan022.manager import quiet, read_config
 from torchtitan_cad.integration.titan022.model import update_without_cp
-from torchtitan_cad.integration.titan022.models import has_experts
+from torchtitan_cad.integration.titan022.models import adapter_of, has_experts
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning.compile_once import is_compiled
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
@@ -127,7 +127,7 @@ class Job:
     def spec(self) -> Any:
         """The model's TrainSpec; None if CAD cannot train it."""
         name = self.config.model.name
-        return None if self.has_cad and name not in SUPPORTED_MODELS else get_train_spec(name)
+        return None if self.has_cad and adapter_of(name) is None else get_train_spec(name)
 
     @property
     def topology(self) -> Topology:
@@ -172,6 +172,7 @@ def _check_config(job: Job) -> str:
         )
     if job.has_cad:
         plugin.check(config, job.world_size)
+    import_custom(config)
     job.dims = ParallelDims(**degrees, world_size=job.world_size)  # as torchtitan's Trainer makes it, with its checks
     ranks = f"{job.world_size} ranks" if job.num_hosts == 1 else f"{job.num_hosts} x {job.ranks_per_host or 1} ranks"
     return (
@@ -358,7 +359,7 @@ def _check_planner(job: Job) -> Answer:
     text = f"{cad.planner}, tolerance {cad.tolerance}{measured}, shards of {cad.min_shard} tokens; nano_batches = "
     text += f"{cad.nano_batches}: {parts}"
     if is_plain_python():
-        return "note", f"{text}; planning is slow, as numba cannot be imported: install one that can"
+        return "note", f"{text}; planning is slow: install a numba that can be imported, and unset NUMBA_DISABLE_JIT"
     if is_compiled():
         return f"{text}; compiled code is cached"
     remark = "is yet to be compiled on this machine: its first job does that, or `torchtitan-cad prepare` before"
