@@ -151,8 +151,8 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
     model_args = spec.model_args[config.model.flavor]
     if name not in ADAPTERS and not spec.parallelize_fn.__module__.startswith("torchtitan.models."):
         raise ValueError(
-            f"model.name = {name!r}: CAD changes what torchtitan's parallelize functions call; the TrainSpec has one of "
-            f"{spec.parallelize_fn.__module__}, give it the parallelize_fn of the model that its class derives from"
+            f"model.name = {name!r}: CAD changes what torchtitan's parallelize functions call; its TrainSpec has one "
+            f"of {spec.parallelize_fn.__module__}, give it the parallelize_fn of the model that its class derives from"
         )
     if config.validation.enable and spec.build_validator_fn is None:
         raise ValueError(
