@@ -83,7 +83,7 @@ test-all: $(INSTALLED)
 # dist/*.whl, and a plan by it in an environment that has nothing but what planning needs.
 wheel:
 	$(PYTHON) -m venv build/wheel
-	build/wheel/bin/pip install --quiet --disable-pip-version-check numpy numba filelock tyro
+	build/wheel/bin/pip install --quiet --disable-pip-version-check numpy numba "filelock>=3.20.3" tyro
 	build/wheel/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	build/wheel/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.whl
 	cd build/wheel && bin/torchtitan-cad plan ../../examples/layout.json

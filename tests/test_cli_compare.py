@@ -15,6 +15,7 @@ import torch
 from tests.integration.compositions import TOLERANCE
 from tests.integration.harness import tokenizer_folder
 from torchtitan_cad.cli import compare_command, main
+from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
@@ -105,8 +106,16 @@ def test_the_prediction_is_the_simulations_of_the_same_documents(tmp_path: Path,
 
 def test_documents_of_rows_end_with_the_end_of_sequence() -> None:
     tokens = torch.tensor([[5, 0, 5, 5, 0, 5], [5, 5, 5, 5, 5, 0]])
-    assert document_rows(tokens, 0, None) == [[2, 3, 1], [6]]
-    assert document_rows(tokens, None, None) == [[6], [6]]
+    assert document_rows(DocumentRule(0), {"input": tokens}) == [[2, 3, 1], [6]]
+    assert document_rows(DocumentRule(), {"input": tokens}) == [[6], [6]]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_other_documents_without_cad_are_said(same: bool, tmp_path: Path) -> None:
+    figures = compared(tmp_path, same_documents=same).report()
+    assert figures["same_documents"] is same
+    text = compare_command.text({**figures, "places": "CPU cores", "predicted_speedup": None})
+    assert ("without CAD attention ends at other places" in text) is not same
 
 
 def test_first_steps_are_left_out(tmp_path: Path) -> None:

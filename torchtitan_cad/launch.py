@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return _MISTAKE_EXIT
+    if options.max_restarts > 0:  # else they find in the one store what those before have left (torch 2.11 to 2.15)
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if ranks_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does it, too, with a warning of four lines
     try:

@@ -121,7 +121,8 @@ def connected(topology: Topology, twins: bool = False, **config: Any) -> list[Pl
 
 @pytest.mark.parametrize("topology", params(TOPOLOGIES, TOPOLOGIES[-1:]), ids=str)
 @pytest.mark.parametrize("rows_and_halves", params(product((1, 2), (1, 2)), [(1, 2)]), ids=str)
-def test_ranks_deal_ids_and_labels(topology: Topology, rows_and_halves: tuple[int, int]) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["columns", "own positions"])
+def test_ranks_deal_ids_labels_and_positions(topology: Topology, rows_and_halves: tuple[int, int], own: bool) -> None:
     """Two batches, in which all data-parallel ranks but the first have short documents: there is something to deal."""
     dp, cp, (rows, nano_batches) = topology.dp, topology.cp, rows_and_halves
     shape = BatchShape(2 * rows, 64, rows)
@@ -136,7 +137,9 @@ def test_ranks_deal_ids_and_labels(topology: Topology, rows_and_halves: tuple[in
         homes = placement.choose(given, np.concatenate(starts) % shape.seq_len, shape)
         assert homes.deal is not None
         halves = zip(tokens.chunk(2), labels.chunk(2), strict=True)
-        parcel = placement.pack(homes, [({"input": half}, targets) for half, targets in halves])
+        positions = [{"positions": half % 7} if own else {} for half in tokens.chunk(2)]
+        step = [({"input": half, **more}, targets) for (half, targets), more in zip(halves, positions, strict=True)]
+        parcel = placement.pack(homes, step)
         assert parcel is not None
         return homes, parcel.unpack(placement.exchange(parcel))
 
@@ -148,7 +151,7 @@ def test_ranks_deal_ids_and_labels(topology: Topology, rows_and_halves: tuple[in
         for (inputs, labels), (twin_inputs, _) in zip(dealt, twin, strict=True):
             tokens = inputs["input"]
             assert torch.equal(tokens, twin_inputs["input"])
-            assert torch.equal(inputs[POSITIONS], (tokens % 64).int())
+            assert torch.equal(inputs[POSITIONS], (tokens % 7 if own else tokens % 64).int())
             assert torch.equal(labels, torch.where(tokens % 5 == 0, IGNORED, tokens + 1))
         total, worst = moved_bytes(homes.kinds, KINDS).T
         assert worst[1] < worst[0]
@@ -201,6 +204,9 @@ def test_speeds_and_nodes_of_a_whole_pipeline_say_nothing_of_a_stage() -> None:
 def test_batches_that_cannot_be_dealt_are_refused() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     check_dealable({"input": tokens}, tokens)
+    check_dealable({"input": tokens, "positions": tokens.int()}, tokens)
+    with pytest.raises(ValueError, match=r"positions torch\.float32 \(2, 8\) with tokens torch\.int64 \(2, 8\)"):
+        check_dealable({"input": tokens, "positions": tokens.float()}, tokens)
     with pytest.raises(ValueError, match=r"batch key 'pixels'.*set cad.placement to 'loader'"):
         check_dealable({"input": tokens, "pixels": tokens}, tokens)
     for labels in (tokens[:, :4], tokens.float()):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.integration.test_resume import FULL, save
 from tests.profiles import make_profile
 from tests.runtime.fake_flash_attn import install
 from torchtitan_cad.cli import main
@@ -199,7 +200,7 @@ def test_where_training_resumes(good):
     step = Path(good[2].split("=")[1], "checkpoint", "step-30")
     step.mkdir(parents=True)
     assert "begins anew" in report([*good, CHECKPOINT])["checkpoint"].text  # an unfinished one does not count
-    (step / ".metadata").write_text("")
+    save(step.parents[1], FULL, 30)
     assert f"resumes from {step}" in report([*good, CHECKPOINT])["checkpoint"].text
 
 
@@ -304,7 +305,7 @@ def test_groups_of_pipelines_and_nodes(good):
 def test_a_planner_that_is_slow(good, monkeypatch):
     for name, value, text in (
         ("is_compiled", False, "the planner is yet to be compiled on this machine"),
-        ("is_plain_python", True, "planning is slow, as numba cannot be imported"),
+        ("is_plain_python", True, "planning is slow: install a numba that can be imported"),
     ):
         monkeypatch.setattr(doctor, name, lambda value=value: value)
         finding = report(good)["planner"]

@@ -29,7 +29,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E4
 from tests.integration.loaders import CPU, EOS, CountingLoader  # noqa: E402
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules  # noqa: E402
-from torchtitan_cad.integration.loading.documents import cut_for_halves, document_starts  # noqa: E402
+from torchtitan_cad.integration.loading.documents import DocumentRule, cut_for_halves, document_starts  # noqa: E402
 from torchtitan_cad.integration.loading.loader import (  # noqa: E402
     PLAN_KEYS,
     TRAINED,
@@ -70,6 +70,17 @@ class TestDocumentStarts:
     def test_misshapen_ids_are_refused(self) -> None:
         with pytest.raises(ValueError, match=r"document_ids.*\(2, 3\).*\(2, 4\)"):
             document_starts(torch.zeros(2, 4), EOS, torch.zeros(2, 3))
+
+    def test_documents_by_positions_that_restart(self) -> None:
+        rule, tokens = DocumentRule(by_positions=True), torch.full((2, 4), EOS)
+        positions = torch.tensor([[0, 1, 0, 1], [5, 6, 0, 0]])
+        assert rule.starts({"input": tokens, "positions": positions}).tolist() == [0, 2, 4, 6, 7]
+        ids = torch.tensor([[1, 1, 1, 2], [2, 2, 2, 2]])
+        assert rule.starts({"input": tokens, "positions": positions, "document_ids": ids}).tolist() == [0, 3, 4]
+        assert DocumentRule(EOS).starts({"input": tokens, "positions": positions}).tolist() == list(range(8))
+        for inputs in ({"input": tokens}, {"input": tokens, "positions": positions[:1]}):
+            with pytest.raises(ValueError, match=r"cad\.documents = 'positions' needs .*'positions' of shape \(2, 4\)"):
+                rule.starts(inputs)
 
 
 @given(st.data())
@@ -120,7 +131,7 @@ def planning_loader(inner: Any, accumulation: int = 1, rows_per_microbatch: int 
     loader = PlanningLoader(
         inner,
         lambda: planner,
-        eos_id=EOS,
+        documents=DocumentRule(EOS),
         rows_per_microbatch=rows_per_microbatch,
         accumulation=accumulation,
         snapshot=True,
@@ -271,12 +282,13 @@ def test_state_with_workers_is_that_of_the_last_consumed_batch(worker_loader, ac
     assert all(torch.equal(a["input"], b["input"]) for (a, _), (b, _) in zip(second, again, strict=True))
 
 
-def test_error_of_a_worker_is_one_line_and_this_ranks_own(worker_loader) -> None:
+def test_error_of_a_worker_is_one_line_and_this_ranks_own(worker_loader, caplog: pytest.LogCaptureFixture) -> None:
     loader, _, _ = planning_loader(worker_loader(fails_at=5))
     with pytest.raises(OSError, match="cannot be read") as raised:
         list(loader)
     assert first_sentence(raised.value) == "Caught OSError in DataLoader worker process 0. OSError: cannot be read"
     assert not _may_be_caused_by_a_peer(raised.value)
+    assert caplog.messages == ["this rank has failed while loading a batch"]
 
 
 def test_killed_worker_is_noticed_while_the_planning_thread_waits(worker_loader) -> None:

@@ -21,11 +21,12 @@ from tests.profiles import make_profile
 from tests.runtime.threaded import thread_transports
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
 from torchtitan_cad.integration.loading.deal import POSITIONS, Deal
+from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.loading.loader import PlanningLoader
 from torchtitan_cad.integration.loading.placement import Homes, Placement
 from torchtitan_cad.integration.machine import check_same_profile
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig
+from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig, warm_up
 from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -91,7 +92,7 @@ def connect(
         return PlanningLoader(
             mine.inner,
             lambda: planner,
-            eos_id=EOS,
+            documents=DocumentRule(EOS),
             rows_per_microbatch=2,
             accumulation=accumulation,
             snapshot=True,
@@ -113,6 +114,7 @@ def drain(loader: PlanningLoader) -> tuple[list[int], BaseException | None]:
 
 
 def drain_at_once(loaders: list[PlanningLoader]) -> tuple[list[list[int]], list[BaseException | None]]:
+    warm_up()  # a new machine compiles the planner
     begin = time.perf_counter()
     numbers, errors = zip(*on_all(loaders, drain), strict=True)
     assert time.perf_counter() - begin < AT_ONCE_S
@@ -245,6 +247,16 @@ def test_different_plans_are_an_error_on_all_ranks() -> None:
     for error in errors:
         assert isinstance(error, PlanMismatchError)
         assert "ranks [8] planned a batch differently from rank 4" in str(error)
+
+
+def test_tokens_are_dealt_with_positions_unless_a_rank_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    for number_with in (3, 2):
+        ranks = [replace(rank, placement="auto") for rank in counting([2, 2, 2])]
+        for rank in ranks[:number_with]:
+            rank.inner.extra["positions"] = torch.arange(8).expand(4, 8)
+        batches = on_all(connect(ranks), list)
+        assert [len(each) for each in batches] == [2, 2, 2]
+        assert all((POSITIONS in inputs) == (number_with == 3) for each in batches for inputs, _ in each)
 
 
 @pytest.mark.parametrize("pixels_on", [None, 1])

@@ -65,6 +65,8 @@ TRACED_HALVES = f"{TRACED} {HALVES} {COMPILE}"
 OPTIONS = {
     "--cad.nano-batch=2": r"cad\.nano_batch: no such key; did you mean cad\.nano_batches\?",
     "--cad.heartbeat_seconds=abc": r"cad\.heartbeat.seconds: could not convert string to float: 'abc'; --help",
+    "--cad.eos_id=5 --cad.documents=row": r"cad\.eos_id = 5 ends no document with cad\.documents = 'row'; leave",
+    "--cad.documents=word": r"cad\.documents = 'word': set cad\.documents to one of: 'eos', 'row', 'positions'",
     "--cad.tolerance=abc": r"cad\.tolerance: .*FLOAT\|\{auto\}.*'abc'",
     "--training.steps": r"Missing value for argument '--training\.steps'",
     "--model.flavor=7B": r"model\.flavor = '7B' .*set model\.flavor to one of debugmodel,",
@@ -89,7 +91,7 @@ OPTIONS = {
     "--cad.ranks_per_node=3": r"cad\.ranks_per_node = 3: set .* divides the 2 ranks",
     "--cad.backward=never": r"cad\.backward = 'never'.*set cad\.backward",
     "--cad.streams=lanes": r"cad\.streams = 'lanes': set cad\.streams to one of: 'auto'",
-    "--model.name=flux": r"model\.name = 'flux': set model\.name to one of",
+    "--model.name=flux": r"model\.name = 'flux': set it to one of",
     f"{VALIDATION} --model.name=deepseek_v3 --model.flavor=debugmodel": r"no validation for .*; set validation\.enable",
     f"{PP} --model.name=gpt_oss --model.flavor=debugmodel": r"pipeline_parallel_degree = 2: .*'gpt_oss'; set it to 1",
     "--checkpoint.enable --checkpoint.folder=/proc/none": r"folder = '/proc/none' .*: cannot write to /proc: .*; set",

@@ -13,6 +13,7 @@ import pytest
 from tests.integration.compositions import COMMON, PP2, TP2, VALIDATION, global_batch, stock
 from tests.integration.harness import RunResult, parse_job, read_scalars, run
 from tests.integration.loaders import CountingLoader
+from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.shadow import WAIT_S, Shadow
 
 SHADOW = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad", "--cad.shadow")
@@ -63,7 +64,7 @@ def test_trains_as_torchtitan_does(name: str, args: tuple[str, ...], nranks: int
 
 def new_shadow(loader: CountingLoader, accumulation: int = 1) -> Shadow:
     topology = SimpleNamespace(group_size=1, cp=1)
-    job: Any = SimpleNamespace(accumulation=accumulation, topology=topology, eos_id=None, microbatches=1)
+    job: Any = SimpleNamespace(accumulation=accumulation, topology=topology, documents=DocumentRule(), microbatches=1)
     outlook: Any = None  # fails
     return Shadow(loader, job, outlook, None, 0)
 

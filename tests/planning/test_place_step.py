@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,3 +232,31 @@ def test_refuses_what_is_no_step() -> None:
         place_step([one, rows([[100]], first_id=5)], LLAMA)
     with pytest.raises(ValueError, match="same ranks"):
         place_step([], LLAMA)
+    other = rows([[100], [100]], first_id=5)
+    with pytest.raises(ValueError, match=r"1 or 2 nano-batches, all as many, got numbers \[1, 2\]"):
+        plan_step([[one], [other, rows([[100], [100]], first_id=9)]], LLAMA)
+    for stages in (-1, 0, 1.5, True):
+        with pytest.raises(ValueError, match=rf"stages = {stages}: set a whole number from 1"):
+            plan_step([[one], [other]], LLAMA, stages=stages)
+    wrong: list[tuple[Any, str]] = [
+        ([[1]], "layout = 1: give a TokenLayout, not a int"),
+        ([one], r"microbatch = .*: give a Sequence, not a TokenLayout"),
+        (None, "given = None: give a Sequence, not a NoneType"),
+    ]
+    for step, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            plan_step(step, LLAMA)
+
+
+@pytest.mark.parametrize(
+    "times", [None, LayerTimes(1e-9, 1e-7, 1e9, 1e9, 1e-5, overlaps=False)], ids=["bytes", "times"]
+)
+@pytest.mark.parametrize("place", [True, False])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_has_no_tokens_stays_home(times: LayerTimes | None, place: bool, stages: int) -> None:
+    empty, some = TokenLayout.from_segments([[], []]), rows([[700], [801]])
+    step = plan_step([[empty], [empty]], LLAMA, times=times, place=place, stages=stages)
+    assert [placed.plan.config.planner for nanos in step for placed in nanos] == ["home", "home"]
+    assert all(placed.layout is empty for nanos in step for placed in nanos)
+    step = plan_step([[empty], [some]], LLAMA, times=times, place=place, stages=stages)
+    assert sorted(int(placed.layout.tokens_per_rank.sum()) for nanos in step for placed in nanos) == [0, 1501]

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import time
+from typing import Any
 
 import pytest
 
@@ -162,6 +163,20 @@ def test_bad_json(change: dict, message: str) -> None:
     data = json.loads(make_plan(LAYOUT, LLAMA).to_json())
     with pytest.raises(ValueError, match=message):
         Plan.from_json(json.dumps({**data, **change}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": [[(0, 0, 8)]]}, r"layout = \[\[\(0, 0, 8\)\]\]: give a TokenLayout, not a list"),
+        ({"shape": None}, "shape = None: give a AttentionShape, not a NoneType"),
+        ({"config": 0.02}, "config = 0.02: give a PlannerConfig, not a float"),
+        ({"cost": 3}, "cost = 3: give a cost model, or None"),
+    ],
+)
+def test_arguments_of_another_type(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(**({"layout": LAYOUT, "shape": LLAMA} | change))
 
 
 def test_cost_model_must_fit_min_shard() -> None:

@@ -9,9 +9,11 @@ import os
 import warnings
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from bench.memory import make_layout
 from tests.runtime.processes import run_processes, values
@@ -96,14 +98,28 @@ def compile_for(group: object, capability: int, folder: str) -> None:
     assert "globaltimer" in code["_wait"]
 
 
-def test_users_of_a_machine_do_not_share_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor Triton's cache, for which these are."""
-    from torchtitan_cad.runtime.triton.warm_up import _lock_path
+def test_locks_lie_in_the_users_cache_and_are_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torchtitan_cad.runtime.triton import warm_up
 
-    own = _lock_path(0)
-    assert _lock_path(0) == own != _lock_path(1)
-    monkeypatch.setattr(os, "getuid", lambda: 4321)
-    assert _lock_path(0) != own
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    path = warm_up._lock_path(0)
+    assert path.parent == tmp_path / "cache" == warm_up._lock_path(1).parent
+    assert path != warm_up._lock_path(1)
+    monkeypatch.setattr(warm_up, "LOCK_S", 0.05)
+    with warm_up._locked(0), warm_up._locked(1):
+        pass
+    with (
+        FileLock(path),
+        pytest.raises(TimeoutError, match=r"torchtitan_cad_kernel_0\.lock: another process has held this lock for"),
+        warm_up._locked(0),
+    ):
+        pass
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/none")
+    with warm_up._locked(0):  # where nothing can be written
+        pass
+    assert "compiles a Triton kernel in this process, not once per machine" in caplog.text
 
 
 @pytest.mark.parametrize("capability", params([80, 90, 100], [90]))

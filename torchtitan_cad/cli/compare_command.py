@@ -109,5 +109,7 @@ def text(figures: dict[str, Any]) -> str:
     if (share := figures["attention_share"]) == share:  # known
         imbalance = "imbalance (max/mean) {before:.2f} -> {after:.2f}".format(**figures["imbalance"])
         lines += [f"  attention          {share:12.0%} of the work, {imbalance}"]
+    if not figures["same_documents"]:
+        lines += ["  without CAD attention ends at other places: that is other work, and other losses"]
     difference, relative = figures["largest_loss_difference"], figures["largest_relative_loss_difference"]
     return "\n".join([*lines, f"  losses differ by at most {difference:.1e} ({relative:.1e} of the loss)"])

@@ -35,7 +35,7 @@ class Cad:
     Which rank holds which tokens of an optimizer step, and in which microbatch: "balanced" deals token ids and labels
     anew, one step ahead, such that no rank has much to send or receive, where that moves less than the loader's homes,
     and such that a pipeline's microbatches suit 1F1B (docs/planning.md). Losses and gradients stay those of the same
-    global batch. "auto" does so too, but leaves alone what it cannot deal, such as batches with positions of their own,
+    global batch. "auto" does so too, but leaves alone what it cannot deal, such as batches with keys of their own,
     which end the job with "balanced". "loader" leaves every rank what its loader gave it. Validation keeps the
     loader's homes.
     """
@@ -109,8 +109,15 @@ class Cad:
 
     documents: str = "eos"
     """
-    How documents are delimited. "eos": after every EOS token; "row" makes every row of the batch one document, the
-    plain causal mask. In both cases batches may carry "document_ids" instead.
+    How documents are delimited. "eos": after every EOS token; "positions": one begins wherever the batch key
+    "positions" is 0; "row" makes every row of the batch one document, the plain causal mask. Batches may carry
+    "document_ids" instead.
+    """
+
+    eos_id: int | None = None
+    """
+    The token that ends documents with documents = "eos". By default the tokenizer's EOS, which with instruct models may
+    end a turn, not a document.
     """
 
     shadow: bool = False
@@ -127,6 +134,14 @@ class Cad:
     def deterministic(self) -> "Cad":
         """Return a table by which equal batches get equal plans: "auto" becomes the planner's own tolerance."""
         return replace(self, tolerance=PlannerConfig.tolerance) if self.tolerance == "auto" else self
+
+    def check_eos_id(self) -> None:
+        """Raise ValueError for ``eos_id`` where no token ends documents."""
+        if self.eos_id is not None and self.documents != "eos":
+            raise ValueError(
+                f"cad.eos_id = {self.eos_id} ends no document with cad.documents = {self.documents!r}; leave it out, "
+                "or set cad.documents to 'eos'"
+            )
 
     def planner_config(self, topology: Topology | None = None) -> PlannerConfig:
         """Give the planner's view of this table, for the CAD groups of ``topology``; by default one group, without TP.

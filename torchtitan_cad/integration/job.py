@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan_cad.integration.config import Cad
+from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.model.kind import AttentionKind
@@ -23,7 +24,7 @@ class Job:
         dtype: of queries, keys and values.
         experts_per_token: experts of a layer that a token passes through.
         device: of this rank.
-        eos_id: the token that ends documents; None where rows are documents.
+        documents: how they are told apart.
         rows: of a batch of this rank's data-parallel coordinate.
         microbatches: of a batch in a pipeline; 1 without one.
         accumulation: batches per optimizer step.
@@ -40,7 +41,7 @@ class Job:
     dtype: torch.dtype
     experts_per_token: int
     device: torch.device
-    eos_id: int | None
+    documents: DocumentRule
     rows: int
     microbatches: int
     accumulation: int

@@ -8,7 +8,7 @@ Trainer per process, hence one session.
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
@@ -23,7 +23,7 @@ from torchtitan_cad.integration.engines import Ticks, build_engines, kernel_shap
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch, PlanRules
-from torchtitan_cad.integration.loading.documents import document_starts
+from torchtitan_cad.integration.loading.documents import OWN_POSITIONS
 from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
 from torchtitan_cad.integration.machine import (
@@ -115,7 +115,7 @@ class CadSession:
         return self._planner(self._train_group, 0, self._placement, self._ticks.training if self._ticks else None)
 
     @cached_property
-    def _validation(self) -> BatchPlanner:
+    def validation(self) -> BatchPlanner:
         """Plans on the fly. Only jobs that validate have its group, as one of gloo wakes a thread every 10 ms."""
         group = self._planning_group(self.ranks)
         return self._planner(group, self.cad.nano_batches, None, self._ticks.validation if self._ticks else None)
@@ -257,7 +257,7 @@ class CadSession:
         self._loader = PlanningLoader(
             loader,
             lambda: self._training,
-            eos_id=self.job.eos_id,
+            documents=self.job.documents,
             rows_per_microbatch=None if self.topology.pp == 1 else self.job.rows // self.job.microbatches,
             accumulation=self.job.accumulation,
             snapshot=self.job.checkpoints,
@@ -308,14 +308,17 @@ class CadSession:
         """Count the rows, of a batch of ``rows``, that go through the model together."""
         return rows // self.job.microbatches
 
-    def plan_now(self, tokens: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def plan_now(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Plan a batch that did not come through the planning loader (validation); returns its plan keys [B]."""
+        rule = self.job.documents
+        if OWN_POSITIONS not in inputs:  # a token's column is its position then
+            rule = replace(rule, by_positions=False)
         if self._validated is not None:
-            self._validation.drop(self._validated)
-        rows, seq_len = tokens.shape
+            self.validation.drop(self._validated)
+        rows, seq_len = inputs["input"].shape
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch(rows))
-        starts = document_starts(tokens, self.job.eos_id, document_ids)
-        (self._validated,), _ = self._validation.plan(starts, shape)
+        starts = rule.starts(inputs)
+        (self._validated,), _ = self.validation.plan(starts, shape)
         return HostTensor.wrap(self._validated.keys)
 
     def confirm_exchanges(self) -> None:

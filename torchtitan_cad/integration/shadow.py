@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
-from torchtitan_cad.integration.loading.documents import document_starts
+from torchtitan_cad.integration.loading.documents import BOUNDARY_KEYS
 from torchtitan_cad.integration.loading.loader import Batch, Loader
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.planning.model.batch import BatchShape
@@ -55,7 +55,7 @@ class Shadow(Stateful):
     outlook: Outlook
     group: dist.ProcessGroup | None
     rank: int
-    _steps: queue.Queue[list[Tensor]] = field(default_factory=queue.Queue, init=False)
+    _steps: queue.Queue[list[dict[str, Tensor]]] = field(default_factory=queue.Queue, init=False)
     _statistics: StepStatistics = field(default_factory=StepStatistics, init=False)
     _failed: bool = field(default=False, init=False)
 
@@ -63,9 +63,9 @@ class Shadow(Stateful):
         threading.Thread(target=self._run, name="cad-shadow", daemon=True).start()
 
     def __iter__(self) -> Iterator[Batch]:
-        step: list[Tensor] = []
+        step: list[dict[str, Tensor]] = []
         for inputs, labels in self.loader:
-            step.append(inputs["input"])
+            step.append({name: inputs[name] for name in BOUNDARY_KEYS if name in inputs})
             if len(step) == self.job.accumulation:
                 if not self._failed:
                     self._steps.put(step)
@@ -106,13 +106,13 @@ class Shadow(Stateful):
                 self._fail(f"{type(error).__name__}: {error}")
             self._steps.task_done()
 
-    def _predict(self, step: list[Tensor]) -> None:
+    def _predict(self, step: list[dict[str, Tensor]]) -> None:
         """Gather where a step's documents begin and, on the first rank, add its figures."""
-        tokens, cp = torch.cat(step), self.job.topology.cp
-        mine = document_starts(tokens, self.job.eos_id)
+        inputs, cp = {name: torch.cat([batch[name] for batch in step]) for name in step[0]}, self.job.topology.cp
+        mine = self.job.documents.starts(inputs)
         every = [mine] * self.job.topology.group_size if self.group is None else [*gather(mine, self.group).values()]
         if self.rank == 0:
-            begin, starts, (rows, seq_len) = time.perf_counter(), every[::cp], tokens.shape
+            begin, starts, (rows, seq_len) = time.perf_counter(), every[::cp], inputs["input"].shape
             shape = BatchShape(rows, seq_len, rows // (len(step) * self.job.microbatches))
             plans = self.outlook.plan(starts, shape, place=self.job.cad.placement != "loader")
             seconds, (first, *others) = (

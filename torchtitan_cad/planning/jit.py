@@ -4,7 +4,8 @@
 numba compiles *entry points*, which Python calls, together with all functions that they call, and keeps them on disk.
 Entry points are called with arrays of one dtype and layout and with numbers, so that each has one signature.
 
-If numba cannot be imported, Python runs the same functions: the same plans, a hundred times slower.
+If numba cannot be imported, or ``NUMBA_DISABLE_JIT`` is set, Python runs the same functions: the same plans, a hundred
+times slower.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ try:
 except Exception as error:  # besides ImportError, numba raises others for a numpy that is too new for it
     numba = None
     _logger.warning(f"planning is slow: Python runs it, as numba cannot be imported ({type(error).__name__}: {error})")
+if numba is not None and numba.config.DISABLE_JIT:
+    numba = None
+    _logger.warning("planning is slow: Python runs it, as NUMBA_DISABLE_JIT is set")
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
 # The GIL is released: planning runs beside training. Without fast-math, the same IEEE results on every rank. Compiled
@@ -91,5 +95,5 @@ def source_files() -> list[str]:
 
 
 def is_plain_python() -> bool:
-    """Tell whether numba is missing, so that nothing is compiled."""
+    """Tell whether numba is missing or switched off, so that nothing is compiled."""
     return numba is None

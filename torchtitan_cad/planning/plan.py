@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_cad.planning.arguments import complete
 from torchtitan_cad.planning.compile_once import Report, compile_once
 from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.needs import RowNeeds, key_needs, offsets_by_rank, order_by_rank, query_needs
@@ -25,7 +26,7 @@ from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, cost_model
 from torchtitan_cad.planning.model.layout import WIDEST, TokenLayout
-from torchtitan_cad.planning.model.limits import Speeds, require_plannable
+from torchtitan_cad.planning.model.limits import Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
 from torchtitan_cad.planning.planners import get_planner
@@ -207,19 +208,12 @@ def make_plan(
     :func:`warm_up`.
 
     Raises:
-        ValueError: unknown planner, a cost model whose granularity does not fit, speeds of another number of ranks, or
-            a document too long for the tiles in which its cost is counted.
+        ValueError: unknown planner, a cost model whose granularity does not fit, speeds of another number of ranks, a
+            document too long for the tiles in which its cost is counted, or an argument of another type.
     """
     warm_up()
     begin = time.perf_counter()
-    config = (config or PlannerConfig()).for_window(shape.window)
-    cost = cost_model(cost, config.cost_tile, shape.window)
-    if config.min_shard % cost.granularity:
-        raise ValueError(
-            f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
-        )
-    Speeds.of(config, layout.num_ranks)
-    require_plannable(layout, cost)
+    config, cost = complete(layout, shape, config, cost)
     tasks = get_planner(config.planner)(layout, shape, config, cost)
     return Plan.from_tasks(layout, shape, config, tasks, cost, begin)
 

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.integration.loading.deal import Batch
+from torchtitan_cad.integration.loading.deal import Batch, columns_of
 from torchtitan_cad.integration.loading.placement import Layouts, Parcel, Placement, moved_bytes
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, Plan, PlannerConfig
 from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.exchange.traffic import measure_traffic
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
+from torchtitan_cad.planning.model.batch import BatchShape, step_layouts
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.placement.kinds import plan_kinds
 from torchtitan_cad.planning.placement.step import Step
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 _OK, _EXHAUSTED, _FAILED = range(3)
 _SHAPE, _BATCHES, _RATES = slice(3, 6), 6, slice(7, None)
 _WORDS = 6 + len(RATES)
-"""Numbers after the status in the first gather: how many document starts there are, whether the step can be dealt, the
-shape of a batch, how many batches of it are planned together, and this rank's rates (bits of doubles). In the last: a
-fingerprint of the plans, and zeros."""
+"""Numbers after the status in the first gather: how many document starts there are, the columns that can be dealt (0:
+the step cannot), the shape of a batch, how many batches of it are planned together, and this rank's rates (bits of
+doubles). In the last: a fingerprint of the plans, and zeros."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class PlanRules:
 
 
 class Exhausted(Exception):
-    """Some rank of the group has no more data; all of them stop together."""
+    """Some ranks of the group, whose global numbers are its arguments, have no more data; all stop together."""
 
 
 class BatchPlanner:
@@ -152,23 +152,25 @@ class BatchPlanner:
         Args:
             starts: this rank's ``document_starts`` in the rows of all batches, one after another.
             shape: of every batch.
-            to_deal: the batches; None if this rank cannot deal them.
+            to_deal: the batches, with equal columns; None if this rank cannot deal them.
 
         Raises:
             PeerError: a peer failed or disagrees on shapes or on documents.
             PlanMismatchError: a peer computed another plan, or a twin other homes.
             Exhausted: a peer has no more data.
         """
-        step, each, homes, parcel = replace(shape, rows=batches * shape.rows), shape.microbatches, None, None
-        gathered, deal = self._gather_starts(starts, shape, batches, to_deal is not None)  # and rates
+        each, homes, parcel = shape.microbatches, None, None
+        travelling = len(columns_of(*to_deal[0])) if to_deal is not None else 0
+        gathered, shapes, deal = self._gather_starts(starts, shape, batches, travelling)  # and rates
         begin = time.perf_counter()  # without waits for peers
         try:
-            nano_batches = self._rules.nano_batches
-            layouts = [nano_layouts(gathered, step, i, self._cp, nano_batches) for i in range(step.microbatches)]
-            columns = np.concatenate(gathered) % step.seq_len  # document ids count over data-parallel ranks
+            steps = [replace(of_rank, rows=batches * of_rank.rows) for of_rank in shapes]
+            layouts = step_layouts(gathered, steps, self._cp, self._rules.nano_batches)
+            # document ids count over data-parallel ranks
+            columns = np.concatenate([own % of_rank.seq_len for own, of_rank in zip(gathered, shapes, strict=True)])
             if self.placement is not None and deal:
-                homes = self.placement.choose(layouts, columns, step, self._times)
-            parts = [slice(first, first + each) for first in range(0, step.microbatches, each)]
+                homes = self.placement.choose(layouts, columns, steps[0], self._times)
+            parts = [slice(first, first + each) for first in range(0, len(layouts), each)]
             placed = [[kind[part] for kind in homes.kinds] if homes else None for part in parts]
             plans = [self._plan_batch(layouts[part], columns, of) for part, of in zip(parts, placed, strict=True)]
             keys = [[self._add_to_engines(nanos) for nanos in zip(*batch, strict=True)] for batch in plans]
@@ -184,7 +186,7 @@ class BatchPlanner:
             if self.placement is not None:
                 parcel = self.placement.pack(homes, to_deal or ())
         except Exception:
-            self.announce_failure()
+            self.announce_failure("planning a batch")
             raise
         self._compare(every)
         return planned, parcel
@@ -267,13 +269,13 @@ class BatchPlanner:
         self._gather_header(_EXHAUSTED)
         raise AssertionError("a gather with an exhausted rank always raises")
 
-    def announce_failure(self) -> None:
+    def announce_failure(self, doing: str) -> None:
         """Make the others raise ``PeerError`` naming this rank, in the gather of a status that they come to next.
 
-        Replaces a call of ``plan`` after an error.
+        Replaces a call of ``plan`` after an error. ``doing``: what has failed, as "planning a batch".
         """
         # The peers may take long to come, so the error is logged first.
-        logger.exception("CAD cannot plan a batch on this rank")
+        logger.exception(f"this rank has failed while {doing}")
         try:
             self._gather_rows(torch.tensor([_FAILED] + [0] * _WORDS))
         except PeerError:
@@ -289,10 +291,13 @@ class BatchPlanner:
         return key
 
     def _gather_starts(
-        self, starts: np.ndarray, shape: BatchShape, batches: int, can_deal: bool
-    ) -> tuple[list[np.ndarray], bool]:
-        """Every data-parallel rank's ``document_starts``, and whether all ranks ``can_deal``."""
-        words = [len(starts), int(can_deal), shape.rows, shape.seq_len, shape.rows_per_microbatch, batches]
+        self, starts: np.ndarray, shape: BatchShape, batches: int, columns: int
+    ) -> tuple[list[np.ndarray], list[BatchShape], bool]:
+        """Return every data-parallel rank's ``document_starts`` and shape, and whether the step can be dealt.
+
+        It can if all have one shape and as many ``columns``, at least one.
+        """
+        words = [len(starts), columns, shape.rows, shape.seq_len, shape.rows_per_microbatch, batches]
         if (rates := self._rules.rates) is not None:
             values = torch.tensor([getattr(rates.times, name) for name in RATES], dtype=torch.float64)
             words += values.view(torch.int64).tolist()
@@ -302,32 +307,37 @@ class BatchPlanner:
         padded[: len(starts)] = torch.from_numpy(starts)
         rows = self._gather_rows(padded).numpy()
         every = [rows[i, : headers[i, 1]] for i in range(len(self._ranks))]
+        shapes = [BatchShape(*row) for row in headers[:, _SHAPE].tolist()]
         for i, mine in enumerate(every):
             first = (i - i % self._cp) % self._per_stage
-            if not np.array_equal(mine, every[first]):
+            if shapes[i] != shapes[first] or not np.array_equal(mine, every[first]):
                 raise PeerError(
                     f"ranks {self._ranks[first]} and {self._ranks[i]} share a sequence but loaded "
                     "different documents; the data loader must depend on the data-parallel rank alone"
                 )
-        return every[: self._per_stage : self._cp], bool(headers[:, 2].all())
+        alike = all(shape == shapes[0] for shape in shapes) and bool((headers[:, 2] == headers[0, 2]).all())
+        first_of_rows = slice(0, self._per_stage, self._cp)
+        return every[first_of_rows], shapes[first_of_rows], alike and bool(headers[0, 2])
 
     def _gather_header(self, status: int, *words: int) -> torch.Tensor:
         """[ranks, 1 + ``_WORDS``] of all ranks, before their batches are planned."""
         headers = self._gather_status(status, *words)
-        if (headers[:, 0] == _EXHAUSTED).any():
-            raise Exhausted
+        if exhausted := [rank for rank, row in zip(self._ranks, headers, strict=True) if row[0] == _EXHAUSTED]:
+            raise Exhausted(*exhausted)
+        first = BatchShape(*headers[0, _SHAPE].tolist())
         for rank, row in zip(self._ranks, headers, strict=True):
-            if not torch.equal(row[_SHAPE], headers[0, _SHAPE]):
+            if BatchShape(*row[_SHAPE].tolist()).microbatches != first.microbatches:
                 raise PeerError(
                     f"rank {rank} loaded a batch of (rows, tokens, rows per microbatch) = {row[_SHAPE].tolist()}, and "
-                    f"rank {self._ranks[0]} one of {headers[0, _SHAPE].tolist()}: all ranks must load equal numbers"
+                    f"rank {self._ranks[0]} one of {headers[0, _SHAPE].tolist()}: all ranks of a pipeline must load "
+                    "equally many rows"
                 )
             if row[_BATCHES] != headers[0, _BATCHES]:
                 shape = f"(rows, tokens, rows per microbatch) = {row[_SHAPE].tolist()}"
                 raise PeerError(
                     f"rank {rank} loaded {row[_BATCHES]} and rank {self._ranks[0]} {headers[0, _BATCHES]} batches of "
-                    f"{shape} before one of another shape or the end of the step: all ranks must load batches of the "
-                    "same shapes in the same order"
+                    f"{shape} before one of another shape or the end of the step: let all ranks load batches of "
+                    "the same shapes in the same order, or set training.global_batch_size to -1, for steps of one batch"
                 )
         return headers
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_cad.integration.loading.documents import OWN_POSITIONS
 from torchtitan_cad.planning import TokenLayout
 from torchtitan_cad.planning.intervals import concat_ranges
 
@@ -23,7 +24,8 @@ Batch = tuple[dict[str, Tensor], Tensor]
 """Inputs by name, and labels."""
 
 POSITIONS = "cad_positions"
-"""Key of a dealt batch: int32 [B, S], every token's column in the row that it was loaded in, which RoPE goes by."""
+"""Key of a dealt batch: int32 [B, S], which RoPE goes by: every token's own position, where the batch had some, or else
+its column in the row that it was loaded in."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,14 +105,20 @@ def _in_order(
     return torch.from_numpy(here[order]), torch.from_numpy(there[order]), counts
 
 
+def columns_of(inputs: Mapping[str, Tensor], labels: Tensor) -> list[Tensor]:
+    """Return what travels with the tokens of a batch: ids, labels and, where it has some, positions, all [B, S]."""
+    return [inputs["input"], labels, *([inputs[OWN_POSITIONS]] if OWN_POSITIONS in inputs else [])]
+
+
 def check_dealable(inputs: Mapping[str, Tensor], labels: Tensor) -> None:
-    """Raise ValueError unless a batch is ids [B, S] and labels [B, S], and nothing else."""
-    remedy = "; give integers [B, S] for tokens and labels alone, or set cad.placement to 'loader'"
-    if others := sorted(inputs.keys() - {"input"}):
-        raise ValueError(f"cad.placement cannot deal batch key {others[0]!r} with the tokens{remedy}")
-    tokens = inputs["input"]
-    if labels.shape != tokens.shape or tokens.is_floating_point() or labels.is_floating_point():
-        raise ValueError(
-            f"cad.placement cannot deal labels {labels.dtype} {tuple(labels.shape)} with tokens "
-            f"{tokens.dtype} {tuple(tokens.shape)}{remedy}"
-        )
+    """Raise ValueError unless a batch is ids, labels and maybe positions, all integers [B, S], and nothing else."""
+    remedy = "; give integers [B, S] for tokens, labels and positions alone, or set cad.placement to 'loader'"
+    if unknown := sorted(inputs.keys() - {"input", OWN_POSITIONS}):
+        raise ValueError(f"cad.placement cannot deal batch key {unknown[0]!r} with the tokens{remedy}")
+    tokens, *others = columns_of(inputs, labels)
+    for name, column in zip(("labels", OWN_POSITIONS), others, strict=False):
+        if column.shape != tokens.shape or tokens.is_floating_point() or column.is_floating_point():
+            raise ValueError(
+                f"cad.placement cannot deal {name} {column.dtype} {tuple(column.shape)} with tokens "
+                f"{tokens.dtype} {tuple(tokens.shape)}{remedy}"
+            )

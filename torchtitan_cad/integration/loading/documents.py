@@ -1,12 +1,55 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Where documents begin in a batch."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 DOCUMENT_IDS = "document_ids"
 """Optional key of a batch: integers [B, S]; a document begins wherever the value changes along a row."""
+
+
+OWN_POSITIONS = "positions"
+"""Optional key of a batch: integers [B, S], every token's position for RoPE, as torchtitan's models call it."""
+
+BOUNDARY_KEYS = ("input", DOCUMENT_IDS, OWN_POSITIONS)
+"""Keys of a batch that may tell where documents begin."""
+
+
+@dataclass(frozen=True)
+class DocumentRule:
+    """How the documents of a batch are told apart, unless it has ``document_ids``.
+
+    Attributes:
+        eos_id: a document ends after every token with this id; None: no token ends one.
+        by_positions: a document begins wherever the batch's ``positions`` are 0.
+    """
+
+    eos_id: int | None = None
+    by_positions: bool = False
+
+    def starts(self, inputs: Mapping[str, Tensor]) -> np.ndarray:
+        """Return the ``document_starts`` of a batch's inputs; ValueError for boundaries that it lacks."""
+        tokens, document_ids = inputs["input"], inputs.get(DOCUMENT_IDS)
+        if document_ids is not None or not self.by_positions:
+            return document_starts(tokens, self.eos_id, document_ids)
+        if (positions := inputs.get(OWN_POSITIONS)) is None or positions.shape != tokens.shape:
+            found = "none" if positions is None else f"one of shape {tuple(positions.shape)}"
+            raise ValueError(
+                f"cad.documents = 'positions' needs a batch key {OWN_POSITIONS!r} of shape {tuple(tokens.shape)}, and "
+                f"the data loader gives {found}; let it give one, or set cad.documents to 'eos' or 'row'"
+            )
+        return document_starts(tokens, None, (positions == 0).cumsum(1))
+
+    @property
+    def described(self) -> str:
+        """The rule in a clause."""
+        if self.by_positions:
+            return "a document begins where positions are 0"
+        return "every row is one document" if self.eos_id is None else f"a document ends after EOS = {self.eos_id}"
 
 
 def document_starts(tokens: Tensor, eos_id: int | None, document_ids: Tensor | None = None) -> np.ndarray:

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
-from torchtitan_cad.integration.loading.deal import Batch
-from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
+from torchtitan_cad.integration.loading.deal import Batch, columns_of
+from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, DocumentRule
 from torchtitan_cad.planning.model.batch import BatchShape
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class PlanningLoader(Stateful):
         inner: the loader to draw from.
         planner: gives the planner when an iteration begins, by when the model has been built. Plans are made in the
             planning thread only, and dropped once their batch has been trained on.
-        eos_id: document separator; None makes every row one document.
+        documents: how they are told apart.
         rows_per_microbatch: rows that go through the model together; None for all.
         accumulation: batches of an optimizer step, which are drawn and planned together, one step ahead.
         snapshot: record the loader's state with every batch (needed when checkpoints are saved).
@@ -159,7 +159,7 @@ class PlanningLoader(Stateful):
     inner: Loader
     planner: Callable[[], BatchPlanner]
     _: KW_ONLY
-    eos_id: int | None
+    documents: DocumentRule
     rows_per_microbatch: int | None
     accumulation: int
     snapshot: bool
@@ -227,12 +227,12 @@ class PlanningLoader(Stateful):
 
     def _produce(self, planner: BatchPlanner, put: Callable[[Any], bool]) -> None:
         """Draw and plan steps until some rank of the group has no more or stops, which raises ``Exhausted``."""
-        with _announced_failure(planner):
+        with announced_failure(planner, "loading a batch"):
             iterator = iter(self.inner)
             end = self._snapshot()
         while True:
             begin, step = end, list[tuple[Batch, PlannedBatch]]()
-            with _announced_failure(planner):
+            with announced_failure(planner, "loading a batch"):
                 drawn = list(itertools.islice(iterator, self.accumulation))
                 by_shape = itertools.groupby(drawn, lambda batch: batch[0]["input"].shape)
                 parts = [list(batches) for _, batches in by_shape]
@@ -240,7 +240,7 @@ class PlanningLoader(Stateful):
                 planner.announce_exhausted()
             for batches in parts:
                 step += self._plan(planner, batches)
-            with _announced_failure(planner):
+            with announced_failure(planner, "loading a batch"):
                 end = self._snapshot()
             for number, each in enumerate(step, start=1):
                 state = begin and {**begin, TRAINED: number} if number < len(step) else end
@@ -253,19 +253,20 @@ class PlanningLoader(Stateful):
     def _plan(self, planner: BatchPlanner, batches: list[Batch]) -> list[tuple[Batch, PlannedBatch]]:
         """Plan batches of one shape together, and deal their tokens."""
         placement, starts, can_deal = planner.placement, list[np.ndarray](), True
-        with _announced_failure(planner):
+        with announced_failure(planner, "planning a batch"):
             rows, seq_len = batches[0][0]["input"].shape
             for number, (inputs, labels) in enumerate(batches):
-                document_ids = inputs.pop(DOCUMENT_IDS, None)
+                begun = self.documents.starts(inputs)
+                inputs.pop(DOCUMENT_IDS, None)
                 can_deal = can_deal and placement is not None and placement.can_deal(inputs, labels)
-                begun = document_starts(inputs["input"], self.eos_id, document_ids)
                 starts.append(number * rows * seq_len + begun)
+            can_deal = can_deal and len({len(columns_of(*batch)) for batch in batches}) == 1
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch or rows)
         to_deal = batches if can_deal else None
         planned, parcel = planner.plan(np.concatenate(starts), shape, len(batches), to_deal=to_deal)
         if placement is not None and parcel is not None:
             came = placement.exchange(parcel)
-            with _announced_failure(planner):
+            with announced_failure(planner, "planning a batch"):
                 batches = parcel.unpack(came)
         keyed = [
             ({**inputs, PLAN_KEYS: HostTensor.wrap(each.keys)}, labels)
@@ -275,11 +276,11 @@ class PlanningLoader(Stateful):
 
 
 @contextlib.contextmanager
-def _announced_failure(planner: BatchPlanner) -> Iterator[None]:
-    """Tell the peers of an error raised in this context, on this rank alone between two plans, before it goes on."""
+def announced_failure(planner: BatchPlanner, doing: str) -> Iterator[None]:
+    """Tell the peers of an error raised while ``doing`` something, on this rank alone between two plans."""
     try:
         yield
     except BaseException as error:
         error.cad_by_itself = True  # type: ignore[attr-defined]
-        planner.announce_failure()
+        planner.announce_failure(doing)
         raise

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cad.integration.loading.deal import POSITIONS, Batch, Deal, check_dealable, make_deal
+from torchtitan_cad.integration.loading.deal import POSITIONS, Batch, Deal, check_dealable, columns_of, make_deal
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, PlannerConfig, TokenLayout
 from torchtitan_cad.planning.intervals import IntArray
@@ -54,7 +54,7 @@ class Parcel:
     """What a rank sends of the batches of a step that it has loaded, and how it makes batches of what comes.
 
     Attributes:
-        rows: [B * S, 2] ids and labels in the order in which they are sent.
+        rows: [B * S, 2 or 3] ids, labels and maybe positions in the order in which they are sent.
         send_counts, receive_counts: [ranks of the group] how many of them go to each rank, and come from it.
         batches: number of batches.
         shape: of their tokens, one batch below the other.
@@ -69,9 +69,9 @@ class Parcel:
 
     def unpack(self, came: Tensor) -> list[Batch]:
         """Return the batches that this rank trains on, from what ``Placement.exchange`` has returned."""
-        ids, targets = self.deal.scatter(came).unbind(1)
-        dealt = (ids.reshape(self.shape), self.deal.positions(self.shape[1]), targets.reshape(self.shape))
-        per_batch = zip(*(tensor.chunk(self.batches) for tensor in dealt), strict=True)
+        ids, targets, *own = (column.reshape(self.shape) for column in self.deal.scatter(came).unbind(1))
+        positions = own[0].to(torch.int32) if own else self.deal.positions(self.shape[1])
+        per_batch = zip(*(tensor.chunk(self.batches) for tensor in (ids, positions, targets)), strict=True)
         return [({"input": ids, POSITIONS: positions}, targets) for ids, positions, targets in per_batch]
 
 
@@ -154,22 +154,22 @@ class Placement:
 
         Args:
             homes: None if some rank cannot deal its part of the step, which then stays where it was loaded.
-            batches: of one step and one shape, as ``check_dealable`` takes them.
+            batches: of one step and one shape, as ``check_dealable`` takes them, all with the same columns.
 
         Raises PeerError if a twin is gone, PlanMismatchError if one chose other homes.
         """
         self._compare([] if homes is None else homes.layouts)
         if homes is None or homes.deal is None:
             return None
-        tokens = torch.cat([inputs["input"] for inputs, _ in batches])
-        labels, deal = torch.cat([labels for _, labels in batches]), homes.deal
-        rows = torch.stack((tokens.flatten(), labels.flatten()), dim=1)
+        deal = homes.deal
+        tokens, *others = (torch.cat(column) for column in zip(*(columns_of(*batch) for batch in batches), strict=True))
+        rows = torch.stack([column.flatten() for column in (tokens, *others)], dim=1)
         counts = self._per_peer(deal.send_counts), self._per_peer(deal.receive_counts)
         source = deal.source if self.group is None else deal.sent
         return Parcel(deal, rows[source], *counts, len(batches), tokens.shape)
 
     def exchange(self, parcel: Parcel) -> Tensor:
-        """Exchange parcels: returns [B * S, 2] ids and labels in the order of arrival. Collective over the group.
+        """Exchange parcels: returns their rows in the order of arrival. Collective over the group.
 
         Raises PeerError if a peer is gone.
         """

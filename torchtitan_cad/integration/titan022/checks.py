@@ -10,7 +10,7 @@ from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
 from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
 from torchtitan_cad.integration.titan022.job_checks import check_job, compiles_model, launched_ranks
-from torchtitan_cad.integration.titan022.models import ADAPTERS
+from torchtitan_cad.integration.titan022.models import ADAPTERS, adapter_of
 from torchtitan_cad.integration.titan022.rules import has_cad
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
 from torchtitan_cad.planning.model.batch import halves_by_row
@@ -24,10 +24,10 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     ``world_size`` is by default the launcher's WORLD_SIZE, or the NGPU of torchtitan's dry runs; what depends on it is
     skipped if that is not set. Raises ValueError that names the TOML key, the value, and what to set instead.
     """
-    if has_cad(config) and config.model.name not in SUPPORTED_MODELS:
+    if has_cad(config) and adapter_of(config.model.name) is None:
         raise ValueError(
-            f"parallelism.cad = true is not supported with model.name = {config.model.name!r}: "
-            f"set model.name to one of {', '.join(SUPPORTED_MODELS)}, or parallelism.cad to false"
+            f"parallelism.cad = true is not supported with model.name = {config.model.name!r}: set it to one of "
+            f"{', '.join(SUPPORTED_MODELS)} or a TrainSpec whose class derives from theirs, or parallelism.cad to false"
         )
     if world_size is None:
         world_size = launched_ranks(config)
@@ -46,6 +46,7 @@ def _check_cad(config: JobConfig, world_size: int | None) -> None:
             "cad.transport = 'nvshmem' does not go with parallelism.enable_async_tensor_parallel = true, as torch's "
             "symmetric memory has one backend in a process; set cad.transport to 'auto'"
         )
+    cad.check_eos_id()
     checkpoints = config.activation_checkpoint
     if not cad.recompute_attention and (
         checkpoints.mode == "memory_budget"

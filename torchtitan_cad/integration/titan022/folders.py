@@ -10,17 +10,21 @@ from pathlib import Path
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig
 
+from torchtitan_cad.integration.titan022.job_checks import launched_ranks
+from torchtitan_cad.integration.titan022.resume import METADATA, check_resumed
 from torchtitan_cad.integration.titan022.rules import read_key
 
-_METADATA = ".metadata"
-"""file that torch writes when a checkpoint is complete"""
 
+def check_folders(config: JobConfig, world_size: int | None = None) -> None:
+    """Raise ValueError if the job cannot write where it says, or go on from the checkpoint that it names.
 
-def check_folders(config: JobConfig) -> None:
-    """Raise ValueError if the job cannot write where it says, or load the checkpoint that it names."""
+    ``world_size`` is by default the launcher's.
+    """
     if config.checkpoint.enable:
         _check_writable(config, "checkpoint.folder")
-        resumed_from(config)
+        start = resumed_from(config)
+        if start is not None:
+            check_resumed(config, start, launched_ranks(config) if world_size is None else world_size)
     _check_writable(config, "job.dump_folder")
     for key, is_used in _FOLDERS.items():
         if is_used(config):
@@ -96,9 +100,9 @@ def _initial_checkpoint(config: JobConfig) -> Path | None:
     if checkpoint.initial_load_in_hf:
         if not any(folder.glob("*.safetensors")):
             raise ValueError(f"{key} = {path!r}: there is no *.safetensors; set it to a folder with a model's weights")
-    elif not (folder / _METADATA).is_file():
+    elif not (folder / METADATA).is_file():
         raise ValueError(
-            f"{key} = {path!r}: there is no {_METADATA}, which a complete checkpoint has; set it to a folder such as "
+            f"{key} = {path!r}: there is no {METADATA}, which a complete checkpoint has; set it to a folder such as "
             "checkpoint/step-100, or checkpoint.initial_load_in_hf to true for Hugging Face's format"
         )
     return folder

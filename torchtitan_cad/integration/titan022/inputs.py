@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Opens the dataset and tokenizer that a job reads, with errors that name key and remedy."""
 
+import functools
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ from torchtitan.config import JobConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
 
+from torchtitan_cad.integration.errors import is_first_of_node
+from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.titan022.rules import has_cad
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
@@ -31,6 +36,19 @@ def add_demo(config: JobConfig) -> None:
 
         datasets.register_datasets()
         flavors.register_flavors()
+
+
+def import_custom(config: JobConfig) -> None:
+    """Import `experimental.custom_import`, as torchtitan's Trainer does later: it may register what the job names."""
+    name = config.experimental.custom_import
+    try:
+        if name:
+            import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"experimental.custom_import = {name!r}: {error}; set it to a module that can be imported (PYTHONPATH), or "
+            "leave it out"
+        ) from error
 
 
 def training_loader(config: JobConfig, build: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,8 +77,6 @@ def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
 
 def check_known(config: JobConfig, spec: TrainSpec) -> None:
     """Raise ValueError for datasets that torchtitan's own loaders do not know; a user's loader may know others."""
-    if config.experimental.custom_import:  # may add some
-        return
     if spec.build_dataloader_fn is build_text_dataloader:
         _check_name("training", config.training.dataset)
     if config.validation.enable and spec.build_validator_fn is build_validator:
@@ -115,6 +131,26 @@ def load_tokenizer(build: Callable[[Any], Any], job_config: JobConfig, vocab_siz
             f"{job_config.model.flavor!r} only {vocab_size}: use another of the two; {_prepare(vocab_size)}"
         )
     return tokenizer
+
+
+def without_document_ids(process: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``post_dataloading_process`` of torchtitan's Trainer or Validator: its models take no ``document_ids``."""
+
+    @functools.wraps(process)
+    def process_others(self: Any, input_dict: dict[str, Any], *rest: Any) -> Any:
+        if input_dict.pop(DOCUMENT_IDS, None) is not None and is_first_of_node():
+            _warn_of_other_masks()
+        return process(self, input_dict, *rest)
+
+    return process_others
+
+
+@functools.cache
+def _warn_of_other_masks() -> None:
+    logger.warning(
+        f"without CAD the batch key {DOCUMENT_IDS!r} is left out, and masks are torchtitan's own; set parallelism.cad "
+        "to true and cad.shadow to false for masks by that key"
+    )
 
 
 def _prepare(vocab_size: int = _DEMO_VOCAB_SIZE) -> str:

@@ -10,7 +10,8 @@ from torchtitan.tools import utils
 
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.job import Job
-from torchtitan_cad.integration.titan022.models import ADAPTERS
+from torchtitan_cad.integration.loading.documents import DocumentRule
+from torchtitan_cad.integration.titan022.models import adapter_of
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning.model.kind import AttentionKind
 
@@ -31,7 +32,7 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
         dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         experts_per_token=model_args.moe_args.top_k if hasattr(model_args, "moe_args") else 0,
         device=torch.device(utils.device_type, utils.device_module.current_device()),
-        eos_id=document_end(config.cad, eos_id),
+        documents=document_rule(config.cad, eos_id, model_args.vocab_size),
         rows=rows,
         microbatches=1 if topology.pp == 1 else rows // parallelism.pipeline_parallel_microbatch_size,
         accumulation=max(1, steps),
@@ -51,7 +52,8 @@ def cad_table(config: JobConfig) -> Cad:
 
 def attention_kinds(job_config: JobConfig, model_args: Any) -> tuple[AttentionKind, ...]:
     """Return the kinds of the model's attention in a TP rank. Raises ValueError if TP does not divide the heads."""
-    adapter, tp = ADAPTERS[job_config.model.name], job_config.parallelism.tensor_parallel_degree
+    adapter, tp = adapter_of(job_config.model.name), job_config.parallelism.tensor_parallel_degree
+    assert adapter is not None, "the config has been checked"
     for name, heads in (("query", model_args.n_heads), ("key/value", adapter.key_heads(model_args))):
         if heads % tp:
             raise ValueError(
@@ -62,10 +64,19 @@ def attention_kinds(job_config: JobConfig, model_args: Any) -> tuple[AttentionKi
     return adapter.kinds(model_args, job_config.training.seq_len, tp, dtype.itemsize)
 
 
-def document_end(cad: Cad, eos_id: int | None) -> int | None:
-    """Find the token that ends documents; None where rows are documents. Raises ValueError if there is none."""
-    if cad.documents == "eos" and eos_id is None:
+def document_rule(cad: Cad, eos_id: int | None, vocab_size: int) -> DocumentRule:
+    """Return how documents are told apart, for a tokenizer with ``eos_id`` and a model of ``vocab_size`` tokens.
+
+    Raises ValueError if no token ends them that should, or one that no batch can hold.
+    """
+    if cad.documents != "eos":
+        return DocumentRule(by_positions=cad.documents == "positions")
+    if cad.eos_id is not None and not 0 <= cad.eos_id < vocab_size:
+        raise ValueError(f"cad.eos_id = {cad.eos_id} is no token: the model has {vocab_size}; set one of them")
+    end = eos_id if cad.eos_id is None else cad.eos_id
+    if end is None:
         raise ValueError(
-            "cad.documents = 'eos' needs a tokenizer with an EOS token; use one, or set cad.documents to 'row'"
+            "cad.documents = 'eos' needs a tokenizer with an EOS token; use one, set cad.eos_id to the token that ends "
+            "documents, or cad.documents to 'row'"
         )
-    return eos_id if cad.documents == "eos" else None
+    return DocumentRule(end)

@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad.integration.engines import Ticks
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.deal import POSITIONS
-from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
+from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, OWN_POSITIONS
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import current_session
@@ -47,17 +47,13 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
         ) -> VarlenMetadata:
             """One plan key per row of the batch, which pipeline schedules chunk along with the rows.
 
-            Where tokens may get new homes they have positions as well, always; see ``positions_of``.
+            Where ``has_positions`` is true it has every token's position as well; see ``positions_of``.
             """
             extra_inputs = {} if extra_inputs is None else extra_inputs
-            names = PLAN_KEYS, DOCUMENT_IDS, POSITIONS
-            keys, document_ids, positions = (extra_inputs.pop(name, None) for name in names)
-            session = current_session()
-            if keys is None:
-                keys = session.plan_now(input_batch, document_ids)
-            if positions is None and session.deals:
-                rows, seq_len = input_batch.shape
-                positions = torch.arange(seq_len, dtype=torch.int32, device=input_batch.device).repeat(rows, 1)
+            if (keys := extra_inputs.pop(PLAN_KEYS, None)) is None:
+                keys = current_session().plan_now({**extra_inputs, "input": input_batch})
+            extra_inputs.pop(DOCUMENT_IDS, None)
+            positions = _take_positions(extra_inputs, input_batch)
             # Tensors in every field: zero-bubble schedules of torch 2.11 ask every leaf for requires_grad.
             return VarlenMetadata(keys, keys if positions is None else positions, keys, keys)
 
@@ -96,6 +92,25 @@ def build_engine(
     return session.build(session.build_mesh(parallel_dims.world_mesh), blocks, two_rounds=two_rounds, ticks=ticks)
 
 
+def has_positions() -> bool:
+    """Tell whether every batch has positions of tokens, as they may differ from columns."""
+    session = current_session()
+    return session.deals or session.job.documents.by_positions
+
+
+def _take_positions(extra_inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor | None:
+    """Take int32 [B, S] positions out of a batch's inputs; columns where it has none and needs some."""
+    own, dealt = (extra_inputs.pop(name, None) for name in (OWN_POSITIONS, POSITIONS))
+    if dealt is not None:
+        return dealt
+    if own is not None:
+        return own.to(torch.int32)
+    if not has_positions():
+        return None
+    rows, seq_len = tokens.shape
+    return torch.arange(seq_len, dtype=torch.int32, device=tokens.device).repeat(rows, 1)
+
+
 def positions_of(masks: VarlenMetadata) -> torch.Tensor | None:
     """Return [B, S] column of every token in the row that it was loaded in; None where none has moved."""
     return masks.cu_seq_k if masks.cu_seq_k.ndim == 2 else None
@@ -114,7 +129,7 @@ def cad_model_args(args: Any) -> Any:
     class CadModelArgs(args_cls):  # type: ignore[misc, valid-type]
         def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
             update_without_cp(super().update_from_config, job_config, **kwargs)
-            if args.attn_mask_type == "causal" and job_config.cad.documents == "eos":
+            if args.attn_mask_type == "causal" and job_config.cad.documents != "row":
                 logger.info(
                     f"CAD: attention stays within documents. Without cad, flavor {job_config.model.flavor} attends "
                     "across them; set cad.documents to 'row' to keep that mask."

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from torchtitan.models.attention import VarlenMetadata
 from torchtitan.models.deepseek_v3.model import model as deepseek_v3
 from torchtitan.models.gpt_oss.model import model as gpt_oss
 from torchtitan.models.llama4.model import model as llama4
+from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_cad.integration.titan022.blocks import CoreAttentionParallel, TitanBlock, local, rows
 from torchtitan_cad.planning import AttentionShape
@@ -223,6 +225,20 @@ ADAPTERS: dict[str, Adapter] = {
     "gpt_oss": GptOss(),
 }
 """What CAD knows of torchtitan's models, by ``model.name``."""
+
+
+def adapter_of(name: str) -> Adapter | None:
+    """Return what CAD knows of a model, or of the one whose class a registered ``TrainSpec``'s derives from."""
+    if name in ADAPTERS:
+        return ADAPTERS[name]
+    try:
+        model_cls = get_train_spec(name).model_cls
+    except Exception:  # unknown, or whatever importing one of torchtitan's experiments raises
+        return None
+    for known, adapter in ADAPTERS.items():
+        if issubclass(model_cls, import_module(f"torchtitan.models.{known}").get_train_spec().model_cls):
+            return adapter
+    return None
 
 
 def has_experts(args: Any) -> bool:

@@ -23,6 +23,7 @@ import torchtitan.protocols.train_spec as titan_specs
 from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
+from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
@@ -46,18 +47,28 @@ from torchtitan_cad.integration.titan022.inputs import (
     add_demo,
     check_inputs,
     check_known,
+    import_custom,
     load_tokenizer,
     open_dataset,
     training_loader,
+    without_document_ids,
 )
 from torchtitan_cad.integration.titan022.job import read_job
 from torchtitan_cad.integration.titan022.job_checks import launched_ranks
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
-from torchtitan_cad.integration.titan022.model import build_engine, cad_model_args, cad_model_class, positions_of
-from torchtitan_cad.integration.titan022.models import ADAPTERS, Adapter, has_experts
+from torchtitan_cad.integration.titan022.model import (
+    build_engine,
+    cad_model_args,
+    cad_model_class,
+    has_positions,
+    positions_of,
+)
+from torchtitan_cad.integration.titan022.models import ADAPTERS, Adapter, adapter_of, has_experts
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks
+from torchtitan_cad.integration.titan022.resume import check_workers_when_loaded
 from torchtitan_cad.integration.titan022.rules import has_cad
 from torchtitan_cad.integration.titan022.stages import stage_modules
+from torchtitan_cad.integration.titan022.validation import plan_validation
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime import ops
@@ -86,6 +97,7 @@ def on_config(config: JobConfig) -> None:
     Raises ValueError if the config asks for something CAD cannot do.
     """
     restore()
+    import_custom(config)
     name = config.model.name
     schedule = config.parallelism.pipeline_parallel_schedule
     if not has_cad(config):
@@ -96,6 +108,8 @@ def on_config(config: JobConfig) -> None:
             )
         if hasattr(config, "cad") and config.cad.shadow:
             logger.warning("cad.shadow = true does nothing without parallelism.cad = true")
+        if hasattr(config, "cad"):
+            _leave_out_document_ids()
         spec = registered_spec(name)
         check_known(config, spec)
         if (build := training_loader(config, spec.build_dataloader_fn)) is not spec.build_dataloader_fn:
@@ -104,9 +118,12 @@ def on_config(config: JobConfig) -> None:
     spec = check_start(config)
     _undo.callback(setattr, torch.compiler.config, "cache_key_tag", torch.compiler.config.cache_key_tag)
     if config.cad.shadow:
+        _leave_out_document_ids()
         _override(name, shadow_train_spec(spec, config.model.flavor))
         return
-    _override(name, cad_train_spec(spec, ADAPTERS[name], config.model.flavor))
+    adapter = adapter_of(name)
+    assert adapter is not None, "the config has been checked"
+    _override(name, cad_train_spec(spec, adapter, config.model.flavor))
     _undo.enter_context(mock.patch.object(titan_cp, "cp_shard", _contiguous_for_cad(titan_cp.cp_shard)))
     for trainer_cls in _trainer_classes():
         for method in ("forward_backward_step", "train", "close"):
@@ -143,6 +160,7 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
 
     Returns the model's TrainSpec, without CAD.
     """
+    import_custom(config)
     validate(config, world_size)
     name, parallelism, optimizer = config.model.name, config.parallelism, config.optimizer.name
     spec = registered_spec(name)
@@ -152,6 +170,11 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
             f"set model.flavor to one of {', '.join(spec.model_args)}"
         )
     model_args = spec.model_args[config.model.flavor]
+    if has_cad(config) and name not in ADAPTERS and not spec.parallelize_fn.__module__.startswith("torchtitan.models."):
+        raise ValueError(
+            f"model.name = {name!r}: CAD changes what torchtitan's parallelize functions call; its TrainSpec has one "
+            f"of {spec.parallelize_fn.__module__}, give it the parallelize_fn of the model that its class derives from"
+        )
     if config.validation.enable and spec.build_validator_fn is None:
         raise ValueError(
             f"validation.enable = true: torchtitan has no validation for model.name = {name!r}; "
@@ -189,6 +212,12 @@ def _override(name: str, spec: TrainSpec) -> None:
     specs[name] = spec
 
 
+def _leave_out_document_ids() -> None:
+    for cls in (*_trainer_classes(), Validator):
+        processed = without_document_ids(cls.post_dataloading_process)
+        _undo.enter_context(mock.patch.object(cls, "post_dataloading_process", processed))
+
+
 def _trainer_classes() -> list[Any]:
     """torchtitan's Trainer: twice under `-m torchtitan.train`, where the running module is ``__main__``."""
     modules = (sys.modules.get(name) for name in ("torchtitan.train", "__main__"))
@@ -204,7 +233,9 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
     def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
         session = open_session(read_job(job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None))
         build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
-        return session.wrap_loader(open_dataset("training", build, job_config=job_config, **options))
+        loader = open_dataset("training", build, job_config=job_config, **options)
+        check_workers_when_loaded(loader)
+        return session.wrap_loader(loader)
 
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         separate_compile_caches(parallel_dims)
@@ -230,6 +261,11 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
         return upstream.GradientScaledLoss(loss_fn, upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims))
 
+    def build_validator(*, job_config: JobConfig, **options: Any) -> Any:
+        built = upstream.build_validator(spec.build_validator_fn, job_config=job_config, **options)
+        plan_validation(built, job_config)
+        return built
+
     return dataclasses.replace(
         spec,
         model_cls=cad_model_class(spec.model_cls, adapter),
@@ -239,7 +275,7 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         build_tokenizer_fn=tokenize and partial(load_tokenizer, tokenize, vocab_size=model_args[flavor].vocab_size),
         build_dataloader_fn=build_dataloader,
         build_loss_fn=build_loss,
-        build_validator_fn=validator and partial(upstream.build_validator, validator),
+        build_validator_fn=validator and build_validator,
         build_metrics_processor_fn=CadMetricsProcessor,
     )
 
@@ -250,6 +286,7 @@ def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
     def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
         build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
         loader = open_dataset("training", build, job_config=job_config, **options)
+        check_workers_when_loaded(loader)
         args = copy.deepcopy(spec.model_args[flavor])
         args.update_from_config(job_config)
         with torch.device("meta"):
@@ -330,7 +367,7 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
         replaced["apply_cp_to_attention_module"] = lambda *_: None
     if pingpong is not None and hasattr(module, "apply_compile"):
         replaced["apply_compile"] = functools.partial(apply_compile, pingpong, module.apply_compile)
-    if current_session().deals:
+    if has_positions():
         appliers = {name: getattr(module, name, None) for name in ("apply_tp", "apply_non_moe_tp")}
         replaced |= {
             name: with_positions(apply)

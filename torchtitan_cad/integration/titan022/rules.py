@@ -202,7 +202,7 @@ RULES = (
     one_of("cad.kernel", *KERNELS, applies=has_cad),
     one_of("cad.backward", "resend", "keep", applies=has_cad),
     one_of("cad.placement", "auto", "balanced", "loader", applies=has_cad),
-    one_of("cad.documents", "eos", "row", applies=has_cad),
+    one_of("cad.documents", "eos", "row", "positions", applies=has_cad),
     one_of("cad.nano_batches", 1, 2, applies=has_cad),
     one_of("cad.streams", "auto", "traced", "opaque", applies=has_cad),
     Rule(

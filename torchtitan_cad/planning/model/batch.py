@@ -85,6 +85,36 @@ def nano_layouts(
     return [ping, TokenLayout.from_arrays(num_ranks, rank, doc, start, length, attends=later)]
 
 
+def step_layouts(
+    starts: Sequence[np.ndarray], shapes: Sequence[BatchShape], cp: int, nano_batches: int
+) -> list[list[TokenLayout]]:
+    """Return the ``nano_layouts`` of every microbatch, for batches whose ``shapes`` may differ between ranks.
+
+    Args:
+        starts, shapes: per data-parallel rank; all batches have as many microbatches.
+    """
+    microbatches = range(shapes[0].microbatches)
+    if all(shape == shapes[0] for shape in shapes):
+        return [nano_layouts(starts, shapes[0], number, cp, nano_batches) for number in microbatches]
+    firsts = np.cumsum([0, *(len(own) for own in starts[:-1])])
+    layouts = []
+    for number in microbatches:
+        alone = [
+            nano_layouts([own], shape, number, cp, nano_batches) for own, shape in zip(starts, shapes, strict=True)
+        ]
+        layouts.append([_side_by_side(parts, firsts, cp) for parts in zip(*alone, strict=True)])
+    return layouts
+
+
+def _side_by_side(layouts: Sequence[TokenLayout], firsts: np.ndarray, num_ranks: int) -> TokenLayout:
+    """Join layouts of ``num_ranks`` ranks each into one, in which their documents count from ``firsts``."""
+    columns = [
+        (part.seg_rank + place * num_ranks, part.seg_doc + first, part.seg_start, part.seg_length, part.seg_attends)
+        for place, (part, first) in enumerate(zip(layouts, firsts, strict=True))
+    ]
+    return TokenLayout.from_arrays(len(layouts) * num_ranks, *map(np.concatenate, zip(*columns, strict=True)))
+
+
 def dealt_slots(shape: BatchShape, microbatch: int, cp: int, nano_batches: int) -> list[np.ndarray]:
     """Find the tokens of ``nano_layouts`` in a data-parallel rank's batch, for layouts that hold all between them.
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from torchtitan_cad.planning.arguments import check_step, complete_config, holders
 from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
@@ -67,7 +68,8 @@ def plan_step(
 
     Every rank has as many tokens in every microbatch as before, and every document lies in one microbatch. Equal inputs
     give equal homes on every rank. Microbatches keep their documents, and are placed alone, where no others of the same
-    number of tokens are found, or where that is better: by the bytes of all plans, or by predicted time.
+    number of tokens are found, or where that is better: by the bytes of all plans, or by predicted time. What has no
+    tokens stays home.
 
     Args:
         given: of every microbatch, its nano-batches: one, two halves by rows, or two halves of which the later attends
@@ -78,11 +80,13 @@ def plan_step(
             the attention, and the order, with which 1F1B takes least time, as far as whole documents allow.
 
     Raises:
-        ValueError: as ``make_plan``; to place, no microbatch, unequal numbers of ranks, a document in two microbatches.
+        ValueError: as ``make_plan``; unequal numbers of nano-batches, or no stage; to place, no microbatch,
+            unequal numbers of ranks, a document in two microbatches.
     """
-    if place:
-        _check(given)
-    config = (config or PlannerConfig()).for_window(shape.window)
+    check_step(given, stages, place=place)
+    config = complete_config(shape, config)
+    if not any(len(layout.docs) for nanos in given for layout in nanos):  # no tokens
+        return [stay_home(nanos, shape, config, cost) for nanos in given]
     if times is None:
         step = _by_bytes(given, shape, config, cost, place=place, stages=stages)
         if not place or stages == 1:
@@ -90,16 +94,6 @@ def plan_step(
         work = [sum(each.plan.stats.mean_load * each.plan.stats.max_over_mean for each in nanos) for nanos in step]
         return _reordered(step, np.array(work), float(np.mean(work)), stages)
     return _by_time(given, shape, config, times, cost, place=place, stages=stages)
-
-
-def _check(given: Given) -> None:
-    if len(ranks := {layout.num_ranks for nanos in given for layout in nanos}) != 1:
-        raise ValueError(f"microbatches of a step need the same ranks, got numbers of ranks {sorted(ranks)}")
-    docs, counts = np.unique(np.concatenate([each.docs for each in _holders(given)]), return_counts=True)
-    if (counts > 1).any():
-        raise ValueError(
-            f"document {docs[counts > 1][0]} is in two microbatches: give the documents of a step ids of their own"
-        )
 
 
 def _by_bytes(
@@ -185,11 +179,6 @@ def _moved(step: Step) -> Moved:
     return moved_by(*(placed.plan for nanos in step for placed in nanos))
 
 
-def _holders(given: Given) -> list[TokenLayout]:
-    """Return the layouts that hold each of the step's tokens once: without halves that are keys of the later ones."""
-    return [layout for nanos in given for layout in (nanos if nanos[-1].seg_attends.all() else nanos[-1:])]
-
-
 def _refilled(given: Given, stages: int, linear: float = 1.0) -> Given:
     """Return the microbatches with other documents, none of which is in two nano-batches; empty if none are found.
 
@@ -198,8 +187,8 @@ def _refilled(given: Given, stages: int, linear: float = 1.0) -> Given:
     """
     if sum(map(len, given)) == 1:
         return []
-    holders = _holders(given)
-    docs, lengths = (np.concatenate([getattr(each, name) for each in holders]) for name in ("docs", "doc_lengths"))
+    held = holders(given)
+    docs, lengths = (np.concatenate([getattr(each, name) for each in held]) for name in ("docs", "doc_lengths"))
     rooms, count = [layout.queries_per_rank for nanos in given for layout in nanos], len(given[0])
     if stages == 1 or len(given) == 1:
         parts = fill(docs, lengths, rooms, together=count)

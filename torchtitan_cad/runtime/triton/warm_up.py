@@ -2,15 +2,15 @@
 """Compile every kernel of a job before its first step, so that no rank waits for another's compiler."""
 
 import logging
-import os
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
-from filelock import FileLock
+import triton
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
@@ -20,6 +20,9 @@ from torchtitan_cad.runtime.triton import delta, gather, put, signals
 from torchtitan_cad.runtime.triton.rows import COUNTS
 
 _logger = logging.getLogger(__name__)
+
+LOCK_S = 600.0
+"""seconds: longest wait for another process that compiles a kernel"""
 
 
 def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device, first: int = 0) -> None:
@@ -37,16 +40,40 @@ def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device, fir
     _logger.info(f"CAD compiles its {len(launches)} Triton kernels, or loads those that are compiled already")
     for number in range(len(launches)):
         index = (first + number) % len(launches)
-        with FileLock(_lock_path(index)):
+        with _locked(index):
             launches[index]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     _logger.info(f"CAD's Triton kernels are ready after {time.perf_counter() - begin:.1f} s")
 
 
+@contextmanager
+def _locked(index: int) -> Iterator[None]:
+    """Hold the lock of a kernel, which other processes compile meanwhile; without one where the cache is read-only.
+
+    Raises TimeoutError that names the lock if another process does not release it in ``LOCK_S``.
+    """
+    path = _lock_path(index)
+    lock = FileLock(path, timeout=LOCK_S)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise TimeoutError(
+            f"{path}: another process has held this lock for {LOCK_S:.0f} s, for which CAD waits to compile a Triton "
+            "kernel; end that process, or set TRITON_CACHE_DIR to another folder"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        _logger.warning(f"CAD compiles a Triton kernel in this process, not once per machine: {error}")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _lock_path(index: int) -> Path:
-    """Return a file of this user, as are those of Triton's cache; Linux may refuse to open another user's in /tmp."""
-    return Path(tempfile.gettempdir()) / f"torchtitan_cad_{os.getuid()}_kernel_{index}.lock"
+    """Return a file in the folder of Triton's cache, which is this user's own."""
+    return Path(triton.knobs.cache.dir) / f"torchtitan_cad_kernel_{index}.lock"
 
 
 def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:

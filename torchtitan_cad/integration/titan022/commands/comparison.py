@@ -49,6 +49,8 @@ class Runs:
     bytes_per_rank_mean: np.ndarray
     rows: list[list[list[list[int]]]]
     first_step: int
+    same_documents: bool = True
+    """Whether attention stayed inside the documents of ``rows``."""
 
     @classmethod
     def read(cls, folders: Sequence[Path], ranks: int, warmup: int) -> "Runs":
@@ -65,7 +67,8 @@ class Runs:
             for name in measured.FIGURES
         }
         rows = [[each["rows"] for each in step] for step in kept[0]]
-        return cls(**arrays, rows=rows, first_step=kept[0][0][0]["step"])
+        same = all(each.get("same_documents", True) for step in kept[0] for each in step)
+        return cls(**arrays, rows=rows, first_step=kept[0][0][0]["step"], same_documents=same)
 
     @property
     def step_seconds(self) -> np.ndarray:
@@ -154,6 +157,7 @@ class Comparison:
                 "before": float(np.nanmean(self.on.imbalance_before)),
                 "after": float(np.nanmean(self.on.imbalance_after)),
             },
+            "same_documents": self.off.same_documents,
             "largest_loss_difference": float(differences.max()),
             "largest_relative_loss_difference": float((differences / losses[0][:1]).max()),
             "seconds_per_step": {"off": off.tolist(), "on": on.tolist()},

@@ -25,18 +25,18 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from torchtitan_cad.integration.engines import kernel_shape
-from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
+from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.machine import other_device
 from torchtitan_cad.integration.titan022 import plugin
-from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS, choose_streams
+from torchtitan_cad.integration.titan022.checks import choose_streams
 from torchtitan_cad.integration.titan022.commands.defects import defects_met
 from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta
 from torchtitan_cad.integration.titan022.folders import check_folders, checkpoint_folder, nearest_folder, resumed_from
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, load_tokenizer, open_dataset
-from torchtitan_cad.integration.titan022.job import attention_kinds, cad_table, document_end
+from torchtitan_cad.integration.titan022.job import attention_kinds, cad_table, document_rule
 from torchtitan_cad.integration.titan022.manager import quiet, read_config
 from torchtitan_cad.integration.titan022.model import update_without_cp
-from torchtitan_cad.integration.titan022.models import has_experts
+from torchtitan_cad.integration.titan022.models import adapter_of, has_experts
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning.compile_once import is_compiled
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
@@ -135,7 +135,7 @@ class Job:
     def spec(self) -> Any:
         """The model's TrainSpec; None if there is none, or CAD cannot train it."""
         name = self.config.model.name
-        if self.has_cad and name not in SUPPORTED_MODELS:
+        if self.has_cad and adapter_of(name) is None:
             return None
         with suppress(ValueError):
             return get_train_spec(name)
@@ -146,9 +146,11 @@ class Job:
         """Groups of ranks."""
         return Topology.from_job(self.config.parallelism, self.world_size)
 
-    def end_of_documents(self, tokenizer: Any) -> int | None:
-        """Return the token after which a document ends."""
-        return document_end(self.config.cad, tokenizer.eos_id) if self.has_cad else tokenizer.eos_id
+    def documents(self, tokenizer: Any) -> DocumentRule:
+        """Return how documents are told apart."""
+        if not self.has_cad:
+            return DocumentRule(tokenizer.eos_id)
+        return document_rule(self.config.cad, tokenizer.eos_id, self.model.vocab_size)
 
 
 def examine(args: Sequence[str], ranks_per_host: int | None = 1, num_hosts: int = 1) -> Iterator[Finding]:
@@ -238,7 +240,7 @@ def _check_model(job: Job) -> Answer:
     job.model, job.num_parameters = args, sum(parameter.numel() for parameter in built.parameters())
     heads = f"{args.n_heads} query and {getattr(args, 'n_kv_heads', None) or args.n_heads} key heads"
     mask = spec.model_args[model.flavor].attn_mask_type
-    inside = job.config.cad.documents == "eos" if job.has_cad else mask != "causal"
+    inside = job.config.cad.documents != "row" if job.has_cad else mask != "causal"
     changed = ", which without cad it would not" if job.has_cad and inside and mask == "causal" else ""
     return (
         f"{job.num_parameters:,} parameters, {args.n_layers} layers, {heads}; attention stays inside "
@@ -265,11 +267,10 @@ def _check_tokenizer(job: Job) -> Answer:
         return "skip", "the model has none"
     vocab_size = job.model.vocab_size
     tokenizer = load_tokenizer(job.spec.build_tokenizer_fn, job.config, vocab_size)
-    eos_id = job.end_of_documents(tokenizer)
+    rule = job.documents(tokenizer)
     job.tokenizer = tokenizer
     tokens = f"{tokenizer.get_vocab_size()} tokens of the model's {vocab_size}"
-    ends = "every row is one document" if eos_id is None else f"a document ends after EOS = {eos_id}"
-    return f"{job.config.model.hf_assets_path}: {tokens}, {ends}"
+    return f"{job.config.model.hf_assets_path}: {tokens}, {rule.described}"
 
 
 def _check_dataset(job: Job) -> Answer:
@@ -317,7 +318,7 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
         raise inputs
     if inputs is None:
         return f"{name}: can be opened; what it holds needs a tokenizer without errors"
-    starts = document_starts(inputs["input"], job.end_of_documents(tokenizer), inputs.get(DOCUMENT_IDS))
+    starts = job.documents(tokenizer).starts(inputs)
     return f"{name}: documents in the first {inputs['input'].numel()} tokens of rank 0: {len(starts)}"
 
 
@@ -391,7 +392,7 @@ def _check_planner(job: Job) -> Answer:
     text = f"{cad.planner}, tolerance {cad.tolerance}{measured}, shards of {cad.min_shard} tokens; nano_batches = "
     text += f"{cad.nano_batches}: {parts}"
     if is_plain_python():
-        return "note", f"{text}; planning is slow, as numba cannot be imported: install one that can"
+        return "note", f"{text}; planning is slow: install a numba that can be imported, and unset NUMBA_DISABLE_JIT"
     if is_compiled():
         return f"{text}; compiled code is cached"
     remark = "is yet to be compiled on this machine: its first job does that, or `torchtitan-cad prepare` before"
@@ -413,7 +414,7 @@ def _check_profile(job: Job) -> Answer:
 
 def _check_checkpoint(job: Job) -> Answer:
     config, checkpoint = job.config, job.config.checkpoint
-    check_folders(config)
+    check_folders(config, job.world_size if job.is_valid else None)
     if not checkpoint.enable:
         return "note", "checkpoint.enable is false: nothing is saved, nothing resumed"
     folder, start = checkpoint_folder(config), resumed_from(config)

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, document_starts
+from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 FIGURES = (
     *("seconds", "busy", "attention", "waiting", "tokens", "loss", "gradient_norm"),
     *("imbalance_before", "imbalance_after", "bytes_per_rank_mean"),
 )
-"""Figures of one rank in one step, in its record beside ``step`` and ``rows``, the tokens of the documents of every row
-that it has loaded. Seconds from the barrier to the end of the optimizer's step and of the loss's reduction; CPU seconds
+"""Figures of one rank in one step. Beside them its record has ``step``, ``rows``, the tokens of the documents of every
+row that it has loaded, and ``same_documents``: attention stays inside these, also without cad. Seconds from the
+barrier to the end of the optimizer's step and of the loss's reduction; CPU seconds
 of the process in it, and of attention kernels (null on CUDA); seconds in which the host, or on CUDA the stream that
 computes, waited for rows (null without cad); this rank's share of its data-parallel coordinate's tokens, which add up
 to the global batch; torchtitan's global average, -1 on pipeline stages that do not know it; the norm of all gradients
@@ -61,9 +62,9 @@ def _take_a_core(rank: int, ranks: int) -> None:
         os.sched_setaffinity(0, {cores[rank]})
 
 
-def document_rows(tokens: torch.Tensor, eos_id: int | None, document_ids: torch.Tensor | None) -> list[list[int]]:
-    """Return the tokens of the documents of every row of ``tokens`` [rows, tokens of a row]."""
-    starts = document_starts(tokens, eos_id, document_ids)
+def document_rows(rule: DocumentRule, inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
+    """Return the tokens of the documents of every row of a batch."""
+    tokens, starts = inputs["input"], rule.starts(inputs)
     lengths, row = np.diff(starts, append=tokens.numel()), starts // tokens.shape[1]
     return [lengths[row == number].tolist() for number in range(len(tokens))]
 
@@ -138,14 +139,18 @@ def _note_figures(seen: dict[str, Any]) -> None:
     from torchtitan.train import Trainer
 
     from torchtitan_cad.integration.report.statistics import StepStatistics
-    from torchtitan_cad.integration.titan022.job import document_end
+    from torchtitan_cad.integration.titan022.job import document_rule
     from torchtitan_cad.runtime.exchange import ExchangeClock
 
     forward_backward, drain, reset = Trainer.forward_backward_step, StepStatistics.drain, ExchangeClock.reset
 
     def noted_pass(self: Any, *, input_dict: dict[str, Any], **rest: Any) -> Any:
-        end = document_end(self.job_config.cad, self.tokenizer.eos_id)
-        seen.setdefault("rows", []).extend(document_rows(input_dict["input"], end, input_dict.get(DOCUMENT_IDS)))
+        rule = document_rule(self.job_config.cad, self.tokenizer.eos_id, self.model_args.vocab_size)
+        seen.setdefault("rows", []).extend(document_rows(rule, input_dict))
+        if not self.job_config.parallelism.cad:
+            is_cut = self.model_args.attn_mask_type != "causal"
+            stock = DocumentRule(self.tokenizer.eos_id if is_cut else None).starts({"input": input_dict["input"]})
+            seen["same_documents"] = seen.get("same_documents", True) and np.array_equal(stock, rule.starts(input_dict))
         return forward_backward(self, input_dict=input_dict, **rest)
 
     def noted_drain(self: StepStatistics) -> dict[str, Any]:
@@ -198,6 +203,7 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
         # torchtitan counts labels before context parallelism cuts them, so all these ranks count the same.
         seen["tokens"] = (self.ntokens_seen - tokens) / self.parallel_dims.non_data_parallel_size
         record = {"step": self.step, "rows": seen.get("rows", []), **{name: seen.get(name) for name in FIGURES}}
+        record["same_documents"] = seen.get("same_documents", True)
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 

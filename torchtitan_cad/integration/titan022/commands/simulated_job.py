@@ -19,7 +19,7 @@ from torchtitan_cad.integration.titan022.inputs import SYNTHETIC
 from torchtitan_cad.integration.titan022.job import cad_table
 from torchtitan_cad.integration.titan022.manager import quiet, read_config
 from torchtitan_cad.integration.titan022.model import update_without_cp
-from torchtitan_cad.integration.titan022.models import ADAPTERS
+from torchtitan_cad.integration.titan022.models import adapter_of
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.simulation.batches import DEFAULT, named_lengths
 from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Configuration, Model, Schedule
@@ -128,7 +128,7 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     degrees *= parallelism.context_parallel_degree
     if ranks is None:
         ranks = _ranks(config, degrees, notes)
-    if name not in SUPPORTED_MODELS:
+    if adapter_of(name) is None:
         raise ValueError(f"model.name = {name!r}: set it to one of {', '.join(SUPPORTED_MODELS)}, which cad knows")
     plugin.check(config, ranks)
     dp, local = ranks // degrees, training.local_batch_size
@@ -201,7 +201,8 @@ def build_on_meta(config: JobConfig, args: Any) -> torch.nn.Module:
 
 def _model(config: JobConfig, notes: list[str]) -> Model:
     """Read the model, whose layers count as the mean one in all but their kinds of attention."""
-    name, parallelism = config.model.name, config.parallelism
+    name, parallelism, adapter = config.model.name, config.parallelism, adapter_of(config.model.name)
+    assert adapter is not None, "the config has been checked"
     args: Any = copy.deepcopy(get_train_spec(name).model_args[config.model.flavor])
     args.attn_type = "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
     with quiet():
@@ -220,7 +221,7 @@ def _model(config: JobConfig, notes: list[str]) -> Model:
         notes.append(
             "experts: all as busy; what expert parallelism exchanges is not simulated, and they cannot train in ticks"
         )
-    kinds = ADAPTERS[name].kinds(
+    kinds = adapter.kinds(
         args, config.training.seq_len, 1, TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
     )
     shape = kinds[0].shape
@@ -247,12 +248,13 @@ def _lengths(config: JobConfig, notes: list[str]) -> np.ndarray:
     if config.cad.documents == "row":
         notes.append('documents: whole rows, as cad.documents = "row"')
         return np.array([training.seq_len])
-    if training.dataset == SYNTHETIC:
+    own = config.cad.documents == "positions"  # of a loader that is not read
+    if training.dataset == SYNTHETIC and not own:
         drawn = parse_lengths(training.dataset_path)
         notes.append(f"documents: {training.dataset_path} (training.dataset_path)")
         lengths = [drawn.draw(i, np.random.default_rng((drawn.seed, i))) for i in range(DRAWN)]
         return np.array(lengths, dtype=np.int64)
-    if (unit := UNITS.get(training.dataset)) is not None:
+    if (unit := UNITS.get(training.dataset)) is not None and not own:
         characters = CHARACTERS_PER_TOKEN[unit]
         notes.append(f"documents: the dataset's {unit}s, {characters} characters a token (approximate)")
         texts = read_sources(training.dataset_path, unit=unit)

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Names that a user's module registers; jobs of test_custom_names.py import it (`custom_import`)."""
+
+import dataclasses
+from typing import Any
+
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs, get_train_spec, llama3_args
+from torchtitan.protocols.train_spec import _extra_train_specs
+
+
+class Derived(Transformer):
+    """A user's model."""
+
+
+def parallelize(model: Any, *_: Any) -> Any:
+    """Stand for a user's own function."""
+    return model
+
+
+stock, args = get_train_spec(), TransformerModelArgs(dim=64, n_layers=2, n_heads=2, vocab_size=2048)
+llama3_args["mine"] = args
+DATASETS["mine"] = DatasetConfig(path="mine", loader=lambda path: [], sample_processor=str)
+_extra_train_specs["mine"] = dataclasses.replace(stock, model_cls=Derived, model_args={"small": args})
+_extra_train_specs["own_parallelize"] = dataclasses.replace(_extra_train_specs["mine"], parallelize_fn=parallelize)

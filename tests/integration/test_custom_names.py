@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Flavors, datasets and models that `experimental.custom_import` registers are known when a job is checked."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import parse_job
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
+
+enable_cpu()
+
+# torchtitan must not be imported before enable_cpu().
+from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
+from torchtitan.models.llama3 import llama3_args  # noqa: E402
+from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec  # noqa: E402
+
+from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
+from torchtitan_cad.integration.titan022.job import attention_kinds  # noqa: E402
+
+MODULE = "tests.integration.custom_names"
+IMPORT = f"--experimental.custom_import={MODULE}"
+MINE = ("--model.name=mine", "--model.flavor=small")
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    before = [dict(known) for known in (DATASETS, llama3_args, _extra_train_specs)]
+    sys.modules.pop(MODULE, None)
+    yield
+    for known, old in zip((DATASETS, llama3_args, _extra_train_specs), before, strict=True):
+        known.clear()
+        known.update(old)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("switch", ["--parallelism.cad", "--parallelism.no-cad"])
+@pytest.mark.parametrize("options", [("--model.flavor=mine",), ("--training.dataset=mine",), MINE], ids=str)
+def test_registered_names_are_accepted(options: tuple[str, ...], switch: str, tmp_path: Path) -> None:
+    parse_job(tmp_path, IMPORT, *options, switch)
+
+
+def test_a_derived_model_gets_the_adapter_of_its_base(tmp_path: Path) -> None:
+    config = parse_job(tmp_path, IMPORT, *MINE)
+    (kind,) = attention_kinds(config, get_train_spec("mine").model_args["small"])
+    assert (kind.name, kind.layers, kind.shape.num_heads, kind.shape.head_dim) == ("full", 2, 2, 32)
+    try:
+        plugin.on_config(config)
+        assert issubclass(get_train_spec("mine").model_cls, sys.modules[MODULE].Derived)
+        assert hasattr(get_train_spec("mine").model_cls, "adapter")
+    finally:
+        plugin.restore()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((IMPORT, "--model.flavor=other"), r"model\.flavor = 'other' is not a flavor of llama3; .*, mine"),
+        (
+            (IMPORT, "--training.dataset=other"),
+            r"training\.dataset = 'other' is not a dataset; .*mine, python_packages",
+        ),
+        (("--model.name=mine",), r"cad = true is not supported with model\.name = 'mine': .*a TrainSpec whose class"),
+        (
+            (IMPORT, "--model.name=own_parallelize", MINE[1]),
+            r"TrainSpec has one of tests\.\S*names, give it the parall",
+        ),
+        (("--experimental.custom_import=no.such",), r"custom_import = 'no\.such': No module named 'no'; set it to"),
+    ],
+)
+def test_other_names_are_refused(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_job(tmp_path, *options)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints of another job, or of an earlier part of this one, that cannot go on: a line that says how they can."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, zeros
+from torch.utils.data import IterableDataset
+
+from tests.integration.harness import parse_job
+from torchtitan_cad import launch
+from torchtitan_cad.integration.titan022.cpu import enable_cpu
+
+enable_cpu()
+
+# torchtitan must not be imported before enable_cpu().
+from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
+
+from torchtitan_cad.integration.titan022.resume import check_workers_when_loaded  # noqa: E402
+
+MODEL = {"norm.weight": zeros(2)}
+FULL = {
+    **MODEL,
+    "optimizer": {"lr": 1.0},
+    "train_state": {"step": 2},
+    "dataloader": {"dp_rank_0": b"", "dp_rank_1": b"", "world_size": 2},
+}
+
+
+def save(folder: Path, state: dict, step: int) -> None:
+    dcp.save(state, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "ranks", "options", "message"),
+    [
+        ([FULL, MODEL], 2, [], r"load_step = -1 is \S*step-2, .* the model alone .*; set checkpoint\.load_step to 1,"),
+        ([MODEL], 2, [], r"the model alone .* no full one .* set checkpoint\.initial_load_path to it and .*folder"),
+        (
+            [FULL],
+            3,
+            [],
+            r"step-1 was saved with 2 data-parallel ranks, and this job has 3, .* start as many as then, or",
+        ),
+        (
+            [FULL],
+            1,
+            [],
+            r"saved with 2 data-parallel ranks, .* or add 'dataloader' to checkpoint\.exclude_from_loading",
+        ),
+        ([FULL, MODEL], 2, ["--checkpoint.load_step=1"], None),
+        ([FULL], 3, ["--checkpoint.exclude_from_loading", "dataloader"], None),
+        ([MODEL], 2, ["--checkpoint.exclude_from_loading", "optimizer,lr_scheduler,dataloader,train_state"], None),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_said_before_training(
+    saved: list[dict],
+    ranks: int,
+    options: list[str],
+    message: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for step, state in enumerate(saved, start=1):
+        save(tmp_path, state, step)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    options = ["--checkpoint.enable", *options]
+    if message is None:
+        parse_job(tmp_path, *options)
+        return
+    with pytest.raises(ValueError, match=message) as raised:
+        parse_job(tmp_path, *options)
+    assert "\n" not in str(raised.value)
+
+
+def test_initial_checkpoint_with_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    save(tmp_path, MODEL, 5)
+    first = f"--checkpoint.initial_load_path={tmp_path / 'checkpoint' / 'step-5'}"
+    options = ["--checkpoint.enable", "--checkpoint.folder=other", first]
+    parse_job(tmp_path, *options)
+    with pytest.raises(ValueError, match=r"the model alone; set checkpoint\.initial_load_model_only to true"):
+        parse_job(tmp_path, *options, "--checkpoint.no-initial-load-model-only")
+
+
+def test_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
+    start = tmp_path / "checkpoint" / "step-3"
+    start.mkdir(parents=True)
+    (start / ".metadata").write_text("")
+    with pytest.raises(ValueError, match=r"step-3/\.metadata cannot be read \(EOFError.*; remove \S*step-3, or set"):
+        parse_job(tmp_path, "--checkpoint.enable")
+
+
+class Rows(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from zeros(8, 1)
+
+
+@pytest.mark.parametrize(("saved", "now"), [(0, 1), (1, 0), (1, 1)])
+def test_state_of_another_number_of_workers(saved: int, now: int) -> None:
+    def loader(num_workers: int) -> ParallelAwareDataloader:
+        return ParallelAwareDataloader(Rows(), dp_rank=0, dp_world_size=1, num_workers=num_workers)
+
+    first, resumed = loader(saved), loader(now)
+    next(iter(first))
+    check_workers_when_loaded(resumed)
+    if saved == now:
+        resumed.load_state_dict(first.state_dict())
+        return
+    with pytest.raises(ValueError, match=rf"num_workers = {now}: .* saved with {saved}, .*; set it to {saved}, or add"):
+        resumed.load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize(("restarts", "value"), [("0", None), ("2", "1")])
+def test_ranks_that_start_again_have_a_store_of_their_own(
+    restarts: str, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable, found = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", list[str | None]()
+    monkeypatch.setenv(variable, "")  # so that it is removed afterwards
+    monkeypatch.delenv(variable)
+    monkeypatch.setattr(launch.run, "run", lambda options: found.append(launch.os.environ.get(variable)))
+    assert launch.main([f"--max-restarts={restarts}", "--nproc_per_node=1", "train.py"]) == 0
+    assert found == [value]

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Batches of torchtitan's validation, as many on every rank of a CAD group."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
+
+from torchtitan_cad.integration.loading.batch_planner import Exhausted
+from torchtitan_cad.integration.loading.deal import Batch
+from torchtitan_cad.integration.loading.loader import PLAN_KEYS, Loader, announced_failure
+from torchtitan_cad.integration.session import CadSession, current_session
+
+
+def plan_validation(validator: Any, config: JobConfig) -> None:
+    """Make torchtitan's ``validator`` draw its batches through a ``ValidationLoader``; others plan as they compute."""
+    if (loader := getattr(validator, "validation_dataloader", None)) is not None:
+        validator.validation_dataloader = ValidationLoader(loader, config, current_session())
+
+
+@dataclass(eq=False)
+class ValidationLoader:
+    """Plans the batches of ``inner`` and, with ``validation.steps = -1``, ends on all ranks with the first to end.
+
+    torchtitan 0.2.2 then waits for ranks that have no more, and finds no data the second time: here every validation
+    begins with the first batch. A last batch that the job cannot run is left out.
+    """
+
+    inner: Loader
+    config: JobConfig
+    session: CadSession
+    _warned: bool = field(default=False, init=False)
+    _left_out: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        dataset: Any = getattr(self.inner, "dataset", None)
+        self._is_whole_set = self.config.validation.steps == -1
+        self._first = copy.deepcopy(dataset.state_dict()) if hasattr(dataset, "load_state_dict") else None
+
+    def __iter__(self) -> Iterator[Batch]:
+        planner, handed_out = self.session.validation, 0
+        if self._is_whole_set and self._first is not None:
+            self.inner.dataset.load_state_dict(copy.deepcopy(self._first))  # type: ignore[attr-defined]
+        with announced_failure(planner, "loading a batch"):
+            batches = iter(self.inner)
+        try:
+            while True:
+                with announced_failure(planner, "loading a batch"):
+                    batch = next(batches, None)
+                if batch is None or not self._fits(len(batch[1])):
+                    planner.announce_exhausted()
+                inputs, labels = batch
+                if self._is_whole_set or handed_out < self.config.validation.steps:  # one more is drawn, and not used
+                    inputs = {**inputs, PLAN_KEYS: self.session.plan_now(inputs)}
+                yield inputs, labels
+                handed_out += 1
+        except Exhausted as end:
+            self._explain(end.args, handed_out)
+
+    def _fits(self, rows: int) -> bool:
+        """Tell whether the job can run a batch of that many rows, which may be the rest of a data set."""
+        parallelism, wanted = self.config.parallelism, self.config.validation.local_batch_size
+        fits = rows == wanted
+        if parallelism.pipeline_parallel_degree == 1:  # else buffers have one size
+            cuts_rows = self.config.cad.nano_batches == 2 and rows % 2 == 1
+            fits = fits or not cuts_rows or parallelism.tensor_parallel_degree == 1
+        if not fits and not self._left_out:
+            self._left_out = True
+            logger.warning(
+                f"validation leaves out the last {rows} rows of this rank: with validation.local_batch_size = {wanted} "
+                "this job cannot run as few; set it to a divisor of the rows that each rank has"
+            )
+        return fits
+
+    def _explain(self, ended: tuple[int, ...], batches: int) -> None:
+        """Say once if ranks had more batches; raise ValueError if one had none."""
+        ranks = f"rank{'s' if len(ended) > 1 else ''} {', '.join(map(str, ended))}"
+        name = self.config.validation.dataset
+        if not batches:
+            raise ValueError(
+                f"validation.dataset = {name!r} has no batch for {ranks}; set a larger one, or "
+                "validation.local_batch_size or validation.seq_len lower"
+            )
+        if len(ended) < len(self.session.ranks) and not self._warned and self.session.group_rank == 0:
+            self._warned = True
+            logger.warning(
+                f"validation.steps = {self.config.validation.steps} ends after {batches} batches, with the data of "
+                f"{ranks}: other ranks have more of validation.dataset = {name!r}; set it to {batches} or less, or let "
+                "all have as many"
+            )

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks of what planning is asked for: a ValueError that names the argument, the value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.cost import CostModel, cost_model
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.limits import Speeds, require_plannable
+from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.text import brief, is_integer
+
+MAX_STAGES = 2**16
+"""stages: maximum of a pipeline, far above those in use"""
+
+
+def complete(
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None, cost: CostModel | None
+) -> tuple[PlannerConfig, CostModel]:
+    """Check the arguments of ``make_plan``; return the config, for the shape's window, and the cost, or the defaults.
+
+    Raises ValueError as ``make_plan`` says.
+    """
+    _of_type("layout", layout, TokenLayout)
+    config = complete_config(shape, config)
+    if cost is not None and not hasattr(cost, "granularity"):
+        raise ValueError(f"cost = {brief(cost)}: give a cost model, or None for tile area")
+    cost = cost_model(cost, config.cost_tile, shape.window)
+    if config.min_shard % cost.granularity:
+        raise ValueError(
+            f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
+        )
+    Speeds.of(config, layout.num_ranks)
+    require_plannable(layout, cost)
+    return config, cost
+
+
+def complete_config(shape: AttentionShape, config: PlannerConfig | None) -> PlannerConfig:
+    """Return the config for the shape's window, by default the planner's own; ValueError for another type."""
+    _of_type("shape", shape, AttentionShape)
+    if config is None:
+        config = PlannerConfig()
+    _of_type("config", config, PlannerConfig)
+    return config.for_window(shape.window)
+
+
+def check_step(given: Sequence[Sequence[TokenLayout]], stages: int, *, place: bool) -> None:
+    """Check a step for ``plan_step``; ``place``: whether tokens may get other homes."""
+    if not is_integer(stages, 1, MAX_STAGES):
+        raise ValueError(f"stages = {brief(stages)}: set a whole number from 1 to {MAX_STAGES}")
+    _of_type("given", given, Sequence)
+    for nanos in given:
+        _of_type("microbatch", nanos, Sequence)
+        for layout in nanos:
+            _of_type("layout", layout, TokenLayout)
+    nano_batches = sorted({len(nanos) for nanos in given})
+    if nano_batches not in ([], [1], [2]):
+        raise ValueError(f"microbatches of a step need 1 or 2 nano-batches, all as many, got numbers {nano_batches}")
+    if not place:
+        return
+    if len(ranks := {layout.num_ranks for nanos in given for layout in nanos}) != 1:
+        raise ValueError(f"microbatches of a step need the same ranks, got numbers of ranks {sorted(ranks)}")
+    docs, counts = np.unique(np.concatenate([each.docs for each in holders(given)]), return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            f"document {docs[counts > 1][0]} is in two microbatches: give the documents of a step ids of their own"
+        )
+
+
+def holders(given: Sequence[Sequence[TokenLayout]]) -> list[TokenLayout]:
+    """Return the layouts that hold each of the step's tokens once: without halves that are keys of the later ones."""
+    return [layout for nanos in given for layout in (nanos if nanos[-1].seg_attends.all() else nanos[-1:])]
+
+
+def _of_type(name: str, value: object, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        shown = " ".join(brief(value).split())
+        raise ValueError(f"{name} = {shown}: give a {wanted.__name__}, not a {type(value).__name__}")
