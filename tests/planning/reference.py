@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks of plans, and slow and obvious counterparts of the planning room, one token and one tile at a time."""
 
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from fractions import Fraction
 
 import numpy as np
@@ -162,6 +162,49 @@ def check_guarantee(plan: Plan, home: Plan) -> None:
     for load, limit, speed in zip(loads.tolist(), plan.stats.load_limits.tolist(), speeds, strict=True):
         share = total * speed / sum(speeds)
         assert load <= limit <= max((1 + Fraction(config.tolerance)) * share, share + shard_cost)
+
+
+def check_loads(plan: Plan) -> None:
+    """Loads are the tiles that tasks touch, counted row by row of tiles; the maximum is theirs, over speeds."""
+    tile, loads = plan.cost.granularity, [0] * plan.layout.num_ranks
+    columns = (plan.tasks[name].tolist() for name in ("q_start", "q_end", "kv_start", "kv_end", "server"))
+    for q_start, q_end, kv_start, kv_end, server in zip(*columns, strict=True):
+        for row in range(q_start // tile, -(-q_end // tile)):
+            last_query = min(q_end, (row + 1) * tile) - 1
+            last_key = min(last_query, kv_end - 1)  # no later one is attended to
+            loads[server] += last_key // tile - kv_start // tile + 1
+    assert plan.stats.loads.tolist() == loads
+    speeds = [Fraction(speed) for speed in plan.config.rank_speeds or [1] * len(loads)]
+    share = [plan.stats.mean_load * float(speed * len(loads) / sum(speeds)) for speed in speeds]
+    most = max((load / even for load, even in zip(loads, share, strict=True) if even), default=1.0)
+    assert abs(plan.stats.max_over_mean - most) <= 1e-9 * most
+
+
+def check_tables(plan: Plan) -> None:
+    """What each rank's tables say of its peers is what the peers' own tables say; between them they hold all tasks."""
+    ranks = range(plan.layout.num_ranks)
+    tables = [plan.exchange(rank) for rank in ranks]
+    assert len({astuple(table.most) for table in tables}) == 1
+    assert sum(table.causal.num_tasks + table.full.num_tasks for table in tables) == len(plan.tasks)
+    total = 0
+    for kind, row_bytes in (("queries", plan.shape.query_bytes), ("keys", plan.shape.kv_bytes)):
+        rows = [getattr(table, kind) for table in tables]
+        sent, received, put, back = (
+            np.stack([getattr(each, name) for each in rows])
+            for name in ("send_counts", "recv_counts", "put_offsets", "return_offsets")
+        )
+        np.testing.assert_equal(sent, received.T)
+        assert not sent.diagonal().any()
+        before = np.cumsum(sent, axis=0) - sent  # rows that a server gets from lower ranks
+        np.testing.assert_equal(put, np.where(sent > 0, before, 0))
+        np.testing.assert_equal(back, np.where(received > 0, np.cumsum(received, axis=0) - received, 0))
+        for own in rows:
+            assert len(own.send_rows) == own.send_counts.sum()
+            assert not len(own.send_rows) or 0 <= own.send_rows.min() <= own.send_rows.max() < own.num_local
+            row_for_peer = np.repeat(ranks, own.send_counts) * own.num_local + own.send_rows
+            assert len(np.unique(row_for_peer)) == len(row_for_peer)
+        total += int(sent.sum()) * row_bytes
+    assert plan.stats.total_bytes == total
 
 
 def check_bounds(plan: Plan) -> None:

@@ -2,6 +2,7 @@
 """The planners on layouts worth looking at: balance, bytes, speeds, nodes, costs; and what local search adds up."""
 
 import dataclasses
+import hashlib
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from bench.workloads import workload_layout
 from tests.planning.costs import concave_cost, cost_of, noisy_cost
-from tests.planning.layouts import LLAMA, Case, cases
+from tests.planning.layouts import FAMILIES, LLAMA, Case, cases
 from tests.sets import params
 from torchtitan_cad.planning import (
     CostModel,
@@ -25,6 +26,7 @@ from torchtitan_cad.planning import (
     TokenLayout,
     make_plan,
     place,
+    place_step,
     register_planner,
     validate_plan,
 )
@@ -89,11 +91,28 @@ def test_balanced_work_stays_home() -> None:
     assert plan.stats.total_bytes == plan.stats.tasks_moved == 0
 
 
+def bytes_of(table: object) -> bytes:
+    """Return all numbers of a table."""
+    if dataclasses.is_dataclass(table):
+        return b"".join(map(bytes_of, vars(table).values()))
+    return table.tobytes() if isinstance(table, np.ndarray) else repr(table).encode()
+
+
 def fingerprints() -> list[str]:
-    """Plans of both planners, and of homes that ``place`` chooses."""
-    layout = workload_layout("lognormal", 32, 11)
-    plans = plan_of(layout), plan_of(layout, "greedy"), plan_of(place(layout, LLAMA))
-    return [plan.fingerprint() for plan in plans]
+    """Plans of both planners, a rank's tables, and homes within and over microbatches, for layouts of all kinds."""
+    drawn = [Case(family, 8, 300, 64, 0.02, 64, seed=1) for family in FAMILIES]
+    found = list[str]()
+    workload = workload_layout("lognormal", 32, 11)
+    for layout in [workload, place(workload, LLAMA), *(case.layout() for case in drawn)]:
+        plans = plan_of(layout), plan_of(layout, "greedy")
+        found += [plan.fingerprint() for plan in plans]
+        tables = b"".join(bytes_of(plan.exchange(1)) for plan in plans)
+        found.append(hashlib.blake2b(tables, digest_size=8).hexdigest())
+    step = [
+        TokenLayout.from_segments([[(first + i, 0, length)] for i, length in enumerate(lengths)])
+        for first, lengths in ((0, [9000, 700, 300, 400]), (4, [500, 700, 300, 400]))
+    ]
+    return [*found, *(plan_of(layout).fingerprint() for layout in place_step(step, LLAMA))]
 
 
 def test_other_processes_make_the_same_plans() -> None:

@@ -15,6 +15,8 @@ from tests.planning.reference import (
     check_exchanges,
     check_guarantee,
     check_json,
+    check_loads,
+    check_tables,
     covers_exactly,
 )
 from torchtitan_cad.planning import (
@@ -79,6 +81,9 @@ def test_every_layout(problem: tuple[TokenLayout, PlannerConfig, CostModel | Non
         check_bounds(each)
         assert merge_queries(each.tasks).tolist() == each.tasks.tolist()
     assert home.stats.query_rows_moved == home.stats.tasks_moved == 0
+    check_tables(plan)
+    if cost is None:
+        check_loads(plan)
     check_guarantee(plan, home)
     check_cuts(plan, home)
     assert plan.stats.max_over_mean_before == home.stats.max_over_mean

@@ -38,11 +38,12 @@ class ValidationLoader:
     def __post_init__(self) -> None:
         dataset: Any = getattr(self.inner, "dataset", None)
         self._is_whole_set = self.config.validation.steps == -1
-        self._first = copy.deepcopy(dataset.state_dict()) if hasattr(dataset, "load_state_dict") else None
+        starts_over = self._is_whole_set and hasattr(dataset, "load_state_dict")
+        self._first = copy.deepcopy(dataset.state_dict()) if starts_over else None
 
     def __iter__(self) -> Iterator[Batch]:
         planner, handed_out = self.session.validation, 0
-        if self._is_whole_set and self._first is not None:
+        if self._first is not None:
             self.inner.dataset.load_state_dict(copy.deepcopy(self._first))  # type: ignore[attr-defined]
         with announced_failure(planner, "loading a batch"):
             batches = iter(self.inner)

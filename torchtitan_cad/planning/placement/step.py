@@ -68,8 +68,8 @@ def plan_step(
 
     Every rank has as many tokens in every microbatch as before, and every document lies in one microbatch. Equal inputs
     give equal homes on every rank. Microbatches keep their documents, and are placed alone, where no others of the same
-    number of tokens are found, or where that is better: by the bytes of all plans, or by predicted time. What has no
-    tokens stays home.
+    number of tokens are found, or where that is better: by the bytes of all plans, or by predicted time. A step
+    without tokens stays home.
 
     Args:
         given: of every microbatch, its nano-batches: one, two halves by rows, or two halves of which the later attends

@@ -33,9 +33,9 @@ FIGURES = (
 )
 """Figures of one rank in one step. Beside them its record has ``step``, ``rows``, the tokens of the documents of every
 row that it has loaded, and ``same_documents``: attention stays inside these, also without cad. Seconds from the
-barrier to the end of the optimizer's step and of the loss's reduction; CPU seconds
-of the process in it, and of attention kernels (null on CUDA); seconds in which the host, or on CUDA the stream that
-computes, waited for rows (null without cad); this rank's share of its data-parallel coordinate's tokens, which add up
+barrier to the end of the optimizer's step and of the loss's reduction; CPU seconds of the process in it, and of
+attention kernels (null on CUDA); seconds in which the host, or on CUDA the stream that computes, waited for rows (null
+without cad); this rank's share of its data-parallel coordinate's tokens, which add up
 to the global batch; torchtitan's global average, -1 on pipeline stages that do not know it; the norm of all gradients
 before they are clipped; attention work of the busiest rank over the mean, at the homes of tokens and as planned, and
 the bytes that the mean rank receives for a layer's forward (null without cad)."""
