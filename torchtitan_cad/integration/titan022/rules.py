@@ -183,6 +183,12 @@ def true(key: str, remedy: str, applies: Condition) -> Rule:
     return Rule(key, lambda value: value, f"set it to true, or {remedy}", applies)
 
 
+def false_on_cpu(key: str) -> Rule:
+    """Make a rule for what watches the memory of accelerators."""
+    remedy = "it watches an accelerator's memory, which ranks on CPU do not have; set it to false"
+    return Rule(key, lambda enabled: not enabled or utils.device_type != "cpu", remedy, always)
+
+
 def installed(key: str, value: Any, package: str, remedy: str, applies: Condition = always) -> Rule:
     """Make a rule that refuses a value whose package is not there."""
     remedy = f"needs the package {package}, which is not installed; install it, or {remedy}"
@@ -212,12 +218,7 @@ RULES = (
         has_cad,
     ),
     positive("profiling.profiler_active", profiles),
-    Rule(
-        "profiling.enable_memory_snapshot",
-        lambda enabled: not enabled or utils.device_type != "cpu",
-        "CPU ranks have no memory statistics; set it to false",
-        always,
-    ),
+    false_on_cpu("profiling.enable_memory_snapshot"),
     not_negative("profiling.profiler_warmup", profiles),
     positive("metrics.log_freq"),
     finite("optimizer.lr"),
@@ -250,6 +251,7 @@ RULES = (
     Rule("training.max_norm", lambda norm: norm > 0, "set a positive number, or inf to clip nothing", always),
     positive("training.steps"),
     positive("training.gc_freq"),
+    false_on_cpu("training.gc_debug"),
     not_negative("training.dataloader.num_workers"),
     Rule(
         "training.dataloader.prefetch_factor",
