@@ -2,6 +2,7 @@
 """The table of rules over a job's keys, and whether doctor says what training does."""
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from torchtitan.config import JobConfig  # noqa: E402
 
 from torchtitan_cad import job_config  # noqa: E402
 from torchtitan_cad.integration.titan022 import rules  # noqa: E402
+from torchtitan_cad.integration.titan022.commands.doctor import examine  # noqa: E402
 from torchtitan_cad.integration.titan022.manager import CadConfigManager  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -78,3 +80,17 @@ def test_doctor_says_what_training_does() -> None:
     command = [sys.executable, "-m", "tests.doctor_against_training", "--count", "24", "--seed", "7"]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("documents", "ranks"), [(1, 2), (3, 4), (2, 8)])
+def test_fewer_documents_than_ranks_are_named(documents: int, ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "text.json").write_text('{"text": "a document"}\n' * documents)
+    assets = f"--model.hf_assets_path={tokenizer_folder()}"
+    data = ["--training.dataset=c4_test", f"--training.dataset_path={tmp_path}", assets]
+    options = [*data, "--parallelism.cad", f"--job.dump_folder={tmp_path}", "--training.local_batch_size=1"]
+    findings = {finding.check: finding for finding in examine(options, ranks)}
+    wanted = f"it has fewer documents than the {ranks} data-parallel ranks, .*; set a larger one, or fewer ranks"
+    assert findings["dataset"].level == "FAIL"
+    assert re.search(
+        rf"training\.dataset = 'c4_test' at training\.dataset_path = .*: {wanted}", findings["dataset"].text
+    )

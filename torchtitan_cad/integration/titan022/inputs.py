@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.components.validate import build_validator
 from torchtitan.config import JobConfig
@@ -99,18 +100,27 @@ def open_dataset(section: str, build: Callable[..., Any], *, job_config: JobConf
     name, path = getattr(job_config, section).dataset, getattr(job_config, section).dataset_path
     if section == "training":
         build = training_loader(job_config, build)
+    where = f"{section}.dataset_path = {path!r}"
+    ranks = options.get("dp_world_size", 1)
+    too_few = f"it has fewer documents than the {ranks} data-parallel ranks, each of which reads its own; set"
     try:
-        return build(job_config=job_config, **options)
+        loader = build(job_config=job_config, **options)
+    except IndexError as error:  # of the rank's first document
+        raise ValueError(f"{section}.dataset = {name!r} at {where}: {too_few} a larger one, or fewer ranks") from error
     except Exception as error:  # whatever a dataset's loader raises
         if f"{section}.dataset" in str(error):
             raise
         _check_name(section, name)
-        where = f"{section}.dataset_path = {path!r}" if path else repr(DATASETS[name.lower()].path)
+        where = where if path else repr(DATASETS[name.lower()].path)
         ours = _DEMO_TEXTS[section == "validation"]
         raise ValueError(
             f"{section}.dataset = {name!r} at {where}: {' '.join(str(error).split()).rstrip('.')}; set "
             f"{section}.dataset_path to where it is, or {section}.dataset to {ours!r}, which needs no download"
         ) from error
+    documents = getattr(getattr(loader, "dataset", None), "_data", None)  # of torchtitan's text datasets
+    if isinstance(documents, Dataset) and len(documents) == 0:  # torchtitan would look for the first one for ever
+        raise ValueError(f"{section}.dataset = {name!r} at {where}: {too_few} a larger one, or fewer ranks")
+    return loader
 
 
 def load_tokenizer(build: Callable[[Any], Any], job_config: JobConfig, vocab_size: int) -> Any:

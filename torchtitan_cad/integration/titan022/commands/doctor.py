@@ -295,9 +295,10 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
 
     def draw() -> None:
         try:
-            loader = open_dataset(
-                section, build, job_config=sample, tokenizer=tokenizer, dp_world_size=dp_world_size, dp_rank=0
-            )
+            for rank in sorted({dp_world_size - 1, 0}, reverse=True):  # the last one has the fewest documents
+                loader = open_dataset(
+                    section, build, job_config=sample, tokenizer=tokenizer, dp_world_size=dp_world_size, dp_rank=rank
+                )
             answers.append(next(iter(loader))[0] if tokenizer else None)
         except StopIteration:
             text = f"{section}.dataset = {name!r}: rank 0 gets less than one batch; set a larger one"
