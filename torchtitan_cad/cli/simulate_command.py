@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from torchtitan_cad.cli.shared import check_output, check_picture, load_planner
-from torchtitan_cad.cli.simulation_inputs import Options, read_inputs
+from torchtitan_cad.cli.shared import check_outputs, check_picture, load_planner, say_written
+from torchtitan_cad.cli.simulation_inputs import Options, documents_file, read_inputs
 from torchtitan_cad.simulation import simulate
 from torchtitan_cad.simulation.simulate import PARTS
 
@@ -37,10 +37,9 @@ def run(
         output: Write everything to this JSON file.
         plot: Draw the parts of a step to this file (png, pdf or svg; needs matplotlib).
     """
-    if output is not None:
-        check_output("--output", output)
     if plot is not None:
         check_picture("--plot", plot)
+    check_outputs({"--output": output, "--plot": plot}, job, options.profile, documents_file(options.documents))
     inputs, notes, _ = read_inputs(job, overrides, options)
     load_planner(placement=True)
     print("\n".join(notes), end="\n\n", flush=True)
@@ -52,7 +51,7 @@ def run(
     if output is not None:
         document = {"inputs": inputs.described(), "notes": notes, **report.to_dict()}
         output.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        print(f"wrote {output}")
+        say_written(output)
     if plot is not None:
         from torchtitan_cad.cli.plots import draw_parts
 
@@ -60,4 +59,4 @@ def run(
         labels = [f"{name}, {report.share_of_perfect(name):.0%} of perfect" for name in systems]
         parts = {part: [system.part(part) for system in systems.values()] for part in PARTS}
         draw_parts(plot, f"{report.cluster.ranks} GPUs, {report.step_tokens:,} tokens per step", labels, parts)
-        print(f"wrote {plot}")
+        say_written(plot)

@@ -81,7 +81,7 @@ class Report:
             rows.append(
                 [
                     name,
-                    *(f"{each:.3f}" if abs(each) < 100 else f"{each:.1f}" for each in seconds),
+                    *(f"{each:z.3f}" if abs(each) < 100 else f"{each:z.1f}" for each in seconds),
                     f"{self.step_tokens / system.seconds:,.0f}",
                     f"{self.share_of_perfect(name):.3f}",
                     f"{system.memory / 1e9:.0f}",
