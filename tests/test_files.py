@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.profiles import make_profile
 from torchtitan_cad import cli
 from torchtitan_cad.cli import main
 from torchtitan_cad.demo.synthetic import parse_lengths

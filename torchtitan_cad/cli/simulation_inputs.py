@@ -17,6 +17,7 @@ from torchtitan_cad.planning.files import read_json
 from torchtitan_cad.planning.text import printable
 from torchtitan_cad.simulation import (
     DEFAULT,
+    MANY_RANKS,
     MODELS,
     OPEN,
     SOURCES,
@@ -31,6 +32,8 @@ from torchtitan_cad.simulation import (
 if TYPE_CHECKING:
     from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
 
+BATCHES, FEWEST_BATCHES = 10, 3
+"""steps that are simulated by default: of up to ``MANY_RANKS``, and of many more."""
 TOKENS_PER_RANK = 32_768
 """tokens: one rank's in a microbatch where no job says so."""
 
@@ -79,8 +82,8 @@ class _Own:
     """Tokens of a data- and context-parallel rank in a microbatch."""
     microbatches: int | None = None
     """Microbatches of a step, with --tokens-per-rank; systems may divide the same step otherwise."""
-    batches: int = 10
-    """Steps to simulate."""
+    batches: int | None = None
+    """Steps to simulate; by default 10, of more than 256 GPUs fewer, each of which has more documents."""
     seed: int = 0
     """Seed of the documents that are drawn."""
 
@@ -108,6 +111,8 @@ def read_inputs(
 ) -> tuple[Inputs, list[str], SimulatedJob | None]:
     """Return the inputs of the simulation, a line for every number that was assumed, and the job if there is one."""
     given = {key: value for key, value in vars(options).items() if value is not None}
+    for kind in (Model, Cluster, Rates, Documents):  # before a job is read, which takes seconds
+        kind.check(given)
     for option in ("row_tokens", "tokens_per_rank", "microbatches"):
         if given.get(option, 1) < 1:
             raise ValueError(f"--{option.replace('_', '-')} {given[option]}: set a positive whole number")
@@ -175,7 +180,14 @@ def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, p
         row = tokens if row is None else row
     if options.row_tokens is not None:
         row = options.row_tokens
-    return Documents(lengths, TOKENS_PER_RANK if row is None else row, step, options.batches, options.seed)
+    count = options.batches
+    if count is None:
+        count = max(FEWEST_BATCHES, min(BATCHES, BATCHES * MANY_RANKS // cluster.ranks))
+        if count < BATCHES:
+            notes.append(
+                f"batches: {count} (default), as {cluster.ranks} GPUs take longer; the last line has the error"
+            )
+    return Documents(lengths, TOKENS_PER_RANK if row is None else row, step, count, options.seed)
 
 
 def _assumed(given: dict[str, Any], cluster: Cluster, rates: Rates) -> list[str]:

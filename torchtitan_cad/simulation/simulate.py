@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -99,7 +100,12 @@ class Report:
             for name, ratio in ratios.items()
             if ratio
         ]
-        return [f"cad: {', '.join(texts)}; means of {len(system.outcomes)} steps"] if texts else []
+        steps = [outcome.seconds for outcome in system.outcomes]
+        means = f"means of {len(steps)} steps"
+        if len(steps) > 1:
+            error = statistics.stdev(steps) / math.sqrt(len(steps)) / statistics.fmean(steps)
+            means += f", cad's with a standard error of {100 * error:.2g} %"
+        return [f"cad: {', '.join(texts)}; {means}"] if texts else []
 
 
 def simulate(
