@@ -12,6 +12,7 @@ import tyro
 from torchtitan_cad.cli.shared import check_outputs, check_picture, load_planner, say_written
 from torchtitan_cad.cli.simulation_inputs import Options, documents_file, read_inputs
 from torchtitan_cad.simulation import simulate
+from torchtitan_cad.simulation.memory import COMPARED
 from torchtitan_cad.simulation.simulate import PARTS
 
 DEFAULTS = Options()
@@ -41,6 +42,8 @@ def run(
         check_picture("--plot", plot)
     check_outputs({"--output": output, "--plot": plot}, job, options.profile, documents_file(options.documents))
     inputs, notes, _ = read_inputs(job, overrides, options)
+    if inputs.cluster.is_large:
+        notes += _notes_of_large(inputs.cluster.ranks // inputs.cluster.tp)
     load_planner(placement=True)
     print("\n".join(notes), end="\n\n", flush=True)
     from tqdm import tqdm
@@ -60,3 +63,17 @@ def run(
         parts = {part: [system.part(part) for system in systems.values()] for part in PARTS}
         draw_parts(plot, f"{report.cluster.ranks} GPUs, {report.step_tokens:,} tokens per step", labels, parts)
         say_written(plot)
+
+
+def _notes_of_large(ranks: int) -> list[str]:
+    """Say what the simulation of a large cluster leaves out, and how long it takes."""
+    return [
+        "greedy: in the configuration that is best for cad with the loader's homes, and without automatic tolerance",
+        f"memory: of attention, that of the {COMPARED} GPUs that serve the most rows",
+        f"configurations: ranked by the first step; all takes about {_minutes(ranks):.0f} min on an idle core",
+    ]
+
+
+def _minutes(ranks: int) -> float:
+    """Return about how long the simulation takes."""
+    return max(1.0, ranks / 1400)

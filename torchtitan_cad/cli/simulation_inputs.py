@@ -83,7 +83,7 @@ class _Own:
     microbatches: int | None = None
     """Microbatches of a step, with --tokens-per-rank; systems may divide the same step otherwise."""
     batches: int | None = None
-    """Steps to simulate; by default 10, of more than 256 GPUs fewer, each of which has more documents."""
+    """Steps to simulate; by default 10, of more than 256 GPUs (over TP) fewer, each of which has more documents."""
     seed: int = 0
     """Seed of the documents that are drawn."""
 
@@ -182,7 +182,7 @@ def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, p
         row = options.row_tokens
     count = options.batches
     if count is None:
-        count = max(FEWEST_BATCHES, min(BATCHES, BATCHES * MANY_RANKS // cluster.ranks))
+        count = max(FEWEST_BATCHES, min(BATCHES, BATCHES * MANY_RANKS * cluster.tp // cluster.ranks))
         if count < BATCHES:
             notes.append(
                 f"batches: {count} (default), as {cluster.ranks} GPUs take longer; the last line has the error"

@@ -58,6 +58,14 @@ def _seconds(step: Step, tokens: FloatArray, layer: FloatArray) -> float:
     return one_f_one_b(step.pp, times[0].T, times[1].T)
 
 
+def row_gathers(step: Step) -> float:
+    """Return the seconds that gathers of whole rows' keys take in a step, between the ranks that share them."""
+    costs, cp = step.costs, step.configuration.cp
+    tokens = np.array(step.tokens * cp)
+    layer = np.stack([costs.gather_seconds(tokens, cp, forward) for forward in (True, False)])
+    return float(step.layers * step.full_layers * step.microbatches * _repeated(step, layer).sum())
+
+
 def perfect(step: Step) -> Outcome:
     """Balance everything and exchange nothing for attention; TP and parameters as everywhere."""
     return Outcome(step.even("CAD1F1B"), memory_without_cad(step, step.tokens, step.tokens, 1))

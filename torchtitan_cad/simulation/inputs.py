@@ -33,7 +33,7 @@ MAX_STEP_TOKENS = 2**28
 """tokens: most of one step; more would be drawn and planned for minutes."""
 MAX_RANKS = 2**16
 MANY_RANKS = 256
-"""GPUs: of more, fewer steps are simulated, and less is compared, as each takes long and has more documents."""
+"""GPUs of one TP coordinate: of more, fewer steps are simulated and less is tried, as a step takes long."""
 LEAST = 1e5
 """unit of a rate or a size: values below it lack a power of ten."""
 
@@ -203,6 +203,11 @@ class Cluster(Checked):
     )
     replicas: int = about("", "count", 1, most=MAX_RANKS)
     """Data-parallel ranks between which nothing is sharded (HSDP)."""
+
+    @property
+    def is_large(self) -> bool:
+        """Tell whether it has more than ``MANY_RANKS`` of one TP coordinate."""
+        return self.ranks // self.tp > MANY_RANKS
 
     @property
     def group_per_node(self) -> int:

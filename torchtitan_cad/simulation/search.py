@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from torchtitan_cad.simulation.baselines import packed, packing_cp, perfect, reorder
+from torchtitan_cad.simulation.baselines import packed, packing_cp, perfect, reorder, row_gathers
 from torchtitan_cad.simulation.batches import Batch
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.disaggregated import Disaggregated, Plans, obstacle
 from torchtitan_cad.simulation.inputs import (
     CHECKPOINTING,
-    MANY_RANKS,
     OPEN,
     PLACEMENTS,
     SCHEDULES,
@@ -33,8 +32,8 @@ MAX_MICROBATCHES = 8
 """microbatches per pipeline rank: most that are tried."""
 TRIED, FINALISTS = 3, 3
 """batches: the first, on which a baseline's configurations are ranked; configurations: a baseline's best, compared on
-all batches. CAD's are ranked on the first batch, and compared on the first TRIED, FINALISTS at a time. Of more than
-``MANY_RANKS`` TRIED is one."""
+all batches. CAD's are ranked on the first batch, and compared on the first TRIED, FINALISTS at a time. In large
+clusters TRIED is one."""
 ROUNDING = 1e-9
 """share of a time by which two ways to add it up may differ"""
 
@@ -113,7 +112,7 @@ class Search:
     @property
     def few(self) -> int:
         """Count the first batches on which configurations are ranked."""
-        return min(TRIED if self.cluster.ranks <= MANY_RANKS else 1, len(self.batches))
+        return min(1 if self.cluster.is_large else TRIED, len(self.batches))
 
     def step(self, system: str, configuration: Configuration, batch: Batch | None = None) -> Step | None:
         """Divide a batch, by default the first; None if it cannot be. Rows bind neither packing nor ``perfect``."""
@@ -191,13 +190,14 @@ class Search:
 
     def _least_seconds(self, system: str, configuration: Configuration, batches: Sequence[Batch]) -> float:
         """Return seconds that no baseline's mean step over the batches is below: balanced, with the shortest bubble."""
-        steps = [self.step(system, configuration, batch) for batch in batches]
-        even = [step.even("CAD1F1B") for step in steps if step is not None]
-        if not even:
+        step = self.step(system, configuration)
+        if step is None:
             return math.inf
-        # Documents may be dealt such that the first and the last microbatches are empty.
-        bubble = even[0].bubble if system == "packing_cp" else 0.0
-        return statistics.fmean(parts.total for parts in even) - bubble
+        even = [replace(step, batch=batch).even("CAD1F1B") for batch in batches]
+        balanced = statistics.fmean(parts.total for parts in even)
+        if system == "packing_cp":  # which may leave the first and the last microbatches empty, and few keys to gather
+            return balanced - even[0].bubble
+        return balanced + (row_gathers(step) if system != "perfect" else 0.0)
 
     def fastest_cad(self, planner: str, candidates: Sequence[Configuration]) -> Trial:
         """Return CAD's fastest configuration for ``TRIED`` batches that fits every batch, of the best for the first.
