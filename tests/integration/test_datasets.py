@@ -211,7 +211,7 @@ class TestSynthetic:
             ("fixed:300,2.5", "invalid literal"),
             ("fixed:300,seed=-1", "seed -1 is negative"),
             ("histogram:", "exactly one file"),
-            ("histogram:no/such.json", "no/such.json cannot be read"),
+            ("histogram:no/such.json", "no/such.json: No such file"),
         ],
     )
     def test_spec_errors(self, spec, problem):

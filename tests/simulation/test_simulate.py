@@ -93,6 +93,15 @@ def test_how_much_faster_cad_is_than_what_fits_is_said_in_a_line() -> None:
     assert "times as fast" not in dataclasses.replace(report, systems={**report.systems, "cad": none}).table()
 
 
+def test_no_part_is_printed_as_less_than_nothing() -> None:
+    report = run(cp=1)
+    packed_trial = report.systems["packed"]
+    (outcome,) = packed_trial.outcomes
+    parts = dataclasses.replace(outcome.parts, bubble=-1e-9)
+    rounded = dataclasses.replace(packed_trial, outcomes=(dataclasses.replace(outcome, parts=parts),))
+    assert "-0.0" not in dataclasses.replace(report, systems={**report.systems, "packed": rounded}).table()
+
+
 def test_rows_are_not_kept_in_ticks_which_refuse_it() -> None:
     fast: dict[str, Any] = {"net": FAST, "node": FAST, "latency": 0.0, "pp": 2, "cp": 1, "nano_batches": 1}
     chosen = {kept: run(**fast, backward=kept).systems["cad"].configuration.schedule for kept in ("resend", "keep")}

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from functools import partial, wraps
 from importlib import import_module
 from io import StringIO
@@ -20,6 +21,7 @@ from typing import Any
 
 from torchtitan_cad import __version__
 from torchtitan_cad.cli.doctor_command import separate_overrides
+from torchtitan_cad.planning.text import printable
 
 COMMANDS = {
     "plan": "plan_command",
@@ -36,6 +38,7 @@ COMMANDS = {
 USER_ERROR = 2
 INTERRUPTED = 130
 
+LEAST_COLUMNS = 20
 HELP_INDENT = 8 * " "
 """Beginning of the lines of an argument's help inside tyro's boxes."""
 
@@ -54,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RecursionError:
         _drop_output()
         return _fail("a file is nested too deeply: write it with fewer brackets within brackets")
+    except MemoryError:
+        _drop_output()
+        return _fail("out of memory: name smaller files, or set fewer ranks, tokens or steps")
     except KeyboardInterrupt:
         return INTERRUPTED
     return code
@@ -72,7 +78,8 @@ def _main(argv: Sequence[str]) -> int:
         app.command(name=name)(_deferred(import_module(f"{__name__}.{module}").run))
     box = StringIO()
     try:
-        with redirect_stderr(box):  # parses only: what is wrong with the arguments comes as a box of many lines
+        # Parses only: what is wrong with the arguments comes as a box of many lines.
+        with redirect_stderr(box), _least_columns():
             command: Callable[[], int | None] = app.cli(
                 prog="torchtitan-cad",
                 description=f"Core attention disaggregation for torchtitan, version {__version__} (--version).",
@@ -97,8 +104,24 @@ def _deferred(run: Callable[..., int | None]) -> Callable[..., Any]:
     return call
 
 
+@contextmanager
+def _least_columns() -> Iterator[None]:
+    """Let tyro, which wraps help for ever in a narrow terminal, find one of ``LEAST_COLUMNS``."""
+    if shutil.get_terminal_size().columns >= LEAST_COLUMNS:
+        yield
+        return
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(LEAST_COLUMNS)
+    try:
+        yield
+    finally:
+        del os.environ["COLUMNS"]
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
 def _fail(message: str) -> int:
-    print(f"torchtitan-cad: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"torchtitan-cad: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return USER_ERROR
 
 

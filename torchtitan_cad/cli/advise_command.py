@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from torchtitan_cad.cli.shared import check_output, load_planner
-from torchtitan_cad.cli.simulation_inputs import Options, read_inputs
+from torchtitan_cad.cli.shared import check_outputs, load_planner, say_written
+from torchtitan_cad.cli.simulation_inputs import Options, documents_file, read_inputs
 from torchtitan_cad.planning.text import aligned
 from torchtitan_cad.simulation import Advice, Configuration, Model, Trial, advise
 
@@ -59,8 +59,7 @@ def run(
         overrides: Further arguments of the job, such as --training.seq_len 65536. They come last.
         output: Write everything to this JSON file.
     """
-    if output is not None:
-        check_output("--output", output)
+    check_outputs({"--output": output}, job, options.profile, documents_file(options.documents))
     for name, key in OF_THE_JOB.items():
         if getattr(options, name, None) is not None:
             raise ValueError(f"--{name.replace('_', '-')}: advice is for the job itself; set --{key} instead")
@@ -78,7 +77,7 @@ def run(
     if output is not None:
         document = {"inputs": inputs.described(), "notes": notes, **_document(advice), "keys": keys, "toml": toml}
         output.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        print(f"wrote {output}")
+        say_written(output)
 
 
 def _document(advice: Advice) -> dict[str, Any]:
@@ -123,7 +122,7 @@ def reordering(advice: Advice) -> str:
         return f"reordering alone is not compared: {advice.reorder.reason or advice.best.reason}"
     return (
         f"reordering alone is {'' if advice.reordering_is_enough else 'not '}enough: whole rows dealt anew over ranks "
-        f"and microbatches, with nothing exchanged, take {_step(advice.reorder)} ({100 * more:+.1f} % beside cad)"
+        f"and microbatches, with nothing exchanged, take {_step(advice.reorder)} ({100 * more:+z.1f} % beside cad)"
     )
 
 
@@ -136,7 +135,7 @@ def table(advice: Advice) -> str:
         changes = trial.configuration.changes(over)
         value = ", ".join(f"{field} {value}" for field, value in changes.items()) or "as written"
         seconds = _step(trial).removesuffix(" a step") if trial.fits else "-"
-        share = "-" if gain is None else f"{100 * gain:+.1f} %"
+        share = "-" if gain is None else f"{100 * gain:+z.1f} %"
         rows.append([setting, value, seconds, share, memory, note if trial.fits else trial.reason])
 
     written, base = advice.written.configuration, advice.base.configuration

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from torchtitan_cad.cli.shared import check_folder, check_job, load_planner
+from torchtitan_cad.cli.shared import check_folder, check_job, check_output, load_planner
+from torchtitan_cad.planning.text import printable
 
 MOST_RANKS = 16
 """ranks: most of a GPU or core. Each is a process that takes 0.5 GB and more."""
@@ -46,6 +47,8 @@ def run(
             raise ValueError(f"{option} {value}: set {least} or more")
     check_job(job)
     check_folder("--output", output)
+    for name in ("compare.json", "compare.png"):
+        check_output("--output", output / name)
     from tqdm import tqdm
 
     from torchtitan_cad.integration.report.steps_file import to_json
@@ -70,7 +73,8 @@ def run(
         parts = {part: [seconds[mode][part][rank] for rank, mode in each] for part in seconds["off"]}
         labels = [f"rank {rank}, {LABELS[mode]}" for rank, mode in each]
         draw_parts(output / "compare.png", title, labels, parts)
-    print(f"wrote compare.json {'and compare.png' if draws else '(compare.png needs the extra [plots])'} in {output}")
+    picture = "and compare.png" if draws else "(compare.png needs the extra [plots])"
+    print(f"wrote compare.json {picture} in {printable(output)}")
 
 
 def _places(nproc: int | None) -> tuple[int, str]:

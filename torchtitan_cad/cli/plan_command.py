@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from torchtitan_cad.cli.shared import byte_unit, check_output, check_picture, load_planner, read_json
+from torchtitan_cad.cli.shared import byte_unit, check_outputs, check_picture, load_planner, say_written
 from torchtitan_cad.planning import (
     Plan,
     PlannerConfig,
@@ -19,7 +19,8 @@ from torchtitan_cad.planning import (
     validate_plan,
 )
 from torchtitan_cad.planning.memory import attention_memory
-from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
+from torchtitan_cad.planning.serialize import read_layout
+from torchtitan_cad.planning.text import printable
 
 DEFAULTS = PlannerConfig()
 MOST_ROWS = 2**24
@@ -49,29 +50,27 @@ def run(
     """
     if config.planner not in planner_names():
         raise ValueError(f"--planner {config.planner}: choose one of {', '.join(planner_names())}")
-    if output is not None:
-        check_output("--output", output)
     if plot is not None:
         check_picture("--plot", plot)
-    data = read_json(layout)
+    check_outputs({"--output": output, "--plot": plot}, layout, profile)
+    tokens, shape = read_layout(layout)
     try:
-        tokens, shape = layout_from_dict(data), shape_from_dict(data)
         cost = Profile.read(profile).cost_model("forward", shape) if profile else None
         load_planner()
         placed = place_and_plan(tokens, shape, config, cost) if place else None
         plan, given = (placed.plan, placed.given) if placed else (make_plan(tokens, shape, config, cost), None)
     except ValueError as error:
-        raise ValueError(f"{layout}: {error}") from error
+        raise ValueError(f"{printable(layout)}: {error}") from error
     if validate:
         validate_plan(plan)
     if output is not None:
         output.write_text(plan.to_json() + "\n")
-        print(f"wrote {output}")
+        say_written(output)
     if plot is not None:
         from torchtitan_cad.cli.plan_plot import draw_plan
 
         draw_plan(plan, plot, given)
-        print(f"wrote {plot}")
+        say_written(plot)
     rows = _figures(plan, given)
     width = max(map(len, rows))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))

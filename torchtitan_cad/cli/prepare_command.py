@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from torchtitan_cad.planning.text import aligned
+from torchtitan_cad.planning.text import aligned, printable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,19 +38,19 @@ def run(
     """
     from tokenizers import Tokenizer
 
-    from torchtitan_cad.cli.shared import load_planner
+    from torchtitan_cad.cli.shared import check_folder, load_planner
     from torchtitan_cad.demo.datasets import read_sources
     from torchtitan_cad.demo.tokenizer import prepare_tokenizer, training_sample
 
     if sources is not None and not sources.is_dir():
         raise ValueError(f"--sources {sources}: this is no folder; name one of .py or .txt files")
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output {output}: this is a file; name a folder")
+    check_folder("--output", output)
     texts = read_sources(sources)
     folder = prepare_tokenizer(output, vocab_size, kind, training_sample(texts), show_progress=True)
     load_planner()  # so that the ranks of the first run find the planners compiled
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    print(f'{folder}: {kind} tokenizer with {tokenizer.get_vocab_size()} tokens; set model.hf_assets_path = "{folder}"')
+    shown, tokens = printable(folder), tokenizer.get_vocab_size()
+    print(f'{shown}: {kind} tokenizer with {tokens} tokens; set model.hf_assets_path = "{shown}"')
     if not statistics:
         return
     lengths = _token_lengths(tokenizer, texts[::SAMPLE_EVERY])

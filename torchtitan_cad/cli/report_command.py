@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import json
+import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,10 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from torchtitan_cad.integration.report.steps_file import STEPS_NAME, to_json
+from torchtitan_cad.cli.logged_steps import MEANS, MEDIANS, find_steps, read_steps
+from torchtitan_cad.cli.shared import check_output
+from torchtitan_cad.integration.report.steps_file import to_json
+from torchtitan_cad.planning.text import printable
 
 STYLES = {
     "before": {"color": "#8793a0", "label": "before: attention where the tokens are"},
@@ -19,20 +23,6 @@ STYLES = {
 }
 MOST_BARS = 32
 """ranks: more are drawn as lines."""
-MEANS = {
-    "imbalance_before": ("attention imbalance (max/mean), before", 1),
-    "imbalance_after": ("attention imbalance (max/mean), after", 1),
-    "imbalance_reordered": ("attention imbalance, whole rows reordered", 1),
-    "speedup_reordered": ("times as fast, whole rows reordered", 1),
-    "speedup_after": ("times as fast with CAD, predicted", 1),
-    "bytes_per_rank_mean": ("sent per rank and layer forward (MB)", 1e-6),
-    "bytes_per_rank_max": ("sent by the busiest rank (MB)", 1e-6),
-    "placed_total": ("bytes, over those with the loader's homes", 1),
-    "placed_worst": ("the worst rank's, over those", 1),
-    "tasks_moved": ("tasks moved per microbatch", 1),
-    "exposed_percent": ("exposed wait (% of the time)", 1),
-}
-MEDIANS = {"plan_seconds": ("planning (ms, median)", 1e3), "exchange_seconds": ("exchange (ms, median)", 1e3)}
 
 
 def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -42,46 +32,30 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
     figures of the steps. Traces of the run also get the names that TensorBoard's profile plugin looks for.
 
     Args:
-        folder: The job's dump folder, of whose runs the newest is taken, or the folder of a cad_steps.jsonl.
+        folder: The job's dump folder, of whose runs the newest is taken, or a cad_steps.jsonl, or its folder.
     """
-    rows = read_steps(steps_file := find_steps(folder))
+    steps_file = find_steps(folder)
+    rows = read_steps(steps_file, say=lambda text: print(text, file=sys.stderr))
+    summary_file, picture_file = (steps_file.with_name(name) for name in ("cad_summary.json", "imbalance.png"))
+    for path in (summary_file, picture_file):
+        if path.is_symlink():
+            raise ValueError(f"report {path}: this is a link to another file; remove it")
+        check_output("report", path)
     summary = summarize(rows)
     print(f"Core attention disaggregation on {summary['ranks']} ranks, logged steps: {summary['steps']}")
     labels = {**MEANS, **MEDIANS, "loss_first": ("loss, first step", 1), "loss_last": ("loss, last step", 1)}
     for name, (label, factor) in labels.items():
         if summary.get(name) is not None:
-            print(f"  {label:42}{factor * summary[name]:9.3f}")
-    steps_file.with_name("cad_summary.json").write_text(f"{to_json(summary, indent=2)}\n")
+            print(f"  {label:42}{factor * summary[name]:z9.3f}")
+    summary_file.write_text(f"{to_json(summary, indent=2)}\n")
     if draws := find_spec("matplotlib") is not None:
-        draw(rows, steps_file.with_name("imbalance.png"))
+        draw(rows, picture_file)
     picture = "and imbalance.png" if draws else "(imbalance.png needs the extra [plots])"
-    print(f"wrote cad_summary.json {picture} in {steps_file.parent}")
+    print(f"wrote cad_summary.json {picture} in {printable(steps_file.parent)}")
     for trace in folder.glob("*/iteration_*/rank*_trace.json"):
         link = trace.with_name(trace.name.replace("_trace.json", ".pt.trace.json"))
-        if not link.exists():
+        if not os.path.lexists(link):
             link.symlink_to(trace.name)
-
-
-def find_steps(folder: Path) -> Path:
-    """Return the steps file in ``folder``, or else the newest below it. Raises ValueError if there is none."""
-    here = folder / STEPS_NAME
-    found = [here] if here.is_file() else sorted(folder.rglob(STEPS_NAME), key=lambda path: path.stat().st_mtime_ns)
-    if not found:
-        raise ValueError(f"{folder}: there is no {STEPS_NAME}; name the dump folder of a job with parallelism.cad")
-    return found[-1]
-
-
-def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the figures of every logged step. Raises ValueError if there are none, or for another kind of file."""
-    lines = path.read_bytes().split(b"\n")[:-1]  # the last one is empty, or cut short by a kill
-    if not lines:
-        raise ValueError(f"{path}: no step has been logged yet")
-    try:
-        rows = [json.loads(line) for line in lines]
-        summarize(rows)
-        return rows
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} does not hold the figures of a run ({type(error).__name__}: {error})") from error
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,29 +3,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from torchtitan_cad.planning.text import parse_json
+from torchtitan_cad.planning.files import kind_of
+from torchtitan_cad.planning.text import printable
 
 PICTURES = (".png", ".pdf", ".svg")
-
-MAX_BYTES = 2**26
-"""bytes: most of a file that is read, some million segments; a device without an end is not read to its end."""
-
-
-def read_json(path: Path) -> Any:
-    """Return what the JSON file holds. Raises ValueError for none or a large one, OSError if it cannot be read."""
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"{path} has more than {MAX_BYTES // 2**20} MiB: name a smaller file")
-    try:
-        return parse_json(content.decode())
-    except ValueError as error:  # also UnicodeDecodeError
-        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def check_job(path: Path) -> None:
@@ -37,12 +24,58 @@ def check_job(path: Path) -> None:
     enable_cpu()
 
 
+def check_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None) -> None:
+    """Open what a command will write, before its work, and leave it as it is.
+
+    Args:
+        outputs: by option, the files to write; None for none.
+        inputs: files that the command reads; None for none.
+
+    Raises:
+        ValueError: a file cannot be written, is read too, or is written by two options; names option, path and remedy.
+    """
+    taken = {_place(path): "the command reads this file" for path in inputs if path is not None}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        check_output(option, path)
+        if reason := taken.get(_place(path)):
+            raise ValueError(f"{option} {path}: {reason}, too; name another one")
+        taken[_place(path)] = f"{option} writes this file"
+
+
 def check_output(option: str, path: Path) -> None:
-    """Raise ValueError for a path that no file can be written to."""
-    if path.is_dir():
+    """Open a file to write, and leave it as it is. Raises ValueError naming option, path and remedy."""
+    if os.path.isdir(path):
         raise ValueError(f"{option} {path}: this is a folder; name a file, such as {path / 'output'}")
-    if not path.absolute().parent.is_dir():
+    if not os.path.isdir(path.absolute().parent):
         raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    try:
+        place = os.path.realpath(path)
+        is_new = not os.path.lexists(place)
+        if not is_new and (kind := kind_of(os.stat(place).st_mode)):  # opening a pipe waits for who reads it
+            raise ValueError(f"this is {kind}")
+        with open(place, "ab"):
+            pass
+        if is_new:
+            os.unlink(place)
+    except (OSError, ValueError) as error:  # ValueError also for a null character
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{option} {path}: {reason}; name a file that can be written") from None
+
+
+def _place(path: str | Path) -> tuple[int, int] | str:
+    """Return what two names of one file have in common."""
+    try:
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+    except (OSError, ValueError):
+        return os.path.realpath(path) if "\0" not in str(path) else str(path)
+
+
+def say_written(path: Path) -> None:
+    """Print that a file is written."""
+    print(f"wrote {printable(path)}")
 
 
 def check_folder(option: str, path: Path) -> None:
@@ -55,9 +88,8 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Raise ValueError for a path that no picture can be written to, or without matplotlib."""
-    check_output(option, path)
-    if path.suffix.lower() not in PICTURES or (path.exists() and not path.is_file()):
+    """Raise ValueError for a name that no picture can have, or without matplotlib."""
+    if path.suffix.lower() not in PICTURES:
         raise ValueError(f"{option} {path}: name a file that ends in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
     if find_spec("matplotlib") is None:
         raise ValueError(f"{option} {path}: matplotlib is not installed; `pip install matplotlib`, or leave it out")

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import tyro
 
-from torchtitan_cad.cli.shared import check_output, check_picture, load_planner
-from torchtitan_cad.cli.simulation_inputs import Options, read_inputs
+from torchtitan_cad.cli.shared import check_outputs, check_picture, load_planner, say_written
+from torchtitan_cad.cli.simulation_inputs import Options, documents_file, read_inputs
 from torchtitan_cad.simulation import simulate
+from torchtitan_cad.simulation.memory import COMPARED
 from torchtitan_cad.simulation.simulate import PARTS
 
 DEFAULTS = Options()
@@ -37,11 +38,12 @@ def run(
         output: Write everything to this JSON file.
         plot: Draw the parts of a step to this file (png, pdf or svg; needs matplotlib).
     """
-    if output is not None:
-        check_output("--output", output)
     if plot is not None:
         check_picture("--plot", plot)
+    check_outputs({"--output": output, "--plot": plot}, job, options.profile, documents_file(options.documents))
     inputs, notes, _ = read_inputs(job, overrides, options)
+    if inputs.cluster.is_large:
+        notes += _notes_of_large(inputs.cluster.ranks // inputs.cluster.tp)
     load_planner(placement=True)
     print("\n".join(notes), end="\n\n", flush=True)
     from tqdm import tqdm
@@ -52,7 +54,7 @@ def run(
     if output is not None:
         document = {"inputs": inputs.described(), "notes": notes, **report.to_dict()}
         output.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        print(f"wrote {output}")
+        say_written(output)
     if plot is not None:
         from torchtitan_cad.cli.plots import draw_parts
 
@@ -60,4 +62,18 @@ def run(
         labels = [f"{name}, {report.share_of_perfect(name):.0%} of perfect" for name in systems]
         parts = {part: [system.part(part) for system in systems.values()] for part in PARTS}
         draw_parts(plot, f"{report.cluster.ranks} GPUs, {report.step_tokens:,} tokens per step", labels, parts)
-        print(f"wrote {plot}")
+        say_written(plot)
+
+
+def _notes_of_large(ranks: int) -> list[str]:
+    """Say what the simulation of a large cluster leaves out, and how long it takes."""
+    return [
+        "greedy: in the configuration that is best for cad with the loader's homes, and without automatic tolerance",
+        f"memory: of attention, that of the {COMPARED} GPUs that serve the most rows",
+        f"configurations: ranked by the first step; all takes about {_minutes(ranks):.0f} min on an idle core",
+    ]
+
+
+def _minutes(ranks: int) -> float:
+    """Return about how long the simulation takes."""
+    return max(1.0, ranks / 1400)

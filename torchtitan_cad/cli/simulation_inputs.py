@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import tyro
 
-from torchtitan_cad.cli.shared import check_job, read_json
+from torchtitan_cad.cli.shared import check_job
 from torchtitan_cad.planning import Profile
+from torchtitan_cad.planning.files import read_json
+from torchtitan_cad.planning.text import printable
 from torchtitan_cad.simulation import (
     DEFAULT,
+    MANY_RANKS,
     MODELS,
     OPEN,
     SOURCES,
@@ -28,6 +32,8 @@ from torchtitan_cad.simulation import (
 if TYPE_CHECKING:
     from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
 
+BATCHES, FEWEST_BATCHES = 10, 3
+"""steps that are simulated by default: of up to ``MANY_RANKS``, and of many more."""
 TOKENS_PER_RANK = 32_768
 """tokens: one rank's in a microbatch where no job says so."""
 
@@ -76,8 +82,8 @@ class _Own:
     """Tokens of a data- and context-parallel rank in a microbatch."""
     microbatches: int | None = None
     """Microbatches of a step, with --tokens-per-rank; systems may divide the same step otherwise."""
-    batches: int = 10
-    """Steps to simulate."""
+    batches: int | None = None
+    """Steps to simulate; by default 10, of more than 256 GPUs (over TP) fewer, each of which has more documents."""
     seed: int = 0
     """Seed of the documents that are drawn."""
 
@@ -105,6 +111,11 @@ def read_inputs(
 ) -> tuple[Inputs, list[str], SimulatedJob | None]:
     """Return the inputs of the simulation, a line for every number that was assumed, and the job if there is one."""
     given = {key: value for key, value in vars(options).items() if value is not None}
+    for kind in (Model, Cluster, Rates, Documents):  # before a job is read, which takes seconds
+        kind.check(given)
+    for option in ("row_tokens", "tokens_per_rank", "microbatches"):
+        if given.get(option, 1) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {given[option]}: set a positive whole number")
     titan = None if job is None else _read_job(job, overrides, given.get("ranks"))
     if titan is None and "ranks" not in given:
         raise ValueError("--ranks: set the number of GPUs, or name a job's TOML file")
@@ -149,24 +160,34 @@ def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, p
         values = _values(options.documents)
         if isinstance(values, list) and isinstance(values[0], list):
             batches = values if isinstance(values[0][0], list) else [values]
-            notes.append(f"documents: {options.documents}, {len(batches)} batches of rows, as they are")
+            notes.append(f"documents: {printable(options.documents)}, {len(batches)} batches of rows, as they are")
             try:
                 return Documents.of_rows(batches)
             except ValueError as error:
                 raise ValueError(f"--documents {options.documents}: {error}") from None
         lengths = np.array(values, dtype=np.int64)
         notes.append(
-            f"documents: {options.documents}, {len(lengths):,} lengths of {lengths.mean():,.0f} tokens on average, "
-            f"{lengths.max():,} at most; what is over a row begins the next"
+            f"documents: {printable(options.documents)}, {len(lengths):,} lengths of {lengths.mean():,.0f} tokens on "
+            f"average, {lengths.max():,} at most; what is over a row begins the next"
         )
     elif lengths is None:
         lengths = named_lengths(DEFAULT)
         notes.append(f"documents: {DEFAULT} (default)")
     if options.tokens_per_rank is not None or options.microbatches is not None or step is None:
-        tokens = options.tokens_per_rank or TOKENS_PER_RANK
-        step = tokens * (options.microbatches or 1) * (cluster.ranks // (cluster.tp * pp))
-        row = row or tokens
-    return Documents(lengths, options.row_tokens or row or TOKENS_PER_RANK, step, options.batches, options.seed)
+        tokens = TOKENS_PER_RANK if options.tokens_per_rank is None else options.tokens_per_rank
+        microbatches = 1 if options.microbatches is None else options.microbatches
+        step = tokens * microbatches * (cluster.ranks // (cluster.tp * pp))
+        row = tokens if row is None else row
+    if options.row_tokens is not None:
+        row = options.row_tokens
+    count = options.batches
+    if count is None:
+        count = max(FEWEST_BATCHES, min(BATCHES, BATCHES * MANY_RANKS * cluster.tp // cluster.ranks))
+        if count < BATCHES:
+            notes.append(
+                f"batches: {count} (default), as {cluster.ranks} GPUs take longer; the last line has the error"
+            )
+    return Documents(lengths, TOKENS_PER_RANK if row is None else row, step, count, options.seed)
 
 
 def _assumed(given: dict[str, Any], cluster: Cluster, rates: Rates) -> list[str]:
@@ -189,14 +210,22 @@ def _read_job(job: Path, overrides: tuple[str, ...], ranks: int | None) -> Simul
     return read_simulated_job([f"--job.config_file={job}", *overrides], ranks)
 
 
+def documents_file(spec: str | None) -> Path | None:
+    """Return the file that the option --documents names; None if it names a distribution, or nothing."""
+    path = Path((spec or "").removeprefix("histogram:"))
+    is_file = os.path.exists(path) and not os.path.isdir(path)
+    return path if is_file or path.suffix == ".json" else None
+
+
 def _values(spec: str) -> Any:
     """Return lengths in tokens, rows of them or batches of rows, from a file, or a distribution's."""
-    path = Path(spec.removeprefix("histogram:"))
-    if path.suffix != ".json" and not path.is_file():
+    path = documents_file(spec)
+    if path is None:
         return named_lengths(spec)
-    if not path.is_file():
-        raise ValueError(f"--documents {path}: there is no such file")
-    values = read_json(path)
+    try:
+        values = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"--documents {error}") from None
     found, depth = values, 0
     while isinstance(found, list) and found and all(isinstance(each, list) and each for each in found) and depth < 2:
         found, depth = [each for every in found for each in every], depth + 1

@@ -4,17 +4,17 @@
 Tokens carry no meaning; the lengths are the point: what attention costs depends on nothing else.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset, get_worker_info
+
+from torchtitan_cad.planning.files import read_json
 
 EXAMPLES = {
     "lognormal": "lognormal:median=4096,sigma=1.5,max=262144,seed=1",
@@ -82,12 +82,12 @@ def _parse_kind(kind: str, values: list[str], options: dict[str, str]) -> Callab
     if kind == "lognormal":
         median, sigma, most = float(options["median"]), float(options["sigma"]), int(options["max"])
         _check(not values, f"{values} is not of the form option=value")
-        _check(median >= 1 and most >= 1, "median and max must be at least 1 token")
+        _check(1 <= median < float("inf") and most >= 1, "median and max must be tokens, 1 or more")
         _check(0 <= sigma < float("inf"), "sigma must be a number, 0 or more")
         return partial(_lognormal, median=median, sigma=sigma, most=most)
     if kind == "histogram":
         _check(len(values) == 1, "exactly one file must be named")
-        scale, lengths = float(options.get("scale", 1)), _read_histogram(Path(values[0]))
+        scale, lengths = float(options.get("scale", 1)), read_json(values[0])
         _check(0 < scale < float("inf"), "scale must be a number greater than 0")
         return partial(_histogram, lengths=_checked(lengths), scale=scale)
     return partial(_fixed, lengths=_checked([int(value) for value in values]))
@@ -102,15 +102,6 @@ def _checked(lengths: Any) -> tuple[int, ...]:
     numbers = isinstance(lengths, list) and lengths and all(type(length) is int and length > 0 for length in lengths)
     _check(bool(numbers), "lengths must be a list of whole numbers of tokens, 1 or more each (EOS included)")
     return tuple(lengths)
-
-
-def _read_histogram(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error})") from error
 
 
 class SyntheticDataset(IterableDataset, Stateful):

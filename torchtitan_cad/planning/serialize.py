@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
+from pathlib import Path
 from typing import Any
 
+from torchtitan_cad.planning.files import read_json
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.text import brief
+from torchtitan_cad.planning.text import brief, printable
 
 _KIND_NAMES = {dict: "an object", list: "a list", int: "an integer", bool: "true or false"}
 _OPTIONAL = {field.name: field.default for field in fields(AttentionShape) if field.default is not MISSING}
@@ -59,6 +61,17 @@ def layout_from_dict(data: Any) -> TokenLayout:
         except ValueError as error:
             raise ValueError(f"'ranks'[{rank}]: {error}") from None
     return TokenLayout.from_segments(ranks, attends)
+
+
+def read_layout(path: Path) -> tuple[TokenLayout, AttentionShape]:
+    """Read a layout file. Raises ValueError naming it, and a key that is missing, unknown, doubled or wrong."""
+    data = read_json(path)
+    try:
+        layout, shape = layout_from_dict(data), shape_from_dict(data)
+        refuse_unknown(data, ("attention", "ranks"), "a layout")
+    except ValueError as error:
+        raise ValueError(f"{printable(path)}: {error}") from None
+    return layout, shape
 
 
 def layout_to_dict(layout: TokenLayout, shape: AttentionShape) -> dict[str, Any]:

@@ -8,12 +8,23 @@ part of a layer, for others that weigh bytes against time. docs/tools.md says wh
 from torchtitan_cad.simulation.advice import Advice, advise
 from torchtitan_cad.simulation.batches import DEFAULT, Batch, draw_batches, named_lengths
 from torchtitan_cad.simulation.costs import Costs
-from torchtitan_cad.simulation.inputs import MODELS, OPEN, SOURCES, Cluster, Configuration, Documents, Model, Rates
+from torchtitan_cad.simulation.inputs import (
+    MANY_RANKS,
+    MODELS,
+    OPEN,
+    SOURCES,
+    Cluster,
+    Configuration,
+    Documents,
+    Model,
+    Rates,
+)
 from torchtitan_cad.simulation.search import Search, Trial
 from torchtitan_cad.simulation.simulate import SYSTEMS, Report, simulate
 
 __all__ = [
     "DEFAULT",
+    "MANY_RANKS",
     "MODELS",
     "OPEN",
     "SOURCES",

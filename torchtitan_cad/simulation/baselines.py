@@ -7,15 +7,18 @@ All but the last do one thing after the other, so their times are sums.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, one_f_one_b
 from torchtitan_cad.planning.placement.reorder import deal_under_cap, row_orders
+from torchtitan_cad.simulation.batches import Batch
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.memory import in_flight, memory_without_cad, states, stock_attention, token_bytes
-from torchtitan_cad.simulation.step import Memory, Outcome, Step
+from torchtitan_cad.simulation.step import KEPT, Memory, Outcome, Step
 
 
 def _repeated(step: Step, values: FloatArray) -> FloatArray:
@@ -55,6 +58,14 @@ def _seconds(step: Step, tokens: FloatArray, layer: FloatArray) -> float:
     return one_f_one_b(step.pp, times[0].T, times[1].T)
 
 
+def row_gathers(step: Step) -> float:
+    """Return the seconds that gathers of whole rows' keys take in a step, between the ranks that share them."""
+    costs, cp = step.costs, step.configuration.cp
+    tokens = np.array(step.tokens * cp)
+    layer = np.stack([costs.gather_seconds(tokens, cp, forward) for forward in (True, False)])
+    return float(step.layers * step.full_layers * step.microbatches * _repeated(step, layer).sum())
+
+
 def perfect(step: Step) -> Outcome:
     """Balance everything and exchange nothing for attention; TP and parameters as everywhere."""
     return Outcome(step.even("CAD1F1B"), memory_without_cad(step, step.tokens, step.tokens, 1))
@@ -74,18 +85,28 @@ def reorder(step: Step) -> Outcome:
     """
     seconds = _row_seconds(step)
     work, loaded = _repeated(step, seconds).sum(axis=0), step.row_order
-    orders = [loaded, *row_orders(work, *loaded.shape[:2])]
-    if step.pp > 1:
-        orders += [each[:, best_order(work[each].sum(axis=(0, 2)), step.pp)] for each in orders]
+    orders = [loaded, *_orders(work.tobytes(), loaded.shape, step.pp)]
     return min((_in_rows(step, order, seconds) for order in orders), key=lambda outcome: outcome.seconds)
+
+
+@lru_cache(maxsize=KEPT)
+def _orders(work_bytes: bytes, shape: tuple[int, int, int], pp: int) -> tuple[IntArray, ...]:
+    """Return the orders to try of rows of this work, float64 [rows], besides the loader's, of this ``shape``.
+
+    Kinds of checkpointing lead to the same work.
+    """
+    work = np.frombuffer(work_bytes)
+    orders = row_orders(work, *shape[:2])
+    if pp == 1:
+        return tuple(orders)
+    loaded = np.arange(len(work)).reshape(shape)
+    orders = [loaded, *orders]
+    return tuple(orders[1:] + [each[:, best_order(work[each].sum(axis=(0, 2)), pp)] for each in orders])
 
 
 def _row_seconds(step: Step) -> FloatArray:
     """[2, rows] seconds of the mean layer's attention of every row, of the slowest of its ranks: forward, backward."""
-    costs, cp, rows = step.costs, step.configuration.cp, step.batch.rows
-    return step.mean_layer(
-        lambda kind: np.stack([_slowest(costs, kind.cut(row), cp, kind.shape.window) for row in rows], axis=1)
-    )
+    return step.mean_layer(lambda kind: _slowest(step.costs, step.batch, kind, step.configuration.cp))
 
 
 def _in_rows(step: Step, order: IntArray, row_seconds: FloatArray) -> Outcome:
@@ -98,22 +119,31 @@ def _in_rows(step: Step, order: IntArray, row_seconds: FloatArray) -> Outcome:
     return in_sequence(step, memory, np.full(shape, step.tokens), attention, np.full(shape, tokens))
 
 
-def _slowest(costs: Costs, lengths: IntArray, cp: int, window: int | None) -> FloatArray:
-    """[2] seconds of one layer's attention of a row, of the slowest of ``cp`` ranks: forward, backward."""
+@lru_cache(maxsize=KEPT)
+def _slowest(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> FloatArray:
+    """[2, rows] seconds of one layer's attention of every row, of the slowest of ``cp`` ranks: forward, backward.
+
+    Rows begin behind each other, and a rank has an early and a late one of a row's ``2 * cp`` chunks.
+    """
+    lengths, ends, window = batch.pieces(kind), np.cumsum(batch.pieces(kind)), kind.shape.window
     if cp == 1:
-        return np.array([costs.document_seconds(lengths, forward, window).sum() for forward in (True, False)])
-    ends = np.cumsum(lengths)
-    cuts = np.union1d(ends, np.arange(1, 2 * cp + 1) * (int(ends[-1]) // (2 * cp)))
+        seconds = np.stack([costs.document_seconds(lengths, forward, window) for forward in (True, False)])
+        rows = np.searchsorted(ends, batch.row_tokens * np.arange(1, len(batch.rows)), side="right")
+        return np.stack([part.sum(axis=1) for part in np.split(seconds, rows, axis=1)], axis=1)
+    size = batch.row_tokens // (2 * cp)
+    cuts = np.sort(np.concatenate([ends, size * np.arange(1, batch.tokens // size + 1)]), kind="stable")
+    cuts = cuts[np.diff(cuts, prepend=0) > 0]  # as np.union1d, which is slower for sorted arrays
     begin = np.append(0, cuts[:-1])
     doc = np.searchsorted(ends, begin, side="right")
-    chunk = begin // (int(ends[-1]) // (2 * cp))
-    rank = np.minimum(chunk, 2 * cp - 1 - chunk)
+    row, chunk = np.divmod(begin // size, 2 * cp)
+    rank = row * cp + np.minimum(chunk, 2 * cp - 1 - chunk)
     first = (ends - lengths)[doc]
     slowest = []
     for forward in (True, False):
         until, before = (costs.document_seconds(at - first, forward, window) for at in (cuts, begin))
-        slowest.append(np.bincount(rank, weights=until - before, minlength=cp).max())
-    return np.array(slowest)
+        of_ranks = np.bincount(rank, weights=until - before, minlength=len(batch.rows) * cp)
+        slowest.append(of_ranks.reshape(-1, cp).max(axis=1))
+    return np.stack(slowest)
 
 
 def packing_cp(step: Step) -> Outcome | None:

@@ -9,10 +9,12 @@ from functools import cached_property
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.text import is_number
+from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.simulation.inputs import Documents
 
 SAMPLES = 20_000
+MOST = 2.0**31 - 1
+"""tokens of a document"""
 
 DEFAULT = "lognormal:median=4096,sigma=1.5"
 
@@ -23,12 +25,15 @@ _PRETRAIN = {
 """Percentiles of the "Pretrain" lengths of arXiv 2510.18121, before long documents are drawn more often."""
 
 _OPTIONS = {
-    "lognormal": {"median": 4096.0, "sigma": 1.5, "max": 2.0**31},
-    "pretrain": {"scale": 1.0, "long": 0.0, "from": 65536.0, "max": 2.0**31},
+    "lognormal": {"median": 4096.0, "sigma": 1.5, "max": MOST},
+    "pretrain": {"scale": 1.0, "long": 0.0, "from": 65536.0, "max": MOST},
     "uniform": {"min": 128.0, "max": 65536.0},
     "fixed": {"length": 4096.0},
 }
 """Kinds with their options and what these are if left out."""
+
+_BOUNDS = {"sigma": (0.0, 20.0), "long": (0.0, 0.99), "scale": (1e-5, 1e5)}
+"""Least and most of the options that are no tokens, of which there are 1 to ``MOST``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +47,12 @@ class Batch:
     def lengths(self) -> IntArray:
         """int64 tokens of all documents."""
         return np.concatenate(self.rows)
+
+    def pieces(self, kind: AttentionKind) -> IntArray:
+        """Return int64 tokens of all documents, as a kind of attention cuts them in their rows."""
+        if kind.block is None:
+            return self.lengths
+        return np.concatenate([kind.cut(row) for row in self.rows])
 
     @property
     def tokens(self) -> int:
@@ -79,25 +90,41 @@ def named_lengths(spec: str) -> IntArray:
         int64 ``SAMPLES`` lengths, the same in every call.
 
     Raises:
-        ValueError: the spec has a kind or an option that is not known.
+        ValueError: the spec has a kind or an option that is not known, twice there, or out of its bounds.
     """
     kind, _, rest = spec.partition(":")
     if kind not in _OPTIONS:
         raise ValueError(f"documents = {spec[:80]!r}: set a JSON file of lengths, or one of {', '.join(_OPTIONS)}")
-    options = dict(_OPTIONS[kind])
-    for item in filter(None, rest.split(",")):
+    options = {**_OPTIONS[kind], **_given_options(kind, spec, rest)}
+    low = {"uniform": "min", "pretrain": "from"}.get(kind, "")
+    if options.get(low, 0) > options.get("max", MOST) and options.get("long", 1) > 0:
+        raise ValueError(
+            f"documents = {spec[:80]!r}: {low} = {options[low]:.10g} is above max = {options['max']:.10g}; set max to "
+            f"{low} or more"
+        )
+    try:
+        drawn = _sample(kind, options)
+    except ValueError as error:
+        raise ValueError(f"documents = {spec[:80]!r}: {error}") from None
+    return np.clip(np.rint(drawn), 1, MOST).astype(np.int64)
+
+
+def _given_options(kind: str, spec: str, items: str) -> dict[str, float]:
+    """Return the options that the spec sets. Raises ValueError for others than those of the kind, naming the spec."""
+    options = dict[str, float]()
+    for item in filter(None, items.split(",")):
         key, _, text = item.partition("=")
+        if key not in _OPTIONS[kind] or key in options:
+            known = ",".join(f"{name}=..." for name in _OPTIONS[kind])
+            raise ValueError(f"documents = {spec[:80]!r}: {item[:40]!r} is none of {kind}:{known}, each of them once")
+        least, most = _BOUNDS.get(key, (1.0, MOST))
         try:
-            value = float(text)
+            options[key] = float(text)
         except ValueError:
-            value = float("nan")
-        if key not in options or not is_number(value) or value < 0 or (value == 0 and key not in ("sigma", "long")):
-            known = ",".join(f"{name}=..." for name in options)
-            raise ValueError(
-                f"documents = {spec[:80]!r}: {item[:40]!r} is none of {kind}:{known}; write positive numbers"
-            )
-        options[key] = value
-    return np.clip(np.rint(_sample(kind, options)), 1, 2**31 - 1).astype(np.int64)
+            options[key] = float("nan")
+        if not least <= options[key] <= most:
+            raise ValueError(f"documents = {spec[:80]!r}: {item[:40]!r} must be a number, {least:g} to {most:.10g}")
+    return options
 
 
 def _sample(kind: str, options: dict[str, float]) -> np.ndarray:
@@ -110,17 +137,23 @@ def _sample(kind: str, options: dict[str, float]) -> np.ndarray:
             drawn = np.exp(np.interp(100 * share, list(_PRETRAIN), np.log(list(_PRETRAIN.values()))))
             drawn = _more_long(drawn * options["scale"], options["long"], options["from"])
         case "uniform":
-            drawn = options["min"] + share * max(0.0, options["max"] - options["min"])
+            drawn = options["min"] + share * (options["max"] - options["min"])
         case _:
             return np.full(SAMPLES, options["length"])
     return np.minimum(drawn, options["max"])
 
 
 def _more_long(lengths: np.ndarray, share: float, least: float) -> np.ndarray:
-    """As many samples, of which those from ``least`` tokens on hold ``share`` of the tokens if they held less."""
+    """As many samples, of which those from ``least`` tokens on hold ``share`` of the tokens if they held less.
+
+    Raises:
+        ValueError: a share is wanted of documents of which there are none.
+    """
     long = lengths >= least
     tokens = lengths[long].sum()
-    if not 0 < tokens < share * lengths.sum() or share >= 1:
+    if share and not tokens:
+        raise ValueError(f"from = {least:.10g} is above all lengths; set from to {lengths.max():.0f} or less")
+    if tokens >= share * lengths.sum():
         return lengths
     weight = np.where(long, share * lengths[~long].sum() / ((1 - share) * tokens), 1.0)
     ends = np.cumsum(weight) / weight.sum()

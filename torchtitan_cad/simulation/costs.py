@@ -57,6 +57,13 @@ class Transfer:
     num_bytes: float
 
     @cached_property
+    def pairs(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Senders, ordered by their receivers; these, each once; and where the senders of each begin."""
+        receiver, sender = np.nonzero(self.sends.T)
+        receivers, begins = np.unique(receiver, return_index=True)
+        return sender, receivers, begins
+
+    @cached_property
     def active(self) -> npt.NDArray[np.bool_]:
         """[ranks] that send or receive."""
         return np.asarray(self.sends.any(axis=0) | self.sends.any(axis=1))
@@ -71,6 +78,7 @@ class Costs:
 
     def __init__(self, model: Model, cluster: Cluster, rates: Rates, tile: int = PlannerConfig.tile) -> None:
         self.model, self.cluster, self.rates = model, cluster, rates
+        self._regions: dict[tuple[float, bool, Checkpointing, bool], tuple[float, float]] = {}
         self.kinds = model.kinds(cluster.tp)
         self.shape: AttentionShape = self.kinds[0].shape
         self.parameters = np.array([model.pre_parameters(cluster.tp), model.post_parameters])
@@ -124,6 +132,14 @@ class Costs:
 
         ``tp`` False leaves out tensor parallelism's collectives.
         """
+        key = (tokens, forward, checkpointing, tp)
+        if key not in self._regions:
+            self._regions[key] = self._region_seconds(*key)
+        return self._regions[key]
+
+    def _region_seconds(
+        self, tokens: float, forward: bool, checkpointing: Checkpointing, tp: bool
+    ) -> tuple[float, float]:
         model = self.model
         again = 0.0 if forward else {"selective": 0.5, "linear": 1.0}.get(checkpointing, 0.0)
         products = self._product_seconds(self.parameters)

@@ -7,7 +7,7 @@ Bytes are of one GPU's link in one direction, times are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -32,6 +32,8 @@ PLACEMENTS: tuple[Placement, ...] = ("loader", "balanced")
 MAX_STEP_TOKENS = 2**28
 """tokens: most of one step; more would be drawn and planned for minutes."""
 MAX_RANKS = 2**16
+MANY_RANKS = 256
+"""GPUs of one TP coordinate: of more, fewer steps are simulated and less is tried, as a step takes long."""
 LEAST = 1e5
 """unit of a rate or a size: values below it lack a power of ten."""
 
@@ -54,10 +56,17 @@ class Checked:
     """A dataclass whose described fields are checked. Raises ValueError naming key, value and remedy."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, each.name)
-            if each.metadata.get("unit") and (value, each.default) != (None, None):
-                _check(f"{type(self).__name__.lower()} {each.name}", value, each.default, **each.metadata)
+        self.check(vars(self))
+
+    @classmethod
+    def check(cls, values: Mapping[str, Any]) -> None:
+        """Raise ValueError for a value that the described field of that name cannot have; other names are left."""
+        for each in fields(cls):  # type: ignore[arg-type]
+            if not each.metadata.get("unit") or each.name not in values:
+                continue
+            value = values[each.name]
+            if (value, each.default) != (None, None):
+                _check(f"{cls.__name__.lower()} {each.name}", value, each.default, **each.metadata)
 
 
 def _check(key: str, value: Any, default: Any, unit: str | tuple, most: Any, **rest: str) -> None:
@@ -194,6 +203,11 @@ class Cluster(Checked):
     )
     replicas: int = about("", "count", 1, most=MAX_RANKS)
     """Data-parallel ranks between which nothing is sharded (HSDP)."""
+
+    @property
+    def is_large(self) -> bool:
+        """Tell whether it has more than ``MANY_RANKS`` of one TP coordinate."""
+        return self.ranks // self.tp > MANY_RANKS
 
     @property
     def group_per_node(self) -> int:

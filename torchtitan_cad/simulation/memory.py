@@ -8,16 +8,21 @@ from collections.abc import Iterable
 import numpy as np
 
 from torchtitan_cad.planning import Plan
+from torchtitan_cad.planning.intervals import FloatArray
 from torchtitan_cad.planning.memory import attention_memory, stock_memory
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.simulation.costs import GRADIENT_BYTES, LOGIT_BYTES
-from torchtitan_cad.simulation.inputs import Checkpointing, Model
+from torchtitan_cad.simulation.inputs import MANY_RANKS, Checkpointing, Model
 from torchtitan_cad.simulation.step import Memory, Step
 
 STATE_BYTES = 16
 """bytes per parameter: fp32 weight, gradient and Adam's two moments."""
 ZERO1_BYTES = 12
 """bytes per parameter: the fp32 copy and the two moments, which ZeRO-1 shards."""
+
+
+COMPARED = 32
+"""ranks: of ``MANY_RANKS``, those that serve the most rows stand for all in estimates of attention's working memory."""
 
 
 def activation_bytes(model: Model, checkpointing: Checkpointing, nano_batches: int = 1) -> float:
@@ -80,15 +85,20 @@ def stock_attention(step: Step, queries: float, keys: float, documents: int) -> 
 
 def working_bytes(plans: Iterable[list[Plan]], receive_buffer_gb: float | None) -> float:
     """Return the bytes of working memory of attention by those halves' plans that give a server the most rows."""
-    fullest = max(plans, key=lambda halves: max(_served_rows(plan) for plan in halves))
-    memory = attention_memory(fullest, receive_buffer_gb=receive_buffer_gb)
+    fullest = max(plans, key=lambda halves: max(_served_rows(plan).max(initial=0) for plan in halves))
+    ranks = None
+    if fullest[0].layout.num_ranks > MANY_RANKS:
+        rows = sum(_served_rows(plan) + plan.layout.tokens_per_rank for plan in fullest)
+        ranks = np.argsort(-np.asarray(rows), kind="stable")[:COMPARED].tolist()
+    memory = attention_memory(fullest, receive_buffer_gb=receive_buffer_gb, ranks=ranks)
     return max(memory.forward, memory.backward)
 
 
-def _served_rows(plan: Plan) -> float:
+def _served_rows(plan: Plan) -> FloatArray:
+    """Return rows of queries and keys, [ranks], of every server's tasks."""
     tasks = plan.tasks
     rows = tasks["q_end"] - tasks["q_start"] + tasks["kv_end"] - tasks["kv_start"]
-    return float(np.bincount(tasks["server"], weights=rows).max(initial=0))
+    return np.bincount(tasks["server"], weights=rows, minlength=plan.layout.num_ranks).astype(np.float64)
 
 
 def kept_bytes(step: Step, kinds: list[list[Plan]], microbatches_in_flight: int) -> float:

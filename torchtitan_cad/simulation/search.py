@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from torchtitan_cad.simulation.baselines import packed, packing_cp, perfect, reorder
+from torchtitan_cad.simulation.baselines import packed, packing_cp, perfect, reorder, row_gathers
 from torchtitan_cad.simulation.batches import Batch
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.disaggregated import Disaggregated, Plans, obstacle
@@ -32,7 +32,10 @@ MAX_MICROBATCHES = 8
 """microbatches per pipeline rank: most that are tried."""
 TRIED, FINALISTS = 3, 3
 """batches: the first, on which a baseline's configurations are ranked; configurations: a baseline's best, compared on
-all batches. CAD's are ranked on the first batch, and compared on the first TRIED, FINALISTS at a time."""
+all batches. CAD's are ranked on the first batch, and compared on the first TRIED, FINALISTS at a time. In large
+clusters TRIED is one."""
+ROUNDING = 1e-9
+"""share of a time by which two ways to add it up may differ"""
 
 Progress = Callable[[str], None]
 
@@ -106,6 +109,11 @@ class Search:
                 "it"
             )
 
+    @property
+    def few(self) -> int:
+        """Count the first batches on which configurations are ranked."""
+        return min(1 if self.cluster.is_large else TRIED, len(self.batches))
+
     def step(self, system: str, configuration: Configuration, batch: Batch | None = None) -> Step | None:
         """Divide a batch, by default the first; None if it cannot be. Rows bind neither packing nor ``perfect``."""
         ranks, rest = divmod(self.cluster.ranks, self.cluster.tp * configuration.pp)
@@ -154,12 +162,42 @@ class Search:
             return Trial(configuration, memory=most, reason=text)
         return Trial(configuration, (*before.outcomes, outcome), most)
 
-    def fastest(self, system: str, candidates: Iterable[Configuration]) -> Trial:
-        """Return a baseline's fastest configuration that fits every batch, of the best for ``TRIED`` batches."""
-        tried = [self.run(system, each, min(TRIED, len(self.batches))) for each in candidates]
-        fitting = (self.run(system, each.configuration) for each in sorted(tried, key=lambda t: t.seconds) if each.fits)
-        finalists = [trial for trial, _ in zip((t for t in fitting if t.fits), range(FINALISTS), strict=False)]
-        return min(finalists, key=lambda trial: trial.seconds) if finalists else self.none(tried)
+    def fastest(self, system: str, candidates: Sequence[Configuration]) -> Trial:
+        """Return a baseline's fastest configuration that fits every batch, of the best for ``TRIED`` batches.
+
+        What even perfect balance would leave behind the best so far is not tried.
+        """
+        batches, bounds = self.batches[: self.few], list[tuple[float, int]]()
+        for number, each in enumerate(candidates):
+            bounds.append((self._least_seconds(system, each, batches), number))
+        tried, fails = dict[int, Trial](), set[int]()
+        waiting = sorted(bounds, reverse=True)
+        while True:
+            ranked = sorted((trial.seconds, number) for number, trial in tried.items() if trial.fits)
+            finalists = [(seconds, number) for seconds, number in ranked if number not in fails][:FINALISTS]
+            least = finalists[-1][0] if len(finalists) == FINALISTS else math.inf
+            if waiting and waiting[-1][0] * (1 - ROUNDING) <= least:
+                number = waiting.pop()[1]
+                self.progress(f"{system}: {len(tried) + 1} of at most {len(candidates)} configurations")
+                tried[number] = self.run(system, candidates[number], len(batches))
+                continue
+            trials = {number: self.run(system, candidates[number]) for _, number in finalists}
+            failing = {number for number, trial in trials.items() if not trial.fits}
+            if not failing:
+                none = self.none([tried[number] for number in sorted(tried)])
+                return min(trials.values(), key=lambda trial: trial.seconds, default=none)
+            fails |= failing
+
+    def _least_seconds(self, system: str, configuration: Configuration, batches: Sequence[Batch]) -> float:
+        """Return seconds that no baseline's mean step over the batches is below: balanced, with the shortest bubble."""
+        step = self.step(system, configuration)
+        if step is None:
+            return math.inf
+        even = [replace(step, batch=batch).even("CAD1F1B") for batch in batches]
+        balanced = statistics.fmean(parts.total for parts in even)
+        if system == "packing_cp":  # which may leave the first and the last microbatches empty, and few keys to gather
+            return balanced - even[0].bubble
+        return balanced + (row_gathers(step) if system != "perfect" else 0.0)
 
     def fastest_cad(self, planner: str, candidates: Sequence[Configuration]) -> Trial:
         """Return CAD's fastest configuration for ``TRIED`` batches that fits every batch, of the best for the first.
@@ -177,7 +215,7 @@ class Search:
         fitting = sorted((trial for trial in tried if trial.fits), key=lambda trial: trial.seconds)
         for first in range(0, len(fitting), FINALISTS):
             finalists = fitting[first : first + FINALISTS]
-            few = [self.run(planner, one.configuration, min(TRIED, len(self.batches))) for one in finalists]
+            few = [self.run(planner, one.configuration, self.few) for one in finalists]
             for trial in sorted(few, key=lambda trial: trial.seconds):
                 if (every := self.run(planner, trial.configuration)).fits:
                     return every

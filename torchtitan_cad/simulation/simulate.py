@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torchtitan_cad.planning import PlannerConfig
 from torchtitan_cad.planning.text import aligned
 from torchtitan_cad.simulation.batches import draw_batches
 from torchtitan_cad.simulation.inputs import OPEN, Cluster, Configuration, Documents, Model, Rates
@@ -81,7 +83,7 @@ class Report:
             rows.append(
                 [
                     name,
-                    *(f"{each:.3f}" if abs(each) < 100 else f"{each:.1f}" for each in seconds),
+                    *(f"{each:z.3f}" if abs(each) < 100 else f"{each:z.1f}" for each in seconds),
                     f"{self.step_tokens / system.seconds:,.0f}",
                     f"{self.share_of_perfect(name):.3f}",
                     f"{system.memory / 1e9:.0f}",
@@ -99,7 +101,12 @@ class Report:
             for name, ratio in ratios.items()
             if ratio
         ]
-        return [f"cad: {', '.join(texts)}; means of {len(system.outcomes)} steps"] if texts else []
+        steps = [outcome.seconds for outcome in system.outcomes]
+        means = f"means of {len(steps)} steps"
+        if len(steps) > 1:
+            error = statistics.stdev(steps) / math.sqrt(len(steps)) / statistics.fmean(steps)
+            means += f", cad's with a standard error of {100 * error:.2g} %"
+        return [f"cad: {', '.join(texts)}; {means}"] if texts else []
 
 
 def simulate(
@@ -115,7 +122,9 @@ def simulate(
     """Return the times of a step under every system of ``SYSTEMS``.
 
     Each takes its configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first batch;
-    ``greedy`` keeps the loader's homes. ``perfect`` takes the fastest by all batches, so that nothing is below it.
+    ``greedy`` keeps the loader's homes; in a large cluster it takes the configuration that is best for the
+    other planner with these homes, and no automatic tolerance. ``perfect`` takes the fastest by all batches, so that
+    nothing is below it.
 
     ``configuration`` is what all systems have in common, but for its fields in ``open``. Raises ValueError for inputs
     that do not fit each other, or documents that no configuration can divide.
@@ -130,10 +139,18 @@ def simulate(
             "that 2 x cp divides"
         )
     found = {name: search.fastest(name, search.candidates(name)) for name in ("packed", "reorder", "packing_cp")}
-    greedy = found["greedy"] = search.fastest_cad("greedy", search.candidates("greedy"))
-    # What is best for the greedy planner is tried first: then most others are left by their bounds.
-    first = [replace(greedy.configuration, placement=asked.placement)] if greedy.fits else []
     planner = asked.planner.planner
+    if cluster.is_large:  # whose greedy plans take long
+        without_placement = search.fastest_cad(planner, search.candidates(planner))
+        found["greedy"] = without_placement
+        if without_placement.fits:
+            tolerance = PlannerConfig.tolerance if asked.tolerance == "auto" else asked.tolerance
+            alone = replace(without_placement.configuration, tolerance=tolerance)
+            found["greedy"] = search.fastest_cad("greedy", [alone])
+    else:
+        without_placement = found["greedy"] = search.fastest_cad("greedy", search.candidates("greedy"))
+    # What is best without placement is tried first: then most others are left by their bounds.
+    first = [replace(without_placement.configuration, placement=asked.placement)] if without_placement.fits else []
     found["cad"] = search.placed(planner, first + search.candidates(planner, asked.placement))
     trials = [search.run("perfect", each) for each in search.candidates("perfect")]
     fastest = min(trials, key=lambda trial: trial.seconds)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from torchtitan_cad.planning.model.kind import AttentionKind, spread
 from torchtitan_cad.simulation.batches import Batch
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.inputs import Configuration
+
+KEPT = 256
+"""results that are kept of each function whose arguments many configurations share"""
 
 
 @dataclass(frozen=True)
@@ -190,13 +193,7 @@ class Step:
     def document_attention(self, forward: bool) -> FloatArray:
         """Seconds, [documents], of the mean layer's attention of every document on one GPU."""
 
-        def of_kind(kind: AttentionKind) -> FloatArray:
-            pieces = np.concatenate([kind.cut(row) for row in self.batch.rows])
-            document = np.searchsorted(np.cumsum(self.batch.lengths), np.cumsum(pieces))
-            seconds = self.costs.document_seconds(pieces, forward, kind.shape.window)
-            return np.bincount(document, weights=seconds).astype(np.float64)
-
-        return self.mean_layer(of_kind)
+        return self.mean_layer(lambda kind: _document_seconds(self.costs, self.batch, kind, forward))
 
     @cached_property
     def layer_attention(self) -> tuple[float, float]:
@@ -236,3 +233,12 @@ class Step:
         waits = work + (attention if schedule == "1F1B" else 0.0)
         bubble = waits * (self.pp - 1) / self.microbatches
         return Parts(linear, attention, 0.0, 0.0, work - linear, bubble, self.exposed_background() + self.final)
+
+
+@lru_cache(maxsize=KEPT)
+def _document_seconds(costs: Costs, batch: Batch, kind: AttentionKind, forward: bool) -> FloatArray:
+    """Return seconds, [documents], of one layer's attention of this kind of every document on one GPU."""
+    pieces = batch.pieces(kind)
+    document = np.searchsorted(np.cumsum(batch.lengths), np.cumsum(pieces))
+    seconds = costs.document_seconds(pieces, forward, kind.shape.window)
+    return np.bincount(document, weights=seconds).astype(np.float64)

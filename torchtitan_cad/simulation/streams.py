@@ -50,8 +50,11 @@ class Streams:
             return ready
         start = np.maximum(self.network, ready)
         end = start + transfer.seconds
-        both = np.where(transfer.sends[None], np.stack([start, end])[:, :, None], 0.0).max(axis=1)
-        end = np.maximum(end, np.maximum(both[0] + transfer.seconds, both[1]))
+        senders, receivers, begins = transfer.pairs
+        if len(receivers):
+            first, last = (np.maximum.reduceat(times[senders], begins) for times in (start, end))
+            arrived = np.maximum(first + transfer.seconds[receivers], last)
+            end[receivers] = np.maximum(end[receivers], arrived)
         self.network = np.where(transfer.active, end, self.network)
         return np.where(transfer.active, end, ready)
 

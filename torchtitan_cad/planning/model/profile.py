@@ -15,10 +15,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_cad.planning.files import read_text
 from torchtitan_cad.planning.model.cost import ProfileCost
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.text import brief, is_integer, is_number, parse_json
+from torchtitan_cad.planning.text import brief, is_integer, is_number, parse_json, printable
 
 FORMAT = 1
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -191,11 +192,11 @@ class Profile:
     @classmethod
     def read(cls, path: str | Path) -> Profile:
         """Read a profile. Raises ValueError naming file, key and value, also if the file cannot be read."""
+        text = read_text(path)
         try:
-            return cls.from_json(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ValueError(f"profile {path}: {reason}") from None
+            return cls.from_json(text)
+        except ValueError as error:
+            raise ValueError(f"profile {printable(path)}: {error}") from None
 
     def _check_grid(self, key: str, valid: Callable[[float], bool], wanted: str) -> None:
         rows, name = getattr(self, key), f"grid.{key}"

@@ -73,6 +73,13 @@ class _Search:
         held[:, Q_START], held[:, Q_END] = layout.seg_start, layout.seg_start + layout.seg_length
         self._held = held[np.lexsort((held[:, Q_START], held[:, DOC], held[:, SERVER]))]
         self._first_held = np.searchsorted(self._held[:, SERVER], np.arange(layout.num_ranks + 1))
+        # Every document of every server: its number, and its rows among those that the server holds.
+        changes = (np.diff(self._held[:, [SERVER, DOC]], axis=0, prepend=-1) != 0).any(axis=1)
+        first, server = np.flatnonzero(changes), self._held[changes, SERVER]
+        self._docs = self._held[changes, DOC]
+        self._ranges = np.stack([first, np.append(first[1:], len(self._held))], axis=1)
+        self._ranges -= self._first_held[server][:, None]
+        self._first_doc = np.searchsorted(server, np.arange(layout.num_ranks + 1))
         self._received = np.zeros(len(layout.docs), dtype=np.int64)
         self._held_ranges = np.zeros((len(layout.docs), 2), dtype=np.int64)
 
@@ -82,9 +89,10 @@ class _Search:
             if self.loads[server] >= levels[server] or (self.loads <= levels).all():
                 return
             held = self._held[self._first_held[server] : self._first_held[server + 1]]
-            docs, first, count = np.unique(held[:, DOC], return_index=True, return_counts=True)
+            mine = slice(self._first_doc[server], self._first_doc[server + 1])
+            docs = self._docs[mine]
             self._received[:] = 0
-            self._held_ranges[docs] = np.stack([first, first + count], axis=1)
+            self._held_ranges[docs] = self._ranges[mine]
             while True:
                 if self.count + 2 > len(self.items):
                     free = np.empty((len(self.items) + 2, TASK_COLUMNS), np.int64)

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Files that commands read and write: every kind of file by every way to name one is a result or one line, at once."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchtitan_cad import cli
+from torchtitan_cad.cli import main
+from torchtitan_cad.demo.synthetic import parse_lengths
+from torchtitan_cad.integration.config import Cad
+from torchtitan_cad.integration.report.steps_file import STEPS_NAME
+from torchtitan_cad.planning.files import MAX_BYTES, MAX_BYTES_OF_LINES
+
+LAYOUT = {
+    "attention": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype_bytes": 2},
+    "ranks": [[{"doc": 0, "start": 0, "length": 256}]],
+}
+STEP = {"step": 1, "ranked_before": [1.5, 0.5], "ranked_after": [1.0, 1.0]}
+JOB = str(Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml")
+SIMULATED = ["simulate", "--ranks=8", "--model=llama-8b"]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> str:
+    path = tmp_path / "layout.json"
+    path.write_text(json.dumps(LAYOUT))
+    return str(path)
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def large(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(max(MAX_BYTES, MAX_BYTES_OF_LINES) + 1)
+
+
+def encoded(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe{}\n")
+
+
+def doubled(path: Path) -> None:
+    path.write_text('{"attention": 1, "attention": 2}\n')
+
+
+def not_a_number(path: Path) -> None:
+    path.write_text("[NaN]\n")
+
+
+KINDS: list[tuple[Callable[[Path], None], str]] = [
+    (Path.mkdir, "folder"),
+    (fifo, "this is a pipe"),
+    (device, "this is a device"),
+    (large, " MiB; name a smaller file"),
+    (encoded, "is not UTF-8 at byte 0"),
+    (doubled, "the key 'attention' is there twice"),
+    (not_a_number, "NaN is no number of JSON"),
+]
+READERS = {
+    "layout": ["plan", "{file}"],
+    "profile": ["plan", "{layout}", "--profile={file}"],
+    "simulated profile": [*SIMULATED, "--profile={file}"],
+    "documents": [*SIMULATED, "--documents={file}"],
+    "steps": ["report", "{file}"],
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(("make", "message"), KINDS, ids=[make.__name__ for make, _ in KINDS])
+def test_kinds_of_files(
+    reader: str, make: Callable[[Path], None], message: str, layout: str, tmp_path: Path, refused
+) -> None:
+    path = tmp_path / (STEPS_NAME if reader == "steps" else "file.json")
+    make(path)
+    if reader == "steps" and path.is_dir():
+        message = f"there is no {STEPS_NAME}"
+    line = refused(*(word.format(file=path, layout=layout) for word in READERS[reader]))
+    assert message in line
+    assert str(path) in line
+
+
+@pytest.mark.parametrize(("make", "message"), KINDS, ids=[make.__name__ for make, _ in KINDS])
+def test_training_reads_by_the_same_reader(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    make(path)
+    with pytest.raises(ValueError, match=message):
+        Cad(profile=str(path)).read_profile()
+    with pytest.raises(ValueError, match=message):
+        parse_lengths(f"histogram:{path}")
+
+
+def test_unknown_keys_of_a_layout(tmp_path: Path, refused) -> None:
+    path = tmp_path / "layout.json"
+    path.write_text(json.dumps({**LAYOUT, "rank": []}))
+    assert f"{path}: unknown key 'rank' in a layout: set attention, ranks" in refused("plan", str(path))
+
+
+def test_too_little_memory_is_one_line(layout: str, monkeypatch: pytest.MonkeyPatch, refused) -> None:
+    def allocate(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("torchtitan_cad.cli.plan_command.read_layout", allocate)
+    assert "out of memory: " in refused("plan", layout)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Path.mkdir, "this is a folder"),
+        (fifo, "this is a pipe"),
+        (device, "this is a device"),
+        (lambda path: path.symlink_to(path.name), "symbolic links"),
+        (lambda path: path.symlink_to("none/none"), "No such file"),
+    ],
+    ids=["folder", "pipe", "device", "loop", "broken link"],
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "{layout}", "--output={file}"],
+        ["plan", "{layout}", "--plot={file}"],
+        [*SIMULATED, "--output={file}"],
+        [*SIMULATED, "--plot={file}"],
+        ["advise", JOB, "--output={file}"],
+        ["profile", "--output={file}"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-1][:8]}",
+)
+def test_outputs_are_tried_before_the_work(
+    words: list[str], make: Callable[[Path], None], message: str, layout: str, tmp_path: Path, refused
+) -> None:
+    path = tmp_path / "output.png"
+    make(path)
+    before = sorted(tmp_path.iterdir())
+    option = words[-1].partition("=")[0]
+    line = refused(*(word.format(file=path, layout=layout) for word in words))
+    assert f"{option} {path}: " in line
+    assert message in line
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("linked", [None, os.symlink, os.link])
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["plan", "{input}", "--output={other}"], "--output"),
+        (["plan", "{input}", "--plot={other}"], "--plot"),
+        (["plan", "{layout}", "--profile={input}", "--output={other}"], "--output"),
+        (["plan", "{layout}", "--output={input}", "--plot={other}"], "--plot"),
+        ([*SIMULATED, "--documents={input}", "--output={other}"], "--output"),
+        ([*SIMULATED, "--profile={input}", "--plot={other}"], "--plot"),
+        ([*SIMULATED, "--output={input}", "--plot={other}"], "--plot"),
+        (["advise", "{input}", "--output={other}"], "--output"),
+    ],
+)
+def test_no_output_takes_the_place_of_an_input_or_another(
+    words: list[str], option: str, linked: Callable[[Path, Path], None] | None, layout: str, tmp_path: Path, refused
+) -> None:
+    path, other = tmp_path / "same.png", tmp_path / "other.png"
+    path.write_text(content := json.dumps(LAYOUT))
+    if linked:
+        linked(path, other)
+    target = other if linked else path
+    line = refused(*(word.format(input=path, other=target, layout=layout) for word in words))
+    assert line.endswith("this file, too; name another one")
+    assert f"{option} {target}: " in line
+    assert path.read_text() == content
+
+
+def test_what_was_there_stays_until_it_is_written(layout: str, tmp_path: Path, refused) -> None:
+    output = tmp_path / "plan.json"
+    output.write_text("before")
+    refused("plan", layout, "--output", str(output), "--profile", "none.json")
+    assert output.read_text() == "before"
+
+
+@pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "a\udcff"])
+def test_names_are_shown_as_escapes(name: str, tmp_path: Path, refused, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"{name}.json"
+    for words in (["plan", path], ["report", path], ["doctor", path], [*SIMULATED, f"--documents={path}"]):
+        assert refused(*map(str, words)).isprintable()
+    path.write_text(json.dumps(LAYOUT))
+    assert main(["plan", str(path), "--output", str(tmp_path / f"{name}.plan")]) == 0
+    assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
+
+
+BAD_LINES = [
+    ("step", "1"),
+    ("step", [1]),
+    ("step", 1.5),
+    ("step", True),
+    ("step", 10**30),
+    ("step", -1),
+    ("step", None),
+    *((key, value) for key in ("ranked_before", "ranked_after") for value in ([], [None, 1], "1234", {"a": 1}, [[1]])),
+    ("ranked_before", [1.0]),
+    ("ranked_before", [1e999, 1]),
+    ("ranked_before", [1e308, 1e308]),
+    ("bytes_per_rank_mean", 10**400),
+    ("imbalance_before", [1, 2]),
+    ("plan_seconds", "1"),
+    ("exposed_percent", True),
+    ("loss", {}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_LINES)
+def test_a_line_of_another_kind_is_named(key: str, value: object, tmp_path: Path, refused) -> None:
+    path = tmp_path / STEPS_NAME
+    changed = json.dumps({**STEP, "step": 2, key: value}).replace("Infinity", "1e999")
+    path.write_text(f"{json.dumps(STEP)}\n\n{changed}\n")
+    line = refused("report", str(tmp_path))
+    assert f"{path} does not hold the figures of a run: line 3: " in line
+    assert key in line
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def reported(capsys: pytest.CaptureFixture[str], path: Path, *lines: str) -> tuple[dict, str]:
+    """Return the summary of a file of these lines, and what stderr says of it."""
+    path.write_text("".join(f"{line}\n" for line in lines))
+    assert main(["report", str(path)]) == 0
+    return json.loads(path.with_name("cad_summary.json").read_text()), capsys.readouterr().err
+
+
+def step(number: int, **changes: object) -> str:
+    return json.dumps({**STEP, "step": number, "loss": float(number), **changes})
+
+
+def test_lines_of_a_run_that_was_killed_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / STEPS_NAME
+    summary, said = reported(capsys, path, step(1), step(2), step(3), step(4)[:-9], "", step(2, loss=9.0))
+    assert (summary["steps"], summary["last_step"], summary["loss_last"]) == (2, 2, 9.0)
+    cut, resumed = said.splitlines()
+    assert cut == f"{path}: line 4 is cut off, as by a kill: it is left out"
+    assert resumed.startswith(f"{path}: line 6 goes back to step 2, as a resumed run does: 2 earlier lines")
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_largest_figures_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    most = {"ranked_before": [1e30, -1e30], "imbalance_before": 1e30}
+    summary, _ = reported(capsys, tmp_path / STEPS_NAME, step(1, **most), step(2**53, **most))
+    assert summary["imbalance_before"] == 1e30
+
+
+def test_another_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused) -> None:
+    path, three = tmp_path / STEPS_NAME, {"ranked_before": [1.0] * 3, "ranked_after": [1.0] * 3}
+    path.write_text(f"{step(1)}\n{step(2, **three)}\n")
+    assert "line 2 has 3 ranks and line 1 has 2: leave the lines of one run in it" in refused("report", str(tmp_path))
+    summary, _ = reported(capsys, path, step(1), step(1, **three))  # the first is no longer of the run
+    assert (summary["steps"], summary["ranks"]) == (1, 3)
+
+
+def test_the_newest_run_is_found_behind_links_and_beside_folders(tmp_path: Path, capsys) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    (run / "newest" / STEPS_NAME).mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / STEPS_NAME).write_text(f"{step(1)}\n")
+    (run / "linked").symlink_to(elsewhere)
+    (run / "loop").symlink_to(run)
+    assert main(["report", str(run)]) == 0
+    assert (elsewhere / "cad_summary.json").exists()
+
+
+@pytest.mark.parametrize("name", ["cad_summary.json", "imbalance.png"])
+def test_report_follows_no_link_that_it_writes(name: str, tmp_path: Path, refused) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    other.write_text("before")
+    (run / STEPS_NAME).write_text(f"{step(1)}\n")
+    (run / name).symlink_to(other)
+    assert "this is a link to another file; remove it" in refused("report", str(run))
+    assert other.read_text() == "before"
+
+
+@pytest.mark.parametrize("columns", ["1", "5"])
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_ends_in_a_narrow_terminal(
+    command: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main([command, "--help"]) == 0
+    assert "torchtitan-cad" in capsys.readouterr().out
+    assert os.environ["COLUMNS"] == columns
