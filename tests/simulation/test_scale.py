@@ -110,5 +110,5 @@ def test_thousands_of_gpus(ranks: int, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["simulate", "--model=llama-8b", f"--ranks={ranks}"]) == 0
     assert time.process_time() - begin < ranks / 10
     printed = capsys.readouterr().out
-    assert "batches: 3 (default)" in printed
+    assert "batches: 2 (default)" in printed
     assert "cad's with a standard error of" in printed

@@ -68,7 +68,7 @@ def run(
 def _notes_of_large(ranks: int) -> list[str]:
     """Say what the simulation of a large cluster leaves out, and how long it takes."""
     return [
-        "greedy: in the configuration that is best for cad with the loader's homes, and without automatic tolerance",
+        "greedy, cad: in the configuration that is best with the loader's homes, of those with the lowest cp",
         f"memory: of attention, that of the {COMPARED} GPUs that serve the most rows",
         f"configurations: ranked by the first step; all takes about {_minutes(ranks):.0f} min on an idle core",
     ]

@@ -32,7 +32,7 @@ from torchtitan_cad.simulation import (
 if TYPE_CHECKING:
     from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
 
-BATCHES, FEWEST_BATCHES = 10, 3
+BATCHES, FEWEST_BATCHES = 10, 2
 """steps that are simulated by default: of up to ``MANY_RANKS``, and of many more."""
 TOKENS_PER_RANK = 32_768
 """tokens: one rank's in a microbatch where no job says so."""

@@ -34,6 +34,8 @@ TRIED, FINALISTS = 3, 3
 """batches: the first, on which a baseline's configurations are ranked; configurations: a baseline's best, compared on
 all batches. CAD's are ranked on the first batch, and compared on the first TRIED, FINALISTS at a time. In large
 clusters TRIED is one."""
+LOWEST_CP = 2
+"""numbers of context-parallel ranks: the lowest that rows allow, which CAD tries in large clusters"""
 ROUNDING = 1e-9
 """share of a time by which two ways to add it up may differ"""
 
@@ -277,6 +279,8 @@ class Search:
             for cp in self._choices("cp", divisors):
                 if step := self.step(system, replace(now, cp=cp)):  # placed, documents are not bound to a row's ranks
                     ways.setdefault(cp if now.placement == "loader" else step.rows_per_rank % 2, cp)
+            if self.cluster.is_large and system not in BASELINES:  # more ranks of a row take longer to plan
+                ways = dict(list(ways.items())[:LOWEST_CP])
             schedules = self._choices("schedule", SCHEDULES)
             if now.pp > 1 and now.backward == "keep":  # schedules in ticks refuse to keep rows
                 schedules = ["1F1B"]

@@ -8,7 +8,6 @@ import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torchtitan_cad.planning import PlannerConfig
 from torchtitan_cad.planning.text import aligned
 from torchtitan_cad.simulation.batches import draw_batches
 from torchtitan_cad.simulation.inputs import OPEN, Cluster, Configuration, Documents, Model, Rates
@@ -26,6 +25,8 @@ SYSTEMS = {
 }
 """Systems, with the fields of a configuration that each chooses."""
 BASELINES = ("packed", "reorder", "packing_cp", "greedy")
+MOST_GREEDY = 1024
+"""GPUs of one TP coordinate: most that the greedy planner is asked to plan for"""
 PARTS = tuple(Parts.__annotations__)
 
 
@@ -122,9 +123,9 @@ def simulate(
     """Return the times of a step under every system of ``SYSTEMS``.
 
     Each takes its configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first batch;
-    ``greedy`` keeps the loader's homes; in a large cluster it takes the configuration that is best for the
-    other planner with these homes, and no automatic tolerance. ``perfect`` takes the fastest by all batches, so that
-    nothing is below it.
+    ``greedy`` keeps the loader's homes. ``perfect`` takes the fastest by all batches, so that nothing is below it. In a
+    large cluster ``greedy`` and ``cad`` take the configuration that is best for CAD with the loader's homes, ``greedy``
+    up to ``MOST_GREEDY``.
 
     ``configuration`` is what all systems have in common, but for its fields in ``open``. Raises ValueError for inputs
     that do not fit each other, or documents that no configuration can divide.
@@ -142,16 +143,19 @@ def simulate(
     planner = asked.planner.planner
     if cluster.is_large:  # whose greedy plans take long
         without_placement = search.fastest_cad(planner, search.candidates(planner))
-        found["greedy"] = without_placement
-        if without_placement.fits:
-            tolerance = PlannerConfig.tolerance if asked.tolerance == "auto" else asked.tolerance
-            alone = replace(without_placement.configuration, tolerance=tolerance)
-            found["greedy"] = search.fastest_cad("greedy", [alone])
+        found["greedy"] = without_placement  # which says why, if nothing fits
+        if cluster.ranks // cluster.tp > MOST_GREEDY:
+            reason = f"its planner takes too long for more than {MOST_GREEDY} GPUs, by the square of their number"
+            found["greedy"] = Trial(asked, reason=reason)
+        elif without_placement.fits:
+            found["greedy"] = search.fastest_cad("greedy", [without_placement.configuration])
     else:
         without_placement = found["greedy"] = search.fastest_cad("greedy", search.candidates("greedy"))
-    # What is best without placement is tried first: then most others are left by their bounds.
-    first = [replace(without_placement.configuration, placement=asked.placement)] if without_placement.fits else []
-    found["cad"] = search.placed(planner, first + search.candidates(planner, asked.placement))
+    # What is best without placement is tried first: then most others are left by their bounds, in large clusters all.
+    best = replace(without_placement.configuration, placement=asked.placement)
+    first = [best] if without_placement.fits else []
+    others = [] if first and cluster.is_large else search.candidates(planner, asked.placement)
+    found["cad"] = search.placed(planner, first + others)
     trials = [search.run("perfect", each) for each in search.candidates("perfect")]
     fastest = min(trials, key=lambda trial: trial.seconds)
     found["perfect"] = fastest if fastest.fits else search.none(trials)
