@@ -50,7 +50,8 @@ def _run(folder: Path, first: int, last: int, timeout: float) -> None:
         else:
             assert "Traceback" not in outcome["out"] + outcome["err"], where
             assert "Warning" not in outcome["err"], where
-    assert {outcome["code"] for outcome in found} >= {0, 2}
+    # The first few are all refused, by doctor or by the command.
+    assert {outcome["code"] for outcome in found} >= ({1, 2} if last - first < 10 else {0, 1, 2})
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ CAUSES = {
 
 
 def case(launcher: str, nranks: int, name: str, rank: int, *, resumes: bool = True, transport: str = "collective"):
-    marks = [pytest.mark.slow] if resumes else []
+    marks = [pytest.mark.slow if resumes else pytest.mark.matrix]
     title = f"{name}-{rank}-of-{nranks}-{launcher}-{transport}"
     return pytest.param(launcher, nranks, name, rank, transport, resumes, marks=marks, id=title)
 

@@ -77,7 +77,7 @@ class _Search:
         changes = (np.diff(self._held[:, [SERVER, DOC]], axis=0, prepend=-1) != 0).any(axis=1)
         first, server = np.flatnonzero(changes), self._held[changes, SERVER]
         self._docs = self._held[changes, DOC]
-        self._ranges = np.stack([first, np.append(first[1:], len(self._held))], axis=1)
+        self._ranges = np.stack([first, np.append(first, len(self._held))[1:]], axis=1)
         self._ranges -= self._first_held[server][:, None]
         self._first_doc = np.searchsorted(server, np.arange(layout.num_ranks + 1))
         self._received = np.zeros(len(layout.docs), dtype=np.int64)
