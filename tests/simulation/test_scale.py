@@ -10,6 +10,7 @@ import pytest
 
 from tests.simulation.cases import KINDS, MODEL, cluster, documents, step
 from torchtitan_cad.cli import main
+from torchtitan_cad.planning.placement.fill import fill
 from torchtitan_cad.simulation import OPEN, Configuration, Rates, Search, draw_batches
 from torchtitan_cad.simulation.baselines import _slowest
 from torchtitan_cad.simulation.costs import Costs, Transfer
@@ -101,6 +102,15 @@ def test_work_of_one_size_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> N
             now = Step(base.costs, base.batch, changed)
             _ = now.layer_attention, _slowest(base.costs, base.batch, base.costs.kinds[0], 1)
     assert len(calls) == 4
+
+
+def test_documents_longer_than_a_rank_are_dealt_in_time_that_grows_with_them() -> None:
+    """Each is dealt to a few of all ranks, of which none is sorted anew."""
+    ranks, room, length = 4096, 1000, 2000
+    begin = time.process_time()
+    (layout,) = fill(np.arange(ranks // 2), np.full(ranks // 2, length), [np.full(ranks, room)], together=1)
+    assert time.process_time() - begin < 2
+    assert layout.tokens_per_rank.tolist() == [room] * ranks
 
 
 @pytest.mark.matrix

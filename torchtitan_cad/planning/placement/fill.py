@@ -144,6 +144,8 @@ class _Microbatch:
         self.docs: list[tuple[int, int]] = []
         self.rooms, self.work, self.left = rooms.copy(), [0] * len(rooms), sum(rooms)
         self.few = filled * self.left / len(rooms)
+        self._ranks = [(0, -room, rank) for rank, room in enumerate(rooms) if room]
+        heapq.heapify(self._ranks)
 
     def take(self, doc: int, rank: int = -1) -> None:
         """Take a document, which lies on one rank or in the room that others leave."""
@@ -155,11 +157,17 @@ class _Microbatch:
         """Take a document longer than any rank's room, and count it on the ranks of least work."""
         self.take(doc)
         length = left = self._pool.lengths[doc]
-        for rank in sorted(range(len(self.rooms)), key=lambda rank: (self.work[rank], -self.rooms[rank])):
+        changed = []
+        while left:
+            *_, rank = heapq.heappop(self._ranks)
             part = min(self.rooms[rank], left)
             self.rooms[rank] -= part
             self.work[rank] += part * length
             left -= part
+            changed.append((self.work[rank], -self.rooms[rank], rank))
+        for entry in changed:
+            if entry[1]:  # without room a rank gets no more
+                heapq.heappush(self._ranks, entry)
 
     def take_rest(self, *, all_left: bool) -> bool:
         """Take documents that fill what is left exactly, or all; returns False where none are found that do."""
