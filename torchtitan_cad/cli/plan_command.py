@@ -54,8 +54,9 @@ def run(
         check_picture("--plot", plot)
     check_outputs({"--output": output, "--plot": plot}, layout, profile)
     tokens, shape = read_layout(layout)
+    measured = None if profile is None else Profile.read(profile)
     try:
-        cost = Profile.read(profile).cost_model("forward", shape) if profile else None
+        cost = None if measured is None else measured.cost_model("forward", shape)
         load_planner()
         placed = place_and_plan(tokens, shape, config, cost) if place else None
         plan, given = (placed.plan, placed.given) if placed else (make_plan(tokens, shape, config, cost), None)
