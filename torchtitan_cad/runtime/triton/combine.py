@@ -12,7 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import FUSION, Partials, padded, places, pointer, row_of, select
+from torchtitan_cad.runtime.triton.rows import (
+    Kernel,
+    Partials,
+    addresses_of,
+    padded,
+    pointer,
+    row_of,
+    select,
+    strides_of,
+)
 
 SUM_TILE = 4096
 """elements: maximum of a program that sums."""
@@ -44,19 +53,16 @@ def merge_rows(
     block_dim = triton.next_power_of_2(dim)
     block_heads = min(triton.next_power_of_2(heads), max(1, WARP_TILE // block_dim))
     partials = Partials.of(outs, out)
-    lse_places = *places(lses, [lse] * len(lses)), padded(16 * part.stride(1) * part.itemsize for part in lses)
-    _merge_rows[(num_rows, triton.cdiv(heads, block_heads))](
-        *(partials.places, lse_places, sources, offsets, out.data_ptr(), lse),
-        *(partials.wide, int(out.dtype == lse.dtype)),
-        DTYPE=partials.dtype,
-        IS_ALIGNED=partials.is_aligned,
-        HEADS=heads,
-        DIM=dim,
-        BLOCK_HEADS=block_heads,
-        BLOCK_DIM=block_dim,
-        TENSOR_BITS=tensor_bits,
+    count = len(partials.places[0])
+    head_strides = [part.stride(1) * part.element_size() for part in lses]
+    addresses = addresses_of(lses, [lse] * len(lses))
+    lse_places = tuple(padded(numbers, count) for numbers in (addresses, strides_of(lses), head_strides))
+    _merge_rows.launch(
+        (num_rows, triton.cdiv(heads, block_heads), 1),
+        (sources, offsets, lse),
+        (partials.places, lse_places, out.data_ptr(), partials.wide, int(out.dtype == lse.dtype)),
+        (partials.dtype, partials.is_aligned, heads, dim, block_heads, block_dim, tensor_bits, count),
         num_warps=1,
-        **FUSION,
     )
 
 
@@ -75,29 +81,28 @@ def sum_rows(
     row_size, count = sums[0][0].numel(), len(first.places[0])
     block = min(SUM_TILE, triton.next_power_of_2(row_size))
     both = tuple(mine + theirs for mine, theirs in zip(first.places, last.places, strict=True))
-    _sum_rows[(sums[0].shape[0], triton.cdiv(row_size, block), len(sums))](
-        *(both, sources, offsets, (sums[0].data_ptr(), sums[-1].data_ptr()), first.wide | last.wide << count),
-        int(sums[0].dtype in (torch.float32, torch.float64)),
-        DTYPE=first.dtype,
-        SUM_DTYPE=tl.float64 if first.dtype == tl.float64 else tl.float32,
-        IS_ALIGNED=all(of_sum.is_aligned for of_sum in described),
-        ROW_SIZE=row_size,
-        BLOCK=block,
-        TENSORS=count,
-        TENSOR_BITS=tensor_bits,
+    sum_dtype = tl.float64 if first.dtype == tl.float64 else tl.float32
+    is_aligned = all(of_sum.is_aligned for of_sum in described)
+    is_wide_sum = int(sums[0].dtype in (torch.float32, torch.float64))
+    targets = sums[0].data_ptr(), sums[-1].data_ptr()
+    _sum_rows.launch(
+        (sums[0].shape[0], triton.cdiv(row_size, block), len(sums)),
+        (sources, offsets),
+        (both, padded(targets, 2), first.wide | last.wide << count, is_wide_sum),
+        (first.dtype, sum_dtype, is_aligned, row_size, block, count, tensor_bits),
         num_warps=max(1, block // WARP_TILE),
-        **FUSION,
     )
 
 
+@Kernel
 @triton.jit(do_not_specialize=["out", "wide", "is_wide_out"])
 def _merge_rows(
-    partials,
-    lses,
     sources,
     offsets,
-    out: tl.int64,
     lse,
+    partials,
+    lses,
+    out: tl.int64,
     wide: tl.int32,
     is_wide_out: tl.int32,
     DTYPE: tl.constexpr,
@@ -107,6 +112,7 @@ def _merge_rows(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     TENSOR_BITS: tl.constexpr,
+    TENSORS: tl.constexpr,
 ):
     row = tl.program_id(0)
     i = tl.load(offsets + row)
@@ -129,7 +135,7 @@ def _merge_rows(
             part = tl.load(pointer(address, dtype, IS_ALIGNED) + inside, mask=mask, other=0.0)
         else:
             part = tl.load(pointer(address, DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0).to(dtype)
-        lse_address = row_of(lses, which, source_row) + heads.to(tl.int64) * (select(lses[2], which) >> 4)
+        lse_address = row_of(lses, which, source_row) + heads.to(tl.int64) * select(lses[2], which)
         part_lse = tl.load(pointer(lse_address, dtype, False), mask=is_head, other=0.0)
         part_lse = tl.where(part_lse == float("inf"), float("-inf"), part_lse)
         is_first = merged_lse == float("-inf")
@@ -153,11 +159,12 @@ def _merge_rows(
     tl.store(lse + row.to(tl.int64) * HEADS + heads, merged_lse, mask=is_head)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["wide", "is_wide_sum"])
 def _sum_rows(
-    partials,
     sources,
     offsets,
+    partials,
     sums,
     wide: tl.int64,
     is_wide_sum: tl.int32,
