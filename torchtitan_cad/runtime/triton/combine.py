@@ -18,8 +18,10 @@ from torchtitan_cad.runtime.triton.rows import (
     Kernel,
     Partials,
     addresses_of,
+    divided,
     padded,
     pointer,
+    power_of_2,
     row_of,
     select,
     strides_of,
@@ -54,15 +56,15 @@ def merge_rows(
         in_place: number of the tensor that is ``out``, each of whose partials belongs to its own row; -1 for none.
     """
     num_rows, heads, dim = out.shape
-    block_dim = triton.next_power_of_2(dim)
-    block_heads = min(triton.next_power_of_2(heads), max(1, WARP_TILE // block_dim))
+    block_dim = power_of_2(dim)
+    block_heads = min(power_of_2(heads), max(1, WARP_TILE // block_dim))
     partials = Partials.of(outs, out)
     count = len(partials.places[0])
     head_strides = [part.stride(1) * part.element_size() for part in lses]
     addresses = addresses_of(lses, [lse] * len(lses))
     lse_places = tuple(padded(numbers, count) for numbers in (addresses, strides_of(lses), head_strides))
     _merge_rows.launch(
-        (num_rows, triton.cdiv(heads, block_heads), 1),
+        (num_rows, divided(heads, block_heads), 1),
         (sources, offsets, lse),
         (partials.places, lse_places, out.data_ptr(), partials.wide, int(out.dtype == lse.dtype), in_place),
         (partials.dtype, partials.is_aligned, heads, dim, block_heads, block_dim, tensor_bits, count),
@@ -87,15 +89,15 @@ def sum_rows(
     """
     described = [Partials.of(of_sum, sums[0]) for of_sum in partials]
     first, last = described[0], described[-1]
-    row_size, count = sums[0][0].numel(), len(first.places[0])
-    block = min(SUM_TILE, triton.next_power_of_2(row_size))
+    row_size, count = sums[0].numel() // sums[0].shape[0], len(first.places[0])
+    block = min(SUM_TILE, power_of_2(row_size))
     both = tuple(mine + theirs for mine, theirs in zip(first.places, last.places, strict=True))
     sum_dtype = tl.float64 if first.dtype == tl.float64 else tl.float32
     is_aligned = all(of_sum.is_aligned for of_sum in described)
     is_wide_sum = int(sums[0].dtype in (torch.float32, torch.float64))
     targets = sums[0].data_ptr(), sums[-1].data_ptr()
     _sum_rows.launch(
-        (sums[0].shape[0], triton.cdiv(row_size, block), len(sums)),
+        (sums[0].shape[0], divided(row_size, block), len(sums)),
         (sources, offsets),
         (both, padded(targets, 2), first.wide | last.wide << count, is_wide_sum, in_place),
         (first.dtype, sum_dtype, is_aligned, row_size, block, count, tensor_bits),

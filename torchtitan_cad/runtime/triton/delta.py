@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import Kernel
+from torchtitan_cad.runtime.triton.rows import Kernel, divided, power_of_2
 
 TILE = 4096
 """elements of a program: 16 KB (delta) and 8 KB (statistics) of bf16 in flight, in 4 warps"""
@@ -51,7 +51,7 @@ def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: f
         _prepare_statistics.launch(
             grid,
             (dout, lse, delta, out, lse_out),
-            (delta.numel(), len(dout), empty_lse),
+            (delta.numel(), dout.shape[0], empty_lse),
             (torch.finfo(out.dtype).max, COMPONENTS, dout.shape[1], *blocks),
         )
     return out, lse_out
@@ -60,9 +60,9 @@ def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: f
 def _split(rows: Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Return the grid over the rows of [T, H, D], and the constants DIM, BLOCK_ROWS and BLOCK_DIM."""
     dim = rows.shape[-1]
-    block_dim = triton.next_power_of_2(dim)
+    block_dim = power_of_2(dim)
     block_rows = max(1, TILE // block_dim)
-    return (triton.cdiv(rows.numel() // dim, block_rows), 1, 1), (dim, block_rows, block_dim)
+    return (divided(rows.numel() // dim, block_rows), 1, 1), (dim, block_rows, block_dim)
 
 
 @Kernel

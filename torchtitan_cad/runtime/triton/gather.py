@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gather rows of a row space (local rows, then received rows) without joining the two."""
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -10,15 +13,15 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.triton.rows import (
     Kernel,
+    Numbers,
     Words,
     addresses_of,
+    divided,
     last_from,
     padded,
     pointer,
-    row_bytes_of,
     row_of,
     select,
-    strides_of,
     with_dense_rows,
     words_of,
 )
@@ -26,6 +29,7 @@ from torchtitan_cad.runtime.triton.rows import (
 HEIGHT = tl.constexpr(8)
 """rows of a program"""
 MOST_TENSORS = 4
+"""tensors whose rows are gathered in a launch"""
 
 
 def gather_rows(
@@ -43,31 +47,49 @@ def gather_rows(
         outs.
     """
     num_local = local[0].shape[0]
-    num_rows = num_local + received[0].shape[0] if rows is None else len(rows)
+    num_rows = num_local + received[0].shape[0] if rows is None else rows.shape[0]
     if outs is None:
         outs = [x.new_empty(num_rows, *x.shape[1:]) for x in local]
-    if not num_rows or not sum(x.numel() for x in outs):
+    if not num_rows or not any([x.numel() for x in outs]):
         return outs
-    local, received = ([with_dense_rows(x) for x in part] for part in (local, received))
+    local, received = [with_dense_rows(x) for x in local], [with_dense_rows(x) for x in received]
     addresses = addresses_of(local, received), addresses_of(received, local), addresses_of(outs, outs)
-    strides = strides_of(local), strides_of(received), strides_of(outs)
-    words = Words.of(row_bytes_of(outs), *addresses, *strides)
-    *first_columns, num_columns = accumulate(words.columns, initial=0)
-    places = [tuple(padded(numbers, MOST_TENSORS) for numbers in pair) for pair in zip(addresses, strides, strict=True)]
+    strides = tuple([x.stride(0) * x.element_size() for x in (*local, *received, *outs)])
+    row_bytes = tuple([x.nbytes // num_rows for x in outs])
+    cut = _cut(row_bytes, strides, math.gcd(16, *addresses[0], *addresses[1], *addresses[2]))
+    places = [(padded(of_part, MOST_TENSORS), steps) for of_part, steps in zip(addresses, cut.strides, strict=True)]
+    row_table = 0 if rows is None else rows.data_ptr()
     _gather_rows.launch(
-        (triton.cdiv(num_rows, HEIGHT.value), num_columns, 1),
+        (divided(num_rows, HEIGHT.value), cut.num_columns, 1),
         (),
-        (
-            *places,
-            padded(first_columns, MOST_TENSORS),
-            padded(words.sizes, MOST_TENSORS),
-            0 if rows is None else rows.data_ptr(),
-            num_rows,
-            num_local,
-        ),
-        (words.dtype, words.is_aligned),
+        (*places, *cut.tables, row_table, num_rows, num_local),
+        (cut.words.dtype, cut.words.is_aligned),
     )
     return outs
+
+
+class _Cut(NamedTuple):
+    """Rows cut into columns of words.
+
+    Attributes:
+        strides: of local, received and gathered rows, per tensor, bytes from one row to the next.
+        tables: per tensor, its first column, and words of a row.
+    """
+
+    num_columns: int
+    words: Words
+    strides: tuple[Numbers, ...]
+    tables: tuple[Numbers, Numbers]
+
+
+@lru_cache(maxsize=1024)
+def _cut(row_bytes: Numbers, strides: Numbers, alignment: int) -> _Cut:
+    """Cut what is the same in every layer, given the ``alignment`` of the tensors."""
+    words, count = Words.of(row_bytes, math.gcd(alignment, *strides)), len(row_bytes)
+    *first_columns, num_columns = accumulate(words.columns, initial=0)
+    of_parts = [padded(strides[begin : begin + count], MOST_TENSORS) for begin in range(0, 3 * count, count)]
+    tables = padded(first_columns, MOST_TENSORS), padded(words.sizes, MOST_TENSORS)
+    return _Cut(num_columns, words, tuple(of_parts), tables)
 
 
 @Kernel

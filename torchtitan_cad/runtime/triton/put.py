@@ -169,7 +169,7 @@ def _cut(formats: tuple[RowFormat, ...], begins: tuple[int, ...], counts: tuple[
     parts = [(*route, at, size) for route in routes if route[2] for at, size, *_ in route[0].fields if size]
     of_route, begin, num_blocks, first_block, at, sizes = zip(*parts, strict=True)
     row_bytes = [row_format.row_bytes for row_format in of_route]
-    words = Words.of(sizes, [alignment], begin, row_bytes, at)
+    words = Words.of(sizes, math.gcd(alignment, *begin, *row_bytes, *at))
     tiles = [blocks * columns for blocks, columns in zip(num_blocks, words.columns, strict=True)]
     *first_tiles, num_tiles = accumulate(tiles, initial=0)
     pages = [place // BUFFER_ALIGNMENT for place in begin]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Launches of Triton kernels, and helpers for kernels that move rows of several tensors in one launch."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ WIDTH = tl.constexpr(256)
 """words of a row that a program moves"""
 COUNTS = (4, 16)
 """numbers of partials that kernels are compiled for; the last one is 2^``combine.TENSOR_BITS``"""
-_TRITON_DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("bfloat16", "float16", "float32", "float64")}
 _WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 Numbers = tuple[int, ...]
@@ -81,9 +80,14 @@ def strides_of(tensors: Sequence[Tensor]) -> list[int]:
     return [x.stride(0) * x.element_size() for x in tensors]
 
 
-def row_bytes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the bytes of a row of tensors that have rows."""
-    return [x.nbytes // x.shape[0] for x in tensors]
+def divided(number: int, by: int) -> int:
+    """Return the quotient rounded up; Triton's ``cdiv`` takes ten times as long on the host."""
+    return -(-number // by)
+
+
+def power_of_2(number: int) -> int:
+    """Return the least power of 2 that is at least ``number``."""
+    return 1 << (number - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -103,16 +107,26 @@ class Words:
     is_aligned: bool
 
     @classmethod
-    def of(cls, row_bytes: Sequence[int], *places: Sequence[int]) -> "Words":
-        """Divide rows into words as wide as all ``places`` allow: bytes at which rows begin, and from row to row."""
-        common = math.gcd(16, *row_bytes, *itertools.chain(*places))
+    def of(cls, row_bytes: Sequence[int], alignment: int) -> "Words":
+        """Divide rows, which begin at multiples of ``alignment`` bytes, into words as wide as that allows."""
+        common = math.gcd(16, alignment, *row_bytes)
         sizes = [num_bytes // min(common, 8) for num_bytes in row_bytes]
-        return cls(sizes, [triton.cdiv(size, WIDTH.value) for size in sizes], _WORDS[common], common == 16)
+        return cls(sizes, [divided(size, WIDTH.value) for size in sizes], _WORDS[common], common == 16)
+
+
+@lru_cache(maxsize=4096)
+def _has_dense_rows(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(shape[:0:-1], strides[:0:-1], strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def with_dense_rows(part: Tensor) -> Tensor:
     """Return the tensor itself if each of its rows is contiguous, otherwise a contiguous copy."""
-    return part if part.is_contiguous() or (len(part) and part[0].is_contiguous()) else part.contiguous()
+    return part if _has_dense_rows(part.shape, part.stride()) else part.contiguous()
 
 
 @dataclass(frozen=True)
@@ -135,15 +149,20 @@ class Partials:
     def of(cls, tensors: Sequence[Tensor], result: Tensor) -> "Partials":
         """Describe tensors [P_i, ...] to be combined into ``result``; copies tensors with rows that are not dense."""
         tensors = [with_dense_rows(x) for x in tensors]
-        dtypes = [x.dtype for x in tensors]
-        dtype = min((*dtypes, result.dtype), key=lambda dtype: dtype.itemsize)
-        sums = torch.promote_types(dtype, torch.float32)
-        wide = sum(1 << i for i, of_tensor in enumerate(dtypes) if of_tensor == sums != dtype)
+        dtype, wide = _narrowest(tuple([x.dtype for x in tensors]), result.dtype)
         addresses, strides = addresses_of(tensors, [result] * len(tensors)), strides_of(tensors)
         is_aligned = math.gcd(16, *addresses, *strides) == 16
-        count = next(count for count in COUNTS if count >= len(tensors))
-        places = padded(addresses, count), padded(strides, count)
-        return cls(places, _TRITON_DTYPES[dtype], wide, is_aligned)
+        count = COUNTS[len(tensors) > COUNTS[0]]
+        return cls((padded(addresses, count), padded(strides, count)), dtype, wide, is_aligned)
+
+
+@lru_cache
+def _narrowest(dtypes: tuple[torch.dtype, ...], result: torch.dtype) -> tuple[tl.dtype, int]:
+    """Return the narrowest of all dtypes, and ``Partials.wide``."""
+    dtype = min((*dtypes, result), key=lambda dtype: dtype.itemsize)
+    sums = torch.promote_types(dtype, torch.float32)
+    wide = sum(1 << i for i, of_tensor in enumerate(dtypes) if of_tensor == sums != dtype)
+    return getattr(tl, str(dtype).removeprefix("torch.")), wide
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from torchtitan_cad.runtime.triton.rows import Kernel
+from torchtitan_cad.runtime.triton.rows import Kernel, divided
 
 LANES = tl.constexpr(32)
 """threads of a program, each with a word of its own"""
@@ -41,9 +41,9 @@ def post(peers: Tensor, addresses: Tensor, word: int, value: int, counter: Tenso
         counter: int64 [1] on the device.
         failed: as in ``wait``.
     """
-    if len(peers):
-        grid = triton.cdiv(len(peers), LANES.value), 1, 1
-        _post.launch(grid, (peers, addresses, counter, failed), (word, value, len(peers)), (), num_warps=1)
+    if num_peers := peers.shape[0]:
+        grid = divided(num_peers, LANES.value), 1, 1
+        _post.launch(grid, (peers, addresses, counter, failed), (word, value, num_peers), (), num_warps=1)
 
 
 def wait(
@@ -68,9 +68,9 @@ def wait(
         failed: int64 [1] on the device, set when a wait gives up; unless 0, there is no waiting.
         record: int64 [1] in host memory, set when a wait gives up.
     """
-    if len(peers):
+    if num_peers := peers.shape[0]:
         tensors = peers, words, counter, failed, record
-        numbers = first_word, value, int(1e9 * timeout_s), len(peers)
+        numbers = first_word, value, int(1e9 * timeout_s), num_peers
         _wait.launch((1, 1, 1), tensors, numbers, (), num_warps=1)
 
 
