@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from bench.gpu.parts import Emit
+from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.triton import put, signals
 
 GATE_CYCLES = 30_000_000
@@ -85,7 +86,7 @@ class Litmus:
         self._pattern, self._keep_alive = pattern.view(np.uint64), (host, words)
         self._source = torch.from_numpy(pattern).to(device)
         self._sent = torch.empty_like(self._source)
-        self._blocks = put.split_into_blocks([num_rows], [0]).to(device)
+        self._blocks = put.Blocks.of([put.split_into_blocks([num_rows], [0])], [None], device)
         self._host_addresses, self._word_addresses = (
             [torch.tensor([x[number].data_ptr()]).to(device) for number in range(batch)] for x in (host, words)
         )
@@ -132,8 +133,7 @@ class Litmus:
 
     def put(self, number: int) -> None:
         addresses = self._host_addresses[number % self._batch]
-        row_bytes = self._sent[0].nbytes
-        put.put_rows([self._sent], [0], None, self._blocks, addresses, 0, row_bytes, self._failed)
+        put.put_rows([([self._sent], RowFormat.of([self._sent]))], self._blocks, [0], addresses, self._failed)
 
     def post(self, number: int) -> None:
         addresses = self._word_addresses[number % self._batch]

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.triton import put
 from torchtitan_cad.runtime.triton.rows import WIDTH
 
@@ -29,22 +30,21 @@ class Putting:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.part = torch.randn(num_rows, *ROW, device=device).bfloat16()
-        self.rows = torch.randperm(num_rows).to(device)
-        self.row_bytes = self.part[0].nbytes
+        self._message = [self.part], RowFormat([self.part])
         self.num_bytes = 2 * self.part.nbytes
         self.target = torch.zeros(self.part.nbytes, dtype=torch.uint8, device=device)
-        self.blocks = put.split_into_blocks([num_rows], [0]).to(device)
+        order = torch.randperm(num_rows).to(device)
+        self._blocks = put.Blocks.of([put.split_into_blocks([num_rows], [0])], [order], device)
         self.addresses = torch.tensor([self.target.data_ptr()]).to(device)
         self.failed = torch.zeros(1, dtype=torch.int64, device=device)
 
     def run(self, multiprocessors: Tensor | None = None) -> None:
         """Put the rows; ``multiprocessors`` is an argument of ``put_rows``."""
-        message = [self.part], [0], self.rows
-        put.put_rows(*message, self.blocks, self.addresses, 0, self.row_bytes, self.failed, multiprocessors)
+        put.put_rows([self._message], self._blocks, [0], self.addresses, self.failed, multiprocessors)
 
     def multiprocessors(self) -> Counter[int]:
         """The multiprocessors on which a put's programs run on the current stream, and how many run on each."""
-        tiles = len(self.blocks) * triton.cdiv(self.row_bytes, 8 * WIDTH.value)
+        tiles = len(self._blocks.table) * triton.cdiv(self.part[0].nbytes, 8 * WIDTH.value)
         numbers = torch.zeros(min(put.PROGRAMS, tiles), dtype=torch.int32, device=self.part.device)
         self.run(numbers)
         return Counter(numbers.tolist())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """An exchange as the transport launches it, alone and beside the work that is to hide it: this process is both ends.
 
-The chain on the sending stream is that of a job: wait until the receiver is ready, put the rows of queries, put those
-of keys, post the arrival. The receiver waits on a stream of its own, so that the time to the arrival does not count the
+The chain on the sending stream is that of a job: wait until the receiver is ready, put the rows of queries and keys,
+post the arrival. The receiver waits on a stream of its own, so that the time to the arrival does not count the
 other work. Rows are read from and written to the same device's memory: what is shown is how the chain gets on beside
 kernels that fill the device, not the rate of NVLink. On the CPU Triton's interpreter runs the chain before the work.
 """
@@ -66,25 +66,21 @@ class Variant(NamedTuple):
     """A way to send.
 
     Attributes:
-        programs, warps: of the put kernel; None where it is not used.
-        routes: 2 for queries and keys apart, as the transport sends them; 1 for all rows in one launch. Without the put
-            kernel, rows are contiguous and ``copy_`` sends them, on the engine that the driver chooses.
+        programs, warps: of the put kernel. None without it: ``copy_`` then sends contiguous rows, on the engine that
+            the driver chooses.
     """
 
     name: str
     programs: int | None
     warps: int | None
-    routes: int
 
 
 VARIANTS = (
-    Variant("two puts", 24, 16, 2),
-    Variant("two puts", 40, 16, 2),
-    Variant("two puts", 24, 32, 2),
-    Variant("two puts", 40, 32, 2),
-    Variant("one put", 24, 16, 1),
-    Variant("one put", 40, 16, 1),
-    Variant("copy_", None, None, 2),
+    Variant("put", 24, 16),
+    Variant("put", 40, 16),
+    Variant("put", 24, 32),
+    Variant("put", 40, 32),
+    Variant("copy_", None, None),
 )
 
 
@@ -118,7 +114,7 @@ class Chain:
         shape = sizes.shape
         self._device, self._variant = device, variant
         heads = (shape.num_heads, shape.head_dim)
-        counts = [num_rows, num_rows] if variant.routes == 2 else [2 * num_rows]
+        counts = [num_rows, num_rows]
         self._messages = [[torch.randn(count, *heads, device=device).to(sizes.dtype)] for count in counts]
         self.num_bytes = sum(rows.nbytes for (rows,) in self._messages)
         buffer_bytes = aligned(self.num_bytes // BUFFERS_PER_CALL + 4096)

@@ -4,6 +4,7 @@
 import itertools
 import random
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -167,8 +168,9 @@ class RecordingMemory(SymmetricMemory):
         return self
 
     def prepare(self, routes: Routes) -> None:
-        for route in routes:
-            route.tables += [] if route.tables else [torch.zeros(1)]
+        if routes.tables is None:
+            routes.tables = torch.zeros(1)
+            self.table = weakref.ref(routes.tables)
 
     def send(self, messages: Any, routes: Routes, *_: object) -> None:
         self.steps.append(("send", routes.receivers.ranks))

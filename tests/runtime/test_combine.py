@@ -25,10 +25,10 @@ CPU = torch.device("cpu")
 ROWS = st.lists(st.integers(0, 8), max_size=40)
 
 
-def build(*args, is_fused: bool) -> Combination:
+def build(*args, is_fused: bool, **options) -> Combination:
     """Builds a combination by Triton kernels (``is_fused``) or by torch."""
     with mock.patch.object(triton, "runs_on", return_value=is_fused):
-        return Combination.build(*args)
+        return Combination.build(*args, **options)
 
 
 @given(ROWS)
@@ -118,6 +118,41 @@ def compare_orders(seed: int, device: torch.device) -> None:
             want, got = (combination.add(parts, likes) for combination in combinations)
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True)), case
             assert all(x.dtype == dtype for x in got)
+
+
+def combine_in_place(group) -> None:
+    """Partials of all rows in order become the results: rows without others keep their bits, nobody's are moved."""
+    interpret()
+    rng, shape, like = np.random.default_rng(0), (6, 2, 16), torch.empty(0, 2, 16).bfloat16()
+    targets = [rng.integers(0, 3, 4), np.arange(6), rng.integers(-1, 3, 5)]
+    assert set(np.concatenate([targets[0], targets[2]])) <= {-1, 0, 1, 2}, "rows 3 to 5 have one partial"
+    outs, grads = ([torch.randn(len(rows), *shape[1:]).bfloat16() for rows in targets] for _ in range(2))
+    lses = [torch.randn(2, len(rows)).t() for rows in targets]
+    lses[1][[0, 5], 0], outs[1][[0, 5], 0] = torch.inf, torch.nan  # one of them without keys
+    torch_index, index, copied = (
+        build(targets, 6, CPU, is_fused=is_fused, **options)
+        for is_fused, options in ((False, {}), (True, {}), (True, {"in_place": False}))
+    )
+    assert (torch_index.in_place, index.in_place, copied.in_place) == (-1, 1, -1)
+    before, want = outs[1].clone(), torch_index.merge([outs, lses], like)
+    separate, out_of_place = copied.merge([outs, lses], like), index.merge([outs, lses], like.float())
+    assert torch.equal(outs[1].nan_to_num(7), before.nan_to_num(7)), "results of another dtype are separate"
+    assert out_of_place[0].dtype == torch.float32
+    merged = index.merge([outs, lses], like)
+    assert merged[0].data_ptr() == outs[1].data_ptr()
+    for mine, theirs, exact in zip(merged, separate, want, strict=True):
+        assert torch.equal(mine, theirs)
+        assert_as_exact(mine, exact, exact)
+    want = torch_index.add([grads, grads], [like, like])
+    both = [list(grads), [x.clone() for x in grads]]
+    sums = index.add(both, [like, like])
+    assert [x.data_ptr() for x in sums] == [of_sum[1].data_ptr() for of_sum in both]
+    assert all(map(torch.equal, sums, want))
+
+
+@needs_triton
+def test_results_are_combined_where_they_are() -> None:
+    values(run_processes(1, combine_in_place))
 
 
 @needs_triton

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import varlen as stock
 
 from bench.gpu.loopback import two_rank_plan
@@ -155,8 +155,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Launches by the kernel's name, within a mode in which tensors hold nothing."""
     from triton.runtime.jit import JITFunction
 
-    from torchtitan_cad.runtime.triton import put
-
     counted: Counter[str] = Counter()
 
     def launch(self: JITFunction, *args: object, **kwargs: object) -> None:
@@ -169,17 +167,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         assert device == DEVICE
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
-    split = put.split_into_blocks
-
-    def split_for_real(*args: Sequence[int], **kwargs: int | None) -> Tensor:
-        with unset_fake_temporarily():
-            return split(*args, **kwargs)
-
     monkeypatch.setattr(JITFunction, "run", launch)
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: ADDRESS)
     monkeypatch.setattr(transport_base, "to_device", copy)
     monkeypatch.setattr(cuda_memory, "to_device", copy)
-    monkeypatch.setattr(put, "split_into_blocks", split_for_real)
     monkeypatch.setattr(streams, "record_event", lambda device: None)
     monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)  # keeps no fake tensors
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -220,7 +220,7 @@ def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(
     part = torch.ones(1, 3)
     read = [weakref.ref(tensor) for tensor in (part, route.rows)]
     pending = start(transport, [part], route, "trial", 0)
-    read.append(weakref.ref(route.tables[0]))
+    read.append(memory.table)
     del part, route
     assert [step for step, _ in memory.steps] == ["post", "wait", "send"]
     pending.wait()

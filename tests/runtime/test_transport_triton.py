@@ -5,6 +5,7 @@ The interpreter must be chosen before triton is imported, so it runs in processe
 CUDA devices runs between real processes, with CPU tensors in shared memory, and without streams.
 """
 
+import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from tests.runtime.interpreter import interpret, interpreted_transport
 from tests.runtime.processes import run_processes, values
+from tests.runtime.rows import CPU
 from tests.runtime.threaded import needs_linux
 from tests.sets import needs_triton, params
 from torchtitan_cad.runtime.packing import RowFormat
@@ -28,54 +30,65 @@ class Launches:
     """A Triton kernel that records the grids it is launched with."""
 
     def __init__(self, kernel) -> None:
-        self.kernel, self.grids = kernel, []
+        self._launch, self.grids = kernel.launch, []
+        kernel.launch = self
 
-    def __getitem__(self, grid):
+    def __call__(self, grid, *args, **kwargs) -> None:
         self.grids.append(grid)
-        return self.kernel[grid]
+        self._launch(grid, *args, **kwargs)
+
+
+FIRST_BYTE = 512
+"""at which rows of the first route begin in the peers' memory"""
 
 
 def put_and_compare(group, programs: int) -> None:
-    """Rows of random parts, gathered or not, land at their places in two ranks' memory, and nowhere else."""
+    """Rows of one or two routes, gathered or not, land in one launch at their places in two ranks' memory only."""
     interpret()
+    from torchtitan_cad.planning.exchange.messages import aligned
     from torchtitan_cad.runtime.triton import put as module
-    from torchtitan_cad.runtime.triton.put import put_rows, split_into_blocks
+    from torchtitan_cad.runtime.triton.put import Blocks, put_rows, split_into_blocks
 
     torch.manual_seed(group.rank())
     launches = Launches(module._put_rows)
-    module.PROGRAMS, module._put_rows, size = programs, launches, module.BLOCK_ROWS.value
+    module.PROGRAMS, size = programs, module.BLOCK_ROWS.value
     failed = torch.zeros(1, dtype=torch.int64)
-    cases = [
+    formats = [
         [(torch.bfloat16, (2, 16))],
         [(torch.bfloat16, (3, 5)), (torch.float16, (300,))],
+        [(torch.float16, (300,)), (torch.bfloat16, (3, 5))],
         [(torch.float32, (2, 130)), (torch.bfloat16, (3,)), (torch.float32, (7,)), (torch.uint8, (3,))],
     ]
-    for kinds in [case[i:] + case[:i] for case in cases for i in range(len(case))]:
-        for counts, offsets in (([0, 3], [0, 2]), ([size + 1, 2 * size], [4, 0]), ([0, 0], [0, 0])):
+    placements = [([0, 3], [0, 2]), ([size + 1, 2 * size], [4, 0]), ([0, 0], [0, 0])]
+    routes = list(itertools.product(formats, placements, (False, True)))
+    alone, pairs = [[route] for route in routes], zip(routes[::2], routes[7::3], strict=False)
+    for exchange in [*alone, *pairs]:
+        expected, begin = torch.full((2, 700_000), 9, dtype=torch.uint8), FIRST_BYTE
+        messages, tables, order, begins = [], [], [], []
+        for kinds, (counts, offsets), is_gathered in exchange:
             total = sum(counts)
-            for rows in (None, torch.randint(0, 50, (total,))):
-                parts = [torch.randn(total if rows is None else 50, *tail).to(dtype) for dtype, tail in kinds]
-                row_format = RowFormat([torch.zeros(1, 3), *parts])
-                memory = torch.full((2, 200 * row_format.row_bytes), 9, dtype=torch.uint8)
-                expected, first = memory.clone(), 0
-                for peer, (count, offset) in enumerate(zip(counts, offsets, strict=True)):
-                    arrival = expected[peer, 64 : 64 + 99 * row_format.row_bytes].view(99, -1)
-                    views = row_format.unpack(arrival[offset : offset + count])[1:]
-                    for part, view in zip(parts, views, strict=True):
-                        sent = part if rows is None else part[rows]
-                        view.copy_(sent[first : first + count])
-                    first += count
-                addresses = torch.tensor([memory[0].data_ptr(), memory[1].data_ptr()])
-                places = [place for place, *_ in row_format.fields[1:]]
-                blocks = split_into_blocks(counts, offsets)
-                put = parts, places, rows, blocks, addresses, 64, row_format.row_bytes
-                launched = len(launches.grids)
-                put_rows(*put, torch.ones(1, dtype=torch.int64))
-                assert (memory == 9).all()  # a rank that has failed writes nothing
-                put_rows(*put, failed)
-                assert torch.equal(memory, expected), (kinds, counts, rows is None)
-                assert len(launches.grids) == launched + 2 * bool(total)
-    assert max(launches.grids) == (programs,)
+            rows = torch.randint(0, 50, (total,)) if is_gathered else None
+            parts = [torch.randn(50 if is_gathered else total, *tail).to(dtype) for dtype, tail in kinds]
+            row_format = RowFormat(parts)
+            for peer, (first, count, offset) in enumerate(zip([0, counts[0]], counts, offsets, strict=True)):
+                arrival = expected[peer, begin : begin + 199 * row_format.row_bytes].view(199, -1)
+                for part, view in zip(parts, row_format.unpack(arrival[offset : offset + count]), strict=True):
+                    view.copy_((part[rows] if is_gathered else part)[first : first + count])
+            messages.append((parts, row_format))
+            tables.append(split_into_blocks(counts, offsets))
+            order.append(rows)
+            begins.append(begin)
+            begin = aligned(begin + 199 * row_format.row_bytes)
+        memory = torch.full_like(expected, 9)
+        addresses = torch.tensor([memory[0].data_ptr(), memory[1].data_ptr()])
+        blocks = Blocks.of(tables, order, CPU)
+        launched = len(launches.grids)
+        put_rows(messages, blocks, begins, addresses, torch.ones(1, dtype=torch.int64))
+        assert (memory == 9).all()  # a rank that has failed writes nothing
+        put_rows(messages, blocks, begins, addresses, failed)
+        assert torch.equal(memory, expected), exchange
+        assert len(launches.grids) == launched + 2 * any(map(sum, (counts for _, (counts, _), _ in exchange)))
+    assert max(launches.grids) == (programs, 1, 1)
 
 
 @pytest.mark.parametrize("programs", params([1, 3], [3]))
@@ -87,7 +100,7 @@ def signal_and_wait(group) -> None:
     interpret()
     from torchtitan_cad.runtime.triton import signals
 
-    waits = signals._wait = Launches(signals._wait)
+    waits = Launches(signals._wait)
     memory = torch.zeros(2, 8, dtype=torch.int64)
     addresses = torch.tensor([memory[0].data_ptr(), memory[1].data_ptr()])
     failed, record = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -104,7 +117,7 @@ def signal_and_wait(group) -> None:
     signals.post(both, addresses, 3, 18, seven, failed)
     assert torch.equal(record, before)
     assert int(memory[0, 3]) == 17
-    assert waits.grids == 3 * [(1,)]  # one program awaits all peers
+    assert waits.grids == 3 * [(1, 1, 1)]  # one program awaits all peers
 
 
 def test_signals_are_posted_awaited_and_given_up() -> None:
@@ -116,7 +129,9 @@ def exchange_on_interpreted_devices(group, num_exchanges: int) -> tuple[int, int
     interpret()
     from tests.runtime import exchanges
 
-    exchanges.build_transport = lambda name, group, device, buffer_bytes: interpreted_transport(group, buffer_bytes)
+    exchanges.build_transport = lambda name, group, device, buffer_bytes, hosts: interpreted_transport(
+        group, buffer_bytes, hosts=hosts
+    )
     torch.manual_seed(0)
     return exchanges.exchange_at_random(group, "symm_mem", group.size(), num_exchanges, 0.002)
 
@@ -166,8 +181,9 @@ def steps(monkeypatch) -> list[tuple[str, list[int]]]:
 
     done: list[tuple[str, list[int]]] = []
 
-    def put_rows(parts, places, rows, blocks, addresses, *_) -> None:
-        done.append(("stage" if len(set(addresses.tolist())) == 1 else "put", sorted(set(blocks[:, 0].tolist()))))
+    def put_rows(messages, blocks, begins, addresses, *_) -> None:
+        step = "stage" if len(set(addresses.tolist())) == 1 else "put"
+        done.append((step, sorted(set(blocks.table[:, 0].tolist()))))
 
     monkeypatch.setattr(device.put, "put_rows", put_rows)
     monkeypatch.setattr(device.signals, "post", lambda peers, *_: done.append(("post", peers.tolist())))
@@ -191,13 +207,12 @@ def test_more_rows_than_the_staging_area_holds_go_in_batches(monkeypatch) -> Non
     counts, offsets = [7, 60, 0, 50], [1, 10, 0, 20]
     for most_rows, batches in ((45, 3), (100, 2), (110, 1)):
         route = Route("queries", None, counts, 4 * [0], offsets, most_rows)
-        memory.prepare(Routes([route]))
-        _, *tables = route.tables
-        assert len(tables) == 2 * batches
+        memory.prepare(routes := Routes([route]))
+        assert len(routes.tables.batches) == batches
         arrived = {}
-        for staged, messages in zip(tables[::2], tables[1::2], strict=True):
+        for _, staged, messages in routes.tables.batches:
             area = {}
-            for _, source, place, rows in staged.tolist():
+            for _, source, place, rows in staged.table.tolist():
                 for i in range(rows):
                     assert place + i not in area
                     area[place + i] = source + i

@@ -6,6 +6,8 @@ launches are compiled but launch nothing.
 """
 
 import os
+import re
+import subprocess
 import warnings
 from collections import Counter
 from functools import partial
@@ -33,6 +35,8 @@ MOST_VARIANTS = 16
 SHAPE = AttentionShape(32, 8, 128, 2)
 LATENT = AttentionShape(16, 16, 192, 2, value_dim=128, shared_dim=64)
 WORKLOADS = ("lognormal", "one big", "uniform", "whole documents")
+REGISTERS = 65536
+"""of a multiprocessor"""
 WIDE = ("_put_rows", "_gather_rows", "_merge_rows", "_sum_rows", "_prepare_statistics", "_row_delta")
 
 
@@ -78,11 +82,21 @@ def run_plans(
     return [name for name, _ in mock_driver.compiled], warmed
 
 
+def registers(code: str, capability: int) -> int:
+    """Registers of a thread of a kernel, as the assembler says that Triton uses."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    command = [get_ptxas(capability).path, "-v", f"-arch={sm_arch_from_capability(capability)}", "-o", os.devnull, "-"]
+    said = subprocess.run(command, input=code, capture_output=True, text=True, check=True).stderr
+    return int(re.search(r"Used (\d+) registers", said)[1])
+
+
 def compile_for(group: object, capability: int, folder: str) -> None:
     warnings.simplefilter("error")  # Triton warns where it chooses options by itself
     os.environ["TRITON_CACHE_DIR"] = folder
     triton.runs_on = lambda device: True
     from tests.runtime import mock_driver
+    from torchtitan_cad.runtime.triton import put
     from torchtitan_cad.runtime.triton.warm_up import warm_up
 
     mock_driver.CAPABILITY = capability
@@ -91,6 +105,7 @@ def compile_for(group: object, capability: int, folder: str) -> None:
     for name in WIDE:
         assert any(load in code[name] for load in ("ld.global.v4.b32", "ld.global.v2.b64")), name
         assert "st.local" not in code[name], f"registers of {name} spill"
+    assert put.WARPS * 32 * registers(code["_put_rows"], capability) > REGISTERS // 2, "two puts share a multiprocessor"
     for name in WIDE[:-1]:
         assert any(store in code[name] for store in ("st.global.v4.b32", "st.global.v2.b64")), name
     assert "st.release.sys.global.b64" in code["_post"]

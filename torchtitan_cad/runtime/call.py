@@ -156,7 +156,7 @@ class AttentionState:
         received = self.incoming.wait()
         if self.keeps and self.direction is BACKWARD:
             (kept_q, kept_kv), self.kept = self.kept, ()
-            queries, keys = RowFormat(self._like["queries"][-1:]), RowFormat(self._like["keys"])
+            queries, keys = RowFormat.of(self._like["queries"][-1:]), RowFormat.of(self._like["keys"])
             received["queries"] += queries.reveal(kept_q, self.plan.queries.num_served)
             received["keys"] = keys.reveal(kept_kv, self.plan.keys.num_served)
         return received

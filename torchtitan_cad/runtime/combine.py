@@ -37,19 +37,25 @@ class Combination:
             ``sources`` is as long as there are partials; the end is unused if some belong to no row. For torch, per
             wave two int64 tensors: positions among all partials, and the distinct rows of these partials.
         is_fused: True if the index is for Triton kernels.
+        in_place: number of the first tensor whose partials are those of all rows, in order; -1 if there is none. Triton
+            kernels combine the partials of others into it, and leave rows without others, if it is like the result.
     """
 
     num_rows: int
     index: list[Tensor]
     is_fused: bool
+    in_place: int = -1
 
     @classmethod
-    def build(cls, targets: Sequence[np.ndarray], num_rows: int, device: torch.device) -> "Combination":
+    def build(
+        cls, targets: Sequence[np.ndarray], num_rows: int, device: torch.device, *, in_place: bool = True
+    ) -> "Combination":
         """Index partials on ``device``.
 
         Args:
             targets: per tensor of partials, int64 [P_i] row of each partial, or -1 for none. The partials of a row are
                 combined in this order.
+            in_place: False for an index that others will be copied over.
 
         Raises:
             ValueError: more tensors than ``TENSOR_BITS`` allow.
@@ -65,7 +71,10 @@ class Combination:
             sources = np.zeros(len(rows), np.int32)
             sources[: len(order)] = np.concatenate([np.empty(0, np.int64), *names])[order]
             both = sources, np.append(0, ends)
-            return cls(num_rows, [rows_to_device(each, device, np.int32) for each in both], is_fused=True)
+            every_row = np.arange(num_rows)
+            in_order = (number for number, x in enumerate(targets) if in_place and np.array_equal(x, every_row))
+            index = [rows_to_device(each, device, np.int32) for each in both]
+            return cls(num_rows, index, is_fused=True, in_place=next(in_order, -1))
         waves = (np.flatnonzero(counts > number) for number in range(counts.max(initial=0)))
         pairs = ((order[(ends - counts)[wave] + number], wave) for number, wave in enumerate(waves))
         return cls(num_rows, [rows_to_device(each, device) for pair in pairs for each in pair], is_fused=False)
@@ -84,10 +93,10 @@ class Combination:
         if self.is_fused and partials[0]:
             from torchtitan_cad.runtime.triton.combine import merge_rows
 
-            out, lse = like.new_empty(shape), like.new_empty(shape[:2], dtype=precise)
+            (outs, lses), (sources, offsets) = partials, self.index
+            ((out,), in_place), lse = self._targets([outs], [like]), like.new_empty(shape[:2], dtype=precise)
             if out.numel():
-                (outs, lses), (sources, offsets) = partials, self.index
-                merge_rows(outs, lses, sources, offsets, out, lse, TENSOR_BITS)
+                merge_rows(outs, lses, sources, offsets, out, lse, TENSOR_BITS, in_place)
             return [out, lse]
         out, lse = like.new_zeros(shape, dtype=precise), like.new_full(shape[:2], -torch.inf, dtype=precise)
         for part_out, part_lse, rows in self._waves(partials):
@@ -107,18 +116,26 @@ class Combination:
         if self.is_fused and partials[0]:
             from torchtitan_cad.runtime.triton.combine import sum_rows
 
-            sums = [x.new_empty(self.num_rows, *x.shape[1:]) for x in like]
             sources, offsets = self.index
+            sums, in_place = self._targets(partials, like)
             together = 2 if len(sums) > 1 and sums[0].shape == sums[1].shape else 1
             for begin, end in pairwise([0, *range(together, len(sums) + 1)]):
                 if sums[begin].numel():
-                    sum_rows(partials[begin:end], sources, offsets, sums[begin:end], TENSOR_BITS)
+                    sum_rows(partials[begin:end], sources, offsets, sums[begin:end], TENSOR_BITS, in_place)
             return sums
         sums = [x.new_zeros(self.num_rows, *x.shape[1:], dtype=compute_dtype(x.dtype)) for x in like]
         for *parts, rows in self._waves(partials):
             for total, part in zip(sums, parts, strict=True):
                 total.index_add_(0, rows, part.to(total.dtype))
         return [total.to(x.dtype) for total, x in zip(sums, like, strict=True)]
+
+    def _targets(self, partials: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+        """Return the tensors for results, and the number of the partials' tensors that they are, or -1."""
+        if self.in_place >= 0:
+            there = [of_result[self.in_place] for of_result in partials]
+            if all(x.is_contiguous() and x.dtype == y.dtype for x, y in zip(there, like, strict=True)):
+                return there, self.in_place
+        return [x.new_empty(self.num_rows, *x.shape[1:]) for x in like], -1
 
     def _waves(self, partials: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
         """Yield, per wave, the partials of each result, and their rows."""

@@ -290,7 +290,7 @@ class CoreAttentionEngine:
         self.clock.exchanges, self.clock.phase = self.clock.exchanges + 1, phase
         with record_function(f"cad/exchange {phase}"), self.clock.measure("starting"):
             pending = self.transport.start(messages, routes, phase, call.number)
-        return Exchange(pending, [RowFormat(tensors) for tensors in messages], self.clock, phase)
+        return Exchange(pending, [RowFormat.of(tensors) for tensors in messages], self.clock, phase)
 
 
 # Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline

@@ -31,6 +31,12 @@ class RowFormat:
             offset += -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self.row_bytes = offset
 
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "RowFormat":
+        """Return the format of tensors, made once for all like them."""
+        key = tuple([(x.shape[1:], x.dtype) for x in tensors])
+        return _formats.get(key) or _formats.setdefault(key, cls(tensors))
+
     def pack(self, tensors: Sequence[Tensor], rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Gather ``rows`` (int64 [R], None for all) of every tensor into ``out``, a uint8 message [R, row_bytes]."""
         num_rows = tensors[0].shape[0] if rows is None else rows.shape[0]
@@ -69,6 +75,12 @@ class RowFormat:
             )
         whole = torch.empty(0, dtype=torch.uint8, device=hidden.device).set_(hidden.untyped_storage())
         return self.unpack(whole[: num_rows * self.row_bytes].view(num_rows, self.row_bytes))
+
+
+_formats: dict[object, RowFormat] = {}
+"""by trailing shapes and dtypes"""
+Message = tuple[Sequence[Tensor], RowFormat]
+"""tensors that travel together, and their row format"""
 
 
 def hide_storage(message: Tensor) -> Tensor:

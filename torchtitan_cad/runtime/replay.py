@@ -110,9 +110,9 @@ def copy_tables(source: PlanTables, target: PlanTables) -> None:
 def _tensors(plan: PlanTables) -> Iterator[Tensor]:
     exchanges = plan.exchanges if plan.moves else []
     for route in dict.fromkeys(route for routes in exchanges for route in routes):
-        yield from route.tables if route.rows is None else (route.rows, *route.tables)
+        yield from () if route.rows is None else (route.rows,)
     for routes in exchanges:
-        yield from (*routes.receivers.tables, *routes.senders.tables)
+        yield from (*routes.receivers.tables, *routes.senders.tables, *(routes.tables.tensors if routes.tables else ()))
     for call in plan.calls:
         yield from (call.args.cu_q, call.args.cu_k)
         yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))

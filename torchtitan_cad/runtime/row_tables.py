@@ -75,10 +75,11 @@ class RowTables:
         num_local, send_rows = exchange.num_local, exchange.send_rows
         padded_to = len(send_rows) if is_padded else None
         num_served = exchange.num_received if padded_to is None else padded_to
-        served = Combination.build([np.where(x < num_local, -1, x - num_local) for x in computed], num_served, device)
+        build = partial(Combination.build, device=device, in_place=not is_padded)
+        served = build([np.where(x < num_local, -1, x - num_local) for x in computed], num_served)
         so_far, local = [np.where(rows < num_local, rows, -1) for rows in computed], None
         if moves and combine_early(sum(map(len, computed)), num_local):
-            local, so_far = Combination.build(so_far, num_local, device), [np.arange(num_local)]
+            local, so_far = build(so_far, num_local), [np.arange(num_local)]
         trips_out, trips_home = getattr(trips, f"{kind}_out"), getattr(trips, f"{kind}_home")
         before_out, before_home = (trips.queries_out, trips.queries_home) if kind == "keys" else ((), ())
         counts = exchange.send_counts, exchange.recv_counts, exchange.put_offsets
@@ -88,7 +89,7 @@ class RowTables:
         # Results return to a home in the order of its sent rows.
         returned = np.split(send_rows, np.cumsum(trips_home[:-1]))
         for route, rows in zip(routes("results", None, back, trips_home, len(before_home)), returned, strict=True):
-            combination = Combination.build([*so_far, rows] if moves else so_far, num_local, device)
+            combination = build([*so_far, rows] if moves else so_far, num_local)
             home.append(Trip(kind, route, combination, is_last=len(home) == len(returned) - 1))
             so_far = [np.arange(num_local)]
         out = routes(kind, np.maximum(send_rows, 0), counts, trips_out, len(before_out))

@@ -8,7 +8,7 @@ makes the received rows usable on the current stream. On CPU, both may block unt
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ class Route:
         buffer: index, from 0, of the receive buffer of the call in which an exchange begins, whose first route this is;
             equal on all ranks.
         padded_to: rows of the tensors of sent and received rows; None for the sums of the counts.
-        tables: device tables that a transport makes of the route in ``prepare``.
     """
 
     kind: Kind
@@ -53,7 +52,6 @@ class Route:
     most_rows: int
     buffer: int = 0
     padded_to: int | None = None
-    tables: list[Tensor] = field(default_factory=list)
 
     @cached_property
     def num_received(self) -> int:
@@ -74,17 +72,19 @@ class Route:
             index = rows_to_device(concat_ranges(first[is_peer], counts[is_peer]), device)
             rows = index if self.rows is None else self.rows[index]
         send_counts, recv_counts = (np.where(is_peer, x, 0).tolist() for x in (counts, self.recv_counts))
-        return replace(self, rows=rows, send_counts=send_counts, recv_counts=recv_counts, tables=[])
+        return replace(self, rows=rows, send_counts=send_counts, recv_counts=recv_counts)
 
 
 class Routes(tuple[Route, ...]):
     """Routes whose rows travel together, as one exchange, and arrive one route behind the other.
 
     Attributes:
+        tables: device tables that a transport makes of them in ``prepare``, for one launch.
         near, far: parts of them that go between this rank and ranks of its host, and between it and those of other
             hosts, which a transport that treats them differently makes in ``prepare``.
     """
 
+    tables: Any = None
     near: "Routes | None" = None
     far: "Routes | None" = None
 

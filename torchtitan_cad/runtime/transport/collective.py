@@ -54,7 +54,7 @@ class CollectiveTransport:
 
         works, received, sent = [], [], []
         for tensors, route in zip(messages, routes, strict=True):
-            sent.append(RowFormat(tensors).pack(tensors, route.rows))
+            sent.append(RowFormat.of(tensors).pack(tensors, route.rows))
             received.append(sent[-1].new_empty(route.num_received, sent[-1].shape[1]))
             try:
                 works += self._exchange(received[-1], sent[-1], route)

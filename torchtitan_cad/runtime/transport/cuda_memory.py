@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, to_device
+from torchtitan_cad.runtime.transport.base import Peers, Routes, to_device
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message, NearRanks, SymmetricMemory
 from torchtitan_cad.runtime.triton import put, signals
 
@@ -73,8 +73,7 @@ class DeviceMemory(SymmetricMemory):
         return cls(own, addresses, sending_stream(own.device), (own, handle))
 
     def prepare(self, routes: Routes) -> None:
-        for route in routes:
-            route.tables += [] if route.tables else self._tables(route)
+        routes.tables = routes.tables or self._tables(routes)
         padded_to = 0 if routes[0].padded_to is None else len(self._addresses)
         for peers in (routes.receivers, routes.senders):
             peers.tables += [] if peers.tables else self._peer_tables(peers.ranks, padded_to)
@@ -84,9 +83,9 @@ class DeviceMemory(SymmetricMemory):
         padded = torch.tensor(ranks + [-1] * (padded_to - len(ranks)), dtype=torch.int32)
         return [to_device(padded, self.own.device)]
 
-    def _tables(self, route: Route) -> list[Tensor]:
-        blocks = put.split_into_blocks(route.send_counts, route.put_offsets, padded_to=route.padded_to)
-        return [to_device(blocks, self.own.device)]
+    def _tables(self, routes: Routes) -> Any:
+        tables = [put.split_into_blocks(x.send_counts, x.put_offsets, padded_to=x.padded_to) for x in routes]
+        return put.Blocks.of(tables, [route.rows for route in routes], self.own.device)
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -99,15 +98,8 @@ class DeviceMemory(SymmetricMemory):
             yield
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
-        for message, route, begin in zip(messages, routes, begins, strict=True):
-            self._put(message, route, begin, route.tables[0], self._addresses)
+        put.put_rows(messages, routes.tables, begins, self._addresses, self._failed)
         self.post(routes.receivers, word, epoch)
-
-    def _put(self, message: Message, route: Route, begin: int, blocks: Tensor, addresses: Tensor) -> None:
-        tensors, row_format = message
-        offsets = [offset for offset, *_ in row_format.fields]
-        tensors = [tensor.contiguous() for tensor in tensors]
-        put.put_rows(tensors, offsets, route.rows, blocks, addresses, begin, row_format.row_bytes, self._failed)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
         signals.post(peers.tables[0], self._addresses, word, *epoch, self._failed)

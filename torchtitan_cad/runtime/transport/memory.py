@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.packing import Message
 from torchtitan_cad.runtime.transport.base import Peers, Routes, gather
 
 WORD_BYTES = 8
@@ -29,8 +29,6 @@ _YIELDS = 64
 _PAUSE_S = 5e-5
 _FENCE = threading.Lock()
 
-Message = tuple[Sequence[Tensor], RowFormat]
-"""tensors that travel together, and their row format"""
 Epoch = tuple[int, Tensor]
 """value of a word = number + counter; a device reads the counter, int64 [1], when it uses the word, CPUs ignore it"""
 

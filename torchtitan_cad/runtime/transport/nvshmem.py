@@ -6,7 +6,8 @@ peer. Sends are complete, and the area is free again, when the kernel that issue
 the receive buffers of one call; a rank with more rows to send sends them in several batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
-from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, rows_to_device, to_device
+from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, rows_to_device
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, bounded_waits, sending_stream
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message
 from torchtitan_cad.runtime.triton import put, signals
@@ -23,6 +24,24 @@ from torchtitan_cad.runtime.triton.nvshmem_library import reserve_heap
 
 _SPARE_BYTES = 512
 """bytes: an int64, padded to the alignment of the rows behind it."""
+
+
+class Batch(NamedTuple):
+    """Rows of a route for other nodes: blocks to pack into the staging area, and messages to send from there.
+
+    ``messages`` is int32 [n, 4]: peer, first row in the staging area, first row at the peer, number of rows.
+    """
+
+    route: int
+    blocks: put.Blocks
+    messages: Tensor
+
+
+class Tables(NamedTuple):
+    """Blocks for peers of this node, in one launch, and batches for those of other nodes."""
+
+    near: put.Blocks
+    batches: list[Batch]
 
 
 class NodesMemory(DeviceMemory):
@@ -91,36 +110,40 @@ class NodesMemory(DeviceMemory):
             tables += super()._peer_tables(group, padded_to)
         return tables
 
-    def _tables(self, route: Route) -> list[Tensor]:
-        """Return the writes to peers of this node and, per batch, the rows to pack and the messages to other nodes.
+    def _tables(self, routes: Routes) -> Tables:
+        """Return the writes to peers of this node and, in batches, those to other nodes by way of the staging area."""
+        batches = list[Batch]()
+        for number, route in enumerate(routes):
+            batches += self._batches(number, route)
+        is_near = np.isin(np.arange(len(self._ranks)), list(self._far), invert=True)
+        near = [
+            put.split_into_blocks(route.send_counts * is_near, route.put_offsets, _first(np.array(route.send_counts)))
+            for route in routes
+        ]
+        return Tables(put.Blocks.of(near, [route.rows for route in routes], self.own.device), batches)
 
-        All are int32 [n, 4]. A batch has at most the rows that any rank receives, so it fits into the staging area.
-        """
+    def _batches(self, number: int, route: Route) -> Iterator[Batch]:
+        """Yield batches of at most the rows that any rank receives, so that they fit into the staging area."""
         device, peers = self.own.device, np.arange(len(self._ranks))
         sent, offsets = np.array(route.send_counts), np.array(route.put_offsets)
         to_far = np.where(np.isin(peers, list(self._far)), sent, 0)
-        first, first_far = np.cumsum(sent) - sent, np.cumsum(to_far) - to_far
-        tables = [to_device(put.split_into_blocks(sent - to_far, offsets, first), device)]
+        first, first_far = _first(sent), _first(to_far)
         most = max(1, route.most_rows)
         for begin in range(0, int(to_far.sum()), most):
             head, tail = (np.clip(x, begin, begin + most) for x in (first_far, first_far + to_far))
             counts, staged, skipped = tail - head, head - begin, head - first_far
             messages = np.stack((peers, staged, offsets + skipped, counts), axis=1)[counts > 0]
-            blocks = put.split_into_blocks(counts, staged, first + skipped)
-            tables += to_device(blocks, device), rows_to_device(messages, device, np.int32)
-        return tables
+            blocks = put.Blocks.of([put.split_into_blocks(counts, staged, first + skipped)], [route.rows], device)
+            yield Batch(number, blocks, rows_to_device(messages, device, np.int32))
 
     def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
-        sent = list(zip(messages, begins, routes, strict=True))
         # Peers on this node come first: messages to other nodes take longer, and the kernel waits for their arrival.
-        for message, begin, route in sent:
-            self._put(message, route, begin, route.tables[0], self._addresses)
+        put.put_rows(messages, routes.tables.near, begins, self._addresses, self._failed)
         self._post_near(routes.receivers, word, epoch)
-        for message, begin, route in sent:
-            target, row_bytes = self.own.data_ptr() + begin, message[1].row_bytes
-            for staged, to_far in zip(route.tables[1::2], route.tables[2::2], strict=True):
-                self._put(message, route, 0, staged, self._staging_addresses)
-                self._nvshmem.put_messages(to_far, self._ranks, self._staging, target, row_bytes, self._failed)
+        for route, blocks, to_far in routes.tables.batches:
+            target, row_bytes = self.own.data_ptr() + begins[route], messages[route][1].row_bytes
+            put.put_rows([messages[route]], blocks, [0], self._staging_addresses, self._failed)
+            self._nvshmem.put_messages(to_far, self._ranks, self._staging, target, row_bytes, self._failed)
         self._post_far(routes.receivers, word, epoch)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
@@ -139,3 +162,8 @@ class NodesMemory(DeviceMemory):
         address = self.own.data_ptr() + first_word * WORD_BYTES
         self._nvshmem.confirm(peers.tables[2], address, epoch[0], self._failed)
         return []
+
+
+def _first(counts: np.ndarray) -> np.ndarray:
+    """Return where the rows of each peer begin among all."""
+    return np.cumsum(counts) - counts

@@ -111,7 +111,7 @@ class SymmetricTransport:
 
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "SymmetricPending":
         self._raise_overdue()
-        packed = [(tensors, RowFormat(tensors)) for tensors in messages]
+        packed = [(tensors, RowFormat.of(tensors)) for tensors in messages]
         memory, row_bytes = self._memory, [row_format.row_bytes for _, row_format in packed]
         near = self._near(routes)
         memory.prepare(near)

@@ -3,6 +3,8 @@
 
 A program owns a row and some of its elements, and combines the row's partials one after the other in the order of a
 table, so there are no atomics and every run gives the same bits. Merging agrees with ``kernels.merge.merge_partials``.
+
+Results may be a tensor of partials, each of which belongs to its own row: a row without others then stays as it is.
 """
 
 from collections.abc import Sequence
@@ -12,7 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import FUSION, Partials, padded, places, pointer, row_of, select
+from torchtitan_cad.runtime.triton.rows import (
+    Kernel,
+    Partials,
+    addresses_of,
+    divided,
+    padded,
+    pointer,
+    power_of_2,
+    row_of,
+    select,
+    strides_of,
+)
 
 SUM_TILE = 4096
 """elements: maximum of a program that sums."""
@@ -29,6 +42,7 @@ def merge_rows(
     out: Tensor,
     lse: Tensor,
     tensor_bits: int,
+    in_place: int = -1,
 ) -> None:
     """Merge the partials of every row of ``out`` and ``lse``; rows without partials get 0 and -inf.
 
@@ -39,67 +53,70 @@ def merge_rows(
             ``row of its tensor << tensor_bits | number of the tensor``.
         offsets: int32 [N + 1] where the partials of each row begin in ``sources``.
         out, lse: contiguous [N, H, D] of any dtype and [N, H] in fp32 (fp64), in which the merge is computed.
+        in_place: number of the tensor that is ``out``, each of whose partials belongs to its own row; -1 for none.
     """
     num_rows, heads, dim = out.shape
-    block_dim = triton.next_power_of_2(dim)
-    block_heads = min(triton.next_power_of_2(heads), max(1, WARP_TILE // block_dim))
+    block_dim = power_of_2(dim)
+    block_heads = min(power_of_2(heads), max(1, WARP_TILE // block_dim))
     partials = Partials.of(outs, out)
-    lse_places = *places(lses, [lse] * len(lses)), padded(16 * part.stride(1) * part.itemsize for part in lses)
-    _merge_rows[(num_rows, triton.cdiv(heads, block_heads))](
-        *(partials.places, lse_places, sources, offsets, out.data_ptr(), lse),
-        *(partials.wide, int(out.dtype == lse.dtype)),
-        DTYPE=partials.dtype,
-        IS_ALIGNED=partials.is_aligned,
-        HEADS=heads,
-        DIM=dim,
-        BLOCK_HEADS=block_heads,
-        BLOCK_DIM=block_dim,
-        TENSOR_BITS=tensor_bits,
+    count = len(partials.places[0])
+    head_strides = [part.stride(1) * part.element_size() for part in lses]
+    addresses = addresses_of(lses, [lse] * len(lses))
+    lse_places = tuple(padded(numbers, count) for numbers in (addresses, strides_of(lses), head_strides))
+    _merge_rows.launch(
+        (num_rows, divided(heads, block_heads), 1),
+        (sources, offsets, lse),
+        (partials.places, lse_places, out.data_ptr(), partials.wide, int(out.dtype == lse.dtype), in_place),
+        (partials.dtype, partials.is_aligned, heads, dim, block_heads, block_dim, tensor_bits, count),
         num_warps=1,
-        **FUSION,
     )
 
 
 def sum_rows(
-    partials: Sequence[Sequence[Tensor]], sources: Tensor, offsets: Tensor, sums: Sequence[Tensor], tensor_bits: int
+    partials: Sequence[Sequence[Tensor]],
+    sources: Tensor,
+    offsets: Tensor,
+    sums: Sequence[Tensor],
+    tensor_bits: int,
+    in_place: int = -1,
 ) -> None:
     """Sum the partials of every row, for one or two sums in one launch; rows without partials get 0.
 
     Args:
         partials: per sum, its tensors of partials [P_i, ...], rows of any stride.
-        sources, offsets, tensor_bits: as in ``merge_rows``.
+        sources, offsets, tensor_bits, in_place: as in ``merge_rows``.
         sums: contiguous [N, ...], of one shape and dtype; sums are taken in fp32 (fp64 for fp64).
     """
     described = [Partials.of(of_sum, sums[0]) for of_sum in partials]
     first, last = described[0], described[-1]
-    row_size, count = sums[0][0].numel(), len(first.places[0])
-    block = min(SUM_TILE, triton.next_power_of_2(row_size))
+    row_size, count = sums[0].numel() // sums[0].shape[0], len(first.places[0])
+    block = min(SUM_TILE, power_of_2(row_size))
     both = tuple(mine + theirs for mine, theirs in zip(first.places, last.places, strict=True))
-    _sum_rows[(sums[0].shape[0], triton.cdiv(row_size, block), len(sums))](
-        *(both, sources, offsets, (sums[0].data_ptr(), sums[-1].data_ptr()), first.wide | last.wide << count),
-        int(sums[0].dtype in (torch.float32, torch.float64)),
-        DTYPE=first.dtype,
-        SUM_DTYPE=tl.float64 if first.dtype == tl.float64 else tl.float32,
-        IS_ALIGNED=all(of_sum.is_aligned for of_sum in described),
-        ROW_SIZE=row_size,
-        BLOCK=block,
-        TENSORS=count,
-        TENSOR_BITS=tensor_bits,
+    sum_dtype = tl.float64 if first.dtype == tl.float64 else tl.float32
+    is_aligned = all(of_sum.is_aligned for of_sum in described)
+    is_wide_sum = int(sums[0].dtype in (torch.float32, torch.float64))
+    targets = sums[0].data_ptr(), sums[-1].data_ptr()
+    _sum_rows.launch(
+        (sums[0].shape[0], divided(row_size, block), len(sums)),
+        (sources, offsets),
+        (both, padded(targets, 2), first.wide | last.wide << count, is_wide_sum, in_place),
+        (first.dtype, sum_dtype, is_aligned, row_size, block, count, tensor_bits),
         num_warps=max(1, block // WARP_TILE),
-        **FUSION,
     )
 
 
-@triton.jit(do_not_specialize=["out", "wide", "is_wide_out"])
+@Kernel
+@triton.jit(do_not_specialize=["out", "wide", "is_wide_out", "in_place"])
 def _merge_rows(
-    partials,
-    lses,
     sources,
     offsets,
-    out: tl.int64,
     lse,
+    partials,
+    lses,
+    out: tl.int64,
     wide: tl.int32,
     is_wide_out: tl.int32,
+    in_place: tl.int32,
     DTYPE: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     HEADS: tl.constexpr,
@@ -107,6 +124,7 @@ def _merge_rows(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     TENSOR_BITS: tl.constexpr,
+    TENSORS: tl.constexpr,
 ):
     row = tl.program_id(0)
     i = tl.load(offsets + row)
@@ -120,16 +138,18 @@ def _merge_rows(
     merged = tl.zeros([BLOCK_HEADS, BLOCK_DIM], dtype)
     merged_lse = tl.full([BLOCK_HEADS], float("-inf"), dtype)
     source = tl.load(sources + i, mask=i < end, other=0)
+    stays = (end == i + 1) & (source % (1 << TENSOR_BITS) == in_place)
+    is_moved = mask & (dims < tl.where(stays, 0, DIM))[None, :]
     while i < end:
         following = tl.load(sources + i + 1, mask=i + 1 < end, other=0)
         which = source % (1 << TENSOR_BITS)
         source_row = (source >> TENSOR_BITS).to(tl.int64)
         address = row_of(partials, which, source_row)
         if (wide >> which) & 1 != 0:
-            part = tl.load(pointer(address, dtype, IS_ALIGNED) + inside, mask=mask, other=0.0)
+            part = tl.load(pointer(address, dtype, IS_ALIGNED) + inside, mask=is_moved, other=0.0)
         else:
-            part = tl.load(pointer(address, DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0).to(dtype)
-        lse_address = row_of(lses, which, source_row) + heads.to(tl.int64) * (select(lses[2], which) >> 4)
+            part = tl.load(pointer(address, DTYPE, IS_ALIGNED) + inside, mask=is_moved, other=0.0).to(dtype)
+        lse_address = row_of(lses, which, source_row) + heads.to(tl.int64) * select(lses[2], which)
         part_lse = tl.load(pointer(lse_address, dtype, False), mask=is_head, other=0.0)
         part_lse = tl.where(part_lse == float("inf"), float("-inf"), part_lse)
         is_first = merged_lse == float("-inf")
@@ -145,22 +165,26 @@ def _merge_rows(
         merged_lse = tl.where(is_empty, merged_lse, tl.where(is_first, part_lse, top + tl.log(total)))
         source = following
         i += 1
+    # A head without keys has zeros.
+    is_written = is_moved | (mask & (merged_lse == float("-inf"))[:, None])
     first = row.to(tl.int64) * (HEADS * DIM)
     if is_wide_out != 0:
-        tl.store(pointer(out, dtype, True) + first + inside, merged, mask=mask)
+        tl.store(pointer(out, dtype, True) + first + inside, merged, mask=is_written)
     else:
-        tl.store(pointer(out, DTYPE, True) + first + inside, merged.to(DTYPE), mask=mask)
+        tl.store(pointer(out, DTYPE, True) + first + inside, merged.to(DTYPE), mask=is_written)
     tl.store(lse + row.to(tl.int64) * HEADS + heads, merged_lse, mask=is_head)
 
 
-@triton.jit(do_not_specialize=["wide", "is_wide_sum"])
+@Kernel
+@triton.jit(do_not_specialize=["wide", "is_wide_sum", "in_place"])
 def _sum_rows(
-    partials,
     sources,
     offsets,
+    partials,
     sums,
     wide: tl.int64,
     is_wide_sum: tl.int32,
+    in_place: tl.int32,
     DTYPE: tl.constexpr,
     SUM_DTYPE: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
@@ -174,9 +198,10 @@ def _sum_rows(
     i = tl.load(offsets + row)
     end = tl.load(offsets + row + 1)
     inside = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = inside < ROW_SIZE
     total = tl.zeros([BLOCK], SUM_DTYPE)
     source = tl.load(sources + i, mask=i < end, other=0)
+    stays = (end == i + 1) & (source % (1 << TENSOR_BITS) == in_place)
+    mask = inside < tl.where(stays, 0, ROW_SIZE)
     while i < end:
         following = tl.load(sources + i + 1, mask=i + 1 < end, other=0)
         which = source % (1 << TENSOR_BITS)

@@ -4,14 +4,12 @@
 Each is one launch of one kernel, whose programs own some rows (a row has the elements of one head of a token).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import FUSION
+from torchtitan_cad.runtime.triton.rows import Kernel, divided, power_of_2
 
 TILE = 4096
 """elements of a program: 16 KB (delta) and 8 KB (statistics) of bf16 in flight, in 4 warps"""
@@ -26,7 +24,7 @@ def row_delta(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     delta = out.new_empty(out.shape[:-1], dtype=dtype)
     if dout.numel():
         grid, blocks = _split(dout)
-        _row_delta[grid](dout, out, delta, delta.numel(), **blocks)
+        _row_delta.launch(grid, (dout, out, delta), (delta.numel(),), blocks)
     return delta
 
 
@@ -50,31 +48,28 @@ def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: f
     out, lse_out = torch.empty_like(dout), lse.new_empty(lse.shape[::-1], dtype=torch.float32)
     if dout.numel():
         grid, blocks = _split(dout)
-        _prepare_statistics[grid](
-            *(dout, lse, delta, out, lse_out, delta.numel(), len(dout), empty_lse),
-            LIMIT=torch.finfo(out.dtype).max,
-            COMPONENTS=COMPONENTS,
-            HEADS=dout.shape[1],
-            **blocks,
+        _prepare_statistics.launch(
+            grid,
+            (dout, lse, delta, out, lse_out),
+            (delta.numel(), dout.shape[0], empty_lse),
+            (torch.finfo(out.dtype).max, COMPONENTS, dout.shape[1], *blocks),
         )
     return out, lse_out
 
 
-def _split(rows: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """Return the grid over the rows of [T, H, D], and the launch options with the sizes of a program's block."""
+def _split(rows: Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Return the grid over the rows of [T, H, D], and the constants DIM, BLOCK_ROWS and BLOCK_DIM."""
     dim = rows.shape[-1]
-    block_dim = triton.next_power_of_2(dim)
+    block_dim = power_of_2(dim)
     block_rows = max(1, TILE // block_dim)
-    return (triton.cdiv(rows.numel() // dim, block_rows),), {
-        "DIM": dim,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_DIM": block_dim,
-        **FUSION,
-    }
+    return (divided(rows.numel() // dim, block_rows), 1, 1), (dim, block_rows, block_dim)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_rows"])
-def _row_delta(dout, out, delta, num_rows, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def _row_delta(
+    dout, out, delta, num_rows: tl.int32, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_DIM)
     is_row = rows < num_rows
@@ -86,6 +81,7 @@ def _row_delta(dout, out, delta, num_rows, DIM: tl.constexpr, BLOCK_ROWS: tl.con
     tl.store(delta + rows, tl.sum(left * right, axis=1), mask=is_row)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "empty_lse"])
 def _prepare_statistics(
     dout,
@@ -93,8 +89,8 @@ def _prepare_statistics(
     delta,
     out,
     lse_out,
-    num_rows,
-    num_tokens,
+    num_rows: tl.int32,
+    num_tokens: tl.int32,
     empty_lse: tl.float32,
     LIMIT: tl.constexpr,
     COMPONENTS: tl.constexpr,

@@ -1,16 +1,35 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gather rows of a row space (local rows, then received rows) without joining the two."""
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_cad.runtime.triton.rows import FUSION, Columns, in_column, places, pointer, row_of, with_dense_rows
+from torchtitan_cad.runtime.triton.rows import (
+    Kernel,
+    Numbers,
+    Words,
+    addresses_of,
+    divided,
+    last_from,
+    padded,
+    pointer,
+    row_of,
+    select,
+    with_dense_rows,
+    words_of,
+)
 
 HEIGHT = tl.constexpr(8)
 """rows of a program"""
+MOST_TENSORS = 4
+"""tensors whose rows are gathered in a launch"""
 
 
 def gather_rows(
@@ -28,30 +47,59 @@ def gather_rows(
         outs.
     """
     num_local = local[0].shape[0]
-    num_rows = num_local + received[0].shape[0] if rows is None else len(rows)
+    num_rows = num_local + received[0].shape[0] if rows is None else rows.shape[0]
     if outs is None:
         outs = [x.new_empty(num_rows, *x.shape[1:]) for x in local]
-    if not num_rows or not sum(x.numel() for x in outs):
+    if not num_rows or not any([x.numel() for x in outs]):
         return outs
-    local, received = ([with_dense_rows(x) for x in part] for part in (local, received))
+    local, received = [with_dense_rows(x) for x in local], [with_dense_rows(x) for x in received]
+    addresses = addresses_of(local, received), addresses_of(received, local), addresses_of(outs, outs)
+    strides = tuple([x.stride(0) * x.element_size() for x in (*local, *received, *outs)])
+    row_bytes = tuple([x.nbytes // num_rows for x in outs])
+    cut = _cut(row_bytes, strides, math.gcd(16, *addresses[0], *addresses[1], *addresses[2]))
+    places = [(padded(of_part, MOST_TENSORS), steps) for of_part, steps in zip(addresses, cut.strides, strict=True)]
     row_table = 0 if rows is None else rows.data_ptr()
-    columns = Columns.of([x[0].numel() * x.itemsize for x in outs], [*local, *received, *outs])
-    _gather_rows[(triton.cdiv(num_rows, HEIGHT.value), columns.count)](
-        *(places(local, received), places(received, local), places(outs, outs), columns.table, row_table),
-        *(num_rows, num_local),
-        WORD=columns.word,
-        IS_ALIGNED=columns.is_aligned,
-        **FUSION,
+    _gather_rows.launch(
+        (divided(num_rows, HEIGHT.value), cut.num_columns, 1),
+        (),
+        (*places, *cut.tables, row_table, num_rows, num_local),
+        (cut.words.dtype, cut.words.is_aligned),
     )
     return outs
 
 
+class _Cut(NamedTuple):
+    """Rows cut into columns of words.
+
+    Attributes:
+        strides: of local, received and gathered rows, per tensor, bytes from one row to the next.
+        tables: per tensor, its first column, and words of a row.
+    """
+
+    num_columns: int
+    words: Words
+    strides: tuple[Numbers, ...]
+    tables: tuple[Numbers, Numbers]
+
+
+@lru_cache(maxsize=1024)
+def _cut(row_bytes: Numbers, strides: Numbers, alignment: int) -> _Cut:
+    """Cut what is the same in every layer, given the ``alignment`` of the tensors."""
+    words, count = Words.of(row_bytes, math.gcd(alignment, *strides)), len(row_bytes)
+    *first_columns, num_columns = accumulate(words.columns, initial=0)
+    of_parts = [padded(strides[begin : begin + count], MOST_TENSORS) for begin in range(0, 3 * count, count)]
+    tables = padded(first_columns, MOST_TENSORS), padded(words.sizes, MOST_TENSORS)
+    return _Cut(num_columns, words, tuple(of_parts), tables)
+
+
+@Kernel
 @triton.jit(do_not_specialize=["rows", "num_rows", "num_local"])
 def _gather_rows(
     local,
     received,
     outs,
-    columns,
+    first_columns,
+    sizes,
     rows: tl.int64,
     num_rows: tl.int64,
     num_local: tl.int64,
@@ -63,7 +111,8 @@ def _gather_rows(
     row = i
     if rows != 0:
         row = tl.load(pointer(rows, tl.int64, False) + i, mask=is_row, other=0)
-    p, words, is_word = in_column(tl.program_id(1), columns, IS_ALIGNED)
+    p = last_from(first_columns, tl.program_id(1))
+    words, is_word = words_of(tl.program_id(1) - select(first_columns, p), select(sizes, p), IS_ALIGNED)
     mask = is_row[:, None] & is_word[None, :]
     mine, theirs = row_of(local, p, row), row_of(received, p, row - num_local)
     source = pointer(tl.where(row < num_local, mine, theirs), WORD, IS_ALIGNED)

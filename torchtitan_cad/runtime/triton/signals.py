@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from torchtitan_cad.runtime.triton.rows import FUSION
+from torchtitan_cad.runtime.triton.rows import Kernel, divided
 
 LANES = tl.constexpr(32)
 """threads of a program, each with a word of its own"""
@@ -41,9 +41,9 @@ def post(peers: Tensor, addresses: Tensor, word: int, value: int, counter: Tenso
         counter: int64 [1] on the device.
         failed: as in ``wait``.
     """
-    if len(peers):
-        grid = (triton.cdiv(len(peers), LANES.value),)
-        _post[grid](peers, addresses, word, value, counter, failed, len(peers), num_warps=1, **FUSION)
+    if num_peers := peers.shape[0]:
+        grid = divided(num_peers, LANES.value), 1, 1
+        _post.launch(grid, (peers, addresses, counter, failed), (word, value, num_peers), (), num_warps=1)
 
 
 def wait(
@@ -68,14 +68,15 @@ def wait(
         failed: int64 [1] on the device, set when a wait gives up; unless 0, there is no waiting.
         record: int64 [1] in host memory, set when a wait gives up.
     """
-    if len(peers):
-        awaited = peers, words, first_word, value, counter
-        timeout_ns = int(1e9 * timeout_s)
-        _wait[(1,)](*awaited, timeout_ns, failed, record, len(peers), num_warps=1, **FUSION)
+    if num_peers := peers.shape[0]:
+        tensors = peers, words, counter, failed, record
+        numbers = first_word, value, int(1e9 * timeout_s), num_peers
+        _wait.launch((1, 1, 1), tensors, numbers, (), num_warps=1)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["word", "value", "num_peers"])
-def _post(peers, addresses, word: tl.int64, value: tl.int64, counter, failed, num_peers):
+def _post(peers, addresses, counter, failed, word: tl.int64, value: tl.int64, num_peers: tl.int32):
     i = tl.program_id(0) * LANES + tl.arange(0, LANES)
     peer = tl.load(peers + i, mask=i < num_peers, other=-1)
     # After a failure no signal is sent, as its meaning would be false.
@@ -100,9 +101,18 @@ def _nanoseconds(polls):
         return globaltimer()
 
 
+@Kernel
 @triton.jit(do_not_specialize=["first_word", "value", "timeout_ns", "num_peers"])
 def _wait(
-    peers, words, first_word: tl.int64, value: tl.int64, counter, timeout_ns: tl.int64, failed, record, num_peers
+    peers,
+    words,
+    counter,
+    failed,
+    record,
+    first_word: tl.int64,
+    value: tl.int64,
+    timeout_ns: tl.int64,
+    num_peers: tl.int32,
 ):
     zero = tl.full([], 0, tl.int64)
     zeros = tl.zeros([LANES], tl.int64)

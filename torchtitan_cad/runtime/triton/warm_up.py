@@ -87,12 +87,11 @@ def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -
     combination = Combination(2, [sources, offsets], is_fused=True)
     row_format = RowFormat([q, lse])
     message = torch.zeros(2, row_format.row_bytes, dtype=torch.uint8, device=device)
-    blocks = put.split_into_blocks([2], [0]).to(device)
+    blocks = put.Blocks.of([put.split_into_blocks([2], [0])], [None], device)
     counter, failed, addresses = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
     record = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
     addresses += message.data_ptr()
     nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
-    places = [place for place, *_ in row_format.fields]
 
     def combine(count: int) -> list[Callable[[], object]]:
         return [
@@ -104,7 +103,7 @@ def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -
     of_rows = [out] if shape.out_dim == shape.head_dim else [out, q]  # FlashAttention-2 pads rows of dO to those of Q
     return [
         *(launch for count in COUNTS if count <= 1 << TENSOR_BITS for launch in combine(count)),
-        lambda: put.put_rows(rows, places, None, blocks, addresses, 0, row_format.row_bytes, failed),
+        lambda: put.put_rows([(rows, row_format)], blocks, [0], addresses, failed),
         lambda: gather.gather_rows([q, lse], [q[:0], lse[:0]], None),
         lambda: delta.row_delta(out, out, lse.dtype),
         *(partial(delta.prepare_statistics, x, lse, lse, empty_lse=0.0) for x in of_rows),
