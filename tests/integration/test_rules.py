@@ -77,7 +77,7 @@ def parse_stock(*options: str) -> JobConfig:
 
 @pytest.mark.matrix
 def test_doctor_says_what_training_does() -> None:
-    command = [sys.executable, "-m", "tests.doctor_against_training", "--count", "24", "--seed", "7"]
+    command = [sys.executable, "-m", "tests.doctor_against_training", "--count", "8", "--seed", "7"]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -94,3 +94,13 @@ def test_fewer_documents_than_ranks_are_named(documents: int, ranks: int, tmp_pa
     assert re.search(
         rf"training\.dataset = 'c4_test' at training\.dataset_path = .*: {wanted}", findings["dataset"].text
     )
+
+
+def test_doctor_looks_at_a_part_of_a_large_batch() -> None:
+    rows = ["--training.seq_len=1048576", "--training.local_batch_size=4"]
+    data = ["--training.dataset=synthetic", "--training.dataset_path=fixed:5000"]
+    options = [*data, *rows, f"--model.hf_assets_path={tokenizer_folder()}", "--parallelism.cad"]
+    findings = {finding.check: finding for finding in examine(options, 2)}
+    text = findings["dataset"].text
+    assert text.startswith("synthetic: documents in the first 65536 tokens of rank 0: 14")
+    assert text.endswith("; a batch of its has 4194304")

@@ -15,7 +15,7 @@ def check_experts(config: JobConfig, model_args: Any, world_size: int | None) ->
     """
     parallelism, flavor, mode = config.parallelism, config.model.flavor, config.comm.mode
     schedule, ranks = parallelism.pipeline_parallel_schedule, parallelism.expert_parallel_degree
-    tp, etp = parallelism.tensor_parallel_degree, parallelism.expert_tensor_parallel_degree
+    etp = parallelism.expert_tensor_parallel_degree
     experts = model_args.moe_args.num_experts
     if config.cad.streams == "traced":
         raise ValueError(
@@ -27,7 +27,7 @@ def check_experts(config: JobConfig, model_args: Any, world_size: int | None) ->
             f"model.flavor = {flavor!r}; set the schedule to '1F1B' or 'Interleaved1F1B'"
         )
     key = f"parallelism.expert_parallel_degree = {ranks}"
-    if ranks < 1 or experts % ranks:
+    if experts % ranks:
         raise ValueError(f"{key} does not divide the {experts} experts of a layer; set it to a divisor")
     if ranks == 1:
         return
@@ -35,11 +35,6 @@ def check_experts(config: JobConfig, model_args: Any, world_size: int | None) ->
         raise ValueError(
             f"{key}: comm.mode = {mode!r} cannot play expert parallelism, whose ranks tell each other counts of "
             "tokens; set parallelism.expert_parallel_degree to 1"
-        )
-    if etp not in (1, tp):
-        raise ValueError(
-            f"parallelism.expert_tensor_parallel_degree = {etp}: set it to 1, or to "
-            f"parallelism.tensor_parallel_degree = {tp}"
         )
     if world_size is not None:
         sharded = world_size // (parallelism.pipeline_parallel_degree * parallelism.data_parallel_replicate_degree)

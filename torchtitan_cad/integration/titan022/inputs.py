@@ -101,15 +101,17 @@ def open_dataset(section: str, build: Callable[..., Any], *, job_config: JobConf
     if section == "training":
         build = training_loader(job_config, build)
     where = f"{section}.dataset_path = {path!r}"
-    ranks = options.get("dp_world_size", 1)
-    too_few = f"it has fewer documents than the {ranks} data-parallel ranks, each of which reads its own; set"
+    too_few = (
+        f"{section}.dataset = {name!r} at {where}: it has fewer documents than the {options.get('dp_world_size', 1)} "
+        "data-parallel ranks, each of which reads its own; set a larger one, or fewer ranks"
+    )
     try:
         loader = build(job_config=job_config, **options)
-    except IndexError as error:  # of the rank's first document
-        raise ValueError(f"{section}.dataset = {name!r} at {where}: {too_few} a larger one, or fewer ranks") from error
     except Exception as error:  # whatever a dataset's loader raises
         if f"{section}.dataset" in str(error):
             raise
+        if isinstance(error, IndexError) and "for dataset of size" in str(error):  # of the rank's first document
+            raise ValueError(too_few) from error
         _check_name(section, name)
         where = where if path else repr(DATASETS[name.lower()].path)
         ours = _DEMO_TEXTS[section == "validation"]
@@ -119,7 +121,7 @@ def open_dataset(section: str, build: Callable[..., Any], *, job_config: JobConf
         ) from error
     documents = getattr(getattr(loader, "dataset", None), "_data", None)  # of torchtitan's text datasets
     if isinstance(documents, Dataset) and len(documents) == 0:  # torchtitan would look for the first one for ever
-        raise ValueError(f"{section}.dataset = {name!r} at {where}: {too_few} a larger one, or fewer ranks")
+        raise ValueError(too_few)
     return loader
 
 

@@ -143,6 +143,10 @@ def positive(key: str, applies: Condition = always) -> Rule:
     return Rule(key, lambda number: number > 0, "set a positive integer", applies)
 
 
+def positive_if_set(key: str, applies: Condition) -> Rule:
+    return Rule(key, lambda number: number is None or number > 0, "set a positive integer, or leave it out", applies)
+
+
 def not_negative(key: str, applies: Condition = always) -> Rule:
     return Rule(key, lambda number: number >= 0, "set 0 or a positive integer", applies)
 
@@ -253,12 +257,7 @@ RULES = (
     positive("training.gc_freq"),
     false_on_cpu("training.gc_debug"),
     not_negative("training.dataloader.num_workers"),
-    Rule(
-        "training.dataloader.prefetch_factor",
-        lambda batches: batches is None or batches > 0,
-        "set a positive integer, or leave it out",
-        trains_with_workers,
-    ),
+    positive_if_set("training.dataloader.prefetch_factor", trains_with_workers),
     positive("parallelism.data_parallel_replicate_degree"),
     Rule(
         "parallelism.data_parallel_shard_degree",
@@ -274,12 +273,7 @@ RULES = (
     positive("parallelism.pipeline_parallel_microbatch_size"),
     not_negative("parallelism.pipeline_parallel_first_stage_less_layers", has_pipeline),
     not_negative("parallelism.pipeline_parallel_last_stage_less_layers", has_pipeline),
-    Rule(
-        "parallelism.pipeline_parallel_layers_per_stage",
-        lambda layers: layers is None or layers > 0,
-        "set a positive integer, or leave it out",
-        has_pipeline,
-    ),
+    positive_if_set("parallelism.pipeline_parallel_layers_per_stage", has_pipeline),
     one_of("parallelism.context_parallel_load_balancer", "headtail", "ptrr", None, applies=balances_rings),
     installed(
         "parallelism.expert_parallel_comm_backend", "deepep", "deep_ep", "set it to 'standard'", has_expert_parallel
@@ -329,11 +323,6 @@ RULES = (
         always,
     ),
     not_negative("validation.dataloader.num_workers", validates),
-    Rule(
-        "validation.dataloader.prefetch_factor",
-        lambda batches: batches is None or batches > 0,
-        "set a positive integer, or leave it out",
-        validates_with_workers,
-    ),
+    positive_if_set("validation.dataloader.prefetch_factor", validates_with_workers),
 )
 """Rules in the order of torchtitan's tables, CAD's before them."""

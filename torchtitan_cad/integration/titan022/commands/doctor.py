@@ -320,7 +320,10 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
     if inputs is None:
         return f"{name}: can be opened; what it holds needs a tokenizer without errors"
     starts = job.documents(tokenizer).starts(inputs)
-    return f"{name}: documents in the first {inputs['input'].numel()} tokens of rank 0: {len(starts)}"
+    table = getattr(job.config, section)
+    drawn, of_batch = inputs["input"].numel(), table.local_batch_size * table.seq_len
+    rest = f"; a batch of its has {of_batch}" if of_batch > drawn else ""
+    return f"{name}: documents in the first {drawn} tokens of rank 0: {len(starts)}{rest}"
 
 
 def is_drawing() -> bool:
