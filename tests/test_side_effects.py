@@ -54,12 +54,13 @@ PLAN = """
             importlib.import_module(module.name)
     from torchtitan_cad.planning import AttentionShape, TokenLayout, jit, make_plan
 
-    @jit.jit
+    make_plan(TokenLayout.from_segments([[(0, 0, 5000)], [(1, 0, 5000)]]), AttentionShape(8, 2, 64, 2))
+
+    @jit.jit  # after the plan, which would compile the planner anew for a source file more
     def entry(count):
         return count + 1
 
     assert entry(1) == 2
-    make_plan(TokenLayout.from_segments([[(0, 0, 5000)], [(1, 0, 5000)]]), AttentionShape(8, 2, 64, 2))
     after = state()
     print([name for name in before if before[name] != after[name]])
 """

@@ -325,13 +325,14 @@ def test_without_cad_only_what_is_torchtitans_own_is_checked(good):
 GPT_OSS = ["--model.name=gpt_oss"]
 PP2 = ["--parallelism.pipeline_parallel_degree=2"]
 TP2 = ["--parallelism.tensor_parallel_degree=2"]
+VALIDATION = ["--validation.enable", "--validation.dataset=c4_test"]
 DEFECTS: dict[str, tuple[list[str], list[str]]] = {
     "pp_gradient_scale": (PP2, ["--training.steps=5"]),
     "ddp_gradient_scale": (
         ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"],
         ["--parallelism.data_parallel_shard_degree=2"],
     ),
-    "cp_validation_loss": (["--validation.enable", "--parallelism.context_parallel_degree=2"], ["--validation.enable"]),
+    "cp_validation_loss": ([*VALIDATION, "--parallelism.context_parallel_degree=2"], VALIDATION),
     "compile_caches": (["--compile.enable", *TP2, "--cad.nano_batches=2"], ["--compile.enable"]),
     "router_bias": (GPT_OSS, [*GPT_OSS, CHECKPOINT, "--checkpoint.initial_load_path=seed"]),
     "tied_embeddings": (["--model.name=qwen3"], ["--model.name=qwen3", *TP2]),
