@@ -69,8 +69,8 @@ def test_writes_the_plan_and_prints_its_figures(plan, capsys: pytest.CaptureFixt
     assert f"{found.stats.max_over_mean:.4f}" in printed
     assert found.fingerprint() in printed
     memory = [line.split(":")[1] for line in printed.splitlines() if line.startswith("memory of a layer")]
-    assert [line.split()[0] for line in memory] == ["buffers", "forward", "backward"]
-    assert ["without CAD" in line for line in memory] == [False, True, True]
+    assert [line.split()[0] for line in memory] == ["buffers", "forward", "backward", "kept"]
+    assert ["without CAD" in line for line in memory] == [False, True, True, False]
 
 
 def test_options_reach_the_planner(plan, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ MODES = {
     "all defaults": ("--parallelism.cad",),
     "two nano-batches": ("--parallelism.cad", "--cad.nano_batches=2", "--cad.tolerance=0.02"),
     "loader's homes": ("--parallelism.cad", "--cad.placement=loader", "--cad.tolerance=0.02"),
-    "keep": ("--parallelism.cad", "--cad.backward=keep", "--cad.tolerance=0.02"),
+    "resend": ("--parallelism.cad", "--cad.backward=resend", "--cad.tolerance=0.02"),
 }
 
 

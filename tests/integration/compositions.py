@@ -86,7 +86,7 @@ PROFILED = (
     "--profiling.profiler_active=1",
 )
 """Traces of every second step."""
-KEEP = ("--cad.backward=keep",)
+RESEND = ("--cad.backward=resend",)
 SYMMETRIC = ("--cad.transport=symm_mem",)
 TOLERANCE_AUTO = ("--cad.tolerance=auto", "--debug.no-deterministic")
 COMPILE = ("--compile.enable",)
@@ -109,7 +109,7 @@ def pp2_of_four_blocks(name: str, *args: str, **options: Any) -> Composition:
 COMPOSITIONS = [
     Composition("fsdp2"),
     Composition("fsdp4", nranks=4),
-    Composition("keep", args=KEEP),
+    Composition("resend", args=RESEND),
     Composition("tolerance_auto", args=TOLERANCE_AUTO, moves=False),
     Composition("cpu_offload", shared=("--training.enable_cpu_offload",)),
     Composition("hsdp2x2", nranks=4, shared=dp(data_parallel_replicate=2, data_parallel_shard=2)),
@@ -118,17 +118,17 @@ COMPOSITIONS = [
     Composition("tp2_no_loss_parallel", shared=(*TP2, "--parallelism.disable_loss_parallel"), moves=False),
     Composition("fsdp2xtp2", nranks=4, args=TP2, reference_nranks=2),
     Composition("small_buffers", args=SMALL_BUFFERS),
-    Composition("small_buffers_keep", args=(*SMALL_BUFFERS, *KEEP)),
+    Composition("small_buffers_resend", args=(*SMALL_BUFFERS, *RESEND)),
     Composition("gradient_accumulation", shared=global_batch(12)),
     Composition("ac_selective_layer", args=LAYER),
     Composition("ac_selective_op", args=OP),
     Composition("ac_full", args=FULL),
     Composition("ac_full_attention_kept", args=ATTENTION_KEPT),
-    Composition("ac_full_keep", args=(*KEEP, *FULL)),
-    # The loss and validation, which are graphs of their own, are compiled in compile_keep_ac_op_tp2 and below.
+    Composition("ac_full_resend", args=(*RESEND, *FULL)),
+    # The loss and validation, which are graphs of their own, are compiled in compile_resend_ac_op_tp2 and below.
     Composition("compile", args=(*COMPILE, "--compile.components=model"), validates=False),
     # Stock torchtitan's gradients under TP with compile differ from those without (torch 2.13): the twin compiles too.
-    Composition("compile_keep_ac_op_tp2", nranks=4, args=KEEP, shared=(*COMPILE, *OP, *TP2)),
+    Composition("compile_resend_ac_op_tp2", nranks=4, args=RESEND, shared=(*COMPILE, *OP, *TP2)),
     Composition("ddp2_gradient_accumulation", args=(*DDP2, *global_batch(8)), reference_args=global_batch(8)),
     Composition("cp2", args=CP2, reference_nranks=1),
     Composition("fsdp2xcp2", nranks=4, args=CP2, reference_nranks=2),
@@ -169,7 +169,7 @@ ROW1 = ("--training.local_batch_size=1",)
 
 HALVED = [
     Composition("rows_ac_op_accumulation", args=(*OP, *global_batch(8))),
-    Composition("middle_keep_ac_full", args=(*ROW1, *FULL, *KEEP)),
+    Composition("middle_resend_ac_full", args=(*ROW1, *FULL, *RESEND)),
     Composition("middle_attention_kept", args=(*ROW1, *ATTENTION_KEPT)),
     Composition("middle_cp2", args=(*ROW1, *CP2)),
     Composition("rows_tp2", args=TP2),
@@ -189,7 +189,7 @@ MORE_HALVED = [
     Composition("middle_fsdp2xcp2_gqa", nranks=4, args=(*ROW1, *CP2, "--model.flavor=tiny_varlen_gqa")),
     Composition("fsdp2xtp2_attention_kept", nranks=4, args=(*TP2, *ATTENTION_KEPT)),
     Composition("fsdp2xtp2_ac_full", nranks=4, args=(*TP2, *FULL)),
-    Composition("fsdp2xtp2_ac_layer_accumulation_keep", nranks=4, args=(*TP2, *LAYER, *global_batch(8), *KEEP)),
+    Composition("fsdp2xtp2_ac_layer_accumulation_resend", nranks=4, args=(*TP2, *LAYER, *global_batch(8), *RESEND)),
     pp2("rows_pp2", *BY_ROW),
 ]
 """All that one nano-batch composes with, halved by rows, and what halving in the middle of rows adds to it."""
@@ -200,7 +200,7 @@ needs_traced = pytest.mark.skipif(
 )
 TRACED = [
     Composition("rows", args=COMPILE),
-    Composition("middle_keep", args=(*ROW1, *COMPILE, *KEEP)),
+    Composition("middle_resend", args=(*ROW1, *COMPILE, *RESEND)),
     Composition("rows_ac_op_accumulation", args=(*OP, *COMPILE, *global_batch(8))),
     Composition("rows_attention_kept", args=(*ATTENTION_KEPT, *COMPILE)),
     Composition("middle_cp2_qwen3", args=(*ROW1, *COMPILE, *CP2), shared=QWEN3),
@@ -216,7 +216,7 @@ TRACED = [
 """Jobs whose exchanges can be compiled."""
 
 HALVED_SYMMETRIC = [
-    Composition("rows_keep_symm_mem", args=(*KEEP, *SYMMETRIC)),
+    Composition("rows_resend_symm_mem", args=(*RESEND, *SYMMETRIC)),
     Composition("rows_small_buffers_symm_mem", args=(*SMALL_BUFFERS, *SYMMETRIC)),
     Composition("middle_cp2_symm_mem", args=(*ROW1, *CP2, *SYMMETRIC)),
 ]

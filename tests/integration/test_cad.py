@@ -21,12 +21,18 @@ from tests.runtime.threaded import needs_linux
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 SHORT = {
-    "collective": ("small_buffers_keep",),
-    "symm_mem": ("ac_full_keep",),
+    "collective": ("small_buffers_resend",),
+    "symm_mem": ("ac_full_resend",),
 }
 """Compositions that the short set trains by each transport, beside those of test_defaults.py, test_placement.py
 and test_compile_caches.py: one of every kind."""
-SLOW = ("compile_keep_ac_op_tp2", "pp2_interleaved_tolerance_auto", "pp2_dualpipev", "hsdp2x2", "tp2_no_loss_parallel")
+SLOW = (
+    "compile_resend_ac_op_tp2",
+    "pp2_interleaved_tolerance_auto",
+    "pp2_dualpipev",
+    "hsdp2x2",
+    "tp2_no_loss_parallel",
+)
 """Combinations of what other compositions show, too long for the matrix."""
 SYMMETRIC = ("fsdp4", "pp2xcp2", "validation")
 """Compositions that the matrix trains over symmetric memory too; the slow set trains all."""

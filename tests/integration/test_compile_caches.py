@@ -97,7 +97,7 @@ OPAQUE = (*c.COMPILE, *HALVES, "--cad.streams=opaque")
 BESIDE_ANOTHER = {
     "other_plans": (2, c.COMPILE, (*c.COMPILE, "--cad.placement=auto", "--cad.planner=greedy")),
     "other_rows": (2, c.COMPILE, (*c.COMPILE, "--training.local_batch_size=4")),
-    "keep": (2, c.COMPILE, (*c.COMPILE, *c.KEEP)),
+    "resend": (2, c.COMPILE, (*c.COMPILE, *c.RESEND)),
     "ac_op": (2, c.COMPILE, (*c.COMPILE, *c.OP)),
     "ac_full": (2, (*c.COMPILE, *c.FULL), (*c.COMPILE, *c.ATTENTION_KEPT)),
     "halves": (2, c.COMPILE, OPAQUE),
@@ -111,7 +111,7 @@ BESIDE_ANOTHER = {
 }
 BESIDE_TRACED = {
     "opaque": (2, TRACED, OPAQUE),
-    "keep": (2, TRACED, (*TRACED, *c.KEEP)),
+    "resend": (2, TRACED, (*TRACED, *c.RESEND)),
     "ac_op": (2, TRACED, (*TRACED, *c.OP)),
     "in_the_middle": (2, TRACED, (*TRACED, *c.ROW1)),
 }

@@ -13,9 +13,9 @@ from tests.integration.compositions import (
     COMPILE,
     CP2,
     FULL,
-    KEEP,
     OP,
     PLACED,
+    RESEND,
     ROW1,
     TP2,
     Composition,
@@ -37,7 +37,7 @@ COMPOSITIONS = [
     Composition("ep2", args=EP2, shared=MOE),
     Composition("ep2_grouped", shared=(*GROUPED, *EP2)),
     Composition("ep2_placed", args=(*EP2, *PLACED), shared=MOE),
-    Composition("ep2_ac_full_keep", args=(*EP2, *FULL, *KEEP), shared=MOE),
+    Composition("ep2_ac_full_resend", args=(*EP2, *FULL, *RESEND), shared=MOE),
     Composition("ep2_ac_op_accumulation", args=(*EP2, *OP), shared=(*MOE, *global_batch(12))),
     Composition("ep2_compile", shared=(*GROUPED, *EP2, *COMPILE)),
     Composition("ep2xcp2", nranks=4, args=(*EP2, *CP2), shared=MOE, reference_nranks=2),
@@ -66,7 +66,7 @@ HALVED = [
     # Rounding sends a token of this batch to another expert, one of two whose scores are equal but for it.
     Composition("middle_ep2xcp2", args=(*EP2, *CP2), shared=(*MOE, *ROW1, *ROUTED_IN_TURN), reference_nranks=1),
     Composition("rows_ep2_ac_op_accumulation", args=(*EP2, *OP), shared=(*MOE, *global_batch(8))),
-    Composition("rows_ep2_ac_full_keep", args=(*EP2, *FULL, *KEEP), shared=MOE),
+    Composition("rows_ep2_ac_full_resend", args=(*EP2, *FULL, *RESEND), shared=MOE),
     Composition("rows_ep2_compile", args=COMPILE, shared=(*MOE, *EP2)),
     Composition("rows_ep2_compile_ac_op", args=(*COMPILE, *OP), shared=(*MOE, *EP2)),
     # The replicas of a router drift apart under TP (torchtitan 0.2.2), and gradients of other tokens are then added.

@@ -69,15 +69,15 @@ steps, hence by their square root"""
 CASES = {
     # name: (CAD arguments, ranks, data-parallel degree)
     "whole documents": ((), 2, 2),
-    "whole documents, keep": (c.KEEP, 2, 2),
+    "whole documents, resend": (c.RESEND, 2, 2),
     "spanning documents": (c.CP2, 2, 1),
-    "spanning documents, keep": ((*c.CP2, *c.KEEP), 2, 1),
+    "spanning documents, resend": ((*c.CP2, *c.RESEND), 2, 1),
     "split keys": (("--cad.planner=test_split_keys",), 2, 2),
-    "split keys, spanning, keep": ((*c.CP2, "--cad.planner=test_split_keys", *c.KEEP), 2, 1),
+    "split keys, spanning, resend": ((*c.CP2, "--cad.planner=test_split_keys", *c.RESEND), 2, 1),
     "tensor parallel": (c.TP2, 4, 2),
 }
 
-SHORT = ("split keys, spanning, keep",)
+SHORT = ("split keys, spanning, resend",)
 """Cases that the short set trains; the matrix trains all."""
 
 

@@ -119,7 +119,7 @@ def test_settings_come_from_the_job_and_options_replace_them() -> None:
         )
     )
     assert [(each.placement, each.backward, each.tolerance) for each in (written, own, other)] == [
-        ("balanced", "resend", "auto"),
+        ("balanced", "auto", "auto"),
         ("balanced", "keep", 0.05),
         ("loader", "resend", 0.1),
     ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rows of ranks to attend to, the engine over them on threaded ranks, and what it is compared with."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,6 +111,7 @@ def execute(
     *,
     backward: Plan | None = None,
     keep: bool = False,
+    kept_bytes: float = 0.0,
     max_delay_s: float = 0.0,
     symmetric: bool = False,
     hosts: Sequence[int] | None = None,
@@ -138,7 +140,7 @@ def execute(
             rank=rank,
             device=CPU,
             scale=scale,
-            keep=keep,
+            kept_bytes=math.inf if keep else kept_bytes,
             two_rounds=two_rounds,
             sizes=sizes,
         )

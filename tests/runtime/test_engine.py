@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.plans import random_layout, random_plan
 from tests.runtime.rows import (
@@ -175,6 +176,29 @@ def test_errors_name_the_plan() -> None:
     engine.add_plan(5, make_plan(TokenLayout.from_segments([[(0, 0, 2)]]), SHAPES["mha"]))
     with pytest.raises(ValueError, match="plan 5 is for 2 local queries and 2 local tokens, got 3 and 3"):
         engine.forward(q, q, q, 5)
+
+
+def test_rows_are_kept_by_plans_that_bring_few() -> None:
+    """All ranks decide alike, and what is kept changes no bit."""
+    torch.manual_seed(0)
+    tensors, row_bytes = Tensors.random(ONE_HOME, SHAPE), RowBytes.of(SHAPE)
+    plans = [make_plan(ONE_HOME, SHAPE, PlannerConfig(tolerance=tolerance)) for tolerance in (0.02, 2.0)]
+    needed = [plan.most_rows.kept_bytes(row_bytes) for plan in plans]
+    assert 0 < min(needed) < max(needed)
+    for plan, of_plan in zip(plans, needed, strict=True):
+        again = int(np.sum([row_bytes.forward_queries, row_bytes.keys] @ plan.rows_in))
+        resent, expected = backward_bytes(plan, tensors)
+        for kept_bytes in (0, min(needed) - 1, *needed):
+            sent, results = backward_bytes(plan, tensors, kept_bytes=kept_bytes)
+            assert_same_bits(results, expected)
+            assert resent - sent == (again if kept_bytes >= of_plan else 0)
+
+
+def backward_bytes(plan: Plan, tensors: Tensors, **options: Any) -> tuple[int, list[list[Tensor]]]:
+    """Bytes that all ranks send in backward, and the results by rank."""
+    transports = thread_transports(plan.layout.num_ranks)
+    results = execute(plan, tensors, transports=transports, **options)
+    return sum(transport.sent["backward"] for transport in transports), results
 
 
 # Rows in several trips ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Operators check their arguments and say what results look like by their own func
 device's. What needs a package or a torch that is not installed is skipped.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -182,7 +183,15 @@ def make_engine(kernel: FusedKernel, rank: int, *, keep: bool, two_rounds: bool)
         return Memory(torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE), [ADDRESS] * 2, None, 1e6)
 
     transport = SymmetricTransport(range(2), rank, allocate, lambda: 20.0, BUFFER_BYTES)
-    return CoreAttentionEngine(kernel, transport, rank=rank, device=DEVICE, scale=0.1, keep=keep, two_rounds=two_rounds)
+    return CoreAttentionEngine(
+        kernel,
+        transport,
+        rank=rank,
+        device=DEVICE,
+        scale=0.1,
+        kept_bytes=math.inf if keep else 0.0,
+        two_rounds=two_rounds,
+    )
 
 
 @needs_copies

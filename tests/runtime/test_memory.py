@@ -2,6 +2,7 @@
 """The formula for working memory against what the engine allocates, with kernels that allocate their results alone."""
 
 import dataclasses
+import math
 import weakref
 
 import pytest
@@ -131,7 +132,9 @@ def take(space: attend.RowSpace, rows: Tensor | slice | None) -> list[Tensor]:
 def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.Passes:
     """Most bytes alive in forward, and those while its results travel; the same of backward. Results are included."""
     kernel, transport = Results(), Buffers(buffer_bytes)
-    engine = CoreAttentionEngine(kernel, transport, rank=rank, device=CPU, scale=1.0, keep=keep)  # type: ignore[arg-type]
+    engine = CoreAttentionEngine(
+        kernel, transport, rank=rank, device=CPU, scale=1.0, kept_bytes=math.inf if keep else 0.0
+    )  # type: ignore[arg-type]
     engine.add_plan(0, plan)
     n, m = int(plan.layout.queries_per_rank[rank]), int(plan.layout.tokens_per_rank[rank])
     q, k, v, dout, shared = empty_rows(m, plan.shape)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Core attention recorded once: replayed over other plans, as a CUDA graph would, with padded tables; and counted."""
 
+import math
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
@@ -174,7 +175,13 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
     plans = random_plans(layout, shape, 2)
     transport = interpreted_transport(group, 2**20, replayable=True)
     engine = CoreAttentionEngine(
-        DeviceKernel(get_tape), transport, rank=rank, device=CPU, scale=1.0, keep=keep, sizes=common_sizes(plans)
+        DeviceKernel(get_tape),
+        transport,
+        rank=rank,
+        device=CPU,
+        scale=1.0,
+        kept_bytes=math.inf if keep else 0.0,
+        sizes=common_sizes(plans),
     )
     torch.manual_seed(0)
     check_replays(engine, plans, Tensors.random(layout, shape, with_dlse=True), record)

@@ -4,6 +4,7 @@
 Multi-head latent attention has such keys: the rotary part of a token is the same in all heads.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -45,7 +46,9 @@ def test_any_plan_by_every_family(attend: Attend, keep: bool) -> None:
     transports, scale = thread_transports(layout.num_ranks), SHAPE.head_dim**-0.5
 
     def body(rank: int) -> list[Tensor]:
-        engine = CoreAttentionEngine(CpuKernel(), transports[rank], rank=rank, device=CPU, scale=scale, keep=keep)
+        engine = CoreAttentionEngine(
+            CpuKernel(), transports[rank], rank=rank, device=CPU, scale=scale, kept_bytes=math.inf if keep else 0.0
+        )
         engine.add_plan(0, plan)
         register_engine(f"{ENGINE} {rank}", engine)
         return results_of(attend, tensors, rank, f"{ENGINE} {rank}")

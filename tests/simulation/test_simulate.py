@@ -339,7 +339,7 @@ def test_placement_is_of_cad_alone() -> None:
         ({"lengths": (0,)}, "documents lengths"),
         ({"pp": 3}, "ranks = 8: not a multiple"),
         ({"placement": "best"}, "placement = 'best': set one of loader, balanced"),
-        ({"backward": "never"}, "backward = 'never': set one of resend, keep"),
+        ({"backward": "never"}, "backward = 'never': set one of auto, resend, keep"),
         ({"tolerance": -1.0}, "tolerance = -1.0: set a finite number"),
     ],
 )

@@ -2,6 +2,7 @@
 """Ping-pong over transformer blocks in plain PyTorch, beside the same blocks undivided, on any device."""
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,7 +106,12 @@ class HalvesAndWhole:
             whole = make_plan(layout, shape, PlannerConfig(planner="home"))
             for name, own, place, some in ((WHOLE, None, 0, [whole]), (HALVES, transport, rank, plans)):
                 engine = CoreAttentionEngine(
-                    kernel, own, rank=place, device=device, scale=shape.head_dim**-0.5, keep=keep
+                    kernel,
+                    own,
+                    rank=place,
+                    device=device,
+                    scale=shape.head_dim**-0.5,
+                    kept_bytes=math.inf if keep else 0.0,
                 )
                 for key, plan in enumerate(some):
                     engine.add_plan(key, plan)

@@ -111,6 +111,7 @@ def _figures(plan: Plan, given: Plan | None) -> dict[str, str]:
         for name, size in (("forward", memory.forward), ("backward", memory.backward)):
             stock = getattr(memory, f"stock_{name}")
             rows[f"memory of a layer: {name}"] = f"{_bytes(size)} (without CAD {_bytes(stock)})"
+        rows["memory of a layer: kept"] = f"{_bytes(memory.kept)} (if the job leaves room for it in every layer)"
     return {**rows, "planning time": f"{stats.plan_seconds * 1e3:.2f} ms", "fingerprint": plan.fingerprint()}
 
 

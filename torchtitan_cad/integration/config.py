@@ -96,9 +96,10 @@ class Cad:
     debug.deterministic the newest FlashAttention of these, else varlen.
     """
 
-    backward: str = "resend"
+    backward: str = "auto"
     """
-    "resend": Q, K and V travel again for backward. "keep": servers keep what they received (faster, more memory).
+    "resend": Q, K and V travel again for backward. "keep": servers keep what they received, which spares that way and
+    takes memory. "auto": they keep it by plans for which the job leaves room (docs/performance.md), else resend.
     """
 
     recompute_attention: bool = True

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The engines of a job: one for each kind of the model's attention, over one transport."""
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.keeping import Room
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.tick_engine import TickEngine
+from torchtitan_cad.runtime.transport.base import gather
+
+logger = logging.getLogger(__name__)
 
 ENGINE = "cad"
 """Name of the first kind's engine in the core-attention operator."""
@@ -35,6 +42,25 @@ def kernel_shape(kinds: Sequence[AttentionKind]) -> AttentionShape:
     """Return the shape for which a kernel of all kinds is chosen: the first kind's, with the window of any."""
     windows = (kind.shape.window for kind in kinds)
     return replace(kinds[0].shape, window=next((window for window in windows if window is not None), None))
+
+
+def kept_bytes(backward: str, room: Room, group: dist.ProcessGroup | None, *, in_ticks: bool) -> float:
+    """Return the bytes of rows that servers may keep in a call, equal on all ranks of ``group``. Collective over it.
+
+    Args:
+        backward: ``cad.backward``.
+        room: of this rank.
+        group: a CAD group on the host; None for one rank.
+        in_ticks: True in a pipeline in ticks, where backward meets other microbatches than forward did.
+    """
+    if backward == "keep":
+        return math.inf
+    if backward == "resend" or in_ticks:
+        return 0.0
+    rooms = [room] if group is None else list(gather(room, group).values())
+    least = min(rooms, key=lambda room: room.bytes_per_call)
+    logger.info(f"cad.backward = 'auto': {least.describe()}")
+    return least.bytes_per_call
 
 
 def build_engines(kinds: Sequence[AttentionKind], ticks: Ticks | None, **options: Any) -> list[CoreAttentionEngine]:

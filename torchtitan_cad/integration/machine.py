@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Where a job's ranks run, how fast the links between them are, and whether its profile is of these devices."""
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,13 @@ from torchtitan_cad.planning import LayerTimes, Profile
 from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.transport import Transport
+
+
+def device_bytes(device: torch.device, ranks_of_host: int) -> float:
+    """Return the memory of a rank's device; on CPU an equal part of its host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_of_host
 
 
 def ranks_per_host(hosts: Sequence[int]) -> int | None:

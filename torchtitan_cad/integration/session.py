@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_cad.integration.engines import Ticks, build_engines, kernel_shape
+from torchtitan_cad.integration.engines import Ticks, build_engines, kept_bytes, kernel_shape
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch, PlanRules
@@ -28,6 +28,7 @@ from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLo
 from torchtitan_cad.integration.loading.placement import Placement
 from torchtitan_cad.integration.machine import (
     check_same_profile,
+    device_bytes,
     measure_times,
     other_device,
     ranks_per_host,
@@ -38,6 +39,7 @@ from torchtitan_cad.integration.shadow import Shadow
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, TileAreaCost, warm_up
 from torchtitan_cad.planning.corrections import Corrections
+from torchtitan_cad.planning.keeping import Room
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.outlook import Outlook
 from torchtitan_cad.planning.pipeline.program import TickProgram
@@ -72,6 +74,7 @@ class CadSession:
         if not job.dry_run:
             host_names = [*gather(host_name(), None).values()]
         self.hosts = number_hosts([host_names[rank] for rank in self.ranks])
+        self.device_bytes = device_bytes(self.device, host_names.count(host_names[self.rank]))
         self.monitor = None if store is None else self._start_monitor(store, host_names)
         self._mesh: DeviceMesh | None = None
         self._engines: list[CoreAttentionEngine] = []
@@ -174,13 +177,14 @@ class CadSession:
         return self._mesh
 
     def build(
-        self, mesh: DeviceMesh, blocks: Sequence[nn.Module], *, two_rounds: bool, ticks: Ticks | None = None
+        self, mesh: DeviceMesh, blocks: Sequence[nn.Module], room: Room, *, two_rounds: bool, ticks: Ticks | None = None
     ) -> CoreAttentionEngine:
         """Build the transport, the engines and the planners; returns the first engine. Collective over the group.
 
         Args:
             mesh: of ``build_mesh``.
             blocks: that this rank runs; their mean parameters stand for a layer's linear work.
+            room: of this rank, for rows that it keeps for backward as a server.
             two_rounds: whether other work runs between two rounds of kernel calls; see ``CoreAttentionEngine``.
             ticks: of a pipeline in ticks, for which batches are then planned.
         """
@@ -197,7 +201,7 @@ class CadSession:
             "transport": transport,
             "rank": self.group_rank,
             "device": self.device,
-            "keep": self.cad.backward == "keep",
+            "kept_bytes": kept_bytes(self.cad.backward, room, self._train_group, in_ticks=ticks is not None),
             "two_rounds": two_rounds,
         }
         self._engines, self._ticks = build_engines(self.job.kinds, ticks, **options), ticks

@@ -69,6 +69,8 @@ class AttentionMemory:
     backward: int
     stock_forward: int
     stock_backward: int
+    kept: int
+    """Received queries, keys and values that a server keeps until backward, if it does (``keeping.py``)."""
 
 
 def attention_memory(
@@ -101,6 +103,7 @@ def attention_memory(
         backward=max(_interleaved([passes.backward for passes in nanos]) for nanos in found),
         stock_forward=stock_forward,
         stock_backward=stock_backward,
+        kept=sum(plan.most_rows.kept_bytes(RowBytes.of(plan.shape)) for plan in plans),
     )
 
 

@@ -109,7 +109,6 @@ class AttentionState:
 
     Attributes:
         rows: by kind, tensors of this rank's rows, until kernels run.
-        keeps: True if servers keep q, k and v for backward.
         kept: the kept messages of queries, and of keys, with hidden storage.
         number: the call's number in the transport.
         incoming: the rows to serve, while they arrive and until they are used.
@@ -124,7 +123,6 @@ class AttentionState:
     key: int
     plan: PlanTables
     rows: dict[Kind, list[Tensor]]
-    keeps: bool = False
     kept: Sequence[Tensor] = ()
     number: int = 0
     incoming: Incoming | None = None
@@ -151,10 +149,10 @@ class AttentionState:
         """Wait for the rows to serve, in the order of ``rows``; returns an empty dictionary if no rows move."""
         if self.incoming is None:
             return {}
-        if self.keeps and self.direction is FORWARD:
+        if self.plan.keeps and self.direction is FORWARD:
             self.kept = [hide_storage(message) for message in self.incoming.receive()]
         received = self.incoming.wait()
-        if self.keeps and self.direction is BACKWARD:
+        if self.plan.keeps and self.direction is BACKWARD:
             (kept_q, kept_kv), self.kept = self.kept, ()
             queries, keys = RowFormat.of(self._like["queries"][-1:]), RowFormat.of(self._like["keys"])
             received["queries"] += queries.reveal(kept_q, self.plan.queries.num_served)
@@ -181,7 +179,7 @@ class AttentionState:
     def send(self, start: Callable[[Routes, Sequence[list[Tensor]]], Exchange]) -> None:
         """Start, by ``start``, the exchanges that send rows to their servers and bring the rows to serve."""
         kinds, messages = "all", self.rows
-        if self.keeps and self.direction is BACKWARD:
+        if self.plan.keeps and self.direction is BACKWARD:
             kinds, messages = "queries", {"queries": self.rows["queries"][:-1]}
         num_rows = {kind: getattr(self.plan, kind).num_served for kind in messages}
         self.incoming = Incoming(

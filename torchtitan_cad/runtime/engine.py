@@ -15,6 +15,7 @@ the last trips in ``finish``.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -48,7 +49,8 @@ class CoreAttentionEngine:
         rank: this rank's index within the group.
         device: device of the model's tensors.
         scale: factor on the scores before the softmax.
-        keep: servers keep received Q, K and V for backward instead of receiving them again.
+        kept_bytes: servers keep the Q, K and V that they receive in a call, instead of receiving them again for
+            backward, by plans that bring no rank more bytes than these. Equal on all ranks of the group.
         two_rounds: run the kernel calls of plans that move rows in two rounds of about equal work, ``attend_first`` and
             ``attend``, between which other work may run.
         sizes: pad the tables of all plans to these sizes, so that every plan runs the same operations on tensors of the
@@ -66,7 +68,7 @@ class CoreAttentionEngine:
         rank: int,
         device: torch.device,
         scale: float,
-        keep: bool = False,
+        kept_bytes: float = 0.0,
         two_rounds: bool = False,
         sizes: TableSizes | None = None,
     ) -> None:
@@ -76,7 +78,8 @@ class CoreAttentionEngine:
                 "of tasks of any shape; set two_rounds = False and cad.kernel = 'varlen'"
             )
         self.kernel, self.transport, self.sizes = kernel, transport, sizes
-        self.rank, self.device, self.scale, self.keep, self.two_rounds = rank, device, scale, keep, two_rounds
+        self.rank, self.device, self.scale, self.two_rounds = rank, device, scale, two_rounds
+        self.kept_bytes = kept_bytes
         self.clock = ExchangeClock()
         self.in_flight: dict[tuple[str, int], Any] = {}
         """Calls between operators (steps.py), by direction and by the key of the operators."""
@@ -99,8 +102,9 @@ class CoreAttentionEngine:
             raise ValueError(f"plan {key} moves rows: give the engine a transport, see build_transport")
         if self.sizes is not None:
             moves, exchange = self.transport is not None, self.sizes.pad(exchange)
-        elif self.transport is not None:
-            trips = exchange.most.trips(RowBytes.of(plan.shape, keep=self.keep), self.transport.buffer_bytes)
+        keeps = 0 < exchange.most.kept_bytes(RowBytes.of(plan.shape)) <= self.kept_bytes
+        if self.sizes is None and self.transport is not None:
+            trips = exchange.most.trips(RowBytes.of(plan.shape, keep=keeps), self.transport.buffer_bytes)
         tables = PlanTables.from_exchange(
             exchange,
             moves,
@@ -111,6 +115,7 @@ class CoreAttentionEngine:
             squares_only=self.kernel.squares_only,
             is_padded=self.sizes is not None,
         )
+        tables = replace(tables, keeps=keeps)
         if moves and self.transport is not None:
             self.transport.prepare(tables.exchanges)
         self._plans[key] = tables, streams.record_event(self.device)
@@ -169,9 +174,9 @@ class CoreAttentionEngine:
             shared: [T, 1, D'], the last elements of all heads of keys, if they share them; k is [T, Hkv, D - D'] then.
 
         Returns:
-            out [Tq, Hq, Dv] in q's dtype; lse [Tq, Hq] natural log, fp32 (fp64 for fp64 inputs); and with ``keep`` the
-            received messages of Q and of K and V with hidden storage (see ``packing``), otherwise empty tensors.
-            ``backward`` takes ``Saved(q, k, v, *results, shared)``.
+            out [Tq, Hq, Dv] in q's dtype; lse [Tq, Hq] natural log, fp32 (fp64 for fp64 inputs); and, if servers keep
+            them, the received messages of Q and of K and V with hidden storage (see ``packing``), otherwise empty
+            tensors. ``backward`` takes ``Saved(q, k, v, *results, shared)``.
         """
         return self._run(self.begin_forward(q, k, v, key, shared))
 
@@ -201,7 +206,7 @@ class CoreAttentionEngine:
                 f"got {q.shape[0]} and {k.shape[0]}"
             )
         keys = [k, v, *([] if shared is None else [shared])]
-        return AttentionState(FORWARD, key, plan, {"queries": [q], "keys": keys}, self.keep)
+        return AttentionState(FORWARD, key, plan, {"queries": [q], "keys": keys})
 
     def begin_backward(
         self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None
@@ -216,7 +221,7 @@ class CoreAttentionEngine:
         if dlse is not None:
             dout, delta = subtract_lse_gradient(dout, delta, dlse)
         rows: dict[Kind, list[Tensor]] = {"queries": [dout, given.lse, delta, q], "keys": keys}
-        return AttentionState(BACKWARD, key, plan, rows, self.keep, [given.kept_q, given.kept_kv])
+        return AttentionState(BACKWARD, key, plan, rows, [given.kept_q, given.kept_kv])
 
     def send(self, call: AttentionState) -> AttentionState:
         """Send the rows that other ranks serve; returns the call."""

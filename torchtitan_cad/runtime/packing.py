@@ -70,8 +70,8 @@ class RowFormat:
         """
         if hidden.untyped_storage().nbytes() < num_rows * self.row_bytes:
             raise RuntimeError(
-                "cad.backward = 'keep' cannot be combined with hooks that copy saved tensors, such as activation "
-                "offloading: what a server kept was lost; set cad.backward = 'resend'"
+                "servers cannot keep rows where hooks copy saved tensors, such as activation offloading: what one kept "
+                "was lost; set cad.backward = 'resend'"
             )
         whole = torch.empty(0, dtype=torch.uint8, device=hidden.device).set_(hidden.untyped_storage())
         return self.unpack(whole[: num_rows * self.row_bytes].view(num_rows, self.row_bytes))

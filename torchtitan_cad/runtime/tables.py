@@ -41,13 +41,15 @@ class KernelCall:
 class PlanTables:
     """Everything that one rank needs to execute one plan.
 
-    ``moves`` is equal on all ranks: if False, no rank sends rows, and all exchanges are skipped.
+    Two attributes are equal on all ranks. If ``moves`` is False, no rank sends rows, and all exchanges are skipped. If
+    ``keeps`` is True, servers keep received Q, K and V for backward.
     """
 
     queries: RowTables
     keys: RowTables
     moves: bool
     rounds: list[list[KernelCall]]
+    keeps: bool = False
 
     @classmethod
     def from_exchange(

@@ -122,7 +122,7 @@ def _alternatives(search: Search, now: Configuration) -> dict[str, list[Configur
     values: dict[str, tuple[Any, ...]] = {
         "nano_batches": (1, 2),
         "tolerance": TOLERANCES,
-        "backward": ("resend", "keep"),
+        "backward": ("auto", "keep"),
         "placement": inputs.PLACEMENTS,
         "checkpointing": CHECKPOINTING[: CHECKPOINTING.index(now.checkpointing)],
         "schedule": inputs.SCHEDULES if now.pp > 1 else (),

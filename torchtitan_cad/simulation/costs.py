@@ -17,16 +17,14 @@ import numpy.typing as npt
 
 from torchtitan_cad.planning import AttentionShape, LayerTimes, Plan, PlannerConfig, TileAreaCost
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.keeping import GRADIENT_BYTES, LOGIT_BYTES, Checkpointing
 from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel, cost_model
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.timed import link_seconds
-from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Model, Rates
+from torchtitan_cad.simulation.inputs import Cluster, Model, Rates
 
 BACKWARD_LINEAR = 2.0
 """Operations of a matrix product's backward over its forward's."""
-GRADIENT_BYTES = 4
-LOGIT_BYTES = 4
-"""bytes: the fp32 copy of a logit."""
 PROBE_TOKENS = 64
 """Tiles of the document whose attention a job measures."""
 TP_COLLECTIVES = np.array([1, 3])

@@ -17,7 +17,15 @@ from torchtitan_cad.planning.model.limits import server_loads
 from torchtitan_cad.planning.pipeline.one_f_one_b import one_f_one_b
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.planning.placement.kinds import plan_kinds
-from torchtitan_cad.simulation.memory import in_flight, kept_bytes, states, token_bytes, working_bytes
+from torchtitan_cad.simulation.memory import (
+    in_flight,
+    keeps,
+    kept_bytes,
+    kept_bytes_per_call,
+    states,
+    token_bytes,
+    working_bytes,
+)
 from torchtitan_cad.simulation.step import Memory, Outcome, Step
 from torchtitan_cad.simulation.streams import Nano, Streams
 
@@ -108,14 +116,24 @@ class Disaggregated:
         """Estimate the memory of the fullest GPU; before anything is planned, without attention's working memory."""
         step, nanos, gigabytes = self.step, self.configuration.nano_batches, self.configuration.receive_buffer_gb
         flying, plans = in_flight(step, self.configuration.schedule), self._plans.values()
-        keep = self.configuration.backward == "keep"
         return Memory(
             states=states(step),
             activations=step.tokens * token_bytes(step, flying, nanos),
-            buffers=nanos * messages.BUFFERS_PER_CALL * messages.buffer_bytes(gigabytes, nanos),
+            buffers=self._buffers,
             attention=working_bytes(chain.from_iterable(plans), gigabytes) if plans else 0.0,
-            kept=max((kept_bytes(step, each, flying) for each in plans), default=0.0) if keep else 0.0,
+            kept=max((kept_bytes(step, each, flying, self._kept_per_call) for each in plans), default=0.0),
         )
+
+    @property
+    def _buffers(self) -> int:
+        """Bytes of all receive buffers."""
+        nanos = self.configuration.nano_batches
+        return nanos * messages.BUFFERS_PER_CALL * messages.buffer_bytes(self.configuration.receive_buffer_gb, nanos)
+
+    @cached_property
+    def _kept_per_call(self) -> float:
+        """Bytes of received rows that a server may keep in each call."""
+        return kept_bytes_per_call(self.step, self._buffers, self._in_ticks)
 
     def seconds(self, exchange: bool, background: bool = True) -> float:
         """Return the seconds of the step, without what comes at its end, and maybe without what is exchanged."""
@@ -172,7 +190,7 @@ class Disaggregated:
         share = plan.layout.queries_per_rank / self.step.tokens
         if not exchange or not plan.moves_rows:
             return Nano(attention, share)
-        keep = self.configuration.backward == "keep"
+        keep = keeps(plan, self._kept_per_call)
         return Nano(attention, share, *self.step.costs.transfers(plan, forward, keep))
 
     def _exchanged_bytes(self) -> float:

@@ -15,13 +15,10 @@ from typing import Any, Literal
 import numpy as np
 
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, Profile
+from torchtitan_cad.planning.keeping import CHECKPOINTING, Checkpointing
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
 from torchtitan_cad.planning.text import brief, is_integer, is_number
-
-Checkpointing = Literal["none", "selective", "linear", "full"]
-CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "linear", "full")
-"""Work that backward repeats: none, every second matrix product, all but core attention, or whole layers."""
 
 Schedule = Literal["1F1B", "CAD1F1B"]
 SCHEDULES: tuple[Schedule, ...] = ("1F1B", "CAD1F1B")
@@ -321,10 +318,11 @@ class Configuration(Checked):
         None,
         PlannerConfig.tolerance,
     )
-    backward: Literal["resend", "keep"] = about(
-        "Queries, keys and values travel again for backward, or servers keep what they received.",
-        ("resend", "keep"),
-        "resend",
+    backward: Literal["auto", "resend", "keep"] = about(
+        "Queries, keys and values travel again for backward, or servers keep what they received; auto: where the "
+        "memory has room for it.",
+        ("auto", "resend", "keep"),
+        "auto",
     )
     placement: Placement = about(  # noqa: RUF009
         "Ranks hold what their loaders gave them, or tokens are dealt anew.", PLACEMENTS, "loader"

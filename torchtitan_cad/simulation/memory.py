@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
 
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.intervals import FloatArray
+from torchtitan_cad.planning.keeping import GRADIENT_BYTES, WORKING, Room, Stage, kept_calls
 from torchtitan_cad.planning.memory import attention_memory, stock_memory
 from torchtitan_cad.planning.model.shape import RowBytes
-from torchtitan_cad.simulation.costs import GRADIENT_BYTES, LOGIT_BYTES
-from torchtitan_cad.simulation.inputs import MANY_RANKS, Checkpointing, Model
+from torchtitan_cad.simulation.inputs import MANY_RANKS
 from torchtitan_cad.simulation.step import Memory, Step
 
 STATE_BYTES = 16
@@ -23,25 +24,6 @@ ZERO1_BYTES = 12
 
 COMPARED = 32
 """ranks: of ``MANY_RANKS``, those that serve the most rows stand for all in estimates of attention's working memory."""
-
-
-def activation_bytes(model: Model, checkpointing: Checkpointing, nano_batches: int = 1) -> float:
-    """Return the bytes kept per token and layer until backward, before TP: bf16 tensors that torchtitan's blocks save.
-
-    Without checkpointing: inputs and outputs of both norms, Q, K, V, the attention's output, and four tensors of the
-    MLP's width. Selective: the outputs of every second product and of attention, and the reduce-scatters'. Linear: the
-    layer's input and the attention's output, with two nano-batches Q, K and V as well. Full: the layer's input.
-    """
-    hidden, wide, shape = model.hidden, model.ffn, model.shape(1)
-    output = model.heads * shape.out_dim
-    attended = model.heads * shape.head_dim + model.kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
-    elements = {
-        "none": 4 * hidden + attended + output + 4 * wide,
-        "selective": (attended + 2 * hidden + 2 * wide) / 2 + output + 3 * hidden,
-        "linear": hidden + output + (nano_batches == 2) * attended,
-        "full": hidden,
-    }
-    return model.dtype_bytes * elements[checkpointing]
 
 
 def in_flight(step: Step, schedule: str = "1F1B") -> int:
@@ -64,12 +46,9 @@ def states(step: Step) -> float:
 
 def token_bytes(step: Step, microbatches_in_flight: int, nano_batches: int = 1) -> float:
     """Return the bytes of activations of the fullest pipeline rank per token of a microbatch."""
-    model, tp, kind = step.costs.model, step.costs.cluster.tp, step.configuration.checkpointing
-    stage = step.layers * activation_bytes(model, kind, nano_batches) / tp
-    again = 0.0 if kind == "none" else activation_bytes(model, "none") / tp  # one layer is computed again at a time
-    logits = model.vocabulary / tp * (model.dtype_bytes + LOGIT_BYTES)
-    last = stage + logits + again
-    return last if step.pp == 1 else max(microbatches_in_flight * stage + again, last)
+    model, tp = step.costs.model, step.costs.cluster.tp
+    stage = Stage(step.layers, model.hidden, model.ffn, model.vocabulary, model.shape(1), tp, step.pp > 1)
+    return stage.token_bytes(step.configuration.checkpointing, microbatches_in_flight, nano_batches)
 
 
 def memory_without_cad(step: Step, tokens: float, keys: float, documents: int, gathered: float = 0.0) -> Memory:
@@ -101,13 +80,39 @@ def _served_rows(plan: Plan) -> FloatArray:
     return np.bincount(tasks["server"], weights=rows, minlength=plan.layout.num_ranks).astype(np.float64)
 
 
-def kept_bytes(step: Step, kinds: list[list[Plan]], microbatches_in_flight: int) -> float:
-    """Return the bytes that the fullest server keeps with ``backward = "keep"``, by the plans of one microbatch.
+def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
+    """Return the bytes of received rows that a server may keep in each call, by the job's ``backward``."""
+    configuration, nano_batches = step.configuration, step.configuration.nano_batches
+    if configuration.backward != "auto":
+        return math.inf if configuration.backward == "keep" else 0.0
+    if in_ticks:  # where backward meets other microbatches than forward did
+        return 0.0
+    flying = in_flight(step, configuration.schedule)
+    activations = step.tokens * token_bytes(step, flying, nano_batches)
+    documents = len(step.batch.lengths) // (step.ranks * step.microbatches)
+    attention = WORKING * stock_attention(step, step.tokens, step.tokens, documents)
+    calls = kept_calls(step.layers, flying, nano_batches, configuration.checkpointing)
+    return Room(step.costs.cluster.memory, states(step) + activations + buffers + attention, calls).bytes_per_call
+
+
+def keeps(plan: Plan, bytes_per_call: float) -> bool:
+    """Tell whether servers keep what they receive by a plan, as engines decide (``MostRows.kept_bytes``)."""
+    return 0 < plan.most_rows.kept_bytes(RowBytes.of(plan.shape)) <= bytes_per_call
+
+
+def kept_bytes(step: Step, kinds: list[list[Plan]], microbatches_in_flight: int, bytes_per_call: float) -> float:
+    """Return the bytes that the fullest server keeps for backward, by the plans of one microbatch.
 
     Full checkpointing keeps those of one layer at a time.
     """
-    rows = RowBytes.of(step.costs.shape)
-    moved = [[(plan.query_needs.rows_in, plan.key_needs.rows_in) for plan in plans] for plans in kinds]
+    rows, nothing = RowBytes.of(step.costs.shape), np.zeros(kinds[0][0].layout.num_ranks, dtype=np.int64)
+    moved = [
+        [
+            (plan.query_needs.rows_in, plan.key_needs.rows_in) if keeps(plan, bytes_per_call) else (nothing, nothing)
+            for plan in plans
+        ]
+        for plans in kinds
+    ]
     received = np.array([rows.forward_queries, rows.keys]) @ np.sum(moved, axis=1)  # [kinds, ranks]
     if step.repeats_forward:
         return float(received.max())

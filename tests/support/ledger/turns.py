@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import functools
+import math
 import random
 import tempfile
 import types
@@ -257,7 +258,9 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
     from tests.support.ledger.ranks import OneKernel
 
     device, transport = torch.device("ledger", 0), Collective(group)
-    engine = CoreAttentionEngine(OneKernel(), transport, rank=group.rank(), device=device, scale=0.25, keep=job.keep)
+    engine = CoreAttentionEngine(
+        OneKernel(), transport, rank=group.rank(), device=device, scale=0.25, kept_bytes=math.inf if job.keep else 0.0
+    )
     for key, plan in enumerate(make_plans(job.in_rows)):
         engine.add_plan(key, plan)
     register_engine(ENGINE, engine)

@@ -21,6 +21,7 @@ from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import current_session
 from torchtitan_cad.integration.titan022 import upstream
 from torchtitan_cad.integration.titan022.models import Adapter
+from torchtitan_cad.integration.titan022.room import read_room
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 
 
@@ -83,13 +84,15 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
 
 
 def build_engine(
-    parts: Sequence[nn.Module], parallel_dims: ParallelDims, ticks: Ticks | None = None
+    parts: Sequence[nn.Module], parallel_dims: ParallelDims, job_config: Any, ticks: Ticks | None = None
 ) -> CoreAttentionEngine:
     """Build the session's engine, once all ``parts`` of the model that this rank runs are parallelized."""
     session, models = current_session(), [cast(Any, part) for part in parts]
     two_rounds = any(model.pingpong is not None and model.pingpong.splits for model in models)
     blocks = [block for model in models for block in model.layers.values()]
-    return session.build(session.build_mesh(parallel_dims.world_mesh), blocks, two_rounds=two_rounds, ticks=ticks)
+    room = read_room(models, parallel_dims, job_config, session.job, session.device_bytes)
+    mesh = session.build_mesh(parallel_dims.world_mesh)
+    return session.build(mesh, blocks, room, two_rounds=two_rounds, ticks=ticks)
 
 
 def has_positions() -> bool:

@@ -58,7 +58,7 @@ def pipeline_in_ticks(
     blocks = [recomputed for _, recomputed in sorted(stage for each in every for stage in each.items())]
     training = make_program(ticks, blocks)
     validation = make_program([tick for tick in ticks if tick.forward], blocks)
-    engine = build_engine(parts, parallel_dims, Ticks(training, validation, dtype))
+    engine = build_engine(parts, parallel_dims, job_config, Ticks(training, validation, dtype))
     assert isinstance(engine, TickEngine)
     schedule = TickSchedule(stages, microbatches, loss_fn, training, validation, engine, job_config.cad.nano_batches)
     logger.info(

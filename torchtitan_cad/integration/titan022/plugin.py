@@ -247,14 +247,14 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
             for block in parallelized.layers.values():
                 adopt_hooks(block)
         if not parallel_dims.pp_enabled:
-            build_engine([parallelized], parallel_dims)
+            build_engine([parallelized], parallel_dims, job_config)
         return parallelized
 
     def pipeline(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, *args: Any) -> Any:
         if current_session().topology.across_stages:
             return pipeline_in_ticks(model, parallel_dims, job_config, *args)
         schedule, parts, *ends = spec.pipelining_fn(model, parallel_dims, job_config, *args)
-        build_engine(parts, parallel_dims)
+        build_engine(parts, parallel_dims, job_config)
         return schedule, parts, *ends
 
     def build_loss(job_config: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any) -> Any:

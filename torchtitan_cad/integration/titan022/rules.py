@@ -210,7 +210,7 @@ def _is_backend(name: str) -> bool:
 RULES = (
     one_of("cad.transport", *TRANSPORTS, applies=has_cad),
     one_of("cad.kernel", *KERNELS, applies=has_cad),
-    one_of("cad.backward", "resend", "keep", applies=has_cad),
+    one_of("cad.backward", "auto", "resend", "keep", applies=has_cad),
     one_of("cad.placement", "auto", "balanced", "loader", applies=has_cad),
     one_of("cad.documents", "eos", "row", "positions", applies=has_cad),
     one_of("cad.nano_batches", 1, 2, applies=has_cad),

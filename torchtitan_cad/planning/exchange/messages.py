@@ -62,6 +62,10 @@ class MostRows:
         home = (self.sent_queries, self.sent_keys), (row_bytes.queries_home, row_bytes.key_gradients)
         return Trips(*_divide(*out, buffer_bytes), *_divide(*home, buffer_bytes))
 
+    def kept_bytes(self, row_bytes: RowBytes) -> int:
+        """Return the bytes of Q, K and V that a server receives, and may keep for backward, at most."""
+        return self.received_queries * row_bytes.forward_queries + self.received_keys * row_bytes.keys
+
     def in_one_trip(self) -> Trips:
         """Return one trip of each kind, for receive buffers of any size."""
         rows = (self.received_queries, self.received_keys, self.sent_queries, self.sent_keys)

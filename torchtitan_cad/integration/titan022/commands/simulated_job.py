@@ -20,9 +20,10 @@ from torchtitan_cad.integration.titan022.job import cad_table
 from torchtitan_cad.integration.titan022.manager import quiet, read_config
 from torchtitan_cad.integration.titan022.model import update_without_cp
 from torchtitan_cad.integration.titan022.models import adapter_of
+from torchtitan_cad.integration.titan022.room import checkpointing_kind
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.simulation.batches import DEFAULT, named_lengths
-from torchtitan_cad.simulation.inputs import Checkpointing, Cluster, Configuration, Model, Schedule
+from torchtitan_cad.simulation.inputs import Cluster, Configuration, Model, Schedule
 
 RANKS = 64
 """Taken where neither the job nor the caller says how many there are."""
@@ -157,7 +158,7 @@ def _configuration(config: JobConfig, accumulation: int, notes: list[str]) -> Co
     pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     mode = checkpointing.mode
     per_batch = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size if pp > 1 else 1
-    kind = {"none": "none", "full": "full" if cad.recompute_attention else "linear"}.get(mode, "selective")
+    kind = checkpointing_kind(config)
     simulated = "CAD1F1B" if schedule in TICK_SCHEDULES else "1F1B"
     if (fixed := cad_table(config).tolerance) != cad.tolerance:
         notes.append(f"tolerance: {cad.tolerance}, as without debug.deterministic, with which it is {fixed}")
@@ -173,7 +174,7 @@ def _configuration(config: JobConfig, accumulation: int, notes: list[str]) -> Co
         pp=pp,
         cp=parallelism.context_parallel_degree,
         microbatches=accumulation * per_batch,
-        checkpointing=cast(Checkpointing, kind),
+        checkpointing=kind,
         nano_batches=cad.nano_batches,
         schedule=cast(Schedule, simulated),
         tolerance=cad.tolerance,

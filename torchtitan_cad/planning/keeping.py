@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What servers keep for backward where memory has room (``backward = "auto"``).
+
+A server that keeps the queries, keys and values of a call spares their way in backward and holds them until then. All
+calls whose backward is still to come share the room, so each may keep an equal part of it. Whether a plan's rows fit
+into that part depends on the rank that receives most (``MostRows.kept_bytes``): all ranks decide alike, plan by plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torchtitan_cad.planning.model.shape import AttentionShape
+
+Checkpointing = Literal["none", "selective", "linear", "full"]
+"""Activation checkpointing: of nothing, every second matrix product, all but core attention, or whole layers."""
+CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
+
+FILLED = 0.9
+"""of a device's memory: what a job can fill, beside the allocator's gaps and communicators."""
+GRADIENT_BYTES = 4
+"""bytes per parameter of a gradient that is not sharded."""
+LOGIT_BYTES = 4
+"""bytes: the fp32 copy of a logit."""
+WORKING = 3
+"""Working memory of core attention of a layer, at most, over that of stock attention (bench/memory.py)."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of the fullest device, and the calls of core attention that share what is left of it.
+
+    Attributes:
+        filled: bytes of the device that a job can fill.
+        used: bytes of all but kept rows.
+        calls: most calls of a rank whose backward is still to come: layers, microbatches in flight, nano-batches.
+    """
+
+    filled: float
+    used: float
+    calls: int
+
+    @property
+    def bytes_per_call(self) -> float:
+        """Bytes of received rows that a server may keep in each call."""
+        return max(0.0, self.filled - self.used) / self.calls
+
+    def describe(self) -> str:
+        """Say what may be kept, in one line."""
+        used = f"the job is taken to need {self.used / 1e9:.1f} of {self.filled / 1e9:.1f} GB without them"
+        if not self.bytes_per_call:
+            return f"rows travel again for backward ({used})"
+        whole = self.calls * self.bytes_per_call / 1e9
+        return f"servers keep rows of up to {self.bytes_per_call / 1e9:.2f} GB a call, {whole:.1f} GB in all ({used})"
+
+
+def kept_calls(layers: int, microbatches_in_flight: int, nano_batches: int, checkpointing: Checkpointing) -> int:
+    """Count the calls of core attention that wait for their backward; recomputed layers keep those of one layer."""
+    if checkpointing == "full":
+        return nano_batches
+    return layers * microbatches_in_flight * nano_batches
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rank runs of a model.
+
+    Attributes:
+        layers: of this rank.
+        hidden: width of the hidden state.
+        ffn: width of the gated MLP, or of the experts that a token passes through.
+        vocabulary: tokens of it.
+        shape: of all heads.
+        tp: tensor-parallel ranks.
+        in_pipeline: other ranks run other layers.
+    """
+
+    layers: float
+    hidden: int
+    ffn: float
+    vocabulary: int
+    shape: AttentionShape
+    tp: int
+    in_pipeline: bool
+
+    def token_bytes(self, checkpointing: Checkpointing, microbatches_in_flight: int, nano_batches: int = 1) -> float:
+        """Return the bytes of activations, on the fullest rank of a pipeline, per token of a microbatch."""
+        of_layers = self.layers * self.layer_bytes(checkpointing, nano_batches)
+        # One layer is computed again at a time.
+        again = 0.0 if checkpointing == "none" else self.layer_bytes("none")
+        logits = self.vocabulary / self.tp * (self.shape.dtype_bytes + LOGIT_BYTES)
+        last = of_layers + logits + again
+        return max(microbatches_in_flight * of_layers + again, last) if self.in_pipeline else last
+
+    def layer_bytes(self, checkpointing: Checkpointing, nano_batches: int = 1) -> float:
+        """Return the bytes of a layer's activations per token: ``activation_bytes``, divided by TP."""
+        return activation_bytes(self.hidden, self.ffn, self.shape, checkpointing, nano_batches) / self.tp
+
+
+def activation_bytes(
+    hidden: int, ffn: float, shape: AttentionShape, checkpointing: Checkpointing, nano_batches: int = 1
+) -> float:
+    """Return the bytes kept per token and layer until backward, before TP: bf16 tensors that torchtitan's blocks save.
+
+    Without checkpointing: inputs and outputs of both norms, Q, K, V, the attention's output, and four tensors of the
+    MLP's width. Selective: the outputs of every second product and of attention, and the reduce-scatters'. Linear: the
+    layer's input and the attention's output, with two nano-batches Q, K and V as well. Full: the layer's input.
+    """
+    output = shape.num_heads * shape.out_dim
+    keys = shape.num_kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
+    attended = shape.num_heads * shape.head_dim + keys
+    elements = {
+        "none": 4 * hidden + attended + output + 4 * ffn,
+        "selective": (attended + 2 * hidden + 2 * ffn) / 2 + output + 3 * hidden,
+        "linear": hidden + output + (nano_batches == 2) * attended,
+        "full": hidden,
+    }
+    return shape.dtype_bytes * elements[checkpointing]
