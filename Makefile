@@ -1,11 +1,11 @@
 # Every target sets up what it needs: a virtual environment in .venv, made once and remade when pyproject.toml changes.
 # PYTHON chooses the interpreter (3.11 or newer), NRANKS the ranks of `make train`, WORKERS the processes that run tests
-# beside each other, TORCH the version of torch; to test
-# another one beside the default: make test TORCH=2.15.0 VENV=.venv-2.15 (5 GB where there is no CPU build of it)
+# beside each other (one more than cores, as tests also wait), TORCH the version of torch; to test another one beside
+# the default: make test TORCH=2.15.0 VENV=.venv-2.15 (5 GB where there is no CPU build of it)
 
 PYTHON ?= python3
 NRANKS ?= 4
-WORKERS ?= 2
+WORKERS ?= 3
 CONFIG ?= train_configs/llama3_debug_cpu.toml
 TORCH ?= 2.13.0
 BUILD ?= cpu

@@ -26,7 +26,7 @@ COMPOSITIONS = [
     c.Composition("halves", args=("--cad.nano_batches=2",)),
     c.Composition("compile", args=c.COMPILE),
 ]
-SHORT = COMPOSITIONS[:4]
+SHORT = COMPOSITIONS[:3]
 RESUMED = c.Composition("accumulation_validation", shared=(*c.global_batch(12), *c.VALIDATE_OFTEN))
 
 
