@@ -49,6 +49,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 def test_what_the_machine_lacks_is_gathered(index: Path, tmp_path: Path) -> None:
     listed = tmp_path / "installed.txt"
     listed.write_text("# what the machine has\nNumPy==1.26\ntorch\n")
@@ -66,6 +67,7 @@ def test_what_the_machine_lacks_is_gathered(index: Path, tmp_path: Path) -> None
     assert "**not met**: outer requires numpy>=2" in text
 
 
+@pytest.mark.matrix
 def test_requirements_that_exclude_each_other_are_refused(index: Path, tmp_path: Path) -> None:
     make_wheel(index, "late", "1.0", "inner>=2")
     with pytest.raises(ValueError, match=r"late requires inner>=2, but 1\.5 was chosen"):

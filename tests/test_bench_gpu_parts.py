@@ -40,6 +40,7 @@ def test_an_exchange_beside_other_work() -> None:
     assert len(rows) == len(sending.VARIANTS) * 3
 
 
+@pytest.mark.matrix
 def test_rows_are_there_with_their_word() -> None:
     """And if the word is posted first, that is found."""
     outcome = dry_run("ordering")

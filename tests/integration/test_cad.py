@@ -21,7 +21,7 @@ from tests.runtime.threaded import needs_linux
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 SHORT = {
-    "collective": ("small_buffers_resend",),
+    "collective": (),
     "symm_mem": ("ac_full_resend",),
 }
 """Compositions that the short set trains by each transport, beside those of test_defaults.py, test_placement.py

@@ -45,6 +45,7 @@ def test_trains_like_its_reference(case: c.Composition) -> None:
     assert_moves(check(case, cad=c.BY_RATES, link=c.FAST), in_ticks=case.name == "pp2_cad1f1b")
 
 
+@matrix
 def test_accumulates_validates_and_resumes_like_its_reference() -> None:
     saved = ("--checkpoint.enable", "--checkpoint.interval=2")
     whole = check(RESUMED, *saved, cad=c.BY_RATES, link=c.FAST)

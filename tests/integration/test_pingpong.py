@@ -174,7 +174,7 @@ def test_attention_that_is_kept_is_not_repeated(nano_batches: int, calls_of: dic
 
 @pytest.mark.parametrize(
     "args",
-    [(), *(pytest.param(args, marks=matrix) for args in (c.FULL, c.TP2, (*c.TP2, *c.FULL)))],
+    [pytest.param(args, marks=matrix) for args in ((), c.FULL, c.TP2, (*c.TP2, *c.FULL))],
     ids=["none", "ac_full", "tp2", "tp2_ac_full"],
 )
 def test_memory_hardly_grows(args: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from tests.plans import random_layout, random_plan
 from tests.runtime.interpreter import interpret
 from tests.runtime.kernels_reference import assert_results_as_exact
 from tests.runtime.processes import run_processes, values
-from tests.sets import needs_triton, params
+from tests.sets import matrix, needs_triton, params
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import calls as kernel_calls
 from torchtitan_cad.runtime import triton
@@ -86,6 +86,7 @@ def gather_and_compare(group) -> None:
                     assert mine.is_contiguous()
 
 
+@matrix
 @needs_triton
 def test_gathered_rows_are_local_or_received() -> None:
     values(run_processes(1, gather_and_compare))

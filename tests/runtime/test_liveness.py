@@ -288,7 +288,7 @@ class CountingStore:
 PER_HOST = 8
 
 
-@pytest.mark.parametrize("world", params((64, 512), (64,)))
+@pytest.mark.parametrize("world", params((16, 64, 512), (16,)))
 def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
     world: int, store: dist.Store, caplog: pytest.LogCaptureFixture
 ) -> None:

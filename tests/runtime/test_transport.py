@@ -279,5 +279,5 @@ def test_a_hidden_message_comes_back_whole() -> None:
 
 def test_a_copied_view_is_an_error_that_names_the_setting() -> None:
     message = torch.zeros(5, 32, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match=r"cad\.backward = 'keep'.*set cad\.backward = 'resend'"):
+    with pytest.raises(RuntimeError, match=r"servers cannot keep rows.*set cad\.backward = 'resend'"):
         RowFormat([message]).reveal(hide_storage(message).clone(), 5)
