@@ -57,8 +57,7 @@ def _run(folder: Path, first: int, last: int, timeout: float) -> None:
 @pytest.mark.parametrize(
     ("first", "last"),
     [
-        (0, 2),
-        pytest.param(2, 40, marks=pytest.mark.matrix),
+        pytest.param(0, 40, marks=pytest.mark.matrix),
         *(pytest.param(first, first + 40, marks=pytest.mark.slow) for first in range(40, 240, 40)),
     ],
 )

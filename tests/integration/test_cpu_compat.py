@@ -17,12 +17,13 @@ from torchtitan_cad.integration.titan022 import cpu
 EXPERTS = ("--model.name=qwen3", "--model.flavor=tiny_moe", "--parallelism.expert_parallel_degree=2")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "args",
     [
-        pytest.param((), marks=pytest.mark.matrix),
+        (),
         (*DEFAULTS, *global_batch(8)),
-        pytest.param((*DEFAULTS, *EXPERTS, "--cad.nano_batches=2"), marks=pytest.mark.matrix),
+        (*DEFAULTS, *EXPERTS, "--cad.nano_batches=2"),
     ],
     ids=["stock", "cad", "experts"],
 )

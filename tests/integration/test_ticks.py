@@ -87,7 +87,7 @@ SLOW |= {
     "halves interleaved pp4": ((*INTERLEAVED4, *HALVES), EIGHT_BLOCKS, 4, 1, 4),
 }
 
-SHORT = ("interleaved",)
+SHORT = ("halves pp2 dp2",)
 """Cases that the short set trains; the matrix adds the rest of ``QUICK``, the slow set those of ``SLOW``."""
 TRACED = ("halves compile", "halves interleaved compile", "halves by row compile")
 """Cases of ``SLOW`` that run with traced streams as well."""
