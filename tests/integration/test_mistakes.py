@@ -275,20 +275,6 @@ def test_checkpoints_of_hugging_face_need_a_package(key: str, tmp_path: Path, mo
     assert getattr(parse_job(tmp_path, *options).checkpoint, key)
 
 
-def test_key_that_is_gone_says_what_replaces_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    enable_cpu()
-    from torchtitan_cad.integration.titan022.manager import GONE
-
-    assert GONE
-    for name, remedy in GONE.items():
-        key = name.removeprefix("cad.")
-        negative = f"--cad.no-{key.replace('_', '-')}"
-        for toml, options in ((f"[cad]\n{key} = 1\n", []), ("", [f"--{name}=1"]), ("", [negative])):
-            with pytest.raises(SystemExit):
-                parse(tmp_path, toml, options)
-            assert capsys.readouterr().err == f"error: {name}: no such key; {remedy}\n"
-
-
 def test_number_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setitem(globals(), "STOCK", "comm = 3\n" + STOCK)
     with pytest.raises(SystemExit):

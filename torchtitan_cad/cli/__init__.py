@@ -9,7 +9,6 @@ they are slow. A user's mistake is a ValueError or OSError and becomes a one-lin
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 from torchtitan_cad import __version__
 from torchtitan_cad.cli.doctor_command import separate_overrides
 from torchtitan_cad.planning.text import printable
+from torchtitan_cad.tyro_errors import say_error
 
 COMMANDS = {
     "plan": "plan_command",
@@ -39,8 +39,6 @@ USER_ERROR = 2
 INTERRUPTED = 130
 
 LEAST_COLUMNS = 20
-HELP_INDENT = 8 * " "
-"""Beginning of the lines of an argument's help inside tyro's boxes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +88,7 @@ def _main(argv: Sequence[str]) -> int:
     except SystemExit as stopped:
         if not stopped.code:  # --help
             return 0
-        return _fail(_unboxed(box.getvalue()))
+        return _fail(f"{say_error(box.getvalue())}; see --help")
     return command() or 0
 
 
@@ -123,24 +121,6 @@ def _least_columns() -> Iterator[None]:
 def _fail(message: str) -> int:
     print(f"torchtitan-cad: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return USER_ERROR
-
-
-def _unboxed(box: str) -> str:
-    """Text of tyro's box of an error, and the nearest option if it knows one; without the arguments' help."""
-    paragraphs: list[list[str]] = [[]]
-    for line in box.splitlines():
-        text = line.strip("│╭╮╰╯─ ")
-        if not text or set(text) == {"-"}:
-            paragraphs.append([])
-        elif not line.startswith("╭") and not line[2:].startswith(HELP_INDENT):
-            paragraphs[-1].append(text)
-    paragraphs = [lines for lines in paragraphs if lines]
-    if "╭" not in box:  # drawn in ASCII: the title is the first paragraph
-        paragraphs = paragraphs[1:]
-    first, *others = paragraphs or [[box]]
-    nearest = [f"perhaps you meant {other[1]}" for other in others if other[0] == "Perhaps you meant:" and other[1:]]
-    what = re.sub(r"^Error parsing \S*__tyro\S*: ", "", " ".join(first))  # what a dataclass of options has refused
-    return "; ".join([what.rstrip(". "), *nearest[:1], "see --help"])
 
 
 def _drop_output() -> None:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchtitan_cad.integration.run_state import run_state
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 
 TRACEBACK_OPTION = "--traceback"
@@ -78,9 +79,10 @@ def one_line_errors(args: Sequence[str]) -> Iterator[SimpleNamespace]:
 
 def report(error: BaseException, text: str) -> None:
     """Print the line of an error; only once, however far the error travels."""
-    if not getattr(error, "cad_reported", False):
+    state = run_state()
+    if state.reported_error is not error:
         print(f"error: {text}", file=sys.stderr, flush=True)
-        error.cad_reported = True  # type: ignore[attr-defined]
+        state.reported_error = error
 
 
 def explain(error: BaseException, building: bool) -> str | None:

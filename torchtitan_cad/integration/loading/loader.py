@@ -20,6 +20,7 @@ from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
 from torchtitan_cad.integration.loading.deal import Batch, columns_of
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, DocumentRule
+from torchtitan_cad.integration.run_state import run_state
 from torchtitan_cad.planning.model.batch import BatchShape
 
 logger = logging.getLogger(__name__)
@@ -281,6 +282,6 @@ def announced_failure(planner: BatchPlanner, doing: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.cad_by_itself = True  # type: ignore[attr-defined]
+        run_state().own_error = error
         planner.announce_failure(doing)
         raise

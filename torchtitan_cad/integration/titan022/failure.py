@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """When training fails, say which peer is at fault."""
 
-import contextlib
 import functools
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan_cad.integration.errors import CheckpointError, report, tell_launcher
+from torchtitan_cad.integration.run_state import run_state
 from torchtitan_cad.integration.session import close_session, current_session
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 from torchtitan_cad.runtime.signals import ending_on_signals
@@ -39,15 +39,15 @@ def name_dead_peers(trainer_cls: Any) -> None:
             self.metrics_processor.close()
 
         # Until the job is closed: the launcher may end this process at any time after another one has failed.
-        self.cad_signals = contextlib.ExitStack()
-        self.cad_signals.enter_context(ending_on_signals(before_end, _BEFORE_END_S, monitor.launcher))
+        state = run_state()
+        state.signals.enter_context(ending_on_signals(before_end, _BEFORE_END_S, monitor.launcher))
         try:
             try:
                 original_train(self)
             except CheckpointException as error:  # no ``Exception``, so torchtitan would not close the job
                 raise CheckpointError(self.checkpointer.folder, error) from error
         except Exception as error:
-            self.cad_failed = True
+            state.has_failed = True
             if monitor.ended_by_signal:  # peers have got it, too; before_end says so
                 raise
             rank = dist.get_rank()
@@ -63,8 +63,9 @@ def name_dead_peers(trainer_cls: Any) -> None:
 
     @functools.wraps(original_close)
     def close(self: Any) -> None:
-        with getattr(self, "cad_signals", contextlib.nullcontext()):
-            close_session(failed=getattr(self, "cad_failed", False))
+        state = run_state()
+        with state.signals:
+            close_session(failed=state.has_failed)
             original_close(self)
 
     trainer_cls.train, trainer_cls.close = train, close
@@ -91,6 +92,6 @@ def _may_be_caused_by_a_peer(error: Exception) -> bool:
 
     torch raises the one of a worker that was killed anywhere in the main thread.
     """
-    if getattr(error, "cad_by_itself", False) or str(error).startswith("DataLoader worker "):
+    if error is run_state().own_error or str(error).startswith("DataLoader worker "):
         return False
     return isinstance(error, RuntimeError | OSError) and not isinstance(error, torch.OutOfMemoryError)

@@ -8,7 +8,6 @@ import difflib
 import io
 import itertools
 import logging
-import re
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -23,21 +22,10 @@ from torchtitan.config import job_config as titan_config
 from torchtitan_cad.integration.errors import TRACEBACK_OPTION
 from torchtitan_cad.integration.titan022 import plugin
 from torchtitan_cad.integration.titan022.rules import has_cad
+from torchtitan_cad.tyro_errors import say_error
 
 _LISTED_KEYS = 12
 _MODULE_KEYS = ("job.custom_config_module", "job.custom-config-module")
-
-_ONE_SIZE = "leave it out: cad.receive_buffer_gb sets the size of all receive buffers"
-GONE = {
-    "cad.max_recv_queries": _ONE_SIZE,
-    "cad.max_recv_keys": _ONE_SIZE,
-    "cad.backward_plan_margin": "forward and backward have one plan: leave this out",
-    "cad.inter_node_weight": "leave it out: with cad.ranks_per_node a byte between nodes counts as four inside one",
-    "cad.link_bytes_per_second": "leave it out: cad.tolerance = 'auto' measures it when the job starts",
-    "cad.split_kv": "leave it out, or set cad.planner = 'greedy' for tasks with full key prefixes",
-    "cad.traceback": f"leave it out, and give {TRACEBACK_OPTION} to torchtitan_cad.train",
-}
-"""Keys that are not there, which a job may have from a version before 0.1.0: what to do instead."""
 
 
 @contextlib.contextmanager
@@ -65,7 +53,7 @@ class CadConfigManager(ConfigManager):
         except SystemExit as end:  # tyro has printed a panel
             if not end.code:
                 raise
-            raise ValueError(_sentence(printed.getvalue())) from None
+            raise ValueError(f"{say_error(printed.getvalue())}; --help lists every option and what it takes") from None
         sys.stderr.write(printed.getvalue())
         if not has_cad(config):  # those with CAD have been checked by the plugin, under torchtitan's manager too
             plugin.check_start(config)
@@ -130,7 +118,7 @@ def check_keys(config_cls: Any, table: dict[str, Any], args: list[str]) -> None:
     given = list(_given(table, kinds))
     for name in [*(name for name, _ in given), *_option_keys(args, kinds)]:
         if name not in kinds:
-            raise ValueError(f"{name}: no such key; {GONE.get(name) or _nearest(name, kinds)}")
+            raise ValueError(f"{name}: no such key; {_nearest(name, kinds)}")
     for name, value in given:
         if not _fits(value, kinds[name]):
             raise ValueError(f"{name} = {value!r}: set {_words(kinds[name])}")
@@ -188,7 +176,7 @@ def _option_keys(args: list[str], known: Collection[str]) -> Iterator[str]:
             continue
         table, _, key = name.rpartition(".")
         positive = f"{table}.{key.removeprefix('no_')}"
-        yield positive if positive in known or positive in GONE else name
+        yield positive if positive in known else name
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
@@ -223,13 +211,3 @@ def _left_to_rules() -> Iterator[None]:
         mock.patch.object(titan_config.Parallelism, "__post_init__", return_value=None),
     ):
         yield
-
-
-def _sentence(panel: str) -> str:
-    """Text of tyro's panel, without its frame, title and help. Where only ASCII can be written it has no frame."""
-    framed = [line for line in panel.splitlines() if line.startswith("│")]
-    lines = [line.strip("│ ") for line in framed or panel.splitlines()[1:]]
-    text = " ".join(line for line in lines if line.strip("─-"))
-    text = re.split(r"\s*(?:Argument helptext:|For full helptext|Perhaps you meant:)", text)[0]
-    text = re.sub(r"^Error parsing --", "", text).rstrip(".")
-    return f"{text}; --help lists every option and what it takes"

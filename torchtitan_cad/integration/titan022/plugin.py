@@ -35,6 +35,7 @@ from torchtitan_cad.integration.engines import ENGINE, engine_name
 from torchtitan_cad.integration.loading.documents import cut_for_halves
 from torchtitan_cad.integration.pingpong.fsdp_hooks import adopt_hooks
 from torchtitan_cad.integration.pingpong.loop import PingPong
+from torchtitan_cad.integration.run_state import begin_run
 from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.titan022 import upstream
 from torchtitan_cad.integration.titan022.blocks import apply_ac, apply_compile, checkpointing, selects_operators
@@ -77,18 +78,16 @@ from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
 def install() -> None:
     """Make torchtitan call ``on_config`` on every config it parses. Idempotent."""
-    original = ConfigManager._validate_config
-    if getattr(original, "calls_cad", False):
-        return
+    ConfigManager._validate_config = _validate_config
 
-    @functools.wraps(original)
-    def validate_config(self: ConfigManager) -> None:
-        original(self)
-        add_demo(self.config)
-        on_config(self.config)
 
-    validate_config.calls_cad = True  # type: ignore[attr-defined]
-    ConfigManager._validate_config = validate_config
+_titans_validate_config = ConfigManager._validate_config
+
+
+def _validate_config(manager: ConfigManager) -> None:
+    _titans_validate_config(manager)
+    add_demo(manager.config)
+    on_config(manager.config)
 
 
 def on_config(config: JobConfig) -> None:
@@ -97,6 +96,7 @@ def on_config(config: JobConfig) -> None:
     Raises ValueError if the config asks for something CAD cannot do.
     """
     restore()
+    begin_run()
     import_custom(config)
     name = config.model.name
     schedule = config.parallelism.pipeline_parallel_schedule

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is wrong with a command line, in one sentence: tyro prints a box of many lines and ends the process."""
+
+import re
+
+HELP_INDENT = 8 * " "
+"""Beginning of the lines of an option's help, inside of a box."""
+
+
+def say_error(box: str) -> str:
+    """Return what tyro's box says of an error, and the nearest option if it knows one; without options' help."""
+    paragraphs = _paragraphs(box)
+    if "╭" not in box:  # Drawn in ASCII, the title is the first paragraph.
+        paragraphs = paragraphs[1:]
+    first, *others = paragraphs or [[box]]
+    what = re.split(r"\s*(?:Argument helptext:|For full helptext)", " ".join(first))[0]
+    # Of options in a dataclass, tyro names a parameter of its own.
+    what = re.sub(r"^Error parsing (?:\S*__tyro\S*: |--)", "", what)
+    nearest = [f"perhaps you meant {other[1]}" for other in others if other[0] == "Perhaps you meant:" and other[1:]]
+    return "; ".join([what.rstrip(". "), *nearest[:1]])
+
+
+def _paragraphs(box: str) -> list[list[str]]:
+    """Divide the lines of a box at its rules and empty lines."""
+    paragraphs: list[list[str]] = [[]]
+    for line in box.splitlines():
+        text = line.strip("│╭╮╰╯─ ")
+        if not text or set(text) == {"-"}:
+            paragraphs.append([])
+        elif not line.startswith("╭") and not line[2:].startswith(HELP_INDENT):
+            paragraphs[-1].append(text)
+    return [lines for lines in paragraphs if lines]
