@@ -23,13 +23,13 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
 	@echo "make compare    train the same model with and without it, in turns, and say how much faster it is (4 minutes)"
-	@echo "make test       the short tests: one of every kind, about ten minutes on two cores"
+	@echo "make test       the short tests: one of every kind, eight minutes on two cores"
 	@echo "make test-matrix   what they leave out, MINUTES=10 of it; test-all: all that runs on CPU, hours; test-gpu: on a GPU"
 	@echo "make test-cuda-build   what the CUDA path can show without a GPU, by a CUDA build of torch"
 	@echo "make mutations  plant ten faults and see that the short tests find each"
 	@echo "make bench-planner   planners against the lower bound, as a table; PRETRAIN=lengths.json adds workloads"
 	@echo "make wheel      dist/*.whl, tried in an environment of its own"
-	@echo "make lint       ruff, mypy and the budgets of lines;  make format: apply ruff's formatting"
+	@echo "make lint       ruff, mypy and the budgets of reading;  make format: apply ruff's formatting"
 
 setup: $(INSTALLED)
 

@@ -1,61 +1,206 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Budgets of lines for the package's rooms, files and functions, and for folders beside it, which make lint checks.
+"""Budgets of what the code costs to read, which `make lint` checks against tests/budgets.toml.
 
-The licence's line at the beginning of a file does not count.
+    python -m tests.budgets                     # what exceeds its budget
+    python -m tests.budgets --rule splats       # every place that breaks a rule
+
+A token is one of Python's; docstrings, comments, line ends and indentation do not count, so that no layout of lines
+changes the figures but tokens a line.
 """
 
 import ast
+import io
 import sys
+import tokenize
 import tomllib
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, BUDGETS = ROOT / "torchtitan_cad", Path(__file__).with_suffix(".toml")
 LICENCE = "# SPDX-License-Identifier: BSD-3-Clause\n"
 COMPILED = {"jit", "jit_inner", "triton.jit"}
-"""Decorators of functions that numba and Triton compile, which may be longer."""
+"""Decorators of functions that numba and Triton compile."""
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+MOST_POSITIONAL = 3
+LIBRARIES = ("np", "torch", "tl", "math", "print", "max", "min")
+"""What calls begin with whose arguments are named by a library."""
 
 
-def lines_of(path: Path) -> int:
-    return len(path.read_text().removeprefix(LICENCE).splitlines())
+class Source:
+    """A file's syntax tree, and the tokens of code that begin on each of its lines."""
 
+    def __init__(self, path: Path, folder: Path) -> None:
+        text = path.read_text()
+        self.place = path.relative_to(folder).as_posix()
+        self.tree = ast.parse(text)
+        self.tokens: Counter[int] = Counter()
+        docstrings = set[int]()
+        for node in ast.walk(self.tree):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
+            if token.type not in LAYOUT and not is_docstring:
+                self.tokens[token.start[0]] += 1
 
-def sizes(package: Path) -> Iterator[tuple[str, str, int]]:
-    """Kind ("file" or "function"), place in the package and lines of every file, and of functions not compiled."""
-    for path in sorted(package.rglob("*.py")):
-        place = path.relative_to(package).as_posix()
-        yield "file", place, lines_of(path)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+    def functions(self) -> Iterator[tuple[str, bool, int]]:
+        """Yield the place of every function, whether it is compiled, and its tokens."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 names = {ast.unparse(x.func if isinstance(x, ast.Call) else x) for x in node.decorator_list}
-                if not names & COMPILED:
-                    yield "function", f"{place}:{node.name}", node.end_lineno - node.lineno + 1
+                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                yield f"{self.place}:{node.name}", bool(names & COMPILED), sum(self.tokens[line] for line in lines)
+
+
+def sources(folder: Path) -> list[Source]:
+    return [Source(path, folder) for path in sorted(folder.rglob("*.py"))]
+
+
+# Rules ----------------------------------------------------------------------------------------------------------------
+
+
+def splats(source: Source) -> Iterator[ast.AST]:
+    """Arguments that are unpacked from a tuple which the same file puts together."""
+    assigned = (node for node in ast.walk(source.tree) if isinstance(node, ast.Assign))
+    tuples = {
+        x.id for node in assigned if isinstance(node.value, ast.Tuple) for x in node.targets if isinstance(x, ast.Name)
+    }
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            starred = (x.value for x in node.args if isinstance(x, ast.Starred))
+            yield from (x for x in starred if isinstance(x, ast.Name) and x.id in tuples)
+
+
+def walruses_in_and(source: Source) -> Iterator[ast.AST]:
+    """Assignments inside of a condition with "and"."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+            yield from (x for x in ast.walk(node) if isinstance(x, ast.NamedExpr))
+
+
+def tuple_assignments(source: Source) -> Iterator[ast.AST]:
+    """Several assignments in one."""
+    for node in ast.walk(source.tree):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Tuple)
+            and isinstance(node.targets[0], ast.Tuple)
+        ):
+            yield node
+
+
+def nested_comprehensions(source: Source) -> Iterator[ast.AST]:
+    """Comprehensions with more than one "for"."""
+    for node in ast.walk(source.tree):
+        if len(getattr(node, "generators", ())) > 1:
+            yield node
+
+
+def long_calls(source: Source) -> Iterator[ast.AST]:
+    """Calls with more than ``MOST_POSITIONAL`` arguments without a name."""
+    for node in ast.walk(source.tree):
+        is_long = isinstance(node, ast.Call) and len(node.args) > MOST_POSITIONAL
+        if is_long and ast.unparse(node.func).split(".")[0] not in LIBRARIES:
+            yield node
+
+
+RULES: dict[str, Callable[[Source], Iterator[ast.AST]]] = {
+    "splats": splats,
+    "walruses_in_and": walruses_in_and,
+    "tuple_assignments": tuple_assignments,
+    "nested_comprehensions": nested_comprehensions,
+    "long_calls": long_calls,
+}
+
+
+def places(rule: str, package: Path) -> list[str]:
+    """Return the places in a package that break a rule."""
+    if rule == "repeated_names":
+        return repeated_names(package)
+    return [f"{source.place}:{node.lineno}" for source in sources(package) for node in RULES[rule](source)]
+
+
+def repeated_names(package: Path) -> list[str]:
+    """Return names that several files define at their top, without an underscore."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for source in sources(package):
+        for node in source.tree.body:
+            names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            if isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            for name in names:
+                if not name.startswith("_"):
+                    files[name].append(source.place)
+    return [f"{name}: {', '.join(found)}" for name, found in sorted(files.items()) if len(found) > 1]
+
+
+# Budgets --------------------------------------------------------------------------------------------------------------
 
 
 def problems(package: Path = PACKAGE, budgets: Path = BUDGETS) -> Iterator[str]:
-    """A line for everything that exceeds its budget, and for every room without one."""
+    """Yield a line for everything that exceeds its budget, and for every room without one."""
     limits = tomllib.loads(budgets.read_text())
-    rooms = {folder.name for folder in package.iterdir() if (folder / "__init__.py").exists()}
-    for room in sorted(rooms | set(limits["rooms"])):
-        count = sum(map(lines_of, (package / room).rglob("*.py")))
-        most = limits["rooms"].get(room, 0)
-        if count > most:
-            yield f"{room} has {count} lines, {most} are its budget: take lines out of this room"
-    for folder, most in limits.get("folders", {}).items():
-        counts = {path: lines_of(path) for path in sorted((package.parent / folder).rglob("*.py"))}
-        if (count := sum(counts.values())) > most:
-            yield f"{folder} has {count} lines, {most} are its budget: take lines out of this folder"
-        for path, count in counts.items():
-            if count > limits["most"]["beside"]:
-                yield f"{folder}/{path.name} has {count} lines, at most {limits['most']['beside']} are allowed"
-    for kind, place, count in sizes(package):
-        most = limits.get("larger", {}).get(place, limits["most"][kind])
-        if count > most:
-            yield f"{place} has {count} lines, at most {most} are allowed"
+    yield from room_problems(package, limits)
+    yield from function_problems(package, limits["function"])
+    for rule, most in limits["rules"].items():
+        found = places(rule, package)
+        if len(found) > most:
+            yield f"{rule}: {len(found)} places, {most} are allowed: python -m tests.budgets --rule {rule}"
+
+
+def room_problems(package: Path, limits: dict) -> Iterator[str]:
+    """Check the tokens of rooms and folders, and the tokens in a line of code of the package and of every file."""
+    tokens: Counter[str] = Counter()
+    lines = 0
+    for source in sources(package):
+        of_file = source.tokens.total()
+        tokens[source.place.split("/")[0] if "/" in source.place else "top"] += of_file
+        lines += len(source.tokens)
+        most = limits["line"]["heavier"].get(source.place, limits["line"]["file"])
+        if source.tokens and of_file / len(source.tokens) > most:
+            yield f"{source.place} has {of_file / len(source.tokens):.1f} tokens in a line of code, {most} are allowed"
+    overall = tokens.total() / lines
+    if overall > limits["line"]["overall"]:
+        yield f"a line of code has {overall:.2f} tokens, {limits['line']['overall']} are allowed"
+    for folder in limits["beside"]:
+        tokens[folder] = sum(source.tokens.total() for source in sources(package.parent / folder))
+    budgets = {**limits["rooms"], **limits["beside"]}
+    for room, count in tokens.items():
+        if count > budgets.get(room, 0):
+            yield f"{room} has {count:,} tokens, {budgets.get(room, 0):,} are its budget"
+
+
+def function_problems(package: Path, limits: dict) -> Iterator[str]:
+    """Check the tokens of functions."""
+    for source in sources(package):
+        for place, is_compiled, count in source.functions():
+            most = limits["heavier"].get(place, limits["compiled" if is_compiled else "most"])
+            if count > most:
+                yield f"{place} has {count} tokens, {most} are allowed"
+
+
+def main(rule: str = "") -> int:
+    """Print what exceeds its budget, or the places that break a rule."""
+    found = places(rule, PACKAGE) if rule else list(problems())
+    print("\n".join(found) or "all budgets are kept")
+    return 0 if rule else int(bool(found))
 
 
 if __name__ == "__main__":
-    found = list(problems())
-    print("\n".join(found) or "all rooms are within their budgets")
-    sys.exit(bool(found))
+    sys.exit(tyro.cli(main, description=__doc__))
