@@ -44,21 +44,17 @@ FEWEST = 8
 MOVES = 14_000
 """moves tried on r ranks = MOVES (r / 64)^(1/4), with fewer than 64 ranks MOVES (r / 64)^0.6"""
 
-RISE, RISE_NEAR = 0.15, 0.1
-"""threshold accepting: initial threshold = RISE x objective / number of chunks, RISE_NEAR for searches near another
-assignment"""
-
-FEWER_NEAR = 8
-"""moves tried from the initial assignment / moves tried near another one"""
+RISE = 0.15
+"""threshold accepting: initial threshold = RISE x objective / number of chunks"""
 
 Weights = tuple[int, float, float]
 WEIGHTS: tuple[Weights, ...] = (4, 0.3, 0.4), (2, 0.2, 0.0), (1, 0.3, 0.0)
-"""(short, WORST_WEIGHT, SPARE) of searches from initial assignments, in turns. Documents with work < mean work of a
+"""(short, WORST_WEIGHT, SPARE) of searches, in turns. Documents with work < mean work of a
 rank / short are not cut, except to fill the last room."""
 
 
 class Assignment(NamedTuple):
-    """Contents of the table before or after a search."""
+    """Contents of the table before a search."""
 
     ints: IntArray
     reals: FloatArray
@@ -101,22 +97,15 @@ class HomeSearch:
         self._tries = int(MOVES * (num_ranks / 64) ** (0.25 if num_ranks > 64 else 0.6))
         _, shortest, longest = min((self._assign_long(*pair), *pair) for pair in cuts)
         self._assign_long(shortest, longest)
-        self._initial = self._assignment()
+        self._initial = Assignment(self._table.ints.copy(), self._table.reals.copy(), self._table.prices.copy())
 
-    def find(self, seed: int, near: tuple[Assignment, IntArray] | None = None) -> tuple[TokenLayout, Assignment]:
-        """Return the layout found with the pseudo-random numbers of ``seed``, and its assignment.
-
-        The search starts from the assignment ``near``, by default from the initial one. The estimate is corrected to
-        the bytes [2, num_ranks] that the plan for that assignment moves into and out of every rank.
-        """
+    def find(self, seed: int) -> TokenLayout:
+        """Return the layout found with the pseudo-random numbers of ``seed``."""
         layout, table, first = self._layout, self._table, self._layout.num_ranks
-        rise, tries = (RISE_NEAR, self._tries // FEWER_NEAR) if near else (RISE, self._tries)
-        origin, by_rank = near or (self._initial, np.empty((2, 0), dtype=np.int64))
-        table.ints[:], table.reals[:], table.prices[:] = origin
+        table.ints[:], table.reals[:], table.prices[:] = self._initial
         num_chunks = int(table.ints[-1, COUNT]) - first
         if num_chunks > 1:
-            improve(table, by_rank, rise / num_chunks, tries, np.array([seed]))
-        assignment = self._assignment()
+            improve(table, RISE / num_chunks, self._tries, np.array([seed]))
         lengths, home = layout.doc_lengths[self._short], np.empty_like(self._short)
         load = table.reals[:first, LOAD] - table.prices[PER_TOKEN] * table.ints[:first, ROOM]
         assign_short(table, lengths, home, np.empty_like(self._room), load / table.speed)
@@ -131,10 +120,7 @@ class HomeSearch:
             segments = np.concatenate([segments, rest], axis=1)
         rank, doc, start, length = _joined(segments)
         # Sorted and whole: ``TokenLayout.from_arrays`` would only check it.
-        return TokenLayout(first, rank, layout.docs[doc], start, length, np.ones(len(rank), dtype=bool)), assignment
-
-    def _assignment(self) -> Assignment:
-        return Assignment(self._table.ints.copy(), self._table.reals.copy(), self._table.prices.copy())
+        return TokenLayout(first, rank, layout.docs[doc], start, length, np.ones(len(rank), dtype=bool))
 
     def _assign_long(self, shortest: int, longest: int) -> float:
         """Assign long documents in chunks of ``shortest`` to ``longest`` tokens, and return the objective."""

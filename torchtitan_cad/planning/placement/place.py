@@ -24,9 +24,9 @@ from torchtitan_cad.planning.planners.local_search.planner import search
 
 _logger = logging.getLogger(__name__)
 
-SEARCHES, SEARCHES_NEAR = 72, 176
-"""plans x ranks: n ranks, at least 8, make SEARCHES // n plans from initial assignments, at least one, and then
-SEARCHES_NEAR // n - 1 near the best. Few ranks make more, as estimates are coarse there."""
+SEARCHES = 128
+"""Searches x ranks: n ranks, at least 8, search SEARCHES // n times, at least once, and make a plan of each result. Few
+ranks make more, as estimates are coarse there."""
 
 
 class Placed(NamedTuple):
@@ -61,24 +61,23 @@ def place_and_plan(
     config = config or PlannerConfig()
     cost = TileAreaCost(config.cost_tile) if cost is None else cost
     given = make_plan(layout, shape, config, cost)
-    before = least = moved_by(given)
-    best = None
-    if layout.num_ranks > 1 and before.worst and layout.seg_attends.all() and shape.window is None:
-        ranks = max(8, layout.num_ranks)
-        from_scratch = max(1, SEARCHES // ranks)
-        searches = [HomeSearch(layout, shape, config, cost, weights) for weights in WEIGHTS[:from_scratch]]
-        for seed in range(from_scratch + max(0, SEARCHES_NEAR // ranks - 1)):
-            homes_search, near = searches[seed % len(searches)], None
-            if best and seed >= from_scratch:
-                homes_search, near = best[2:]
-            homes, assignment = homes_search.find(seed, near)
-            by_rank, tasks = _try(homes, shape, config, cost)
-            moved = Moved.of(by_rank)
-            if moved.score(before) < least.score(before):
-                best, least = (homes, tasks, homes_search, (assignment, by_rank)), moved
+    before = moved_by(given)
+    if layout.num_ranks == 1 or not before.worst or not layout.seg_attends.all() or shape.window is not None:
+        return Placed(layout, given, given)
+    num_searches = max(1, SEARCHES // max(8, layout.num_ranks))
+    searches = [HomeSearch(layout, shape, config, cost, weights) for weights in WEIGHTS[:num_searches]]
+    least_score = before.score(before)
+    best: tuple[TokenLayout, Callable[[], TaskArray]] | None = None
+    for seed in range(num_searches):
+        homes = searches[seed % len(searches)].find(seed)
+        by_rank, tasks = _try(homes, shape, config, cost)
+        score = Moved.of(by_rank).score(before)
+        if score < least_score:
+            best = homes, tasks
+            least_score = score
     if best is None:
         return Placed(layout, given, given)
-    homes, tasks, *_ = best
+    homes, tasks = best
     return Placed(homes, Plan.from_tasks(homes, shape, config, tasks(), cost, begin), given)
 
 

@@ -11,14 +11,12 @@ import numpy as np
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.placement.assign import assign_chunks
-from torchtitan_cad.planning.placement.estimate import choose, estimate, rank_bytes, read_by, worst_rank
+from torchtitan_cad.planning.placement.estimate import choose, estimate, read_by, worst_rank
 from torchtitan_cad.planning.placement.moves import random, relocate, shift, swap
 from torchtitan_cad.planning.placement.table import (
     COUNT,
     HELP,
     HELPERS_IN,
-    KEYS_IN,
-    KEYS_OUT,
     LOAD,
     NEXT_CHUNK,
     RANK,
@@ -76,20 +74,14 @@ def _random_chunk(table: Table, numbers: IntArray, rank: int) -> int:
 
 
 @jit
-def improve(table: Table, by_rank: IntArray, rise: float, tries: int, numbers: IntArray) -> None:
+def improve(table: Table, rise: float, tries: int, numbers: IntArray) -> None:
     """Try ``tries`` moves, half of them with chunks of the worst rank.
 
     Args:
-        by_rank: [2, num_ranks] bytes into and out of every rank in a plan, to which the estimate is corrected before
-            the moves; [2, 0] for none.
         rise: initial threshold / objective.
         numbers: [1] state of the pseudo-random numbers.
     """
     first, end, worst = len(table.limit), len(table.ints) - 1, -1
-    for rank in range(by_rank.shape[1]):
-        into, out, _ = rank_bytes(table, rank)
-        table.reals[rank, KEYS_IN] += by_rank[0, rank] - into
-        table.reals[rank, KEYS_OUT] += by_rank[1, rank] - out
     best, accepted = _estimate_anew(table), 0
     rise *= best
     for number in range(tries):

@@ -45,15 +45,14 @@ LOAD, KEYS_IN, KEYS_OUT, KEYS_SHARED, QUERIES_OUT, HELPERS_IN, BYTES, POWER = ra
 """Reals of a rank:
 
     LOAD         work
-    KEYS_IN      bytes of keys that it receives for the work that it keeps, plus the correction of its bytes in
-    KEYS_OUT     bytes of its keys that other ranks read, plus the correction of its bytes out
+    KEYS_IN      bytes of keys that it receives for the work that it keeps
+    KEYS_OUT     bytes of its keys that other ranks read
     KEYS_SHARED  the part of KEYS_OUT that is read for work that other ranks give away
     QUERIES_OUT  bytes of queries that it gives away
     HELPERS_IN   bytes into the ranks that take work from it
     BYTES        what it adds to the bytes of all ranks
     POWER        sum of the eighth powers of its bytes in and out
 
-A correction is what a plan moved beyond the estimate, for an assignment near which the search began; else it is 0.
 BYTES and POWER of the end row are sums over ranks."""
 
 NUM_TOUCHED, MOVE_NUMBER = range(2)
