@@ -63,17 +63,6 @@ class LayerTimes:
             if not is_number(value) or value < 0 or (value == 0 and name not in ("linear", "exchange")):
                 raise ValueError(f"{name} = {brief(value)}: set a positive finite number")
 
-    def scaled(self, compute: float, exchange: float) -> LayerTimes:
-        """Return rates by which compute and exchanges take these multiples of their present times."""
-        return replace(
-            self,
-            unit=self.unit * compute,
-            linear=self.linear * compute,
-            bytes_per_second=self.bytes_per_second / exchange,
-            between_hosts=self.between_hosts / exchange,
-            exchange=self.exchange * exchange,
-        )
-
     def describe(self) -> str:
         """Return the rates in words."""
         attention = f"attention takes {1e6 * self.unit:.3g} us a unit of cost, linear work {1e6 * self.linear:.3g} us"
