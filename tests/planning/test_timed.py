@@ -56,12 +56,15 @@ def test_no_plan_is_slower_than_home(bytes_per_second: float, overlaps: bool, pl
         assert times.layer_seconds(plan) <= 1.01 * times.layer_seconds(fixed)
 
 
-def test_a_slow_link_takes_two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of most balance, and the one of fewest bytes, which exposes more than any could save."""
+@pytest.mark.parametrize(("bytes_per_second", "tolerances"), [(1e6, TOLERANCES), (1e18, TOLERANCES[:1])])
+def test_tolerances_rise_until_the_exchange_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_second: float, tolerances: tuple[float, ...]
+) -> None:
     tried = []
-    monkeypatch.setattr(timed, "make_plan", lambda *how: tried.append(how[2].tolerance) or make_plan(*how))
-    plan_by_time([LAYOUT], LLAMA, CONFIG, replace(SLOW, bytes_per_second=1e6), home=stay_home([LAYOUT], LLAMA, CONFIG))
-    assert tried == [CONFIG.tolerance, TOLERANCES[0], TOLERANCES[-1]]  # the first at home
+    monkeypatch.setattr(timed, "make_plan", lambda *inputs: tried.append(inputs[2].tolerance) or make_plan(*inputs))
+    times = replace(SLOW, bytes_per_second=bytes_per_second, overlaps=True)
+    plan_by_time([LAYOUT], LLAMA, CONFIG, times, home=stay_home([LAYOUT], LLAMA, CONFIG))
+    assert tried == [CONFIG.tolerance, *tolerances]  # the first at home
 
 
 def test_batches_stay_home_where_moving_does_not_gain() -> None:

@@ -22,8 +22,8 @@ from torchtitan_cad.planning.placement.place import Placed
 from torchtitan_cad.planning.plan import Plan, make_plan
 from torchtitan_cad.planning.text import brief, is_number
 
-TOLERANCES = (0.0, 0.02, 0.06, 0.15, 0.4)
-"""tolerances that are tried, see ``plan_by_time``"""
+TOLERANCES = (0.0, 0.06, 0.4)
+"""tolerances that are tried, ascending"""
 LEAST_GAIN = 0.01
 """share of the time at home: a plan that is predicted to save less is not taken"""
 RATES = ("unit", "linear", "bytes_per_second", "between_hosts", "exchange")
@@ -139,15 +139,14 @@ def link_seconds(
 
 
 def stay_home(
-    given: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
+    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
 ) -> list[Placed]:
-    """Return given layouts with plans by which every query is served at home."""
-    plans = [make_plan(layout, shape, replace(config, planner="home"), cost) for layout in given]
-    return [Placed(plan.layout, plan, plan) for plan in plans]
+    """Return the layouts with plans by which every query is served at home."""
+    return _in_place(layouts, shape, replace(config, planner="home"), cost)
 
 
 def plan_by_time(
-    given: Sequence[TokenLayout],
+    layouts: Sequence[TokenLayout],
     shape: AttentionShape,
     config: PlannerConfig,
     times: LayerTimes,
@@ -159,26 +158,32 @@ def plan_by_time(
     """Plan a microbatch's nano-batches for the least predicted time over ``TOLERANCES``, and maybe place them.
 
     They stay home, with ``stay_home`` (``home``, if that is known), where no plan saves ``LEAST_GAIN``. Tolerances rise
-    until the exchange is hidden. Where the lowest does not gain, they fall until what one exposes (lower ones expose
-    more) is all that balance can save. ``plan.config`` tells which was chosen. Equal inputs give equal plans.
+    until the exchange is hidden: then balance alone counts, which higher ones only worsen. ``plan.config`` tells which
+    was chosen. Equal inputs give equal plans.
 
     Raises:
         ValueError: as ``make_plan``.
     """
-    best = home = home or stay_home(given, shape, config, cost)
-    least = (1 - LEAST_GAIN) * times.microbatch_seconds([each.plan for each in home])
-    even, tolerances, rises = sum(times.best_seconds(each.plan) for each in home), list(TOLERANCES), True
-    if config.planner == "home" or even > least:
+    home = home or stay_home(layouts, shape, config, cost)
+    home_seconds = times.microbatch_seconds([placed.plan for placed in home])
+    balanced_seconds = sum(times.best_seconds(placed.plan) for placed in home)
+    best, best_seconds = home, (1 - LEAST_GAIN) * home_seconds
+    if config.planner == "home" or balanced_seconds > best_seconds:
         return home
-    while tolerances:
-        how = replace(config, tolerance=tolerances.pop(0))
-        plans = (make_plan(each, shape, how, cost) for each in given)
-        made = place_microbatch(given, shape, how, cost) if place else [Placed(p.layout, p, p) for p in plans]
-        if (now := times.microbatch_seconds([each.plan for each in made])) < least:
-            best, least = made, now
-        exposed = sum(times.exposed_seconds(each.plan) for each in made)
-        if not exposed if rises else even + exposed >= least:
+    plan = place_microbatch if place else _in_place
+    for tolerance in TOLERANCES:
+        candidate = plan(layouts, shape, replace(config, tolerance=tolerance), cost)
+        candidate_seconds = times.microbatch_seconds([placed.plan for placed in candidate])
+        if candidate_seconds < best_seconds:
+            best, best_seconds = candidate, candidate_seconds
+        if not any(times.exposed_seconds(placed.plan) for placed in candidate):
             break
-        if best is home and rises:
-            tolerances, rises = tolerances[::-1], False
     return best
+
+
+def _in_place(
+    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None
+) -> list[Placed]:
+    """Return the layouts with plans, and every token where it is."""
+    plans = [make_plan(layout, shape, config, cost) for layout in layouts]
+    return [Placed(plan.layout, plan, plan) for plan in plans]
