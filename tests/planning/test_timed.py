@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Plans by time: against all tolerances, at extremes of the link, and at home."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from bench.workloads import workload_layout
 from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place_and_plan, timed, validate_plan
+from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.timed import LEAST_GAIN, TOLERANCES, LayerTimes, plan_by_time, stay_home
 
 CONFIG = PlannerConfig()
@@ -101,6 +103,21 @@ def test_a_layers_time_is_that_of_its_parts() -> None:
     assert half_hidden.layer_seconds(plan) == pytest.approx(seconds / 2 + attention + seconds - hidden)
 
 
+def test_kept_rows_travel_once() -> None:
+    """The exchange of a plan whose rows fit is shorter by Q, K and V, which servers have kept for backward."""
+    plan, row = make_plan(LAYOUT, LLAMA, CONFIG), RowBytes.of(LLAMA)
+    query_rows = np.stack([plan.query_needs.rows_in, plan.query_needs.rows_out])
+    key_rows = np.stack([plan.key_needs.rows_in, plan.key_needs.rows_out])
+    backward = LLAMA.for_backward()
+    query_bytes, key_bytes = LLAMA.query_bytes + backward.query_bytes, LLAMA.kv_bytes + backward.kv_bytes
+    resent = query_rows * query_bytes + key_rows * key_bytes
+    kept = resent - query_rows * row.forward_queries - key_rows * row.keys
+    needed = plan.most_rows.kept_bytes(row)
+    for kept_bytes, num_bytes in ((0, resent), (needed - 1, resent), (needed, kept), (math.inf, kept)):
+        times = replace(SLOW, kept_bytes=kept_bytes)
+        assert times.exchange_seconds(plan) == pytest.approx(num_bytes.max() / SLOW.bytes_per_second)
+
+
 def test_halves_at_home_wait_for_each_other_only_at_their_end() -> None:
     """Either half has one long document, on different ranks."""
     halves = [
@@ -139,3 +156,9 @@ def test_bytes_between_hosts_take_the_time_of_that_link() -> None:
 def test_bad_rates_are_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} = .*: set a positive finite number"):
         replace(SLOW, **{name: value})
+
+
+@pytest.mark.parametrize("kept_bytes", [-1.0, float("nan")])
+def test_bad_kept_bytes_are_named(kept_bytes: float) -> None:
+    with pytest.raises(ValueError, match=r"kept_bytes = .*: set 0 or a positive number of bytes"):
+        replace(SLOW, kept_bytes=kept_bytes)

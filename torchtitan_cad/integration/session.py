@@ -191,15 +191,16 @@ class CadSession:
             assert dist.get_process_group_ranks(group) == self.ranks
             _set_timeout(group, self.job.start_timeout_s)
             transport = self._build_transport(group)
+        kept = kept_bytes(self.cad.backward, room, self._train_group, in_ticks=ticks is not None)
         if self.cad.tolerance == "auto" and transport is not None and not self.job.dry_run:
-            self.times = self._agreed(self._measure_times(transport, blocks))
+            self.times = self._agreed(replace(self._measure_times(transport, blocks), kept_bytes=kept))
             logger.info(f"CAD plans by time: {self.times.describe()}")
         options: dict[str, Any] = {
             "kernel": self.kernel,
             "transport": transport,
             "rank": self.group_rank,
             "device": self.device,
-            "kept_bytes": kept_bytes(self.cad.backward, room, self._train_group, in_ticks=ticks is not None),
+            "kept_bytes": kept,
             "two_rounds": two_rounds,
         }
         self._engines, self._ticks = build_engines(self.job.kinds, ticks, **options), ticks

@@ -16,7 +16,7 @@ from torchtitan_cad.planning.intervals import FloatArray
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
 from torchtitan_cad.planning.placement.halves import place_microbatch
 from torchtitan_cad.planning.placement.place import Placed
 from torchtitan_cad.planning.plan import Plan, make_plan
@@ -44,9 +44,12 @@ class LayerTimes:
         exchange: seconds of an exchange besides those of its bytes.
         overlaps: True if another, equal nano-batch computes during the exchange.
         hosts: [num_ranks] number of every rank's host; empty for one host.
+        kept_bytes: bytes of received rows that servers may keep in a call, which then do not travel again for
+            backward; may be infinite.
 
     Raises:
-        ValueError: a number that is not positive (``linear``, ``exchange``: negative), or not finite.
+        ValueError: a rate that is not positive (``linear``, ``exchange``: negative), or not finite; negative
+            ``kept_bytes``.
     """
 
     unit: float
@@ -56,12 +59,15 @@ class LayerTimes:
     exchange: float
     overlaps: bool
     hosts: tuple[int, ...] = ()
+    kept_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name in RATES:
             value = getattr(self, name)
             if not is_number(value) or value < 0 or (value == 0 and name not in ("linear", "exchange")):
                 raise ValueError(f"{name} = {brief(value)}: set a positive finite number")
+        if not self.kept_bytes >= 0:
+            raise ValueError(f"kept_bytes = {brief(self.kept_bytes)}: set 0 or a positive number of bytes")
 
     def describe(self) -> str:
         """Return the rates in words."""
@@ -83,9 +89,12 @@ class LayerTimes:
         """Return the seconds in which the busiest rank sends and receives its rows of forward and backward."""
         if not plan.moves_rows:
             return 0.0
-        backward = plan.shape.for_backward()
+        keep = plan.most_rows.are_kept(plan.shape, self.kept_bytes)
+        rows = RowBytes.of(plan.shape, keep=keep)
         # Bytes that return count with the row that went there, as in PlanStats.
-        row_bytes = plan.shape.query_bytes + backward.query_bytes, plan.shape.kv_bytes + backward.kv_bytes
+        query_bytes = rows.forward_queries + rows.outputs + rows.backward_queries + rows.query_gradients
+        key_bytes = rows.keys + (0 if keep else rows.keys) + rows.key_gradients
+        row_bytes = query_bytes, key_bytes
         seconds = link_seconds(plan, row_bytes, self.hosts, self.bytes_per_second, self.between_hosts)
         return float(seconds.max()) + EXCHANGES * self.exchange
 
