@@ -76,7 +76,7 @@ def test_every_kind_attends_as_its_mask_says(placed: bool) -> None:
             assert engines[0].clock is engines[1].clock
             assert [len(batch.plans), *map(len, batch.others)] == [1] * len(KINDS)
             assert batch.layers == (1, 3, 2)
-            results.append((mine, outs, any(plan.moves_rows for plan, _ in batch.with_shares)))
+            results.append((mine, outs, any(plan.moves_rows for plans in batch.by_kind for plan in plans)))
             planner.drop(batch)
             with pytest.raises(RuntimeError, match="no plan"):
                 engines[1].plan(int(batch.keys[0]))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How a session of training starts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ enable_cpu()
 from torchtitan_cad.integration import machine, session  # noqa: E402
 from torchtitan_cad.integration.job import Job  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
-from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
+from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig  # noqa: E402
 from torchtitan_cad.planning.model.kind import AttentionKind  # noqa: E402
 
 
@@ -90,6 +91,17 @@ def test_tokens_pass_through_some_of_the_experts(monkeypatch):
     )
     session.CadSession._measure_times(job, None, [dense, sparse])
     assert measured == [((192 + 64 + 2 * 64) // 2 // 2, 24)]
+
+
+def test_groups_that_choose_the_same_homes_plan_by_the_same_times(monkeypatch):
+    """Pipeline stages and tensor-parallel ranks measure alone, and take what the first of them has measured."""
+    own = LayerTimes(1.0, 0.0, 1e9, 1e9, 0.0, overlaps=False)
+    first = replace(own, unit=2.0)
+    monkeypatch.setattr(session, "gather", lambda times, group: {1: first, 5: times})
+    alone, deals = SimpleNamespace(twins=None), SimpleNamespace(twins=object())
+    for placement, expected in ((None, own), (alone, own), (deals, first)):
+        job: Any = SimpleNamespace(_placement=placement)
+        assert session.CadSession._agreed(job, own) is expected
 
 
 @pytest.mark.parametrize("names", [[], ["chunked"], ["chunked", "full"], ["full", "full"]])

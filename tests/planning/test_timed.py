@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plans by time: against all tolerances, at extremes of the link, at home; and rates corrected by times of steps."""
+"""Plans by time: against all tolerances, at extremes of the link, and at home."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from bench.workloads import workload_layout
 from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place_and_plan, timed, validate_plan
-from torchtitan_cad.planning.corrections import FEWEST, STARTING, Corrections
+from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.timed import LEAST_GAIN, TOLERANCES, LayerTimes, plan_by_time, stay_home
 
 CONFIG = PlannerConfig()
@@ -57,12 +58,15 @@ def test_no_plan_is_slower_than_home(bytes_per_second: float, overlaps: bool, pl
         assert times.layer_seconds(plan) <= 1.01 * times.layer_seconds(fixed)
 
 
-def test_a_slow_link_takes_two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of most balance, and the one of fewest bytes, which exposes more than any could save."""
+@pytest.mark.parametrize(("bytes_per_second", "tolerances"), [(1e6, TOLERANCES), (1e18, TOLERANCES[:1])])
+def test_tolerances_rise_until_the_exchange_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_second: float, tolerances: tuple[float, ...]
+) -> None:
     tried = []
-    monkeypatch.setattr(timed, "make_plan", lambda *how: tried.append(how[2].tolerance) or make_plan(*how))
-    plan_by_time([LAYOUT], LLAMA, CONFIG, replace(SLOW, bytes_per_second=1e6), home=stay_home([LAYOUT], LLAMA, CONFIG))
-    assert tried == [CONFIG.tolerance, TOLERANCES[0], TOLERANCES[-1]]  # the first at home
+    monkeypatch.setattr(timed, "make_plan", lambda *inputs: tried.append(inputs[2].tolerance) or make_plan(*inputs))
+    times = replace(SLOW, bytes_per_second=bytes_per_second, overlaps=True)
+    plan_by_time([LAYOUT], LLAMA, CONFIG, times, home=stay_home([LAYOUT], LLAMA, CONFIG))
+    assert tried == [CONFIG.tolerance, *tolerances]  # the first at home
 
 
 def test_batches_stay_home_where_moving_does_not_gain() -> None:
@@ -97,8 +101,21 @@ def test_a_layers_time_is_that_of_its_parts() -> None:
     half_hidden = replace(times, overlaps=True, linear=seconds / 2 / 32768)
     hidden = seconds / 2 + times.unit * stats.mean_load
     assert half_hidden.layer_seconds(plan) == pytest.approx(seconds / 2 + attention + seconds - hidden)
-    assert times.scaled(1.0, 3.0).exchange_seconds(plan) == pytest.approx(3 * seconds)
-    assert times.scaled(3.0, 1.0).layer_seconds(plan) == pytest.approx(3 * (linear + attention) + seconds)
+
+
+def test_kept_rows_travel_once() -> None:
+    """The exchange of a plan whose rows fit is shorter by Q, K and V, which servers have kept for backward."""
+    plan, row = make_plan(LAYOUT, LLAMA, CONFIG), RowBytes.of(LLAMA)
+    query_rows = np.stack([plan.query_needs.rows_in, plan.query_needs.rows_out])
+    key_rows = np.stack([plan.key_needs.rows_in, plan.key_needs.rows_out])
+    backward = LLAMA.for_backward()
+    query_bytes, key_bytes = LLAMA.query_bytes + backward.query_bytes, LLAMA.kv_bytes + backward.kv_bytes
+    resent = query_rows * query_bytes + key_rows * key_bytes
+    kept = resent - query_rows * row.forward_queries - key_rows * row.keys
+    needed = plan.most_rows.kept_bytes(row)
+    for kept_bytes, num_bytes in ((0, resent), (needed - 1, resent), (needed, kept), (math.inf, kept)):
+        times = replace(SLOW, kept_bytes=kept_bytes)
+        assert times.exchange_seconds(plan) == pytest.approx(num_bytes.max() / SLOW.bytes_per_second)
 
 
 def test_halves_at_home_wait_for_each_other_only_at_their_end() -> None:
@@ -141,62 +158,7 @@ def test_bad_rates_are_named(name: str, value: float) -> None:
         replace(SLOW, **{name: value})
 
 
-LAYERS = 4
-CONSTANT_S = 2.0
-
-
-def rates_of(overlaps: bool) -> LayerTimes:
-    return LayerTimes(4e-6, 1e-7, bytes_per_second=5e9, between_hosts=5e9, exchange=0.0, overlaps=overlaps)
-
-
-@pytest.fixture(scope="module")
-def plans() -> list[Plan]:
-    """Make plans of batches that differ, some at home."""
-    layouts = [workload_layout("uniform", 4, seed) for seed in range(24)]
-    planners = ["home" if number % 6 == 0 else "local_search" for number in range(24)]
-    return [make_plan(each, LLAMA, PlannerConfig(planner=name)) for each, name in zip(layouts, planners, strict=True)]
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize(("compute", "exchange"), [(1, 1), (2, 1), (1, 4), (0.5, 2), (1, 0.5)])
-def test_factors_are_found_in_noise(plans: list[Plan], overlaps: bool, compute: float, exchange: float) -> None:
-    """Steps scatter by 2 %; what is predicted with the corrected rates is what the next plans take."""
-    measured, rng = rates_of(overlaps), np.random.default_rng(5)
-    real = measured.scaled(compute, exchange)
-
-    def step_seconds(of: LayerTimes, plan: Plan) -> float:
-        return LAYERS * (of.attention_seconds(plan) + of.exposed_seconds(plan))
-
-    corrections = Corrections(measured, LAYERS)
-    for _ in range(STARTING):
-        corrections.add(100.0, plans[:1])
-    for plan in plans:
-        corrections.add((CONSTANT_S + step_seconds(real, plan)) * (1 + 0.02 * rng.standard_normal()), [plan])
-    off, before = (
-        np.std([step_seconds(real, plan) - step_seconds(of, plan) for plan in plans]) / CONSTANT_S
-        for of in (corrections.times, measured)
-    )
-    assert off < 0.04
-    assert off <= before + 0.02
-
-
-def test_shares_of_layers_count_for_their_plans(plans: list[Plan]) -> None:
-    """A step of two kinds of layers, half of each with the same plan, is that of all layers with it."""
-    whole, shared = (Corrections(rates_of(False), LAYERS) for _ in range(2))
-    for number, plan in enumerate(plans):
-        seconds = CONSTANT_S + LAYERS * 4 * rates_of(False).attention_seconds(plan) + 1e-4 * (number % 3)
-        whole.add(seconds, [plan])
-        shared.add(seconds, [plan, plan], [0.5, 0.5])
-    assert whole.times == shared.times != rates_of(False)
-
-
-def test_what_does_not_change_changes_nothing(plans: list[Plan]) -> None:
-    """Equal batches tell nothing of the rates; neither do too few steps, nor those in which things compile."""
-    corrections = Corrections(rates_of(False), LAYERS)
-    for number in range(STARTING + FEWEST - 1):
-        corrections.add(100.0 if number < STARTING else 3.0 + number, plans[number : number + 1])
-    assert corrections.times == rates_of(False)
-    corrections = Corrections(rates_of(False), LAYERS)
-    for number in range(40):
-        corrections.add(5.0 + 0.1 * (number % 3), plans[1:3])
-    assert corrections.times == rates_of(False)
+@pytest.mark.parametrize("kept_bytes", [-1.0, float("nan")])
+def test_bad_kept_bytes_are_named(kept_bytes: float) -> None:
+    with pytest.raises(ValueError, match=r"kept_bytes = .*: set 0 or a positive number of bytes"):
+        replace(SLOW, kept_bytes=kept_bytes)

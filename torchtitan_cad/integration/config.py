@@ -13,10 +13,10 @@ from torchtitan_cad.planning.exchange.messages import buffer_bytes
 class Cad:
     tolerance: float | Literal["auto"] = "auto"
     """
-    "auto" makes the plans of least time, by rates that are measured when the job starts and corrected by what its steps
-    take. Where moving saves less than 1 % of a layer's time, attention stays with its tokens. A number is the allowed
-    imbalance: every rank's attention work is at most (1 + tolerance) times the mean, whatever that takes. With
-    debug.deterministic "auto" is 0.02, and plans depend on the batch alone (docs/settings.md).
+    "auto" makes the plans of least time, by rates that are measured when the job starts. Where moving saves less than
+    1 % of a layer's time, attention stays with its tokens. A number is the allowed imbalance: every rank's attention
+    work is at most (1 + tolerance) times the mean, whatever that takes. With debug.deterministic "auto" is 0.02, and
+    plans depend on the batch alone (docs/settings.md).
     """
 
     min_shard: int = 128

@@ -7,7 +7,6 @@ Trainer per process, hence one session.
 
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -38,7 +37,6 @@ from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.shadow import Shadow
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, TileAreaCost, warm_up
-from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.keeping import Room
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.outlook import Outlook
@@ -82,8 +80,7 @@ class CadSession:
         self._loader: PlanningLoader | None = None
         self.shadow: Shadow | None = None
         self._batches = 0
-        self._rates: Corrections | None = None
-        self._step_begin, self._step = 0.0, list[PlannedBatch]()
+        self.times: LayerTimes | None = None
         self._validated: PlannedBatch | None = None
 
         self._train_group = self._planning_group(self.ranks)
@@ -194,14 +191,16 @@ class CadSession:
             assert dist.get_process_group_ranks(group) == self.ranks
             _set_timeout(group, self.job.start_timeout_s)
             transport = self._build_transport(group)
+        kept = kept_bytes(self.cad.backward, room, self._train_group, in_ticks=ticks is not None)
         if self.cad.tolerance == "auto" and transport is not None and not self.job.dry_run:
-            self._rates = Corrections(self._measure_times(transport, blocks), len(blocks))
+            self.times = self._agreed(replace(self._measure_times(transport, blocks), kept_bytes=kept))
+            logger.info(f"CAD plans by time: {self.times.describe()}")
         options: dict[str, Any] = {
             "kernel": self.kernel,
             "transport": transport,
             "rank": self.group_rank,
             "device": self.device,
-            "kept_bytes": kept_bytes(self.cad.backward, room, self._train_group, in_ticks=ticks is not None),
+            "kept_bytes": kept,
             "two_rounds": two_rounds,
         }
         self._engines, self._ticks = build_engines(self.job.kinds, ticks, **options), ticks
@@ -211,7 +210,7 @@ class CadSession:
         self, group: dist.ProcessGroup | None, key: int, placement: Placement | None, program: TickProgram | None
     ) -> BatchPlanner:
         nano_batches = self.cad.nano_batches
-        rules = PlanRules(self._config, self.job.kinds, self._cost, nano_batches, self._rates, self.hosts)
+        rules = PlanRules(self._config, self.job.kinds, self._cost, nano_batches, self.times, self.hosts)
         keys = key, KEY_STEP * nano_batches
         options = group, self.ranks, self.topology, rules, self._engines, keys, placement
         return BatchPlanner(*options) if program is None else TickPlanner(program, *options)
@@ -234,6 +233,11 @@ class CadSession:
         compute = unit, rates.linear_seconds(count, width, *how) if parameters else 0.0
         where = self.hosts, self.group_rank, self.device, self._train_group
         return measure_times(compute, transport, *where, overlaps=self.cad.nano_batches == 2)
+
+    def _agreed(self, times: LayerTimes) -> LayerTimes:
+        """Return the times of the first of all groups that choose the same homes. Collective over these groups."""
+        twins = None if self._placement is None else self._placement.twins
+        return times if twins is None else next(iter(gather(times, twins).values()))
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
         if self.job.dry_run:
@@ -285,7 +289,6 @@ class CadSession:
 
     def _on_batch(self, planned: PlannedBatch) -> None:
         self.statistics.add(planned)
-        self._time_step(planned)
         self._batches += 1
         # As torchtitan does for its own groups: after the first step, lazy initialisation is over.
         if self._batches == self.job.accumulation + 1 and self._mesh is not None and len(self.ranks) > 1:
@@ -294,19 +297,7 @@ class CadSession:
     @property
     def link_between_hosts(self) -> float | None:
         """Gbit/s of a rank between hosts, as measured; None for one host, or without measured rates."""
-        return 8e-9 * self._rates.times.between_hosts if self._rates is not None and any(self.hosts) else None
-
-    def _time_step(self, planned: PlannedBatch) -> None:
-        """Correct rates by the time from one optimizer step's first batch to the next one's."""
-        if self._rates is None or self.group_rank != 0:
-            return
-        if self._batches % self.job.accumulation == 0:
-            now = time.perf_counter()
-            if self._step:
-                plans = [each for batch in self._step for each in batch.with_shares]
-                self._rates.add(now - self._step_begin, *zip(*plans, strict=True))
-            self._step_begin, self._step = now, []
-        self._step.append(planned)
+        return 8e-9 * self.times.between_hosts if self.times is not None and any(self.hosts) else None
 
     def rows_per_microbatch(self, rows: int) -> int:
         """Count the rows, of a batch of ``rows``, that go through the model together."""

@@ -16,14 +16,14 @@ from torchtitan_cad.planning.intervals import FloatArray
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
 from torchtitan_cad.planning.placement.halves import place_microbatch
 from torchtitan_cad.planning.placement.place import Placed
 from torchtitan_cad.planning.plan import Plan, make_plan
 from torchtitan_cad.planning.text import brief, is_number
 
-TOLERANCES = (0.0, 0.02, 0.06, 0.15, 0.4)
-"""tolerances that are tried, see ``plan_by_time``"""
+TOLERANCES = (0.0, 0.02, 0.15, 0.4)
+"""tolerances that are tried, ascending"""
 LEAST_GAIN = 0.01
 """share of the time at home: a plan that is predicted to save less is not taken"""
 RATES = ("unit", "linear", "bytes_per_second", "between_hosts", "exchange")
@@ -44,9 +44,12 @@ class LayerTimes:
         exchange: seconds of an exchange besides those of its bytes.
         overlaps: True if another, equal nano-batch computes during the exchange.
         hosts: [num_ranks] number of every rank's host; empty for one host.
+        kept_bytes: bytes of received rows that servers may keep in a call, which then do not travel again for
+            backward; may be infinite.
 
     Raises:
-        ValueError: a number that is not positive (``linear``, ``exchange``: negative), or not finite.
+        ValueError: a rate that is not positive (``linear``, ``exchange``: negative), or not finite; negative
+            ``kept_bytes``.
     """
 
     unit: float
@@ -56,23 +59,15 @@ class LayerTimes:
     exchange: float
     overlaps: bool
     hosts: tuple[int, ...] = ()
+    kept_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name in RATES:
             value = getattr(self, name)
             if not is_number(value) or value < 0 or (value == 0 and name not in ("linear", "exchange")):
                 raise ValueError(f"{name} = {brief(value)}: set a positive finite number")
-
-    def scaled(self, compute: float, exchange: float) -> LayerTimes:
-        """Return rates by which compute and exchanges take these multiples of their present times."""
-        return replace(
-            self,
-            unit=self.unit * compute,
-            linear=self.linear * compute,
-            bytes_per_second=self.bytes_per_second / exchange,
-            between_hosts=self.between_hosts / exchange,
-            exchange=self.exchange * exchange,
-        )
+        if not self.kept_bytes >= 0:
+            raise ValueError(f"kept_bytes = {brief(self.kept_bytes)}: set 0 or a positive number of bytes")
 
     def describe(self) -> str:
         """Return the rates in words."""
@@ -94,9 +89,12 @@ class LayerTimes:
         """Return the seconds in which the busiest rank sends and receives its rows of forward and backward."""
         if not plan.moves_rows:
             return 0.0
-        backward = plan.shape.for_backward()
+        keep = plan.most_rows.are_kept(plan.shape, self.kept_bytes)
+        rows = RowBytes.of(plan.shape, keep=keep)
         # Bytes that return count with the row that went there, as in PlanStats.
-        row_bytes = plan.shape.query_bytes + backward.query_bytes, plan.shape.kv_bytes + backward.kv_bytes
+        query_bytes = rows.forward_queries + rows.outputs + rows.backward_queries + rows.query_gradients
+        key_bytes = rows.keys + (0 if keep else rows.keys) + rows.key_gradients
+        row_bytes = query_bytes, key_bytes
         seconds = link_seconds(plan, row_bytes, self.hosts, self.bytes_per_second, self.between_hosts)
         return float(seconds.max()) + EXCHANGES * self.exchange
 
@@ -150,15 +148,14 @@ def link_seconds(
 
 
 def stay_home(
-    given: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
+    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
 ) -> list[Placed]:
-    """Return given layouts with plans by which every query is served at home."""
-    plans = [make_plan(layout, shape, replace(config, planner="home"), cost) for layout in given]
-    return [Placed(plan.layout, plan, plan) for plan in plans]
+    """Return the layouts with plans by which every query is served at home."""
+    return _in_place(layouts, shape, replace(config, planner="home"), cost)
 
 
 def plan_by_time(
-    given: Sequence[TokenLayout],
+    layouts: Sequence[TokenLayout],
     shape: AttentionShape,
     config: PlannerConfig,
     times: LayerTimes,
@@ -170,26 +167,32 @@ def plan_by_time(
     """Plan a microbatch's nano-batches for the least predicted time over ``TOLERANCES``, and maybe place them.
 
     They stay home, with ``stay_home`` (``home``, if that is known), where no plan saves ``LEAST_GAIN``. Tolerances rise
-    until the exchange is hidden. Where the lowest does not gain, they fall until what one exposes (lower ones expose
-    more) is all that balance can save. ``plan.config`` tells which was chosen. Equal inputs give equal plans.
+    until the exchange is hidden: then balance alone counts, which higher ones only worsen. ``plan.config`` tells which
+    was chosen. Equal inputs give equal plans.
 
     Raises:
         ValueError: as ``make_plan``.
     """
-    best = home = home or stay_home(given, shape, config, cost)
-    least = (1 - LEAST_GAIN) * times.microbatch_seconds([each.plan for each in home])
-    even, tolerances, rises = sum(times.best_seconds(each.plan) for each in home), list(TOLERANCES), True
-    if config.planner == "home" or even > least:
+    home = home or stay_home(layouts, shape, config, cost)
+    home_seconds = times.microbatch_seconds([placed.plan for placed in home])
+    balanced_seconds = sum(times.best_seconds(placed.plan) for placed in home)
+    best, best_seconds = home, (1 - LEAST_GAIN) * home_seconds
+    if config.planner == "home" or balanced_seconds > best_seconds:
         return home
-    while tolerances:
-        how = replace(config, tolerance=tolerances.pop(0))
-        plans = (make_plan(each, shape, how, cost) for each in given)
-        made = place_microbatch(given, shape, how, cost) if place else [Placed(p.layout, p, p) for p in plans]
-        if (now := times.microbatch_seconds([each.plan for each in made])) < least:
-            best, least = made, now
-        exposed = sum(times.exposed_seconds(each.plan) for each in made)
-        if not exposed if rises else even + exposed >= least:
+    plan = place_microbatch if place else _in_place
+    for tolerance in TOLERANCES:
+        candidate = plan(layouts, shape, replace(config, tolerance=tolerance), cost)
+        candidate_seconds = times.microbatch_seconds([placed.plan for placed in candidate])
+        if candidate_seconds < best_seconds:
+            best, best_seconds = candidate, candidate_seconds
+        if not any(times.exposed_seconds(placed.plan) for placed in candidate):
             break
-        if best is home and rises:
-            tolerances, rises = tolerances[::-1], False
     return best
+
+
+def _in_place(
+    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None
+) -> list[Placed]:
+    """Return the layouts with plans, and every token where it is."""
+    plans = [make_plan(layout, shape, config, cost) for layout in layouts]
+    return [Placed(plan.layout, plan, plan) for plan in plans]

@@ -102,7 +102,7 @@ class CoreAttentionEngine:
             raise ValueError(f"plan {key} moves rows: give the engine a transport, see build_transport")
         if self.sizes is not None:
             moves, exchange = self.transport is not None, self.sizes.pad(exchange)
-        keeps = 0 < exchange.most.kept_bytes(RowBytes.of(plan.shape)) <= self.kept_bytes
+        keeps = exchange.most.are_kept(plan.shape, self.kept_bytes)
         if self.sizes is None and self.transport is not None:
             trips = exchange.most.trips(RowBytes.of(plan.shape, keep=keeps), self.transport.buffer_bytes)
         tables = PlanTables.from_exchange(

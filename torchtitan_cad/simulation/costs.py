@@ -94,7 +94,10 @@ class Costs:
             self.unit_seconds = 1 / PICOSECONDS, 1 / PICOSECONDS
 
     def layer_times(self, ranks: int, overlaps: bool) -> LayerTimes:
-        """Predict the rates that a job with ``tolerance = "auto"`` measures when it starts, in groups of ``ranks``."""
+        """Predict the rates that a job with ``tolerance = "auto"`` measures when it starts, in groups of ``ranks``.
+
+        They are those with ``backward = "resend"``: plans then hold for every checkpointing.
+        """
         tokens = PROBE_TOKENS * self.models[0].granularity
         seconds = sum(float(self.document_seconds(np.array([tokens]), forward)[0]) for forward in (True, False))
         return LayerTimes(

@@ -19,7 +19,6 @@ from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.planning.placement.kinds import plan_kinds
 from torchtitan_cad.simulation.memory import (
     in_flight,
-    keeps,
     kept_bytes,
     kept_bytes_per_call,
     states,
@@ -190,7 +189,7 @@ class Disaggregated:
         share = plan.layout.queries_per_rank / self.step.tokens
         if not exchange or not plan.moves_rows:
             return Nano(attention, share)
-        keep = keeps(plan, self._kept_per_call)
+        keep = plan.most_rows.are_kept(plan.shape, self._kept_per_call)
         return Nano(attention, share, *self.step.costs.transfers(plan, forward, keep))
 
     def _exchanged_bytes(self) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from torchtitan_cad.planning import Plan
-from torchtitan_cad.planning.intervals import FloatArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.keeping import GRADIENT_BYTES, WORKING, Room, Stage, kept_calls
 from torchtitan_cad.planning.memory import attention_memory, stock_memory
 from torchtitan_cad.planning.model.shape import RowBytes
@@ -95,24 +95,18 @@ def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
     return Room(step.costs.cluster.memory, states(step) + activations + buffers + attention, calls).bytes_per_call
 
 
-def keeps(plan: Plan, bytes_per_call: float) -> bool:
-    """Tell whether servers keep what they receive by a plan, as engines decide (``MostRows.kept_bytes``)."""
-    return 0 < plan.most_rows.kept_bytes(RowBytes.of(plan.shape)) <= bytes_per_call
-
-
 def kept_bytes(step: Step, kinds: list[list[Plan]], microbatches_in_flight: int, bytes_per_call: float) -> float:
     """Return the bytes that the fullest server keeps for backward, by the plans of one microbatch.
 
     Full checkpointing keeps those of one layer at a time.
     """
     rows, nothing = RowBytes.of(step.costs.shape), np.zeros(kinds[0][0].layout.num_ranks, dtype=np.int64)
-    moved = [
-        [
-            (plan.query_needs.rows_in, plan.key_needs.rows_in) if keeps(plan, bytes_per_call) else (nothing, nothing)
-            for plan in plans
-        ]
-        for plans in kinds
-    ]
+
+    def kept_rows(plan: Plan) -> tuple[IntArray, IntArray]:
+        keeps = plan.most_rows.are_kept(plan.shape, bytes_per_call)
+        return (plan.query_needs.rows_in, plan.key_needs.rows_in) if keeps else (nothing, nothing)
+
+    moved = [[kept_rows(plan) for plan in plans] for plans in kinds]
     received = np.array([rows.forward_queries, rows.keys]) @ np.sum(moved, axis=1)  # [kinds, ranks]
     if step.repeats_forward:
         return float(received.max())

@@ -24,25 +24,24 @@ from torchtitan_cad.integration.loading.deal import Batch, columns_of
 from torchtitan_cad.integration.loading.placement import Layouts, Parcel, Placement, moved_bytes
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, Plan, PlannerConfig
-from torchtitan_cad.planning.corrections import Corrections
 from torchtitan_cad.planning.exchange.traffic import measure_traffic
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, step_layouts
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.placement.kinds import plan_kinds
 from torchtitan_cad.planning.placement.step import Step
-from torchtitan_cad.planning.timed import LEAST_GAIN, RATES
+from torchtitan_cad.planning.timed import LEAST_GAIN
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
 logger = logging.getLogger(__name__)
 
 _OK, _EXHAUSTED, _FAILED = range(3)
-_SHAPE, _BATCHES, _RATES = slice(3, 6), 6, slice(7, None)
-_WORDS = 6 + len(RATES)
+_SHAPE, _BATCHES = slice(3, 6), 6
+_WORDS = 6
 """Numbers after the status in the first gather: how many document starts there are, the columns that can be dealt (0:
-the step cannot), the shape of a batch, how many batches of it are planned together, and this rank's rates (bits of
-doubles). In the last: a fingerprint of the plans, and zeros."""
+the step cannot), the shape of a batch, and how many batches of it are planned together. In the last: a fingerprint of
+the plans, and zeros."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,6 @@ class PlannedBatch:
         """For each of ``plans``, that plan and those of the other kinds."""
         return list(zip(self.plans, *self.others, strict=True))
 
-    @property
-    def with_shares(self) -> list[tuple[Plan, float]]:
-        """The plans of all kinds, and the share of their kind's layers."""
-        shares = [layers / sum(self.layers) for layers in self.layers]
-        return [each for plans in self.by_kind for each in zip(plans, shares, strict=True)]
-
 
 @dataclass(frozen=True)
 class PlanRules:
@@ -91,8 +84,7 @@ class PlanRules:
         kinds: of the model's attention, with the heads of a rank.
         cost: of forward and backward together, by a profile; None: tile area.
         nano_batches: parts of every microbatch, each with a plan of its own.
-        rates: of this machine, by which tolerances are chosen; None: the config's is taken. All ranks plan by those of
-            the group's first rank.
+        times: rates of this machine, by which tolerances are chosen; None: the config's is taken.
         hosts: [ranks of the group] number of every rank's host.
     """
 
@@ -100,7 +92,7 @@ class PlanRules:
     kinds: Sequence[AttentionKind]
     cost: CostModel | None = None
     nano_batches: int = 1
-    rates: Corrections | None = None
+    times: LayerTimes | None = None
     hosts: tuple[int, ...] = (0,)
 
 
@@ -138,7 +130,6 @@ class BatchPlanner:
         self._rules, self._engines, self.placement = rules, engines, placement
         self._layers = tuple(kind.layers for kind in rules.kinds)
         self._next_key, self._key_step = keys
-        self._times: LayerTimes | None = None
         self._has_stayed = False
 
     def plan(
@@ -161,7 +152,7 @@ class BatchPlanner:
         """
         each, homes, parcel = shape.microbatches, None, None
         travelling = len(columns_of(*to_deal[0])) if to_deal is not None else 0
-        gathered, shapes, deal = self._gather_starts(starts, shape, batches, travelling)  # and rates
+        gathered, shapes, deal = self._gather_starts(starts, shape, batches, travelling)
         begin = time.perf_counter()  # without waits for peers
         try:
             steps = [replace(of_rank, rows=batches * of_rank.rows) for of_rank in shapes]
@@ -169,7 +160,7 @@ class BatchPlanner:
             # document ids count over data-parallel ranks
             columns = np.concatenate([own % of_rank.seq_len for own, of_rank in zip(gathered, shapes, strict=True)])
             if self.placement is not None and deal:
-                homes = self.placement.choose(layouts, columns, steps[0], self._times)
+                homes = self.placement.choose(layouts, columns, steps[0], self._rules.times)
             parts = [slice(first, first + each) for first in range(0, len(layouts), each)]
             placed = [[kind[part] for kind in homes.kinds] if homes else None for part in parts]
             plans = [self._plan_batch(layouts[part], columns, of) for part, of in zip(parts, placed, strict=True)]
@@ -235,33 +226,20 @@ class BatchPlanner:
         """Return for each kind the plans of a batch by microbatch: those of its homes, or new ones for ``given``."""
         if placed is None:
             rules = self._rules
-            placed = plan_kinds(given, rules.kinds, columns, rules.config, self._times, rules.cost, place=False)
+            placed = plan_kinds(given, rules.kinds, columns, rules.config, rules.times, rules.cost, place=False)
         return [[[each.plan for each in nanos] for nanos in kind] for kind in placed]
-
-    def _agree_on_rates(self, headers: torch.Tensor) -> None:
-        """Take the rates of the group's first rank, and of the first such group of those that share homes."""
-        if self._rules.rates is None:
-            return
-        own = self._rules.rates.times
-        words = torch.cat((headers[0, _RATES], torch.tensor(own.hosts, dtype=torch.int64)))
-        if self.placement is not None:
-            self.placement.broadcast(words)
-        rates = words[: len(RATES)].view(torch.float64).tolist()
-        times = replace(own, **dict(zip(RATES, rates, strict=True)), hosts=tuple(words[len(RATES) :].tolist()))
-        if times != self._times:
-            logger.info(f"CAD plans by time: {times.describe()}")
-        self._times = times
 
     def _say_that_it_stays(self, plans: Sequence[Plan]) -> None:
         """Log once that a batch stays home by its time, and why."""
         moves = any(plan.config.planner != "home" for plan in plans)
-        if self._times is None or self._rules.config.planner == "home" or self._has_stayed or moves:
+        times = self._rules.times
+        if times is None or self._rules.config.planner == "home" or self._has_stayed or moves:
             return
         self._has_stayed = True
-        even = max(plan.stats.max_over_mean for plan in plans)
+        imbalance = max(plan.stats.max_over_mean for plan in plans)
         logger.info(
             f"CAD leaves attention where its tokens are when moving it saves less than {100 * LEAST_GAIN:.0f} % of a "
-            f"layer, as in this batch: imbalance {even:.3f}, {self._times.describe()}"
+            f"layer, as in this batch: imbalance {imbalance:.3f}, {times.describe()}"
         )
 
     def announce_exhausted(self) -> NoReturn:
@@ -298,11 +276,7 @@ class BatchPlanner:
         It can if all have one shape and as many ``columns``, at least one.
         """
         words = [len(starts), columns, shape.rows, shape.seq_len, shape.rows_per_microbatch, batches]
-        if (rates := self._rules.rates) is not None:
-            values = torch.tensor([getattr(rates.times, name) for name in RATES], dtype=torch.float64)
-            words += values.view(torch.int64).tolist()
         headers = self._gather_header(_OK, *words)
-        self._agree_on_rates(headers)
         padded = torch.zeros(int(headers[:, 1].max()), dtype=torch.int64)
         padded[: len(starts)] = torch.from_numpy(starts)
         rows = self._gather_rows(padded).numpy()

@@ -140,15 +140,6 @@ class Placement:
             deal = make_deal(old, new, list(chain.from_iterable(slots)), self.rank % self._per_stage // cp)
         return Homes(steps, deal)
 
-    def broadcast(self, words: Tensor) -> None:
-        """Replace ``words`` by those of the first of the twins, which all call this together."""
-        if self.twins is None:
-            return
-        try:
-            dist.broadcast(words, group_src=0, group=self.twins)
-        except RuntimeError as error:
-            raise PeerError(f"agreeing with stages and tensor-parallel ranks failed: {error}") from error
-
     def pack(self, homes: Homes | None, batches: Sequence[Batch]) -> Parcel | None:
         """Pack the batches that this rank has loaded for ``exchange``; None if they stay. Collective over the twins.
 

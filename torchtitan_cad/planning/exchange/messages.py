@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from torchtitan_cad.planning.model.shape import RowBytes
+from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
 from torchtitan_cad.planning.text import brief, is_number
 
 BUFFER_ALIGNMENT = 512
@@ -65,6 +65,10 @@ class MostRows:
     def kept_bytes(self, row_bytes: RowBytes) -> int:
         """Return the bytes of Q, K and V that a server receives, and may keep for backward, at most."""
         return self.received_queries * row_bytes.forward_queries + self.received_keys * row_bytes.keys
+
+    def are_kept(self, shape: AttentionShape, bytes_per_call: float) -> bool:
+        """Tell whether servers keep the Q, K and V that they receive, if each may keep ``bytes_per_call``."""
+        return 0 < self.kept_bytes(RowBytes.of(shape)) <= bytes_per_call
 
     def in_one_trip(self) -> Trips:
         """Return one trip of each kind, for receive buffers of any size."""
