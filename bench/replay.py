@@ -23,7 +23,8 @@ from bench.record import Record, markdown_table, save
 from bench.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.timed import link_seconds
-from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
+from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionCall, Direction
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import AttentionKernel, get_kernel
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.profiling import device_name
@@ -86,12 +87,13 @@ def replay_rank(
     returned_keys = [rows(sum(kv_out.send_counts), shape.num_kv_heads) for _ in range(2)]
     returned_lse = torch.zeros(returned.shape[:2], device=device, dtype=statistic.dtype)
 
+    engine = CoreAttentionEngine(kernel, None, rank=0, device=device, scale=1.0)
+
     def run(direction: Direction, queries: list[Tensor], back: dict[str, list[Tensor]]) -> object:
         local = {"queries": [x[:n_q] for x in queries], "keys": [x[:n_kv] for x in (k, v)]}
         received = {"queries": [x[n_q:] for x in queries], "keys": [x[n_kv:] for x in (k, v)]}
-        call = AttentionState(direction, 0, tables, local)
-        call.begin_tasks(kernel, received)
-        call.finish_tasks()
+        call = AttentionCall(engine, direction, 0, tables, local)
+        call.combine_results(call.begin_tasks(received))
         for _, trips in tables.home[direction.name] if tables.moves else ():
             for trip in trips:
                 call.combine(trip.kind, trip.combination, back[trip.kind], is_last=trip.is_last)

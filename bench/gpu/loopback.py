@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
 from torchtitan_cad.planning.exchange.messages import buffer_bytes
-from torchtitan_cad.runtime.call import AttentionState, Saved
+from torchtitan_cad.runtime.call import AttentionCall, Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
@@ -190,25 +190,25 @@ class Layer:
         calls = []
         for engine, streams, (q, k, v, _) in zip(self.engines, self._streams, self.rows, strict=True):
             with streams.on_computing():
-                calls.append(engine.send(engine.begin_forward(q, k, v, key)))
+                calls.append(engine.begin_forward(q, k, v, key).send())
         forward = self._finish(calls)
         calls = []
         for engine, streams, (q, k, v, dout), results in zip(
             self.engines, self._streams, self.rows, forward, strict=True
         ):
             with streams.on_computing():
-                calls.append(engine.send(engine.begin_backward(dout, Saved(q, k, v, *results), key)))
+                calls.append(engine.begin_backward(dout, Saved(q, k, v, *results), key).send())
         backward = self._finish(calls)
         return [(*results[:2], *gradients) for results, gradients in zip(forward, backward, strict=True)]
 
-    def _finish(self, calls: Sequence[AttentionState]) -> list[tuple[Tensor, ...]]:
+    def _finish(self, calls: Sequence[AttentionCall]) -> list[tuple[Tensor, ...]]:
         # First what every rank serves is computed: results return into buffers that their homes have to free before.
         results = []
-        for step in (CoreAttentionEngine.attend_first, CoreAttentionEngine.attend, CoreAttentionEngine.finish):
+        for step in (AttentionCall.attend_first, AttentionCall.attend, AttentionCall.finish):
             results = []
-            for engine, streams, call in zip(self.engines, self._streams, calls, strict=True):
+            for streams, call in zip(self._streams, calls, strict=True):
                 with streams.on_computing():
-                    results.append(step(engine, call))
+                    results.append(step(call))
         return results
 
     def undivided(self) -> list[Tensor]:

@@ -150,14 +150,14 @@ def execute(
         if not two_rounds:
             saved = Saved(q, k, v, *engine.forward(q, k, v, 7, shared), shared=shared)  # type: ignore[misc]
             return [saved.out, saved.lse, *engine.backward(dout, saved, 8, *dlse)]
-        forward = engine.send(engine.begin_forward(q, k, v, 7, shared))
-        engine.attend_first(forward)
-        engine.attend(forward)
-        saved = Saved(q, k, v, *engine.finish(forward), shared=shared)
-        call = engine.send(engine.begin_backward(dout, saved, 8, *dlse))
-        engine.attend_first_of_two(call)
-        engine.attend(call)
-        return [saved.out, saved.lse, *engine.finish(call)]
+        forward = engine.begin_forward(q, k, v, 7, shared).send()
+        forward.attend_first()
+        forward.attend()
+        saved = Saved(q, k, v, *forward.finish(), shared=shared)
+        call = engine.begin_backward(dout, saved, 8, *dlse).send()
+        call.attend_first_of_two()
+        call.attend()
+        return [saved.out, saved.lse, *call.finish()]
 
     return run_ranks(num_ranks, body)
 

@@ -321,7 +321,7 @@ def test_the_second_half_cannot_go_first() -> None:
         each.begin_tick([TickCall(forward=True, keys=(2, 3), mine=True)], microbatch=6)
     with pytest.raises(RuntimeError, match=r"makes the step start_forward, but its next step .*nano=0"):
         first_try.begin_forward(q, kv, kv, 7)
-    first, second = (engine.send(engine.begin_forward(q, kv, kv, key)) for key in (6, 7))
+    first, second = (engine.begin_forward(q, kv, kv, key).send() for key in (6, 7))
     assert (first.key, second.key) == (2, 3)
     with pytest.raises(RuntimeError, match=r"makes the step attend_forward, but its next step .*nano=0"):
-        engine.attend(second)
+        second.attend()

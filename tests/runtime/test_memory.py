@@ -140,16 +140,16 @@ def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.
     q, k, v, dout, shared = empty_rows(m, plan.shape)
     assert n == m
     with LiveBytes() as forward:
-        call = engine.send(engine.begin_forward(q, k, v, 0, shared))
-        engine.attend(call)
+        call = engine.begin_forward(q, k, v, 0, shared).send()
+        call.attend()
         forward_travelling = forward.now
-        out, lse, *kept = engine.finish(call)
+        out, lse, *kept = call.finish()
     kept_bytes = sum(x.untyped_storage().nbytes() for x in kept)
     with LiveBytes(*kept) as backward:
-        backward_call = engine.send(engine.begin_backward(dout, Saved(q, k, v, out, lse, *kept, shared), 0))
-        engine.attend(backward_call)
+        backward_call = engine.begin_backward(dout, Saved(q, k, v, out, lse, *kept, shared), 0).send()
+        backward_call.attend()
         backward_travelling = backward.now
-        engine.finish(backward_call)
+        backward_call.finish()
     passes = (forward.most, forward_travelling), (backward.most + kept_bytes, backward_travelling + kept_bytes)
     return memory.Passes(*(memory.Pass(*each) for each in passes))
 

@@ -104,21 +104,21 @@ def train(
     x = [torch.randn(64, 4, 16, generator=generator).to(device, dtype) for _ in halves]
     for _ in range(LAYERS):
         rows = [(y[:, :2] * 1.0, y[:, 2:3] * 1.0, y[:, 3:] * 1.0) for y in x]
-        calls = [engine.send(engine.begin_forward(*rows[half], half)) for half in halves]
+        calls = [engine.begin_forward(*rows[half], half).send() for half in halves]
         for call in calls:
-            engine.attend(call)
-        results = [engine.finish(call) for call in calls]
+            call.attend()
+        results = [call.finish() for call in calls]
         saved.append([Saved(*rows[half], *results[half]) for half in halves])
         x = [y + torch.cat((out, out), 1) for y, (out, *_) in zip(x, results, strict=True)]
         del rows, calls, results
     outputs += x
     for tensors in reversed(saved):
         douts = [torch.tanh(y[:, :2]) for y in x]
-        calls = [engine.send(engine.begin_backward(douts[half], tensors[half], half)) for half in halves]
+        calls = [engine.begin_backward(douts[half], tensors[half], half).send() for half in halves]
         del douts
         for call in calls:
-            engine.attend(call)
-        gradients = [engine.finish(call) for call in calls]
+            call.attend()
+        gradients = [call.finish() for call in calls]
         del calls
         x = [y + torch.cat((dq, dk, dv), 1) for y, (dq, dk, dv) in zip(x, gradients, strict=True)]
     return [y.cpu() for y in (*outputs, *x)]

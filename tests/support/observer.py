@@ -12,14 +12,14 @@ from typing import Any
 
 from torchtitan_cad.integration.pingpong.loop import _Half
 from torchtitan_cad.runtime.attend import TaskRunner
-from torchtitan_cad.runtime.call import AttentionState
+from torchtitan_cad.runtime.call import AttentionCall
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
 Notice = Callable[[str, int], None]
 """Called with the name of a step and the key of its plan."""
 
-_under_way: ContextVar[tuple[CoreAttentionEngine, AttentionState]] = ContextVar("under way")
+_under_way: ContextVar[AttentionCall] = ContextVar("under way")
 
 
 def observe(engine: CoreAttentionEngine, notice: Notice | None) -> None:
@@ -35,9 +35,9 @@ def note(engine: CoreAttentionEngine, step: str, key: int) -> None:
 
 @functools.cache
 def _wrap() -> None:
-    _replace(CoreAttentionEngine, "_enter", _enter)
+    _replace(CoreAttentionEngine, "enter", _enter)
     for name in ("attend_first", "compute", "finish"):
-        _replace(CoreAttentionEngine, name, _take_step)
+        _replace(AttentionCall, name, _take_step)
     _replace(TaskRunner, "advance", _advance)
     _replace(_Half, "run", _run)
     _replace(_Half, "exchange", _exchange)
@@ -55,17 +55,17 @@ def _enter(original: Callable, engine: CoreAttentionEngine, step: str, direction
     return original(engine, step, direction, key, *rows)
 
 
-def _take_step(original: Callable, engine: CoreAttentionEngine, call: AttentionState) -> Any:
+def _take_step(original: Callable, call: AttentionCall) -> Any:
     if original.__name__ != "compute":
-        note(engine, f"{original.__name__}_{call.direction.name}", call.key)
-    with _set(_under_way, (engine, call)):
-        return original(engine, call)
+        note(call.engine, f"{original.__name__}_{call.direction.name}", call.key)
+    with _set(_under_way, call):
+        return original(call)
 
 
 def _advance(original: Callable, tasks: TaskRunner) -> None:
-    if tasks._rounds[0] and (under_way := _under_way.get(None)):  # None: a bench's tasks, of no engine
-        engine, call = under_way
-        note(engine, f"compute_{call.direction.name}", call.key)
+    call = _under_way.get(None)
+    if tasks._rounds[0] and call is not None:  # None: a bench's tasks, of no engine
+        note(call.engine, f"compute_{call.direction.name}", call.key)
     original(tasks)
 
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Core attention in flight: a rank's state of it between the engine's steps, and the two directions."""
+"""One call of core attention, step by step, and what differs between its two directions."""
 
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
 from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.exchange import Exchange, Incoming
@@ -18,6 +20,9 @@ from torchtitan_cad.runtime.packing import RowFormat, hide_storage
 from torchtitan_cad.runtime.row_tables import Trip
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport.base import Kind, Routes
+
+if TYPE_CHECKING:
+    from torchtitan_cad.runtime.engine import CoreAttentionEngine
 
 
 class Saved(NamedTuple):
@@ -103,104 +108,191 @@ BACKWARD = Direction(
 rows"""
 
 
-@dataclasses.dataclass(eq=False)
-class AttentionState:
-    """Core attention in flight, in one direction.
+class AttentionCall:
+    """Core attention of one rank, in one direction, from its first step to its last.
 
-    Attributes:
-        rows: by kind, tensors of this rank's rows, until kernels run.
-        kept: the kept messages of queries, and of keys, with hidden storage.
-        number: the call's number in the transport.
-        incoming: the rows to serve, while they arrive and until they are used.
-        tasks: the kernel calls, while they run.
-        served: by kind, the results for rows of other ranks, until they are sent.
-        results: by kind and result, the tensors of all kernel calls; after combining, one tensor of local rows, in fp32
-            (fp64) until the last trip.
-        returning: exchanges of results in flight and their trips, in the order of their starts.
+    The steps are ``send``, ``attend_first`` (of plans with two rounds, on request), ``compute``, ``send_home`` and
+    ``finish``, in this order. Other work may run between them while rows travel. ``send`` and ``send_home`` start
+    exchanges, so all ranks of the group make the same steps in the same order.
+
+    Args:
+        engine: gives kernel, transport and clock, and orders calls.
+        direction: forward or backward.
+        key: the plan's key.
+        plan: of this call.
+        rows: by kind, tensors of this rank's rows.
+        kept: messages of queries, and of keys, with hidden storage, which the forward call has kept.
     """
 
-    direction: Direction
-    key: int
-    plan: PlanTables
-    rows: dict[Kind, list[Tensor]]
-    kept: Sequence[Tensor] = ()
-    number: int = 0
-    incoming: Incoming | None = None
-    tasks: TaskRunner | None = None
-    served: dict[Kind, list[Tensor]] = dataclasses.field(default_factory=dict)
-    results: dict[Kind, list[list[Tensor]]] = dataclasses.field(default_factory=dict)
-    returning: deque[tuple[Exchange, Sequence[Trip]]] = dataclasses.field(default_factory=deque)
+    def __init__(
+        self,
+        engine: "CoreAttentionEngine",
+        direction: Direction,
+        key: int,
+        plan: PlanTables,
+        rows: dict[Kind, list[Tensor]],
+        kept: Sequence[Tensor] = (),
+    ) -> None:
+        self.engine, self.direction, self.key, self._plan = engine, direction, key, plan
+        self._kept = kept
+        self._number = 0
+        """The call's number in the transport."""
+        self._rows = rows
+        """By kind, the rows at home, until kernels run."""
+        self._incoming: Incoming | None = None
+        """The rows to serve, while they arrive and until they are used."""
+        self._tasks: TaskRunner | None = None
+        """The kernel calls, while they run."""
+        self._served: dict[Kind, list[Tensor]] = {}
+        """By kind, the results for rows of other ranks, until they are sent."""
+        self._results: dict[Kind, list[list[Tensor]]] = {}
+        """By kind and result, the partials of all kernel calls; once combined, one tensor of the rows at home, in fp32
+        (fp64) until the last trip."""
+        self._returning: deque[tuple[Exchange, Sequence[Trip]]] = deque()
+        """Exchanges of results in flight and their trips, in the order of their starts."""
+        self._like = {kind: [x.new_empty(0, *x.shape[1:]) for x in tensors] for kind, tensors in rows.items()}
+        self._results_like = direction.results(self._like)
 
-    def __post_init__(self) -> None:
-        self._like = {kind: [x.new_empty(0, *x.shape[1:]) for x in rows] for kind, rows in self.rows.items()}
-        self._results_like = self.direction.results(self._like)
+    def run(self) -> tuple[Tensor, ...]:
+        """Make all steps, and return the results as ``finish``."""
+        self.send()
+        self.attend()
+        return self.finish()
+
+    # Rows to their servers --------------------------------------------------------------------------------------------
+
+    def send(self) -> "AttentionCall":
+        """Start the exchanges that take rows to their servers, and bring the rows that this rank serves."""
+        if not self._plan.moves:
+            return self
+        assert self.engine.transport is not None
+        self._number = self.engine.transport.begin()
+        kinds: list[Kind] = ["queries"] if self._has_kept_rows else ["queries", "keys"]
+        exchanges = self._plan.out["queries" if self._has_kept_rows else "all"]
+        num_rows = {kind: getattr(self._plan, kind).num_served for kind in kinds}
+        self._incoming = Incoming(self._send_rows, exchanges, num_rows)
+        return self
+
+    @property
+    def _has_kept_rows(self) -> bool:
+        """True if this rank need not receive Q, K and V again."""
+        return self._plan.keeps and self.direction is BACKWARD
+
+    def _send_rows(self, routes: Routes) -> Exchange:
+        """Start an exchange of rows to their servers."""
+        messages = dict(self._rows)
+        if self._has_kept_rows:
+            messages["queries"] = messages["queries"][:-1]  # without Q
+        return self._start("rows", routes, [messages[route.kind] for route in routes])
+
+    def _start(self, what: str, routes: Routes, messages: Sequence[list[Tensor]]) -> Exchange:
+        clock, transport = self.engine.clock, self.engine.transport
+        assert transport is not None
+        phase = f"{self.direction.name} {what}"
+        clock.exchanges += 1
+        clock.phase = phase
+        with record_function(f"cad/exchange {phase}"), clock.measure("starting"):
+            pending = transport.start(messages, routes, phase, self._number)
+        return Exchange(pending, [RowFormat.of(tensors) for tensors in messages], clock, phase)
 
     # Kernel calls -----------------------------------------------------------------------------------------------------
 
-    def begin_tasks(self, kernel: AttentionKernel, received: dict[Kind, list[Tensor]]) -> TaskRunner:
-        """Return the kernel calls over local and ``received`` rows. The state no longer holds the local rows."""
-        local, self.rows = self.rows, {}
-        queries, keys = (RowSpace(rows, received.get(kind) or [x[:0] for x in rows]) for kind, rows in local.items())
-        compute = partial(self.direction.compute, kernel, self.plan.is_plain)
-        self.tasks = TaskRunner(self.plan, queries, keys, compute, self.release)
-        return self.tasks
+    def attend_first_of_two(self) -> None:
+        """Compute the first round, if the plan has two."""
+        if len(self._plan.rounds) > 1:
+            self.attend_first()
 
-    def received(self) -> dict[Kind, list[Tensor]]:
-        """Wait for the rows to serve, in the order of ``rows``; returns an empty dictionary if no rows move."""
-        if self.incoming is None:
+    def attend_first(self) -> None:
+        """Wait for the rows to serve, and compute the first round of this rank's tasks."""
+        tasks = self.begin_tasks(self._receive())
+        with self._traced():
+            tasks.advance()
+
+    def attend(self) -> None:
+        """Compute the remaining rounds, and send results home."""
+        self.compute()
+        self.send_home()
+
+    def compute(self) -> None:
+        """Compute the remaining rounds, and combine results for other ranks, and local results if they are many."""
+        self.engine.enter("attend", self.direction, self.key)
+        tasks = self.begin_tasks(self._receive()) if self._tasks is None else self._tasks
+        with self._traced():
+            self.combine_results(tasks)
+
+    def _traced(self) -> record_function:
+        """Return a context that names the computation in traces."""
+        return record_function("cad/attention" if self.direction is FORWARD else "cad/attention backward")
+
+    def begin_tasks(self, received: dict[Kind, list[Tensor]]) -> TaskRunner:
+        """Return the kernel calls over rows at home and ``received`` rows. The call then holds no rows at home."""
+        at_home, self._rows = self._rows, {}
+        queries, keys = (RowSpace(rows, received.get(kind) or [x[:0] for x in rows]) for kind, rows in at_home.items())
+        compute = partial(self.direction.compute, self.engine.kernel, self._plan.is_plain)
+        self._tasks = TaskRunner(self._plan, queries, keys, compute, self._release)
+        return self._tasks
+
+    def _receive(self) -> dict[Kind, list[Tensor]]:
+        """Wait for the rows to serve, by kind; returns an empty dictionary if no rows move."""
+        if self._incoming is None:
             return {}
-        if self.plan.keeps and self.direction is FORWARD:
-            self.kept = [hide_storage(message) for message in self.incoming.receive()]
-        received = self.incoming.wait()
-        if self.plan.keeps and self.direction is BACKWARD:
-            (kept_q, kept_kv), self.kept = self.kept, ()
-            queries, keys = RowFormat.of(self._like["queries"][-1:]), RowFormat.of(self._like["keys"])
-            received["queries"] += queries.reveal(kept_q, self.plan.queries.num_served)
-            received["keys"] = keys.reveal(kept_kv, self.plan.keys.num_served)
+        if self._plan.keeps and self.direction is FORWARD:
+            self._kept = [hide_storage(message) for message in self._incoming.receive()]
+        received = self._incoming.wait()
+        if self._has_kept_rows:
+            kept_q, kept_kv = self._kept
+            self._kept = ()
+            format_q, format_kv = RowFormat.of(self._like["queries"][-1:]), RowFormat.of(self._like["keys"])
+            received["queries"] += format_q.reveal(kept_q, self._plan.queries.num_served)
+            received["keys"] = format_kv.reveal(kept_kv, self._plan.keys.num_served)
         return received
 
-    def finish_tasks(self) -> None:
-        """Run the remaining kernel calls and combine results for other ranks, and local results if they are many."""
-        assert self.tasks is not None
-        count = sum(map(len, self._results_like.values()))
-        results = [list(of_calls) for of_calls in zip(*self.tasks.finish(), strict=True)] or [[]] * count
-        self.tasks = None
+    def _release(self) -> None:
+        """Free the receive buffers of the rows to serve."""
+        if self._incoming is not None:
+            self._incoming.release()
+        self._incoming = None
+
+    def combine_results(self, tasks: TaskRunner) -> None:
+        """Run the remaining kernel calls and combine their results, for other ranks and, if they are many, at home."""
+        num_results = sum(len(like) for like in self._results_like.values())
+        partials = [list(of_calls) for of_calls in zip(*tasks.finish(), strict=True)] or [[]] * num_results
+        self._tasks = None
         for kind, like in self._results_like.items():
-            self.results[kind], results = results[: len(like)], results[len(like) :]
+            self._results[kind] = partials[: len(like)]
+            partials = partials[len(like) :]
         for kind, like in self._results_like.items():
-            tables = getattr(self.plan, kind)
-            if self.plan.moves:
-                self.served[kind] = self.direction.combine(tables.served, self.results[kind], like)
+            tables = getattr(self._plan, kind)
+            if self._plan.moves:
+                self._served[kind] = self.direction.combine(tables.served, self._results[kind], like)
             if tables.local is not None:
                 self.combine(kind, tables.local)
 
-    # Exchanges --------------------------------------------------------------------------------------------------------
+    # Results to their homes -------------------------------------------------------------------------------------------
 
-    def send(self, start: Callable[[Routes, Sequence[list[Tensor]]], Exchange]) -> None:
-        """Start, by ``start``, the exchanges that send rows to their servers and bring the rows to serve."""
-        kinds, messages = "all", self.rows
-        if self.plan.keeps and self.direction is BACKWARD:
-            kinds, messages = "queries", {"queries": self.rows["queries"][:-1]}
-        num_rows = {kind: getattr(self.plan, kind).num_served for kind in messages}
-        self.incoming = Incoming(
-            lambda routes: start(routes, [messages[route.kind] for route in routes]), self.plan.out[kinds], num_rows
-        )
+    def send_home(self) -> None:
+        """Start all exchanges of results. If all receive buffers are in use, the oldest exchange is taken in first."""
+        served, self._served = self._served, {}
+        exchanges = self._plan.home[self.direction.name] if self._plan.moves else []
+        for routes, trips in exchanges:
+            if len(self._returning) == BUFFERS_PER_CALL:
+                self._take_in_next()
+            exchange = self._start(self.direction.results_name, routes, [served[trip.kind] for trip in trips])
+            self._returning.append((exchange, trips))
 
     def receive_all(self) -> None:
         """Wait for all rows in flight on the current stream, before a step on another stream uses them."""
-        for travelling in (self.incoming, *(exchange for exchange, _ in self.returning)):
+        for travelling in (self._incoming, *(exchange for exchange, _ in self._returning)):
             if travelling is not None:
                 travelling.receive()
 
-    def release(self) -> None:
-        """Free the receive buffers of the rows to serve."""
-        if self.incoming is not None:
-            self.incoming.release()
-        self.incoming = None
+    def held_tensors(self) -> list[Any]:
+        """Return what exchanges may still read or write."""
+        return [*self._served.values(), *self._results.values()]
 
-    def take_in_next(self) -> None:
+    def _take_in_next(self) -> None:
         """Wait for the oldest exchange of results, combine its rows and free its receive buffers."""
-        exchange, trips = self.returning.popleft()
+        exchange, trips = self._returning.popleft()
         for trip, returned in zip(trips, exchange.wait(), strict=True):
             self.combine(trip.kind, trip.combination, returned, is_last=trip.is_last)
         exchange.release()
@@ -212,21 +304,21 @@ class AttentionState:
 
         The results get the model's dtype if this ``is_last``, else fp32 (fp64).
         """
-        partials, like = self.results[kind], self._results_like[kind]
+        partials, like = self._results[kind], self._results_like[kind]
         if returned:
             partials = [[*of_result, rows] for of_result, rows in zip(partials, returned, strict=True)]
         like = like if is_last else [x.to(compute_dtype(x.dtype)) for x in like]
-        self.results[kind] = [[rows] for rows in self.direction.combine(combination, partials, like)]
+        self._results[kind] = [[rows] for rows in self.direction.combine(combination, partials, like)]
 
     def finish(self) -> tuple[Tensor, ...]:
-        """Take in the remaining results; returns the results of this rank's rows and, forward, the kept messages."""
-        while self.returning:
-            self.take_in_next()
-        if not (self.plan.moves or self.plan.is_plain):
-            for kind in self.results:
-                self.combine(kind, getattr(self.plan, kind).home[0].combination, is_last=True)
-        results = [rows.contiguous() for kind in self.results.values() for (rows,) in kind]
+        """Take in the remaining results; returns the results of the rows at home and, forward, the kept messages."""
+        while self._returning:
+            self._take_in_next()
+        if not (self._plan.moves or self._plan.is_plain):
+            for kind in self._results:
+                self.combine(kind, getattr(self._plan, kind).home[0].combination, is_last=True)
+        results = [rows.contiguous() for kind in self._results.values() for (rows,) in kind]
         if self.direction is FORWARD:
-            nothing = (results[0].new_empty(0, dtype=torch.uint8) for _ in range(2))
-            results += self.kept or nothing
+            nothing = [results[0].new_empty(0, dtype=torch.uint8) for _ in range(2)]
+            results += self._kept or nothing
         return tuple(results)

@@ -7,33 +7,27 @@ returned results at home. Backward: homes send dO with the merged softmax statis
 kept them), servers run the kernel's backward, gradients return and are summed in fp32 in a fixed order. Backward starts
 from rows at home, so it may follow another plan than forward.
 
-Each direction has three steps: start (``begin_forward`` or ``begin_backward``, and ``send``), ``attend`` and
-``finish``. Other work may run between them while rows travel. The first two steps start all exchanges, in the same
-order on all ranks. Rows that do not fit into the receive buffers travel in several trips
-(planning/exchange/messages.py): rows to serve are copied out before kernels run, and results are combined trip by trip,
-the last trips in ``finish``.
+A call's steps are in ``call.py``; the engine keeps plans and begins calls. Rows that do not fit into the receive
+buffers travel in several trips (planning/exchange/messages.py): rows to serve are copied out before kernels run, and
+results are combined trip by trip, the last trips in the last step.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from torchtitan_cad.planning import Plan
-from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction, Saved
-from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock
+from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionCall, Direction, Saved
+from torchtitan_cad.runtime.exchange import ExchangeClock
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta, subtract_lse_gradient
-from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.replay import TableSizes, copy_tables
 from torchtitan_cad.runtime.tables import PlanTables
-from torchtitan_cad.runtime.transport import Routes, Transport
+from torchtitan_cad.runtime.transport import Transport
 from torchtitan_cad.runtime.transport.base import Kind
 
 Step = Literal["start", "attend"]
@@ -161,10 +155,8 @@ class CoreAttentionEngine:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key: int, shared: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute core attention of this rank's tokens: ``begin_forward``, ``send``, ``attend``, ``finish``.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int, shared: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Compute core attention of this rank's tokens, all steps at once.
 
         Args:
             q: [Tq, Hq, D], this rank's queries in layout order.
@@ -178,7 +170,7 @@ class CoreAttentionEngine:
             them, the received messages of Q and of K and V with hidden storage (see ``packing``), otherwise empty
             tensors. ``backward`` takes ``Saved(q, k, v, *results, shared)``.
         """
-        return self._run(self.begin_forward(q, k, v, key, shared))
+        return self.begin_forward(q, k, v, key, shared).run()
 
     def backward(self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
         """Compute the gradients of ``Saved.arguments``, in their shapes and dtype.
@@ -189,16 +181,11 @@ class CoreAttentionEngine:
             key: the plan's key.
             dlse: [Tq, Hq], the gradient of lse, if it has one.
         """
-        return self._run(self.begin_backward(dout, saved, key, dlse))
+        return self.begin_backward(dout, saved, key, dlse).run()
 
-    def _run(self, call: AttentionState) -> Any:
-        self.send(call)
-        self.attend(call)
-        return self.finish(call)
-
-    def begin_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int, shared: Tensor | None = None) -> AttentionState:
+    def begin_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int, shared: Tensor | None = None) -> AttentionCall:
         """Begin a forward call, with the arguments of ``forward``. Raises ValueError for a wrong number of rows."""
-        key = self._enter("start", FORWARD, key, q)
+        key = self.enter("start", FORWARD, key, q)
         plan = self.plan(key)
         if (q.shape[0], k.shape[0]) != (plan.queries.num_local, plan.keys.num_local):
             raise ValueError(
@@ -206,78 +193,22 @@ class CoreAttentionEngine:
                 f"got {q.shape[0]} and {k.shape[0]}"
             )
         keys = [k, v, *([] if shared is None else [shared])]
-        return AttentionState(FORWARD, key, plan, {"queries": [q], "keys": keys})
+        return AttentionCall(self, FORWARD, key, plan, {"queries": [q], "keys": keys})
 
-    def begin_backward(
-        self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None
-    ) -> AttentionState:
+    def begin_backward(self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None) -> AttentionCall:
         """Begin a backward call, with the arguments of ``backward``."""
         given = Saved(*saved)
         q, *keys = given.arguments
-        key = self._enter("start", BACKWARD, key, q)
+        key = self.enter("start", BACKWARD, key, q)
         plan = self.plan(key)
         dout = dout.contiguous()
         delta = given.out if plan.is_plain and dlse is None else row_delta(dout, given.out)
         if dlse is not None:
             dout, delta = subtract_lse_gradient(dout, delta, dlse)
         rows: dict[Kind, list[Tensor]] = {"queries": [dout, given.lse, delta, q], "keys": keys}
-        return AttentionState(BACKWARD, key, plan, rows, [given.kept_q, given.kept_kv])
+        return AttentionCall(self, BACKWARD, key, plan, rows, [given.kept_q, given.kept_kv])
 
-    def send(self, call: AttentionState) -> AttentionState:
-        """Send the rows that other ranks serve; returns the call."""
-        if call.plan.moves:
-            assert self.transport is not None
-            call.number = self.transport.begin()
-            call.send(partial(self._start, call, "rows"))
-        return call
-
-    def attend_first_of_two(self, call: AttentionState) -> None:
-        """Compute the first round, as ``attend_first``, if the plan has two rounds."""
-        if len(call.plan.rounds) > 1:
-            self.attend_first(call)
-
-    def attend_first(self, call: AttentionState) -> None:
-        """Wait for the rows to serve and compute the first round of this rank's tasks."""
-        tasks = call.begin_tasks(self.kernel, call.received())
-        with self._computing(call):
-            tasks.advance()
-
-    def attend(self, call: AttentionState) -> None:
-        """Compute the remaining rounds and send results to their homes."""
-        self.compute(call)
-        self.send_home(call)
-
-    def compute(self, call: AttentionState) -> None:
-        """Compute the remaining rounds: the first half of ``attend``."""
-        self._enter("attend", call.direction, call.key)
-        if call.tasks is None:
-            call.begin_tasks(self.kernel, call.received())
-        with self._computing(call):
-            call.finish_tasks()
-
-    def send_home(self, call: AttentionState) -> None:
-        """Start all exchanges of results: the second half of ``attend``.
-
-        If all receive buffers are in use, the oldest exchange is taken in first.
-        """
-        served, call.served = call.served, {}
-        for routes, trips in call.plan.home[call.direction.name] if call.plan.moves else ():
-            if len(call.returning) == BUFFERS_PER_CALL:
-                call.take_in_next()
-            tensors = [served[trip.kind] for trip in trips]
-            call.returning.append((self._start(call, call.direction.results_name, routes, tensors), trips))
-
-    def finish(self, call: AttentionState) -> Any:
-        """Wait for the results of other ranks and combine them; returns the results of ``forward`` or ``backward``."""
-        return call.finish()
-
-    def _computing(self, call: AttentionState) -> record_function:
-        """Return a context that names the computation in traces."""
-        return record_function("cad/attention" if call.direction is FORWARD else "cad/attention backward")
-
-    # Exchange ---------------------------------------------------------------------------------------------------------
-
-    def _enter(self, step: Step, direction: Direction, key: int, rows: Tensor | None = None) -> int:
+    def enter(self, step: Step, direction: Direction, key: int, rows: Tensor | None = None) -> int:
         """Begin a step that starts exchanges; an engine that orders calls (tick_engine.py) waits here.
 
         Args:
@@ -288,14 +219,6 @@ class CoreAttentionEngine:
             The key of the plan to follow.
         """
         return key
-
-    def _start(self, call: AttentionState, what: str, routes: Routes, messages: Sequence[list[Tensor]]) -> Exchange:
-        assert self.transport is not None
-        phase = f"{call.direction.name} {what}"
-        self.clock.exchanges, self.clock.phase = self.clock.exchanges + 1, phase
-        with record_function(f"cad/exchange {phase}"), self.clock.measure("starting"):
-            pending = self.transport.start(messages, routes, phase, call.number)
-        return Exchange(pending, [RowFormat.of(tensors) for tensors in messages], self.clock, phase)
 
 
 # Compiled graphs refer to an engine by name: a string is a constant of the graph, and deep-copying a model (as pipeline

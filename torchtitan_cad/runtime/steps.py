@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionState, Direction
+from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionCall, Direction
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.ops import (
     QKV,
@@ -51,7 +51,7 @@ STEPS = {
     "hold": (None, None),
     "one output": (None, None),
 }
-"""name of a step -> methods of the engine that it runs, forward and backward; None: nothing.
+"""name of a step -> methods of ``AttentionCall`` that it runs, forward and backward; None: nothing.
 
 attend: wait for the rows that this rank serves, compute, send the outputs home. attend_first, attend_rest: the same in
 two rounds with other work between; in backward, attend_rest comes first. A plan with one round is computed in
@@ -66,7 +66,7 @@ class Flight:
             previous one.
     """
 
-    def __init__(self, engine: CoreAttentionEngine, call: AttentionState, on_streams: bool) -> None:
+    def __init__(self, engine: CoreAttentionEngine, call: AttentionCall, on_streams: bool) -> None:
         self._engine, self._call, self._on_streams = engine, call, on_streams
         self._event = streams.record_event(engine.device) if on_streams else None
         """End of the last step, on its stream."""
@@ -81,8 +81,8 @@ class Flight:
         """
         device, call, is_exchange = self._engine.device, self._call, step in ("send", "send_home")
         streams.wait_event(device, self._event)
-        self._held = [*call.served.values(), *call.results.values()] if is_exchange else ()
-        results = getattr(self._engine, step)(call)
+        self._held = call.held_tensors() if is_exchange else ()
+        results = getattr(call, step)()
         if is_exchange and streams.module_of(device) is not None:
             call.receive_all()
         self._event = streams.record_event(device) if self._on_streams else None
@@ -139,7 +139,7 @@ def _begin(direction: Direction, on_streams: bool, engine: CoreAttentionEngine, 
             "has failed: a plan serves one layer at a time"
         )
     call = getattr(engine, f"begin_{direction.name}")(*rows, key, option)
-    engine.in_flight[call_key] = Flight(engine, call if on_streams else engine.send(call), on_streams)
+    engine.in_flight[call_key] = Flight(engine, call if on_streams else call.send(), on_streams)
     return two_tokens_like(rows[0]) if on_streams and direction is FORWARD else token_like(rows[0])
 
 

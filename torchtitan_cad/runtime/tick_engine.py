@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.call import FORWARD, AttentionState, Direction, Saved
+from torchtitan_cad.runtime.call import FORWARD, AttentionCall, Direction, Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, Step
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 
@@ -78,7 +78,7 @@ class TickEngine(CoreAttentionEngine):
         self._saved = Saved(q, k, v, out, lse, kept, kept, shared)
         self._steps: Iterator[_Due] | None = None
         self._microbatch = range(0)
-        self._served: dict[int, AttentionState] = {}
+        self._served: dict[int, AttentionCall] = {}
         """Served calls by nano-batch until they are finished, the oldest first."""
         self._serving = False
 
@@ -107,14 +107,14 @@ class TickEngine(CoreAttentionEngine):
         while self._served:
             self._finish_oldest()
 
-    def _enter(self, step: Step, direction: Direction, key: int, rows: Tensor | None = None) -> int:
+    def enter(self, step: Step, direction: Direction, key: int, rows: Tensor | None = None) -> int:
         """Serve until the next step belongs to this rank's block, and return the key of its plan.
 
         Raises:
             RuntimeError: a block calls out of order, or its rows are not of ``dtype``.
         """
         if self._serving:
-            return super()._enter(step, direction, key)
+            return super().enter(step, direction, key)
         if rows is not None and rows.dtype != (expected := self._saved.q.dtype):
             raise RuntimeError(
                 f"core attention gets {rows.dtype}, but the ranks that serve it expect {expected}, the dtype of "
@@ -126,7 +126,7 @@ class TickEngine(CoreAttentionEngine):
         if due is not None and (due.step, due.call.forward) == (step, direction is FORWARD):
             plan_key = due.call.keys[due.nano]
             if key == (self._microbatch[due.nano] if step == "start" else plan_key):
-                return super()._enter(step, direction, plan_key)
+                return super().enter(step, direction, plan_key)
         raise RuntimeError(f"a block makes the step {step}_{direction.name}, but its next step in this tick is {due}")
 
     def _serve_until_mine(self) -> _Due | None:
@@ -145,12 +145,12 @@ class TickEngine(CoreAttentionEngine):
     def _serve(self, due: _Due) -> None:
         key = due.call.keys[due.nano]
         if due.step == "attend":
-            self.attend(self._served[due.nano])
+            self._served[due.nano].attend()
         elif due.call.forward:
             q, k, v, *_, shared = self._saved
-            self._served[due.nano] = self.send(self.begin_forward(q, k, v, key, shared))
+            self._served[due.nano] = self.begin_forward(q, k, v, key, shared).send()
         else:
-            self._served[due.nano] = self.send(self.begin_backward(self._saved.out, self._saved, key))
+            self._served[due.nano] = self.begin_backward(self._saved.out, self._saved, key).send()
 
     def _finish_oldest(self) -> None:
-        self.finish(self._served.pop(next(iter(self._served))))
+        self._served.pop(next(iter(self._served))).finish()
