@@ -12,7 +12,7 @@ import pytest
 from tests.profiles import linear, make_profile
 from torchtitan_cad.cli import main
 from torchtitan_cad.cli.profile_command import report
-from torchtitan_cad.integration.report.steps_file import STEPS_NAME, StepsFile
+from torchtitan_cad.integration.report.steps_file import STEPS_NAME, new_steps_file, to_json
 from torchtitan_cad.planning import AttentionShape, Plan, Profile, validate_plan
 
 FIRST = {
@@ -34,9 +34,9 @@ THIRD = {**FIRST, "step": 3, "imbalance_before": 2.0, "plan_seconds": 0.002, "lo
 
 
 def write(folder: Path, *rows: dict) -> Path:
-    steps_file = StepsFile(folder)
+    steps_file = new_steps_file(folder)
     for row in rows:
-        steps_file.append(row)
+        steps_file.append(to_json(row))
     return steps_file.path
 
 
@@ -119,13 +119,13 @@ def test_what_cannot_be_reported_is_one_line(tmp_path: Path, content: str | None
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
-    steps_file = StepsFile(tmp_path)
-    steps_file.append(FIRST)
+    steps_file = new_steps_file(tmp_path)
+    steps_file.append(to_json(FIRST))
     path, steps_file.path = steps_file.path, Path("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        steps_file.append(SECOND)
+        steps_file.append(to_json(SECOND))
     steps_file.path = path
-    steps_file.append(SECOND)
+    steps_file.append(to_json(SECOND))
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert (first["loss"], second["step"], second["loss"]) == (8.0, 2, None)
 

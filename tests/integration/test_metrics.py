@@ -29,21 +29,14 @@ from torchtitan_cad.integration.titan022 import metrics  # noqa: E402
 from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor, scalars_of  # noqa: E402
 
 OTHER_JOBS = {
-    f"cad/{tag}"
-    for tag in (
-        *("placement/total(%)", "placement/worst(%)", "hosts/sent(MB)", "hosts/link(Gbit_s)"),
-        *("imbalance/reordered", "speedup/reordered", "speedup/cad"),
-    )
+    f"cad/{tag}" for tag in (*("placement/total(%)", "placement/worst(%)", "hosts/sent(MB)", "hosts/link(Gbit_s)"),)
 }
-"""Tags of jobs with placement, on several hosts, and with ``cad.shadow``."""
+"""Tags of jobs with placement, and on several hosts."""
 FIGURES: dict[str, Any] = {
     "exchange_seconds": 0.1,
     "exposed_percent": 2.0,
     "imbalance_before": 1.5,
     "imbalance_after": 1.0,
-    "imbalance_reordered": 1.2,
-    "speedup_reordered": 1.1,
-    "speedup_after": 1.3,
     "bytes_per_rank_mean": 1e6,
     "bytes_per_rank_max": 2e6,
     "bytes_copied": 3e6,
@@ -132,7 +125,7 @@ def test_validation_does_not_count_as_exchange_of_the_next_steps(
 ) -> None:
     processor, clock = new_processor(monkeypatch, tmp_path), ExchangeClock()
     engine = types.SimpleNamespace(clock=clock)
-    session = types.SimpleNamespace(engine=engine, shadow=None, confirm_exchanges=lambda: None)
+    session = types.SimpleNamespace(engine=engine, confirm_exchanges=lambda: None)
     monkeypatch.setattr(metrics, "current_session", lambda: session)
     with clock.measure("waiting"):
         pass
@@ -153,7 +146,7 @@ def test_a_loss_computed_after_a_failed_exchange_is_not_logged(tmp_path: Path, m
     said: list[str] = []
     engine = types.SimpleNamespace(clock=ExchangeClock(), transport=LateTransport())
     session: Any = types.SimpleNamespace(
-        statistics=types.SimpleNamespace(drain=dict), engine=engine, device=torch.device("cpu"), ranks=[0], shadow=None
+        statistics=types.SimpleNamespace(drain=dict), engine=engine, device=torch.device("cpu"), ranks=[0]
     )
     session.confirm_exchanges = functools.partial(CadSession.confirm_exchanges, session)
     processor = new_processor(monkeypatch, tmp_path)
@@ -182,30 +175,24 @@ def logged(processor: CadMetricsProcessor, step: int) -> None:
         processor.log(step, 1.0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize("shadow", [False, True])
 def test_figures_after_a_resume_are_those_of_the_steps_since_its_start(
-    shadow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 7 is the first of the process, step 8 is validated, and every fifth is logged."""
     seconds_of_a_step: list[float] = []
 
     def log(self: Any, step: int, *_: Any, extra_metrics: dict[str, float], **__: Any) -> None:
-        seconds_of_a_step.append(extra_metrics.get("cad/exchange/host(s)", 0.0))
-
-    def figures(step_seconds: float) -> dict[str, Any]:
-        seconds_of_a_step.append(step_seconds)
-        return {}
+        seconds_of_a_step.append(extra_metrics["cad/exchange/host(s)"])
 
     session = types.SimpleNamespace(
         statistics=types.SimpleNamespace(drain=dict),
         engine=types.SimpleNamespace(clock=Clock()),
         device=torch.device("cpu"),
         ranks=[0, 1],
-        shadow=types.SimpleNamespace(figures=figures) if shadow else None,
         confirm_exchanges=lambda: None,
     )
     monkeypatch.setattr(metrics, "current_session", lambda: session)
-    monkeypatch.setattr(MetricsProcessor, "log", (lambda self, *_, **__: None) if shadow else log)
+    monkeypatch.setattr(MetricsProcessor, "log", log)
     for validated, steps in ((None, 4), (8, 2)):
         processor = new_processor(monkeypatch, tmp_path)
         for step in range(7, 16):
@@ -233,11 +220,10 @@ def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, mo
         device=torch.device("cpu"),
         ranks=[0, 1],
         link_between_hosts=0.05,
-        shadow=None,
         confirm_exchanges=lambda: None,
     )
     monkeypatch.setattr(metrics, "current_session", lambda: session)
-    monkeypatch.setattr(metrics.StepsFile, "append", append)
+    monkeypatch.setattr(metrics.LinesFile, "append", append)
     monkeypatch.setattr(MetricsProcessor, "log", lambda self, step, *_, **__: said.append(f"step {step}"))
     monkeypatch.setattr(MetricsProcessor, "close", lambda self: said.append("closed"))
     processor = new_processor(monkeypatch, tmp_path)

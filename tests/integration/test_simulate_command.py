@@ -10,6 +10,7 @@ import pytest
 from tests.sets import CONFIGS, every_config
 from torchtitan_cad.cli import main
 from torchtitan_cad.cli.simulation_inputs import Options, read_inputs
+from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
 from torchtitan_cad.integration.titan022.cpu import enable_cpu
 
 enable_cpu()
@@ -185,6 +186,69 @@ def test_batches_from_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
         assert len(written["systems"]["packed"]["seconds_per_batch"]) == count
         assert written["systems"]["packing_cp"]["configuration"]["cp"] == 1
     assert written["systems"]["packed"]["share_of_perfect"] < 1
+
+
+def recorded(folder: Path, *lines: object) -> Path:
+    """A dump folder with these lines in its record."""
+    (folder / DOCUMENTS_NAME).parent.mkdir()
+    (folder / DOCUMENTS_NAME).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return folder
+
+
+STEP = {
+    "version": 1, "step": 1, "ranks": 2, "row_tokens": 8192,
+    "microbatches": [[[[8192]], [[4096, 4096]]], [[[8192]], [[4096, 4096]]]],
+}  # fmt: skip
+"""Two microbatches with a long document on the first rank and two short ones on the second."""
+
+
+def test_recorded_steps_are_simulated_as_they_were(tmp_path: Path) -> None:
+    """On the job's number of ranks and in its microbatches. The long document has 2080 tiles, the others 1056."""
+    output = tmp_path / "out.json"
+    even = {**STEP, "step": 2, "microbatches": [[[[8192]], [[8192]]]] * 2}
+    dump = recorded(tmp_path, even, STEP, {**STEP, "step": 2})
+    args = ["simulate", *SMALL, f"--documents={dump}", "--pp=1", "--cp=1", "--output", str(output)]
+    args.remove("--ranks=8")
+    for option, count in ((["--batches=1"], 1), (["--batches=10"], 2)):
+        assert main([*args, *option]) == 0
+        written = json.loads(output.read_text())
+        assert written["inputs"]["documents"]["batches"] == count
+        assert (written["inputs"]["cluster"]["ranks"], written["step_tokens"]) == (2, 4 * 8192)
+        systems = written["systems"]
+        assert systems["packed"]["configuration"]["microbatches"] == 2
+        assert systems["packed"]["max_over_mean"] == pytest.approx(2080 / ((2080 + 1056) / 2))
+        assert systems["reorder"]["max_over_mean"] == pytest.approx(1)
+        assert systems["perfect"]["max_over_mean"] == 1
+        assert 1 <= systems["greedy"]["max_over_mean"] < 1.1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "must be an object with version = 1"),
+        ({"step": 0}, "step = 0: must be a positive integer"),
+        ({"ranks": "2"}, "ranks = '2': must be a positive integer"),
+        ({"row_tokens": 4096}, "microbatches: a row is [8192]: must add up to row_tokens = 4096"),
+        ({"microbatches": [[[[8193, -1]]]]}, "microbatches: a row is [8193, -1]: must be a list of positive integers"),
+        ({"microbatches": [[[8192]]]}, "microbatches: a row is 8192: must be a list of positive integers"),
+        ({"microbatches": [[[[8192]]], [[[8192]]] * 2]}, "microbatches: must have as many ranks each"),
+        ({"microbatches": [[[[8192]]], []]}, "must be lists of ranks of rows of lengths"),
+        ({"microbatches": ["ab"]}, "microbatches = ['ab']: must be lists of ranks of rows of lengths"),
+        ({"microbatches": {"a": 1}}, "microbatches = {'a': 1}: must be lists of ranks of rows of lengths"),
+        ({"microbatches": None}, "microbatches = None: must be lists of ranks of rows of lengths"),
+    ],
+)
+def test_what_is_no_record_is_one_line(change: dict[str, object], message: str, tmp_path: Path, refused) -> None:
+    dump = recorded(tmp_path, {**STEP, **change})
+    error = refused("simulate", *SMALL, f"--documents={dump}")
+    assert f"--documents {dump / DOCUMENTS_NAME} does not hold recorded documents: line 1: " in error
+    assert message in error
+
+
+def test_folders_without_a_record(tmp_path: Path, refused) -> None:
+    error = refused("simulate", *SMALL, f"--documents={tmp_path}")
+    assert "this folder has no documents/steps.jsonl; name the dump folder of a job with cad.shadow = true" in error
+    assert "no step has been recorded" in refused("simulate", *SMALL, f"--documents={recorded(tmp_path)}")
 
 
 @pytest.mark.parametrize(

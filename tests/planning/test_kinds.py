@@ -31,7 +31,7 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.planning.model.cost import WindowCost, cost_model
-from torchtitan_cad.planning.model.kind import AttentionKind, chunked_layout
+from torchtitan_cad.planning.model.kind import AttentionKind, attention_work, chunked_layout
 from torchtitan_cad.planning.model.tasks import make_tasks
 from torchtitan_cad.planning.placement.kinds import plan_kinds
 from torchtitan_cad.planning.plan import moved_by
@@ -40,6 +40,18 @@ from torchtitan_cad.planning.plan import moved_by
 def kind_of(block: int | None, window: int | None) -> AttentionKind:
     name = "chunked" if block else "window" if window else "full"
     return AttentionKind(name, 1, replace(LLAMA, window=window), block)
+
+
+def test_attention_of_kinds_weighs_by_their_layers() -> None:
+    """A document of 1024 tokens has 36 tiles; in blocks of 512, 20; in windows of 129, 15."""
+    shape, layers = LLAMA, (1, 2, 3)
+    blocks_and_windows = (None, None), (512, None), (None, 129)
+    model = [replace(kind_of(*each), layers=count) for each, count in zip(blocks_and_windows, layers, strict=True)]
+    assert model[0].shape == shape
+    long, short = [1024], [128] * 8
+    assert attention_work([long], model, 128) == pytest.approx((36 + 2 * 20 + 3 * 15) / 6)
+    assert attention_work([short], model, 128) == 8
+    assert attention_work([short, long], model[:1], 128) == 44
 
 
 kinds = st.one_of(

@@ -18,9 +18,6 @@ RANKED = ("ranked_before", "ranked_after")
 MEANS = {
     "imbalance_before": ("attention imbalance (max/mean), before", 1),
     "imbalance_after": ("attention imbalance (max/mean), after", 1),
-    "imbalance_reordered": ("attention imbalance, whole rows reordered", 1),
-    "speedup_reordered": ("times as fast, whole rows reordered", 1),
-    "speedup_after": ("times as fast with CAD, predicted", 1),
     "bytes_per_rank_mean": ("sent per rank and layer forward (MB)", 1e-6),
     "bytes_per_rank_max": ("sent by the busiest rank (MB)", 1e-6),
     "placed_total": ("bytes, over those with the loader's homes", 1),

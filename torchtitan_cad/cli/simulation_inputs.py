@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import tyro
 
+from torchtitan_cad.cli.recorded_documents import RecordedDocuments, find_record, read_record
 from torchtitan_cad.cli.shared import check_job
+from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
 from torchtitan_cad.planning import Profile
 from torchtitan_cad.planning.files import read_json
 from torchtitan_cad.planning.text import printable
@@ -75,7 +78,7 @@ class _Own:
     """JSON list of lengths in tokens (lengths.json, or as in a job histogram:lengths.json), or a distribution:
     lognormal:median=4096,sigma=1.5,max=65536; pretrain:scale=4,long=0.5,max=524288; uniform:min=128,max=65536;
     fixed:length=4096. Or batches to take as they are: a JSON list of rows, each a list of lengths, or a list of such
-    lists."""
+    lists; or the dump folder of a job with cad.shadow, for its last recorded steps."""
     row_tokens: int | None = None
     """Tokens of a row, which cuts longer documents."""
     tokens_per_rank: int | None = None
@@ -116,6 +119,9 @@ def read_inputs(
     for option in ("row_tokens", "tokens_per_rank", "microbatches"):
         if given.get(option, 1) < 1:
             raise ValueError(f"--{option.replace('_', '-')} {given[option]}: set a positive whole number")
+    record = _record(options)
+    if record is not None:
+        given = {"ranks": record.ranks, **given}
     titan = None if job is None else _read_job(job, overrides, given.get("ranks"))
     if titan is None and "ranks" not in given:
         raise ValueError("--ranks: set the number of GPUs, or name a job's TOML file")
@@ -129,7 +135,14 @@ def read_inputs(
     written = titan.configuration if titan else Configuration(tolerance="auto", placement="balanced")  # as jobs have
     configuration = _made(Configuration, ours, written)
     is_open = (OPEN if titan is None else OPEN - {"pp", "checkpointing"}) - ours.keys()
-    documents = _documents(options, titan, cluster, configuration.pp, notes)
+    if record is None:
+        documents = _documents(options, titan, cluster, configuration.pp, notes)
+    else:
+        count = _count(options, cluster, notes)
+        documents = _given_documents(options.documents, record.batches[-count:])
+        configuration = dataclasses.replace(configuration, microbatches=record.microbatches)
+        is_open = frozenset() if titan else is_open - {"microbatches"}
+        notes.append(f"documents: {printable(options.documents)}, {documents.batches} steps up to {record.last_step}")
     notes += _assumed(given, cluster, rates)
     if model.dtype_bytes != 2:
         notes.append(f"rates: those of bf16, although the model computes in elements of {model.dtype_bytes} bytes")
@@ -154,6 +167,16 @@ def _model(name: str | None, given: dict[str, Any], titan: SimulatedJob | None) 
     return _made(Model, given, base)
 
 
+def _count(options: Options, cluster: Cluster, notes: list[str]) -> int:
+    """Return how many steps are simulated."""
+    if options.batches is not None:
+        return options.batches
+    count = max(FEWEST_BATCHES, min(BATCHES, BATCHES * MANY_RANKS * cluster.tp // cluster.ranks))
+    if count < BATCHES:
+        notes.append(f"batches: {count} (default), as {cluster.ranks} GPUs take longer; the last line has the error")
+    return count
+
+
 def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, pp: int, notes: list[str]) -> Documents:
     row, step, lengths = (titan.row_tokens, titan.step_tokens, titan.lengths) if titan else (None, None, None)
     if options.documents is not None:
@@ -161,10 +184,7 @@ def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, p
         if isinstance(values, list) and isinstance(values[0], list):
             batches = values if isinstance(values[0][0], list) else [values]
             notes.append(f"documents: {printable(options.documents)}, {len(batches)} batches of rows, as they are")
-            try:
-                return Documents.of_rows(batches)
-            except ValueError as error:
-                raise ValueError(f"--documents {options.documents}: {error}") from None
+            return _given_documents(options.documents, batches)
         lengths = np.array(values, dtype=np.int64)
         notes.append(
             f"documents: {printable(options.documents)}, {len(lengths):,} lengths of {lengths.mean():,.0f} tokens on "
@@ -180,14 +200,25 @@ def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, p
         row = tokens if row is None else row
     if options.row_tokens is not None:
         row = options.row_tokens
-    count = options.batches
-    if count is None:
-        count = max(FEWEST_BATCHES, min(BATCHES, BATCHES * MANY_RANKS * cluster.tp // cluster.ranks))
-        if count < BATCHES:
-            notes.append(
-                f"batches: {count} (default), as {cluster.ranks} GPUs take longer; the last line has the error"
-            )
+    count = _count(options, cluster, notes)
     return Documents(lengths, TOKENS_PER_RANK if row is None else row, step, count, options.seed)
+
+
+def _given_documents(spec: str | None, batches: Sequence[Sequence[Sequence[int]]]) -> Documents:
+    try:
+        return Documents.of_rows(batches)
+    except ValueError as error:
+        raise ValueError(f"--documents {spec}: {error}") from None
+
+
+def _record(options: Options) -> RecordedDocuments | None:
+    """Return the recorded steps that --documents names, as many as may be simulated; None if it names others."""
+    if options.documents is None or (path := find_record(Path(options.documents))) is None:
+        return None
+    try:
+        return read_record(path, options.batches or BATCHES)
+    except ValueError as error:
+        raise ValueError(f"--documents {error}") from None
 
 
 def _assumed(given: dict[str, Any], cluster: Cluster, rates: Rates) -> list[str]:
@@ -212,7 +243,11 @@ def _read_job(job: Path, overrides: tuple[str, ...], ranks: int | None) -> Simul
 
 def documents_file(spec: str | None) -> Path | None:
     """Return the file that the option --documents names; None if it names a distribution, or nothing."""
-    path = Path((spec or "").removeprefix("histogram:"))
+    if spec is None:
+        return None
+    path = Path(spec.removeprefix("histogram:"))
+    if record := find_record(path):
+        return record
     is_file = os.path.exists(path) and not os.path.isdir(path)
     return path if is_file or path.suffix == ".json" else None
 
@@ -221,6 +256,11 @@ def _values(spec: str) -> Any:
     """Return lengths in tokens, rows of them or batches of rows, from a file, or a distribution's."""
     path = documents_file(spec)
     if path is None:
+        if os.path.isdir(spec):
+            raise ValueError(
+                f"--documents {printable(spec)}: this folder has no {DOCUMENTS_NAME}; name the dump folder of a job "
+                "with cad.shadow = true"
+            )
         return named_lengths(spec)
     try:
         values = read_json(path)

@@ -123,8 +123,8 @@ class Cad:
 
     shadow: bool = False
     """
-    True: train as torchtitan does, and log for every step what reordering whole rows, and CAD, would make of its
-    imbalance and its time (docs/tools.md). Ranks exchange nothing for it but the places where documents begin.
+    True: train as torchtitan does, log the imbalance of attention, and record the documents of every step, from which
+    `torchtitan-cad simulate --documents RUN` predicts what reordering rows, and CAD, would gain (docs/tools.md).
     """
 
     heartbeat_seconds: float = 1.0

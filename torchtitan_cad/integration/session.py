@@ -34,12 +34,10 @@ from torchtitan_cad.integration.machine import (
 )
 from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
-from torchtitan_cad.integration.shadow import Shadow
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, TileAreaCost, warm_up
 from torchtitan_cad.planning.keeping import Room
 from torchtitan_cad.planning.model.batch import BatchShape
-from torchtitan_cad.planning.outlook import Outlook
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
@@ -64,8 +62,7 @@ class CadSession:
         self.group_rank = self.topology.group_rank(self.rank)
         self.side_stream = SideStream(self.device)
         self.statistics = StepStatistics()
-        watches = not (job.dry_run or self.cad.shadow)
-        store = store_of_attempt(dist.distributed_c10d._get_default_store()) if watches else None
+        store = None if job.dry_run else store_of_attempt(dist.distributed_c10d._get_default_store())
         if self.deals:
             warm_up_placement()
         host_names = [""] * dist.get_world_size()
@@ -78,7 +75,6 @@ class CadSession:
         self._engines: list[CoreAttentionEngine] = []
         self._ticks: Ticks | None = None
         self._loader: PlanningLoader | None = None
-        self.shadow: Shadow | None = None
         self._batches = 0
         self.times: LayerTimes | None = None
         self._validated: PlannedBatch | None = None
@@ -272,18 +268,6 @@ class CadSession:
             on_batch=self._on_batch,
         )
         return self._loader
-
-    def build_shadow(self, loader: Loader, blocks: Sequence[nn.Module]) -> Shadow:
-        """Wrap the training loader for ``cad.shadow``, with rates measured by a transport that is needed no longer."""
-        times = None
-        if len(self.ranks) > 1 and not self.job.dry_run:
-            group = dist.new_group(self.ranks, use_local_synchronization=True)
-            times = self._measure_times(self._build_transport(group), blocks)
-            dist.destroy_process_group(group)
-        how = self.job.kinds, self._config, self._cost, self.cad.nano_batches, self.topology.cp, self.topology.pp, times
-        outlook = Outlook(*how, self.cad.tolerance == "auto", len(blocks) // self.topology.pp)
-        self.shadow = Shadow(loader, self.job, outlook, self._train_group, self.group_rank)
-        return self.shadow
 
     # While training ---------------------------------------------------------------------------------------------------
 

@@ -1,75 +1,59 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``cad.shadow``: what reordering rows, and CAD, would make of every step of a job that trains without either.
+"""``cad.shadow``: a job trains without CAD, and the documents of all its steps are recorded."""
 
-Batches go to training as they were loaded. A thread gathers where their documents begin, and the first rank of the CAD
-group plans every step as CAD would; training waits for that only to log it.
-"""
-
-import contextlib
+import json
 import logging
-import os
-import queue
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.job import Job
-from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
-from torchtitan_cad.integration.loading.documents import BOUNDARY_KEYS
 from torchtitan_cad.integration.loading.loader import Batch, Loader
-from torchtitan_cad.integration.report.statistics import StepStatistics
-from torchtitan_cad.planning.model.batch import BatchShape
-from torchtitan_cad.planning.outlook import Outlook, speedups
-from torchtitan_cad.runtime.transport.base import gather
+from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME, DOCUMENTS_VERSION, LinesFile
+from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.model.kind import attention_work
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 60.0
-"""seconds: maximum for which a log line waits for the plan of its step"""
-CLOSE_S = 5.0
-"""seconds: maximum for which the end of the job waits for the thread, which may wait for a peer that is gone"""
-NICENESS = 10
-"""of the thread, so that it runs while training waits for other ranks"""
+Rows = list[list[int]]
+"""Tokens of the documents of every row, in order."""
 
 
 @dataclass(eq=False)
 class Shadow(Stateful):
-    """Hands out the batches of a loader, whose state it has, and predicts steps of one CAD group from them.
+    """Hands out the batches of a loader, whose state it has, and records their documents step by step.
 
     Args:
         job: that trains.
-        group: of gloo; None for a group of one rank.
+        dump_folder: of the job, with the record of the job's first rank in it.
+        group: of gloo, the CAD group's; None for one rank, which then stands for all.
         rank: this one's position in the CAD group.
     """
 
     loader: Loader
     job: Job
-    outlook: Outlook
+    dump_folder: str
     group: dist.ProcessGroup | None
     rank: int
-    _steps: queue.Queue[list[dict[str, Tensor]]] = field(default_factory=queue.Queue, init=False)
-    _statistics: StepStatistics = field(default_factory=StepStatistics, init=False)
-    _failed: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        threading.Thread(target=self._run, name="cad-shadow", daemon=True).start()
+    _microbatches: list[Rows] = field(default_factory=list, init=False)
+    _row_tokens: int = field(default=0, init=False)
+    _imbalances: list[float] = field(default_factory=list, init=False)
+    _file: LinesFile | None = field(default=None, init=False)
+    _write_failed: bool = field(default=False, init=False)
 
     def __iter__(self) -> Iterator[Batch]:
-        step: list[dict[str, Tensor]] = []
         for inputs, labels in self.loader:
-            step.append({name: inputs[name] for name in BOUNDARY_KEYS if name in inputs})
-            if len(step) == self.job.accumulation:
-                if not self._failed:
-                    self._steps.put(step)
-                step = []
+            starts = self.job.documents.starts(inputs)
+            rows, self._row_tokens = inputs["input"].shape
+            lengths = _lengths_of_rows(starts, rows, self._row_tokens)
+            size = max(1, rows // self.job.microbatches)
+            self._microbatches += [lengths[first : first + size] for first in range(0, rows, size)]
             yield inputs, labels
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,49 +62,62 @@ class Shadow(Stateful):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.loader.load_state_dict(state_dict)
 
-    def figures(self, step_seconds: float) -> dict[str, Any]:
-        """Return the figures of the steps since the last call, which took ``step_seconds`` each; on the first rank."""
-        if self.rank == 0 and not self.close(WAIT_S):
-            self._fail(f"the plan of a step has taken more than {WAIT_S:.0f} s")
-        figures = self._statistics.drain()
-        return figures | speedups(figures, step_seconds)
-
-    def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait until this rank has done its part for the steps so far; False if it has not in that time."""
-        with (done := self._steps.all_tasks_done):
-            return done.wait_for(lambda: self._failed or not self._steps.unfinished_tasks, timeout_s)
-
-    def _fail(self, reason: str) -> None:
-        logger.warning(f"cad.shadow logs nothing from here on, and training goes on: {reason}")
-        with (done := self._steps.all_tasks_done):
-            self._failed = True
-            done.notify_all()
-
-    def _run(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # on Linux, where a thread has a priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while not self._failed:
-            try:
-                self._predict(self._steps.get())
-            except Exception as error:
-                self._fail(f"{type(error).__name__}: {error}")
-            self._steps.task_done()
-
-    def _predict(self, step: list[dict[str, Tensor]]) -> None:
-        """Gather where a step's documents begin and, on the first rank, add its figures."""
-        inputs, cp = {name: torch.cat([batch[name] for batch in step]) for name in step[0]}, self.job.topology.cp
-        mine = self.job.documents.starts(inputs)
-        every = [mine] * self.job.topology.group_size if self.group is None else [*gather(mine, self.group).values()]
+    def end_step(self, step: int) -> None:
+        """Record the documents of the batches since the last call. All ranks of the group must call it together."""
+        topology, microbatches, own = self.job.topology, self._microbatches, None
+        self._microbatches = []
+        if self.rank % topology.cp == 0:  # the others have the same rows
+            tile = self.job.cad.planner_config().cost_tile
+            own = microbatches, [attention_work(rows, self.job.kinds, tile) for rows in microbatches]
+        gathered = [own] * topology.group_size
+        if self.group is not None:
+            dist.gather_object(own, gathered if self.rank == 0 else None, group=self.group, group_dst=0)
         if self.rank == 0:
-            begin, starts, (rows, seq_len) = time.perf_counter(), every[::cp], inputs["input"].shape
-            shape = BatchShape(rows, seq_len, rows // (len(step) * self.job.microbatches))
-            plans = self.outlook.plan(starts, shape, place=self.job.cad.placement != "loader")
-            seconds, (first, *others) = (
-                (time.perf_counter() - begin) / len(step),
-                [list(chain(*kind)) for kind in plans],
-            )
-            layers = tuple(kind.layers for kind in self.outlook.kinds)
-            planned = PlannedBatch(
-                torch.empty(0), first, seconds, [], self.outlook.nano_batches, others=others, layers=layers
-            )
-            self._statistics.add(planned, **self.outlook.without(starts, shape, plans))
+            rows_of_ranks, work_of_ranks = zip(*gathered[:: topology.cp], strict=True)
+            work = np.array(work_of_ranks)  # [ranks, microbatches]
+            self._imbalances.append(float((work.max(axis=0) / work.mean(axis=0)).mean()))
+            if dist.get_rank() == 0:
+                self._write(step, list(zip(*rows_of_ranks, strict=True)))
+
+    def drain_imbalances(self) -> list[float]:
+        """Return the imbalance of every step since the last call, on the first rank of the group; elsewhere none.
+
+        It is the attention of the busiest rank over the mean rank's, in tiles: the mean over microbatches.
+        """
+        imbalances, self._imbalances = self._imbalances, []
+        return imbalances
+
+    def _write(self, step: int, microbatches: Sequence[Sequence[Rows]]) -> None:
+        line = {
+            "version": DOCUMENTS_VERSION,
+            "step": step,
+            "ranks": dist.get_world_size(),
+            "row_tokens": self._row_tokens,
+            "microbatches": microbatches,
+        }
+        try:
+            if self._file is None:
+                self._file = LinesFile(Path(self.dump_folder, DOCUMENTS_NAME))
+                logger.info(f"cad.shadow records documents in {self._file.path}, for `torchtitan-cad simulate`")
+            self._file.append(json.dumps(line, separators=(",", ":")))
+        except OSError as error:  # a full disk is no reason to stop training
+            if not self._write_failed:
+                logger.warning(f"cad.shadow cannot record this step, and tries again at every step: {error}")
+            self._write_failed = True
+
+
+def open_shadow(loader: Loader, job: Job, dump_folder: str) -> Shadow:
+    """Wrap a training loader; collective over the ranks of each CAD group."""
+    rank, group = dist.get_rank(), None
+    ranks = job.topology.group_ranks(rank)
+    if len(ranks) > 1 and not job.dry_run:
+        timeout = timedelta(seconds=job.start_timeout_s + job.step_timeout_s)
+        group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+    return Shadow(loader, job, dump_folder, group, job.topology.group_rank(rank))
+
+
+def _lengths_of_rows(starts: IntArray, rows: int, row_tokens: int) -> Rows:
+    """Return the lengths of the documents of every row, by where they begin in the batch."""
+    lengths = np.diff(starts, append=rows * row_tokens)
+    first_of_rows = np.searchsorted(starts, row_tokens * np.arange(1, rows))
+    return [row.tolist() for row in np.split(lengths, first_of_rows)]

@@ -5,7 +5,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,15 +14,16 @@ from torch.profiler import record_function
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
 from torchtitan_cad.runtime.combine import Combination
-from torchtitan_cad.runtime.exchange import Exchange, Incoming
+from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
 from torchtitan_cad.runtime.row_tables import Trip
 from torchtitan_cad.runtime.tables import PlanTables
+from torchtitan_cad.runtime.transport import Transport
 from torchtitan_cad.runtime.transport.base import Kind, Routes
 
-if TYPE_CHECKING:
-    from torchtitan_cad.runtime.engine import CoreAttentionEngine
+Step = Literal["start", "attend"]
+"""the steps that start exchanges"""
 
 
 class Saved(NamedTuple):
@@ -108,6 +109,18 @@ BACKWARD = Direction(
 rows"""
 
 
+class Engine(Protocol):
+    """What a call needs of its engine, ``CoreAttentionEngine``."""
+
+    kernel: AttentionKernel
+    transport: Transport | None
+    clock: ExchangeClock
+
+    def enter(self, step: Step, direction: Direction, key: int, rows: Tensor | None = None) -> int:
+        """Begin a step that starts exchanges."""
+        ...
+
+
 class AttentionCall:
     """Core attention of one rank, in one direction, from its first step to its last.
 
@@ -126,7 +139,7 @@ class AttentionCall:
 
     def __init__(
         self,
-        engine: "CoreAttentionEngine",
+        engine: Engine,
         direction: Direction,
         key: int,
         plan: PlanTables,

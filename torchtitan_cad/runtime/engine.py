@@ -14,7 +14,7 @@ results are combined trip by trip, the last trips in the last step.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +22,13 @@ from torch import Tensor
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionCall, Direction, Saved
+from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionCall, Direction, Saved, Step
 from torchtitan_cad.runtime.exchange import ExchangeClock
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta, subtract_lse_gradient
 from torchtitan_cad.runtime.replay import TableSizes, copy_tables
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Transport
 from torchtitan_cad.runtime.transport.base import Kind
-
-Step = Literal["start", "attend"]
-"""the steps that start exchanges"""
 
 
 class CoreAttentionEngine:

@@ -45,7 +45,10 @@ def in_sequence(
     parts = replace(even.unbalanced(balanced - even.total + even.synchronisation), exchange=full - balanced)
     num_bytes = np.array([costs.gathered_bytes(gathered.mean(), cp, forward, keep) for forward in (True, False)])
     into_rank = step.full_layers * float(_repeated(step, num_bytes).sum())
-    return Outcome(parts, memory, into_rank * costs.cluster.ranks * step.microbatches * step.layers)
+    exchanged_bytes = into_rank * costs.cluster.ranks * step.microbatches * step.layers
+    slowest, mean = attention[0].max(axis=0), attention[0].mean(axis=0)
+    ratios = np.divide(slowest, mean, out=np.ones_like(mean), where=mean > 0)  # packing may leave a microbatch empty
+    return Outcome(parts, memory, exchanged_bytes, float(ratios.mean()))
 
 
 def _seconds(step: Step, tokens: FloatArray, layer: FloatArray) -> float:

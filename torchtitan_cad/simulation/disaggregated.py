@@ -109,7 +109,7 @@ class Disaggregated:
         parts, num_bytes = even.unbalanced(balanced - ideal), self._exchanged_bytes()
         if num_bytes:  # otherwise FSDP2's waits are those of a step without CAD
             parts = replace(parts, synchronisation=alone - balanced + self.step.final, exchange=full - alone)
-        return Outcome(parts, self.memory(), num_bytes)
+        return Outcome(parts, self.memory(), num_bytes, self._max_over_mean())
 
     def memory(self) -> Memory:
         """Estimate the memory of the fullest GPU; before anything is planned, without attention's working memory."""
@@ -191,6 +191,15 @@ class Disaggregated:
             return Nano(attention, share)
         keep = plan.most_rows.are_kept(plan.shape, self._kept_per_call)
         return Nano(attention, share, *self.step.costs.transfers(plan, forward, keep))
+
+    def _max_over_mean(self) -> float:
+        """Attention forward of the slowest rank over the mean rank's, of all layers; the mean over halves and pools."""
+        ratios = []
+        for pool in (pool for forward, pool in self.passes if forward):
+            for kinds in zip(*self._nanos(pool, True, False), strict=True):
+                layers = np.stack([kinds[kind].attention for kind in self.step.kinds])
+                ratios.append(layers.max(axis=1).sum() / layers.mean(axis=1).sum())
+        return float(np.mean(ratios))
 
     def _exchanged_bytes(self) -> float:
         """Bytes of the step, of all GPUs."""

@@ -67,6 +67,11 @@ class Trial:
         """Return the seconds of one of ``PARTS``, the mean over the batches."""
         return statistics.fmean(getattr(o.parts, name) for o in self.outcomes)
 
+    @property
+    def max_over_mean(self) -> float:
+        """Attention of the slowest rank over the mean rank's, the mean over the batches."""
+        return statistics.fmean(o.max_over_mean for o in self.outcomes)
+
     def gain_over(self, other: Trial) -> float | None:
         """Return the gain in speed, 0.1 for 10 %; None if one does not fit."""
         return other.seconds / self.seconds - 1 if self.fits and other.fits else None

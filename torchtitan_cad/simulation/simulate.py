@@ -62,6 +62,7 @@ class Report:
             "tokens_per_second": self.step_tokens / system.seconds,
             "share_of_perfect": self.share_of_perfect(name),
             "fits": True,
+            "max_over_mean": system.max_over_mean,
             "parts": {part: system.part(part) for part in PARTS},
             "lost_to_perfect": {part: (system.part(part) - perfect.part(part)) / system.seconds for part in PARTS},
             "speedup_over": {other: system.over(self.systems[other]) for other in BASELINES if other != name},
@@ -72,10 +73,10 @@ class Report:
         }
 
     def table(self) -> str:
-        """Return a line per system: seconds by part, tokens per second, share of perfect, memory; then speed-ups."""
+        """Return a line per system: seconds by part, imbalance, tokens per second, memory; then speed-ups."""
         slowest = max((system.seconds for system in self.systems.values() if system.fits), default=1.0)
         scale, unit = (1.0, "s") if slowest >= 1 else (1e3, "ms")
-        rows = [["system", f"{unit}/step", *PARTS, "tokens/s", "of perfect", "GB", "configuration"]]
+        rows = [["system", f"{unit}/step", *PARTS, "max/mean", "tokens/s", "of perfect", "GB", "configuration"]]
         for name, system in self.systems.items():
             if not system.fits:
                 rows.append([name, *["-"] * (len(rows[0]) - 2), system.reason])
@@ -85,6 +86,7 @@ class Report:
                 [
                     name,
                     *(f"{each:z.3f}" if abs(each) < 100 else f"{each:z.1f}" for each in seconds),
+                    f"{system.max_over_mean:.3f}",
                     f"{self.step_tokens / system.seconds:,.0f}",
                     f"{self.share_of_perfect(name):.3f}",
                     f"{system.memory / 1e9:.0f}",

@@ -78,11 +78,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A system's step; ``exchanged_bytes`` of all GPUs."""
+    """A system's step; ``exchanged_bytes`` of all GPUs.
+
+    ``max_over_mean``: attention forward of the slowest rank over the mean rank's, the mean over what runs together.
+    """
 
     parts: Parts
     memory: Memory
     exchanged_bytes: float = 0.0
+    max_over_mean: float = 1.0
 
     @property
     def seconds(self) -> float:

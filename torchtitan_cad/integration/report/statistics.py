@@ -12,16 +12,9 @@ from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.stats import mean_stats
 
 PER = {
-    "plans": (
-        "imbalance_before",
-        "imbalance_after",
-        "imbalance_reordered",
-        "tolerance",
-        "ranked_before",
-        "ranked_after",
-    ),
+    "plans": ("imbalance_before", "imbalance_after", "tolerance", "ranked_before", "ranked_after"),
     "microbatches": ("bytes_per_rank_mean", "bytes_copied", "tasks", "tasks_moved"),
-    "batches": ("plan_seconds", "seconds_before", "seconds_reordered", "seconds_after"),
+    "batches": ("plan_seconds",),
 }
 """The counts over which figures are means."""
 
@@ -47,8 +40,8 @@ class StepStatistics:
         self._sums: defaultdict[str, Any] = defaultdict(float)
         self._most_bytes = 0.0
 
-    def add(self, planned: PlannedBatch, **others: Any) -> None:
-        """Add a batch's plans, of which numbers alone are kept, and ``others``, sums over the plans or the batch."""
+    def add(self, planned: PlannedBatch) -> None:
+        """Add a batch's plans, of which numbers alone are kept."""
         by_kind, layers, nanos = planned.by_kind, planned.layers, planned.nano_batches
         stats = [mean_stats([plan.stats for plan in plans], layers) for plans in by_kind]
         sums = dict(
@@ -72,7 +65,7 @@ class StepStatistics:
             sums["home_bytes"] = planned.home_bytes
         if planned.between_hosts:
             sums["between_hosts"] = sum(planned.between_hosts)
-        for name, value in (sums | others).items():
+        for name, value in sums.items():
             self._sums[name] = self._sums[name] + value
         worst_rank = np.reshape([s.max_rank_bytes for s in stats], (-1, nanos)).sum(axis=1)
         self._most_bytes = max(self._most_bytes, *worst_rank.tolist())
@@ -82,7 +75,7 @@ class StepStatistics:
         sums = self._sums
         if not sums["plans"]:
             return {}
-        figures = {name: sums[name] / sums[per] for per, names in PER.items() for name in names if name in sums}
+        figures = {name: sums[name] / sums[per] for per, names in PER.items() for name in names}
         figures |= {"loads_before": sums["loads_before"], "loads_after": sums["loads_after"]}
         figures["bytes_per_rank_max"] = float(self._most_bytes)
         if "home_bytes" in sums:

@@ -1,45 +1,65 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The figures of a run's logged steps, cad_steps.jsonl, which `torchtitan-cad report` reads."""
+"""Files with a line of JSON for every step, which have whole lines at any moment: figures, and recorded documents."""
 
 import contextlib
 import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 STEPS_NAME = "cad_steps.jsonl"
+"""Figures of a run's logged steps, which `torchtitan-cad report` reads."""
+DOCUMENTS_NAME = Path("documents", "steps.jsonl")
+"""Documents of a run's steps, in its dump folder, which `torchtitan-cad simulate` reads."""
+DOCUMENTS_VERSION = 1
+"""Version of the lines of ``DOCUMENTS_NAME``."""
 
 
-class StepsFile:
-    """Appends the figures of every logged step to the run's file, which has whole lines at any moment.
+class LinesFile:
+    """Appends lines to a file, after those of earlier runs; a last line that a kill has cut is removed.
 
-    It is made in the run's ``folder``, or if an earlier run has left its figures there, in ``folder-2`` (or -3, ...);
-    ``path`` says where. Raises OSError if that cannot be written to.
+    Raises OSError if the file, or its folder, cannot be written to.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        for number in itertools.count(1):
-            self.path = Path(f"{os.fspath(folder)}-{number}" if number > 1 else folder, STEPS_NAME)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                self.path.touch(exist_ok=False)
-                break
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        with path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if size and file.read() != b"\n":
+                file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
-    def append(self, figures: Mapping[str, Any]) -> None:
+    def append(self, text: str) -> None:
         """Write a line. Raises OSError if it cannot be written; what was written before stays whole."""
-        line = f"{to_json(figures)}\n".encode()
+        line = f"{text}\n".encode()
         with self.path.open("ab", buffering=0) as file:
             begin = file.tell()
             try:
                 if file.write(line) < len(line):
-                    raise OSError(f"{self.path}: the disk has no room for the figures of step {figures['step']}")
+                    raise OSError(f"{self.path}: the disk has no room for another line")
             except OSError:
                 with contextlib.suppress(OSError):
                     file.truncate(begin)
                 raise
+
+
+def new_steps_file(folder: str | os.PathLike[str]) -> LinesFile:
+    """Make the file for the figures of a run in its ``folder``, or in ``folder-2`` (or -3, ...) if an earlier run has
+    left its figures there.
+
+    Raises OSError if that cannot be written to.
+    """
+    for number in itertools.count(1):
+        path = Path(f"{os.fspath(folder)}-{number}" if number > 1 else folder, STEPS_NAME)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            break
+    return LinesFile(path)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

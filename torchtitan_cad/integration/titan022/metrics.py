@@ -13,18 +13,14 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from torchtitan_cad.integration.report.steps_file import StepsFile
+from torchtitan_cad.integration.report.steps_file import LinesFile, new_steps_file, to_json
 from torchtitan_cad.integration.session import current_session
-from torchtitan_cad.integration.shadow import Shadow
 
 TAGS: dict[str, tuple[str, float]] = {
     "cad/exchange/host(s)": ("exchange_seconds", 1),
     "cad/exchange/exposed(%)": ("exposed_percent", 1),
     "cad/imbalance/before": ("imbalance_before", 1),
     "cad/imbalance/after": ("imbalance_after", 1),
-    "cad/imbalance/reordered": ("imbalance_reordered", 1),
-    "cad/speedup/reordered": ("speedup_reordered", 1),
-    "cad/speedup/cad": ("speedup_after", 1),
     "cad/sent/mean(MB)": ("bytes_per_rank_mean", 1e-6),
     "cad/sent/max(MB)": ("bytes_per_rank_max", 1e-6),
     "cad/hosts/sent(MB)": ("bytes_between_hosts", 1e-6),
@@ -49,8 +45,7 @@ class CadMetricsProcessor(MetricsProcessor):
         super().__init__(job_config, parallel_dims)
         self._last_step: int | None = None
         """The step of this process's last log line; before the first, the step before the process's own first one."""
-        self._shadow: Shadow | None = None
-        self._steps_file: StepsFile | None = None
+        self._steps_file: LinesFile | None = None
         self._write_failed = False
         self._writing = threading.Lock()  # a signal closes from another thread, perhaps in the middle of a step's log
         self._closed = False
@@ -66,19 +61,14 @@ class CadMetricsProcessor(MetricsProcessor):
     def log(self, step: int, global_avg_loss: float, *others: float, extra_metrics: Any = None, **named: float) -> None:
         """Log a step, unless an exchange of it has failed: then raise ``PeerError``, as its loss means nothing."""
         session = current_session()
-        self._shadow = session.shadow
-        if self._shadow is None:
-            session.confirm_exchanges()
+        session.confirm_exchanges()
         last_step = step - 1 if self._last_step is None else self._last_step
         steps, elapsed = step - last_step, time.perf_counter() - self.time_last_log
-        if self._shadow is not None:
-            figures = self._shadow.figures(elapsed / steps)
-        else:
-            figures = session.statistics.drain()
-            starting, waiting = session.engine.clock.reset()
-            figures["exchange_seconds"] = (starting + waiting) / steps
-            if session.device.type == "cpu":  # elsewhere the host does not wait
-                figures["exposed_percent"] = 100 * waiting / elapsed
+        figures = session.statistics.drain()
+        starting, waiting = session.engine.clock.reset()
+        figures["exchange_seconds"] = (starting + waiting) / steps
+        if session.device.type == "cpu":  # elsewhere the host does not wait
+            figures["exposed_percent"] = 100 * waiting / elapsed
         if "bytes_between_hosts" in figures and session.link_between_hosts:
             figures["link_between_hosts"] = session.link_between_hosts
         self._last_step = step
@@ -95,31 +85,27 @@ class CadMetricsProcessor(MetricsProcessor):
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Log a validation; raises ``PeerError`` in place of it if an exchange so far has failed."""
         session = current_session()
-        if session.shadow is None:
-            session.confirm_exchanges()
+        session.confirm_exchanges()
         with self._writing:
             if not self._closed:
                 super().log_validation(loss, step, extra_metrics)
         # As for torchtitan's own times, what comes before and the validation itself do not count for the next log line.
-        if session.shadow is None:
-            session.engine.clock.reset()
+        session.engine.clock.reset()
         self._last_step = step
 
     def close(self) -> None:
         """Close the loggers, once. ``log`` does nothing from then on."""
         with self._writing:
             if not self._closed:
-                if self._shadow is not None:
-                    self._shadow.close()
                 super().close()
             self._closed = True
 
     def _write_step(self, figures: dict[str, Any]) -> None:
         try:
             if self._steps_file is None:
-                self._steps_file = StepsFile(_run_folder(self.logger, self.job_config))
+                self._steps_file = new_steps_file(_run_folder(self.logger, self.job_config))
                 logger.info(f"CAD writes figures to {self._steps_file.path}, which `torchtitan-cad report` sums up")
-            self._steps_file.append(figures)
+            self._steps_file.append(to_json(figures))
         except OSError as error:  # a full disk is no reason to stop training
             if not self._write_failed:
                 logger.warning(f"CAD cannot write the figures of this step, and tries again at every log line: {error}")
@@ -147,11 +133,6 @@ def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
 
 
 def _log_line(figures: dict[str, Any]) -> str:
-    if "imbalance_reordered" in figures:
-        ways = {"before": "as loaded", "reordered": "with rows reordered", "after": "with CAD"}
-        speeds = {way: f" ({figures[f'speedup_{way}']:.2f} x)" for way in ways if f"speedup_{way}" in figures}
-        parts = [f"{figures[f'imbalance_{way}']:.3f} {words}{speeds.get(way, '')}" for way, words in ways.items()]
-        return f"cad.shadow: imbalance {', '.join(parts)}  plan {figures['plan_seconds'] * 1e3:.1f} ms"
     exposed = placed = hosts = ""
     if "placed_total" in figures:
         total, worst = (100 * figures[name] for name in ("placed_total", "placed_worst"))

@@ -7,7 +7,6 @@ change anything but the loader of synthetic data: it validates the config on eve
 the model's own name, and repairs what ``upstream`` lists.
 """
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -68,6 +67,7 @@ from torchtitan_cad.integration.titan022.models import ADAPTERS, Adapter, adapte
 from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks
 from torchtitan_cad.integration.titan022.resume import check_workers_when_loaded
 from torchtitan_cad.integration.titan022.rules import has_cad
+from torchtitan_cad.integration.titan022.shadowed import shadow_train_spec
 from torchtitan_cad.integration.titan022.stages import stage_modules
 from torchtitan_cad.integration.titan022.validation import plan_validation
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
@@ -276,32 +276,6 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         build_dataloader_fn=build_dataloader,
         build_loss_fn=build_loss,
         build_validator_fn=validator and build_validator,
-        build_metrics_processor_fn=CadMetricsProcessor,
-    )
-
-
-def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
-    """Make a spec that trains as ``spec`` does, while a ``Shadow`` sees the batches, with compile caches as CAD's."""
-
-    def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
-        build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
-        loader = open_dataset("training", build, job_config=job_config, **options)
-        check_workers_when_loaded(loader)
-        args = copy.deepcopy(spec.model_args[flavor])
-        args.update_from_config(job_config)
-        with torch.device("meta"):
-            model: Any = spec.model_cls(args)
-        session = open_session(read_job(job_config, args, tokenizer.eos_id if tokenizer else None))
-        return session.build_shadow(loader, list(model.layers.values()))
-
-    def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-        separate_compile_caches(parallel_dims)
-        return spec.parallelize_fn(model, parallel_dims, job_config)
-
-    return dataclasses.replace(
-        spec,
-        parallelize_fn=parallelize,
-        build_dataloader_fn=build_dataloader,
         build_metrics_processor_fn=CadMetricsProcessor,
     )
 

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray, concat_ranges, exclusive_cumsum
+from torchtitan_cad.planning.model.cost import cost_model
 from torchtitan_cad.planning.model.layout import MAX_TOKENS, TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.text import brief, is_integer
@@ -69,6 +70,20 @@ def spread(kinds: Sequence[AttentionKind], layers: int) -> IntArray:
     places = np.concatenate([(np.arange(kind.layers) + 0.5) / kind.layers for kind in kinds])
     numbers = np.repeat(np.arange(len(kinds)), [kind.layers for kind in kinds])
     return np.resize(numbers[np.argsort(places, kind="stable")], layers)
+
+
+def attention_work(rows: Sequence[Sequence[int]], kinds: Sequence[AttentionKind], tile: int) -> float:
+    """Return the attention of a model's mean layer to some rows, in tiles of ``tile`` x ``tile`` as ``TileAreaCost``.
+
+    Args:
+        rows: tokens of the documents of every row, one after the other.
+    """
+    work = 0
+    for kind in kinds:
+        lengths = np.concatenate([kind.cut(np.array(row)) for row in rows])
+        of_length = cost_model(None, tile, kind.shape.window).prefix_cost(int(lengths.max()))
+        work += kind.layers * int(of_length[-(-lengths // tile)].sum())
+    return work / sum(kind.layers for kind in kinds)
 
 
 def chunked_layout(layout: TokenLayout, columns: IntArray, block: int) -> TokenLayout:

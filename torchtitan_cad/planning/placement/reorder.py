@@ -4,15 +4,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.planning.model.batch import BatchShape
-from torchtitan_cad.planning.model.cost import CostModel, cost_model
-from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.planning.pipeline.one_f_one_b import in_stages
 
 
 def row_orders(work: FloatArray, ranks: int, microbatches: int) -> list[IntArray]:
@@ -81,35 +76,3 @@ def deal_under_cap(work: FloatArray, tokens: IntArray, parts: int, cap: float) -
         for entry in (*full, (load + float(work[document]), number)):
             heapq.heappush(heap, entry)
     return dealt
-
-
-def row_loads(
-    starts: Sequence[IntArray], shape: BatchShape, kinds: Sequence[AttentionKind], cost: CostModel, stages: int = 1
-) -> tuple[FloatArray, FloatArray]:
-    """Return the cost of the mean layer's attention of every rank in every microbatch, as loaded and reordered.
-
-    Args:
-        starts: per rank, where the documents of its step begin; ``shape`` is of all the step's rows.
-        cost: of attention without a window.
-        stages: pipeline stages that run the microbatches one after the other.
-
-    Returns:
-        Two arrays [ranks, microbatches].
-    """
-    layers, work = sum(kind.layers for kind in kinds), np.zeros((len(starts), shape.rows))
-    for kind in kinds:
-        of_kind = cost_model(cost, cost.granularity, kind.shape.window)
-        work += kind.layers / layers * np.stack([_row_work(each, shape, of_kind, kind.block) for each in starts])
-    loaded = work.reshape(len(starts), shape.microbatches, -1).sum(axis=2)
-    orders = row_orders(work.ravel(), *loaded.shape)
-    ways = [loaded, *(work.ravel()[order].sum(axis=2) for order in orders)]
-    return loaded, min(ways, key=lambda loads: in_stages(loads.max(axis=0), stages))
-
-
-def _row_work(starts: IntArray, shape: BatchShape, cost: CostModel, block: int | None) -> FloatArray:
-    if block is not None:
-        rows, columns = np.mgrid[: shape.rows, 0 : shape.seq_len : block]
-        starts = np.union1d(starts, rows * shape.seq_len + columns)
-    lengths, which = np.unique(np.diff(starts, append=shape.rows * shape.seq_len), return_inverse=True)
-    costs = np.array([cost.prefix_cost(length)[-1] for length in lengths.tolist()], dtype=np.float64)
-    return np.bincount(starts // shape.seq_len, weights=costs[which], minlength=shape.rows).astype(np.float64)
