@@ -138,6 +138,7 @@ FAILING: list[tuple[list[str], dict[str, str]]] = [
         ],
         {"config": "layers_per_stage = 1 makes 8 stages.*needs exactly 2"},
     ),
+    (["--comm.mode=fake_backend"], {"config": r"comm\.mode = 'fake_backend' .*set the environment variable NGPU"}),
     (
         ["--validation.enable", "--validation.dataset=c4_test", "--cad.kernel=flash_attn"],
         {

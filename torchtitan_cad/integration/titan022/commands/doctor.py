@@ -34,6 +34,7 @@ from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_
 from torchtitan_cad.integration.titan022.folders import check_folders, checkpoint_folder, nearest_folder, resumed_from
 from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, load_tokenizer, open_dataset
 from torchtitan_cad.integration.titan022.job import attention_kinds, cad_table, document_rule
+from torchtitan_cad.integration.titan022.job_checks import launched_ranks
 from torchtitan_cad.integration.titan022.manager import quiet, read_config
 from torchtitan_cad.integration.titan022.model import update_without_cp
 from torchtitan_cad.integration.titan022.models import adapter_of, has_experts
@@ -182,6 +183,8 @@ def _check_config(job: Job) -> str:
             "--nproc: set it to the ranks per node, as torchrun's --nproc_per_node; the job's degrees multiply to "
             f"{product}"
         )
+    if config.comm.mode != "default":
+        launched_ranks(config)  # of a dry run, which the environment must say
     plugin.check(config, job.world_size)
     job.dims = ParallelDims(**degrees, world_size=job.world_size)  # as torchtitan's Trainer makes it, with its checks
     ranks = f"{job.world_size} ranks" if job.num_hosts == 1 else f"{job.num_hosts} x {job.ranks_per_host or 1} ranks"
