@@ -38,7 +38,7 @@ import tyro
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 

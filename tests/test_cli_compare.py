@@ -17,14 +17,14 @@ from tests.integration.harness import tokenizer_folder
 from torchtitan_cad.cli import compare_command, main
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.report.statistics import StepStatistics
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 
-from torchtitan_cad.integration.titan022.commands import comparison, measured  # noqa: E402
-from torchtitan_cad.integration.titan022.commands.comparison import Comparison, Runs  # noqa: E402
-from torchtitan_cad.integration.titan022.commands.measured import document_rows  # noqa: E402
-from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.commands import comparison, measured  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.commands.comparison import Comparison, Runs  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.commands.measured import document_rows  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import read_simulated_job  # noqa: E402
 from torchtitan_cad.runtime.exchange import ExchangeClock  # noqa: E402
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel  # noqa: E402
 

@@ -25,7 +25,7 @@ from tests.integration.harness import tokenizer_folder
 from tests.sets import matrix
 from tests.test_project import PAGES, ROOT
 from torchtitan_cad import cli, launch
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 FIRST = [ROOT / "README.md", ROOT / "docs/tutorial.md"]
 """What a new user reads before the other pages."""
@@ -95,7 +95,7 @@ def run_main(name: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_documented_commands_are_taken(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     enable_cpu()
-    from torchtitan_cad.integration.titan022.manager import read_config
+    from torchtitan_cad.integration.torchtitan_v0_2.manager import read_config
 
     monkeypatch.chdir(ROOT)
     mine = {"train.toml": JOB, "outputs/assets": str(tokenizer_folder())}

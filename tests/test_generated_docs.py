@@ -11,7 +11,7 @@ import pytest
 
 from tests.generated_docs import API, ROOT, SETTINGS, up_to_date
 from torchtitan_cad.cli import main
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 
 def test_every_option_is_described() -> None:

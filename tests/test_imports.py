@@ -59,8 +59,9 @@ def test_layers(part: str) -> None:
 @matrix
 def test_jobs_import_the_demo_only_if_they_name_it() -> None:
     code = (
-        "from torchtitan_cad.integration.titan022.cpu import enable_cpu; enable_cpu(); import sys, torchtitan.train; "
-        "import torchtitan_cad.train, torchtitan_cad.job_config, torchtitan_cad.integration.titan022.manager; "
+        "from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu; enable_cpu(); "
+        "import sys, torchtitan.train; "
+        "import torchtitan_cad.train, torchtitan_cad.job_config, torchtitan_cad.integration.torchtitan_v0_2.manager; "
         "sys.exit(str([name for name in sys.modules if name.startswith(('torchtitan_cad.demo', 'matplotlib'))]))"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -70,10 +71,10 @@ def test_jobs_import_the_demo_only_if_they_name_it() -> None:
 def test_one_package_knows_the_version_of_torchtitan() -> None:
     """Besides the examples' data and the entry points, which name torchtitan's own classes."""
     for name in MODULES:
-        if name.startswith(f"{PACKAGE}.integration.") and not name.startswith(f"{PACKAGE}.integration.titan022"):
+        if name.startswith(f"{PACKAGE}.integration.") and not name.startswith(f"{PACKAGE}.integration.torchtitan_v0_2"):
             for target in _imports(name):
                 assert target.split(".")[0] != "torchtitan", f"{name} imports {target}"
-                assert "titan022" not in target, f"{name} imports {target}"
+                assert "torchtitan_v0_2" not in target, f"{name} imports {target}"
             named = {node.attr for node in ast.walk(_parse(name)) if isinstance(node, ast.Attribute)}
             assert not named & PARTS_OF_BLOCKS, f"{name} names {named & PARTS_OF_BLOCKS} of a block"
 

@@ -15,7 +15,7 @@ from tests.sets import params
 from tests.test_files import JOB, LAYOUT, SIMULATED
 from torchtitan_cad import cli
 from torchtitan_cad.cli import main
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.simulation import named_lengths
 
 enable_cpu()
@@ -83,7 +83,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for command in ("plan", "simulate", "advise"):
         monkeypatch.setattr(f"torchtitan_cad.cli.{command}_command.load_planner", stop)
-    monkeypatch.setattr("torchtitan_cad.integration.titan022.commands.comparison.run", stop)
+    monkeypatch.setattr("torchtitan_cad.integration.torchtitan_v0_2.commands.comparison.run", stop)
 
 
 @pytest.mark.parametrize("case", params(CASES, CASES[::4]), ids=" ".join)

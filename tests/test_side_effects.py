@@ -45,7 +45,7 @@ PLAN = """
         }
 
     before = state()
-    from torchtitan_cad.integration.titan022.cpu import enable_cpu
+    from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
     enable_cpu()  # before torchtitan is imported
     import torchtitan_cad

@@ -3,13 +3,13 @@
 
 torchtitan merges these dataclasses into its own ``JobConfig`` (config/manager.py), so that ``[parallelism] cad`` and
 ``[cad]`` work in TOML and as ``--parallelism.cad`` and ``--cad.*`` on the command line. Importing this module also
-lets ``plugin.on_config`` (integration/titan022) see the parsed config.
+lets ``plugin.on_config`` (integration/torchtitan_v0_2) see the parsed config.
 """
 
 from dataclasses import dataclass, field
 
 from torchtitan_cad.integration.config import Cad
-from torchtitan_cad.integration.titan022 import plugin
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin
 
 
 @dataclass

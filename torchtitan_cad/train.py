@@ -12,7 +12,7 @@ import logging
 import sys
 from typing import Any
 
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.signals import end_at_once
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     import torchtitan.train as titan_train
 
     from torchtitan_cad.integration.errors import is_first_of_node, one_line_errors
-    from torchtitan_cad.integration.titan022.manager import CadConfigManager
+    from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager
 
     init_logger = titan_train.init_logger
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 
@@ -34,7 +34,7 @@ from bench.gpu.parts import Emit  # noqa: E402
 from bench.gpu.process import ROOT  # noqa: E402
 from bench.turns import TurnTaker  # noqa: E402
 from tests.support.patched import copy_torchtitan  # noqa: E402
-from torchtitan_cad.integration.titan022.commands.comparison import Runs  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.commands.comparison import Runs  # noqa: E402
 
 MODES = {
     "stock": ("--parallelism.no-cad",),

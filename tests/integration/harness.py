@@ -24,7 +24,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import TCPStore
 
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -154,8 +154,8 @@ def job_files(config: Path, dump_folder: Path) -> list[str]:
 def parse_job(dump_folder: Path, *args: str) -> Any:
     """The config of a small job with CAD, as torchtitan's entry point reads it, of as many ranks as WORLD_SIZE."""
     enable_cpu()
-    from torchtitan_cad.integration.titan022 import plugin
-    from torchtitan_cad.integration.titan022.manager import CadConfigManager
+    from torchtitan_cad.integration.torchtitan_v0_2 import plugin
+    from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager
 
     known = ["--model.flavor=debugmodel_varlen_attn", "--training.dataset=python_stdlib", "--parallelism.cad"]
     try:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 

@@ -11,12 +11,12 @@ import pytest
 
 from tests.sets import CONFIGS, every_config
 from torchtitan_cad.cli import main
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 
-from torchtitan_cad.integration.titan022.checks import validate  # noqa: E402
-from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.checks import validate  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import read_simulated_job  # noqa: E402
 
 ONE_NODE = [str(CONFIGS / "llama3_8b_8gpus.toml"), "--ranks=8", "--batches=1"]
 

@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 from tests.integration import compositions as c
 from tests.integration.harness import RunResult, run, tokenizer_folder
 from tests.runtime.threaded import needs_linux
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 SHORT = {
     "collective": (),
@@ -88,8 +88,8 @@ def test_every_flavor_becomes_a_cad_flavor(name: str) -> None:
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from torchtitan_cad.integration.titan022.models import ADAPTERS
-    from torchtitan_cad.integration.titan022.plugin import cad_train_spec
+    from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS
+    from torchtitan_cad.integration.torchtitan_v0_2.plugin import cad_train_spec
 
     stock = get_train_spec(name)
     for flavor in list(stock.model_args):
@@ -109,8 +109,8 @@ def test_every_parameter_is_initialised(name: str) -> None:
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from torchtitan_cad.integration.titan022.models import ADAPTERS
-    from torchtitan_cad.integration.titan022.plugin import cad_train_spec
+    from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS
+    from torchtitan_cad.integration.torchtitan_v0_2.plugin import cad_train_spec
 
     spec = cad_train_spec(get_train_spec(name), ADAPTERS[name], "debugmodel")
     args = spec.model_args["debugmodel"]
@@ -183,8 +183,8 @@ from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from torchtitan_cad.demo.tokenizer import prepare_tokenizer  # noqa: E402
 from torchtitan_cad.integration.loading.documents import document_starts  # noqa: E402
-from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
-from torchtitan_cad.integration.titan022.checks import validate  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.checks import validate  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, make_plan  # noqa: E402
 from torchtitan_cad.planning.model.batch import BatchShape, group_layout  # noqa: E402
 

@@ -19,14 +19,14 @@ from tests.integration.harness import RunResult, parse_job, run
 from tests.integration.patched import torchtitan_with
 from tests.integration.test_experts import EP2, ETP2, GROUPED
 from tests.runtime.threaded import needs_linux
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 
 from torchtitan.distributed import ParallelDims  # noqa: E402
 
-from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
-from torchtitan_cad.integration.titan022.compile_caches import graph_place, separate_compile_caches  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.compile_caches import graph_place, separate_compile_caches  # noqa: E402
 
 matrix, slow = pytest.mark.matrix, pytest.mark.slow
 STEPS = ("--training.steps=2",)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.harness import parse_job
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 
@@ -17,8 +17,8 @@ from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
 from torchtitan.models.llama3 import llama3_args  # noqa: E402
 from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec  # noqa: E402
 
-from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
-from torchtitan_cad.integration.titan022.job import attention_kinds  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds  # noqa: E402
 
 MODULE = "tests.integration.custom_names"
 IMPORT = f"--experimental.custom_import={MODULE}"

@@ -20,7 +20,7 @@ from torchtitan_cad.demo.datasets import (
 )
 from torchtitan_cad.demo.synthetic import SyntheticDataset, parse_lengths
 from torchtitan_cad.demo.tokenizer import EOS_TOKEN, prepare_tokenizer
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.integration.loaders import gloo_group
 from tests.sets import params
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 

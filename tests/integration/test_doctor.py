@@ -15,7 +15,7 @@ from tests.integration.test_resume import FULL, save
 from tests.profiles import make_profile
 from tests.runtime.fake_flash_attn import install
 from torchtitan_cad.cli import main
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 
@@ -24,9 +24,9 @@ import torchtitan.protocols.train_spec as titan_specs  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 
 from torchtitan_cad.demo.tokenizer import prepare_tokenizer  # noqa: E402
-from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
-from torchtitan_cad.integration.titan022.commands import defects, doctor  # noqa: E402
-from torchtitan_cad.integration.titan022.commands.doctor import Finding, examine  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.commands import defects, doctor  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.commands.doctor import Finding, examine  # noqa: E402
 from torchtitan_cad.planning import AttentionShape  # noqa: E402
 from torchtitan_cad.runtime.transport import build  # noqa: E402
 

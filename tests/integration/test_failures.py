@@ -8,7 +8,7 @@ import pytest
 from tests.integration.compositions import CAD
 from tests.integration.harness import run
 from tests.sets import params
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
 
 IN_TICKS = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=CAD1F1B"]
@@ -58,7 +58,7 @@ class Checkpointer:
 
 def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
     enable_cpu()
-    from torchtitan_cad.integration.titan022 import failure
+    from torchtitan_cad.integration.torchtitan_v0_2 import failure
 
     looked_at: list[int] = []
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 
@@ -38,8 +38,8 @@ from torchtitan_cad.integration.loading.loader import (  # noqa: E402
     _Pace,
     _Producer,
 )
-from torchtitan_cad.integration.titan022.failure import _may_be_caused_by_a_peer  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.failure import _may_be_caused_by_a_peer  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
 from torchtitan_cad.planning.model.batch import (  # noqa: E402
     BatchShape,

@@ -16,7 +16,7 @@ import torch
 from tests.integration.compositions import CAD, COMMON
 from tests.integration.harness import REPOSITORY, read_scalars, run
 from torchtitan_cad.integration.session import CadSession
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.exchange import ExchangeClock
 from torchtitan_cad.runtime.transport.base import Routes
@@ -25,8 +25,8 @@ enable_cpu()
 
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 
-from torchtitan_cad.integration.titan022 import metrics  # noqa: E402
-from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor, scalars_of  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2 import metrics  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.metrics import CadMetricsProcessor, scalars_of  # noqa: E402
 
 OTHER_JOBS = {
     f"cad/{tag}" for tag in (*("placement/total(%)", "placement/worst(%)", "hosts/sent(MB)", "hosts/link(Gbit_s)"),)

@@ -19,7 +19,7 @@ from tests.integration.harness import parse_job, tokenizer_folder
 from tests.integration.launched import launched
 from torchtitan_cad.integration.errors import CheckpointError, one_line_errors
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
 
 STOCK = """
@@ -162,7 +162,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def undone():
     yield
-    from torchtitan_cad.integration.titan022 import plugin
+    from torchtitan_cad.integration.torchtitan_v0_2 import plugin
 
     plugin.restore()
 
@@ -180,7 +180,7 @@ def parse(tmp_path: Path, toml: str, options: list[str]):
 
 def manager():
     enable_cpu()
-    from torchtitan_cad.integration.titan022.manager import CadConfigManager
+    from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager
 
     return CadConfigManager()
 
@@ -261,7 +261,7 @@ def test_other_ranks_log_warnings_only_until_the_job_is_built(
 @pytest.mark.parametrize("key", ["last_save_in_hf", "initial_load_in_hf"])
 def test_checkpoints_of_hugging_face_need_a_package(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enable_cpu()
-    from torchtitan_cad.integration.titan022 import folders, rules
+    from torchtitan_cad.integration.torchtitan_v0_2 import folders, rules
 
     monkeypatch.setattr(folders, "resumed_from", lambda config: None)
     options = ["--checkpoint.enable", f"--checkpoint.{key}"]
@@ -397,7 +397,7 @@ def test_streams_are_traced_where_that_is_possible_and_has_run(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch, "__version__", TorchVersion(torch_version))
     config = parse_job(tmp_path, *args)
-    from torchtitan_cad.integration.titan022 import checks
+    from torchtitan_cad.integration.torchtitan_v0_2 import checks
 
     chosen, reason = checks.choose_streams(config, device, experts=False)
     assert chosen == traced

@@ -19,7 +19,7 @@ from tests.sets import params, seeds
 from tests.support.cpp import needs_compiler
 from tests.support.plain_blocks import HalvesAndWhole, PlainBlock
 from torchtitan_cad.integration.pingpong.loop import PingPong
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.planning import AttentionShape
 
 enable_cpu()
@@ -27,7 +27,7 @@ enable_cpu()
 # torchtitan must not be imported before enable_cpu().
 from torchtitan.distributed import activation_checkpoint  # noqa: E402
 
-from torchtitan_cad.integration.titan022.blocks import apply_ac  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import apply_ac  # noqa: E402
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=4)
 AC_MODES = {"none": ("none", ""), "op": ("selective", "op"), "layer": ("selective", "2"), "full": ("full", "op")}

@@ -11,14 +11,14 @@ from torch.utils.data import IterableDataset
 
 from tests.integration.harness import parse_job
 from torchtitan_cad import launch
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
 
-from torchtitan_cad.integration.titan022.resume import check_workers_when_loaded  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.resume import check_workers_when_loaded  # noqa: E402
 
 MODEL = {"norm.weight": zeros(2)}
 FULL = {

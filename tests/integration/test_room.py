@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from tests.sets import CONFIGS  # noqa: E402
-from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta, read_simulated_job  # noqa: E402
-from torchtitan_cad.integration.titan022.job import attention_kinds  # noqa: E402
-from torchtitan_cad.integration.titan022.model import update_without_cp  # noqa: E402
-from torchtitan_cad.integration.titan022.room import read_room  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import build_on_meta, read_simulated_job  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.model import update_without_cp  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.room import read_room  # noqa: E402
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, buffer_bytes  # noqa: E402
 from torchtitan_cad.planning.keeping import FILLED  # noqa: E402
 from torchtitan_cad.simulation import Costs, Documents, Rates, draw_batches  # noqa: E402

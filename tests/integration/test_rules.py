@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.integration.harness import tokenizer_folder
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 
 from torchtitan.config import JobConfig  # noqa: E402
 
 from torchtitan_cad import job_config  # noqa: E402
-from torchtitan_cad.integration.titan022 import rules  # noqa: E402
-from torchtitan_cad.integration.titan022.commands.doctor import examine  # noqa: E402
-from torchtitan_cad.integration.titan022.manager import CadConfigManager  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2 import rules  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.commands.doctor import examine  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WRONG = (0, 1, -1, -2, 2.0, math.nan, math.inf, "x", "deepep", ["x"], True, False)

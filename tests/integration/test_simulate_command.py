@@ -11,13 +11,13 @@ from tests.sets import CONFIGS, every_config
 from torchtitan_cad.cli import main
 from torchtitan_cad.cli.simulation_inputs import Options, read_inputs
 from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
-from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta, read_simulated_job  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import build_on_meta, read_simulated_job  # noqa: E402
 from torchtitan_cad.simulation import OPEN, SYSTEMS  # noqa: E402
 
 SMALL = [

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.integration.harness import parse_job
 from tests.integration.loaders import CountingLoader
 from tests.integration.test_loader_ranks import RANKS, OneRank, ShorterFrom, connect, drain_at_once, on_all
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
 
@@ -24,9 +24,9 @@ enable_cpu()
 from torchtitan.components.validate import Validator  # noqa: E402
 
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS  # noqa: E402
-from torchtitan_cad.integration.titan022 import inputs as titan_inputs  # noqa: E402
-from torchtitan_cad.integration.titan022 import plugin  # noqa: E402
-from torchtitan_cad.integration.titan022.validation import ValidationLoader  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2 import inputs as titan_inputs  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.validation import ValidationLoader  # noqa: E402
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, step_layouts  # noqa: E402
 
 

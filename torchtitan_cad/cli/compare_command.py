@@ -52,8 +52,8 @@ def run(
     from tqdm import tqdm
 
     from torchtitan_cad.integration.report.steps_file import to_json
-    from torchtitan_cad.integration.titan022.commands import comparison
-    from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job
+    from torchtitan_cad.integration.torchtitan_v0_2.commands import comparison
+    from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import read_simulated_job
 
     (ranks, places), args = _places(nproc), [f"--job.config_file={job}", "--cad.no-shadow", *overrides]
     with tqdm(total=2 * rounds * steps, desc=f"on {ranks} ranks", unit="step", leave=False, disable=None) as bar:

@@ -36,7 +36,7 @@ def run(
     if (nproc or 1) * nnodes > MAX_RANKS:
         raise ValueError(f"--nproc {nproc} --nnodes {nnodes}: set numbers of which the product is at most {MAX_RANKS}")
     check_job(job)
-    from torchtitan_cad.integration.titan022.commands.doctor import examine, is_drawing
+    from torchtitan_cad.integration.torchtitan_v0_2.commands.doctor import examine, is_drawing
 
     failed = 0
     for finding in examine([f"--job.config_file={job}", *overrides], nproc, nnodes):

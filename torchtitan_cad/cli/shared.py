@@ -19,7 +19,7 @@ def check_job(path: Path) -> None:
     """Raise ValueError if there is no such file; make torchtitan, not imported before, run on CPU without a GPU."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
-    from torchtitan_cad.integration.titan022.cpu import enable_cpu
+    from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
     enable_cpu()
 

@@ -33,7 +33,7 @@ from torchtitan_cad.simulation import (
 )
 
 if TYPE_CHECKING:
-    from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
+    from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import SimulatedJob
 
 BATCHES, FEWEST_BATCHES = 10, 2
 """steps that are simulated by default: of up to ``MANY_RANKS``, and of many more."""
@@ -236,7 +236,7 @@ def _assumed(given: dict[str, Any], cluster: Cluster, rates: Rates) -> list[str]
 
 def _read_job(job: Path, overrides: tuple[str, ...], ranks: int | None) -> SimulatedJob:
     check_job(job)
-    from torchtitan_cad.integration.titan022.commands.simulated_job import read_simulated_job
+    from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import read_simulated_job
 
     return read_simulated_job([f"--job.config_file={job}", *overrides], ranks)
 

@@ -215,7 +215,7 @@ class PingPong:
         dynamo: Any = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
         if self.traced_on is not None:
-            assert not self.units, "see titan022/checks.py"
+            assert not self.units, "see torchtitan_v0_2/checks.py"
             self.turns = compile_turns(self.regions, self.engine, self.traced_on)
             return
 

@@ -15,10 +15,10 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.shadow import Shadow, open_shadow
-from torchtitan_cad.integration.titan022.compile_caches import separate_compile_caches
-from torchtitan_cad.integration.titan022.inputs import open_dataset
-from torchtitan_cad.integration.titan022.job import read_job
-from torchtitan_cad.integration.titan022.resume import check_workers_when_loaded
+from torchtitan_cad.integration.torchtitan_v0_2.compile_caches import separate_compile_caches
+from torchtitan_cad.integration.torchtitan_v0_2.inputs import open_dataset
+from torchtitan_cad.integration.torchtitan_v0_2.job import read_job
+from torchtitan_cad.integration.torchtitan_v0_2.resume import check_workers_when_loaded
 
 
 def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:

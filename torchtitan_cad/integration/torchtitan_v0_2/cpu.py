@@ -37,7 +37,7 @@ def enable_cpu() -> bool:
         raise RuntimeError(
             "torchtitan was imported before enable_cpu() and has bound its device type to 'cuda', but this process has "
             "no accelerator. Start training with `python -m torchtitan_cad.train`, or call "
-            "torchtitan_cad.integration.titan022.cpu.enable_cpu() before the first import of torchtitan."
+            "torchtitan_cad.integration.torchtitan_v0_2.cpu.enable_cpu() before the first import of torchtitan."
         )
     _replace_moe_triton_kernels()
     _count_integers()

@@ -11,8 +11,8 @@ from torchtitan.tools import utils
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.documents import DocumentRule
-from torchtitan_cad.integration.titan022.models import adapter_of
 from torchtitan_cad.integration.topology import Topology
+from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of
 from torchtitan_cad.planning.model.kind import AttentionKind
 
 

@@ -13,15 +13,15 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_cad.demo.datasets import UNITS, read_sources
 from torchtitan_cad.demo.synthetic import parse_lengths
-from torchtitan_cad.integration.titan022 import plugin
-from torchtitan_cad.integration.titan022.checks import SUPPORTED_MODELS
-from torchtitan_cad.integration.titan022.inputs import SYNTHETIC
-from torchtitan_cad.integration.titan022.job import cad_table
-from torchtitan_cad.integration.titan022.manager import quiet, read_config
-from torchtitan_cad.integration.titan022.model import update_without_cp
-from torchtitan_cad.integration.titan022.models import adapter_of
-from torchtitan_cad.integration.titan022.room import checkpointing_kind
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin
+from torchtitan_cad.integration.torchtitan_v0_2.checks import SUPPORTED_MODELS
+from torchtitan_cad.integration.torchtitan_v0_2.inputs import SYNTHETIC
+from torchtitan_cad.integration.torchtitan_v0_2.job import cad_table
+from torchtitan_cad.integration.torchtitan_v0_2.manager import quiet, read_config
+from torchtitan_cad.integration.torchtitan_v0_2.model import update_without_cp
+from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of
+from torchtitan_cad.integration.torchtitan_v0_2.room import checkpointing_kind
 from torchtitan_cad.simulation.batches import DEFAULT, named_lengths
 from torchtitan_cad.simulation.inputs import Cluster, Configuration, Model, Schedule
 

@@ -36,14 +36,15 @@ from torchtitan_cad.integration.pingpong.fsdp_hooks import adopt_hooks
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.run_state import begin_run
 from torchtitan_cad.integration.session import current_session, open_session
-from torchtitan_cad.integration.titan022 import upstream
-from torchtitan_cad.integration.titan022.blocks import apply_ac, apply_compile, checkpointing, selects_operators
-from torchtitan_cad.integration.titan022.checks import choose_streams, validate
-from torchtitan_cad.integration.titan022.compile_caches import separate_compile_caches
-from torchtitan_cad.integration.titan022.experts import check_experts
-from torchtitan_cad.integration.titan022.failure import name_dead_peers
-from torchtitan_cad.integration.titan022.folders import check_folders
-from torchtitan_cad.integration.titan022.inputs import (
+from torchtitan_cad.integration.topology import TICK_SCHEDULES
+from torchtitan_cad.integration.torchtitan_v0_2 import upstream
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import apply_ac, apply_compile, checkpointing, selects_operators
+from torchtitan_cad.integration.torchtitan_v0_2.checks import choose_streams, validate
+from torchtitan_cad.integration.torchtitan_v0_2.compile_caches import separate_compile_caches
+from torchtitan_cad.integration.torchtitan_v0_2.experts import check_experts
+from torchtitan_cad.integration.torchtitan_v0_2.failure import name_dead_peers
+from torchtitan_cad.integration.torchtitan_v0_2.folders import check_folders
+from torchtitan_cad.integration.torchtitan_v0_2.inputs import (
     add_demo,
     check_inputs,
     check_known,
@@ -53,24 +54,23 @@ from torchtitan_cad.integration.titan022.inputs import (
     training_loader,
     without_document_ids,
 )
-from torchtitan_cad.integration.titan022.job import read_job
-from torchtitan_cad.integration.titan022.job_checks import launched_ranks
-from torchtitan_cad.integration.titan022.metrics import CadMetricsProcessor
-from torchtitan_cad.integration.titan022.model import (
+from torchtitan_cad.integration.torchtitan_v0_2.job import read_job
+from torchtitan_cad.integration.torchtitan_v0_2.job_checks import launched_ranks
+from torchtitan_cad.integration.torchtitan_v0_2.metrics import CadMetricsProcessor
+from torchtitan_cad.integration.torchtitan_v0_2.model import (
     build_engine,
     cad_model_args,
     cad_model_class,
     has_positions,
     positions_of,
 )
-from torchtitan_cad.integration.titan022.models import ADAPTERS, Adapter, adapter_of, has_experts
-from torchtitan_cad.integration.titan022.pipeline import pipeline_in_ticks
-from torchtitan_cad.integration.titan022.resume import check_workers_when_loaded
-from torchtitan_cad.integration.titan022.rules import has_cad
-from torchtitan_cad.integration.titan022.shadowed import shadow_train_spec
-from torchtitan_cad.integration.titan022.stages import stage_modules
-from torchtitan_cad.integration.titan022.validation import plan_validation
-from torchtitan_cad.integration.topology import TICK_SCHEDULES
+from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS, Adapter, adapter_of, has_experts
+from torchtitan_cad.integration.torchtitan_v0_2.pipeline import pipeline_in_ticks
+from torchtitan_cad.integration.torchtitan_v0_2.resume import check_workers_when_loaded
+from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
+from torchtitan_cad.integration.torchtitan_v0_2.shadowed import shadow_train_spec
+from torchtitan_cad.integration.torchtitan_v0_2.stages import stage_modules
+from torchtitan_cad.integration.torchtitan_v0_2.validation import plan_validation
 from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime import ops
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torchtitan's training with a record of every step; what a rank of ``torchtitan-cad compare`` runs.
 
-    torchrun ... -m torchtitan_cad.integration.titan022.commands.measured FOLDER --job.config_file train.toml
+    torchrun ... -m torchtitan_cad.integration.torchtitan_v0_2.commands.measured FOLDER --job.config_file train.toml
 
 trains as ``-m torchtitan_cad.train`` does and appends a line to FOLDER/rank<r>.jsonl for every step: see ``FIGURES``.
 Steps begin at a barrier, so that what one rank does between steps (logs, checkpoints) does not count as another's
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_cad.integration.loading.documents import DocumentRule
-from torchtitan_cad.integration.titan022.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 FIGURES = (
     *("seconds", "busy", "attention", "waiting", "tokens", "loss", "gradient_norm"),
@@ -139,7 +139,7 @@ def _note_figures(seen: dict[str, Any]) -> None:
     from torchtitan.train import Trainer
 
     from torchtitan_cad.integration.report.statistics import StepStatistics
-    from torchtitan_cad.integration.titan022.job import document_rule
+    from torchtitan_cad.integration.torchtitan_v0_2.job import document_rule
     from torchtitan_cad.runtime.exchange import ExchangeClock
 
     forward_backward, drain, reset = Trainer.forward_backward_step, StepStatistics.drain, ExchangeClock.reset

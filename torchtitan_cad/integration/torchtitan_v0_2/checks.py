@@ -8,11 +8,11 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
-from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
-from torchtitan_cad.integration.titan022.job_checks import check_job, compiles_model, launched_ranks
-from torchtitan_cad.integration.titan022.models import ADAPTERS, adapter_of
-from torchtitan_cad.integration.titan022.rules import has_cad
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import checkpointing, selects_operators
+from torchtitan_cad.integration.torchtitan_v0_2.job_checks import check_job, compiles_model, launched_ranks
+from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS, adapter_of
+from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
 from torchtitan_cad.planning.model.batch import halves_by_row
 
 SUPPORTED_MODELS = tuple(ADAPTERS)

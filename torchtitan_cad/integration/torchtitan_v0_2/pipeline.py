@@ -16,9 +16,9 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.engines import Ticks
 from torchtitan_cad.integration.pipeline.schedule import TickSchedule
-from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
-from torchtitan_cad.integration.titan022.model import build_engine
-from torchtitan_cad.integration.titan022.stages import stage_modules
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import checkpointing, selects_operators
+from torchtitan_cad.integration.torchtitan_v0_2.model import build_engine
+from torchtitan_cad.integration.torchtitan_v0_2.stages import stage_modules
 from torchtitan_cad.planning.pipeline.program import make_program
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.runtime.tick_engine import TickEngine

@@ -18,7 +18,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.errors import is_first_of_node
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
-from torchtitan_cad.integration.titan022.rules import has_cad
+from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
 SYNTHETIC = "synthetic"

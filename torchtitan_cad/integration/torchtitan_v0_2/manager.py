@@ -20,8 +20,8 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config import job_config as titan_config
 
 from torchtitan_cad.integration.errors import TRACEBACK_OPTION
-from torchtitan_cad.integration.titan022 import plugin
-from torchtitan_cad.integration.titan022.rules import has_cad
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin
+from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
 from torchtitan_cad.tyro_errors import say_error
 
 _LISTED_KEYS = 12

@@ -10,9 +10,9 @@ from pathlib import Path
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig
 
-from torchtitan_cad.integration.titan022.job_checks import launched_ranks
-from torchtitan_cad.integration.titan022.resume import METADATA, check_resumed
-from torchtitan_cad.integration.titan022.rules import read_key
+from torchtitan_cad.integration.torchtitan_v0_2.job_checks import launched_ranks
+from torchtitan_cad.integration.torchtitan_v0_2.resume import METADATA, check_resumed
+from torchtitan_cad.integration.torchtitan_v0_2.rules import read_key
 
 
 def check_folders(config: JobConfig, world_size: int | None = None) -> None:

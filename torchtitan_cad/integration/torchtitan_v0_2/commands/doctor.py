@@ -27,18 +27,23 @@ from torchtitan.tools import utils
 from torchtitan_cad.integration.engines import kernel_shape
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.machine import other_device
-from torchtitan_cad.integration.titan022 import plugin
-from torchtitan_cad.integration.titan022.checks import choose_streams
-from torchtitan_cad.integration.titan022.commands.defects import defects_met
-from torchtitan_cad.integration.titan022.commands.simulated_job import build_on_meta
-from torchtitan_cad.integration.titan022.folders import check_folders, checkpoint_folder, nearest_folder, resumed_from
-from torchtitan_cad.integration.titan022.inputs import SYNTHETIC, load_tokenizer, open_dataset
-from torchtitan_cad.integration.titan022.job import attention_kinds, cad_table, document_rule
-from torchtitan_cad.integration.titan022.job_checks import launched_ranks
-from torchtitan_cad.integration.titan022.manager import quiet, read_config
-from torchtitan_cad.integration.titan022.model import update_without_cp
-from torchtitan_cad.integration.titan022.models import adapter_of, has_experts
 from torchtitan_cad.integration.topology import Topology
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin
+from torchtitan_cad.integration.torchtitan_v0_2.checks import choose_streams
+from torchtitan_cad.integration.torchtitan_v0_2.commands.defects import defects_met
+from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import build_on_meta
+from torchtitan_cad.integration.torchtitan_v0_2.folders import (
+    check_folders,
+    checkpoint_folder,
+    nearest_folder,
+    resumed_from,
+)
+from torchtitan_cad.integration.torchtitan_v0_2.inputs import SYNTHETIC, load_tokenizer, open_dataset
+from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds, cad_table, document_rule
+from torchtitan_cad.integration.torchtitan_v0_2.job_checks import launched_ranks
+from torchtitan_cad.integration.torchtitan_v0_2.manager import quiet, read_config
+from torchtitan_cad.integration.torchtitan_v0_2.model import update_without_cp
+from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of, has_experts
 from torchtitan_cad.planning.compile_once import is_compiled
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.planning.jit import is_plain_python

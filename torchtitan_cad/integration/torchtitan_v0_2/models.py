@@ -26,7 +26,7 @@ from torchtitan.models.gpt_oss.model import model as gpt_oss
 from torchtitan.models.llama4.model import model as llama4
 from torchtitan.protocols.train_spec import get_train_spec
 
-from torchtitan_cad.integration.titan022.blocks import CoreAttentionParallel, TitanBlock, local, rows
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import CoreAttentionParallel, TitanBlock, local, rows
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.runtime.ops import core_attention, core_attention_with_lse

@@ -19,9 +19,9 @@ from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, OWN_POSIT
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import current_session
-from torchtitan_cad.integration.titan022 import upstream
-from torchtitan_cad.integration.titan022.models import Adapter
-from torchtitan_cad.integration.titan022.room import read_room
+from torchtitan_cad.integration.torchtitan_v0_2 import upstream
+from torchtitan_cad.integration.torchtitan_v0_2.models import Adapter
+from torchtitan_cad.integration.torchtitan_v0_2.room import read_room
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 
 

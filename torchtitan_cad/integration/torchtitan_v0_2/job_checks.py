@@ -12,10 +12,10 @@ from torch.distributed.pipelining.schedules import (
 )
 from torchtitan.config import JobConfig
 
-from torchtitan_cad.integration.titan022.blocks import checkpointing, selects_operators
-from torchtitan_cad.integration.titan022.rules import check_rules, has_cad
-from torchtitan_cad.integration.titan022.stages import V_SCHEDULES
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import checkpointing, selects_operators
+from torchtitan_cad.integration.torchtitan_v0_2.rules import check_rules, has_cad
+from torchtitan_cad.integration.torchtitan_v0_2.stages import V_SCHEDULES
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
 
 _SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.integration.titan022.commands import measured
-from torchtitan_cad.integration.titan022.commands.simulated_job import SimulatedJob
+from torchtitan_cad.integration.torchtitan_v0_2.commands import measured
+from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import SimulatedJob
 from torchtitan_cad.simulation import Documents, Rates, Search, draw_batches
 
 MODES = ("off", "on")

@@ -11,7 +11,7 @@ import torch
 from torch.torch_version import TorchVersion
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_cad.integration.titan022.folders import resumed_from
+from torchtitan_cad.integration.torchtitan_v0_2.folders import resumed_from
 
 HAS_STRICT_ATTENTION = HAS_STRICT_FSDP = TorchVersion(torch.__version__) >= "2.13"
 """torch refuses fewer key heads unless told of them, and parameters in two groups of FSDP2."""
