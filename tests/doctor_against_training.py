@@ -254,6 +254,7 @@ def main() -> int:
             [sys.executable, "-c", STORES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as stores,
     ):
+        os.chdir(name)  # where jobs with relative folders leave what they write
         bases = base_jobs(Path(name))
         while not options.cases and len(cases) < options.count:
             base = list(bases)[len(cases) % len(bases)]
