@@ -14,7 +14,7 @@ from tests.integration.harness import RunResult, run
 from tests.runtime.threaded import needs_linux
 
 matrix = pytest.mark.matrix
-SHORT = ("rows_ac_op_accumulation", "middle_cp2")
+SHORT = ("middle_cp2",)
 """The jobs of ``HALVED`` that the short set trains; the matrix trains all."""
 
 

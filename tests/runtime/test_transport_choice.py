@@ -154,6 +154,7 @@ def choose_over_all_groups(group: dist.ProcessGroup) -> None:
         build_transport("nvshmem", own, CPU)
 
 
+@pytest.mark.matrix
 def test_all_groups_of_a_job_agree_before_nvshmem_allocates() -> None:
     """Its allocation is collective over all ranks of the job."""
     values(run_processes(4, choose_over_all_groups))

@@ -18,7 +18,7 @@ from tests.runtime.interpreter import interpret, interpreted_transport
 from tests.runtime.processes import run_processes, values
 from tests.runtime.rows import CPU
 from tests.runtime.threaded import needs_linux
-from tests.sets import needs_triton, params
+from tests.sets import matrix, needs_triton
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Route, Routes
 
@@ -91,7 +91,8 @@ def put_and_compare(group, programs: int) -> None:
     assert max(launches.grids) == (programs, 1, 1)
 
 
-@pytest.mark.parametrize("programs", params([1, 3], [3]))
+@matrix
+@pytest.mark.parametrize("programs", [1, 3])
 def test_rows_are_packed_into_peers_memory_by_few_programs(programs: int) -> None:
     values(run_processes(1, put_and_compare, programs))
 

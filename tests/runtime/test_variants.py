@@ -146,7 +146,7 @@ def test_code_for_a_device(capability: int, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("shape", "num_ranks", "num_plans"),
     [
-        (SHAPE, 8, 6),
+        pytest.param(SHAPE, 8, 6, marks=matrix),
         pytest.param(LATENT, 8, 2, marks=matrix),
         pytest.param(SHAPE, 64, 60, marks=matrix),
         pytest.param(SHAPE, 8, 60, marks=matrix),

@@ -47,6 +47,7 @@ def test_recommended_changes_gain_and_are_simulated_together() -> None:
     assert lines[-1].startswith("recommended")
 
 
+@pytest.mark.matrix
 def test_reordering_is_enough_for_short_documents_in_many_rows() -> None:
     few, many = (
         as_written(),
