@@ -38,7 +38,9 @@ OF_THE_JOB = {
 }
 """Options of `simulate` that would make another job of this one, and the keys that do so here."""
 
-DEFAULTS = Options(batches=3)
+DEFAULTS = Options()
+BATCHES = 3
+"""Most steps that are simulated unless more are asked for, as every setting is tried by all of them."""
 
 
 def run(
@@ -65,6 +67,8 @@ def run(
             raise ValueError(f"--{name.replace('_', '-')}: advice is for the job itself; set --{key} instead")
     inputs, notes, titan = read_inputs(job, overrides, options)
     assert titan is not None
+    if options.batches is None and inputs.documents.batches > BATCHES:
+        inputs = inputs._replace(documents=dataclasses.replace(inputs.documents, batches=BATCHES))
     from tqdm import tqdm
 
     load_planner(placement=True)
