@@ -60,6 +60,16 @@ def test_keys_without_cad_are_those_of_the_verdict(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
+def test_all_batches_that_are_given_count(tmp_path: Path, capsys) -> None:
+    documents = tmp_path / "batches.json"
+    documents.write_text(json.dumps([[[2048]] * 2] * 4))
+    job = str(CONFIGS / "llama3_debug_cpu.toml")
+    advise(
+        [job, "--model.flavor=debugmodel", "--ranks=2", "--training.seq_len=2048", f"--documents={documents}"], tmp_path
+    )
+    assert capsys.readouterr().out.splitlines()[0].endswith("means of 4 steps")
+
+
 def test_what_fits_no_memory_is_not_recommended(tmp_path: Path, capsys) -> None:
     advice = advise([*ONE_NODE, "--memory=1e9"], tmp_path)
     assert "not worth it: nothing that was tried fits" in capsys.readouterr().out

@@ -67,7 +67,7 @@ def run(
             raise ValueError(f"--{name.replace('_', '-')}: advice is for the job itself; set --{key} instead")
     inputs, notes, titan = read_inputs(job, overrides, options)
     assert titan is not None
-    if options.batches is None and inputs.documents.batches > BATCHES:
+    if options.batches is None and not inputs.documents.given and inputs.documents.batches > BATCHES:
         inputs = inputs._replace(documents=dataclasses.replace(inputs.documents, batches=BATCHES))
     from tqdm import tqdm
 
