@@ -2,7 +2,6 @@
 """The engines of a job: one for each kind of the model's attention, over one transport."""
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.keeping import Room
+from torchtitan_cad.planning.keeping import Room, kept_by_setting
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
@@ -53,10 +52,9 @@ def kept_bytes(backward: str, room: Room, group: dist.ProcessGroup | None, *, in
         group: a CAD group on the host; None for one rank.
         in_ticks: True in a pipeline in ticks, where backward meets other microbatches than forward did.
     """
-    if backward == "keep":
-        return math.inf
-    if backward == "resend" or in_ticks:
-        return 0.0
+    kept = kept_by_setting(backward, in_ticks=in_ticks)
+    if kept is not None:
+        return kept
     rooms = [room] if group is None else list(gather(room, group).values())
     least = min(rooms, key=lambda room: room.bytes_per_call)
     logger.info(f"cad.backward = 'auto': {least.describe()}")

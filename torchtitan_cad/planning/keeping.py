@@ -8,6 +8,7 @@ into that part depends on the rank that receives most (``MostRows.kept_bytes``):
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -53,6 +54,18 @@ class Room:
             return f"rows travel again for backward ({used})"
         whole = self.calls * self.bytes_per_call / 1e9
         return f"servers keep rows of up to {self.bytes_per_call / 1e9:.2f} GB a call, {whole:.1f} GB in all ({used})"
+
+
+def kept_by_setting(backward: str, *, in_ticks: bool) -> float | None:
+    """Return the bytes of rows that servers may keep in a call; None if the room for them decides.
+
+    Args:
+        backward: "auto", "resend" or "keep".
+        in_ticks: True in a pipeline in ticks, where backward meets other microbatches than forward did.
+    """
+    if backward == "keep":
+        return math.inf
+    return 0.0 if backward == "resend" or in_ticks else None
 
 
 def kept_calls(layers: int, microbatches_in_flight: int, nano_batches: int, checkpointing: Checkpointing) -> int:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
 
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.planning.keeping import GRADIENT_BYTES, WORKING, Room, Stage, kept_calls
+from torchtitan_cad.planning.keeping import GRADIENT_BYTES, WORKING, Room, Stage, kept_by_setting, kept_calls
 from torchtitan_cad.planning.memory import attention_memory, stock_memory
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.simulation.inputs import MANY_RANKS
@@ -83,10 +82,9 @@ def _served_rows(plan: Plan) -> FloatArray:
 def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
     """Return the bytes of received rows that a server may keep in each call, by the job's ``backward``."""
     configuration, nano_batches = step.configuration, step.configuration.nano_batches
-    if configuration.backward != "auto":
-        return math.inf if configuration.backward == "keep" else 0.0
-    if in_ticks:  # where backward meets other microbatches than forward did
-        return 0.0
+    kept = kept_by_setting(configuration.backward, in_ticks=in_ticks)
+    if kept is not None:
+        return kept
     flying = in_flight(step, configuration.schedule)
     activations = step.tokens * token_bytes(step, flying, nano_batches)
     documents = len(step.batch.lengths) // (step.ranks * step.microbatches)
