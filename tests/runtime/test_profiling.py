@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Measuring: kernels for a profile, and the rates that a job measures when it starts."""
 
+import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.threaded import run_ranks, thread_transports
+from tests.runtime.threaded import TIMEOUT_S, run_ranks, thread_transports
 from torchtitan_cad.planning import AttentionShape, TileAreaCost
 from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
@@ -167,6 +169,21 @@ class Link:
         pass
 
 
+def slowest_of_threads(num_ranks: int) -> Callable[[list[float], object], list[float]]:
+    """Return a maximum over ranks that are threads, in place of that over a group."""
+    values_of_ranks: list[list[float]] = []
+    all_here, all_read = threading.Barrier(num_ranks), threading.Barrier(num_ranks, values_of_ranks.clear)
+
+    def slowest(values: list[float], group: object) -> list[float]:
+        values_of_ranks.append(values)
+        all_here.wait(TIMEOUT_S)
+        greatest = [max(of_ranks) for of_ranks in zip(*values_of_ranks, strict=True)]
+        all_read.wait(TIMEOUT_S)
+        return greatest
+
+    return slowest
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "slowest", lambda values, group: values)
@@ -189,8 +206,9 @@ def test_no_more_rows_than_there_is_room_for(alone: None) -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_ranks_exchange_with_those_of_their_host_or_of_others(alone: None, together: bool) -> None:
+def test_ranks_exchange_with_those_of_their_host_or_of_others(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     """Rows are counted alike on all ranks also where hosts have different numbers of ranks."""
+    monkeypatch.setattr(rates, "slowest", slowest_of_threads(3))
     host, transports = np.array([0, 0, 1]), thread_transports(3)
     sends = ALL & ((host[:, None] == host) == together)
     for link, seconds in run_ranks(3, lambda r: rates.link_rate(transports[r], r, sends, CPU, None)):
