@@ -104,28 +104,42 @@ def _deal_longest(pool: _Pool, microbatches: Sequence[_Microbatch], sums: list[f
     With ``sums`` of squared tokens that the microbatches begin with, it is the turn of the microbatch with the least.
     """
     of_sums, sums = bool(sums), sums or [0.0] * len(microbatches)
-    widest = max(max(each.rooms) for each in microbatches)
-    while (doc := pool.longest(max(each.left for each in microbatches))) is not None and pool.lengths[doc] > widest:
-        roomy = (number for number, each in enumerate(microbatches) if each.left >= pool.lengths[doc])
-        chosen = min(roomy, key=lambda number: sums[number] if of_sums else sum(microbatches[number].work))
-        microbatches[chosen].spread(doc)
-        sums[chosen] += of_sums * pool.lengths[doc] ** 2
-    ranks = [
-        (sums[number], each.work[rank], -each.rooms[rank], number, rank)
-        for number, each in enumerate(microbatches)
-        for rank in range(len(each.rooms))
-    ]
-    heapq.heapify(ranks)
-    while ranks:
-        before, work, room, number, rank = heapq.heappop(ranks)
-        each = microbatches[number]
-        if before < sums[number]:  # another rank has got a document
-            heapq.heappush(ranks, (sums[number], work, room, number, rank))
-        elif each.left > each.few and (doc := pool.longest(-room)) is not None:
-            each.take(doc, rank)
+    _spread_longest(pool, microbatches, sums, of_sums=of_sums)
+    turns: list[tuple[float, int, int, int]] = []
+
+    def queue_turn(number: int) -> None:
+        microbatch = microbatches[number]
+        if microbatch.queue and microbatch.left > microbatch.few:
+            work, room, _ = microbatch.queue[0]
+            heapq.heappush(turns, (sums[number], work, room, number))
+
+    for number in range(len(microbatches)):
+        queue_turn(number)
+    while turns:
+        number = heapq.heappop(turns)[-1]
+        microbatch = microbatches[number]
+        work, room, rank = heapq.heappop(microbatch.queue)
+        doc = pool.longest(-room)
+        if doc is not None:
+            microbatch.take(doc, rank)
             length = pool.lengths[doc]
             sums[number] += of_sums * length**2
-            heapq.heappush(ranks, (sums[number], work + length**2, room + length, number, rank))
+            heapq.heappush(microbatch.queue, (work + length**2, room + length, rank))
+        queue_turn(number)
+
+
+def _spread_longest(pool: _Pool, microbatches: Sequence[_Microbatch], sums: list[float], *, of_sums: bool) -> None:
+    """Spread the documents that are longer than any rank's room over several ranks."""
+    widest = max(max(microbatch.rooms) for microbatch in microbatches)
+    while True:
+        doc = pool.longest(max(microbatch.left for microbatch in microbatches))
+        if doc is None or pool.lengths[doc] <= widest:
+            return
+        length = pool.lengths[doc]
+        roomy = [number for number, microbatch in enumerate(microbatches) if microbatch.left >= length]
+        chosen = min(roomy, key=lambda number: sums[number] if of_sums else sum(microbatches[number].work))
+        microbatches[chosen].spread(doc)
+        sums[chosen] += of_sums * length**2
 
 
 class _Microbatch:
@@ -137,6 +151,7 @@ class _Microbatch:
         work: squared lengths of the spread documents on every rank.
         left: tokens of the microbatch that no document has.
         few: tokens that may be left when the longest documents are dealt.
+        queue: heap of (squared lengths on a rank, -tokens of room, rank), of the ranks with room.
     """
 
     def __init__(self, pool: _Pool, rooms: list[int], filled: float) -> None:
@@ -144,8 +159,8 @@ class _Microbatch:
         self.docs: list[tuple[int, int]] = []
         self.rooms, self.work, self.left = rooms.copy(), [0] * len(rooms), sum(rooms)
         self.few = filled * self.left / len(rooms)
-        self._ranks = [(0, -room, rank) for rank, room in enumerate(rooms) if room]
-        heapq.heapify(self._ranks)
+        self.queue = [(0, -room, rank) for rank, room in enumerate(rooms) if room]
+        heapq.heapify(self.queue)
 
     def take(self, doc: int, rank: int = -1) -> None:
         """Take a document, which lies on one rank or in the room that others leave."""
@@ -159,7 +174,7 @@ class _Microbatch:
         length = left = self._pool.lengths[doc]
         changed = []
         while left:
-            *_, rank = heapq.heappop(self._ranks)
+            *_, rank = heapq.heappop(self.queue)
             part = min(self.rooms[rank], left)
             self.rooms[rank] -= part
             self.work[rank] += part * length
@@ -167,7 +182,7 @@ class _Microbatch:
             changed.append((self.work[rank], -self.rooms[rank], rank))
         for entry in changed:
             if entry[1]:  # without room a rank gets no more
-                heapq.heappush(self._ranks, entry)
+                heapq.heappush(self.queue, entry)
 
     def take_rest(self, *, all_left: bool) -> bool:
         """Take documents that fill what is left exactly, or all; returns False where none are found that do."""
