@@ -21,9 +21,9 @@ from bench.workloads import TOKENS_PER_RANK, document_lengths
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.placement.place import warm_up_placement
-from torchtitan_cad.simulation import Batch, Costs, Rates
-from torchtitan_cad.simulation.disaggregated import Disaggregated
-from torchtitan_cad.simulation.step import Step
+from torchtitan_cad.tools.simulation import Batch, Costs, Rates
+from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
+from torchtitan_cad.tools.simulation.step import Step
 
 TP, CP = 8, 8
 SEQ_LEN = CP * TOKENS_PER_RANK
@@ -41,7 +41,7 @@ class Options:
 
 def step_of(name: str, options: Options) -> Step:
     """A step of a flavor with the documents of the workload, cut where rows end."""
-    from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import read_simulated_job
+    from torchtitan_cad.tools.simulated_job import read_simulated_job
 
     settings = {
         "job.config_file": JOB,

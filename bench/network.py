@@ -33,9 +33,9 @@ enable_cpu()
 from bench.record import Record, conclude  # noqa: E402
 from bench.turns import TurnTaker  # noqa: E402
 from tests.nodes.network import Nodes, missing  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands import measured  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands.comparison import Runs  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import SimulatedJob, read_simulated_job  # noqa: E402
+from torchtitan_cad.tools.compare import measured  # noqa: E402
+from torchtitan_cad.tools.compare.comparison import Runs  # noqa: E402
+from torchtitan_cad.tools.simulated_job import SimulatedJob, read_simulated_job  # noqa: E402
 
 NODES = 2
 LINK = re.compile(r"([\d.e+-]+) Gbit/s between them, ([\d.e+-]+) us an exchange")

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from bench.record import Record, conclude
 from torchtitan_cad.planning import warm_up
-from torchtitan_cad.simulation import MODELS, OPEN, Cluster, Configuration, Documents, named_lengths, simulate
+from torchtitan_cad.tools.simulation import MODELS, OPEN, Cluster, Configuration, Documents, named_lengths, simulate
 
 NET, MEMORY = 50e9, 127e9
 """Bytes a second and GPU between nodes; nine tenths of the 141 GB of an H200."""

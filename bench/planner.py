@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from bench.record import Record, conclude, markdown_table
 from bench.workloads import SEEDS, SHAPE, WORKLOADS, known_workloads, workload_layout
-from torchtitan_cad.cli.plan_plot import draw_plan
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, register_planner, warm_up
 from torchtitan_cad.planning.planners.base import Planner
 from torchtitan_cad.planning.planners.local_search.planner import search
+from torchtitan_cad.tools.plan.plot import draw_plan
 
 TOLERANCE = 0.02
 """At which the planners are compared and timed."""

@@ -27,9 +27,8 @@ from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionCall, Direct
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import AttentionKernel, get_kernel
 from torchtitan_cad.runtime.kernels.base import compute_dtype
-from torchtitan_cad.runtime.profiling import device_name
 from torchtitan_cad.runtime.tables import PlanTables
-from torchtitan_cad.runtime.timing import median_milliseconds
+from torchtitan_cad.runtime.timing import device_name, median_milliseconds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
 from bench.record import save  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands import comparison  # noqa: E402
+from torchtitan_cad.tools.compare import comparison  # noqa: E402
 
 TWO_HALVES = ("--cad.nano_batches=2", "--compile.enable")
 SWITCHES = ("--cad.streams=opaque", "--cad.streams=traced")

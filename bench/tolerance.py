@@ -19,7 +19,7 @@ from bench.record import Record, conclude
 from bench.workloads import SEEDS, workload_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, warm_up
 from torchtitan_cad.planning.timed import plan_by_time
-from torchtitan_cad.simulation import MODELS, Cluster, Costs, Rates
+from torchtitan_cad.tools.simulation import MODELS, Cluster, Costs, Rates
 
 WORKLOADS = ("lognormal", "one big", "uniform")
 RANKS = (8, 64)

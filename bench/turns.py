@@ -5,7 +5,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from torchtitan_cad.integration.torchtitan_v0_2.commands import measured
+from torchtitan_cad.tools.compare import measured
 
 
 class TurnTaker:

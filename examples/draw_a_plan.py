@@ -8,8 +8,8 @@
 import sys
 from pathlib import Path
 
-from torchtitan_cad.cli.plan_plot import draw_plan
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, validate_plan
+from torchtitan_cad.tools.plan.plot import draw_plan
 
 # %% Four ranks of 16,384 tokens: one document lies on the first three, short ones on the last.
 long = [[(0, rank * 16384, 16384)] for rank in range(3)]

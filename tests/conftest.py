@@ -53,7 +53,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs ``torchtitan-cad`` with arguments that it must refuse, and returns the one line that says why."""
-    from torchtitan_cad.cli import USER_ERROR, main
+    from torchtitan_cad.tools.main import USER_ERROR, main
 
     def run(*argv: str) -> str:
         assert main(argv) == USER_ERROR

@@ -26,11 +26,11 @@ from tqdm import tqdm
 
 from tests.integration import rank_server, tiny_models
 from torchtitan_cad import train
-from torchtitan_cad.demo.tokenizer import prepare_tokenizer
-from torchtitan_cad.integration.torchtitan_v0_2.commands.doctor import examine
 from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager, job_keys
 from torchtitan_cad.planning import warm_up
 from torchtitan_cad.planning.placement.place import warm_up_placement
+from torchtitan_cad.tools.doctor.examine import examine
+from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer
 
 RANKS = 2
 TIMEOUT_S = 240.0

@@ -22,7 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from torchtitan_cad.cli import main
+from torchtitan_cad.tools.main import main
 
 ADDRESS_SPACE = 8 * 2**30
 """Bytes; what asks for more gets a MemoryError instead of the machine's memory."""

@@ -12,7 +12,7 @@ import pytest
 from bench.gpu import mps, sharing
 from bench.gpu.parts import Skip
 from tests.sets import matrix
-from torchtitan_cad.integration.torchtitan_v0_2.commands.comparison import Runs
+from torchtitan_cad.tools.compare.comparison import Runs
 
 CONTROL = """#!/bin/sh
 # The daemon lives until it is told to quit; the front end answers while it lives.

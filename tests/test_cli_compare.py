@@ -14,19 +14,20 @@ import torch
 
 from tests.integration.compositions import TOLERANCE
 from tests.integration.harness import tokenizer_folder
-from torchtitan_cad.cli import compare_command, main
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+from torchtitan_cad.tools import compare
+from torchtitan_cad.tools.main import main
 
 enable_cpu()
 
-from torchtitan_cad.integration.torchtitan_v0_2.commands import comparison, measured  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands.comparison import Comparison, Runs  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands.measured import document_rows  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import read_simulated_job  # noqa: E402
 from torchtitan_cad.runtime.exchange import ExchangeClock  # noqa: E402
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel  # noqa: E402
+from torchtitan_cad.tools.compare import comparison, measured  # noqa: E402
+from torchtitan_cad.tools.compare.comparison import Comparison, Runs  # noqa: E402
+from torchtitan_cad.tools.compare.measured import document_rows  # noqa: E402
+from torchtitan_cad.tools.simulated_job import read_simulated_job  # noqa: E402
 
 JOB = Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml"
 LINEAR = 2.0
@@ -114,7 +115,7 @@ def test_documents_of_rows_end_with_the_end_of_sequence() -> None:
 def test_other_documents_without_cad_are_said(same: bool, tmp_path: Path) -> None:
     figures = compared(tmp_path, same_documents=same).report()
     assert figures["same_documents"] is same
-    text = compare_command.text({**figures, "places": "CPU cores", "predicted_speedup": None})
+    text = compare.text({**figures, "places": "CPU cores", "predicted_speedup": None})
     assert ("without CAD attention ends at other places" in text) is not same
 
 
@@ -132,7 +133,7 @@ def test_figures_that_are_not_known_are_null_in_json(known: bool, tmp_path, monk
     monkeypatch.setattr(comparison, "run", lambda *args, **options: result)
     predicted = {"least": 1.0, "overall": 1.2, "most": 1.4, "reordering_alone": 1.1} if known else None
     monkeypatch.setattr(Comparison, "predicted", lambda *args: predicted)
-    compare_command.run(JOB, nproc=2, output=tmp_path)
+    compare.run(JOB, nproc=2, output=tmp_path)
     figures = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
     assert (figures["attention_share"] is None) == (figures["predicted_speedup"] is None) == (not known)
     printed = capsys.readouterr().out

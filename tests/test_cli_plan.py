@@ -15,18 +15,17 @@ import pytest
 from matplotlib.figure import Figure
 
 import torchtitan_cad
-from torchtitan_cad.cli import main
-from torchtitan_cad.cli.doctor_command import separate_overrides
-from torchtitan_cad.cli.plan_plot import BARS, FEW
 from torchtitan_cad.planning import Plan, make_plan, validate_plan
 from torchtitan_cad.planning.serialize import layout_from_dict
+from torchtitan_cad.tools.main import main, separate_overrides
+from torchtitan_cad.tools.plan.plot import BARS, FEW
 
 SEGMENT = {"doc": 0, "start": 0, "length": 9}
 LAYOUT: dict[str, Any] = {
     "attention": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype_bytes": 2},
     "ranks": [[{"doc": 0, "start": 0, "length": 32768}], [{"doc": 1, "start": 0, "length": 5000}], []],
 }
-SHELL = [sys.executable, "-c", "import sys; from torchtitan_cad.cli import main; sys.exit(main())"]
+SHELL = [sys.executable, "-c", "import sys; from torchtitan_cad.tools.main import main; sys.exit(main())"]
 
 
 def write_layout(folder: Path, **changes: Any) -> str:
@@ -244,6 +243,6 @@ def test_plot_shows_the_plan(plan, tmp_path: Path, drawn) -> None:
 def test_plot_without_matplotlib(layout_file: str, monkeypatch: pytest.MonkeyPatch, refused) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "torchtitan_cad.cli.shared.find_spec", lambda name: None if name == "matplotlib" else find(name)
+        "torchtitan_cad.tools.shared.find_spec", lambda name: None if name == "matplotlib" else find(name)
     )
     assert "--plot plan.png: matplotlib is not installed" in refused("plan", layout_file, "--plot", "plan.png")

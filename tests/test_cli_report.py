@@ -10,10 +10,10 @@ import matplotlib.image
 import pytest
 
 from tests.profiles import linear, make_profile
-from torchtitan_cad.cli import main
-from torchtitan_cad.cli.profile_command import report
 from torchtitan_cad.integration.report.steps_file import STEPS_NAME, new_steps_file, to_json
 from torchtitan_cad.planning import AttentionShape, Plan, Profile, validate_plan
+from torchtitan_cad.tools.main import main
+from torchtitan_cad.tools.profile import report
 
 FIRST = {
     "step": 1,
@@ -139,7 +139,7 @@ LAYOUT = {
 
 
 def test_from_measuring_to_a_plan(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("torchtitan_cad.runtime.profiling.CPU_ROWS", 1024)  # short calls: what they take is not asked
+    monkeypatch.setattr("torchtitan_cad.tools.profiling.CPU_ROWS", 1024)  # short calls: what they take is not asked
     output = tmp_path / "profile.json"
     assert main(["profile", "--output", str(output), *SMALL, *GRID]) == 0
     profile = Profile.read(output)
@@ -190,7 +190,7 @@ def test_mistakes_are_found_before_measuring(options: list[str], message: str, t
 def test_noisy_cells_are_named(tmp_path, monkeypatch, capsys) -> None:
     spread = ((0.0, 0.1, 0.0), (0.0, 0.9, 0.0), (0.0, 0.0, 0.0))
     noisy = dataclasses.replace(make_profile(), forward_spread=spread, backward_spread=spread)
-    monkeypatch.setattr("torchtitan_cad.runtime.profiling.measure_profile", lambda *_: noisy)
+    monkeypatch.setattr("torchtitan_cad.tools.profiling.measure_profile", lambda *_: noisy)
     assert main(["profile", "--output", str(tmp_path / "profile.json"), *SMALL, *GRID]) == 0
     captured = capsys.readouterr()
     warning = captured.err.splitlines()[-1]

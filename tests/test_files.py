@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from torchtitan_cad import cli
-from torchtitan_cad.cli import main
 from torchtitan_cad.demo.synthetic import parse_lengths
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.report.steps_file import STEPS_NAME
 from torchtitan_cad.planning.files import MAX_BYTES, MAX_BYTES_OF_LINES
+from torchtitan_cad.tools.main import main
 
 LAYOUT = {
     "attention": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype_bytes": 2},
@@ -108,7 +108,7 @@ def test_too_little_memory_is_one_line(layout: str, monkeypatch: pytest.MonkeyPa
     def allocate(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("torchtitan_cad.cli.plan_command.read_layout", allocate)
+    monkeypatch.setattr("torchtitan_cad.tools.plan.read_layout", allocate)
     assert "out of memory: " in refused("plan", layout)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.generated_docs import API, ROOT, SETTINGS, up_to_date
-from torchtitan_cad.cli import main
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+from torchtitan_cad.tools.main import main
 
 
 def test_every_option_is_described() -> None:

@@ -14,10 +14,10 @@ import pytest
 
 from tests.hostile import NUMBERS, VALUES, _mutate
 from tests.profiles import make_profile
-from torchtitan_cad.cli import main
-from torchtitan_cad.demo.tokenizer import prepare_tokenizer
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, Profile, TokenLayout, make_plan, warm_up
 from torchtitan_cad.planning.serialize import layout_to_dict
+from torchtitan_cad.tools.main import main
+from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer
 
 MOST_SECONDS = 20
 MOST_BYTES = 2 * 2**30

@@ -18,9 +18,9 @@ PARTS_OF_BLOCKS |= {"q_norm", "k_norm"}
 """torchtitan 0.2.2's names of the parts of a transformer block"""
 MAY_IMPORT = {  # besides itself and the standard library
     "planning": {"numpy", "numba", "filelock", "llvmlite"},
-    "simulation": {"numpy", "planning"},
     "runtime": {"numpy", "torch", "triton", "filelock", "planning"},
-    "demo": {"numpy", "torch", "torchtitan", "datasets", "tokenizers", "tqdm", "planning"},
+    "demo": {"numpy", "torch", "torchtitan", "datasets", "tqdm", "planning"},
+    "tools.simulation": {"numpy", "planning"},
 }
 
 
@@ -47,22 +47,23 @@ def _imports(name: str) -> set[str]:
 @pytest.mark.parametrize("part", MAY_IMPORT)
 def test_layers(part: str) -> None:
     """Planning knows no torch, runtime and simulation no torchtitan, and nothing imports a layer above it."""
-    allowed = MAY_IMPORT[part] | {part}
     for name in MODULES:
         if name.startswith(f"{PACKAGE}.{part}"):
             for target in _imports(name):
-                parts = target.split(".")
-                top = parts[1] if parts[0] == PACKAGE and len(parts) > 1 else parts[0]
-                assert top in allowed or top in sys.stdlib_module_names, f"{name} imports {target}"
+                if not target.startswith(f"{PACKAGE}.{part}"):
+                    parts = target.split(".")
+                    top = parts[1] if parts[0] == PACKAGE and len(parts) > 1 else parts[0]
+                    assert top in MAY_IMPORT[part] | sys.stdlib_module_names, f"{name} imports {target}"
 
 
 @matrix
-def test_jobs_import_the_demo_only_if_they_name_it() -> None:
+def test_jobs_import_no_tools_and_the_demo_only_if_they_name_it() -> None:
     code = (
         "from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu; enable_cpu(); "
         "import sys, torchtitan.train; "
         "import torchtitan_cad.train, torchtitan_cad.job_config, torchtitan_cad.integration.torchtitan_v0_2.manager; "
-        "sys.exit(str([name for name in sys.modules if name.startswith(('torchtitan_cad.demo', 'matplotlib'))]))"
+        "unwanted = ('torchtitan_cad.demo', 'torchtitan_cad.tools', 'matplotlib'); "
+        "sys.exit(str([name for name in sys.modules if name.startswith(unwanted)]))"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.stderr.splitlines()[-1] == "[]"
@@ -79,10 +80,15 @@ def test_one_package_knows_the_version_of_torchtitan() -> None:
             assert not named & PARTS_OF_BLOCKS, f"{name} names {named & PARTS_OF_BLOCKS} of a block"
 
 
-def test_no_layer_imports_the_command_line() -> None:
+def test_nothing_that_trains_imports_tools() -> None:
     for name in MODULES:
-        if not name.startswith(f"{PACKAGE}.cli"):
-            assert not any(target.startswith(f"{PACKAGE}.cli") for target in _imports(name)), name
+        if not name.startswith(f"{PACKAGE}.tools"):
+            assert not any(target.startswith(f"{PACKAGE}.tools") for target in _imports(name)), name
+
+
+def test_no_tool_imports_the_command_line() -> None:
+    for name in MODULES:
+        assert f"{PACKAGE}.tools.main" not in _imports(name), name
 
 
 def test_no_circles() -> None:

@@ -14,9 +14,9 @@ import pytest
 from tests.sets import params
 from tests.test_files import JOB, LAYOUT, SIMULATED
 from torchtitan_cad import cli
-from torchtitan_cad.cli import main
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
-from torchtitan_cad.simulation import named_lengths
+from torchtitan_cad.tools.main import main
+from torchtitan_cad.tools.simulation import named_lengths
 
 enable_cpu()
 VALUES = ("0", "-1", "nan", "inf", "-inf", "1e400")
@@ -82,8 +82,8 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Reached
 
     for command in ("plan", "simulate", "advise"):
-        monkeypatch.setattr(f"torchtitan_cad.cli.{command}_command.load_planner", stop)
-    monkeypatch.setattr("torchtitan_cad.integration.torchtitan_v0_2.commands.comparison.run", stop)
+        monkeypatch.setattr(f"torchtitan_cad.tools.{command}_command.load_planner", stop)
+    monkeypatch.setattr("torchtitan_cad.tools.compare.comparison.run", stop)
 
 
 @pytest.mark.parametrize("case", params(CASES, CASES[::4]), ids=" ".join)

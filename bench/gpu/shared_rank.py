@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.integration.torchtitan_v0_2.commands import measured
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import _force_sum_reduction_in_fsdp, enable_cpu
+from torchtitan_cad.tools.compare import measured
 
 START = "start"
 START_S = 600.0

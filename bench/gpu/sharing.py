@@ -34,7 +34,7 @@ from bench.gpu.parts import Emit  # noqa: E402
 from bench.gpu.process import ROOT  # noqa: E402
 from bench.turns import TurnTaker  # noqa: E402
 from tests.support.patched import copy_torchtitan  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands.comparison import Runs  # noqa: E402
+from torchtitan_cad.tools.compare.comparison import Runs  # noqa: E402
 
 MODES = {
     "stock": ("--parallelism.no-cad",),
@@ -217,7 +217,7 @@ def train_modes(
 
 def job_arguments(sizes: Sizes, num_ranks: int, sharding: str, folder: Path) -> list[str]:
     """Return the arguments that all modes have in common, and write their tokenizer."""
-    from torchtitan_cad.demo.tokenizer import prepare_tokenizer
+    from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer
 
     assets = prepare_tokenizer(folder / "assets", kind="bytes")
     shorts = [str(sizes.short)] * (num_ranks * sizes.row // sizes.short)

@@ -56,17 +56,15 @@ def replayed(device: str, emit: Emit) -> None:
 
 def profile(device: str, emit: Emit) -> None:
     """The profile that `torchtitan-cad profile` measures with its defaults on a GPU."""
-    from torchtitan_cad.cli import profile_command
+    from torchtitan_cad.tools import profile as command
 
-    measurement = profile_command.Options(device="cuda")
+    measurement = command.Options(device="cuda")
     if device != "cuda":
-        measurement = profile_command.Options(
-            2, 1, 16, device="cpu", q_lengths=(16, 32), kv_lengths=(128, 256), repeats=1
-        )
+        measurement = command.Options(2, 1, 16, device="cpu", q_lengths=(16, 32), kv_lengths=(128, 256), repeats=1)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "profile.json")
-        profile_command.run(output, measurement=measurement)
+        command.run(output, measurement=measurement)
         result, figures = Profile.read(output), json.loads(output.read_text())
-    emit("table", profile_command.report(result).splitlines())
+    emit("table", command.report(result).splitlines())
     emit("noisy_cells", len(result.noisy_cells()))
     emit("profile", figures)

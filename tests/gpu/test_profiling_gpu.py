@@ -11,8 +11,8 @@ from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.planning.model.tasks import make_tasks
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
-from torchtitan_cad.runtime.profiling import ProfileGrid, measure_profile
 from torchtitan_cad.runtime.timing import median_milliseconds
+from torchtitan_cad.tools.profiling import ProfileGrid, measure_profile
 
 pytestmark = ON_GPU
 

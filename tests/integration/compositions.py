@@ -12,8 +12,8 @@ from torch.torch_version import TorchVersion
 
 from tests.integration.harness import RunResult, gradient_errors, run
 from tests.integration.patched import torchtitan_with
-from torchtitan_cad.cli.report_command import find_steps, read_steps, summarize
 from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
+from torchtitan_cad.tools.report import find_steps, read_steps, summarize
 
 DEFAULTS = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
 """All of [cad] as it is by default."""

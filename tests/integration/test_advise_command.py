@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.sets import CONFIGS, every_config
-from torchtitan_cad.cli import main
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+from torchtitan_cad.tools.main import main
 
 enable_cpu()
 
 from torchtitan_cad.integration.torchtitan_v0_2.checks import validate  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import read_simulated_job  # noqa: E402
+from torchtitan_cad.tools.simulated_job import read_simulated_job  # noqa: E402
 
 ONE_NODE = [str(CONFIGS / "llama3_8b_8gpus.toml"), "--ranks=8", "--batches=1"]
 

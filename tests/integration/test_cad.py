@@ -181,12 +181,12 @@ from torchtitan.config import ConfigManager, JobConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader  # noqa: E402
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
-from torchtitan_cad.demo.tokenizer import prepare_tokenizer  # noqa: E402
 from torchtitan_cad.integration.loading.documents import document_starts  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.checks import validate  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, make_plan  # noqa: E402
 from torchtitan_cad.planning.model.batch import BatchShape, group_layout  # noqa: E402
+from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer  # noqa: E402
 
 CONFIG = Path(__file__).resolve().parents[2] / "train_configs" / "llama3_debug_cpu.toml"
 CORES = 4

@@ -9,8 +9,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from torchtitan_cad.cli import main
-from torchtitan_cad.demo import tokenizer as tokenizer_module
 from torchtitan_cad.demo.datasets import (
     STDLIB_FOLDER,
     UNITS,
@@ -19,8 +17,10 @@ from torchtitan_cad.demo.datasets import (
     register_datasets,
 )
 from torchtitan_cad.demo.synthetic import SyntheticDataset, parse_lengths
-from torchtitan_cad.demo.tokenizer import EOS_TOKEN, prepare_tokenizer
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+from torchtitan_cad.tools.main import main
+from torchtitan_cad.tools.prepare import tokenizer as tokenizer_module
+from torchtitan_cad.tools.prepare.tokenizer import EOS_TOKEN, prepare_tokenizer
 
 enable_cpu()
 

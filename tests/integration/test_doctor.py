@@ -14,8 +14,8 @@ import pytest
 from tests.integration.test_resume import FULL, save
 from tests.profiles import make_profile
 from tests.runtime.fake_flash_attn import install
-from torchtitan_cad.cli import main
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+from torchtitan_cad.tools.main import main
 
 enable_cpu()
 
@@ -23,12 +23,13 @@ import torchtitan.distributed.context_parallel as titan_cp  # noqa: E402
 import torchtitan.protocols.train_spec as titan_specs  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 
-from torchtitan_cad.demo.tokenizer import prepare_tokenizer  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands import defects, doctor  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands.doctor import Finding, examine  # noqa: E402
 from torchtitan_cad.planning import AttentionShape  # noqa: E402
 from torchtitan_cad.runtime.transport import build  # noqa: E402
+from torchtitan_cad.tools.doctor import defects  # noqa: E402
+from torchtitan_cad.tools.doctor import examine as doctor  # noqa: E402
+from torchtitan_cad.tools.doctor.examine import Finding, examine  # noqa: E402
+from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEBUG_TOML = Path(__file__).with_name("debug_model.toml")
@@ -439,7 +440,7 @@ def test_a_new_users_first_run(job, tmp_path):
     readme = " ".join((REPOSITORY / "README.md").read_text().replace("\\\n", " ").split())
     assert all(flag in readme for flag in FLAGS)
     flags = " ".join(FLAGS).split()
-    console = [sys.executable, "-c", "import sys; from torchtitan_cad.cli import main; sys.exit(main())"]
+    console = [sys.executable, "-c", "import sys; from torchtitan_cad.tools.main import main; sys.exit(main())"]
     subprocess.run([*console, "prepare", "--output", "outputs/assets"], cwd=tmp_path, check=True)
     subprocess.run([*console, "doctor", str(job), "--nproc", "2", *flags], cwd=tmp_path, check=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -10,8 +10,8 @@ from tests.integration import compositions as c
 from tests.integration.harness import gradient_errors, run
 from tests.profiles import linear, make_profile
 from tests.sets import params
-from torchtitan_cad.cli.report_command import find_steps, read_steps
 from torchtitan_cad.planning import AttentionShape, Profile
+from torchtitan_cad.tools.report import find_steps, read_steps
 
 TINY = AttentionShape(num_heads=4, num_kv_heads=4, head_dim=16, dtype_bytes=4)
 PAYS = make_profile(TINY, forward=linear(0.001), backward=linear(0.001, fixed=0.02))

@@ -19,7 +19,7 @@ from tests.integration.harness import REPOSITORY, RunResult, run
 from tests.integration.patched import PATCHES
 from tests.sets import matrix
 from tests.support.patched import apply_patch, copy_torchtitan
-from torchtitan_cad.integration.torchtitan_v0_2.commands.defects import DEFECTS
+from torchtitan_cad.tools.doctor.defects import DEFECTS
 
 MET_BY_THIS_TORCH = {
     "varlen_gqa": "enable_gqa" in inspect.signature(varlen_attn).parameters,

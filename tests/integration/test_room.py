@@ -17,15 +17,15 @@ from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from tests.sets import CONFIGS  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import build_on_meta, read_simulated_job  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.model import update_without_cp  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.room import read_room  # noqa: E402
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, buffer_bytes  # noqa: E402
 from torchtitan_cad.planning.keeping import FILLED  # noqa: E402
-from torchtitan_cad.simulation import Costs, Documents, Rates, draw_batches  # noqa: E402
-from torchtitan_cad.simulation.memory import kept_bytes_per_call  # noqa: E402
-from torchtitan_cad.simulation.step import Step  # noqa: E402
+from torchtitan_cad.tools.simulated_job import build_on_meta, read_simulated_job  # noqa: E402
+from torchtitan_cad.tools.simulation import Costs, Documents, Rates, draw_batches  # noqa: E402
+from torchtitan_cad.tools.simulation.memory import kept_bytes_per_call  # noqa: E402
+from torchtitan_cad.tools.simulation.step import Step  # noqa: E402
 
 DEVICE_BYTES = 64e9
 JOBS = {

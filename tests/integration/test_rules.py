@@ -18,8 +18,8 @@ from torchtitan.config import JobConfig  # noqa: E402
 
 from torchtitan_cad import job_config  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2 import rules  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.commands.doctor import examine  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager  # noqa: E402
+from torchtitan_cad.tools.doctor.examine import examine  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WRONG = (0, 1, -1, -2, 2.0, math.nan, math.inf, "x", "deepep", ["x"], True, False)

@@ -13,7 +13,6 @@ import torch
 from tests.integration.compositions import COMMON, PP2, TP2, VALIDATION, global_batch, stock
 from tests.integration.harness import parse_job, read_scalars, run
 from tests.integration.loaders import EOS, CountingLoader
-from torchtitan_cad.cli.recorded_documents import find_record, read_record
 from torchtitan_cad.integration import shadow as shadow_module
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.loading.documents import DocumentRule
@@ -21,6 +20,7 @@ from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
 from torchtitan_cad.integration.shadow import Shadow
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.tools.recorded_documents import find_record, read_record
 
 SHADOW = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad", "--cad.shadow")
 LINE = re.compile(r"cad\.shadow: imbalance ([\d.]+) as loaded")

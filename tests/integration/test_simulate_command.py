@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.sets import CONFIGS, every_config
-from torchtitan_cad.cli import main
-from torchtitan_cad.cli.simulation_inputs import Options, read_inputs
 from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+from torchtitan_cad.tools.inputs import Options, read_inputs
+from torchtitan_cad.tools.main import main
 
 enable_cpu()
 
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
-from torchtitan_cad.integration.torchtitan_v0_2.commands.simulated_job import build_on_meta, read_simulated_job  # noqa: E402
-from torchtitan_cad.simulation import OPEN, SYSTEMS  # noqa: E402
+from torchtitan_cad.tools.simulated_job import build_on_meta, read_simulated_job  # noqa: E402
+from torchtitan_cad.tools.simulation import OPEN, SYSTEMS  # noqa: E402
 
 SMALL = [
     "--ranks=8", "--layers=2", "--hidden=512", "--heads=4", "--kv-heads=2", "--head-dim=128", "--ffn=1024",

@@ -15,7 +15,8 @@ from torchtitan_cad.planning import AttentionShape, TileAreaCost
 from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged
-from torchtitan_cad.runtime.profiling import (
+from torchtitan_cad.runtime.timing import WARM_UP
+from torchtitan_cad.tools.profiling import (
     CPU_ROWS,
     LONGEST_CALL,
     MOST_RETRIES,
@@ -23,7 +24,6 @@ from torchtitan_cad.runtime.profiling import (
     measure_profile,
     num_tasks,
 )
-from torchtitan_cad.runtime.timing import WARM_UP
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=4)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.simulation import (
+from torchtitan_cad.tools.simulation import (
     OPEN,
     Batch,
     Cluster,
@@ -20,8 +20,8 @@ from torchtitan_cad.simulation import (
     draw_batches,
     simulate,
 )
-from torchtitan_cad.simulation.disaggregated import Disaggregated
-from torchtitan_cad.simulation.step import Step
+from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
+from torchtitan_cad.tools.simulation.step import Step
 
 MODEL = Model(layers=4, hidden=1024, heads=8, kv_heads=2, head_dim=128, ffn=4096, vocabulary=1024)
 SHAPE = MODEL.shape(1)

@@ -10,13 +10,13 @@ import pytest
 
 from bench import memory as bench_memory
 from tests.simulation.cases import MODEL, cad, cluster, documents, step
-from torchtitan_cad.cli.advise_command import reordering, table
 from torchtitan_cad.planning.model.shape import RowBytes
-from torchtitan_cad.simulation import MODELS, Advice, Configuration, Rates, advise
-from torchtitan_cad.simulation.advice import LEAST_GAIN
-from torchtitan_cad.simulation.disaggregated import Disaggregated
-from torchtitan_cad.simulation.inputs import CHECKPOINTING
-from torchtitan_cad.simulation.memory import kept_bytes_per_call, stock_attention, working_bytes
+from torchtitan_cad.tools.advise import reordering, table
+from torchtitan_cad.tools.simulation import MODELS, Advice, Configuration, Rates, advise
+from torchtitan_cad.tools.simulation.advice import LEAST_GAIN
+from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
+from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING
+from torchtitan_cad.tools.simulation.memory import kept_bytes_per_call, stock_attention, working_bytes
 
 WRITTEN = Configuration()
 LONG = (300, 700, 1500, 4000, 16384)

@@ -10,14 +10,14 @@ import pytest
 
 from tests.sets import params
 from tests.simulation.cases import KINDS, MODEL, cluster, documents, step
-from torchtitan_cad.cli import main
 from torchtitan_cad.planning.placement.fill import fill
-from torchtitan_cad.simulation import OPEN, Configuration, Rates, Search, draw_batches
-from torchtitan_cad.simulation.baselines import _slowest
-from torchtitan_cad.simulation.costs import Costs, Transfer
-from torchtitan_cad.simulation.search import FINALISTS
-from torchtitan_cad.simulation.step import Step
-from torchtitan_cad.simulation.streams import Streams
+from torchtitan_cad.tools.main import main
+from torchtitan_cad.tools.simulation import OPEN, Configuration, Rates, Search, draw_batches
+from torchtitan_cad.tools.simulation.baselines import _slowest
+from torchtitan_cad.tools.simulation.costs import Costs, Transfer
+from torchtitan_cad.tools.simulation.search import FINALISTS
+from torchtitan_cad.tools.simulation.step import Step
+from torchtitan_cad.tools.simulation.streams import Streams
 
 
 def slowest_of_row(costs: Costs, lengths: np.ndarray, cp: int, window: int | None) -> list[float]:

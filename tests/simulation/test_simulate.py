@@ -17,7 +17,7 @@ from bench.workloads import document_lengths, spanning_layout
 from tests.profiles import make_profile
 from tests.simulation.cases import FAST, KINDS, MODEL, SHAPE, cad, cluster, documents, run, step
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.simulation import (
+from torchtitan_cad.tools.simulation import (
     SYSTEMS,
     Batch,
     Configuration,
@@ -29,9 +29,9 @@ from torchtitan_cad.simulation import (
     draw_batches,
     named_lengths,
 )
-from torchtitan_cad.simulation.baselines import packed, packing_cp, reorder
-from torchtitan_cad.simulation.inputs import CHECKPOINTING
-from torchtitan_cad.simulation.simulate import PARTS
+from torchtitan_cad.tools.simulation.baselines import packed, packing_cp, reorder
+from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING
+from torchtitan_cad.tools.simulation.simulate import PARTS
 
 
 def test_equal_documents_gain_nothing() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.planning import LayerTimes, Profile
 from torchtitan_cad.runtime import rates
-from torchtitan_cad.runtime.profiling import device_name
+from torchtitan_cad.runtime.timing import device_name
 from torchtitan_cad.runtime.transport import Transport
 
 

@@ -51,3 +51,10 @@ def _event_milliseconds(run: Callable[[], object], device: torch.device) -> floa
         end.record()
         end.synchronize()
     return begin.elapsed_time(end)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU; for a CPU the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchtitan-cad compare``: how much faster is this job with CAD, on this machine?"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from torchtitan_cad.planning.text import printable
+from torchtitan_cad.tools.shared import check_folder, check_job, check_output, load_planner
+
+MOST_RANKS = 16
+"""ranks: most of a GPU or core. Each is a process that takes 0.5 GB and more."""
+LABELS = {"off": "without CAD", "on": "with CAD"}
+
+
+def run(
+    job: Annotated[Path, tyro.conf.Positional],
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    steps: int = 20,
+    rounds: int = 2,
+    warmup: int = 3,
+    nproc: int | None = None,
+    output: Path = Path("outputs/compare"),
+) -> None:
+    """Train a job with and without CAD, in turns, and say how much faster it is.
+
+    Runs on the GPUs of this machine, or on its CPU cores, one rank a core. Prints tokens per second of both, the
+    speed-up, what `simulate` predicts for the same documents, and the largest difference between the losses; writes
+    compare.json and compare.png.
+
+    Args:
+        job: torchtitan's TOML file.
+        overrides: Further arguments of the job, such as --training.seq_len 8192. They come last.
+        steps: Steps of every run.
+        rounds: Runs of each kind; times of a step are the median over them.
+        warmup: First steps of every run that do not count.
+        nproc: Ranks; by default as many as there are GPUs, or cores.
+        output: Folder for results, and for records and logs of the runs.
+    """
+    for option, value, least in (("--steps", steps, warmup + 1), ("--rounds", rounds, 1), ("--warmup", warmup, 0)):
+        if value < least:
+            raise ValueError(f"{option} {value}: set {least} or more")
+    check_job(job)
+    check_folder("--output", output)
+    for name in ("compare.json", "compare.png"):
+        check_output("--output", output / name)
+    from tqdm import tqdm
+
+    from torchtitan_cad.integration.report.steps_file import to_json
+    from torchtitan_cad.tools.compare import comparison
+    from torchtitan_cad.tools.simulated_job import read_simulated_job
+
+    (ranks, places), args = _places(nproc), [f"--job.config_file={job}", "--cad.no-shadow", *overrides]
+    with tqdm(total=2 * rounds * steps, desc=f"on {ranks} ranks", unit="step", leave=False, disable=None) as bar:
+        result = comparison.run(
+            args, output, ranks=ranks, steps=steps, rounds=rounds, warmup=warmup, progress=bar.update
+        )
+    figures = {"job": str(job), "overrides": list(overrides), "places": places, **result.report()}
+    load_planner(placement=True)
+    figures["predicted_speedup"] = result.predicted(read_simulated_job([*args, "--parallelism.cad"], ranks))
+    (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
+    print(text(figures))
+    if draws := find_spec("matplotlib") is not None:
+        from torchtitan_cad.tools.plots import draw_parts
+
+        each = [(rank, mode) for rank in range(ranks) for mode in LABELS]
+        seconds, title = figures["rank_seconds"], f"{figures['speedup']['overall']:.2f} times as fast with CAD"
+        parts = {part: [seconds[mode][part][rank] for rank, mode in each] for part in seconds["off"]}
+        labels = [f"rank {rank}, {LABELS[mode]}" for rank, mode in each]
+        draw_parts(output / "compare.png", title, labels, parts)
+    picture = "and compare.png" if draws else "(compare.png needs the extra [plots])"
+    print(f"wrote compare.json {picture} in {printable(output)}")
+
+
+def _places(nproc: int | None) -> tuple[int, str]:
+    """Tell the number of ranks, and where they run."""
+    import torch
+
+    if torch.cuda.is_available():
+        ranks = torch.cuda.device_count() if nproc is None else nproc
+        places, many = torch.cuda.get_device_name(0), torch.cuda.device_count()
+    else:
+        many = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ranks, places = max(2, many) if nproc is None else nproc, "CPU cores"
+    if ranks < 2:
+        raise ValueError(f"--nproc {ranks}: core attention moves between ranks; set 2 or more")
+    if ranks > MOST_RANKS * many:
+        raise ValueError(f"--nproc {ranks}: {many} {places} are too few for that; set at most {MOST_RANKS * many}")
+    if ranks > many:
+        places = f"{many} {places} for {ranks} ranks, which wait for each other: no gain can show"
+    return ranks, places
+
+
+def text(figures: dict[str, Any]) -> str:
+    """Return the text that `compare` prints."""
+    speed, gain, predicted = figures["tokens_per_second"], figures["speedup"], figures["predicted_speedup"]
+    lines = [
+        f"{figures['ranks']} ranks ({figures['places']}), {figures['steps']} steps, {figures['rounds']} runs of each",
+        f"  without CAD        {speed['off']:12,.0f} tokens/s",
+        f"  with CAD           {speed['on']:12,.0f} tokens/s",
+        f"  speed-up           {gain['overall']:12.2f} x (half of the steps between {gain['quarter']:.2f} and "
+        f"{gain['three_quarters']:.2f})",
+    ]
+    if predicted is not None:
+        spread = f"steps from {predicted['least']:.2f} to {predicted['most']:.2f}"
+        lines += [f"  predicted          {predicted['overall']:12.2f} x ({spread})"]
+        lines += [f"  reordering alone   {predicted['reordering_alone']:12.2f} x (predicted, whole rows, no exchange)"]
+    if (share := figures["attention_share"]) == share:  # known
+        imbalance = "imbalance (max/mean) {before:.2f} -> {after:.2f}".format(**figures["imbalance"])
+        lines += [f"  attention          {share:12.0%} of the work, {imbalance}"]
+    if not figures["same_documents"]:
+        lines += ["  without CAD attention ends at other places: that is other work, and other losses"]
+    difference, relative = figures["largest_loss_difference"], figures["largest_relative_loss_difference"]
+    return "\n".join([*lines, f"  losses differ by at most {difference:.1e} ({relative:.1e} of the loss)"])

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The same job with and without CAD, run in turns: time per step of both, and what the simulation predicts."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan_cad.tools.compare import measured
+from torchtitan_cad.tools.simulated_job import SimulatedJob
+from torchtitan_cad.tools.simulation import Documents, Rates, Search, draw_batches
+
+MODES = ("off", "on")
+_FORCED = (
+    "--metrics.log_freq=1",
+    "--metrics.no-enable-tensorboard",
+    "--metrics.no-enable-wandb",
+    "--profiling.no-enable-profiling",
+    "--checkpoint.no-enable",
+    "--validation.no-enable",
+)
+"""Settings that leave nothing but training to be measured."""
+_ERROR = "error: "
+_NO_LIMIT = 1e15
+"""bytes, or bytes per second: of a simulated cluster whose exchanges take no time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Records of all runs of one mode. Arrays are float64 [rounds, steps, ranks], NaN where nothing is known; ``rows``
+    are those of every step and rank, the same in all rounds.
+    """
+
+    seconds: np.ndarray
+    busy: np.ndarray
+    attention: np.ndarray
+    waiting: np.ndarray
+    tokens: np.ndarray
+    loss: np.ndarray
+    gradient_norm: np.ndarray
+    imbalance_before: np.ndarray
+    imbalance_after: np.ndarray
+    bytes_per_rank_mean: np.ndarray
+    rows: list[list[list[list[int]]]]
+    first_step: int
+    same_documents: bool = True
+    """Whether attention stayed inside the documents of ``rows``."""
+
+    @classmethod
+    def read(cls, folders: Sequence[Path], ranks: int, warmup: int) -> "Runs":
+        """Return the records of one run per folder, without the first ``warmup`` steps; ValueError if none are left."""
+        paths = [[folder / f"rank{rank}.jsonl" for rank in range(ranks)] for folder in folders]
+        texts = [[path.read_text() if path.exists() else "" for path in run] for run in paths]
+        rounds = [[[json.loads(line) for line in text.splitlines()] for text in run] for run in texts]
+        count = min(len(steps) for run in rounds for steps in run)
+        if count <= warmup:
+            raise ValueError(f"--steps: only {count} steps were recorded: set more than --warmup = {warmup}")
+        kept = [[[run[rank][step] for rank in range(ranks)] for step in range(warmup, count)] for run in rounds]
+        arrays = {
+            name: np.array([[[each[name] for each in step] for step in run] for run in kept], dtype=np.float64)
+            for name in measured.FIGURES
+        }
+        rows = [[each["rows"] for each in step] for step in kept[0]]
+        same = all(each.get("same_documents", True) for step in kept[0] for each in step)
+        return cls(**arrays, rows=rows, first_step=kept[0][0][0]["step"], same_documents=same)
+
+    @property
+    def step_seconds(self) -> np.ndarray:
+        """[steps] the slowest rank's time, the median of the rounds."""
+        return np.median(self.seconds.max(axis=2), axis=0)
+
+    def simulated(self, job: SimulatedJob, **links: Any) -> Search:
+        """Return a search on these runs' batches, by the rates of the job's cluster.
+
+        On CPU ranks rates are scaled to what the mean rank of these runs took, and exchanges take no time but for
+        ``links``, values of ``Cluster``.
+        """
+        cluster, configuration, rates = job.cluster, job.configuration, Rates()
+        groups = range(0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp)  # ranks of other rows
+        rows = [[row for rank in groups for row in step[rank]] for step in self.rows]
+        batches = draw_batches(Documents.of_rows(rows))
+        if not np.isnan(self.busy).any():
+            free: dict[str, Any] = {"net": _NO_LIMIT, "node": _NO_LIMIT, "memory": _NO_LIMIT, "latency": 0.0}
+            cluster = dataclasses.replace(cluster, **free)
+            guess = Search(job.model, cluster, batches, rates, configuration, frozenset()).run("packed", configuration)
+            attention = float(self.attention.mean())
+            linear = guess.part("linear") / (float(self.busy.mean()) - attention)
+            factors = dict.fromkeys(("linear_flops", "memory_bandwidth"), linear)
+            factors |= dict.fromkeys(("attention_flops", "backward_flops"), guess.part("attention") / attention)
+            rates = Rates(**{name: getattr(rates, name) * factor for name, factor in factors.items()})
+        cluster = dataclasses.replace(cluster, **links)
+        return Search(job.model, cluster, batches, rates, configuration, frozenset())
+
+    def parts(self) -> dict[str, list[float]]:
+        """Return the seconds of a step by part, [ranks], means over rounds and steps."""
+        attention = np.nan_to_num(self.attention)  # of torch's own kernels it is not known, and part of the rest
+        other, waiting = self.busy - attention, self.seconds - self.busy
+        if np.isnan(self.busy).any():
+            return {"step": self.seconds.mean(axis=(0, 1)).tolist()}
+        parts = {"linear layers and the rest": other, "attention": attention, "waiting": waiting}
+        return {name: each.mean(axis=(0, 1)).tolist() for name, each in parts.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The two modes' runs, and figures of both."""
+
+    off: Runs
+    on: Runs
+
+    @property
+    def speedups(self) -> np.ndarray:
+        """[steps] time without CAD over time with it."""
+        return self.off.step_seconds / self.on.step_seconds
+
+    def predicted(self, job: SimulatedJob) -> dict[str, float] | None:
+        """Simulate the speed-up: overall, least and most of a step, and overall of reordering whole rows alone.
+
+        None if the simulated GPU has no memory for them. Times on CPU ranks are scaled to those that the mean rank took
+        without CAD, or with it where attention has no times without it, and exchanges take none.
+        """
+        timed = self.on if np.isnan(self.off.attention).any() else self.off
+        search, configuration = timed.simulated(job), job.configuration
+        systems = "packed", "reorder", configuration.planner.planner
+        packed, reorder, cad = (search.run(name, configuration) for name in systems)
+        spread = cad.over(packed)
+        gains = {"overall": packed.seconds / cad.seconds, "reordering_alone": packed.seconds / reorder.seconds}
+        return spread and gains | {"least": spread["min"], "most": spread["max"]}
+
+    def report(self) -> dict[str, Any]:
+        """Return all figures, for JSON."""
+        tokens = self.off.tokens[0].sum(axis=1)
+        off, on = self.off.step_seconds, self.on.step_seconds
+        losses = [runs.loss.max(axis=2) for runs in (self.off, self.on)]  # stages without a loss have -1
+        differences = np.abs(losses[0][:1] - losses[1])
+        low, median, high = np.quantile(self.speedups, [0.25, 0.5, 0.75]).tolist()
+        return {
+            "steps": len(off),
+            "first_step": self.off.first_step,
+            "ranks": self.off.seconds.shape[2],
+            "rounds": self.off.seconds.shape[0],
+            "tokens_per_second": {"off": float(tokens.sum() / off.sum()), "on": float(tokens.sum() / on.sum())},
+            "speedup": {
+                "overall": float(off.sum() / on.sum()),
+                "quarter": low,
+                "median": median,
+                "three_quarters": high,
+            },
+            "attention_share": float(self.off.attention.sum() / self.off.busy.sum()),
+            "imbalance": {
+                "before": float(np.nanmean(self.on.imbalance_before)),
+                "after": float(np.nanmean(self.on.imbalance_after)),
+            },
+            "same_documents": self.off.same_documents,
+            "largest_loss_difference": float(differences.max()),
+            "largest_relative_loss_difference": float((differences / losses[0][:1]).max()),
+            "seconds_per_step": {"off": off.tolist(), "on": on.tolist()},
+            "rank_seconds": {"off": self.off.parts(), "on": self.on.parts()},
+        }
+
+
+def run(
+    args: Sequence[str],
+    output: Path,
+    *,
+    ranks: int,
+    steps: int,
+    rounds: int,
+    warmup: int,
+    progress: Callable[[int], None],
+    switches: Sequence[str] = ("--parallelism.no-cad", "--parallelism.cad"),
+) -> Comparison:
+    """Run a job without and with CAD, ``rounds`` times each, in alternating order, on ``ranks`` of this machine.
+
+    Args:
+        args: of the job, its file among them.
+        output: folder for records and logs; earlier records there are removed.
+        warmup: first steps of every run, which do not count.
+        progress: is called with the steps of every run that has ended.
+        switches: arguments of the job that tell the runs called "off" and "on" from each other.
+
+    Raises ValueError that says which run has failed, and why.
+    """
+    folders: dict[str, list[Path]] = {mode: [] for mode in MODES}
+    for number in range(rounds):
+        pair = list(zip(MODES, switches, strict=True))
+        for mode, switch in pair if number % 2 == 0 else pair[::-1]:
+            folder = output / f"{mode}{number + 1}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in folder.glob("rank*.jsonl"):
+                old.unlink()
+            own = [f"--training.steps={steps}", f"--job.dump_folder={folder}", *_FORCED, switch]
+            _run_once(folder, [*args, *own], ranks)
+            progress(steps)
+            folders[mode].append(folder)
+    return Comparison(*(Runs.read(folders[mode], ranks, warmup) for mode in MODES))
+
+
+def _run_once(folder: Path, args: Sequence[str], ranks: int) -> None:
+    """One run to its end; all its processes end with it."""
+    launcher = f"-m torchtitan_cad.launch --standalone --nproc_per_node={ranks} -m {measured.__name__}"
+    command = [sys.executable, *launcher.split(), str(folder), *args]
+    log, environment = folder / "log.txt", {"OMP_NUM_THREADS": "1", **os.environ}
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        try:
+            process.wait()
+        finally:
+            if process.poll() is None:  # Ctrl-C: the launcher ends its ranks
+                process.terminate()
+                process.wait()
+    if process.returncode:
+        raise ValueError(f"the run in {folder} failed: {_reason(log)}; its log is {log}")
+
+
+def _reason(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(_ERROR)]
+    return errors[0].removeprefix(_ERROR) if errors else (lines or ["it said nothing"])[-1]

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torchtitan's training with a record of every step; what a rank of ``torchtitan-cad compare`` runs.
+
+    torchrun ... -m torchtitan_cad.tools.compare.measured FOLDER --job.config_file train.toml
+
+trains as ``-m torchtitan_cad.train`` does and appends a line to FOLDER/rank<r>.jsonl for every step: see ``FIGURES``.
+Steps begin at a barrier, so that what one rank does between steps (logs, checkpoints) does not count as another's
+waiting. On CPU ranks every rank of the machine gets a core of its own, if there are enough.
+
+Several jobs can take turns: if FOLDER/turn exists, a step waits until the number there is at least its own. This
+process's ``time.perf_counter`` stands still meanwhile.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtitan_cad.integration.loading.documents import DocumentRule
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+
+FIGURES = (
+    *("seconds", "busy", "attention", "waiting", "tokens", "loss", "gradient_norm"),
+    *("imbalance_before", "imbalance_after", "bytes_per_rank_mean"),
+)
+"""Figures of one rank in one step. Beside them its record has ``step``, ``rows``, the tokens of the documents of every
+row that it has loaded, and ``same_documents``: attention stays inside these, also without cad. Seconds from the
+barrier to the end of the optimizer's step and of the loss's reduction; CPU seconds of the process in it, and of
+attention kernels (null on CUDA); seconds in which the host, or on CUDA the stream that computes, waited for rows (null
+without cad); this rank's share of its data-parallel coordinate's tokens, which add up
+to the global batch; torchtitan's global average, -1 on pipeline stages that do not know it; the norm of all gradients
+before they are clipped; attention work of the busiest rank over the mean, at the homes of tokens and as planned, and
+the bytes that the mean rank receives for a layer's forward (null without cad)."""
+TURN, POLL_S = "turn", 0.01
+"""name of the file, and seconds: how often it is read"""
+
+
+def main() -> None:
+    """Train on the command line's arguments but the first, which names the folder for the records."""
+    folder = Path(sys.argv.pop(1))
+    on_cpu = enable_cpu()
+    if on_cpu:
+        torch.set_num_threads(1)
+        _take_a_core(int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    from torchtitan_cad import train
+
+    _record_steps(folder / f"rank{os.environ.get('RANK', '0')}.jsonl", on_cpu)
+    train.start()
+
+
+def _take_a_core(rank: int, ranks: int) -> None:
+    """Keep this process on one core, if every rank of this machine can have one."""
+    if hasattr(os, "sched_setaffinity") and ranks <= len(cores := sorted(os.sched_getaffinity(0))):
+        os.sched_setaffinity(0, {cores[rank]})
+
+
+def document_rows(rule: DocumentRule, inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
+    """Return the tokens of the documents of every row of a batch."""
+    tokens, starts = inputs["input"], rule.starts(inputs)
+    lengths, row = np.diff(starts, append=tokens.numel()), starts // tokens.shape[1]
+    return [lengths[row == number].tolist() for number in range(len(tokens))]
+
+
+def take_turns(path: Path) -> Callable[[int], None]:
+    """Return a function that waits until ``path``, if it exists, has a step's number; the clock stands still."""
+    if not path.exists():
+        return lambda step: None
+    clock, waited = time.perf_counter, 0.0
+    time.perf_counter = lambda: clock() - waited
+
+    def wait(step: int) -> None:
+        nonlocal waited
+        begin = clock()
+        while int(path.read_text()) < step:
+            time.sleep(POLL_S)
+        waited += clock() - begin
+
+    return wait
+
+
+def _time_attention(seen: dict[str, Any]) -> None:
+    """Make the kernel of CPU ranks add its CPU time to ``seen["attention"]``."""
+    from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+
+    def timed(compute: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return compute(*args, **kwargs)
+            finally:
+                seen["attention"] = seen.get("attention", 0.0) + time.thread_time() - begin
+
+        return call
+
+    for name in ("forward", "backward"):
+        setattr(CpuKernel, name, timed(getattr(CpuKernel, name)))
+
+
+def _time_waits_of_streams() -> Callable[[], float | None]:
+    """Make the stream that computes time its waits for rows.
+
+    Returns:
+        A function that gives the seconds of all waits since its last call, None if there were none. The device must
+        have done its work.
+    """
+    from torchtitan_cad.runtime.exchange import ExchangeClock
+
+    measure, waits = ExchangeClock.measure, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
+
+    @contextmanager
+    def measure_on_stream(self: ExchangeClock, what: Any) -> Iterator[None]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        with measure(self, what):
+            yield
+        end.record()
+        if what == "waiting":
+            waits.append((begin, end))
+
+    def drain() -> float | None:
+        milliseconds = [begin.elapsed_time(end) for begin, end in waits]
+        waits.clear()
+        return 1e-3 * sum(milliseconds) if milliseconds else None
+
+    ExchangeClock.measure = measure_on_stream  # type: ignore[method-assign]
+    return drain
+
+
+def _note_figures(seen: dict[str, Any]) -> None:
+    """Make every step note in ``seen`` the rows that it loads, what CAD says of it, and how long its host waits."""
+    from torchtitan.train import Trainer
+
+    from torchtitan_cad.integration.report.statistics import StepStatistics
+    from torchtitan_cad.integration.torchtitan_v0_2.job import document_rule
+    from torchtitan_cad.runtime.exchange import ExchangeClock
+
+    forward_backward, drain, reset = Trainer.forward_backward_step, StepStatistics.drain, ExchangeClock.reset
+
+    def noted_pass(self: Any, *, input_dict: dict[str, Any], **rest: Any) -> Any:
+        rule = document_rule(self.job_config.cad, self.tokenizer.eos_id, self.model_args.vocab_size)
+        seen.setdefault("rows", []).extend(document_rows(rule, input_dict))
+        if not self.job_config.parallelism.cad:
+            is_cut = self.model_args.attn_mask_type != "causal"
+            stock = DocumentRule(self.tokenizer.eos_id if is_cut else None).starts({"input": input_dict["input"]})
+            seen["same_documents"] = seen.get("same_documents", True) and np.array_equal(stock, rule.starts(input_dict))
+        return forward_backward(self, input_dict=input_dict, **rest)
+
+    def noted_drain(self: StepStatistics) -> dict[str, Any]:
+        seen.update(figures := drain(self))
+        return figures
+
+    def noted_reset(self: ExchangeClock) -> tuple[float, float]:
+        seconds = reset(self)
+        seen["waiting"] = seconds[1]
+        return seconds
+
+    Trainer.forward_backward_step = noted_pass
+    StepStatistics.drain, ExchangeClock.reset = noted_drain, noted_reset  # type: ignore[method-assign]
+
+
+def _record_steps(path: Path, on_cpu: bool) -> None:
+    # torchtitan must not be imported before enable_cpu().
+    from torchtitan.train import Trainer
+
+    seen: dict[str, Any] = {}
+    wait_for_turn = take_turns(path.parent / TURN)
+    seconds_of_waits = (lambda: None) if on_cpu else _time_waits_of_streams()
+    train_step = Trainer.train_step
+
+    def measured_step(self: Any, *args: Any, **kwargs: Any) -> None:
+        wait_for_turn(self.step)
+        dist.barrier()
+        if not on_cpu:
+            torch.cuda.synchronize()
+        seen.clear()
+        tokens, begin, busy = self.ntokens_seen, time.perf_counter(), time.process_time()
+        # The processor is the job's, and what it does is the end of the step.
+        processor_log = self.metrics_processor.log
+
+        def end_and_log(step: int, loss: float, most_loss: float, gradient_norm: float, **more: Any) -> None:
+            if on_cpu:
+                seen["busy"] = time.process_time() - busy
+            else:
+                torch.cuda.synchronize()
+            seen.update(seconds=time.perf_counter() - begin, loss=float(loss), gradient_norm=float(gradient_norm))
+            processor_log(step, loss, most_loss, gradient_norm, **more)
+            if not on_cpu:
+                seen["waiting"] = seconds_of_waits()
+
+        self.metrics_processor.log = end_and_log
+        try:
+            train_step(self, *args, **kwargs)
+        finally:
+            self.metrics_processor.log = processor_log
+        # torchtitan counts labels before context parallelism cuts them, so all these ranks count the same.
+        seen["tokens"] = (self.ntokens_seen - tokens) / self.parallel_dims.non_data_parallel_size
+        record = {"step": self.step, "rows": seen.get("rows", []), **{name: seen.get(name) for name in FIGURES}}
+        record["same_documents"] = seen.get("same_documents", True)
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    if on_cpu:
+        _time_attention(seen)
+    _note_figures(seen)
+    Trainer.train_step = measured_step
+
+
+if __name__ == "__main__":
+    main()

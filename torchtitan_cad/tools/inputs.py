@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Inputs of ``simulate`` and ``advise``: a job's numbers, those of the command line, and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
+
+import numpy as np
+import tyro
+
+from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
+from torchtitan_cad.planning import Profile
+from torchtitan_cad.planning.files import read_json
+from torchtitan_cad.planning.text import printable
+from torchtitan_cad.tools.recorded_documents import RecordedDocuments, find_record, read_record
+from torchtitan_cad.tools.shared import check_job
+from torchtitan_cad.tools.simulation import (
+    DEFAULT,
+    MANY_RANKS,
+    MODELS,
+    OPEN,
+    SOURCES,
+    Cluster,
+    Configuration,
+    Documents,
+    Model,
+    Rates,
+    named_lengths,
+)
+
+if TYPE_CHECKING:
+    from torchtitan_cad.tools.simulated_job import SimulatedJob
+
+BATCHES, FEWEST_BATCHES = 10, 2
+"""steps that are simulated by default: of up to ``MANY_RANKS``, and of many more."""
+TOKENS_PER_RANK = 32_768
+"""tokens: one rank's in a microbatch where no job says so."""
+
+
+class Inputs(NamedTuple):
+    """Inputs of the simulation; of the fields of the configuration in ``open`` every system takes its best."""
+
+    model: Model
+    cluster: Cluster
+    documents: Documents
+    configuration: Configuration
+    rates: Rates
+    open: frozenset[str]
+
+    def described(self) -> dict[str, Any]:
+        """Turn the inputs into values that JSON can hold."""
+        lengths, profile = self.documents.lengths, self.rates.profile
+        drawn = {key: getattr(self.documents, key) for key in ("row_tokens", "step_tokens", "batches", "seed")}
+        named = {"median": float(np.median(lengths)), "mean": float(lengths.mean()), "longest": int(lengths.max())}
+        return {
+            "model": dataclasses.asdict(self.model),
+            "cluster": dataclasses.asdict(self.cluster),
+            "documents": {**drawn, "lengths": named},
+            "configuration": dataclasses.asdict(self.configuration),
+            "open": sorted(self.open),
+            "rates": {**vars(self.rates), "profile": profile.fingerprint() if profile else None},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """Options that are no fields of the inputs."""
+
+    model: str | None = None
+    """llama-8b or llama-34b."""
+    profile: Path | None = None
+    """Times of attention measured by `torchtitan-cad profile`; instead of the two rates."""
+    documents: str | None = None
+    """JSON list of lengths in tokens (lengths.json, or as in a job histogram:lengths.json), or a distribution:
+    lognormal:median=4096,sigma=1.5,max=65536; pretrain:scale=4,long=0.5,max=524288; uniform:min=128,max=65536;
+    fixed:length=4096. Or batches to take as they are: a JSON list of rows, each a list of lengths, or a list of such
+    lists; or the dump folder of a job with cad.shadow, for its last recorded steps."""
+    row_tokens: int | None = None
+    """Tokens of a row, which cuts longer documents."""
+    tokens_per_rank: int | None = None
+    """Tokens of a data- and context-parallel rank in a microbatch."""
+    microbatches: int | None = None
+    """Microbatches of a step, with --tokens-per-rank; systems may divide the same step otherwise."""
+    batches: int | None = None
+    """Steps to simulate; by default 10, of more than 256 GPUs (over TP) fewer, each of which has more documents."""
+    seed: int = 0
+    """Seed of the documents that are drawn."""
+
+
+def _options() -> type[_Own]:
+    """Make the options that replace the job's numbers, or stand for a job: every described field, left out."""
+    found: list[Any] = []
+    for kind in (Model, Cluster, Rates, Configuration):
+        hints = get_type_hints(kind)
+        for each in dataclasses.fields(kind):
+            if text := each.metadata.get("help"):
+                option = Annotated[hints[each.name] | None, tyro.conf.arg(help=text)]  # type: ignore[valid-type, name-defined]
+                found.append((each.name, option, dataclasses.field(default=None)))
+    return dataclasses.make_dataclass("Options", found, bases=(_Own,), frozen=True)
+
+
+if TYPE_CHECKING:
+    Options = _Own
+else:
+    Options = _options()
+
+
+def read_inputs(
+    job: Path | None, overrides: tuple[str, ...], options: Options
+) -> tuple[Inputs, list[str], SimulatedJob | None]:
+    """Return the inputs of the simulation, a line for every number that was assumed, and the job if there is one."""
+    given = {key: value for key, value in vars(options).items() if value is not None}
+    for kind in (Model, Cluster, Rates, Documents):  # before a job is read, which takes seconds
+        kind.check(given)
+    for option in ("row_tokens", "tokens_per_rank", "microbatches"):
+        if given.get(option, 1) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {given[option]}: set a positive whole number")
+    record = _record(options)
+    if record is not None:
+        given = {"ranks": record.ranks, **given}
+    titan = None if job is None else _read_job(job, overrides, given.get("ranks"))
+    if titan is None and "ranks" not in given:
+        raise ValueError("--ranks: set the number of GPUs, or name a job's TOML file")
+    notes = [note for note in titan.notes if options.documents is None or "documents" not in note[:9]] if titan else []
+    model = _model(options.model, given, titan)
+    cluster = _made(Cluster, given, titan.cluster if titan else None)
+    if profile := options.profile or (titan and titan.config.cad.profile):
+        given["profile"] = Profile.read(profile)
+    rates = _made(Rates, given)
+    ours = {key: value for key, value in given.items() if key != "microbatches"}
+    written = titan.configuration if titan else Configuration(tolerance="auto", placement="balanced")  # as jobs have
+    configuration = _made(Configuration, ours, written)
+    is_open = (OPEN if titan is None else OPEN - {"pp", "checkpointing"}) - ours.keys()
+    if record is None:
+        documents = _documents(options, titan, cluster, configuration.pp, notes)
+    else:
+        count = _count(options, cluster, notes)
+        documents = _given_documents(options.documents, record.batches[-count:])
+        configuration = dataclasses.replace(configuration, microbatches=record.microbatches)
+        is_open = frozenset() if titan else is_open - {"microbatches"}
+        notes.append(f"documents: {printable(options.documents)}, {documents.batches} steps up to {record.last_step}")
+    notes += _assumed(given, cluster, rates)
+    if model.dtype_bytes != 2:
+        notes.append(f"rates: those of bf16, although the model computes in elements of {model.dtype_bytes} bytes")
+    return Inputs(model, cluster, documents, configuration, rates, is_open), notes, titan
+
+
+def _made(kind: type, given: dict[str, Any], base: Any = None) -> Any:
+    """Make one of the inputs, or change its ``base``, by the options that have the names of its fields."""
+    mine = {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
+    return kind(**mine) if base is None else dataclasses.replace(base, **mine)
+
+
+def _model(name: str | None, given: dict[str, Any], titan: SimulatedJob | None) -> Model:
+    base = titan.model if titan else None
+    if name is not None:
+        if name not in MODELS:
+            raise ValueError(f"--model {name}: choose one of {', '.join(MODELS)}, or give its numbers")
+        base = dataclasses.replace(MODELS[name], dtype_bytes=base.dtype_bytes if base else Model.dtype_bytes)
+    for field in dataclasses.fields(Model) if base is None else ():
+        if field.default is dataclasses.MISSING and field.name not in given:
+            raise ValueError(f"--{field.name.replace('_', '-')}: set it, or --model, or name a job's TOML file")
+    return _made(Model, given, base)
+
+
+def _count(options: Options, cluster: Cluster, notes: list[str]) -> int:
+    """Return how many steps are simulated."""
+    if options.batches is not None:
+        return options.batches
+    count = max(FEWEST_BATCHES, min(BATCHES, BATCHES * MANY_RANKS * cluster.tp // cluster.ranks))
+    if count < BATCHES:
+        notes.append(f"batches: {count} (default), as {cluster.ranks} GPUs take longer; the last line has the error")
+    return count
+
+
+def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, pp: int, notes: list[str]) -> Documents:
+    row, step, lengths = (titan.row_tokens, titan.step_tokens, titan.lengths) if titan else (None, None, None)
+    if options.documents is not None:
+        values = _values(options.documents)
+        if isinstance(values, list) and isinstance(values[0], list):
+            batches = values if isinstance(values[0][0], list) else [values]
+            notes.append(f"documents: {printable(options.documents)}, {len(batches)} batches of rows, as they are")
+            return _given_documents(options.documents, batches)
+        lengths = np.array(values, dtype=np.int64)
+        notes.append(
+            f"documents: {printable(options.documents)}, {len(lengths):,} lengths of {lengths.mean():,.0f} tokens on "
+            f"average, {lengths.max():,} at most; what is over a row begins the next"
+        )
+    elif lengths is None:
+        lengths = named_lengths(DEFAULT)
+        notes.append(f"documents: {DEFAULT} (default)")
+    if options.tokens_per_rank is not None or options.microbatches is not None or step is None:
+        tokens = TOKENS_PER_RANK if options.tokens_per_rank is None else options.tokens_per_rank
+        microbatches = 1 if options.microbatches is None else options.microbatches
+        step = tokens * microbatches * (cluster.ranks // (cluster.tp * pp))
+        row = tokens if row is None else row
+    if options.row_tokens is not None:
+        row = options.row_tokens
+    count = _count(options, cluster, notes)
+    return Documents(lengths, TOKENS_PER_RANK if row is None else row, step, count, options.seed)
+
+
+def _given_documents(spec: str | None, batches: Sequence[Sequence[Sequence[int]]]) -> Documents:
+    try:
+        return Documents.of_rows(batches)
+    except ValueError as error:
+        raise ValueError(f"--documents {spec}: {error}") from None
+
+
+def _record(options: Options) -> RecordedDocuments | None:
+    """Return the recorded steps that --documents names, as many as may be simulated; None if it names others."""
+    if options.documents is None or (path := find_record(Path(options.documents))) is None:
+        return None
+    try:
+        return read_record(path, options.batches or BATCHES)
+    except ValueError as error:
+        raise ValueError(f"--documents {error}") from None
+
+
+def _assumed(given: dict[str, Any], cluster: Cluster, rates: Rates) -> list[str]:
+    """Write a line for every number that nobody gave, with its source."""
+    measured, notes = set(), []
+    if rates.profile is not None:
+        measured = {"attention_flops", "backward_flops"}
+        notes.append(f"attention: measured on {rates.profile.device} with kernel {rates.profile.kernel}")
+    for key, source in SOURCES.items():
+        if key not in given and key not in measured:
+            value = getattr(rates if hasattr(rates, key) else cluster, key)
+            notes.append(f"{key}: {value:g} (default): {source}")
+    return notes
+
+
+def _read_job(job: Path, overrides: tuple[str, ...], ranks: int | None) -> SimulatedJob:
+    check_job(job)
+    from torchtitan_cad.tools.simulated_job import read_simulated_job
+
+    return read_simulated_job([f"--job.config_file={job}", *overrides], ranks)
+
+
+def documents_file(spec: str | None) -> Path | None:
+    """Return the file that the option --documents names; None if it names a distribution, or nothing."""
+    if spec is None:
+        return None
+    path = Path(spec.removeprefix("histogram:"))
+    if record := find_record(path):
+        return record
+    is_file = os.path.exists(path) and not os.path.isdir(path)
+    return path if is_file or path.suffix == ".json" else None
+
+
+def _values(spec: str) -> Any:
+    """Return lengths in tokens, rows of them or batches of rows, from a file, or a distribution's."""
+    path = documents_file(spec)
+    if path is None:
+        if os.path.isdir(spec):
+            raise ValueError(
+                f"--documents {printable(spec)}: this folder has no {DOCUMENTS_NAME}; name the dump folder of a job "
+                "with cad.shadow = true"
+            )
+        return named_lengths(spec)
+    try:
+        values = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"--documents {error}") from None
+    found, depth = values, 0
+    while isinstance(found, list) and found and all(isinstance(each, list) and each for each in found) and depth < 2:
+        found, depth = [each for every in found for each in every], depth + 1
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"--documents {path}: write a JSON list of lengths in tokens, one or more")
+    for value in found:
+        if type(value) is not int or not 0 < value < 2**31:
+            raise ValueError(
+                f"--documents {path}: {str(value)[:40]!r} is no length; write positive whole numbers of tokens"
+            )
+    return values

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchtitan-cad plan``: plan one layout file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from torchtitan_cad.planning import (
+    Plan,
+    PlannerConfig,
+    Profile,
+    make_plan,
+    place_and_plan,
+    planner_names,
+    validate_plan,
+)
+from torchtitan_cad.planning.memory import attention_memory
+from torchtitan_cad.planning.serialize import read_layout
+from torchtitan_cad.planning.text import printable
+from torchtitan_cad.tools.shared import byte_unit, check_outputs, check_picture, load_planner, say_written
+
+DEFAULTS = PlannerConfig()
+MOST_ROWS = 2**24
+"""rows: local and received ones of all ranks up to which memory is stated, which takes the tables of all ranks."""
+
+
+def run(
+    layout: Annotated[Path, tyro.conf.Positional],
+    output: Path | None = None,
+    *,
+    config: PlannerConfig = DEFAULTS,
+    profile: Path | None = None,
+    place: bool = False,
+    validate: bool = False,
+    plot: Path | None = None,
+) -> None:
+    """Plan core attention for a layout and print what the plan achieves.
+
+    Args:
+        layout: JSON file {"attention": {num_heads, num_kv_heads, head_dim, dtype_bytes}, "ranks": [[{doc, start,
+            length}, ...], ...]}, one list of segments per rank.
+        output: Write the plan to this JSON file: {"tasks": [...], "stats": {...}, ...}.
+        profile: Balance the forward times of this profile (see `torchtitan-cad profile`) instead of counting tiles.
+        place: Deal the tokens to ranks anew first, as many to each, so that the busiest moves fewer bytes.
+        validate: Prove the plan and its exchange tables right before writing them.
+        plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
+    """
+    if config.planner not in planner_names():
+        raise ValueError(f"--planner {config.planner}: choose one of {', '.join(planner_names())}")
+    if plot is not None:
+        check_picture("--plot", plot)
+    check_outputs({"--output": output, "--plot": plot}, layout, profile)
+    tokens, shape = read_layout(layout)
+    measured = None if profile is None else Profile.read(profile)
+    try:
+        cost = None if measured is None else measured.cost_model("forward", shape)
+        load_planner()
+        placed = place_and_plan(tokens, shape, config, cost) if place else None
+        plan, given = (placed.plan, placed.given) if placed else (make_plan(tokens, shape, config, cost), None)
+    except ValueError as error:
+        raise ValueError(f"{printable(layout)}: {error}") from error
+    if validate:
+        validate_plan(plan)
+    if output is not None:
+        output.write_text(plan.to_json() + "\n")
+        say_written(output)
+    if plot is not None:
+        from torchtitan_cad.tools.plan.plot import draw_plan
+
+        draw_plan(plan, plot, given)
+        say_written(plot)
+    rows = _figures(plan, given)
+    width = max(map(len, rows))
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))
+
+
+def _figures(plan: Plan, given: Plan | None) -> dict[str, str]:
+    """Return the statistics by name; with those of the plan for the homes that were ``given``, if any."""
+    layout, stats = plan.layout, plan.stats
+    rows = {
+        "ranks, documents, tokens": f"{layout.num_ranks}, {len(layout.docs)}, {layout.num_tokens}",
+        "load max/mean before": f"{stats.max_over_mean_before:.4f}",
+        "load max/mean": f"{stats.max_over_mean:.4f}",
+        "load max/mean guaranteed": f"{stats.guaranteed_over_mean:.4f}",
+        "tasks (moved)": f"{stats.num_tasks} ({stats.tasks_moved})",
+        "query rows moved": f"{stats.query_rows_moved}",
+        "key rows moved": f"{stats.kv_rows_moved}",
+    }
+    if given is not None:
+        rows["total bytes with the given homes"] = _bytes(given.stats.total_bytes)
+        rows["worst rank bytes with them"] = _bytes(given.stats.max_rank_bytes)
+    rows |= {
+        "total bytes": _bytes(stats.total_bytes),
+        "lower bound on total bytes": _bytes(stats.lower_bound_bytes),
+        "worst rank bytes": _bytes(stats.max_rank_bytes),
+        "lower bound on worst rank bytes": _bytes(stats.lower_bound_rank_bytes),
+        "forced export of the heaviest rank": _bytes(stats.forced_export_bytes),
+        "mean rank bytes": _bytes(stats.mean_rank_bytes),
+    }
+    if plan.config.ranks_per_node is not None:
+        rows["bytes between nodes"] = _bytes(stats.inter_node_bytes)
+        rows["worst rank bytes between nodes"] = _bytes(stats.max_rank_inter_node_bytes)
+    if int(layout.tokens_per_rank.sum()) + int(plan.rows_in.sum()) > MOST_ROWS:
+        rows["memory of a layer"] = f"not stated for more than {MOST_ROWS} rows, local and received"
+    else:
+        memory = attention_memory([plan])
+        rows["memory of a layer: buffers"] = _bytes(memory.buffers)
+        for name, size in (("forward", memory.forward), ("backward", memory.backward)):
+            stock = getattr(memory, f"stock_{name}")
+            rows[f"memory of a layer: {name}"] = f"{_bytes(size)} (without CAD {_bytes(stock)})"
+        rows["memory of a layer: kept"] = f"{_bytes(memory.kept)} (if the job leaves room for it in every layer)"
+    return {**rows, "planning time": f"{stats.plan_seconds * 1e3:.2f} ms", "fingerprint": plan.fingerprint()}
+
+
+def _bytes(count: float) -> str:
+    scale, unit = byte_unit(count)
+    return f"{count / scale:.{4 if scale > 1 else 0}f} {unit}"

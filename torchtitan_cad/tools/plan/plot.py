@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The picture of ``torchtitan-cad plan --plot``: who computes what, and what every rank does and moves."""
+
+from __future__ import annotations
+
+import colorsys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from torchtitan_cad.planning import Plan
+from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal
+from torchtitan_cad.tools.shared import byte_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DOCUMENTS = 3
+"""Documents shown: those with the most moved work."""
+PALE, DARK, IN_COLOR, OUT_COLOR = "#d9d9d9", "#333333", "#1b6ca8", "#d95f02"
+FEW = 16
+"""Ranks up to which every one has a colour of its own; of more, colours that the eye cannot tell apart say nothing."""
+BARS = 128
+"""Ranks up to which each has its own bars; more are drawn as one outline."""
+POINTS = 310
+"""Height of a document, about."""
+
+Color = tuple[float, ...]
+
+
+def draw_plan(plan: Plan, path: Path, given: Plan | None = None) -> None:
+    """Write the picture; the suffix of ``path`` chooses the format (png, pdf, svg).
+
+    ``given`` is a plan for the homes as they were before ``place``: its bytes are drawn, too, and its homes beside
+    the new ones.
+    """
+    from matplotlib.figure import Figure
+
+    documents, stats = _most_moved(plan), plan.stats
+    figure = Figure(figsize=(15, 10.2), layout="constrained")
+    upper, lower = cast(Any, figure.subfigures(2, 1, height_ratios=[1.5, 1]))
+    triangles = upper.subplots(1, max(1, len(documents)), squeeze=False)[0]
+    colors = _colors(plan.layout.num_ranks)
+    for axes, doc in zip(triangles, documents, strict=False):
+        _draw_document(axes, plan, doc, colors, given)
+    if not documents:
+        text = "Nothing moves: every query is served where it lives."
+        triangles[0].text(0.5, 0.5, text, ha="center", va="center", fontsize=14, color=DARK)
+        triangles[0].set_axis_off()
+    loads, volume = lower.subplots(1, 2)
+    _draw_loads(loads, plan, colors)
+    _draw_bytes(volume, plan, given)
+    scale, unit = byte_unit(stats.total_bytes)
+    figure.suptitle(
+        f"{plan.layout.num_ranks} ranks, {len(plan.layout.docs)} documents, planner {plan.config.planner}: "
+        f"max/mean {stats.max_over_mean_before:.2f} -> {stats.max_over_mean:.3f}, "
+        f"{stats.total_bytes / scale:.2f} {unit} per layer and forward "
+        f"(no plan below {stats.lower_bound_bytes / scale:.2f})\n"
+        "Queries downwards, keys to the right. Colour and number: the server; pale: the queries' home serves them.",
+        fontsize=13,
+    )
+    figure.savefig(path, dpi=100)
+
+
+def _colors(num_ranks: int) -> list[Color]:
+    """Return a color per rank: few differ by the golden angle, many lie along a scale, where near ranks look alike."""
+    if num_ranks <= FEW:
+        hues = [(0.58 + rank * 0.618034) % 1.0 for rank in range(num_ranks)]
+        return [colorsys.hls_to_rgb(hue, (0.45, 0.58, 0.36)[rank % 3], 0.65) for rank, hue in enumerate(hues)]
+    from matplotlib import colormaps
+
+    return [tuple(color) for color in colormaps["turbo"](np.linspace(0, 1, num_ranks))[:, :3].tolist()]
+
+
+def _ink(face: Color) -> str:
+    """Black or white, whichever contrasts more with ``face``: where its relative luminance (WCAG 2.2) is 0.179."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in face]
+    return "white" if np.dot([0.2126, 0.7152, 0.0722], linear) < 0.179 else "black"
+
+
+def _homes(plan: Plan, tasks: TaskArray) -> np.ndarray:
+    """Rank that holds each task's first query."""
+    layout = plan.layout
+    run = np.searchsorted(layout.run_start, layout.global_position(tasks["doc"], tasks["q_start"]), side="right") - 1
+    return layout.run_rank[run]
+
+
+def _most_moved(plan: Plan) -> list[int]:
+    """Documents with the most pairs of tasks served away from home, at most DOCUMENTS."""
+    moved = plan.tasks[_homes(plan, plan.tasks) != plan.tasks["server"]]
+    rows, keys = moved["q_end"] - moved["q_start"], moved["kv_end"] - moved["kv_start"]
+    pairs = rows * keys - np.where(is_diagonal(moved), rows * (rows - 1) // 2, 0)
+    docs, index = np.unique(moved["doc"], return_inverse=True)
+    order = np.argsort(-np.bincount(index, weights=pairs, minlength=len(docs)), kind="stable")
+    return docs[order[:DOCUMENTS]].tolist()
+
+
+def _draw_document(axes: Axes, plan: Plan, doc: int, colors: list[Color], given: Plan | None) -> None:
+    """Causal triangle, queries downwards; full colour and number where a task is served away from home."""
+    from matplotlib.patches import Polygon
+
+    tasks = plan.tasks[plan.tasks["doc"] == doc]
+    length = int(plan.layout.doc_lengths[plan.layout.doc_index(np.array([doc]))][0])
+    for task, home, diagonal in zip(tasks.tolist(), _homes(plan, tasks), is_diagonal(tasks), strict=True):
+        _, q0, q1, k0, k1, server = task
+        corners = [(k0, q0), (q0, q0), (q1, q1), (k0, q1)] if diagonal else [(k0, q0), (k1, q0), (k1, q1), (k0, q1)]
+        moved = server != home
+        face = colors[server] if moved else tuple(1 - 0.25 * (1 - c) for c in colors[server])
+        axes.add_patch(Polygon(corners, closed=True, facecolor=face, edgecolor="white", linewidth=0.6))
+        # A number fits in a box of this many points; a trapezoid's free box is left of its diagonal.
+        width, height = ((q0 + q1) / 2 if diagonal else k1) - k0, q1 - q0
+        size = min(13.0, 0.7 * height * POINTS / length, 0.9 * width * POINTS / length / len(str(server)))
+        if size >= 5:
+            style: dict[str, Any] = {"fontsize": size, "fontweight": "bold" if moved else "normal"}
+            axes.text(k0 + width / 2, (q0 + q1) / 2, f"{server}", ha="center", va="center", color=_ink(face), **style)
+    strip = length * 0.035
+    for number, (name, each) in enumerate([("home", plan)] + ([("before", given)] if given else [])):
+        _draw_homes(axes, each, doc, -(0.6 + 4 * number) * strip, colors, name)
+    axes.set_xlim((-5.2 if given is None else -9.2) * strip, length)
+    axes.set_ylim(length, -0.05 * length)
+    axes.set_aspect("equal")
+    axes.set_yticks([])
+    ticks = range(0, length + 1, 2 ** max(0, int(np.log2(length / 4))))
+    axes.set_xticks(ticks, [_tokens(tick) for tick in ticks])
+    axes.set(xlabel="keys", title=f"document {doc}, {_tokens(length)} tokens")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_homes(axes: Axes, plan: Plan, doc: int, right: float, colors: list[Color], name: str) -> None:
+    """Draw a column of the document's homes; ``right`` is its right edge, in tokens."""
+    from matplotlib.patches import Rectangle
+
+    layout = plan.layout
+    length = int(layout.doc_lengths[layout.doc_index(np.array([doc]))][0])
+    strip = length * 0.035
+    style: dict[str, Any] = {"ha": "right", "fontsize": 9, "color": DARK}
+    for i in np.flatnonzero(layout.seg_doc == doc).tolist():
+        start, tokens, rank = int(layout.seg_start[i]), int(layout.seg_length[i]), int(layout.seg_rank[i])
+        box = Rectangle((right - strip, start), strip, tokens, facecolor=colors[rank], edgecolor="white", linewidth=0.6)
+        axes.add_patch(box)
+        if tokens * POINTS / length > 9:
+            axes.text(right - 1.3 * strip, start + tokens / 2, f"{rank}", va="center", **style)
+    axes.text(right - 1.3 * strip, -0.5 * strip, name, va="bottom", **style)
+
+
+def _draw_loads(axes: Axes, plan: Plan, colors: list[Color]) -> None:
+    stats = plan.stats
+    mean = stats.mean_load or 1.0
+    few = len(stats.loads) <= FEW
+    _bars(axes, stats.loads_before / mean, 0.9, color=PALE, label="before: every query at home")
+    _bars(axes, stats.loads / mean, 0.56, color=colors if few else IN_COLOR)
+    axes.bar([0], [0], color=DARK if few else IN_COLOR, label="planned" + " (colour: the server)" * few)
+    axes.axhline(stats.max_over_mean, color=DARK, linewidth=1, linestyle="--")
+    most = float(stats.loads_before.max() / mean)
+    axes.text(int(stats.loads_before.argmax()), most, f"{most:.2f}", ha="center", va="bottom", color=DARK)
+    axes.set_ylim(0, max(most, stats.max_over_mean) * 1.35)
+    axes.set_title(
+        f"attention work over the mean rank's; dashed: the busiest after planning, {stats.max_over_mean:.3f}"
+    )
+    _finish(axes, len(stats.loads))
+
+
+def _draw_bytes(axes: Axes, plan: Plan, given: Plan | None) -> None:
+    stats = plan.stats
+    scale, unit = byte_unit(stats.max_rank_bytes)
+    worst = f"{stats.max_rank_bytes / scale:.2f}"
+    if given is not None:
+        worst = f"{given.stats.max_rank_bytes / scale:.2f} -> {worst}"
+        _bars(axes, given.stats.bytes_in / scale, 1.0, color=PALE, label="with the given homes")
+        _bars(axes, -given.stats.bytes_out / scale, 1.0, color=PALE)
+    _bars(axes, stats.bytes_in / scale, 0.8, color=IN_COLOR, label="in: rows it serves for others")
+    _bars(axes, -stats.bytes_out / scale, 0.8, color=OUT_COLOR, label="out: rows others serve for it")
+    axes.axhline(0, color=DARK, linewidth=0.8)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.2 * (high - low))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+    axes.set_title(f"{unit} per layer and forward; worst rank {worst}")
+    _finish(axes, len(stats.loads))
+
+
+def _bars(axes: Axes, heights: np.ndarray, width: float, **style: Any) -> None:
+    """Draw a bar per rank, or an area of their outline where ranks are many."""
+    if len(heights) <= BARS:
+        axes.bar(np.arange(len(heights)), heights, width, **style)
+    else:
+        axes.stairs(heights, np.arange(len(heights) + 1) - 0.5, fill=True, **style)
+
+
+def _finish(axes: Axes, num_ranks: int) -> None:
+    axes.set(xlabel="rank", xlim=(-0.7, num_ranks - 0.3))
+    axes.set_xticks(range(0, num_ranks, max(1, 2 ** int(np.ceil(np.log2(num_ranks / 16))))))
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper center", ncols=2, frameon=False)
+
+
+def _tokens(count: int) -> str:
+    return str(count) if count < 1024 else f"{count / 1024:.3g}K"

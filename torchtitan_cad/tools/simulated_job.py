@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A torchtitan job as the simulation sees it, and the keys that its settings stand for."""
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.protocols.train_spec import get_train_spec
+
+from torchtitan_cad.demo.datasets import UNITS, read_sources
+from torchtitan_cad.demo.synthetic import parse_lengths
+from torchtitan_cad.integration.topology import TICK_SCHEDULES
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin
+from torchtitan_cad.integration.torchtitan_v0_2.checks import SUPPORTED_MODELS
+from torchtitan_cad.integration.torchtitan_v0_2.inputs import SYNTHETIC
+from torchtitan_cad.integration.torchtitan_v0_2.job import cad_table
+from torchtitan_cad.integration.torchtitan_v0_2.manager import quiet, read_config
+from torchtitan_cad.integration.torchtitan_v0_2.model import update_without_cp
+from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of
+from torchtitan_cad.integration.torchtitan_v0_2.room import checkpointing_kind
+from torchtitan_cad.tools.simulation.batches import DEFAULT, named_lengths
+from torchtitan_cad.tools.simulation.inputs import Cluster, Configuration, Model, Schedule
+
+RANKS = 64
+"""Taken where neither the job nor the caller says how many there are."""
+DRAWN = 5000
+"""Documents drawn from a synthetic dataset."""
+CHARACTERS_PER_TOKEN = {"file": 3.0, "folder": 2.7}
+"""characters / token: of the demo's datasets with the tokenizer of `torchtitan-cad prepare` (2048 tokens)."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SimulatedJob:
+    """Numbers of a job.
+
+    Attributes:
+        step_tokens: of one step over all ranks.
+        lengths: int64 samples of the documents' lengths.
+        configuration: as the job is written; a schedule that is not simulated counts as the nearer of the two that are.
+        notes: what was assumed, and why, and what the simulation replaces.
+    """
+
+    model: Model
+    cluster: Cluster
+    row_tokens: int
+    step_tokens: int
+    lengths: np.ndarray
+    configuration: Configuration
+    notes: list[str]
+    config: JobConfig
+
+    def keys(self, choice: Configuration) -> dict[str, Any]:
+        """Return the TOML keys that the job would have to change to take a choice, with values; None: leave it out."""
+        changes, cluster = choice.changes(self.configuration), self.cluster
+        wanted: dict[str, Any] = {"parallelism.cad": True}
+        wanted |= {
+            f"cad.{name}": changes[name] for name in ("nano_batches", "tolerance", "backward") if name in changes
+        }
+        if "placement" in changes:
+            wanted["cad.placement"] = "auto" if choice.placement == "balanced" else choice.placement
+        if "checkpointing" in changes:
+            is_full = choice.checkpointing in ("linear", "full")
+            wanted["activation_checkpoint.mode"] = "full" if is_full else choice.checkpointing
+            if choice.checkpointing == "selective":
+                wanted["activation_checkpoint.selective_ac_option"] = "op"
+            if is_full:
+                wanted["cad.recompute_attention"] = choice.checkpointing == "full"
+        if "schedule" in changes:
+            wanted["parallelism.pipeline_parallel_schedule"] = choice.schedule
+        if changes.keys() & {"cp", "pp", "microbatches"}:
+            dp = cluster.ranks // (cluster.tp * choice.pp * choice.cp)
+            rows = self.step_tokens // self.row_tokens
+            per_microbatch = rows // (dp * choice.microbatches)
+            wanted["parallelism.context_parallel_degree"] = choice.cp
+            wanted["parallelism.pipeline_parallel_degree"] = choice.pp
+            wanted["training.local_batch_size"] = rows // dp if choice.pp > 1 else per_microbatch
+            if choice.pp > 1:
+                wanted["parallelism.pipeline_parallel_microbatch_size"] = per_microbatch
+            elif choice.microbatches > 1:
+                wanted["training.global_batch_size"] = rows
+            if self.config.parallelism.data_parallel_shard_degree > 1:
+                wanted["parallelism.data_parallel_shard_degree"] = dp // cluster.replicas
+        return {key: value for key, value in wanted.items() if self._get(key) != value}
+
+    def keys_without(self, choice: Configuration) -> dict[str, Any]:
+        """Return the TOML keys by which the job takes a choice without CAD; schedules in ticks are CAD's."""
+        found = {key: value for key, value in self.keys(choice).items() if not key.startswith("cad.")}
+        found["parallelism.cad"] = False
+        if self.config.parallelism.pipeline_parallel_schedule in TICK_SCHEDULES:
+            found["parallelism.pipeline_parallel_schedule"] = "1F1B"
+        return found
+
+    def refused(self, choice: Configuration) -> str:
+        """Say why the job could not start with a choice; empty if it could."""
+        try:
+            with quiet():  # warnings about what is tried would be taken for warnings about the job
+                plugin.check(self.changed(self.keys(choice)), self.cluster.ranks)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def changed(self, values: dict[str, Any]) -> JobConfig:
+        """Return a copy of the job's config with other values."""
+        config = copy.deepcopy(self.config)
+        for key, value in values.items():
+            table, name = key.split(".")
+            setattr(getattr(config, table), name, value)
+        return config
+
+    def _get(self, key: str) -> Any:
+        table, name = key.split(".")
+        return getattr(getattr(self.config, table), name)
+
+
+def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
+    """Return the numbers of a job, which is neither trained nor has to be able to: it may lack its tokenizer.
+
+    ``args`` are as for `-m torchtitan.train`; ``ranks`` None: the job is to say. Raises ValueError for a file that
+    cannot be read, or a job that CAD cannot run.
+    """
+    config, _ = read_config(args)
+    name, parallelism, training, cad = config.model.name, config.parallelism, config.training, config.cad
+    notes: list[str] = []
+    degrees = parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree
+    degrees *= parallelism.context_parallel_degree
+    if ranks is None:
+        ranks = _ranks(config, degrees, notes)
+    if adapter_of(name) is None:
+        raise ValueError(f"model.name = {name!r}: set it to one of {', '.join(SUPPORTED_MODELS)}, which cad knows")
+    plugin.check(config, ranks)
+    dp, local = ranks // degrees, training.local_batch_size
+    rows = max(training.global_batch_size, local * dp)
+    return SimulatedJob(
+        model=_model(config, notes),
+        cluster=Cluster(
+            ranks,
+            ranks_per_node=cad.ranks_per_node or Cluster.ranks_per_node,
+            tp=parallelism.tensor_parallel_degree,
+            fsdp=parallelism.data_parallel_shard_degree != 1,
+            replicas=parallelism.data_parallel_replicate_degree,
+        ),
+        row_tokens=training.seq_len,
+        step_tokens=rows * training.seq_len,
+        lengths=_lengths(config, notes),
+        configuration=_configuration(config, rows // (local * dp), notes),
+        notes=notes,
+        config=config,
+    )
+
+
+def _configuration(config: JobConfig, accumulation: int, notes: list[str]) -> Configuration:
+    """Read the configuration of a job that accumulates the gradients of several local batches."""
+    parallelism, cad, checkpointing = config.parallelism, config.cad, config.activation_checkpoint
+    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    mode = checkpointing.mode
+    per_batch = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size if pp > 1 else 1
+    kind = checkpointing_kind(config)
+    simulated = "CAD1F1B" if schedule in TICK_SCHEDULES else "1F1B"
+    if (fixed := cad_table(config).tolerance) != cad.tolerance:
+        notes.append(f"tolerance: {cad.tolerance}, as without debug.deterministic, with which it is {fixed}")
+    if cad.rank_speeds is not None:
+        notes.append("not simulated: cad.rank_speeds")
+    if pp > 1 and schedule not in ("1F1B", "CAD1F1B"):
+        notes.append(f"schedule: {schedule} is simulated as {simulated}")
+    if kind == "selective" and (mode != "selective" or checkpointing.selective_ac_option != "op"):
+        notes.append(f"activation checkpointing: {mode} is simulated as selective with selective_ac_option = op")
+    if pp > 1 and accumulation > 1:
+        notes.append("gradient accumulation: simulated as one pipeline, without a bubble between its parts")
+    return Configuration(
+        pp=pp,
+        cp=parallelism.context_parallel_degree,
+        microbatches=accumulation * per_batch,
+        checkpointing=kind,
+        nano_batches=cad.nano_batches,
+        schedule=cast(Schedule, simulated),
+        tolerance=cad.tolerance,
+        backward=cad.backward,
+        placement="loader" if cad.placement == "loader" else "balanced",
+        receive_buffer_gb=cad.receive_buffer_gb,
+        planner=dataclasses.replace(cad.planner_config(), rank_speeds=None),
+    )
+
+
+def _ranks(config: JobConfig, degrees: int, notes: list[str]) -> int:
+    degrees *= config.parallelism.data_parallel_replicate_degree
+    if (sharded := config.parallelism.data_parallel_shard_degree) > 0:
+        return degrees * sharded
+    ranks = -(-RANKS // max(1, degrees)) * degrees
+    notes.append(f"ranks: {ranks}, as data_parallel_shard_degree = {sharded} leaves it open (--ranks)")
+    return ranks
+
+
+def build_on_meta(config: JobConfig, args: Any) -> torch.nn.Module:
+    """Build the job's model without memory for its parameters."""
+    with torch.device("meta"):
+        return get_train_spec(config.model.name).model_cls(args)
+
+
+def _model(config: JobConfig, notes: list[str]) -> Model:
+    """Read the model, whose layers count as the mean one in all but their kinds of attention."""
+    name, parallelism, adapter = config.model.name, config.parallelism, adapter_of(config.model.name)
+    assert adapter is not None, "the config has been checked"
+    args: Any = copy.deepcopy(get_train_spec(name).model_args[config.model.flavor])
+    args.attn_type = "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
+    with quiet():
+        update_without_cp(args.update_from_config, config)
+    weights = [each for each in build_on_meta(config, args).named_parameters() if not each[0].endswith("bias")]
+
+    def width(*parts: str) -> int:
+        count = sum(weight.numel() for key, weight in weights if any(part in key for part in parts))
+        return round(count / (3 * args.dim * args.n_layers))
+
+    shared, routed, active, ranks = width(".feed_forward.", ".shared_experts."), width(".experts."), 0, 1.0
+    if routed:
+        active = routed * args.moe_args.top_k // args.moe_args.num_experts
+        if (degree := parallelism.expert_parallel_degree) > 1:  # else TP divides experts, too
+            ranks = degree * parallelism.expert_tensor_parallel_degree / parallelism.tensor_parallel_degree
+        notes.append(
+            "experts: all as busy; what expert parallelism exchanges is not simulated, and they cannot train in ticks"
+        )
+    kinds = adapter.kinds(
+        args, config.training.seq_len, 1, TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
+    )
+    shape = kinds[0].shape
+    return Model(
+        layers=args.n_layers,
+        hidden=args.dim,
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shared + active,
+        vocabulary=args.vocab_size,
+        dtype_bytes=shape.dtype_bytes,
+        shared_ffn=shared,
+        idle_ffn=routed - active,
+        expert_ranks=ranks,
+        query_rank=getattr(args, "q_lora_rank", 0),
+        key_rank=getattr(args, "kv_lora_rank", 0),
+        attention=kinds,
+    )
+
+
+def _lengths(config: JobConfig, notes: list[str]) -> np.ndarray:
+    training = config.training
+    if config.cad.documents == "row":
+        notes.append('documents: whole rows, as cad.documents = "row"')
+        return np.array([training.seq_len])
+    own = config.cad.documents == "positions"  # of a loader that is not read
+    if training.dataset == SYNTHETIC and not own:
+        drawn = parse_lengths(training.dataset_path)
+        notes.append(f"documents: {training.dataset_path} (training.dataset_path)")
+        lengths = [drawn.draw(i, np.random.default_rng((drawn.seed, i))) for i in range(DRAWN)]
+        return np.array(lengths, dtype=np.int64)
+    if (unit := UNITS.get(training.dataset)) is not None and not own:
+        characters = CHARACTERS_PER_TOKEN[unit]
+        notes.append(f"documents: the dataset's {unit}s, {characters} characters a token (approximate)")
+        texts = read_sources(training.dataset_path, unit=unit)
+        return np.array([1 + round(len(text) / characters) for text in texts])
+    notes.append(
+        f"documents: {DEFAULT} (default), as the lengths of training.dataset = {training.dataset!r} are not known "
+        "without reading it (--documents)"
+    )
+    return named_lengths(DEFAULT)

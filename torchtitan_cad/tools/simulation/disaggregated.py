@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""CAD: real plans, executed on two streams per rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+
+from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, plan_step
+from torchtitan_cad.planning.exchange import messages
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, pool_layouts
+from torchtitan_cad.planning.model.limits import server_loads
+from torchtitan_cad.planning.pipeline.one_f_one_b import one_f_one_b
+from torchtitan_cad.planning.pipeline.ticks import tick_schedule
+from torchtitan_cad.planning.placement.kinds import plan_kinds
+from torchtitan_cad.tools.simulation.memory import (
+    in_flight,
+    kept_bytes,
+    kept_bytes_per_call,
+    states,
+    token_bytes,
+    working_bytes,
+)
+from torchtitan_cad.tools.simulation.step import Memory, Outcome, Step
+from torchtitan_cad.tools.simulation.streams import Nano, Streams
+
+PoolKey = tuple[int, ...]
+"""Microbatches that run together in a tick, ascending."""
+Plans = dict[PoolKey, list[list[Plan]]]
+"""Pool of microbatches: for every kind of attention one plan per half."""
+
+
+class Disaggregated:
+    """A step with CAD.
+
+    Args:
+        planner: name of the planner.
+        plans: that are known, to which others are added; by default a new dictionary.
+    """
+
+    def __init__(self, step: Step, planner: str = PlannerConfig.planner, plans: Plans | None = None) -> None:
+        self.step, self.configuration, self._name = step, step.configuration, planner
+        self._plans: Plans = {} if plans is None else plans
+        self._known: dict[tuple[PoolKey, bool, bool], list[list[Nano]]] = {}
+        self._in_ticks = step.pp > 1 and self.configuration.schedule == "CAD1F1B"
+
+    @cached_property
+    def passes(self) -> list[tuple[bool, PoolKey]]:
+        """(forward or backward, pool) of every pass of a stage, or of every tick of all stages."""
+        microbatches = self.step.microbatches
+        if self._in_ticks:
+            ticks = tick_schedule(self.step.pp, microbatches)
+            return [(tick.forward, tuple(sorted(work.microbatch for work in tick.work if work))) for tick in ticks]
+        return [(forward, (microbatch,)) for microbatch in range(microbatches) for forward in (True, False)]
+
+    @cached_property
+    def starts(self) -> list[IntArray]:
+        """Places where documents begin in the rows of every data-parallel rank."""
+        rows = self.step.batch.rows
+        groups = [np.concatenate([rows[row] for row in order.ravel()]) for order in self.step.row_order]
+        return [np.cumsum(lengths) - lengths for lengths in groups]
+
+    @cached_property
+    def layouts(self) -> list[list[TokenLayout]]:
+        """Lay out every microbatch, or its halves, over the ranks of a stage, as loaders give them."""
+        step, how = self.step, (self.configuration.cp, self.configuration.nano_batches)
+        shape = BatchShape(step.rows_per_rank * step.microbatches, step.batch.row_tokens, step.rows_per_rank)
+        return [nano_layouts(self.starts, shape, microbatch, *how) for microbatch in range(step.microbatches)]
+
+    @cached_property
+    def homes(self) -> list[list[TokenLayout]]:
+        """Lay out microbatches for ticks: homes are chosen by bytes, and plans for all stages are made for them."""
+        if self.configuration.placement == "loader":
+            return self.layouts
+        step, costs = self.step, self.step.costs
+        placed = plan_step(self.layouts, costs.shape, self._config(step.ranks), cost=costs.plan_cost, stages=step.pp)
+        return [[each.layout for each in nanos] for nanos in placed]
+
+    def plans(self, pool: PoolKey) -> list[list[Plan]]:
+        """Plan a pool of microbatches, for every kind one plan per half; stages without a microbatch only serve."""
+        if pool not in self._plans:
+            step, costs, ranks, stages = self.step, self.step.costs, self.step.ranks, self.step.pp
+            pools: list[PoolKey] = [(microbatch,) for microbatch in range(step.microbatches)]
+            given = self.layouts
+            if self._in_ticks:
+                working = [*pool, *[None] * (stages - len(pool))]
+                pools, given = [pool], [pool_layouts(self.homes, working, ranks)]
+                ranks, stages = ranks * stages, 1
+            times = None
+            if self.configuration.tolerance == "auto":
+                times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
+            place = self.configuration.placement == "balanced" and not self._in_ticks
+            columns = np.concatenate(self.starts) % step.batch.row_tokens
+            how = costs.kinds, columns, self._config(ranks), times, costs.plan_cost
+            planned = zip(*plan_kinds(given, *how, place=place, stages=stages), strict=True)
+            for key, kinds in zip(pools, planned, strict=True):
+                self._plans[key] = [[each.plan for each in nanos] for nanos in kinds]
+        return self._plans[pool]
+
+    def outcome(self) -> Outcome:
+        """Return the step's time by parts, each what the step takes longer with it than with those before it."""
+        even = self.step.even(self.configuration.schedule)
+        ideal = even.total - even.synchronisation
+        balanced, alone, full = self.seconds(False, background=False), self.seconds(False), self.seconds(True)
+        parts, num_bytes = even.unbalanced(balanced - ideal), self._exchanged_bytes()
+        if num_bytes:  # otherwise FSDP2's waits are those of a step without CAD
+            parts = replace(parts, synchronisation=alone - balanced + self.step.final, exchange=full - alone)
+        return Outcome(parts, self.memory(), num_bytes, self._max_over_mean())
+
+    def memory(self) -> Memory:
+        """Estimate the memory of the fullest GPU; before anything is planned, without attention's working memory."""
+        step, nanos, gigabytes = self.step, self.configuration.nano_batches, self.configuration.receive_buffer_gb
+        flying, plans = in_flight(step, self.configuration.schedule), self._plans.values()
+        return Memory(
+            states=states(step),
+            activations=step.tokens * token_bytes(step, flying, nanos),
+            buffers=self._buffers,
+            attention=working_bytes(chain.from_iterable(plans), gigabytes) if plans else 0.0,
+            kept=max((kept_bytes(step, each, flying, self._kept_per_call) for each in plans), default=0.0),
+        )
+
+    @property
+    def _buffers(self) -> int:
+        """Bytes of all receive buffers."""
+        nanos = self.configuration.nano_batches
+        return nanos * messages.BUFFERS_PER_CALL * messages.buffer_bytes(self.configuration.receive_buffer_gb, nanos)
+
+    @cached_property
+    def _kept_per_call(self) -> float:
+        """Bytes of received rows that a server may keep in each call."""
+        return kept_bytes_per_call(self.step, self._buffers, self._in_ticks)
+
+    def seconds(self, exchange: bool, background: bool = True) -> float:
+        """Return the seconds of the step, without what comes at its end, and maybe without what is exchanged."""
+        step = self.step
+        if step.pp > 1:
+            known = {each: self._alone(*each, exchange) for each in set(self.passes)}
+            times = [known[each] for each in self.passes]
+            if self._in_ticks:
+                return float(sum(each.max() for each in times))
+            moved = [any(plan.moves_rows for plan in chain(*self.plans(pool))) for _, pool in self.passes[::2]]
+            return one_f_one_b(step.pp, times[::2], times[1::2], moved)
+        streams = Streams(step.ranks)
+        for forward, pool in self.passes:
+            self._pass(streams, forward, pool, exchange, background)
+            if step.lockstep and not forward:
+                streams.join()
+        return float(streams.compute.max())
+
+    def _alone(self, forward: bool, pool: PoolKey, exchange: bool) -> FloatArray:
+        """Seconds, [ranks], of one pass of a stage, or of all, that begins together."""
+        streams = Streams(self.step.ranks * (self.step.pp if self._in_ticks else 1))
+        self._pass(streams, forward, pool, exchange, background=False)
+        return streams.compute
+
+    def _pass(self, streams: Streams, forward: bool, pool: PoolKey, exchange: bool, background: bool) -> None:
+        step = self.step
+        busy = step.background(forward) if background else 0.0
+        nanos, order = self._nanos(pool, forward, exchange), step.kinds if forward else step.kinds[::-1]
+        head = step.head(forward) * sum(nano.share for nano in nanos[0])
+        if not forward:
+            streams.compute = streams.compute + head
+        if not step.repeats_forward:
+            streams.run(step.regions(forward), [nanos[kind] for kind in order], busy)
+        else:  # halves do not overlap across layers, each of which backward computes again first
+            for kind in order:
+                streams.run(step.block(True), [self._nanos(pool, True, exchange)[kind]], busy)
+                if not forward:
+                    streams.run(step.block(False), [nanos[kind]])
+        streams.compute = np.maximum(streams.compute, streams.gathered)
+        if forward:
+            streams.compute = streams.compute + head
+
+    def _nanos(self, pool: PoolKey, forward: bool, exchange: bool) -> list[list[Nano]]:
+        key = (pool, forward, exchange)
+        if key not in self._known:
+            kinds = [plans if forward else plans[::-1] for plans in self.plans(pool)]  # autograd: the last half first
+            self._known[key] = [[self._nano(plan, forward, exchange) for plan in plans] for plans in kinds]
+        return self._known[key]
+
+    def _nano(self, plan: Plan, forward: bool, exchange: bool) -> Nano:
+        model = self.step.costs.attention_model(forward, plan.shape.window)
+        loads = server_loads(plan.tasks, model, plan.layout.num_ranks)
+        attention = self.step.costs.attention_seconds(loads, forward)
+        share = plan.layout.queries_per_rank / self.step.tokens
+        if not exchange or not plan.moves_rows:
+            return Nano(attention, share)
+        keep = plan.most_rows.are_kept(plan.shape, self._kept_per_call)
+        return Nano(attention, share, *self.step.costs.transfers(plan, forward, keep))
+
+    def _max_over_mean(self) -> float:
+        """Attention forward of the slowest rank over the mean rank's, of all layers; the mean over halves and pools."""
+        ratios = []
+        for pool in (pool for forward, pool in self.passes if forward):
+            for kinds in zip(*self._nanos(pool, True, False), strict=True):
+                layers = np.stack([kinds[kind].attention for kind in self.step.kinds])
+                ratios.append(layers.max(axis=1).sum() / layers.mean(axis=1).sum())
+        return float(np.mean(ratios))
+
+    def _exchanged_bytes(self) -> float:
+        """Bytes of the step, of all GPUs."""
+        step, again = self.step, [(True, pool) for forward, pool in self.passes if not forward]
+        passes = self.passes + again * step.repeats_forward
+        every = ((self._nanos(pool, forward, True), kind) for forward, pool in passes for kind in step.kinds)
+        nanos = [nano for kinds, kind in every for nano in kinds[kind]]
+        each = sum(transfer.num_bytes for nano in nanos for transfer in (nano.there, nano.back) if transfer)
+        return each * (1 if self._in_ticks else step.pp) * step.costs.cluster.tp
+
+    def _config(self, ranks: int) -> PlannerConfig:
+        config, node = self.configuration.planner_config(), self.step.costs.cluster.group_per_node
+        return replace(config, planner=self._name, ranks_per_node=node if 1 < node < ranks else None)
+
+
+def obstacle(step: Step) -> str:
+    """Say why a step cannot run with CAD; empty if it can."""
+    configuration, costs = step.configuration, step.costs
+    if configuration.nano_batches == 2 and costs.cluster.tp > 1 and step.rows_per_rank % 2:
+        return "TP takes halves of whole rows, and a microbatch has an odd number"
+    if step.pp > 1 and configuration.schedule == "CAD1F1B" and (len(costs.kinds) > 1 or costs.model.idle_ffn):
+        return "stages in ticks attend together, which experts and layers of several kinds of attention do not"
+    return ""

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Bytes that one GPU needs, by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from torchtitan_cad.planning import Plan
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.keeping import GRADIENT_BYTES, WORKING, Room, Stage, kept_by_setting, kept_calls
+from torchtitan_cad.planning.memory import attention_memory, stock_memory
+from torchtitan_cad.planning.model.shape import RowBytes
+from torchtitan_cad.tools.simulation.inputs import MANY_RANKS
+from torchtitan_cad.tools.simulation.step import Memory, Step
+
+STATE_BYTES = 16
+"""bytes per parameter: fp32 weight, gradient and Adam's two moments."""
+ZERO1_BYTES = 12
+"""bytes per parameter: the fp32 copy and the two moments, which ZeRO-1 shards."""
+
+
+COMPARED = 32
+"""ranks: of ``MANY_RANKS``, those that serve the most rows stand for all in estimates of attention's working memory."""
+
+
+def in_flight(step: Step, schedule: str = "1F1B") -> int:
+    """Count the microbatches whose activations the first pipeline rank keeps, at most."""
+    return min(step.microbatches, 2 * (step.pp - 1) + 1 if schedule == "CAD1F1B" else step.pp)
+
+
+def states(step: Step) -> float:
+    """Count a GPU's bytes of weights, gradients and optimizer."""
+    model, cluster = step.costs.model, step.costs.cluster
+    mine, held = (each / (cluster.tp * step.pp) for each in (model.parameters, model.held_parameters))
+    whole = model.dtype_bytes + GRADIENT_BYTES
+    if not cluster.fsdp:
+        return held * whole + mine * ZERO1_BYTES / step.ranks
+    sharded = max(1, step.ranks // cluster.replicas)
+    two_layers = 2 * model.gathered_parameters / cluster.tp
+    gathered = two_layers * model.dtype_bytes if step.pp == 1 else held * whole
+    return mine * STATE_BYTES / sharded + (gathered if sharded > 1 else 0.0)
+
+
+def token_bytes(step: Step, microbatches_in_flight: int, nano_batches: int = 1) -> float:
+    """Return the bytes of activations of the fullest pipeline rank per token of a microbatch."""
+    model, tp = step.costs.model, step.costs.cluster.tp
+    stage = Stage(step.layers, model.hidden, model.ffn, model.vocabulary, model.shape(1), tp, step.pp > 1)
+    return stage.token_bytes(step.configuration.checkpointing, microbatches_in_flight, nano_batches)
+
+
+def memory_without_cad(step: Step, tokens: float, keys: float, documents: int, gathered: float = 0.0) -> Memory:
+    """Return the memory of a GPU whose attention has ``keys`` for ``tokens`` queries."""
+    activations, attention = tokens * token_bytes(step, in_flight(step)), stock_attention(step, tokens, keys, documents)
+    return Memory(states(step), activations, gathered, attention=attention)
+
+
+def stock_attention(step: Step, queries: float, keys: float, documents: int) -> float:
+    """Return the bytes of working memory of varlen attention on a GPU, without CAD."""
+    return max(stock_memory(step.costs.shape, round(queries), round(keys), documents))
+
+
+def working_bytes(plans: Iterable[list[Plan]], receive_buffer_gb: float | None) -> float:
+    """Return the bytes of working memory of attention by those halves' plans that give a server the most rows."""
+    fullest = max(plans, key=lambda halves: max(_served_rows(plan).max(initial=0) for plan in halves))
+    ranks = None
+    if fullest[0].layout.num_ranks > MANY_RANKS:
+        rows = sum(_served_rows(plan) + plan.layout.tokens_per_rank for plan in fullest)
+        ranks = np.argsort(-np.asarray(rows), kind="stable")[:COMPARED].tolist()
+    memory = attention_memory(fullest, receive_buffer_gb=receive_buffer_gb, ranks=ranks)
+    return max(memory.forward, memory.backward)
+
+
+def _served_rows(plan: Plan) -> FloatArray:
+    """Return rows of queries and keys, [ranks], of every server's tasks."""
+    tasks = plan.tasks
+    rows = tasks["q_end"] - tasks["q_start"] + tasks["kv_end"] - tasks["kv_start"]
+    return np.bincount(tasks["server"], weights=rows, minlength=plan.layout.num_ranks).astype(np.float64)
+
+
+def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
+    """Return the bytes of received rows that a server may keep in each call, by the job's ``backward``."""
+    configuration, nano_batches = step.configuration, step.configuration.nano_batches
+    kept = kept_by_setting(configuration.backward, in_ticks=in_ticks)
+    if kept is not None:
+        return kept
+    flying = in_flight(step, configuration.schedule)
+    activations = step.tokens * token_bytes(step, flying, nano_batches)
+    documents = len(step.batch.lengths) // (step.ranks * step.microbatches)
+    attention = WORKING * stock_attention(step, step.tokens, step.tokens, documents)
+    calls = kept_calls(step.layers, flying, nano_batches, configuration.checkpointing)
+    return Room(step.costs.cluster.memory, states(step) + activations + buffers + attention, calls).bytes_per_call
+
+
+def kept_bytes(step: Step, kinds: list[list[Plan]], microbatches_in_flight: int, bytes_per_call: float) -> float:
+    """Return the bytes that the fullest server keeps for backward, by the plans of one microbatch.
+
+    Full checkpointing keeps those of one layer at a time.
+    """
+    rows, nothing = RowBytes.of(step.costs.shape), np.zeros(kinds[0][0].layout.num_ranks, dtype=np.int64)
+
+    def kept_rows(plan: Plan) -> tuple[IntArray, IntArray]:
+        keeps = plan.most_rows.are_kept(plan.shape, bytes_per_call)
+        return (plan.query_needs.rows_in, plan.key_needs.rows_in) if keeps else (nothing, nothing)
+
+    moved = [[kept_rows(plan) for plan in plans] for plans in kinds]
+    received = np.array([rows.forward_queries, rows.keys]) @ np.sum(moved, axis=1)  # [kinds, ranks]
+    if step.repeats_forward:
+        return float(received.max())
+    return microbatches_in_flight * float(received[step.kinds].sum(axis=0).max())

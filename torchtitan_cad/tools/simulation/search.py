@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The one search: configurations of a step, tried on the same batches for ``simulate``, ``advise`` and ``compare``."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from torchtitan_cad.tools.simulation.baselines import packed, packing_cp, perfect, reorder, row_gathers
+from torchtitan_cad.tools.simulation.batches import Batch
+from torchtitan_cad.tools.simulation.costs import Costs
+from torchtitan_cad.tools.simulation.disaggregated import Disaggregated, Plans, obstacle
+from torchtitan_cad.tools.simulation.inputs import (
+    CHECKPOINTING,
+    OPEN,
+    PLACEMENTS,
+    SCHEDULES,
+    Cluster,
+    Configuration,
+    Model,
+    Placement,
+    Rates,
+)
+from torchtitan_cad.tools.simulation.step import Outcome, Step
+
+MAX_PP = 8
+MAX_MICROBATCHES = 8
+"""microbatches per pipeline rank: most that are tried."""
+TRIED, FINALISTS = 3, 3
+"""batches: the first, on which a baseline's configurations are ranked; configurations: a baseline's best, compared on
+all batches. CAD's are ranked on the first batch, and compared on the first TRIED, FINALISTS at a time. In large
+clusters TRIED is one."""
+LOWEST_CP = 2
+"""numbers of context-parallel ranks: the lowest that rows allow, which CAD tries in large clusters"""
+ROUNDING = 1e-9
+"""share of a time by which two ways to add it up may differ"""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A system with one configuration: an outcome per batch, none if it cannot be, for ``reason``; ``memory`` is the
+    bytes of the fullest GPU, 0 if they are not known.
+    """
+
+    configuration: Configuration
+    outcomes: tuple[Outcome, ...] = ()
+    memory: float = 0.0
+    reason: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Tell whether there are outcomes."""
+        return bool(self.outcomes)
+
+    @property
+    def seconds(self) -> float:
+        """Per step, the mean over the batches; infinite if it does not fit."""
+        return statistics.fmean(o.seconds for o in self.outcomes) if self.fits else math.inf
+
+    def part(self, name: str) -> float:
+        """Return the seconds of one of ``PARTS``, the mean over the batches."""
+        return statistics.fmean(getattr(o.parts, name) for o in self.outcomes)
+
+    @property
+    def max_over_mean(self) -> float:
+        """Attention of the slowest rank over the mean rank's, the mean over the batches."""
+        return statistics.fmean(o.max_over_mean for o in self.outcomes)
+
+    def gain_over(self, other: Trial) -> float | None:
+        """Return the gain in speed, 0.1 for 10 %; None if one does not fit."""
+        return other.seconds / self.seconds - 1 if self.fits and other.fits else None
+
+    def over(self, other: Trial) -> dict[str, float] | None:
+        """Compare the speed with another's: least, mean and most over the batches. None if one does not fit."""
+        if not (self.fits and other.fits):
+            return None
+        ratios = [theirs.seconds / mine.seconds for mine, theirs in zip(self.outcomes, other.outcomes, strict=True)]
+        return {"min": min(ratios), "mean": statistics.fmean(ratios), "max": max(ratios)}
+
+
+@dataclass(eq=False)
+class Search:
+    """Tries configurations of the systems of ``BASELINES``, and of CAD by its planner's name.
+
+    Attributes:
+        asked: what the configuration is, but for its fields in ``open``, of which every system takes its best.
+        refused: why the job could not start with a configuration; empty if it could.
+        progress: is called with what is simulated next.
+
+    Raises ValueError for inputs that do not fit each other.
+    """
+
+    model: Model
+    cluster: Cluster
+    batches: list[Batch]
+    rates: Rates
+    asked: Configuration
+    open: frozenset[str] = OPEN
+    refused: Callable[[Configuration], str] = lambda configuration: ""
+    progress: Progress = lambda text: None
+    _known: dict[tuple[str, Configuration, int], Trial] = field(default_factory=dict)
+    _plans: dict[tuple[str, Configuration], Plans] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.costs = Costs(self.model, self.cluster, self.rates, self.asked.planner.cost_tile)
+        fixed = [getattr(self.asked, name) for name in ("pp", "cp") if name not in self.open]
+        if self.cluster.ranks % (product := self.cluster.tp * math.prod(fixed)):
+            raise ValueError(
+                f"cluster ranks = {self.cluster.ranks}: not a multiple of tp x pp x cp = {product}; set a multiple of "
+                "it"
+            )
+
+    @property
+    def few(self) -> int:
+        """Count the first batches on which configurations are ranked."""
+        return min(1 if self.cluster.is_large else TRIED, len(self.batches))
+
+    def step(self, system: str, configuration: Configuration, batch: Batch | None = None) -> Step | None:
+        """Divide a batch, by default the first; None if it cannot be. Rows bind neither packing nor ``perfect``."""
+        ranks, rest = divmod(self.cluster.ranks, self.cluster.tp * configuration.pp)
+        if rest or ranks % configuration.cp:
+            return None
+        step = Step(self.costs, batch or self.batches[0], configuration)
+        return step if system in ("packing_cp", "perfect") or step.has_whole_rows else None
+
+    def run(self, system: str, configuration: Configuration, batches: int | None = None) -> Trial:
+        """Simulate a configuration, once, on the first ``batches``, by default on all."""
+        trial = Trial(configuration)
+        for number in range(1, (batches or len(self.batches)) + 1):
+            if (key := (system, configuration, number)) not in self._known:
+                self._known[key] = self._with_batch(number, system, trial)
+            trial = self._known[key]
+            if not trial.fits:
+                break
+        return trial
+
+    def _with_batch(self, number: int, system: str, before: Trial) -> Trial:
+        """Simulate one batch more than were simulated ``before``."""
+        configuration = before.configuration
+        if system not in BASELINES and (reason := self.refused(configuration)):
+            return Trial(configuration, reason=reason)
+        step = self.step(system, configuration, self.batches[number - 1])
+        if step is None:
+            return Trial(configuration, reason="the step's rows do not divide into these parts")
+        memory = 0.0
+        if system in BASELINES:
+            outcome = BASELINES[system](step)
+            if outcome is None:
+                return Trial(configuration, reason="its tokens do not fit the memory")
+        elif reason := obstacle(step):
+            return Trial(configuration, reason=reason)
+        else:
+            changes = ", ".join(f"{key} {value}" for key, value in configuration.changes(self.asked).items())
+            self.progress(f"{system}: batch {number} of {len(self.batches)}, {changes or 'as asked'}")
+            # Those of the first batch are kept; checkpointing and ``backward`` do not change them.
+            plans = (system, replace(configuration, checkpointing="none", backward="resend"))
+            cad = Disaggregated(step, system, self._plans.setdefault(plans, {}) if number == 1 else {})
+            memory = cad.memory().total  # without what plans take
+            outcome = cad.outcome() if memory <= self.cluster.memory else None
+        most = max(before.memory, memory, outcome.memory.total if outcome else 0.0)
+        if outcome is None or most > self.cluster.memory:
+            text = f"needs {most / 1e9:.1f} GB of a GPU's {self.cluster.memory / 1e9:.1f} GB"
+            return Trial(configuration, memory=most, reason=text)
+        return Trial(configuration, (*before.outcomes, outcome), most)
+
+    def fastest(self, system: str, candidates: Sequence[Configuration]) -> Trial:
+        """Return a baseline's fastest configuration that fits every batch, of the best for ``TRIED`` batches.
+
+        What even perfect balance would leave behind the best so far is not tried.
+        """
+        batches, bounds = self.batches[: self.few], list[tuple[float, int]]()
+        for number, each in enumerate(candidates):
+            bounds.append((self._least_seconds(system, each, batches), number))
+        tried, fails = dict[int, Trial](), set[int]()
+        waiting = sorted(bounds, reverse=True)
+        while True:
+            ranked = sorted((trial.seconds, number) for number, trial in tried.items() if trial.fits)
+            finalists = [(seconds, number) for seconds, number in ranked if number not in fails][:FINALISTS]
+            least = finalists[-1][0] if len(finalists) == FINALISTS else math.inf
+            if waiting and waiting[-1][0] * (1 - ROUNDING) <= least:
+                number = waiting.pop()[1]
+                self.progress(f"{system}: {len(tried) + 1} of at most {len(candidates)} configurations")
+                tried[number] = self.run(system, candidates[number], len(batches))
+                continue
+            trials = {number: self.run(system, candidates[number]) for _, number in finalists}
+            failing = {number for number, trial in trials.items() if not trial.fits}
+            if not failing:
+                none = self.none([tried[number] for number in sorted(tried)])
+                return min(trials.values(), key=lambda trial: trial.seconds, default=none)
+            fails |= failing
+
+    def _least_seconds(self, system: str, configuration: Configuration, batches: Sequence[Batch]) -> float:
+        """Return seconds that no baseline's mean step over the batches is below: balanced, with the shortest bubble."""
+        step = self.step(system, configuration)
+        if step is None:
+            return math.inf
+        even = [replace(step, batch=batch).even("CAD1F1B") for batch in batches]
+        balanced = statistics.fmean(parts.total for parts in even)
+        if system == "packing_cp":  # which may leave the first and the last microbatches empty, and few keys to gather
+            return balanced - even[0].bubble
+        return balanced + (row_gathers(step) if system != "perfect" else 0.0)
+
+    def fastest_cad(self, planner: str, candidates: Sequence[Configuration]) -> Trial:
+        """Return CAD's fastest configuration for ``TRIED`` batches that fits every batch, of the best for the first.
+
+        What even perfect balance would leave behind the best so far is not planned.
+        """
+        best, tried = Trial(self.asked), list[Trial]()
+        for each in candidates:
+            now, places = best.configuration, each.placement != "loader"
+            if best.fits and not places and each.pp == 1 == now.pp and each.microbatches > now.microbatches:
+                continue  # without a pipeline smaller microbatches only leave less to balance
+            if self.bound(planner, each) < best.seconds:
+                tried.append(self.run(planner, each, 1))
+                best = min(best, tried[-1], key=lambda trial: trial.seconds)
+        fitting = sorted((trial for trial in tried if trial.fits), key=lambda trial: trial.seconds)
+        for first in range(0, len(fitting), FINALISTS):
+            finalists = fitting[first : first + FINALISTS]
+            few = [self.run(planner, one.configuration, self.few) for one in finalists]
+            for trial in sorted(few, key=lambda trial: trial.seconds):
+                if (every := self.run(planner, trial.configuration)).fits:
+                    return every
+        return self.none([self.run(planner, trial.configuration) for trial in tried])
+
+    def placed(self, planner: str, candidates: Sequence[Configuration]) -> Trial:
+        """Return CAD's fastest trial, maybe with documents placed, since ``packing_cp`` deals documents anew, too."""
+        now = self.fastest_cad(planner, candidates).configuration
+        ways = product(self._choices("placement", PLACEMENTS[1:]), self._choices("nano_batches", (1, 2)))
+        return self.fastest_cad(planner, [now, *(replace(now, placement=p, nano_batches=n) for p, n in ways)])
+
+    def bound(self, planner: str, configuration: Configuration) -> float:
+        """Return the seconds of a step if everything were balanced and hidden; infinite if it cannot be divided so."""
+        step = self.step(planner, configuration)
+        return step.even(configuration.schedule).total if step and not obstacle(step) else math.inf
+
+    def none(self, tried: list[Trial]) -> Trial:
+        """Return the trial that is nearest to fitting, of some that do not."""
+        if known := [trial for trial in tried if trial.memory and not trial.fits]:
+            return min(known, key=lambda trial: trial.memory)
+        return Trial(self.asked, reason="no configuration fits the memory" if tried else "these settings cannot run")
+
+    def candidates(self, system: str, placement: Placement = "loader") -> list[Configuration]:
+        """List the configurations of a system, for CAD the most promising first."""
+        found = list[Configuration]()
+        cp, rows = 1 if "cp" in self.open else self.asked.cp, len(self.batches[0].rows)
+        pps = [2**i for i in range(MAX_PP.bit_length()) if self.cluster.ranks % (self.cluster.tp * 2**i * cp) == 0]
+        for kind in self._choices("checkpointing", CHECKPOINTING):
+            for pp in self._choices("pp", pps):
+                # Powers of two and divisors of the rows, less those that leave a pipeline emptier than half.
+                most = MAX_MICROBATCHES * pp
+                every = [m for m in range(1, most + 1) if (m & (m - 1) == 0 or rows % m == 0) and 2 * m >= pp]
+                for m in self._choices("microbatches", every):
+                    now = replace(self.asked, placement=placement, checkpointing=kind, pp=pp, microbatches=m)
+                    found += self._ways(system, now)
+        if system in BASELINES:
+            return found
+        bounds = {each: self.bound(system, each) for each in found}
+        possible = [each for each in found if bounds[each] < math.inf]
+        return sorted(possible, key=lambda each: (bounds[each], each.microbatches, -each.nano_batches))
+
+    def _choices(self, name: str, every: Sequence[Any]) -> Sequence[Any]:
+        return every if name in self.open else [getattr(self.asked, name)]
+
+    def _ways(self, system: str, now: Configuration) -> Iterator[Configuration]:
+        """Yield a system's configurations with these numbers of pipeline ranks and microbatches."""
+        batch, ranks = self.batches[0], self.cluster.ranks // (self.cluster.tp * now.pp)
+        divisors = [cp for cp in range(1, ranks + 1) if ranks % cp == 0]
+        if system == "perfect":
+            yield replace(now, cp=1)
+        elif system == "packing_cp":
+            for cp in divisors if now.packing_cp is None else {now.packing_cp}.intersection(divisors):
+                if now.microbatches * (ranks // cp) <= len(batch.lengths):
+                    yield replace(now, cp=cp, backward="resend")
+                    if cp > 1:
+                        yield replace(now, cp=cp, backward="keep")
+        else:
+            ways = dict[int, int]()
+            for cp in self._choices("cp", divisors):
+                if step := self.step(system, replace(now, cp=cp)):  # placed, documents are not bound to a row's ranks
+                    ways.setdefault(cp if now.placement == "loader" else step.rows_per_rank % 2, cp)
+            if self.cluster.is_large and system not in BASELINES:  # more ranks of a row take longer to plan
+                ways = dict(list(ways.items())[:LOWEST_CP])
+            schedules = self._choices("schedule", SCHEDULES)
+            if now.pp > 1 and now.backward == "keep":  # schedules in ticks refuse to keep rows
+                schedules = ["1F1B"]
+            for cp in ways.values():
+                if system in BASELINES:
+                    yield replace(now, cp=cp)
+                    continue
+                for schedule in schedules if now.pp > 1 else schedules[:1]:
+                    for nano_batches in self._choices("nano_batches", (1, 2)):
+                        yield replace(now, cp=cp, schedule=schedule, nano_batches=nano_batches)
+
+
+BASELINES: dict[str, Callable[[Step], Outcome | None]] = {
+    "packed": packed,
+    "reorder": reorder,
+    "packing_cp": packing_cp,
+    "perfect": perfect,
+}

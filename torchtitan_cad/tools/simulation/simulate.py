@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The predicted time of a training step under several systems, on the same batches."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torchtitan_cad.planning.text import aligned
+from torchtitan_cad.tools.simulation.batches import draw_batches
+from torchtitan_cad.tools.simulation.inputs import OPEN, Cluster, Configuration, Documents, Model, Rates
+from torchtitan_cad.tools.simulation.search import Progress, Search, Trial
+from torchtitan_cad.tools.simulation.step import Parts
+
+_DIVISION = ("pp", "cp", "microbatches", "checkpointing")
+SYSTEMS = {
+    "packed": _DIVISION,
+    "reorder": _DIVISION,
+    "packing_cp": (*_DIVISION, "backward"),
+    "greedy": (*_DIVISION, "nano_batches", "schedule"),
+    "cad": (*_DIVISION, "nano_batches", "schedule", "placement"),
+    "perfect": ("pp", "microbatches", "checkpointing"),
+}
+"""Systems, with the fields of a configuration that each chooses."""
+BASELINES = ("packed", "reorder", "packing_cp", "greedy")
+MOST_GREEDY = 1024
+"""GPUs of one TP coordinate: most that the greedy planner is asked to plan for"""
+PARTS = tuple(Parts.__annotations__)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The systems of ``SYSTEMS`` on the same batches, in this order."""
+
+    cluster: Cluster
+    step_tokens: int
+    systems: dict[str, Trial]
+
+    def share_of_perfect(self, name: str) -> float:
+        """Return perfect's seconds over the system's; 0 for one that does not fit."""
+        return self.systems["perfect"].seconds / self.systems[name].seconds if self.systems[name].fits else 0.0
+
+    def configuration(self, name: str) -> dict[str, Any]:
+        """Return what a system chose."""
+        chosen = self.systems[name].configuration
+        return {key: getattr(chosen, key) for key in SYSTEMS[name] if key != "schedule" or chosen.pp > 1}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Turn the report into values that JSON can hold."""
+        return {"step_tokens": self.step_tokens, "systems": {name: self._system(name) for name in self.systems}}
+
+    def _system(self, name: str) -> dict[str, Any]:
+        system, perfect = self.systems[name], self.systems["perfect"]
+        if not system.fits:
+            none = dict.fromkeys(("seconds_per_step", "tokens_per_second", "share_of_perfect"))
+            return {**none, "fits": False, "reason": system.reason}
+        fullest = max(system.outcomes, key=lambda outcome: outcome.memory.total).memory
+        return {
+            "seconds_per_step": system.seconds,
+            "tokens_per_second": self.step_tokens / system.seconds,
+            "share_of_perfect": self.share_of_perfect(name),
+            "fits": True,
+            "max_over_mean": system.max_over_mean,
+            "parts": {part: system.part(part) for part in PARTS},
+            "lost_to_perfect": {part: (system.part(part) - perfect.part(part)) / system.seconds for part in PARTS},
+            "speedup_over": {other: system.over(self.systems[other]) for other in BASELINES if other != name},
+            "exchanged_bytes_per_step": statistics.fmean(outcome.exchanged_bytes for outcome in system.outcomes),
+            "configuration": self.configuration(name),
+            "memory_bytes": {**asdict(fullest), "total": fullest.total},
+            "seconds_per_batch": [outcome.seconds for outcome in system.outcomes],
+        }
+
+    def table(self) -> str:
+        """Return a line per system: seconds by part, imbalance, tokens per second, memory; then speed-ups."""
+        slowest = max((system.seconds for system in self.systems.values() if system.fits), default=1.0)
+        scale, unit = (1.0, "s") if slowest >= 1 else (1e3, "ms")
+        rows = [["system", f"{unit}/step", *PARTS, "max/mean", "tokens/s", "of perfect", "GB", "configuration"]]
+        for name, system in self.systems.items():
+            if not system.fits:
+                rows.append([name, *["-"] * (len(rows[0]) - 2), system.reason])
+                continue
+            seconds = [scale * each for each in (system.seconds, *map(system.part, PARTS))]
+            rows.append(
+                [
+                    name,
+                    *(f"{each:z.3f}" if abs(each) < 100 else f"{each:z.1f}" for each in seconds),
+                    f"{system.max_over_mean:.3f}",
+                    f"{self.step_tokens / system.seconds:,.0f}",
+                    f"{self.share_of_perfect(name):.3f}",
+                    f"{system.memory / 1e9:.0f}",
+                    " ".join(f"{key} {value}" for key, value in self.configuration(name).items()),
+                ]
+            )
+        return "\n".join([aligned(rows, (0, len(rows[0]) - 1)), *self._speedups()])
+
+    def _speedups(self) -> list[str]:
+        """Return a line with the speed of ``cad`` over every baseline that fits; none if it does not fit itself."""
+        system = self.systems["cad"]
+        ratios = {name: system.over(self.systems[name]) for name in BASELINES}
+        texts = [
+            f"{ratio['mean']:.2f} times as fast as {name} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+            for name, ratio in ratios.items()
+            if ratio
+        ]
+        steps = [outcome.seconds for outcome in system.outcomes]
+        means = f"means of {len(steps)} steps"
+        if len(steps) > 1:
+            error = statistics.stdev(steps) / math.sqrt(len(steps)) / statistics.fmean(steps)
+            means += f", cad's with a standard error of {100 * error:.2g} %"
+        return [f"cad: {', '.join(texts)}; {means}"] if texts else []
+
+
+def simulate(
+    model: Model,
+    cluster: Cluster,
+    documents: Documents,
+    configuration: Configuration | None = None,
+    rates: Rates | None = None,
+    *,
+    open: frozenset[str] = OPEN,
+    progress: Progress = lambda text: None,
+) -> Report:
+    """Return the times of a step under every system of ``SYSTEMS``.
+
+    Each takes its configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first batch;
+    ``greedy`` keeps the loader's homes. ``perfect`` takes the fastest by all batches, so that nothing is below it. In a
+    large cluster ``greedy`` and ``cad`` take the configuration that is best for CAD with the loader's homes, ``greedy``
+    up to ``MOST_GREEDY``.
+
+    ``configuration`` is what all systems have in common, but for its fields in ``open``. Raises ValueError for inputs
+    that do not fit each other, or documents that no configuration can divide.
+    """
+    asked = configuration or Configuration()
+    progress("drawing documents")
+    search = Search(model, cluster, draw_batches(documents), rates or Rates(), asked, open, progress=progress)
+    if not search.candidates("packed"):
+        raise ValueError(
+            f"documents step_tokens = {documents.step_tokens} in rows of {documents.row_tokens} cannot be divided over "
+            f"{cluster.ranks} ranks with tp = {cluster.tp}: set a multiple of ranks / (tp x pp x cp) rows, and rows "
+            "that 2 x cp divides"
+        )
+    found = {name: search.fastest(name, search.candidates(name)) for name in ("packed", "reorder", "packing_cp")}
+    planner = asked.planner.planner
+    if cluster.is_large:  # whose greedy plans take long
+        without_placement = search.fastest_cad(planner, search.candidates(planner))
+        found["greedy"] = without_placement  # which says why, if nothing fits
+        if cluster.ranks // cluster.tp > MOST_GREEDY:
+            reason = f"its planner takes too long for more than {MOST_GREEDY} GPUs, by the square of their number"
+            found["greedy"] = Trial(asked, reason=reason)
+        elif without_placement.fits:
+            found["greedy"] = search.fastest_cad("greedy", [without_placement.configuration])
+    else:
+        without_placement = found["greedy"] = search.fastest_cad("greedy", search.candidates("greedy"))
+    # What is best without placement is tried first: then most others are left by their bounds, in large clusters all.
+    best = replace(without_placement.configuration, placement=asked.placement)
+    first = [best] if without_placement.fits else []
+    others = [] if first and cluster.is_large else search.candidates(planner, asked.placement)
+    found["cad"] = search.placed(planner, first + others)
+    trials = [search.run("perfect", each) for each in search.candidates("perfect")]
+    fastest = min(trials, key=lambda trial: trial.seconds)
+    found["perfect"] = fastest if fastest.fits else search.none(trials)
+    return Report(cluster, search.batches[0].tokens, found)
