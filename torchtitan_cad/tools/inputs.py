@@ -113,40 +113,56 @@ def read_inputs(
     job: Path | None, overrides: tuple[str, ...], options: Options
 ) -> tuple[Inputs, list[str], SimulatedJob | None]:
     """Return the inputs of the simulation, a line for every number that was assumed, and the job if there is one."""
-    given = {key: value for key, value in vars(options).items() if value is not None}
-    for kind in (Model, Cluster, Rates, Documents):  # before a job is read, which takes seconds
-        kind.check(given)
-    for option in ("row_tokens", "tokens_per_rank", "microbatches"):
-        if given.get(option, 1) < 1:
-            raise ValueError(f"--{option.replace('_', '-')} {given[option]}: set a positive whole number")
+    chosen = {key: value for key, value in vars(options).items() if value is not None}
+    _check(chosen)  # before a job is read, which takes seconds
     record = _record(options)
     if record is not None:
-        given = {"ranks": record.ranks, **given}
-    titan = None if job is None else _read_job(job, overrides, given.get("ranks"))
-    if titan is None and "ranks" not in given:
+        chosen = {"ranks": record.ranks, **chosen}
+    titan = None if job is None else _read_job(job, overrides, chosen.get("ranks"))
+    if titan is None and "ranks" not in chosen:
         raise ValueError("--ranks: set the number of GPUs, or name a job's TOML file")
-    notes = [note for note in titan.notes if options.documents is None or "documents" not in note[:9]] if titan else []
-    model = _model(options.model, given, titan)
-    cluster = _made(Cluster, given, titan.cluster if titan else None)
-    if profile := options.profile or (titan and titan.config.cad.profile):
-        given["profile"] = Profile.read(profile)
-    rates = _made(Rates, given)
-    ours = {key: value for key, value in given.items() if key != "microbatches"}
+    notes = list(titan.notes) if titan else []
+    if options.documents is not None:
+        notes = [note for note in notes if not note.startswith("documents")]
+    model = _model(options.model, chosen, titan)
+    cluster = _made(Cluster, chosen, titan.cluster if titan else None)
+    profile = options.profile or (titan and titan.config.cad.profile)
+    if profile:
+        chosen["profile"] = Profile.read(profile)
+    rates = _made(Rates, chosen)
     written = titan.configuration if titan else Configuration(tolerance="auto", placement="balanced")  # as jobs have
-    configuration = _made(Configuration, ours, written)
-    is_open = (OPEN if titan is None else OPEN - {"pp", "checkpointing"}) - ours.keys()
+    of_configuration = {key: value for key, value in chosen.items() if key != "microbatches"}
+    configuration = _made(Configuration, of_configuration, written)
+    open_fields = (OPEN if titan is None else OPEN - {"pp", "checkpointing"}) - of_configuration.keys()
     if record is None:
-        documents = _documents(options, titan, cluster, configuration.pp, notes)
+        documents = _documents(options, titan, cluster, pp=configuration.pp, notes=notes)
     else:
         count = _count(options, cluster, notes)
         documents = _given_documents(options.documents, record.batches[-count:])
         configuration = dataclasses.replace(configuration, microbatches=record.microbatches)
-        is_open = frozenset() if titan else is_open - {"microbatches"}
+        open_fields = frozenset() if titan else open_fields - {"microbatches"}
         notes.append(f"documents: {printable(options.documents)}, {documents.batches} steps up to {record.last_step}")
-    notes += _assumed(given, cluster, rates)
+    notes += _assumed(chosen, cluster, rates)
     if model.dtype_bytes != 2:
         notes.append(f"rates: those of bf16, although the model computes in elements of {model.dtype_bytes} bytes")
-    return Inputs(model, cluster, documents, configuration, rates, is_open), notes, titan
+    inputs = Inputs(
+        model=model,
+        cluster=cluster,
+        documents=documents,
+        configuration=configuration,
+        rates=rates,
+        open=open_fields,
+    )
+    return inputs, notes, titan
+
+
+def _check(chosen: dict[str, Any]) -> None:
+    """Raise ValueError for the value of an option that it cannot have."""
+    for kind in (Model, Cluster, Rates, Documents):
+        kind.check(chosen)
+    for option in ("row_tokens", "tokens_per_rank", "microbatches"):
+        if chosen.get(option, 1) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {chosen[option]}: set a positive whole number")
 
 
 def _made(kind: type, given: dict[str, Any], base: Any = None) -> Any:
@@ -177,8 +193,12 @@ def _count(options: Options, cluster: Cluster, notes: list[str]) -> int:
     return count
 
 
-def _documents(options: Options, titan: SimulatedJob | None, cluster: Cluster, pp: int, notes: list[str]) -> Documents:
-    row, step, lengths = (titan.row_tokens, titan.step_tokens, titan.lengths) if titan else (None, None, None)
+def _documents(
+    options: Options, titan: SimulatedJob | None, cluster: Cluster, *, pp: int, notes: list[str]
+) -> Documents:
+    row = titan.row_tokens if titan else None
+    step = titan.step_tokens if titan else None
+    lengths = titan.lengths if titan else None
     if options.documents is not None:
         values = _values(options.documents)
         if isinstance(values, list) and isinstance(values[0], list):

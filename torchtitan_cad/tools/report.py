@@ -7,7 +7,7 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import tyro
@@ -17,12 +17,17 @@ from torchtitan_cad.planning.text import printable
 from torchtitan_cad.tools.logged_steps import MEANS, MEDIANS, find_steps, read_steps
 from torchtitan_cad.tools.shared import check_output
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 STYLES = {
     "before": {"color": "#8793a0", "label": "before: attention where the tokens are"},
     "after": {"color": "#1f77b4", "label": "after: core attention disaggregation"},
 }
 MOST_BARS = 32
 """ranks: more are drawn as lines."""
+MOST_LABELS = 8
+"""ranks: the bars of more have no numbers."""
 
 
 def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -75,20 +80,16 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     by_rank, by_step = figure.subplots(1, 2)
     steps = [row["step"] for row in rows]
+    marks = "o-" if len(steps) <= 64 else "-"
     for when, offset in (("before", -0.2), ("after", 0.2)):
         ranked = np.array([row[f"ranked_{when}"] for row in rows])
-        low, mean, high = ranked.min(axis=0), ranked.mean(axis=0), ranked.max(axis=0)
-        places = 1 + np.arange(len(mean))
-        if len(places) <= MOST_BARS:
-            ranges = np.stack([mean - low, high - mean]).clip(min=0)  # a mean may be rounded
-            bars = by_rank.bar(places + offset, mean, 0.38, yerr=ranges, capsize=4, **STYLES[when])
-            by_rank.bar_label(bars, [f"{each:.2f}" if len(places) <= 8 else "" for each in mean], padding=3)
-        else:
-            by_rank.plot(places, mean, **STYLES[when])
-            by_rank.fill_between(places, low, high, color=STYLES[when]["color"], alpha=0.25, linewidth=0)
-        by_step.plot(steps, ranked[:, 0], "o-" if len(steps) <= 64 else "-", markersize=3, **STYLES[when])
-    by_rank.set(title="Ranks of every plan by their work: mean and range", xlabel="rank, the busiest first")
-    by_step.set(title="The busiest rank of every plan, step by step", xlabel="step", xlim=(steps[0] - 1, steps[-1] + 1))
+        _draw_ranks(by_rank, ranked, offset, STYLES[when])
+        by_step.plot(steps, ranked[:, 0], marks, markersize=3, **STYLES[when])
+    by_rank.set_title("Ranks of every plan by their work: mean and range")
+    by_rank.set_xlabel("rank, the busiest first")
+    by_step.set_title("The busiest rank of every plan, step by step")
+    by_step.set_xlabel("step")
+    by_step.set_xlim(steps[0] - 1, steps[-1] + 1)
     for axes in (by_rank, by_step):
         axes.margins(y=0.1)
         axes.set_ylabel("attention work over the mean rank's")
@@ -96,5 +97,21 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(*by_step.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(f"Core attention on {len(places)} ranks, logged steps: {len(steps)}", fontweight="bold")
+    figure.suptitle(f"Core attention on {ranked.shape[1]} ranks, logged steps: {len(steps)}", fontweight="bold")
     figure.savefig(path, dpi=100)
+
+
+def _draw_ranks(axes: Axes, ranked: np.ndarray, offset: float, style: dict[str, str]) -> None:
+    """Draw the mean and the range over plans, [plans, ranks], of every rank's work: bars, lines if ranks are many."""
+    low = ranked.min(axis=0)
+    mean = ranked.mean(axis=0)
+    high = ranked.max(axis=0)
+    places = 1 + np.arange(len(mean))
+    if len(places) > MOST_BARS:
+        axes.plot(places, mean, color=style["color"], label=style["label"])
+        axes.fill_between(places, low, high, color=style["color"], alpha=0.25, linewidth=0)
+        return
+    ranges = np.stack([mean - low, high - mean]).clip(min=0)  # a mean may be rounded
+    bars = axes.bar(places + offset, mean, 0.38, yerr=ranges, capsize=4, color=style["color"], label=style["label"])
+    labels = [f"{work:.2f}" if len(places) <= MOST_LABELS else "" for work in mean]
+    axes.bar_label(bars, labels, padding=3)

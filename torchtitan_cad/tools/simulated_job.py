@@ -202,22 +202,24 @@ def build_on_meta(config: JobConfig, args: Any) -> torch.nn.Module:
 
 def _model(config: JobConfig, notes: list[str]) -> Model:
     """Read the model, whose layers count as the mean one in all but their kinds of attention."""
-    name, parallelism, adapter = config.model.name, config.parallelism, adapter_of(config.model.name)
+    name = config.model.name
+    parallelism = config.parallelism
+    adapter = adapter_of(name)
     assert adapter is not None, "the config has been checked"
     args: Any = copy.deepcopy(get_train_spec(name).model_args[config.model.flavor])
     args.attn_type = "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
     with quiet():
         update_without_cp(args.update_from_config, config)
-    weights = [each for each in build_on_meta(config, args).named_parameters() if not each[0].endswith("bias")]
-
-    def width(*parts: str) -> int:
-        count = sum(weight.numel() for key, weight in weights if any(part in key for part in parts))
-        return round(count / (3 * args.dim * args.n_layers))
-
-    shared, routed, active, ranks = width(".feed_forward.", ".shared_experts."), width(".experts."), 0, 1.0
+    parameters = build_on_meta(config, args).named_parameters()
+    weights = {name: weight.numel() for name, weight in parameters if not name.endswith("bias")}
+    shared = _width(args, weights, ".feed_forward.", ".shared_experts.")
+    routed = _width(args, weights, ".experts.")
+    active = 0
+    ranks = 1.0
     if routed:
         active = routed * args.moe_args.top_k // args.moe_args.num_experts
-        if (degree := parallelism.expert_parallel_degree) > 1:  # else TP divides experts, too
+        degree = parallelism.expert_parallel_degree
+        if degree > 1:  # else TP divides experts, too
             ranks = degree * parallelism.expert_tensor_parallel_degree / parallelism.tensor_parallel_degree
         notes.append(
             "experts: all as busy; what expert parallelism exchanges is not simulated, and they cannot train in ticks"
@@ -242,6 +244,12 @@ def _model(config: JobConfig, notes: list[str]) -> Model:
         key_rank=getattr(args, "kv_lora_rank", 0),
         attention=kinds,
     )
+
+
+def _width(args: Any, weights: dict[str, int], *parts: str) -> int:
+    """Return the width of the gated MLP that has as many parameters as the mean layer has in parts of these names."""
+    count = sum(size for name, size in weights.items() if any(part in name for part in parts))
+    return round(count / (3 * args.dim * args.n_layers))
 
 
 def _lengths(config: JobConfig, notes: list[str]) -> np.ndarray:

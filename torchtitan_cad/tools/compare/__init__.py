@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,9 +43,9 @@ def run(
         nproc: Ranks; by default as many as there are GPUs, or cores.
         output: Folder for results, and for records and logs of the runs.
     """
-    for option, value, least in (("--steps", steps, warmup + 1), ("--rounds", rounds, 1), ("--warmup", warmup, 0)):
-        if value < least:
-            raise ValueError(f"{option} {value}: set {least} or more")
+    _require("--steps", steps, warmup + 1)
+    _require("--rounds", rounds, 1)
+    _require("--warmup", warmup, 0)
     check_job(job)
     check_folder("--output", output)
     for name in ("compare.json", "compare.png"):
@@ -55,7 +56,8 @@ def run(
     from torchtitan_cad.tools.compare import comparison
     from torchtitan_cad.tools.simulated_job import read_simulated_job
 
-    (ranks, places), args = _places(nproc), [f"--job.config_file={job}", "--cad.no-shadow", *overrides]
+    ranks, places = _places(nproc)
+    args = [f"--job.config_file={job}", "--cad.no-shadow", *overrides]
     with tqdm(total=2 * rounds * steps, desc=f"on {ranks} ranks", unit="step", leave=False, disable=None) as bar:
         result = comparison.run(
             args, output, ranks=ranks, steps=steps, rounds=rounds, warmup=warmup, progress=bar.update
@@ -65,16 +67,30 @@ def run(
     figures["predicted_speedup"] = result.predicted(read_simulated_job([*args, "--parallelism.cad"], ranks))
     (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
     print(text(figures))
-    if draws := find_spec("matplotlib") is not None:
-        from torchtitan_cad.tools.plots import draw_parts
-
-        each = [(rank, mode) for rank in range(ranks) for mode in LABELS]
-        seconds, title = figures["rank_seconds"], f"{figures['speedup']['overall']:.2f} times as fast with CAD"
-        parts = {part: [seconds[mode][part][rank] for rank, mode in each] for part in seconds["off"]}
-        labels = [f"rank {rank}, {LABELS[mode]}" for rank, mode in each]
-        draw_parts(output / "compare.png", title, labels, parts)
-    picture = "and compare.png" if draws else "(compare.png needs the extra [plots])"
+    picture = "(compare.png needs the extra [plots])"
+    if find_spec("matplotlib") is not None:
+        picture = "and compare.png"
+        _draw(figures, output / "compare.png")
     print(f"wrote compare.json {picture} in {printable(output)}")
+
+
+def _require(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{option} {value}: set {least} or more")
+
+
+def _draw(figures: dict[str, Any], path: Path) -> None:
+    """Draw the parts of every rank's step, with and without CAD."""
+    from torchtitan_cad.tools.plots import draw_parts
+
+    seconds = figures["rank_seconds"]
+    bars = list(product(range(figures["ranks"]), LABELS))
+    draw_parts(
+        path,
+        title=f"{figures['speedup']['overall']:.2f} times as fast with CAD",
+        labels=[f"rank {rank}, {LABELS[mode]}" for rank, mode in bars],
+        parts={part: [seconds[mode][part][rank] for rank, mode in bars] for part in seconds["off"]},
+    )
 
 
 def _places(nproc: int | None) -> tuple[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import colorsys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -25,6 +25,8 @@ BARS = 128
 """Ranks up to which each has its own bars; more are drawn as one outline."""
 POINTS = 310
 """Height of a document, about."""
+LEAST_POINTS = 5
+"""Height of the smallest number that is drawn."""
 
 Color = tuple[float, ...]
 
@@ -98,25 +100,16 @@ def _most_moved(plan: Plan) -> list[int]:
 
 def _draw_document(axes: Axes, plan: Plan, doc: int, colors: list[Color], given: Plan | None) -> None:
     """Causal triangle, queries downwards; full colour and number where a task is served away from home."""
-    from matplotlib.patches import Polygon
-
     tasks = plan.tasks[plan.tasks["doc"] == doc]
     length = int(plan.layout.doc_lengths[plan.layout.doc_index(np.array([doc]))][0])
     for task, home, diagonal in zip(tasks.tolist(), _homes(plan, tasks), is_diagonal(tasks), strict=True):
-        _, q0, q1, k0, k1, server = task
-        corners = [(k0, q0), (q0, q0), (q1, q1), (k0, q1)] if diagonal else [(k0, q0), (k1, q0), (k1, q1), (k0, q1)]
-        moved = server != home
-        face = colors[server] if moved else tuple(1 - 0.25 * (1 - c) for c in colors[server])
-        axes.add_patch(Polygon(corners, closed=True, facecolor=face, edgecolor="white", linewidth=0.6))
-        # A number fits in a box of this many points; a trapezoid's free box is left of its diagonal.
-        width, height = ((q0 + q1) / 2 if diagonal else k1) - k0, q1 - q0
-        size = min(13.0, 0.7 * height * POINTS / length, 0.9 * width * POINTS / length / len(str(server)))
-        if size >= 5:
-            style: dict[str, Any] = {"fontsize": size, "fontweight": "bold" if moved else "normal"}
-            axes.text(k0 + width / 2, (q0 + q1) / 2, f"{server}", ha="center", va="center", color=_ink(face), **style)
+        _, q_start, q_end, kv_start, kv_end, server = task
+        box = _Box(q_start=q_start, q_end=q_end, kv_start=kv_start, kv_end=kv_end, is_diagonal=diagonal)
+        _draw_task(axes, box, server, color=colors[server], points=POINTS / length, moved=server != home)
     strip = length * 0.035
-    for number, (name, each) in enumerate([("home", plan)] + ([("before", given)] if given else [])):
-        _draw_homes(axes, each, doc, -(0.6 + 4 * number) * strip, colors, name)
+    _draw_homes(axes, plan, doc, right=-0.6 * strip, colors=colors, name="home")
+    if given is not None:
+        _draw_homes(axes, given, doc, right=-4.6 * strip, colors=colors, name="before")
     axes.set_xlim((-5.2 if given is None else -9.2) * strip, length)
     axes.set_ylim(length, -0.05 * length)
     axes.set_aspect("equal")
@@ -127,7 +120,46 @@ def _draw_document(axes: Axes, plan: Plan, doc: int, colors: list[Color], given:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _draw_homes(axes: Axes, plan: Plan, doc: int, right: float, colors: list[Color], name: str) -> None:
+class _Box(NamedTuple):
+    """Queries (downwards) and keys (to the right) of a task, whose right side is slanted if it is a diagonal."""
+
+    q_start: int
+    q_end: int
+    kv_start: int
+    kv_end: int
+    is_diagonal: bool
+
+    def corners(self) -> list[tuple[int, int]]:
+        """Return the corners (key, query), around the box."""
+        upper = self.q_start if self.is_diagonal else self.kv_end
+        lower = self.q_end if self.is_diagonal else self.kv_end
+        return [
+            (self.kv_start, self.q_start),
+            (upper, self.q_start),
+            (lower, self.q_end),
+            (self.kv_start, self.q_end),
+        ]
+
+
+def _draw_task(axes: Axes, box: _Box, server: int, *, color: Color, points: float, moved: bool) -> None:
+    """Draw a task with its server's number, if that fits; ``points`` is the height of a token."""
+    from matplotlib.patches import Polygon
+
+    face = color if moved else tuple(1 - 0.25 * (1 - part) for part in color)
+    axes.add_patch(Polygon(box.corners(), closed=True, facecolor=face, edgecolor="white", linewidth=0.6))
+    middle = (box.q_start + box.q_end) / 2
+    right = middle if box.is_diagonal else box.kv_end  # a trapezoid's free box is left of its diagonal
+    width = right - box.kv_start
+    height = box.q_end - box.q_start
+    text = str(server)
+    size = min(13.0, 0.7 * height * points, 0.9 * width * points / len(text))
+    if size >= LEAST_POINTS:
+        weight = "bold" if moved else "normal"
+        place = (box.kv_start + width / 2, middle)
+        axes.annotate(text, place, ha="center", va="center", color=_ink(face), fontsize=size, fontweight=weight)
+
+
+def _draw_homes(axes: Axes, plan: Plan, doc: int, *, right: float, colors: list[Color], name: str) -> None:
     """Draw a column of the document's homes; ``right`` is its right edge, in tokens."""
     from matplotlib.patches import Rectangle
 

@@ -128,11 +128,10 @@ def _slowest(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> FloatA
 
     Rows begin behind each other, and a rank has an early and a late one of a row's ``2 * cp`` chunks.
     """
-    lengths, ends, window = batch.pieces(kind), np.cumsum(batch.pieces(kind)), kind.shape.window
+    lengths, window = batch.pieces(kind), kind.shape.window
+    ends = np.cumsum(lengths)
     if cp == 1:
-        seconds = np.stack([costs.document_seconds(lengths, forward, window) for forward in (True, False)])
-        rows = np.searchsorted(ends, batch.row_tokens * np.arange(1, len(batch.rows)), side="right")
-        return np.stack([part.sum(axis=1) for part in np.split(seconds, rows, axis=1)], axis=1)
+        return _of_whole_rows(costs, batch, kind)
     size = batch.row_tokens // (2 * cp)
     cuts = np.sort(np.concatenate([ends, size * np.arange(1, batch.tokens // size + 1)]), kind="stable")
     cuts = cuts[np.diff(cuts, prepend=0) > 0]  # as np.union1d, which is slower for sorted arrays
@@ -141,12 +140,23 @@ def _slowest(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> FloatA
     row, chunk = np.divmod(begin // size, 2 * cp)
     rank = row * cp + np.minimum(chunk, 2 * cp - 1 - chunk)
     first = (ends - lengths)[doc]
-    slowest = []
-    for forward in (True, False):
-        until, before = (costs.document_seconds(at - first, forward, window) for at in (cuts, begin))
+
+    def slowest(forward: bool) -> FloatArray:
+        until = costs.document_seconds(cuts - first, forward, window)
+        before = costs.document_seconds(begin - first, forward, window)
         of_ranks = np.bincount(rank, weights=until - before, minlength=len(batch.rows) * cp)
-        slowest.append(of_ranks.reshape(-1, cp).max(axis=1))
-    return np.stack(slowest)
+        return of_ranks.reshape(-1, cp).max(axis=1)
+
+    return np.stack([slowest(True), slowest(False)])
+
+
+def _of_whole_rows(costs: Costs, batch: Batch, kind: AttentionKind) -> FloatArray:
+    """[2, rows] seconds of one layer's attention of rows that no ranks share."""
+    lengths = batch.pieces(kind)
+    seconds = np.stack([costs.document_seconds(lengths, forward, kind.shape.window) for forward in (True, False)])
+    row_ends = batch.row_tokens * np.arange(1, len(batch.rows))
+    rows = np.searchsorted(np.cumsum(lengths), row_ends, side="right")
+    return np.stack([part.sum(axis=1) for part in np.split(seconds, rows, axis=1)], axis=1)
 
 
 def packing_cp(step: Step) -> Outcome | None:
@@ -157,35 +167,63 @@ def packing_cp(step: Step) -> Outcome | None:
     gathered again in backward, or with ``backward = "keep"`` kept by all layers. None if it does not fit: no cap within
     the memory leaves room for all documents.
     """
-    costs, cp, microbatches = step.costs, step.configuration.cp, step.microbatches
-    flying, lengths, replicas = in_flight(step), step.batch.lengths, step.ranks // cp
-    keep = step.configuration.backward == "keep"
-    kept = step.layers * step.full_layers * flying if keep and not step.repeats_forward else 1
-    key_bytes = costs.shape.kv_bytes * kept
-    per_token = token_bytes(step, flying) + (key_bytes * cp if cp > 1 else 0.0) + stock_attention(step, 1, cp, 0)
-    cap = (costs.cluster.memory - states(step)) / per_token * cp
-    tile = costs.models[0].granularity
-    divided = (lengths >= 2 * cp * tile) & (cp > 1)
-    rows = np.where(divided, 2 * cp * np.ceil(lengths / (2 * cp * tile)), np.ceil(lengths / tile))
-    padding = rows / np.ceil(lengths / tile)
-    attention = np.stack([step.document_attention(f) * padding / cp for f in (True, False)])
-    one = sum(step.work(f, 1.0) - step.work(f, 0.0) for f in (True, False))
-    work = step.layers * _repeated(step, attention).sum(axis=0) + one * lengths / cp
-    bins = deal_under_cap(work, lengths, replicas * microbatches, cap)
+    cp = step.configuration.cp
+    replicas = step.ranks // cp
+    num_bins = replicas * step.microbatches
+    key_bytes = _packed_key_bytes(step)
+    documents = _packed_documents(step)
+    cap = _packed_cap(step, key_bytes)
+    bins = deal_under_cap(documents[0], step.batch.lengths, num_bins, cap)
     if bins is None:
         return None
-    columns = np.stack([work, lengths / cp, *attention, divided * lengths, np.ones(len(lengths))])
-    sums: FloatArray = np.stack(
-        [np.bincount(bins, weights=column, minlength=replicas * microbatches) for column in columns]
-    )
-    sums = sums[:, np.argsort(-sums[0], kind="stable")]
-    dealt = sums.reshape(-1, microbatches, replicas)  # equal ones side by side
+    sums: FloatArray = np.stack([np.bincount(bins, weights=row, minlength=num_bins) for row in documents])
+    heaviest_first = sums[:, np.argsort(-sums[0], kind="stable")]
+    dealt = heaviest_first.reshape(-1, step.microbatches, replicas)  # equal ones side by side
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]  # and heavier ones to each replica in turn
     ordered = dealt[:, best_order(dealt[0].sum(axis=1), step.pp)]
-    _, tokens, forward, backward, gathered, documents = ordered.transpose(0, 2, 1)
-    most = float(tokens.max())
-    keys = (tokens + gathered * (1 - 1 / cp)).max()
-    memory = memory_without_cad(step, most, keys, int(documents.max()), float(gathered.max()) * key_bytes)
-    if memory.total > costs.cluster.memory:
+    _, tokens, forward, backward, gathered, counts = ordered.transpose(0, 2, 1)
+    most_keys = (tokens + gathered * (1 - 1 / cp)).max()
+    memory = memory_without_cad(
+        step,
+        tokens=float(tokens.max()),
+        keys=most_keys,
+        documents=int(counts.max()),
+        gathered=float(gathered.max()) * key_bytes,
+    )
+    if memory.total > step.costs.cluster.memory:
         return None
-    return in_sequence(step, memory, tokens, np.stack([forward, backward]), gathered, keep)
+    keep = step.configuration.backward == "keep"
+    return in_sequence(step, memory, tokens, attention=np.stack([forward, backward]), gathered=gathered, keep=keep)
+
+
+def _packed_key_bytes(step: Step) -> float:
+    """Return the bytes that packing holds per gathered token: of one layer, or of all that keep them."""
+    keeps = step.configuration.backward == "keep" and not step.repeats_forward
+    layers = step.layers * step.full_layers * in_flight(step) if keeps else 1
+    return step.costs.shape.kv_bytes * layers
+
+
+def _packed_cap(step: Step, key_bytes: float) -> float:
+    """Return the tokens of a microbatch and replica for which packing has memory."""
+    cp = step.configuration.cp
+    gathered = key_bytes * cp if cp > 1 else 0.0
+    per_token = token_bytes(step, in_flight(step)) + gathered + stock_attention(step, 1, cp, 0)
+    return (step.costs.cluster.memory - states(step)) / per_token * cp
+
+
+def _packed_documents(step: Step) -> FloatArray:
+    """Return what a document adds to a microbatch of packing, [6, documents], on each of ``cp`` ranks.
+
+    The rows are seconds in all, tokens, seconds of the mean layer's attention forward and backward, tokens whose keys
+    are gathered, and 1.
+    """
+    cp, lengths = step.configuration.cp, step.batch.lengths
+    tile = step.costs.models[0].granularity
+    divided = (lengths >= 2 * cp * tile) & (cp > 1)
+    tiles = np.ceil(lengths / tile)
+    padded = np.where(divided, 2 * cp * np.ceil(lengths / (2 * cp * tile)), tiles)
+    padding = padded / tiles
+    attention = np.stack([step.document_attention(forward) * padding / cp for forward in (True, False)])
+    token_seconds = sum(step.work(forward, 1.0) - step.work(forward, 0.0) for forward in (True, False))
+    seconds = step.layers * _repeated(step, attention).sum(axis=0) + token_seconds * lengths / cp
+    return np.stack([seconds, lengths / cp, *attention, divided * lengths, np.ones(len(lengths))])

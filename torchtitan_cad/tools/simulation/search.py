@@ -284,18 +284,24 @@ class Search:
             for cp in self._choices("cp", divisors):
                 if step := self.step(system, replace(now, cp=cp)):  # placed, documents are not bound to a row's ranks
                     ways.setdefault(cp if now.placement == "loader" else step.rows_per_rank % 2, cp)
-            if self.cluster.is_large and system not in BASELINES:  # more ranks of a row take longer to plan
-                ways = dict(list(ways.items())[:LOWEST_CP])
-            schedules = self._choices("schedule", SCHEDULES)
-            if now.pp > 1 and now.backward == "keep":  # schedules in ticks refuse to keep rows
-                schedules = ["1F1B"]
-            for cp in ways.values():
-                if system in BASELINES:
-                    yield replace(now, cp=cp)
-                    continue
-                for schedule in schedules if now.pp > 1 else schedules[:1]:
-                    for nano_batches in self._choices("nano_batches", (1, 2)):
-                        yield replace(now, cp=cp, schedule=schedule, nano_batches=nano_batches)
+            divided = [replace(now, cp=cp) for cp in ways.values()]
+            if system in BASELINES:
+                yield from divided
+                return
+            if self.cluster.is_large:  # more ranks of a row take longer to plan
+                divided = divided[:LOWEST_CP]
+            for chosen in divided:
+                yield from self._orders_of_work(chosen)
+
+    def _orders_of_work(self, chosen: Configuration) -> Iterator[Configuration]:
+        """Yield CAD's schedules and numbers of nano-batches."""
+        schedules = self._choices("schedule", SCHEDULES)
+        if chosen.pp > 1 and chosen.backward == "keep":  # schedules in ticks refuse to keep rows
+            schedules = ["1F1B"]
+        if chosen.pp == 1:
+            schedules = schedules[:1]
+        for schedule, nano_batches in product(schedules, self._choices("nano_batches", (1, 2))):
+            yield replace(chosen, schedule=schedule, nano_batches=nano_batches)
 
 
 BASELINES: dict[str, Callable[[Step], Outcome | None]] = {

@@ -142,17 +142,11 @@ def simulate(
             "that 2 x cp divides"
         )
     found = {name: search.fastest(name, search.candidates(name)) for name in ("packed", "reorder", "packing_cp")}
-    planner = asked.planner.planner
-    if cluster.is_large:  # whose greedy plans take long
-        without_placement = search.fastest_cad(planner, search.candidates(planner))
-        found["greedy"] = without_placement  # which says why, if nothing fits
-        if cluster.ranks // cluster.tp > MOST_GREEDY:
-            reason = f"its planner takes too long for more than {MOST_GREEDY} GPUs, by the square of their number"
-            found["greedy"] = Trial(asked, reason=reason)
-        elif without_placement.fits:
-            found["greedy"] = search.fastest_cad("greedy", [without_placement.configuration])
+    if cluster.is_large:
+        without_placement, found["greedy"] = _of_large(search)
     else:
         without_placement = found["greedy"] = search.fastest_cad("greedy", search.candidates("greedy"))
+    planner = asked.planner.planner
     # What is best without placement is tried first: then most others are left by their bounds, in large clusters all.
     best = replace(without_placement.configuration, placement=asked.placement)
     first = [best] if without_placement.fits else []
@@ -162,3 +156,15 @@ def simulate(
     fastest = min(trials, key=lambda trial: trial.seconds)
     found["perfect"] = fastest if fastest.fits else search.none(trials)
     return Report(cluster, search.batches[0].tokens, found)
+
+
+def _of_large(search: Search) -> tuple[Trial, Trial]:
+    """Return the trials of CAD with the loader's homes, and of the greedy planner, whose plans take long."""
+    planner = search.asked.planner.planner
+    cad = search.fastest_cad(planner, search.candidates(planner))
+    if search.cluster.ranks // search.cluster.tp > MOST_GREEDY:
+        reason = f"its planner takes too long for more than {MOST_GREEDY} GPUs, by the square of their number"
+        return cad, Trial(search.asked, reason=reason)
+    if not cad.fits:
+        return cad, cad  # which says why
+    return cad, search.fastest_cad("greedy", [cad.configuration])
