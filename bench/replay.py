@@ -94,9 +94,9 @@ def replay_rank(
         received = {"queries": [x[n_q:] for x in queries], "keys": [x[n_kv:] for x in (k, v)]}
         call = AttentionCall(engine, direction, 0, tables, local)
         call.combine_results(call.begin_tasks(received))
-        for _, trips in tables.home[direction.name] if tables.moves else ():
-            for trip in trips:
-                call.combine(trip.kind, trip.combination, back[trip.kind], is_last=trip.is_last)
+        for _, chunks in tables.home[direction.name] if tables.moves else ():
+            for chunk in chunks:
+                call.combine(chunk.kind, chunk.combination, back[chunk.kind], is_last=chunk.is_last)
         return call.finish()
 
     def forward() -> object:

@@ -84,7 +84,7 @@ FAULTS = [
         ("runtime/test_kernels.py", "runtime/test_engine.py"),
     ),
     Fault(
-        "transport: a trip brings rows of the trip before",
+        "transport: a chunk brings rows of the chunk before",
         "runtime/row_tables.py",
         "index = concat_ranges(first_sent + first - offsets, sent_now)",
         "index = concat_ranges(first_sent, sent_now)",

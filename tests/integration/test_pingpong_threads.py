@@ -67,7 +67,7 @@ def test_any_plans_and_delays_give_the_undivided_result(seed: int) -> None:
 @needs_linux
 @pytest.mark.parametrize("seed", params(range(20, 26), (20, 21)))
 def test_exchanges_of_both_halves_fit_into_symmetric_memory(seed: int) -> None:
-    """Into buffers so small that rows travel in several trips, with those of the other half in between."""
+    """Into buffers so small that rows travel in several chunks, with those of the other half in between."""
     check(seed, symmetric=True)
 
 

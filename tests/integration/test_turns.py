@@ -74,9 +74,9 @@ def test_inductor_keeps_the_order() -> None:
 
 
 @matrix
-def test_results_that_return_in_several_trips_are_in_order() -> None:
+def test_results_that_return_in_several_chunks_are_in_order() -> None:
     """More of them than travel at once, so that the side stream takes some in."""
-    for outcome in outcomes(Job(runs=3, without=("one trip",))):
+    for outcome in outcomes(Job(runs=3, without=("one chunk",))):
         check(outcome)
 
 

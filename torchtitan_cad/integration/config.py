@@ -56,7 +56,7 @@ class Cad:
     receive_buffer_gb: float | None = None
     """
     GB that a GPU's receive buffers take with transport = "symm_mem", allocated once, in equal parts for the
-    nano-batches. What does not fit travels in several trips. By default 0.65 for each nano-batch.
+    nano-batches. What does not fit travels in several chunks. By default 0.65 for each nano-batch.
     """
 
     ranks_per_node: int | None = None

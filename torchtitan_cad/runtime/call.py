@@ -17,7 +17,7 @@ from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
-from torchtitan_cad.runtime.row_tables import Trip
+from torchtitan_cad.runtime.row_tables import Chunk
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Transport
 from torchtitan_cad.runtime.transport.base import Kind, Routes
@@ -160,9 +160,9 @@ class AttentionCall:
         """By kind, the results for rows of other ranks, until they are sent."""
         self._results: dict[Kind, list[list[Tensor]]] = {}
         """By kind and result, the partials of all kernel calls; once combined, one tensor of the rows at home, in fp32
-        (fp64) until the last trip."""
-        self._returning: deque[tuple[Exchange, Sequence[Trip]]] = deque()
-        """Exchanges of results in flight and their trips, in the order of their starts."""
+        (fp64) until the last chunk."""
+        self._returning: deque[tuple[Exchange, Sequence[Chunk]]] = deque()
+        """Exchanges of results in flight and their chunks, in the order of their starts."""
         self._like = {kind: [x.new_empty(0, *x.shape[1:]) for x in tensors] for kind, tensors in rows.items()}
         self._results_like = direction.results(self._like)
 
@@ -287,11 +287,11 @@ class AttentionCall:
         """Start all exchanges of results. If all receive buffers are in use, the oldest exchange is taken in first."""
         served, self._served = self._served, {}
         exchanges = self._plan.home[self.direction.name] if self._plan.moves else []
-        for routes, trips in exchanges:
+        for routes, chunks in exchanges:
             if len(self._returning) == BUFFERS_PER_CALL:
                 self._take_in_next()
-            exchange = self._start(self.direction.results_name, routes, [served[trip.kind] for trip in trips])
-            self._returning.append((exchange, trips))
+            exchange = self._start(self.direction.results_name, routes, [served[chunk.kind] for chunk in chunks])
+            self._returning.append((exchange, chunks))
 
     def receive_all(self) -> None:
         """Wait for all rows in flight on the current stream, before a step on another stream uses them."""
@@ -305,9 +305,9 @@ class AttentionCall:
 
     def _take_in_next(self) -> None:
         """Wait for the oldest exchange of results, combine its rows and free its receive buffers."""
-        exchange, trips = self._returning.popleft()
-        for trip, returned in zip(trips, exchange.wait(), strict=True):
-            self.combine(trip.kind, trip.combination, returned, is_last=trip.is_last)
+        exchange, chunks = self._returning.popleft()
+        for chunk, returned in zip(chunks, exchange.wait(), strict=True):
+            self.combine(chunk.kind, chunk.combination, returned, is_last=chunk.is_last)
         exchange.release()
 
     def combine(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables of a rank's rows of one kind, queries or keys: their trips, and the combination of results."""
+"""Tables of a rank's rows of one kind, queries or keys: their chunks, and the combination of results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchtitan_cad.planning.exchange.calls import combine_early
-from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Trips
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Chunks
 from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.runtime.combine import Combination
@@ -17,14 +17,14 @@ from torchtitan_cad.runtime.transport.base import Kind, Route, rows_to_device
 
 
 @dataclass(frozen=True)
-class Trip:
+class Chunk:
     """Results of one kind that return to their homes in one exchange.
 
     Attributes:
         kind: kind of the rows that the results belong to.
         combination: maps the results so far and, if rows move, the returned results to local rows. The results so far
             are those of the kernel calls in their order, or the output of an earlier combination.
-        is_last: True for the last trip of this kind.
+        is_last: True for the last chunk of this kind.
     """
 
     kind: Kind
@@ -40,10 +40,10 @@ class RowTables:
     Attributes:
         num_local: local rows.
         num_served: rows of other ranks.
-        out: trips of local rows to their servers, at least one.
+        out: chunks of local rows to their servers, at least one.
         served: maps the results of the kernel calls, in their order, to rows of other ranks.
-        local: maps the results of the kernel calls to local rows before others return; None: the first trip does.
-        home: trips of results to their homes, at least one.
+        local: maps the results of the kernel calls to local rows before others return; None: the first chunk does.
+        home: chunks of results to their homes, at least one.
     """
 
     num_local: int
@@ -51,7 +51,7 @@ class RowTables:
     out: list[Route]
     served: Combination
     local: Combination | None
-    home: list[Trip]
+    home: list[Chunk]
 
     @classmethod
     def build(
@@ -59,7 +59,7 @@ class RowTables:
         exchange: RowExchange,
         kind: Kind,
         computed: list[np.ndarray],
-        trips: Trips,
+        chunks: Chunks,
         device: torch.device,
         *,
         moves: bool,
@@ -80,19 +80,19 @@ class RowTables:
         so_far, local = [np.where(rows < num_local, rows, -1) for rows in computed], None
         if moves and combine_early(sum(map(len, computed)), num_local):
             local, so_far = build(so_far, num_local), [np.arange(num_local)]
-        trips_out, trips_home = getattr(trips, f"{kind}_out"), getattr(trips, f"{kind}_home")
-        before_out, before_home = (trips.queries_out, trips.queries_home) if kind == "keys" else ((), ())
+        chunks_out, chunks_home = getattr(chunks, f"{kind}_out"), getattr(chunks, f"{kind}_home")
+        before_out, before_home = (chunks.queries_out, chunks.queries_home) if kind == "keys" else ((), ())
         counts = exchange.send_counts, exchange.recv_counts, exchange.put_offsets
         back = exchange.recv_counts, exchange.send_counts, exchange.return_offsets
         routes = partial(_routes, device=device, padded_to=padded_to)
-        home: list[Trip] = []
+        home: list[Chunk] = []
         # Results return to a home in the order of its sent rows.
-        returned = np.split(send_rows, np.cumsum(trips_home[:-1]))
-        for route, rows in zip(routes("results", None, back, trips_home, len(before_home)), returned, strict=True):
+        returned = np.split(send_rows, np.cumsum(chunks_home[:-1]))
+        for route, rows in zip(routes("results", None, back, chunks_home, len(before_home)), returned, strict=True):
             combination = build([*so_far, rows] if moves else so_far, num_local)
-            home.append(Trip(kind, route, combination, is_last=len(home) == len(returned) - 1))
+            home.append(Chunk(kind, route, combination, is_last=len(home) == len(returned) - 1))
             so_far = [np.arange(num_local)]
-        out = routes(kind, np.maximum(send_rows, 0), counts, trips_out, len(before_out))
+        out = routes(kind, np.maximum(send_rows, 0), counts, chunks_out, len(before_out))
         return cls(num_local, num_served, out, served, local, home)
 
 
@@ -100,34 +100,34 @@ def _routes(
     kind: Kind,
     rows: np.ndarray | None,
     counts: tuple[np.ndarray, np.ndarray, np.ndarray],
-    trips: Sequence[int],
+    chunks: Sequence[int],
     first_buffer: int,
     *,
     device: torch.device,
     padded_to: int | None,
 ) -> list[Route]:
-    """Return one route per trip, which divide the rows in their order of arrival.
+    """Return one route per chunk, which divide the rows in their order of arrival.
 
     Args:
         rows: rows to send; None for all in order.
         counts: per rank, rows sent, rows received, and where the sent rows begin at their receiver.
-        trips: per trip, the most rows that it brings to any rank.
-        first_buffer: number of the first trip; trips alternate between the buffers.
-        padded_to: rows of the tensors, if there is only one trip.
+        chunks: per chunk, the most rows that it brings to any rank.
+        first_buffer: number of the first chunk; chunks alternate between the buffers.
+        padded_to: rows of the tensors, if there is only one chunk.
     """
     sent, received, offsets = counts
     first_sent, first_received = np.cumsum(sent) - sent, np.cumsum(received) - received
-    routes, end, of_trip = [], 0, rows
-    for number, most_rows in enumerate(trips):
+    routes, end, of_chunk = [], 0, rows
+    for number, most_rows in enumerate(chunks):
         begin, end = end, end + most_rows
         first, sent_now = _within(offsets, sent, begin, end)
         _, received_now = _within(first_received, received, begin, end)
-        if len(trips) > 1:
+        if len(chunks) > 1:
             index = concat_ranges(first_sent + first - offsets, sent_now)
-            of_trip = index if rows is None else rows[index]
+            of_chunk = index if rows is None else rows[index]
         of_peers = sent_now, received_now, np.where(sent_now, first - begin, 0)
         sent_now, received_now, at = (each.tolist() for each in of_peers)
-        device_rows = None if of_trip is None else rows_to_device(of_trip, device)
+        device_rows = None if of_chunk is None else rows_to_device(of_chunk, device)
         buffer = (first_buffer + number) % BUFFERS_PER_CALL
         routes.append(Route(kind, device_rows, sent_now, received_now, at, most_rows, buffer, padded_to))
     return routes

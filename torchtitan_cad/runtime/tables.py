@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
 from torchtitan_cad.planning.exchange.calls import bounded, halves, lie_in_order, squares
-from torchtitan_cad.planning.exchange.messages import Trips
+from torchtitan_cad.planning.exchange.messages import Chunks
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
-from torchtitan_cad.runtime.row_tables import RowTables, Trip
+from torchtitan_cad.runtime.row_tables import Chunk, RowTables
 from torchtitan_cad.runtime.transport.base import Routes, rows_to_device
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class PlanTables:
         device: torch.device,
         scale: float,
         *,
-        trips: Trips | None = None,
+        chunks: Chunks | None = None,
         two_rounds: bool = False,
         squares_only: bool = False,
         is_padded: bool = False,
@@ -68,7 +68,7 @@ class PlanTables:
 
         Args:
             scale: multiplies the scores before the softmax.
-            trips: trips of every kind of rows, by default one each.
+            chunks: chunks of every kind of rows, by default one each.
             two_rounds: make two rounds of about equal work, if rows move.
             squares_only: divide causal tasks for a kernel that takes squares only (``AttentionKernel``).
             is_padded: True for an exchange padded by ``replay.py``: the two calls are not cut, and gather all rows.
@@ -81,8 +81,8 @@ class PlanTables:
                 rounds = [squares(tables) for tables in rounds]
             rounds = bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
         computed = [table for tables in rounds for table, _ in tables]
-        trips = trips or exchange.most.in_one_trip()
-        build_rows = partial(RowTables.build, trips=trips, device=device, moves=moves, is_padded=is_padded)
+        chunks = chunks or exchange.most.in_one_chunk()
+        build_rows = partial(RowTables.build, chunks=chunks, device=device, moves=moves, is_padded=is_padded)
         queries = build_rows(exchange.queries, "queries", [table.q_rows for table in computed])
         keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
 
@@ -109,11 +109,11 @@ class PlanTables:
         return {name: [Routes(routes) for routes in _together(*of_kinds)] for name, of_kinds in kinds.items()}
 
     @cached_property
-    def home(self) -> dict[str, list[tuple[Routes, tuple[Trip, ...]]]]:
-        """The exchanges of results and their trips, by direction."""
+    def home(self) -> dict[str, list[tuple[Routes, tuple[Chunk, ...]]]]:
+        """The exchanges of results and their chunks, by direction."""
         kinds = {"forward": [self.queries.home], "backward": [self.queries.home, self.keys.home]}
         return {
-            direction: [(Routes(trip.route for trip in trips), trips) for trips in _together(*of_kinds)]
+            direction: [(Routes(chunk.route for chunk in chunks), chunks) for chunks in _together(*of_kinds)]
             for direction, of_kinds in kinds.items()
         }
 
@@ -143,10 +143,10 @@ class PlanTables:
 
 
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
-    """Divide trips into exchanges: a single exchange if each kind takes one trip, otherwise one exchange per trip."""
-    if all(len(trips) == 1 for trips in kinds):
-        return [tuple(trip for (trip,) in kinds)]
-    return [(trip,) for trips in kinds for trip in trips]
+    """Divide chunks into exchanges: one for all kinds if each takes one chunk, otherwise one for each chunk."""
+    if all(len(chunks) == 1 for chunks in kinds):
+        return [tuple(chunk for (chunk,) in kinds)]
+    return [(chunk,) for chunks in kinds for chunk in chunks]
 
 
 def _rows_of_call(

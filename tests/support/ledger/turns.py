@@ -24,7 +24,7 @@ from tests.accuracy import assert_as_exact
 from tests.support.ledger import load
 from torchtitan_cad.integration.pingpong import turn as turns
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
+from torchtitan_cad.planning.exchange.messages import Chunks, MostRows, RowBytes
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.runtime import steps, traced
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
@@ -197,15 +197,15 @@ class _Unmarked(steps.Flight):
     _event = property(lambda self: None, lambda self, event: None)  # type: ignore[assignment]
 
 
-_trips = MostRows.trips
+_chunks = MostRows.chunks
 
 
-def _short_trips(most: MostRows, row_bytes: RowBytes, _: int) -> Trips:
-    return _trips(most, row_bytes, 8 * row_bytes.queries_home)
+def _short_chunks(most: MostRows, row_bytes: RowBytes, _: int) -> Chunks:
+    return _chunks(most, row_bytes, 8 * row_bytes.queries_home)
 
 
 WITHOUT: dict[str, Callable[[], Any]] = {
-    "one trip": lambda: mock.patch.object(MostRows, "trips", _short_trips),
+    "one chunk": lambda: mock.patch.object(MostRows, "chunks", _short_chunks),
     "marks": lambda: mock.patch.object(steps, "Flight", _Unmarked),
     "a wait": lambda: mock.patch.object(turns.Turn, "_wait", _no_wait),
     "a record in time": lambda: mock.patch.object(turns.Turn, "_exchange", _early),

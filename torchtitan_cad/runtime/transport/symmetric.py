@@ -159,7 +159,7 @@ class SymmetricTransport:
             raise ValueError(
                 f"exchange '{phase}' brings some rank {num_bytes} bytes, but its receive buffers have {room}: "
                 "set a larger cad.receive_buffer_gb, or give tensors of the dtype that training.mixed_precision_param "
-                "says, for which trips were made"
+                "says, for which chunks were made"
             )
         return range(first, first + max(1, -(-num_bytes // each))), begins
 
