@@ -5,9 +5,9 @@
 
 The folder is one that ``--profiling.enable_profiling`` writes, of a run with ``cad.nano_batches = 2``. Every rank gets
 three rows: the phases of its host (linear work, attention, waiting), and the exchanges of each half from their start
-to the end of the wait for them. A trace does not name linear work of backward and of compiled turns. Backward's is
+to the end of the wait for them. A trace does not name linear work of backward and of traced graphs. Backward's is
 found by the sequence numbers that autograd gives to the operators of forward and to the nodes that undo them; that of
-turns (pingpong/turn.py) lies between operators of core attention, in either direction.
+graphs (pingpong/segment_graph.py) lies between operators of core attention, in either direction.
 """
 
 import io
@@ -92,7 +92,7 @@ def read_spans(path: Path) -> list[Span]:
     try:
         events = read_events(path.read_text())
         if phases := phases_of(events):
-            return _forward_spans(phases) + _backward_work(events, phases) + _work_of_turns(events)
+            return _forward_spans(phases) + _backward_work(events, phases) + _work_of_graphs(events)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a trace of torch.profiler ({type(error).__name__})") from error
     raise ValueError(f"{path} has no phases of core attention; trace a run with parallelism.cad = true")
@@ -100,7 +100,7 @@ def read_spans(path: Path) -> list[Span]:
 
 def _forward_spans(phases: list[Event]) -> list[Span]:
     spans, flying, half = [], defaultdict[str, list[tuple[float, int]]](list), defaultdict[str, int](int)
-    halves = 2 if any(re.search(r"\.pong$|^cad/turn ", event["name"]) for event in phases) else 1
+    halves = 2 if any(re.search(r"\.pong$|^cad/segments ", event["name"]) for event in phases) else 1
     for event in phases:
         name, start, end = event["name"][4:], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
         phase, _, exchange = name.partition(" ")
@@ -151,7 +151,7 @@ def _linear(name: str, start: float, end: float) -> Span:
 
 
 def _backward_work(events: list[Event], phases: list[Event]) -> list[Span]:
-    """Return backward's linear work outside of turns, by forward's name."""
+    """Return backward's linear work outside of traced graphs, by forward's name."""
     linear = [event for event in phases if is_linear(event)]
     starts = [event["ts"] for event in linear]
     name_of: dict[int, str] = {}
@@ -183,17 +183,17 @@ def _backward_work(events: list[Event], phases: list[Event]) -> list[Span]:
     return [_linear(*each) for each in work]
 
 
-def _work_of_turns(events: list[Event]) -> list[Span]:
-    """Return the linear work in turns: of a half, between its ``combine`` and its ``prepare``."""
-    turns = [event for event in events if event["name"].startswith("cad/turn ")]
+def _work_of_graphs(events: list[Event]) -> list[Span]:
+    """Return the linear work in traced graphs: of a half, between its ``combine`` and its ``prepare``."""
+    phases = [event for event in events if event["name"].startswith("cad/segments ")]
     compiled = [event for event in events if event["name"] in ("CompiledFunction", "CompiledFunctionBackward")]
     operators = sorted((e for e in events if e["name"].startswith(OPERATOR)), key=lambda e: e["ts"])
     times = [event["ts"] for event in operators]
     number_of = {
-        graph["args"]["Sequence number"]: int(turn["name"].split()[1])
-        for turn in turns
+        graph["args"]["Sequence number"]: int(phase["name"].split()[1])
+        for phase in phases
         for graph in compiled
-        if turn["ts"] <= graph["ts"] < turn["ts"] + turn["dur"] and graph["tid"] == turn["tid"]
+        if phase["ts"] <= graph["ts"] < phase["ts"] + phase["dur"] and graph["tid"] == phase["tid"]
     }
     work = []
     for graph in compiled:

@@ -61,7 +61,7 @@ def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(tmp_path: Pa
 
 
 def test_backward_linear_work_is_named(tmp_path: Path) -> None:
-    """In a trace of this torch: two regions with other work between them, whose backward comes in reverse order."""
+    """In a trace of this torch: two segments with other work between them, whose backward comes in reverse order."""
     first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         with record_function("cad/pre 0.ping"):
@@ -87,7 +87,7 @@ def test_linear_work_of_compiled_turns_is_named(tmp_path: Path) -> None:
     graph = event("CompiledFunction", 1, 98, **{"Sequence number": 7})
     undone = event("CompiledFunctionBackward", 200, 90, **{"Sequence number": 7})
     events = [
-        event("cad/turn 1", 0, 100),
+        event("cad/segments 1", 0, 100),
         *operators(graph, ("combine", "prepare"), 2, 10, 20, 40),
         event("torchtitan_cad::traced_attend", 50, 10),
         *operators(undone, ("prepare_backward", "combine_backward"), 210, 220, 230, 250),

@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 from tests.integration.harness import RunResult, gradient_errors, run
 from tests.integration.patched import torchtitan_with
 from torchtitan_cad.cli.report_command import find_steps, read_steps, summarize
-from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
+from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
 
 DEFAULTS = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
 """All of [cad] as it is by default."""

@@ -54,7 +54,7 @@ TWINS_TRACED = [
 @c.needs_traced
 @pytest.mark.parametrize(("case", "steps"), TWINS_TRACED)
 def test_traced_streams_train_alike(case: c.Composition, steps: int) -> None:
-    """Compiled turns train like one nano-batch, and like the regions of two, in no more graphs."""
+    """Segments compiled with exchanges train like one nano-batch and like those without, in no more graphs."""
     more = f"--training.steps={steps}"
     traced, opaque = train(case, 2, more), train(case, 2, "--cad.streams=opaque", more)
     for result, chosen in ((traced, "traced"), (opaque, "opaque")):
@@ -91,7 +91,7 @@ WAITS = {
 
 
 def is_compute(step: str, *, traced: bool = False) -> bool:
-    """Linear work, or kernel calls of attention. In traced turns linear work lies between a half's finish and start."""
+    """Linear work, or kernel calls of attention. In traced graphs linear work is between a half's finish and start."""
     return step.startswith(("pre", "post", "compute", *["start", "finish"] * traced))
 
 

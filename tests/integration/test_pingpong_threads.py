@@ -97,10 +97,10 @@ def test_stages_of_one_block_and_of_several_compile_for_every_layout_of_rows() -
         whole, rope = torch.randn(rows, 16, 32), torch.randn(16, 4)
         xs, ropes = (whole.chunk(2), (rope, rope)) if rows == 2 else (whole.chunk(2, 1), rope.chunk(2))
         with torch.set_grad_enabled(grad):
-            for i, region in enumerate(loop.regions):
+            for i, segment in enumerate(loop.segments):
                 attended = torch.randn(xs[0].shape) if i else None
                 begun = ropes if i < len(loop.blocks) else (None, None)
-                results = [region(x, attended, rope, None) for x, rope in zip(xs, begun, strict=True)]
+                results = [segment(x, attended, rope, None) for x, rope in zip(xs, begun, strict=True)]
                 xs = tuple(x for x, *_ in results)
                 assert all((q is None) == (i == len(loop.blocks)) for _, q, _, _ in results)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 8

@@ -157,7 +157,7 @@ def test_more_compositions_train_like_without_a_pipeline(name: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", TRACED)
 def test_traced_streams_train_alike(name: str) -> None:
-    """They do as one nano-batch, the regions of two and a run without a pipeline."""
+    """They do as one nano-batch, the segments of two and a run without a pipeline."""
     traced, opaque, one = (
         check(SLOW[name], *more, steps=20)
         for more in (("--cad.streams=traced",), ("--cad.streams=opaque",), ("--cad.nano_batches=1",))

@@ -120,7 +120,7 @@ class HalvesAndWhole:
     def run_halves(
         self, blocks: nn.ModuleList, backend: str | None = None, rank: int = 0, prepare: Prepare | None = None
     ) -> Callable[..., Tensor]:
-        """By the ping-pong loop; ``backend`` compiles its regions, ``prepare`` may change the loop before."""
+        """By the ping-pong loop; ``backend`` compiles its segments, ``prepare`` may change the loop before."""
         views: Any = list(blocks)
         loop = PingPong(views, f"{HALVES} {rank}")
         if prepare:

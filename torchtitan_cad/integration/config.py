@@ -76,7 +76,7 @@ class Cad:
     """
     How two nano-batches run in compiled code: "traced" compiles the exchanges too, so that what lies between two of
     FSDP2's hook points is one graph for both halves, streams and events included (docs/pipelines.md); it needs torch
-    2.14.1. "opaque" leaves exchanges between compiled regions. "auto" takes traced on CPU ranks where it is possible,
+    2.14.1. "opaque" leaves exchanges between compiled segments. "auto" takes traced on CPU ranks where it is possible,
     else opaque; on CUDA opaque, as no GPU has run traced yet.
     """
 

@@ -2,7 +2,7 @@
 """Running a block's forward hooks without calling the block, for FSDP2 (torch 2.11 to 2.15).
 
 ``fully_shard(block)`` gathers the block's parameters in a forward pre-hook and frees them in a forward hook. With two
-nano-batches a block is never called: its first and last operation lie in different regions, and both halves share one
+nano-batches a block is never called: its first and last operation lie in different segments, and both halves share one
 gathering. ``open_block`` and ``close_block`` run whatever hooks the block has, as ``nn.Module.__call__`` would, with
 tensors of our choice. Of FSDP2 only ``fully_shard.state`` is used besides the hook tables of ``nn.Module``. What its
 hooks do with the tensors they are given decides which ones to give:

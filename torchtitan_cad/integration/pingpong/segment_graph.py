@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A turn: what lies between two points where FSDP2's hooks run, for both halves of a microbatch, as one compiled graph.
+"""A segment of both halves of a microbatch as one compiled graph, between two points where FSDP2's hooks run.
 
-    wait for outputs of A, region of A, send q, k, v of A; the same of B; wait for q, k, v of A, attend, send outputs; B
+    wait for outputs of A, segment of A, send q, k, v of A; the same of B; wait for q, k, v of A, attend, send outputs;
+    the same of B
 
-Exchanges run on side streams with events between, all inside the graph; the next turn's graph waits for those that are
-in flight at its end, by the same events. On CPU there are no streams, and the host takes the steps in this order.
+Exchanges run on side streams with events between, all inside the graph; the next graph waits for those that are in
+flight at its end, by the same events. On CPU there are no streams, and the host takes the steps in this order.
 
-Backward of a turn is one autograd node, so a block's gradients are reduced once those of both halves are known.
+Backward of a graph is one autograd node, so a block's gradients are reduced once those of both halves are known.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,7 @@ COMPILE_OPTIONS: dict[str, Any] = {"reorder_for_peak_memory": False, "allow_buff
 """Inductor (torch 2.14, 2.15) would else move a wait next to its start and write over what is still being sent."""
 
 Carried = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Core attention of a half between two turns: token, hold, and q, k, v, whose gradients flow through the token."""
+"""Core attention of a half between two graphs: token, hold, and q, k, v, whose gradients flow through the token."""
 
 
 class SideStreams:
@@ -45,21 +46,21 @@ class SideStreams:
         self.end = module.Event()
 
 
-class Turn(nn.Module):
+class SegmentGraph(nn.Module):
     """See the module's docstring.
 
     Args:
-        region: a ``Region``, or what activation checkpointing has wrapped around it.
+        segment: a ``Segment``, or what activation checkpointing has wrapped around it.
         ends, begins: whether a block ends in it, and whether one begins.
         engine: name of the registered engine.
         side_streams: None on CPU.
     """
 
     def __init__(
-        self, region: nn.Module, ends: bool, begins: bool, engine: str, side_streams: SideStreams | None
+        self, segment: nn.Module, ends: bool, begins: bool, engine: str, side_streams: SideStreams | None
     ) -> None:
         super().__init__()
-        self.region, self.ends, self.begins, self.engine = region, ends, begins, engine
+        self.segment, self.ends, self.begins, self.engine = segment, ends, begins, engine
         self.side_streams = side_streams
 
     def forward(
@@ -71,12 +72,12 @@ class Turn(nn.Module):
         keys: Sequence[Tensor],
         in_rows: bool,
     ) -> tuple[list[Tensor], list[Carried]]:
-        """Run the turn; return the input of the next block, or the model's output, and what is in flight.
+        """Run the graph; return the input of the next block, or the model's output, and what is in flight.
 
         Args:
             xs: of both halves the input [B, S, dim] of the block that ends, or of the first one.
-            flights: what the turn before has left in flight.
-            ropes, positions: as in ``Region``.
+            flights: what the graph before has left in flight.
+            ropes, positions: as in ``Segment``.
             keys: of the plans, int64 host tensors.
             in_rows: the second half attends to the first one's keys.
         """
@@ -93,7 +94,7 @@ class Turn(nn.Module):
                 token = self._wait("back", half, "receive", token, keys[half])
                 out = traced.combine(token, hold, q, k, v, keys[half], engine)
                 attended = out.view(xs[half].shape[0], -1, out.shape[1] * out.shape[2])
-            x, q, k, v = self.region(xs[half], attended, ropes[half], positions[half])
+            x, q, k, v = self.segment(xs[half], attended, ropes[half], positions[half])
             new_xs.append(x)
             if self.begins:
                 if in_rows and half == 1:
@@ -135,21 +136,21 @@ class Turn(nn.Module):
         return token
 
 
-def compile_turns(regions: Sequence[nn.Module], engine: str, device: torch.device) -> list[Callable[..., Any]]:
-    """Return the turns around ``regions``, each compiled by Inductor; turns of one kind have one graph."""
+def compile_graphs(segments: Sequence[nn.Module], engine: str, device: torch.device) -> list[Callable[..., Any]]:
+    """Return the graphs of ``segments``, each compiled by Inductor; those of one kind are one graph."""
     side_streams = None if device.type == "cpu" else SideStreams(device)
-    last = len(regions) - 1
-    turns = (Turn(region, i > 0, i < last, engine, side_streams) for i, region in enumerate(regions))
+    last = len(segments) - 1
+    graphs = (SegmentGraph(segment, i > 0, i < last, engine, side_streams) for i, segment in enumerate(segments))
     options = COMPILE_OPTIONS
     if side_streams is not None:
         from torchtitan_cad.integration.pingpong.recomputation import RecomputeFromBefore
 
         options = options | {"joint_custom_pre_pass": RecomputeFromBefore()}
-    return [torch.compile(turn, fullgraph=True, options=options) for turn in turns]
+    return [torch.compile(graph, fullgraph=True, options=options) for graph in graphs]
 
 
-def run_turns(
-    turns: Iterable[Callable[..., Any]],
+def run_graphs(
+    graphs: Iterable[Callable[..., Any]],
     blocks: Sequence[BlockView],
     xs: Sequence[Tensor],
     ropes: Sequence[Tensor],
@@ -157,18 +158,18 @@ def run_turns(
     keys: Sequence[Tensor],
     in_rows: bool,
 ) -> list[Tensor]:
-    """Run the blocks on both halves, for their outputs [B, S, dim]; arguments as in ``Turn``."""
+    """Run the blocks on both halves, for their outputs [B, S, dim]; arguments as in ``SegmentGraph``."""
     streams.forget_objects_of_graphs(xs[0].device)
     first, second = xs
     flights: list[Any] = []
-    for i, (turn, before, after) in enumerate(zip(turns, [None, *blocks], [*blocks, None], strict=True)):
+    for i, (graph, before, after) in enumerate(zip(graphs, [None, *blocks], [*blocks, None], strict=True)):
         if after is not None:
             token, *rest = flights[0] if flights else (None,)
             first, token, *ropes = open_block(after.block, first, token, *ropes)
             flights[:1] = [(token, *rest)] if flights else []
-        with record_function(f"cad/turn {i}"):
+        with record_function(f"cad/segments {i}"):
             begun = [None, None] if after is None else ropes
-            (first, second), flights = turn([first, second], flights, begun, positions, keys, in_rows)
+            (first, second), flights = graph([first, second], flights, begun, positions, keys, in_rows)
         if before is not None and after is not None:
             token, *rest = flights[1]
             flights[1] = (close_block(before.block, token), *rest)
