@@ -8,7 +8,7 @@ every operator of one direction has a counterpart in the other direction, which 
                    main                        side                        backward
     token, hold =  prepare(q, k, v)                                        adds up gradients
     token =                                    step("dispatch")            (idle)
-    the other half's, then:
+    the other nano-batch's, then:
     token =                                    step("arrive"), idle        sends the gradients home
     token, hold =  attend(token, hold)                                     attends
     token =                                    step("give_back")           (idle)

@@ -48,7 +48,7 @@ class Job:
         runs: the first one in the order of the graphs, with "nodes" each other in another legal order; each by another
             pair of plans.
         without: what is left out or done wrong: of ``WITHOUT``.
-        in_rows: halve rows in the middle, so that the later half attends to the earlier one's keys.
+        in_rows: halve rows in the middle, so that the later nano-batch attends to the earlier one's keys.
         keep: servers keep what they received, for backward.
         microbatches: how many take forward before backward of the first, as in a pipeline.
         recompute: compute linear work again in backward, as activation checkpointing by operator may.
@@ -170,14 +170,18 @@ class Pending:
 # Steps left out, or done wrong ----------------------------------------------------------------------------------------
 
 
-def _no_wait(self: segment_graph.SegmentGraph, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
-    with self.side_streams.sides[half]:
+def _no_wait(
+    self: segment_graph.SegmentGraph, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor
+) -> Tensor:
+    with self.side_streams.sides[nano_batch]:
         return traced.step(token, step, key, self.engine)
 
 
-def _early(self: segment_graph.SegmentGraph, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
-    ready, done = getattr(self.side_streams, way)[half]
-    side = self.side_streams.sides[half]
+def _early(
+    self: segment_graph.SegmentGraph, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor
+) -> Tensor:
+    ready, done = getattr(self.side_streams, way)[nano_batch]
+    side = self.side_streams.sides[nano_batch]
     ready.record(self.side_streams.current())
     side.wait_event(ready)
     done.record(side)
@@ -287,8 +291,10 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
             (q, k, v), (second_q, second_k, second_v) = (project(x, block) for x in xs)
             if job.in_rows:
                 second_k, second_v = torch.cat((k, second_k)), torch.cat((v, second_v))
-            halves = (q, k, v), (second_q, second_k, second_v)
-            attended = [core_attention(*qkv, key, ENGINE).flatten(1) for qkv, key in zip(halves, keys, strict=True)]
+            nano_batches = (q, k, v), (second_q, second_k, second_v)
+            attended = [
+                core_attention(*qkv, key, ENGINE).flatten(1) for qkv, key in zip(nano_batches, keys, strict=True)
+            ]
             xs = [Segment(block, None)(x, out[None], None, None)[0] for x, out in zip(xs, attended, strict=True)]
         return xs
 
@@ -338,7 +344,7 @@ def _train(
     """Outputs and gradients; races and history of forward, and of backward.
 
     Args:
-        batches: halves and keys of the microbatches that are in flight together.
+        batches: nano-batches and keys of the microbatches that are in flight together.
     """
     batches = [([x.to("ledger").requires_grad_() for x in xs], keys) for xs, keys in batches]
     inputs = [x for xs, _ in batches for x in xs]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A segment of both halves of a microbatch as one compiled graph, between two points where FSDP2's hooks run.
+"""A segment of both nano-batches as one compiled graph, between two points where FSDP2's hooks run.
 
     wait for outputs of A, segment of A, send q, k, v of A; the same of B; wait for q, k, v of A, attend, send outputs;
     the same of B
@@ -7,7 +7,7 @@
 Exchanges run on side streams with events between, all inside the graph; the next graph waits for those that are in
 flight at its end, by the same events. On CPU there are no streams, and the host takes the steps in this order.
 
-Backward of a graph is one autograd node, so a block's gradients are reduced once those of both halves are known.
+Backward of a graph is one autograd node, so a block's gradients are reduced once those of both nano-batches are known.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,13 +28,13 @@ COMPILE_OPTIONS: dict[str, Any] = {"reorder_for_peak_memory": False, "allow_buff
 """Inductor (torch 2.14, 2.15) would else move a wait next to its start and write over what is still being sent."""
 
 Carried = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Core attention of a half between two graphs: token, hold, and q, k, v, whose gradients flow through the token."""
+"""A nano-batch's core attention between two graphs: token, hold, q, k and v, whose gradients flow through the token."""
 
 
 class SideStreams:
-    """Per half a side stream and the events of its exchanges, there and back: each ready to start, and done.
+    """Per nano-batch a side stream and the events of its exchanges, there and back: each ready to start, and done.
 
-    One side stream for both would let the attention of one half wait for the other's exchange in backward.
+    One side stream for both would let the attention of one nano-batch wait for the other's exchange in backward.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,59 +75,61 @@ class SegmentGraph(nn.Module):
         """Run the graph; return the input of the next block, or the model's output, and what is in flight.
 
         Args:
-            xs: of both halves the input [B, S, dim] of the block that ends, or of the first one.
+            xs: of both nano-batches the input [B, S, dim] of the block that ends, or of the first one.
             flights: what the graph before has left in flight.
             ropes, positions: as in ``Segment``.
             keys: of the plans, int64 host tensors.
-            in_rows: the second half attends to the first one's keys.
+            in_rows: the second nano-batch attends to the first one's keys.
         """
         engine = self.engine
         new_xs: list[Tensor] = []
         started: list[Carried] = []
-        for half in (0, 1):
+        for nano_batch in (0, 1):
             attended = None
             if self.ends:
-                token, hold, q, k, v = flights[half]
-                hold = traced.step(hold, "hold", keys[half], engine)
-                if self.side_streams is None and half == 1:
+                token, hold, q, k, v = flights[nano_batch]
+                hold = traced.step(hold, "hold", keys[nano_batch], engine)
+                if self.side_streams is None and nano_batch == 1:
                     token = traced.after(token, started[0][0] if started else new_xs[0].detach())
-                token = self._wait("back", half, "receive", token, keys[half])
-                out = traced.combine(token, hold, q, k, v, keys[half], engine)
-                attended = out.view(xs[half].shape[0], -1, out.shape[1] * out.shape[2])
-            x, q, k, v = self.segment(xs[half], attended, ropes[half], positions[half])
+                token = self._wait("back", nano_batch, "receive", token, keys[nano_batch])
+                out = traced.combine(token, hold, q, k, v, keys[nano_batch], engine)
+                attended = out.view(xs[nano_batch].shape[0], -1, out.shape[1] * out.shape[2])
+            x, q, k, v = self.segment(xs[nano_batch], attended, ropes[nano_batch], positions[nano_batch])
             new_xs.append(x)
             if self.begins:
-                if in_rows and half == 1:
+                if in_rows and nano_batch == 1:
                     _, _, _, first_k, first_v = started[0]
                     k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
-                token, hold = traced.prepare(q, k, v, keys[half], engine)
-                started.append((self._exchange("there", half, "dispatch", token, keys[half]), hold, q, k, v))
+                token, hold = traced.prepare(q, k, v, keys[nano_batch], engine)
+                started.append(
+                    (self._exchange("there", nano_batch, "dispatch", token, keys[nano_batch]), hold, q, k, v)
+                )
         new_flights: list[Carried] = []
-        for half, (token, hold, q, k, v) in enumerate(started):
-            token = self._wait("there", half, "arrive", token, keys[half])
-            token, hold = traced.attend(token, hold, keys[half], engine)
-            token = self._exchange("back", half, "give_back", token, keys[half])
+        for nano_batch, (token, hold, q, k, v) in enumerate(started):
+            token = self._wait("there", nano_batch, "arrive", token, keys[nano_batch])
+            token, hold = traced.attend(token, hold, keys[nano_batch], engine)
+            token = self._exchange("back", nano_batch, "give_back", token, keys[nano_batch])
             new_flights.append((token, hold, q.detach(), k.detach(), v.detach()))
         if self.side_streams is not None:
             # Otherwise the graph cannot be divided into forward and backward (torch 2.14 and 2.15).
             self.side_streams.end.record(self.side_streams.current())
         return new_xs, new_flights
 
-    def _wait(self, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
+    def _wait(self, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor) -> Tensor:
         """Make the current stream wait for an exchange; ``step`` starts one in backward, on the side stream."""
         if self.side_streams is None:
             return traced.step(token, step, key, self.engine)
-        with self.side_streams.sides[half]:
+        with self.side_streams.sides[nano_batch]:
             token = traced.step(token, step, key, self.engine)
-        self.side_streams.current().wait_event(getattr(self.side_streams, way)[half][1])
+        self.side_streams.current().wait_event(getattr(self.side_streams, way)[nano_batch][1])
         return token
 
-    def _exchange(self, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
+    def _exchange(self, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor) -> Tensor:
         """Run an exchange on the side stream, after what the current one has done so far."""
         if self.side_streams is None:
             return traced.step(token, step, key, self.engine)
-        ready, done = getattr(self.side_streams, way)[half]
-        side = self.side_streams.sides[half]
+        ready, done = getattr(self.side_streams, way)[nano_batch]
+        side = self.side_streams.sides[nano_batch]
         ready.record(self.side_streams.current())
         side.wait_event(ready)
         with side:
@@ -158,7 +160,7 @@ def run_graphs(
     keys: Sequence[Tensor],
     in_rows: bool,
 ) -> list[Tensor]:
-    """Run the blocks on both halves, for their outputs [B, S, dim]; arguments as in ``SegmentGraph``."""
+    """Run the blocks on both nano-batches, for their outputs [B, S, dim]; arguments as in ``SegmentGraph``."""
     streams.forget_objects_of_graphs(xs[0].device)
     first, second = xs
     flights: list[Any] = []
