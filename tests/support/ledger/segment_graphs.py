@@ -80,8 +80,8 @@ class Outcome:
     """Streams and events that torch keeps alive for graphs after each run."""
 
 
-class Segment(nn.Module):
-    """The linear work of a block without norms: see ``pingpong.block.Segment``."""
+class BlockSegment(nn.Module):
+    """The linear work of a block without norms: see ``pingpong.block.BlockSegment``."""
 
     def __init__(self, before: nn.Module | None, after: nn.Module | None) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
     views: list[Any] = [types.SimpleNamespace(block=block) for block in blocks]
     doubles = [copy.deepcopy(block).double() for block in blocks]
     segments: list[Any] = [
-        Segment(before, after) for before, after in zip([None, *blocks], [*blocks, None], strict=True)
+        BlockSegment(before, after) for before, after in zip([None, *blocks], [*blocks, None], strict=True)
     ]
     if job.recompute:
         contexts = functools.partial(create_selective_checkpoint_contexts, _keep_nothing)
@@ -295,7 +295,7 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
             attended = [
                 core_attention(*qkv, key, ENGINE).flatten(1) for qkv, key in zip(nano_batches, keys, strict=True)
             ]
-            xs = [Segment(block, None)(x, out[None], None, None)[0] for x, out in zip(xs, attended, strict=True)]
+            xs = [BlockSegment(block, None)(x, out[None], None, None)[0] for x, out in zip(xs, attended, strict=True)]
         return xs
 
     def in_graphs(xs: list[Tensor], keys: list[Tensor]) -> list[Tensor]:

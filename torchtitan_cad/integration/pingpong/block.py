@@ -78,7 +78,7 @@ class BlockView(Protocol):
         ...
 
 
-class Segment(nn.Module):
+class BlockSegment(nn.Module):
     """The end of block ``before`` and the beginning of block ``after``; either may be None, not both."""
 
     before: Any

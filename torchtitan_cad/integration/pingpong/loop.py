@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from torchtitan_cad.integration.pingpong.block import BlockView, Segment
+from torchtitan_cad.integration.pingpong.block import BlockSegment, BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
 from torchtitan_cad.integration.pingpong.segment_graph import compile_graphs, run_graphs
 from torchtitan_cad.planning.model.batch import halves_by_row
@@ -148,7 +148,7 @@ class _Unit(nn.Module):
 
     def __init__(self, block: BlockView, index: int, schedule: "PingPong") -> None:
         super().__init__()
-        self.start, self.end = Segment(None, block), Segment(block, None)
+        self.start, self.end = BlockSegment(None, block), BlockSegment(block, None)
         self.index = index
         self.__dict__["schedule"] = schedule  # not a submodule
 
@@ -186,7 +186,9 @@ class PingPong:
         self.splits = new_boundary is not None and all(block.can_split for block in self.blocks)
         """Whether segments run by parts, between which TP communicates."""
         self.traceable = all(block.traceable for block in self.blocks)
-        self.segments: list[Any] = list(map(Segment, [None, *self.blocks], [*self.blocks, None])) if self.blocks else []
+        self.segments: list[Any] = (
+            list(map(BlockSegment, [None, *self.blocks], [*self.blocks, None])) if self.blocks else []
+        )
         self.units: list[nn.Module] = []
         self.graphs: list[Callable[..., Any]] = []
 
@@ -302,7 +304,7 @@ class PingPong:
             if after:
                 nano_batch.send(self.blocks[index], *qkv)
 
-    def _parts(self, segment: Segment, nano_batch: _NanoBatch, index: int) -> Iterator[None]:
+    def _parts(self, segment: BlockSegment, nano_batch: _NanoBatch, index: int) -> Iterator[None]:
         """Run a cut segment in parts: out of attention; into the MLP; out of it; q, k, v.
 
         The first and the third start what TP communicates, and the parts after them wait for it.

@@ -50,7 +50,7 @@ class SegmentGraph(nn.Module):
     """See the module's docstring.
 
     Args:
-        segment: a ``Segment``, or what activation checkpointing has wrapped around it.
+        segment: a ``BlockSegment``, or what activation checkpointing has wrapped around it.
         ends, begins: whether a block ends in it, and whether one begins.
         engine: name of the registered engine.
         side_streams: None on CPU.
@@ -77,7 +77,7 @@ class SegmentGraph(nn.Module):
         Args:
             xs: of both nano-batches the input [B, S, dim] of the block that ends, or of the first one.
             flights: what the graph before has left in flight.
-            ropes, positions: as in ``Segment``.
+            ropes, positions: as in ``BlockSegment``.
             keys: of the plans, int64 host tensors.
             in_rows: the second nano-batch attends to the first one's keys.
         """
