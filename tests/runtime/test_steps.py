@@ -68,7 +68,7 @@ def _engine() -> Iterator[None]:
     register_engine(ENGINE, engine)
     torch._dynamo.reset()
     yield
-    assert not engine.in_flight
+    assert not engine.pending
 
 
 def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,20 +79,20 @@ def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def ping_pong(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor) -> Tensor:
     """All layers of both nano-batches [24, DIM] in one function, as the loop over the blocks runs them."""
     xs, keys, names = [a, b], [key_a, key_b], "AB"
-    flights: list[tuple] = [(), ()]
+    pending: list[tuple] = [(), ()]
     for layer in range(LAYERS + 1):
         for i in (0, 1):
             if layer:
-                token, *qkv = flights[i]
+                token, *qkv = pending[i]
                 xs[i] = xs[i] + combine(token, *qkv, keys[i], ENGINE).flatten(1)
             xs[i] = torch.tanh(mark(xs[i] @ weights[layer], f"work {layer} {names[i]}"))
             if layer < LAYERS:
                 qkv = project(xs[i])
-                flights[i] = (dispatch(*qkv, keys[i], ENGINE), *qkv)
+                pending[i] = (dispatch(*qkv, keys[i], ENGINE), *qkv)
         if layer < LAYERS:
             for i in (0, 1):
-                token, *qkv = flights[i]
-                flights[i] = (step(token, "attend", keys[i], ENGINE), *qkv)
+                token, *qkv = pending[i]
+                pending[i] = (step(token, "attend", keys[i], ENGINE), *qkv)
     return torch.cat(xs)
 
 
@@ -239,11 +239,11 @@ def test_what_a_failed_engine_has_left_is_not_in_the_way_of_the_next() -> None:
     q, k, v = (x.detach() for x in random_rows())
     key, engine = torch.tensor(1), get_engine(ENGINE)
     successor = copy.copy(engine)
-    successor.in_flight = {}
+    successor.pending = {}
     dispatch(q, k, v, key, ENGINE)
     try:
         register_engine(ENGINE, successor)
         combine(step(dispatch(q, k, v, key, ENGINE), "attend", key, ENGINE), q, k, v, key, ENGINE)
     finally:
         register_engine(ENGINE, engine)
-        engine.in_flight.clear()
+        engine.pending.clear()

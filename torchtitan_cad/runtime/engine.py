@@ -72,7 +72,7 @@ class CoreAttentionEngine:
         self.rank, self.device, self.scale, self.two_rounds = rank, device, scale, two_rounds
         self.kept_bytes = kept_bytes
         self.clock = ExchangeClock()
-        self.in_flight: dict[tuple[str, int], Any] = {}
+        self.pending: dict[tuple[str, int], Any] = {}
         """Calls between operators (steps.py), by direction and by the key of the operators."""
         self._plans: dict[int, tuple[PlanTables, torch.cuda.Event | None]] = {}
         """Tables by key, and the events after which they are on the device."""

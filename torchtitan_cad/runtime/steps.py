@@ -58,7 +58,7 @@ two rounds with other work between; in backward, attend_rest comes first. A plan
 attend_rest, or with "undivided" in attend_first, in both directions."""
 
 
-class Flight:
+class PendingCall:
     """A call between its operators.
 
     Args:
@@ -97,12 +97,12 @@ def run_step(direction: Direction, step: str | None, engine: CoreAttentionEngine
     """
     if step is None:
         return None
-    flight = engine.in_flight.get((direction.name, key))
-    if flight is None:
+    call = engine.pending.get((direction.name, key))
+    if call is None:
         raise RuntimeError(f"no {direction.name} by plan {key} is in flight: its first step has not run")
     if step == "finish":
-        del engine.in_flight[direction.name, key]
-    return flight.run(step)
+        del engine.pending[direction.name, key]
+    return call.run(step)
 
 
 def token_like(tensor: Tensor, *_: Any) -> Tensor:
@@ -133,13 +133,13 @@ step = define(
 
 def _begin(direction: Direction, on_streams: bool, engine: CoreAttentionEngine, key: int, *arguments: Any) -> Any:
     (*rows, option), call_key = arguments, (direction.name, key)
-    if call_key in engine.in_flight:
+    if call_key in engine.pending:
         raise RuntimeError(
             f"a {direction.name} of core attention by plan {key} begins, but another one by this plan is in flight, or "
             "has failed: a plan serves one layer at a time"
         )
     call = getattr(engine, f"begin_{direction.name}")(*rows, key, option)
-    engine.in_flight[call_key] = Flight(engine, call if on_streams else call.send(), on_streams)
+    engine.pending[call_key] = PendingCall(engine, call if on_streams else call.send(), on_streams)
     return two_tokens_like(rows[0]) if on_streams and direction is FORWARD else token_like(rows[0])
 
 

@@ -189,13 +189,13 @@ def _early(
         return traced.step(token, step, key, self.engine)
 
 
-class _Forgetful(steps.Flight):
+class _Forgetful(steps.PendingCall):
     """Holds nothing for the side stream."""
 
     _held = property(lambda self: (), lambda self, held: None)  # type: ignore[assignment]
 
 
-class _Unmarked(steps.Flight):
+class _Unmarked(steps.PendingCall):
     """Lets no part wait for the one before."""
 
     _event = property(lambda self: None, lambda self, event: None)  # type: ignore[assignment]
@@ -210,11 +210,11 @@ def _short_chunks(most: MostRows, row_bytes: RowBytes, _: int) -> Chunks:
 
 WITHOUT: dict[str, Callable[[], Any]] = {
     "one chunk": lambda: mock.patch.object(MostRows, "chunks", _short_chunks),
-    "marks": lambda: mock.patch.object(steps, "Flight", _Unmarked),
+    "marks": lambda: mock.patch.object(steps, "PendingCall", _Unmarked),
     "a wait": lambda: mock.patch.object(segment_graph.SegmentGraph, "_wait", _no_wait),
     "a record in time": lambda: mock.patch.object(segment_graph.SegmentGraph, "_exchange", _early),
     "buffers of their own": lambda: mock.patch.object(Collective.__init__, "__kwdefaults__", {"one_buffer": True}),
-    "held inputs": lambda: mock.patch.object(steps, "Flight", _Forgetful),
+    "held inputs": lambda: mock.patch.object(steps, "PendingCall", _Forgetful),
 }
 
 

@@ -66,7 +66,7 @@ class SegmentGraph(nn.Module):
     def forward(
         self,
         xs: Sequence[Tensor],
-        flights: Sequence[Carried],
+        pending: Sequence[Carried],
         ropes: Sequence[Tensor | None],
         positions: Sequence[Tensor | None],
         keys: Sequence[Tensor],
@@ -76,7 +76,7 @@ class SegmentGraph(nn.Module):
 
         Args:
             xs: of both nano-batches the input [B, S, dim] of the block that ends, or of the first one.
-            flights: what the graph before has left in flight.
+            pending: what the graph before has left in flight.
             ropes, positions: as in ``BlockSegment``.
             keys: of the plans, int64 host tensors.
             in_rows: the second nano-batch attends to the first one's keys.
@@ -87,7 +87,7 @@ class SegmentGraph(nn.Module):
         for nano_batch in (0, 1):
             attended = None
             if self.ends:
-                token, hold, q, k, v = flights[nano_batch]
+                token, hold, q, k, v = pending[nano_batch]
                 hold = traced.step(hold, "hold", keys[nano_batch], engine)
                 if self.side_streams is None and nano_batch == 1:
                     token = traced.after(token, started[0][0] if started else new_xs[0].detach())
@@ -104,16 +104,16 @@ class SegmentGraph(nn.Module):
                 started.append(
                     (self._exchange("there", nano_batch, "dispatch", token, keys[nano_batch]), hold, q, k, v)
                 )
-        new_flights: list[Carried] = []
+        pending_after: list[Carried] = []
         for nano_batch, (token, hold, q, k, v) in enumerate(started):
             token = self._wait("there", nano_batch, "arrive", token, keys[nano_batch])
             token, hold = traced.attend(token, hold, keys[nano_batch], engine)
             token = self._exchange("back", nano_batch, "give_back", token, keys[nano_batch])
-            new_flights.append((token, hold, q.detach(), k.detach(), v.detach()))
+            pending_after.append((token, hold, q.detach(), k.detach(), v.detach()))
         if self.side_streams is not None:
             # Otherwise the graph cannot be divided into forward and backward (torch 2.14 and 2.15).
             self.side_streams.end.record(self.side_streams.current())
-        return new_xs, new_flights
+        return new_xs, pending_after
 
     def _wait(self, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor) -> Tensor:
         """Make the current stream wait for an exchange; ``step`` starts one in backward, on the side stream."""
@@ -163,18 +163,18 @@ def run_graphs(
     """Run the blocks on both nano-batches, for their outputs [B, S, dim]; arguments as in ``SegmentGraph``."""
     streams.forget_objects_of_graphs(xs[0].device)
     first, second = xs
-    flights: list[Any] = []
+    pending: list[Any] = []
     for i, (graph, before, after) in enumerate(zip(graphs, [None, *blocks], [*blocks, None], strict=True)):
         if after is not None:
-            token, *rest = flights[0] if flights else (None,)
+            token, *rest = pending[0] if pending else (None,)
             first, token, *ropes = open_block(after.block, first, token, *ropes)
-            flights[:1] = [(token, *rest)] if flights else []
+            pending[:1] = [(token, *rest)] if pending else []
         with record_function(f"cad/segments {i}"):
             begun = [None, None] if after is None else ropes
-            (first, second), flights = graph([first, second], flights, begun, positions, keys, in_rows)
+            (first, second), pending = graph([first, second], pending, begun, positions, keys, in_rows)
         if before is not None and after is not None:
-            token, *rest = flights[1]
-            flights[1] = (close_block(before.block, token), *rest)
+            token, *rest = pending[1]
+            pending[1] = (close_block(before.block, token), *rest)
         elif before is not None:
             second = close_block(before.block, second)
     return [first, second]
