@@ -98,7 +98,7 @@ def test_what_graphs_are_composed_with_is_in_order(composed: dict[str, Any], com
 
 
 @matrix
-@pytest.mark.parametrize("mistake", ["a wait", "a record in time", "buffers of their own", "held inputs"])
+@pytest.mark.parametrize("mistake", ["a wait", "a record in time", "buffers of their own", "inputs kept alive"])
 def test_mistakes_are_found(mistake: str) -> None:
     """The calls' marks are off, which order what events in the graph do not."""
     assert races(Job(without=("marks", mistake)))

@@ -299,7 +299,7 @@ class AttentionCall:
             if travelling is not None:
                 travelling.receive()
 
-    def held_tensors(self) -> list[Any]:
+    def keepalive_tensors(self) -> list[Any]:
         """Return what exchanges may still read or write."""
         return [*self._served.values(), *self._results.values()]
 

@@ -48,7 +48,7 @@ STEPS = {
     "arrive": (None, "send_home"),
     "give_back": ("send_home", None),
     "receive": (None, "send"),
-    "hold": (None, None),
+    "keepalive": (None, None),
     "one output": (None, None),
 }
 """name of a step -> methods of ``AttentionCall`` that it runs, forward and backward; None: nothing.
@@ -70,7 +70,7 @@ class PendingCall:
         self._engine, self._call, self._on_streams = engine, call, on_streams
         self._event = streams.record_event(engine.device) if on_streams else None
         """End of the last step, on its stream."""
-        self._held: Sequence[Any] = ()
+        self._keepalive: Sequence[Any] = ()
         """Tensors that the side stream may read until the main stream waits for it."""
 
     def run(self, step: str) -> Any:
@@ -81,7 +81,7 @@ class PendingCall:
         """
         device, call, is_exchange = self._engine.device, self._call, step in ("send", "send_home")
         streams.wait_event(device, self._event)
-        self._held = call.held_tensors() if is_exchange else ()
+        self._keepalive = call.keepalive_tensors() if is_exchange else ()
         results = getattr(call, step)()
         if is_exchange and streams.module_of(device) is not None:
             call.receive_all()
@@ -111,7 +111,7 @@ def token_like(tensor: Tensor, *_: Any) -> Tensor:
 
 
 def two_tokens_like(tensor: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return a token and a hold (see ``traced``) on the device of ``tensor``."""
+    """Return a token and a keepalive (see ``traced``) on the device of ``tensor``."""
     return token_like(tensor), token_like(tensor)
 
 
@@ -158,10 +158,10 @@ def define_ends(
     tokens = ", ".join(f"Tensor token{number}" for number in range(num_tokens))
 
     def gradients_of_rows(tokens: Sequence[Tensor], _: Any, *others: Any) -> list[Tensor | None]:
-        token, *hold = tokens
+        token, *keepalive = tokens
         if on_streams:  # torch 2.15 takes the device of an operator that waits for a stream from its only output
             token = step_backward(token, "one output", *others[-2:])
-        return gradients_of_qkv(open_backward(token, *hold, *others))
+        return gradients_of_qkv(open_backward(token, *keepalive, *others))
 
     def gradients_of_call(of_results: Any, saved: Sequence[Tensor], *call: Any) -> tuple[Tensor | None, ...]:
         token = close_backward(*backward_arguments(of_results, saved), *call)

@@ -190,9 +190,9 @@ def _early(
 
 
 class _Forgetful(steps.PendingCall):
-    """Holds nothing for the side stream."""
+    """Keeps nothing alive for the side stream."""
 
-    _held = property(lambda self: (), lambda self, held: None)  # type: ignore[assignment]
+    _keepalive = property(lambda self: (), lambda self, tensors: None)  # type: ignore[assignment]
 
 
 class _Unmarked(steps.PendingCall):
@@ -214,7 +214,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "a wait": lambda: mock.patch.object(segment_graph.SegmentGraph, "_wait", _no_wait),
     "a record in time": lambda: mock.patch.object(segment_graph.SegmentGraph, "_exchange", _early),
     "buffers of their own": lambda: mock.patch.object(Collective.__init__, "__kwdefaults__", {"one_buffer": True}),
-    "held inputs": lambda: mock.patch.object(steps, "PendingCall", _Forgetful),
+    "inputs kept alive": lambda: mock.patch.object(steps, "PendingCall", _Forgetful),
 }
 
 

@@ -28,7 +28,7 @@ COMPILE_OPTIONS: dict[str, Any] = {"reorder_for_peak_memory": False, "allow_buff
 """Inductor (torch 2.14, 2.15) would else move a wait next to its start and write over what is still being sent."""
 
 Carried = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""A nano-batch's core attention between two graphs: token, hold, q, k and v, whose gradients flow through the token."""
+"""A nano-batch's core attention between two graphs: token, keepalive, q, k, v. Gradients flow through the token."""
 
 
 class SideStreams:
@@ -87,12 +87,12 @@ class SegmentGraph(nn.Module):
         for nano_batch in (0, 1):
             attended = None
             if self.ends:
-                token, hold, q, k, v = pending[nano_batch]
-                hold = traced.step(hold, "hold", keys[nano_batch], engine)
+                token, keepalive, q, k, v = pending[nano_batch]
+                keepalive = traced.step(keepalive, "keepalive", keys[nano_batch], engine)
                 if self.side_streams is None and nano_batch == 1:
                     token = traced.after(token, started[0][0] if started else new_xs[0].detach())
                 token = self._wait("back", nano_batch, "receive", token, keys[nano_batch])
-                out = traced.combine(token, hold, q, k, v, keys[nano_batch], engine)
+                out = traced.combine(token, keepalive, q, k, v, keys[nano_batch], engine)
                 attended = out.view(xs[nano_batch].shape[0], -1, out.shape[1] * out.shape[2])
             x, q, k, v = self.segment(xs[nano_batch], attended, ropes[nano_batch], positions[nano_batch])
             new_xs.append(x)
@@ -100,16 +100,16 @@ class SegmentGraph(nn.Module):
                 if in_rows and nano_batch == 1:
                     _, _, _, first_k, first_v = started[0]
                     k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
-                token, hold = traced.prepare(q, k, v, keys[nano_batch], engine)
+                token, keepalive = traced.prepare(q, k, v, keys[nano_batch], engine)
                 started.append(
-                    (self._exchange("there", nano_batch, "dispatch", token, keys[nano_batch]), hold, q, k, v)
+                    (self._exchange("there", nano_batch, "dispatch", token, keys[nano_batch]), keepalive, q, k, v)
                 )
         pending_after: list[Carried] = []
-        for nano_batch, (token, hold, q, k, v) in enumerate(started):
+        for nano_batch, (token, keepalive, q, k, v) in enumerate(started):
             token = self._wait("there", nano_batch, "arrive", token, keys[nano_batch])
-            token, hold = traced.attend(token, hold, keys[nano_batch], engine)
+            token, keepalive = traced.attend(token, keepalive, keys[nano_batch], engine)
             token = self._exchange("back", nano_batch, "give_back", token, keys[nano_batch])
-            pending_after.append((token, hold, q.detach(), k.detach(), v.detach()))
+            pending_after.append((token, keepalive, q.detach(), k.detach(), v.detach()))
         if self.side_streams is not None:
             # Otherwise the graph cannot be divided into forward and backward (torch 2.14 and 2.15).
             self.side_streams.end.record(self.side_streams.current())
