@@ -37,7 +37,7 @@ from torchtitan_cad.runtime.ops import (
     results_like,
 )
 
-STEPS = {
+STEP_METHODS = {
     "attend": ("attend", "attend"),
     "attend_first": ("attend_first_of_two", "attend"),
     "attend_rest": ("attend", "attend_first"),
@@ -116,7 +116,7 @@ def two_tokens_like(tensor: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _run_named(direction: Direction, engine: CoreAttentionEngine, key: int, token: Tensor, name: str) -> Tensor:
-    run_step(direction, STEPS[name][direction is BACKWARD], engine, key)
+    run_step(direction, STEP_METHODS[name][direction is BACKWARD], engine, key)
     return token_like(token)
 
 
@@ -128,7 +128,7 @@ step = define(
     lambda tokens, _, name, *call: (step_backward(tokens[0], name, *call), None),
     lambda arguments, _: ((), arguments[1:]),
 )
-"""step(token, name): run the step ``STEPS[name]``; returns another token."""
+"""step(token, name): run the step ``STEP_METHODS[name]``; returns another token."""
 
 
 def _begin(direction: Direction, on_streams: bool, engine: CoreAttentionEngine, key: int, *arguments: Any) -> Any:
