@@ -80,8 +80,8 @@ def replay_rank(
         return 0.0, 0.0
     n_q, n_kv = tables.queries.num_local, tables.keys.num_local
     ((q_out,), (kv_out,)) = tables.queries.out, tables.keys.out
-    q, dout = (rows(n_q + tables.queries.num_served, shape.num_heads) for _ in range(2))
-    k, v = (rows(n_kv + tables.keys.num_served, shape.num_kv_heads) for _ in range(2))
+    q, dout = (rows(n_q + tables.queries.num_remote, shape.num_heads) for _ in range(2))
+    k, v = (rows(n_kv + tables.keys.num_remote, shape.num_kv_heads) for _ in range(2))
     statistic = torch.zeros(q.shape[:2], device=device, dtype=compute_dtype(dtype))
     returned = rows(sum(q_out.send_counts), shape.num_heads)
     returned_keys = [rows(sum(kv_out.send_counts), shape.num_kv_heads) for _ in range(2)]

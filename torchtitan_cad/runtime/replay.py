@@ -117,5 +117,5 @@ def _tensors(plan: PlanTables) -> Iterator[Tensor]:
         yield from (call.args.cu_q, call.args.cu_k)
         yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))
     for tables in (plan.queries, plan.keys):
-        for combination in (tables.served, tables.local, *(chunk.combination for chunk in tables.home)):
+        for combination in (tables.remote, tables.local, *(chunk.combination for chunk in tables.home)):
             yield from () if combination is None else combination.index

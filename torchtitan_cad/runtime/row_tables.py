@@ -39,17 +39,17 @@ class RowTables:
 
     Attributes:
         num_local: local rows.
-        num_served: rows of other ranks.
+        num_remote: rows of other ranks.
         out: chunks of local rows to their servers, at least one.
-        served: maps the results of the kernel calls, in their order, to rows of other ranks.
+        remote: maps the results of the kernel calls, in their order, to rows of other ranks.
         local: maps the results of the kernel calls to local rows before others return; None: the first chunk does.
         home: chunks of results to their homes, at least one.
     """
 
     num_local: int
-    num_served: int
+    num_remote: int
     out: list[Route]
-    served: Combination
+    remote: Combination
     local: Combination | None
     home: list[Chunk]
 
@@ -74,9 +74,9 @@ class RowTables:
         """
         num_local, send_rows = exchange.num_local, exchange.send_rows
         padded_to = len(send_rows) if is_padded else None
-        num_served = exchange.num_received if padded_to is None else padded_to
+        num_remote = exchange.num_received if padded_to is None else padded_to
         build = partial(Combination.build, device=device, in_place=not is_padded)
-        served = build([np.where(x < num_local, -1, x - num_local) for x in computed], num_served)
+        remote = build([np.where(x < num_local, -1, x - num_local) for x in computed], num_remote)
         so_far, local = [np.where(rows < num_local, rows, -1) for rows in computed], None
         if moves and combine_early(sum(map(len, computed)), num_local):
             local, so_far = build(so_far, num_local), [np.arange(num_local)]
@@ -93,7 +93,7 @@ class RowTables:
             home.append(Chunk(kind, route, combination, is_last=len(home) == len(returned) - 1))
             so_far = [np.arange(num_local)]
         out = routes(kind, np.maximum(send_rows, 0), counts, chunks_out, len(before_out))
-        return cls(num_local, num_served, out, served, local, home)
+        return cls(num_local, num_remote, out, remote, local, home)
 
 
 def _routes(

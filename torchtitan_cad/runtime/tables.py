@@ -153,7 +153,7 @@ def _rows_of_call(
     rows: np.ndarray, tables: RowTables, device: torch.device, *, in_place: bool
 ) -> Tensor | slice | None:
     if in_place and lie_in_order(rows):
-        if rows.size == tables.num_local + tables.num_served:
+        if rows.size == tables.num_local + tables.num_remote:
             return None
         if rows[-1] < tables.num_local:
             return slice(int(rows[0]), int(rows[-1]) + 1)
@@ -161,6 +161,6 @@ def _rows_of_call(
 
 
 def _num_copied(rows: Tensor | slice | None, tables: RowTables) -> int:
-    if isinstance(rows, slice) or (rows is None and not tables.num_served):
+    if isinstance(rows, slice) or (rows is None and not tables.num_remote):
         return 0
-    return tables.num_local + tables.num_served if rows is None else len(rows)
+    return tables.num_local + tables.num_remote if rows is None else len(rows)
