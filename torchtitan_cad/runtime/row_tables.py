@@ -35,7 +35,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RowTables:
-    """Tables of one kind of rows. The row space has the local rows first, then the rows of others to serve.
+    """Tables of one kind of rows, see NOTE [Row spaces] of planning/exchange/tables.py.
 
     Attributes:
         num_local: local rows.

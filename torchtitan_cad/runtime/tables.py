@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A rank's exchange as tensors: kernel calls, and tables of its queries and keys (``row_tables``)."""
+"""A rank's exchange as tensors: kernel calls, and tables of its queries and keys (``row_tables``).
+
+For the numbering of rows see NOTE [Row spaces] of planning/exchange/tables.py.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
