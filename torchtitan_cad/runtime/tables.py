@@ -20,6 +20,7 @@ from torchtitan_cad.runtime.row_tables import Chunk, RowTables
 from torchtitan_cad.runtime.transport.base import Routes, rows_to_device
 
 T = TypeVar("T")
+CausalTable = tuple[CallTable, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,20 +77,21 @@ class PlanTables:
             squares_only: divide causal tasks for a kernel that takes squares only (``AttentionKernel``).
             is_padded: True for an exchange padded by ``replay.py``: the two calls are not cut, and gather all rows.
         """
-        rounds = [[(table, causal) for table, causal in ((exchange.causal, True), (exchange.full, False))]]
+        rounds = [[(exchange.causal, True), (exchange.full, False)]]
         if not is_padded:
-            used = [(table, causal) for table, causal in rounds[0] if table.num_tasks]
-            rounds = halves(used, exchange.window) if two_rounds and moves else [used]
-            if squares_only:
-                rounds = [squares(tables) for tables in rounds]
-            rounds = bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
+            rounds = _rounds(exchange, two_rounds=two_rounds and moves, squares_only=squares_only)
         computed = [table for tables in rounds for table, _ in tables]
-        chunks = chunks or exchange.most.in_one_chunk()
-        build_rows = partial(RowTables.build, chunks=chunks, device=device, moves=moves, is_padded=is_padded)
+        build_rows = partial(
+            RowTables.build,
+            chunks=chunks or exchange.most.in_one_chunk(),
+            device=device,
+            moves=moves,
+            is_padded=is_padded,
+        )
         queries = build_rows(exchange.queries, "queries", [table.q_rows for table in computed])
         keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
 
-        def build_call(table: CallTable, causal: bool) -> KernelCall:
+        def kernel_call(table: CallTable, causal: bool) -> KernelCall:
             args = VarlenArgs.from_numpy(
                 table.cu_q,
                 table.cu_k,
@@ -99,11 +101,14 @@ class PlanTables:
                 q_start=table.q_start,
                 window=exchange.window if causal else None,
             )
-            spaces = (table.q_rows, queries), (table.kv_rows, keys)
-            q_rows, kv_rows = (_rows_of_call(*space, device, in_place=not is_padded) for space in spaces)
-            return KernelCall(replace(args, max_q=table.max_q, max_k=table.max_k), q_rows, kv_rows)
+            return KernelCall(
+                replace(args, max_q=table.max_q, max_k=table.max_k),
+                _rows_of_call(table.q_rows, queries, device, in_place=not is_padded),
+                _rows_of_call(table.kv_rows, keys, device, in_place=not is_padded),
+            )
 
-        return cls(queries, keys, moves, [[build_call(*table) for table in tables] for tables in rounds])
+        calls = [[kernel_call(table, causal) for table, causal in tables] for tables in rounds]
+        return cls(queries, keys, moves, calls)
 
     @cached_property
     def out(self) -> dict[str, list[Routes]]:
@@ -143,6 +148,16 @@ class PlanTables:
         keys = sum(_num_copied(call.kv_rows, self.keys) for call in self.calls)
         of_keys = shape.num_kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
         return (queries * shape.num_heads * shape.head_dim + keys * of_keys) * shape.dtype_bytes
+
+
+def _rounds(exchange: RankExchange, *, two_rounds: bool, squares_only: bool) -> list[list[CausalTable]]:
+    """Return the calls of every round, each with whether it is causal, cut to bounded sizes."""
+    whole = [(exchange.causal, True), (exchange.full, False)]
+    used = [(table, causal) for table, causal in whole if table.num_tasks]
+    rounds = halves(used, exchange.window) if two_rounds else [used]
+    if squares_only:
+        rounds = [squares(tables) for tables in rounds]
+    return bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
 
 
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:

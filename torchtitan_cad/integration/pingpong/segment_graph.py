@@ -81,39 +81,54 @@ class SegmentGraph(nn.Module):
             keys: of the plans, int64 host tensors.
             in_rows: the second nano-batch attends to the first one's keys.
         """
-        engine = self.engine
         new_xs: list[Tensor] = []
-        started: list[Carried] = []
-        for nano_batch in (0, 1):
+        sent: list[Carried] = []
+        for i in (0, 1):
             attended = None
             if self.ends:
-                token, keepalive, q, k, v = pending[nano_batch]
-                keepalive = traced.step(keepalive, "keepalive", keys[nano_batch], engine)
-                if self.side_streams is None and nano_batch == 1:
-                    token = traced.after(token, started[0][0] if started else new_xs[0].detach())
-                token = self._wait("back", nano_batch, "receive", token, keys[nano_batch])
-                out = traced.combine(token, keepalive, q, k, v, keys[nano_batch], engine)
-                attended = out.view(xs[nano_batch].shape[0], -1, out.shape[1] * out.shape[2])
-            x, q, k, v = self.segment(xs[nano_batch], attended, ropes[nano_batch], positions[nano_batch])
+                token, *rest = self._keep(pending[i], keys[i])
+                if self.side_streams is None and i == 1:
+                    token = traced.after(token, sent[0][0] if sent else new_xs[0].detach())
+                out = self._receive(i, token, *rest, keys[i])
+                attended = out.view(xs[i].shape[0], -1, out.shape[1] * out.shape[2])
+            x, q, k, v = self.segment(xs[i], attended, ropes[i], positions[i])
             new_xs.append(x)
             if self.begins:
-                if in_rows and nano_batch == 1:
-                    _, _, _, first_k, first_v = started[0]
-                    k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
-                token, keepalive = traced.prepare(q, k, v, keys[nano_batch], engine)
-                started.append(
-                    (self._exchange("there", nano_batch, "dispatch", token, keys[nano_batch]), keepalive, q, k, v)
-                )
-        pending_after: list[Carried] = []
-        for nano_batch, (token, keepalive, q, k, v) in enumerate(started):
-            token = self._wait("there", nano_batch, "arrive", token, keys[nano_batch])
-            token, keepalive = traced.attend(token, keepalive, keys[nano_batch], engine)
-            token = self._exchange("back", nano_batch, "give_back", token, keys[nano_batch])
-            pending_after.append((token, keepalive, q.detach(), k.detach(), v.detach()))
+                if in_rows and i == 1:
+                    _, _, _, first_k, first_v = sent[0]
+                    k = torch.cat((first_k, k))
+                    v = torch.cat((first_v, v))
+                sent.append(self._send(i, q, k, v, keys[i]))
+        pending_after = [self._attend(i, call, keys[i]) for i, call in enumerate(sent)]
         if self.side_streams is not None:
             # Otherwise the graph cannot be divided into forward and backward (torch 2.14 and 2.15).
             self.side_streams.end.record(self.side_streams.current())
         return new_xs, pending_after
+
+    def _keep(self, call: Carried, key: Tensor) -> Carried:
+        """Give what the side stream reads in backward a reader on the main stream."""
+        token, keepalive, q, k, v = call
+        return token, traced.step(keepalive, "keepalive", key, self.engine), q, k, v
+
+    def _receive(
+        self, i: int, token: Tensor, keepalive: Tensor, q: Tensor, k: Tensor, v: Tensor, key: Tensor
+    ) -> Tensor:
+        """Return core attention's output [T, Hq, Dv] of nano-batch ``i``."""
+        token = self._wait("back", i, "receive", token, key)
+        return traced.combine(token, keepalive, q, k, v, key, self.engine)
+
+    def _send(self, i: int, q: Tensor, k: Tensor, v: Tensor, key: Tensor) -> Carried:
+        """Send rows of nano-batch ``i`` to their servers."""
+        token, keepalive = traced.prepare(q, k, v, key, self.engine)
+        return self._exchange("there", i, "dispatch", token, key), keepalive, q, k, v
+
+    def _attend(self, i: int, call: Carried, key: Tensor) -> Carried:
+        """Attend to the rows that have arrived, and send the outputs of nano-batch ``i`` home."""
+        token, keepalive, q, k, v = call
+        token = self._wait("there", i, "arrive", token, key)
+        token, keepalive = traced.attend(token, keepalive, key, self.engine)
+        token = self._exchange("back", i, "give_back", token, key)
+        return token, keepalive, q.detach(), k.detach(), v.detach()
 
     def _wait(self, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor) -> Tensor:
         """Make the current stream wait for an exchange; ``step`` starts one in backward, on the side stream."""
