@@ -97,11 +97,11 @@ class Combination:
             if out.numel():
                 merge_rows(outs, lses, sources, offsets, out, lse, TENSOR_BITS, in_place)
             return [out, lse]
-        out = like.new_zeros(*heads_shape, like.shape[-1], dtype=precise)
-        lse = like.new_full(heads_shape, -torch.inf, dtype=precise)
-        for part_out, part_lse, rows in self._waves(partials):
-            merge_partials(out, lse, part_out, part_lse, rows)
-        return [out.to(like.dtype), lse]
+        out_NHD = like.new_zeros(*heads_shape, like.shape[-1], dtype=precise)
+        lse_NH = like.new_full(heads_shape, -torch.inf, dtype=precise)
+        for part_out_PHD, part_lse_PH, rows_P in self._waves(partials):
+            merge_partials(out_NHD, lse_NH, part_out_PHD, part_lse_PH, rows_P)
+        return [out_NHD.to(like.dtype), lse_NH]
 
     def add(self, partials: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums of partials, for one or more results with the same index.

@@ -60,7 +60,10 @@ class SegmentGraph(nn.Module):
         self, segment: nn.Module, ends: bool, begins: bool, engine: str, side_streams: SideStreams | None
     ) -> None:
         super().__init__()
-        self.segment, self.ends, self.begins, self.engine = segment, ends, begins, engine
+        self.segment = segment
+        self.ends = ends
+        self.begins = begins
+        self.engine = engine
         self.side_streams = side_streams
 
     def forward(
@@ -86,10 +89,10 @@ class SegmentGraph(nn.Module):
         for i in (0, 1):
             attended = None
             if self.ends:
-                token, *rest = self._keep(pending[i], keys[i])
+                earlier = None
                 if self.side_streams is None and i == 1:
-                    token = traced.after(token, sent[0][0] if sent else new_xs[0].detach())
-                out = self._receive(i, token, *rest, keys[i])
+                    earlier = sent[0][0] if sent else new_xs[0].detach()
+                out = self._receive(i, pending[i], earlier, keys[i])
                 attended = out.view(xs[i].shape[0], -1, out.shape[1] * out.shape[2])
             x, q, k, v = self.segment(xs[i], attended, ropes[i], positions[i])
             new_xs.append(x)
@@ -105,15 +108,12 @@ class SegmentGraph(nn.Module):
             self.side_streams.end.record(self.side_streams.current())
         return new_xs, pending_after
 
-    def _keep(self, call: Carried, key: Tensor) -> Carried:
-        """Give what the side stream reads in backward a reader on the main stream."""
+    def _receive(self, i: int, call: Carried, earlier: Tensor | None, key: Tensor) -> Tensor:
+        """Return core attention's output [T, Hq, Dv] of nano-batch ``i``; ``earlier`` as ``traced.after``."""
         token, keepalive, q, k, v = call
-        return token, traced.step(keepalive, "keepalive", key, self.engine), q, k, v
-
-    def _receive(
-        self, i: int, token: Tensor, keepalive: Tensor, q: Tensor, k: Tensor, v: Tensor, key: Tensor
-    ) -> Tensor:
-        """Return core attention's output [T, Hq, Dv] of nano-batch ``i``."""
+        keepalive = traced.step(keepalive, "keepalive", key, self.engine)
+        if earlier is not None:
+            token = traced.after(token, earlier)
         token = self._wait("back", i, "receive", token, key)
         return traced.combine(token, keepalive, q, k, v, key, self.engine)
 
@@ -155,15 +155,19 @@ class SegmentGraph(nn.Module):
 
 def compile_graphs(segments: Sequence[nn.Module], engine: str, device: torch.device) -> list[Callable[..., Any]]:
     """Return the graphs of ``segments``, each compiled by Inductor; those of one kind are one graph."""
-    side_streams = None if device.type == "cpu" else SideStreams(device)
-    last = len(segments) - 1
-    graphs = (SegmentGraph(segment, i > 0, i < last, engine, side_streams) for i, segment in enumerate(segments))
+    side_streams = None
     options = COMPILE_OPTIONS
-    if side_streams is not None:
+    if device.type != "cpu":
         from torchtitan_cad.integration.pingpong.recomputation import RecomputeFromBefore
 
+        side_streams = SideStreams(device)
         options = options | {"joint_custom_pre_pass": RecomputeFromBefore()}
-    return [torch.compile(graph, fullgraph=True, options=options) for graph in graphs]
+    last = len(segments) - 1
+    graphs: list[Callable[..., Any]] = []
+    for i, segment in enumerate(segments):
+        graph = SegmentGraph(segment, ends=i > 0, begins=i < last, engine=engine, side_streams=side_streams)
+        graphs.append(torch.compile(graph, fullgraph=True, options=options))
+    return graphs
 
 
 def run_graphs(
