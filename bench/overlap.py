@@ -8,15 +8,16 @@ Two things are made up, so that a machine of few cores can tell: linear work and
 said to take, and a transport holds every message back for its bytes' time on a link of the given speed. Modes:
 
     ping-pong       two nano-batches, as trained
-    traced          the same with turns compiled, exchanges included (torch 2.14.1 and newer)
+    traced          the same with segments compiled, exchanges included (torch 2.14.1 and newer)
     single stream   the same, but every exchange is waited for where it is started: no overlap
     signal only     ping-pong with one row per transfer: the time without a network (numbers are wrong, timing only)
 
-"traced signal only" is the latter with turns compiled. Exposed communication is a mode's step time less that of "signal
-only" of the same round, compiled or not like the mode itself: medians over the rounds, and their quartiles. Steps of
-two ranks on two cores scatter by some 20 ms, so ``--work-ms 80`` tells more of two modes that hide nearly everything,
-and ``--counted``, where time is counted and not spent, tells exactly what the order of their steps leaves exposed. The
-link's speed is chosen so that the largest exchange takes a given share of the work that it can hide behind.
+"traced signal only" is the latter with segments compiled. Exposed communication is a mode's step time less that of
+"signal only" of the same round, compiled or not like the mode itself: medians over the rounds, and their quartiles.
+Steps of two ranks on two cores scatter by some 20 ms, so ``--work-ms 80`` tells more of two modes that hide nearly
+everything, and ``--counted``, where time is counted and not spent, tells exactly what the order of their steps leaves
+exposed. The link's speed is chosen so that the largest exchange takes a given share of the work that it can hide
+behind.
 
 With ``--tp-share`` blocks also exchange what tensor parallelism would, twice per block and half, for that share of the
 half's linear work, and there is no link. Modes: "tp exposed", every one is waited for where it is started, as without
@@ -46,7 +47,7 @@ enable_cpu()
 from bench.record import conclude  # noqa: E402
 from tests.runtime.processes import run_processes, values  # noqa: E402
 from torchtitan_cad.integration.pingpong.loop import PingPong  # noqa: E402
-from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH  # noqa: E402
+from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs  # noqa: E402

@@ -79,8 +79,8 @@ def replay_rank(
         return 0.0, 0.0
     n_q, n_kv = tables.queries.num_local, tables.keys.num_local
     ((q_out,), (kv_out,)) = tables.queries.out, tables.keys.out
-    q, dout = (rows(n_q + tables.queries.num_served, shape.num_heads) for _ in range(2))
-    k, v = (rows(n_kv + tables.keys.num_served, shape.num_kv_heads) for _ in range(2))
+    q, dout = (rows(n_q + tables.queries.num_remote, shape.num_heads) for _ in range(2))
+    k, v = (rows(n_kv + tables.keys.num_remote, shape.num_kv_heads) for _ in range(2))
     statistic = torch.zeros(q.shape[:2], device=device, dtype=compute_dtype(dtype))
     returned = rows(sum(q_out.send_counts), shape.num_heads)
     returned_keys = [rows(sum(kv_out.send_counts), shape.num_kv_heads) for _ in range(2)]
@@ -93,9 +93,9 @@ def replay_rank(
         received = {"queries": [x[n_q:] for x in queries], "keys": [x[n_kv:] for x in (k, v)]}
         call = AttentionCall(engine, direction, 0, tables, local)
         call.combine_results(call.begin_tasks(received))
-        for _, trips in tables.home[direction.name] if tables.moves else ():
-            for trip in trips:
-                call.combine(trip.kind, trip.combination, back[trip.kind], is_last=trip.is_last)
+        for _, chunks in tables.home[direction.name] if tables.moves else ():
+            for chunk in chunks:
+                call.combine(chunk.kind, chunk.combination, back[chunk.kind], is_last=chunk.is_last)
         return call.finish()
 
     def forward() -> object:

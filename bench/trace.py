@@ -4,10 +4,10 @@
     python -m bench.trace outputs/llama3_debug_cpu/profile_traces/iteration_4 --output trace.png
 
 The folder is one that ``--profiling.enable_profiling`` writes, of a run with ``cad.nano_batches = 2``. Every rank gets
-three rows: the phases of its host (linear work, attention, waiting), and the exchanges of each half from their start
-to the end of the wait for them. A trace does not name linear work of backward and of compiled turns. Backward's is
+three rows: the phases of its host (linear work, attention, waiting), and the exchanges of each nano-batch from their
+start to the end of the wait for them. A trace does not name linear work of backward and of traced graphs. Backward's is
 found by the sequence numbers that autograd gives to the operators of forward and to the nodes that undo them; that of
-turns (pingpong/turn.py) lies between operators of core attention, in either direction.
+graphs (pingpong/segment_graph.py) lies between operators of core attention, in either direction.
 """
 
 import io
@@ -50,12 +50,12 @@ USER_ERROR = 2
 
 @dataclass(frozen=True)
 class Span:
-    """A phase; times in milliseconds of the trace. ``half`` is 0 or 1."""
+    """A phase; times in milliseconds of the trace. ``nano-batch`` is 0 or 1."""
 
     start: float
     end: float
     kind: str
-    half: int
+    nano_batch: int
     name: str
 
 
@@ -92,21 +92,21 @@ def read_spans(path: Path) -> list[Span]:
     try:
         events = read_events(path.read_text())
         if phases := phases_of(events):
-            return _forward_spans(phases) + _backward_work(events, phases) + _work_of_turns(events)
+            return _forward_spans(phases) + _backward_work(events, phases) + _work_of_graphs(events)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a trace of torch.profiler ({type(error).__name__})") from error
     raise ValueError(f"{path} has no phases of core attention; trace a run with parallelism.cad = true")
 
 
 def _forward_spans(phases: list[Event]) -> list[Span]:
-    spans, flying, half = [], defaultdict[str, list[tuple[float, int]]](list), defaultdict[str, int](int)
-    halves = 2 if any(re.search(r"\.pong$|^cad/turn ", event["name"]) for event in phases) else 1
+    spans, flying, nano_batch = [], defaultdict[str, list[tuple[float, int]]](list), defaultdict[str, int](int)
+    nano_batches = 2 if any(re.search(r"\.nano_batch_1$|^cad/segments ", event["name"]) for event in phases) else 1
     for event in phases:
         name, start, end = event["name"][4:], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
         phase, _, exchange = name.partition(" ")
-        if phase == "exchange":  # halves take turns
-            flying[exchange].append((start, half[exchange]))
-            half[exchange] = (half[exchange] + 1) % halves
+        if phase == "exchange":  # nano-batches take turns
+            flying[exchange].append((start, nano_batch[exchange]))
+            nano_batch[exchange] = (nano_batch[exchange] + 1) % nano_batches
             spans.append(Span(start, end, "sending", 0, name))
         elif phase == "wait":
             spans.append(Span(start, end, "waiting", 0, name))
@@ -141,17 +141,17 @@ def phases_of(events: list[Event]) -> list[Event]:
 
 
 def is_linear(phase: Event) -> bool:
-    """Whether a phase is linear work of a half."""
+    """Whether a phase is linear work of a nano-batch."""
     return re.match(r"cad/(pre|post) \d", phase["name"]) is not None
 
 
 def _linear(name: str, start: float, end: float) -> Span:
-    """Linear work of a half, by the name of its phase without "cad/"; times in microseconds of the trace."""
+    """Linear work of a nano-batch, by the name of its phase without "cad/"; times in microseconds of the trace."""
     return Span(start / 1e3, end / 1e3, "linear backward" if name.endswith(" backward") else "linear", 0, name)
 
 
 def _backward_work(events: list[Event], phases: list[Event]) -> list[Span]:
-    """Return backward's linear work outside of turns, by forward's name."""
+    """Return backward's linear work outside of traced graphs, by forward's name."""
     linear = [event for event in phases if is_linear(event)]
     starts = [event["ts"] for event in linear]
     name_of: dict[int, str] = {}
@@ -183,17 +183,17 @@ def _backward_work(events: list[Event], phases: list[Event]) -> list[Span]:
     return [_linear(*each) for each in work]
 
 
-def _work_of_turns(events: list[Event]) -> list[Span]:
-    """Return the linear work in turns: of a half, between its ``combine`` and its ``prepare``."""
-    turns = [event for event in events if event["name"].startswith("cad/turn ")]
+def _work_of_graphs(events: list[Event]) -> list[Span]:
+    """Return the linear work in traced graphs: of a nano-batch, between its ``combine`` and its ``prepare``."""
+    phases = [event for event in events if event["name"].startswith("cad/segments ")]
     compiled = [event for event in events if event["name"] in ("CompiledFunction", "CompiledFunctionBackward")]
     operators = sorted((e for e in events if e["name"].startswith(OPERATOR)), key=lambda e: e["ts"])
     times = [event["ts"] for event in operators]
     number_of = {
-        graph["args"]["Sequence number"]: int(turn["name"].split()[1])
-        for turn in turns
+        graph["args"]["Sequence number"]: int(phase["name"].split()[1])
+        for phase in phases
         for graph in compiled
-        if turn["ts"] <= graph["ts"] < turn["ts"] + turn["dur"] and graph["tid"] == turn["tid"]
+        if phase["ts"] <= graph["ts"] < phase["ts"] + phase["dur"] and graph["tid"] == phase["tid"]
     }
     work = []
     for graph in compiled:
@@ -216,9 +216,9 @@ def _work_of_turns(events: list[Event]) -> list[Span]:
         )
         for i, (before, after, start, stop) in enumerate(gaps):
             if before == last or after == first:
-                half = names[:i].count(last) - 1 if before == last else names[:i].count(first)
-                half_name = ("pong", "ping")[half] if backward else ("ping", "pong")[half]
-                work.append(_linear(f"{name}.{half_name}{' backward' * backward}", start, stop))
+                nano_batch = names[:i].count(last) - 1 if before == last else names[:i].count(first)
+                number = 1 - nano_batch if backward else nano_batch
+                work.append(_linear(f"{name}.nano_batch_{number}{' backward' * backward}", start, stop))
     return work
 
 
@@ -230,15 +230,19 @@ def draw(traces: dict[int, list[Span]], title: str, options: Options) -> None:
     labels: dict[float, str] = {}
     for i, (rank, spans) in enumerate(traces.items()):
         for span in spans:
-            row = 4.0 * i + (1 + span.half if span.kind == "in flight" else 0)
+            row = 4.0 * i + (1 + span.nano_batch if span.kind == "in flight" else 0)
             length, begin = span.end - span.start, span.start - first
             ax.barh(row, length, left=begin, height=0.8, color=COLORS[span.kind], linewidth=0)
             # A letter takes about a 220th of the width.
             if span.kind in NAMED and length > (stop - first) * len(span.name) / 220:
                 ax.text(begin + length / 2, row, span.name, ha="center", va="center", fontsize=7)
         labels[4.0 * i] = f"rank {rank}"
-        halves = {span.half for span in spans if span.kind == "in flight"}
-        labels |= {4.0 * i + 1: "ping's rows", 4.0 * i + 2: "pong's rows"} if 1 in halves else {4.0 * i + 1: "rows"}
+        nano_batches = {span.nano_batch for span in spans if span.kind == "in flight"}
+        labels |= (
+            {4.0 * i + 1: "nano-batch 0's rows", 4.0 * i + 2: "nano-batch 1's rows"}
+            if 1 in nano_batches
+            else {4.0 * i + 1: "rows"}
+        )
     ax.set_yticks(list(labels), list(labels.values()))
     ax.set_ylim(4.0 * len(traces) - 1.3, -0.7)
     ax.set_xlim(0, stop - first)

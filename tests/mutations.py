@@ -72,8 +72,8 @@ FAULTS = [
     Fault(
         "merge: each partial gets the other one's weight",
         "runtime/kernels/merge.py",
-        "weight_a, weight_b = (lse_a - top)",
-        "weight_b, weight_a = (lse_a - top)",
+        "weight_a = (lse_a - top).exp_()\n    weight_b = (lse_b - top).exp_()",
+        "weight_b = (lse_a - top).exp_()\n    weight_a = (lse_b - top).exp_()",
         ("runtime/test_kernels.py", "runtime/test_engine.py"),
     ),
     Fault(
@@ -84,10 +84,10 @@ FAULTS = [
         ("runtime/test_kernels.py", "runtime/test_engine.py"),
     ),
     Fault(
-        "transport: a trip brings rows of the trip before",
+        "transport: a chunk brings rows of the chunk before",
         "runtime/row_tables.py",
-        "index = concat_ranges(first_sent + first - offsets, sent_now)",
-        "index = concat_ranges(first_sent, sent_now)",
+        "index = concat_ranges(first_sent + first - counts.offsets, sent)",
+        "index = concat_ranges(first_sent, sent)",
         ("runtime/test_engine.py",),
     ),
     Fault(

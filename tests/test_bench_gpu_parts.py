@@ -142,7 +142,7 @@ def test_without_green_contexts_the_part_is_skipped(use_driver, monkeypatch: pyt
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_plans_of_uneven_documents(num_ranks: int) -> None:
-    """Rank 0 is late at home, and a plan that moves rows evens it out, in one trip of the default buffers."""
+    """Rank 0 is late at home, and a plan that moves rows evens it out, in one chunk of the default buffers."""
     from torchtitan_cad.planning.exchange.messages import buffer_bytes
     from torchtitan_cad.planning.model.shape import RowBytes
 
@@ -152,8 +152,8 @@ def test_plans_of_uneven_documents(num_ranks: int) -> None:
     assert plan.moves_rows
     assert plan.stats.max_over_mean_before / plan.stats.max_over_mean > 1.5
     for rank in range(num_ranks):
-        trips = plan.exchange(rank).most.trips(RowBytes.of(plan.shape, keep=False), buffer_bytes())
-        assert {len(of_kind) for of_kind in (trips.queries_out, trips.keys_out, trips.queries_home)} == {1}
+        chunks = plan.exchange(rank).most.chunks(RowBytes.of(plan.shape, keep=False), buffer_bytes())
+        assert {len(of_kind) for of_kind in (chunks.queries_out, chunks.keys_out, chunks.queries_home)} == {1}
 
 
 # An exchange ----------------------------------------------------------------------------------------------------------

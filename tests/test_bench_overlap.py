@@ -16,7 +16,7 @@ from bench.record import read_records
 from tests.integration.compositions import TOLERANCE, needs_traced
 from tests.integration.harness import tokenizer_folder
 from tests.nodes.network import missing
-from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
+from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
 
 TRACED = TorchVersion(torch.__version__) >= FIRST_TORCH
 

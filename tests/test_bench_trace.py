@@ -22,9 +22,9 @@ def event(name: str, begin: float, length: float, **args: int) -> dict[str, Any]
 
 
 PHASES = [
-    event("cad/pre 0.ping", 0, 10),
+    event("cad/pre 0.nano_batch_0", 0, 10),
     event("cad/exchange forward rows", 10, 2),
-    event("cad/pre 0.pong", 12, 10),
+    event("cad/pre 0.nano_batch_1", 12, 10),
     event("cad/exchange forward rows", 22, 2),
     event("cad/wait forward rows", 24, 6),
     event("cad/attention", 30, 20),
@@ -57,25 +57,25 @@ def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(tmp_path: Pa
     spans = read_spans(tmp_path / "rank0_trace.json")
     flights = [span for span in spans if span.kind == "in flight"]
     assert flights == [Span(10, 30, "in flight", 0, "forward rows"), Span(22, 51, "in flight", 1, "forward rows")]
-    assert [span.name for span in spans if span.kind == "linear"] == ["pre 0.ping", "pre 0.pong"]
+    assert [span.name for span in spans if span.kind == "linear"] == ["pre 0.nano_batch_0", "pre 0.nano_batch_1"]
 
 
 def test_backward_linear_work_is_named(tmp_path: Path) -> None:
-    """In a trace of this torch: two regions with other work between them, whose backward comes in reverse order."""
+    """In a trace of this torch: two segments with other work between them, whose backward comes in reverse order."""
     first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        with record_function("cad/pre 0.ping"):
+        with record_function("cad/pre 0.nano_batch_0"):
             x = first(torch.ones(4, 8)).relu()
         with record_function("cad/attention"):
             x = x.cumsum(0)
-        with record_function("cad/post 0.ping"):
+        with record_function("cad/post 0.nano_batch_0"):
             x = second(x).sigmoid()
         x.square().sum().backward()
     path = tmp_path / "rank0_trace.json"
     profiler.export_chrome_trace(str(path))
     spans = read_spans(path)
     backward = [span for span in spans if span.kind == "linear backward"]
-    assert [span.name for span in backward] == ["post 0.ping backward", "pre 0.ping backward"]
+    assert [span.name for span in backward] == ["post 0.nano_batch_0 backward", "pre 0.nano_batch_0 backward"]
     assert max(span.end for span in spans if span.kind == "linear") < backward[0].start < backward[0].end
     assert backward[0].end <= backward[1].start
 
@@ -87,7 +87,7 @@ def test_linear_work_of_compiled_turns_is_named(tmp_path: Path) -> None:
     graph = event("CompiledFunction", 1, 98, **{"Sequence number": 7})
     undone = event("CompiledFunctionBackward", 200, 90, **{"Sequence number": 7})
     events = [
-        event("cad/turn 1", 0, 100),
+        event("cad/segments 1", 0, 100),
         *operators(graph, ("combine", "prepare"), 2, 10, 20, 40),
         event("torchtitan_cad::traced_attend", 50, 10),
         *operators(undone, ("prepare_backward", "combine_backward"), 210, 220, 230, 250),
@@ -96,8 +96,8 @@ def test_linear_work_of_compiled_turns_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rank0_trace.json"
     write_trace(path, events)
     assert read_spans(path) == [
-        Span(3, 10, "linear", 0, "post 0 pre 1.ping"),
-        Span(21, 40, "linear", 0, "post 0 pre 1.pong"),
-        Span(211, 220, "linear backward", 0, "post 0 pre 1.pong backward"),
-        Span(231, 250, "linear backward", 0, "post 0 pre 1.ping backward"),
+        Span(3, 10, "linear", 0, "post 0 pre 1.nano_batch_0"),
+        Span(21, 40, "linear", 0, "post 0 pre 1.nano_batch_1"),
+        Span(211, 220, "linear backward", 0, "post 0 pre 1.nano_batch_1 backward"),
+        Span(231, 250, "linear backward", 0, "post 0 pre 1.nano_batch_0 backward"),
     ]

@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.gpu.device import no_synchronisation
-from tests.support.plain_blocks import HalvesAndWhole
+from tests.support.plain_blocks import NanoBatchesAndWhole
 from torchtitan_cad.planning import AttentionShape
 
 pytestmark = pytest.mark.gpu
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.gpu
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
 
 
-def new_job(seed: int) -> HalvesAndWhole:
-    return HalvesAndWhole(torch.device("cuda", 0), torch.bfloat16, dim=512, seq_len=1024, shape=SHAPE, seed=seed)
+def new_job(seed: int) -> NanoBatchesAndWhole:
+    return NanoBatchesAndWhole(torch.device("cuda", 0), torch.bfloat16, dim=512, seq_len=1024, shape=SHAPE, seed=seed)
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"], ids=["eager", "compiled"])
@@ -27,7 +27,7 @@ def test_halves_give_what_the_whole_gives(backend: str | None) -> None:
 
 def test_the_loop_does_not_wait_for_the_device() -> None:
     job = new_job(seed=1)
-    run, gradient = job.run_halves(job.blocks), torch.ones_like(job.xs[0])
+    run, gradient = job.run_nano_batches(job.blocks), torch.ones_like(job.xs[0])
     run().backward(gradient)
     with no_synchronisation():
         run().backward(gradient)

@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 from tests.integration.harness import RunResult, gradient_errors, run
 from tests.integration.patched import torchtitan_with
-from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
+from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
 from torchtitan_cad.tools.report import find_steps, read_steps, summarize
 
 DEFAULTS = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
@@ -75,7 +75,7 @@ QWEN3 = ("--model.name=qwen3", "--model.flavor=tiny_varlen")
 TIED = ("--model.name=qwen3", "--model.flavor=tiny_tied")
 FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
 SMALL_BUFFERS = ("--cad.receive_buffer_gb=2e-5",)
-"""10 KB: rows travel in many trips."""
+"""10 KB: rows travel in many chunks."""
 ROWS_CP4 = ("--cad.documents=row", "--cad.min_shard=32", *dp(context_parallel=4))
 VALIDATE_OFTEN = ("--validation.enable", "--validation.freq=1", "--validation.steps=2")
 VALIDATE4 = (*VALIDATE_OFTEN, "--validation.local_batch_size=4")

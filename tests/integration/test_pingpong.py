@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``nano_batches = 2``: losses and gradients of one nano-batch, every exchange behind the other half's work."""
+"""``nano_batches = 2``: losses and gradients of one nano-batch, every exchange behind the other nano-batch's work."""
 
 import functools
 from collections import defaultdict
@@ -54,7 +54,7 @@ TWINS_TRACED = [
 @c.needs_traced
 @pytest.mark.parametrize(("case", "steps"), TWINS_TRACED)
 def test_traced_streams_train_alike(case: c.Composition, steps: int) -> None:
-    """Compiled turns train like one nano-batch, and like the regions of two, in no more graphs."""
+    """Segments compiled with exchanges train like one nano-batch and like those without, in no more graphs."""
     more = f"--training.steps={steps}"
     traced, opaque = train(case, 2, more), train(case, 2, "--cad.streams=opaque", more)
     for result, chosen in ((traced, "traced"), (opaque, "opaque")):
@@ -91,7 +91,7 @@ WAITS = {
 
 
 def is_compute(step: str, *, traced: bool = False) -> bool:
-    """Linear work, or kernel calls of attention. In traced turns linear work lies between a half's finish and start."""
+    """Linear work, or kernel calls of attention. In traced graphs it lies between a finish and a start."""
     return step.startswith(("pre", "post", "compute", *["start", "finish"] * traced))
 
 
@@ -109,7 +109,7 @@ def is_compute(step: str, *, traced: bool = False) -> bool:
     ],
     ids=["eager", "compiled", "traced", "ac_full", "middle_ac_op", "attention_kept", "tp2", "tp2_ac_full"],
 )
-def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], recomputed: bool) -> None:
+def test_the_other_nano_batch_computes_between_start_and_wait(args: tuple[str, ...], recomputed: bool) -> None:
     """It does on every rank, in forward, backward and recomputation."""
     traced = "--cad.streams=traced" in args
     for trace in traces(*args, nranks=4 if c.TP2[0] in args else 2):
@@ -122,8 +122,8 @@ def test_the_other_half_computes_between_start_and_wait(args: tuple[str, ...], r
                 continue
             until = events.index((WAITS[step], key), i)
             if step.startswith("start"):  # it waits where it attends first
-                half = (WAITS[step].replace("attend", "attend_first"), key)
-                until = min(until, events.index(half, i)) if half in events else until
+                nano_batch = (WAITS[step].replace("attend", "attend_first"), key)
+                until = min(until, events.index(nano_batch, i)) if nano_batch in events else until
             between = [
                 name for name, other in events[i + 1 : until] if other != key and is_compute(name, traced=traced)
             ]
@@ -150,9 +150,9 @@ def test_what_tensor_parallelism_exchanges_is_hidden_too(args: tuple[str, ...], 
                     until = events.index((f"tp_wait {direction}", key), i)
                     meanwhile = [name for name, other in events[i + 1 : until] if other != key and is_compute(name)]
                     hidden[key].append(bool(meanwhile))
-            ping, pong = (hidden[key] if direction == "forward" else hidden[key][::-1] for key in sorted(hidden))
-            assert ping == [False] + [True, True] * 4
-            assert pong == [True] * 8 + [False]
+            first, second = (hidden[key] if direction == "forward" else hidden[key][::-1] for key in sorted(hidden))
+            assert first == [False] + [True, True] * 4
+            assert second == [True] * 8 + [False]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from tests.runtime.threaded import needs_linux, symmetric_transports, thread_transports
 from tests.sets import params, seeds
 from tests.support.cpp import needs_compiler
-from tests.support.plain_blocks import HalvesAndWhole, PlainBlock
+from tests.support.plain_blocks import NanoBatchesAndWhole, PlainBlock
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.planning import AttentionShape
@@ -55,7 +55,7 @@ def check(seed: int, max_delay_s: float = 0.0, *, symmetric: bool = False) -> No
     keep, mode = bool(rng.integers(2)), str(rng.choice(list(AC_MODES)))
     transports = symmetric_transports(ranks, 2**13) if symmetric else thread_transports(ranks, max_delay_s)
     options = {"rows": rows, "transports": transports, "microbatches": 2, "keep": keep}
-    job = HalvesAndWhole(torch.device("cpu"), torch.float32, 32, seq_len, SHAPE, seed, **options)
+    job = NanoBatchesAndWhole(torch.device("cpu"), torch.float32, 32, seq_len, SHAPE, seed, **options)
     job.check(prepare=None if mode == "none" else lambda loop: checkpoint(loop, mode))
 
 
@@ -66,16 +66,16 @@ def test_any_plans_and_delays_give_the_undivided_result(seed: int) -> None:
 
 @needs_linux
 @pytest.mark.parametrize("seed", params(range(20, 26), (20, 21)))
-def test_exchanges_of_both_halves_fit_into_symmetric_memory(seed: int) -> None:
-    """Into buffers so small that rows travel in several trips, with those of the other half in between."""
+def test_exchanges_of_both_nano_batches_fit_into_symmetric_memory(seed: int) -> None:
+    """Into buffers so small that rows travel in several chunks, with those of the other nano-batch in between."""
     check(seed, symmetric=True)
 
 
 @pytest.mark.parametrize(
     "backend", [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.matrix])], ids=["eager", "compiled"]
 )
-def test_halves_of_plain_blocks_give_what_the_whole_gives(backend: str | None) -> None:
-    HalvesAndWhole(torch.device("cpu"), torch.float32, dim=32, seq_len=64, shape=SHAPE, seed=0).check(backend)
+def test_nano_batches_of_plain_blocks_give_what_the_whole_gives(backend: str | None) -> None:
+    NanoBatchesAndWhole(torch.device("cpu"), torch.float32, dim=32, seq_len=64, shape=SHAPE, seed=0).check(backend)
 
 
 def test_torchtitan_is_not_needed() -> None:
@@ -97,10 +97,10 @@ def test_stages_of_one_block_and_of_several_compile_for_every_layout_of_rows() -
         whole, rope = torch.randn(rows, 16, 32), torch.randn(16, 4)
         xs, ropes = (whole.chunk(2), (rope, rope)) if rows == 2 else (whole.chunk(2, 1), rope.chunk(2))
         with torch.set_grad_enabled(grad):
-            for i, region in enumerate(loop.regions):
+            for i, segment in enumerate(loop.segments):
                 attended = torch.randn(xs[0].shape) if i else None
                 begun = ropes if i < len(loop.blocks) else (None, None)
-                results = [region(x, attended, rope, None) for x, rope in zip(xs, begun, strict=True)]
+                results = [segment(x, attended, rope, None) for x, rope in zip(xs, begun, strict=True)]
                 xs = tuple(x for x, *_ in results)
                 assert all((q is None) == (i == len(loop.blocks)) for _, q, _, _ in results)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 8

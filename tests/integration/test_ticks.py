@@ -13,9 +13,9 @@ from tests.runtime.threaded import needs_linux
 from tests.sets import params
 
 EIGHT_BLOCKS = ("--model.flavor=tiny8_varlen",)
-HALVES = ("--cad.nano_batches=2",)
-"""Two nano-batches: halves in the middle of every row, or by rows with ``BY_ROW``."""
-HALVES_BY_ROW = (*HALVES, *c.BY_ROW)
+NANO_BATCHES = ("--cad.nano_batches=2",)
+"""Two nano-batches: nano-batches in the middle of every row, or by rows with ``BY_ROW``."""
+NANO_BATCHES_BY_ROW = (*NANO_BATCHES, *c.BY_ROW)
 
 
 def ticks(pp: int, name: str = "CAD1F1B") -> tuple[str, ...]:
@@ -30,17 +30,17 @@ QUICK: dict[str, Case] = {
     # Four blocks on four stages are 1, 2, 1 and 0.
     "pp4 ac full": ((*ticks(4), *c.FULL), c.FOUR_BLOCKS, 4, 1, 4),
     "interleaved": (INTERLEAVED, c.FOUR_BLOCKS, 2, 1, 4),
-    "halves pp2 dp2": ((*ticks(2), *HALVES), c.VALIDATE4, 4, 2, 4),
+    "nano-batches pp2 dp2": ((*ticks(2), *NANO_BATCHES), c.VALIDATE4, 4, 2, 4),
 }
 PIPELINES = {
     "pp2": (ticks(2), 2),
     "pp4": (ticks(4), 4),
     "interleaved": (INTERLEAVED, 2),
-    "halves": ((*ticks(2), *HALVES), 2),
-    "halves pp4": ((*ticks(4), *HALVES), 4),
-    "halves by row": ((*ticks(2), *HALVES_BY_ROW), 2),
-    "halves interleaved": ((*INTERLEAVED, *HALVES), 2),
-    "halves interleaved by row": ((*INTERLEAVED, *HALVES_BY_ROW), 2),
+    "nano-batches": ((*ticks(2), *NANO_BATCHES), 2),
+    "nano-batches pp4": ((*ticks(4), *NANO_BATCHES), 4),
+    "nano-batches by row": ((*ticks(2), *NANO_BATCHES_BY_ROW), 2),
+    "nano-batches interleaved": ((*INTERLEAVED, *NANO_BATCHES), 2),
+    "nano-batches interleaved by row": ((*INTERLEAVED, *NANO_BATCHES_BY_ROW), 2),
 }
 """Arguments and ranks."""
 COMPOSED = {
@@ -71,8 +71,8 @@ def matrix() -> dict[str, Case]:
 
 SLOW: dict[str, Case] = matrix()
 for (pipeline, (args, ranks)), (what, (more, times)) in product(PIPELINES.items(), COMPOSED.items()):
-    in_the_middle = "halves" in pipeline and "by row" not in pipeline
-    refused = (what.startswith("tp2") and in_the_middle) or (what == "tp2 compile" and "halves" not in pipeline)
+    in_the_middle = "nano-batches" in pipeline and "by row" not in pipeline
+    refused = (what.startswith("tp2") and in_the_middle) or (what == "tp2 compile" and "nano-batches" not in pipeline)
     if ranks * times <= 4 and not refused:
         SLOW[f"{pipeline} {what}"] = (*args, *more), c.FOUR_BLOCKS, ranks * times, 1, 4
 for pipeline, (args, ranks) in PIPELINES.items():
@@ -83,13 +83,13 @@ for pipeline, (args, ranks) in PIPELINES.items():
 SLOW |= {
     "interleaved pp4 m4": (INTERLEAVED4, EIGHT_BLOCKS, 4, 1, 4),
     "interleaved pp4 m8 ac full": ((*INTERLEAVED4, *c.FULL), EIGHT_BLOCKS, 4, 1, 8),
-    "halves pp4": ((*ticks(4), *HALVES), c.FOUR_BLOCKS, 4, 1, 4),
-    "halves interleaved pp4": ((*INTERLEAVED4, *HALVES), EIGHT_BLOCKS, 4, 1, 4),
+    "nano-batches pp4": ((*ticks(4), *NANO_BATCHES), c.FOUR_BLOCKS, 4, 1, 4),
+    "nano-batches interleaved pp4": ((*INTERLEAVED4, *NANO_BATCHES), EIGHT_BLOCKS, 4, 1, 4),
 }
 
-SHORT = ("halves pp2 dp2",)
+SHORT = ("nano-batches pp2 dp2",)
 """Cases that the short set trains; the matrix adds the rest of ``QUICK``, the slow set those of ``SLOW``."""
-TRACED = ("halves compile", "halves interleaved compile", "halves by row compile")
+TRACED = ("nano-batches compile", "nano-batches interleaved compile", "nano-batches by row compile")
 """Cases of ``SLOW`` that run with traced streams as well."""
 
 
@@ -129,9 +129,9 @@ def test_trains_like_without_a_pipeline(name: str) -> None:
     check(QUICK[name])
 
 
-def test_halves_take_turns_on_every_rank() -> None:
-    """An exchange is under way while the other half comes to its next step, also where a rank only serves."""
-    for trace in check(QUICK["halves pp2 dp2"]).traces:
+def test_nano_batches_take_turns_on_every_rank() -> None:
+    """An exchange is under way while the other nano-batch comes to its next step, also where a rank only serves."""
+    for trace in check(QUICK["nano-batches pp2 dp2"]).traces:
         order = exchanges(trace["events"])
         for call in zip(*[iter(order)] * 4, strict=True):
             direction = call[0][0].removeprefix("start_")
@@ -142,14 +142,14 @@ def test_halves_take_turns_on_every_rank() -> None:
         steps = [(step, key) for step, key in trace["events"] if step.startswith(("start", "attend", "finish"))]
         for i, (step, key) in enumerate(steps):
             if not step.startswith("finish"):
-                assert steps[i + 1][1] != key, f"{step} is followed by {steps[i + 1]} of the same half"
+                assert steps[i + 1][1] != key, f"{step} is followed by {steps[i + 1]} of the same nano-batch"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SLOW)
 def test_more_compositions_train_like_without_a_pipeline(name: str) -> None:
-    check(SLOW[name], steps=20 if "halves" in name else 3)
+    check(SLOW[name], steps=20 if "nano-batches" in name else 3)
 
 
 @c.needs_traced
@@ -157,7 +157,7 @@ def test_more_compositions_train_like_without_a_pipeline(name: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", TRACED)
 def test_traced_streams_train_alike(name: str) -> None:
-    """They do as one nano-batch, the regions of two and a run without a pipeline."""
+    """They do as one nano-batch, the segments of two and a run without a pipeline."""
     traced, opaque, one = (
         check(SLOW[name], *more, steps=20)
         for more in (("--cad.streams=traced",), ("--cad.streams=opaque",), ("--cad.nano_batches=1",))
@@ -171,7 +171,7 @@ def test_traced_streams_train_alike(name: str) -> None:
 @needs_linux
 @pytest.mark.parametrize(
     "name",
-    [*QUICK, "halves pp4 ac full", "halves cp2", "halves interleaved dp2", "halves by row tp2"],
+    [*QUICK, "nano-batches pp4 ac full", "nano-batches cp2", "nano-batches interleaved dp2", "nano-batches by row tp2"],
 )
 def test_symmetric_memory(name: str) -> None:
     check((SLOW | QUICK)[name], "--cad.transport=symm_mem")

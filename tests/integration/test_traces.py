@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Traces that training writes, asked by SQL as Perfetto is: the phases, and both halves of a batch."""
+"""Traces that training writes, asked by SQL as Perfetto is: the phases, and both nano-batches."""
 
 import json
 import re
@@ -56,19 +56,21 @@ def documented_phases() -> set[str]:
 
 @matrix
 @pytest.mark.parametrize("open_trace", [in_sqlite, in_perfetto])
-def test_phases_and_halves_are_found_by_sql(open_trace: Callable[[Path], Ask], trace: Path) -> None:
+def test_phases_and_nano_batches_are_found_by_sql(open_trace: Callable[[Path], Ask], trace: Path) -> None:
     ask = open_trace(trace)
     names = {re.sub(r"\d+", "N", name) for (name,) in ask(f"SELECT DISTINCT name FROM slice WHERE {CAD}")}
     assert documented_phases() <= names
 
-    query = f"SELECT substr(name, -4), COUNT(*), MIN(dur) FROM slice WHERE {CAD} AND name GLOB '*.p?ng' GROUP BY 1"
-    (ping, pings, least), (pong, pongs, _) = ask(query)
-    assert (ping, pong) == ("ping", "pong")
-    assert pings == pongs > 0
+    query = (
+        f"SELECT substr(name, -12), COUNT(*), MIN(dur) FROM slice WHERE {CAD} AND name GLOB '*.nano_batch_?' GROUP BY 1"
+    )
+    (first, firsts, least), (second, seconds, _) = ask(query)
+    assert (first, second) == ("nano_batch_0", "nano_batch_1")
+    assert firsts == seconds > 0
     assert least > 0
 
-    # While ping's rows are on their way, pong's linear work is done.
+    # While nano-batch 0's rows are on their way, nano-batch 1's linear work is done.
     first = f"SELECT MIN(ts) FROM slice WHERE {CAD} AND name ="
     meanwhile = f"ts BETWEEN ({first} 'cad/exchange forward rows') AND ({first} 'cad/wait forward rows')"
-    ((hidden,),) = ask(f"SELECT SUM(dur) FROM slice WHERE {CAD} AND name GLOB '*.pong' AND {meanwhile}")
+    ((hidden,),) = ask(f"SELECT SUM(dur) FROM slice WHERE {CAD} AND name GLOB '*.nano_batch_1' AND {meanwhile}")
     assert hidden > 0

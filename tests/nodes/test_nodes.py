@@ -29,7 +29,7 @@ COMPOSITIONS: dict[str, tuple[int, int, list[str]]] = {
     "four nodes": (4, 1, ["--cad.placement=balanced"]),
     "memory and messages": (2, 2, [NEAR_AND_FAR, "--cad.placement=auto"]),
     "memory and messages, halves": (2, 2, [NEAR_AND_FAR, "--cad.nano_batches=2", "--cad.backward=keep"]),
-    "memory and messages, trips": (2, 2, [NEAR_AND_FAR, "--cad.receive_buffer_gb=2e-4", "--cad.ranks_per_node=2"]),
+    "memory and messages, chunks": (2, 2, [NEAR_AND_FAR, "--cad.receive_buffer_gb=2e-4", "--cad.ranks_per_node=2"]),
     "memory and messages, cp": (2, 2, [NEAR_AND_FAR, "--parallelism.context_parallel_degree=4"]),
     "memory and messages, pp": (2, 2, [NEAR_AND_FAR, PP, "--parallelism.pipeline_parallel_schedule=1F1B"]),
     "memory and messages, ticks": (2, 2, [NEAR_AND_FAR, PP, "--parallelism.pipeline_parallel_schedule=CAD1F1B"]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parts of the exchange: intervals against sets of numbers, trips that fit into buffers, and calls of bounded size.
+"""Parts of the exchange: intervals against sets of numbers, chunks that fit into buffers, and calls of bounded size.
 
 That the tables built of them carry out plans is in test_validate.py and test_properties.py.
 """
@@ -68,23 +68,23 @@ ROWS = st.integers(0, 10**6)
 
 @settings(max_examples=settings.default.max_examples // 3)
 @given(st.builds(MostRows, ROWS, ROWS, ROWS, ROWS), st.booleans(), st.integers(1, 10**4))
-def test_trips_bring_all_rows_and_fit_into_buffers(most: MostRows, keep: bool, buffer_rows: int) -> None:
-    """Both kinds travel at once if they fit; else no fewer trips would do, and all are full to a row."""
+def test_chunks_bring_all_rows_and_fit_into_buffers(most: MostRows, keep: bool, buffer_rows: int) -> None:
+    """Both kinds travel at once if they fit; else no fewer chunks would do, and all are full to a row."""
     row_bytes = RowBytes.of(LLAMA, keep=keep)
     buffer_bytes = buffer_rows * row_bytes.queries_out
     widths = row_bytes.queries_out, row_bytes.keys, row_bytes.queries_home, row_bytes.key_gradients
-    each = list(zip(astuple(most), astuple(most.trips(row_bytes, buffer_bytes)), widths, strict=True))
+    each = list(zip(astuple(most), astuple(most.chunks(row_bytes, buffer_bytes)), widths, strict=True))
     for direction in each[:2], each[2:]:
         together = sum(aligned(rows * width) for rows, _, width in direction) <= 2 * buffer_bytes
-        for rows, trips, width in direction:
-            assert sum(trips) == rows
-            assert together or max(trips) * width <= buffer_bytes
-            assert len(trips) == 1 if together else (len(trips) - 1) * (buffer_bytes // width) < max(1, rows)
-            assert max(trips) - min(trips) <= 1
+        for rows, chunks, width in direction:
+            assert sum(chunks) == rows
+            assert together or max(chunks) * width <= buffer_bytes
+            assert len(chunks) == 1 if together else (len(chunks) - 1) * (buffer_bytes // width) < max(1, rows)
+            assert max(chunks) - min(chunks) <= 1
 
 
 def test_a_row_larger_than_a_buffer_travels_alone() -> None:
-    assert MostRows(3, 0, 0, 0).trips(RowBytes.of(LLAMA, keep=False), 1).queries_out == (1, 1, 1)
+    assert MostRows(3, 0, 0, 0).chunks(RowBytes.of(LLAMA, keep=False), 1).queries_out == (1, 1, 1)
 
 
 def test_all_buffers_together_are_what_is_asked_for() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The engine on threaded ranks: as exact as undivided attention, and the same bits however many trips rows take."""
+"""The engine on threaded ranks: as exact as undivided attention, and the same bits however many chunks rows take."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -201,7 +201,7 @@ def backward_bytes(plan: Plan, tensors: Tensors, **options: Any) -> tuple[int, l
     return sum(transport.sent["backward"] for transport in transports), results
 
 
-# Rows in several trips ------------------------------------------------------------------------------------------------
+# Rows in several chunks -----------------------------------------------------------------------------------------------
 
 
 RANKS = 6
@@ -209,20 +209,20 @@ ONE_HOME = TokenLayout.from_segments([[(0, 0, 1536)], *([] for _ in range(RANKS 
 """All rows live on one rank, which gets back more than any server receives."""
 
 
-def trips_of(plan: Plan, buffer_bytes: int = BUFFER_BYTES) -> list[int]:
-    """Numbers of trips of queries and keys out, and of their results home."""
-    trips = plan.most_rows.trips(RowBytes.of(plan.shape, keep=False), buffer_bytes)
-    return [len(each) for each in dataclasses.astuple(trips)]
+def chunks_of(plan: Plan, buffer_bytes: int = BUFFER_BYTES) -> list[int]:
+    """Numbers of chunks of queries and keys out, and of their results home."""
+    chunks = plan.most_rows.chunks(RowBytes.of(plan.shape, keep=False), buffer_bytes)
+    return [len(each) for each in dataclasses.astuple(chunks)]
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
 @TRANSPORTS
-def test_trips_change_no_bit(symmetric: bool, keep: bool) -> None:
-    """A row's partials are combined in the order in which they arrive, in however many trips."""
+def test_chunks_change_no_bit(symmetric: bool, keep: bool) -> None:
+    """A row's partials are combined in the order in which they arrive, in however many chunks."""
     torch.manual_seed(0)
     tensors, plan = Tensors.random(ONE_HOME, SHAPE), make_plan(ONE_HOME, SHAPE)
-    assert trips_of(plan) == [1, 1, 1, 1]
-    assert min(trips_of(plan, 2**17)) > 1
+    assert chunks_of(plan) == [1, 1, 1, 1]
+    assert min(chunks_of(plan, 2**17)) > 1
     for two_rounds in (False, True):
         at_once = execute(plan, tensors, keep=keep, two_rounds=two_rounds)
         options = {"keep": keep, "symmetric": symmetric, "two_rounds": two_rounds}
@@ -231,7 +231,7 @@ def test_trips_change_no_bit(symmetric: bool, keep: bool) -> None:
 
 @pytest.mark.parametrize("seed", params([0, 1, 2, 4, 5], [0]))
 @needs_linux
-def test_trips_of_any_plan_change_no_bit(seed: int) -> None:
+def test_chunks_of_any_plan_change_no_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     layout = random_layout(rng, num_ranks=int(rng.integers(2, 5)), max_length=300)
@@ -239,13 +239,13 @@ def test_trips_of_any_plan_change_no_bit(seed: int) -> None:
     tensors = Tensors.random(layout, SHAPE)
     at_once = execute(plan, tensors)
     buffer_bytes = 512 * int(rng.integers(4, 100))
-    assert max(trips_of(plan, buffer_bytes)) > 2
+    assert max(chunks_of(plan, buffer_bytes)) > 2
     assert_same_bits(execute(plan, tensors, symmetric=True, buffer_bytes=buffer_bytes), at_once)
 
 
 @pytest.mark.parametrize("seed", seeds(2, 60))
 @needs_linux
-def test_hosts_and_trips_change_no_bit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_hosts_and_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Rows go over memory inside hosts of one to four ranks, and in messages between them, into the same buffers."""
     monkeypatch.setattr(calls, "CUT_AT", 8)
     rng = np.random.default_rng(seed)
@@ -263,11 +263,11 @@ def test_hosts_and_trips_change_no_bit(monkeypatch: pytest.MonkeyPatch, seed: in
         assert_same_bits(execute(plan, tensors, **options, hosts=hosts, buffer_bytes=buffer_bytes), expected)
 
 
-@pytest.mark.parametrize("trips", ["one", "several"])
+@pytest.mark.parametrize("chunks", ["one", "several"])
 @pytest.mark.parametrize("two_rounds", [False, True])
 @needs_linux
 def test_combining_own_results_early_changes_no_bit(
-    monkeypatch: pytest.MonkeyPatch, two_rounds: bool, trips: str
+    monkeypatch: pytest.MonkeyPatch, two_rounds: bool, chunks: str
 ) -> None:
     """They wait for those that return in fp32, whatever the dtype."""
     rng = np.random.default_rng(3)
@@ -278,7 +278,7 @@ def test_combining_own_results_early_changes_no_bit(
     monkeypatch.setattr(calls, "MOST_UNCOMBINED", 1000)
     late = execute(plan, tensors, symmetric=True, two_rounds=two_rounds)
     monkeypatch.setattr(calls, "MOST_UNCOMBINED", 0)
-    buffer_bytes = 2**14 if trips == "several" else BUFFER_BYTES
+    buffer_bytes = 2**14 if chunks == "several" else BUFFER_BYTES
     assert_same_bits(execute(plan, tensors, symmetric=True, two_rounds=two_rounds, buffer_bytes=buffer_bytes), late)
 
 

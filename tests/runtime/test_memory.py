@@ -179,16 +179,16 @@ def test_the_formula_is_what_the_engine_allocates(
     layout = TokenLayout.from_segments([[(0, 0, 3000)], [(1, 0, 700), (2, 0, 300)], [(3, 0, 1000)], []])
     plan = make_plan(layout, shape)
     assert plan.moves_rows
-    trips = plan.most_rows.trips(messages.RowBytes.of(shape, keep=keep), buffer_bytes)
-    several = [len(home) > 1 for home in (trips.queries_home, trips.keys_home)]
-    assert any(several) is (len(trips.queries_out) > 1) is (buffer_bytes == 2**17)
+    chunks = plan.most_rows.chunks(messages.RowBytes.of(shape, keep=keep), buffer_bytes)
+    several = [len(home) > 1 for home in (chunks.queries_home, chunks.keys_home)]
+    assert any(several) is (len(chunks.queries_out) > 1) is (buffer_bytes == 2**17)
     for rank in range(layout.num_ranks):
         wanted = memory.working_memory(plan, rank, buffer_bytes, keep=keep)
         got = measured(plan, rank, buffer_bytes, keep=keep)
-        for mine, formula, several_trips in zip(got, wanted, (several[0], any(several)), strict=True):
+        for mine, formula, several_chunks in zip(got, wanted, (several[0], any(several)), strict=True):
             assert mine.most == pytest.approx(formula.most, rel=0.02), f"rank {rank}"
             assert mine.travelling <= 1.02 * formula.travelling, f"rank {rank}"
-            assert several_trips or mine.travelling >= 0.98 * formula.travelling, f"rank {rank}"
+            assert several_chunks or mine.travelling >= 0.98 * formula.travelling, f"rank {rank}"
 
 
 def test_of_two_nano_batches_one_travels_while_the_other_computes() -> None:

@@ -77,10 +77,10 @@ def test_nvshmem_kernels_are_compiled_before_they_are_needed(tmp_path: Path) -> 
 def signals_of_layer(plan: Plan, rank: int) -> tuple[int, int, int]:
     """Signals to other nodes in a layer's forward and backward, ranks they go to, and exchanges of the layer."""
     memory = RecordingMemory()
-    num_bytes = buffer_bytes(4.0)  # one trip is enough
+    num_bytes = buffer_bytes(4.0)  # one chunk is enough
     transport = SymmetricTransport(range(plan.layout.num_ranks), rank, memory.allocate, lambda: 1.0, num_bytes)
-    trips = plan.most_rows.trips(RowBytes.of(SHAPE, keep=False), num_bytes)
-    tables = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, trips=trips)
+    chunks = plan.most_rows.chunks(RowBytes.of(SHAPE, keep=False), num_bytes)
+    tables = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, chunks=chunks)
     exchanges = [
         routes for back in tables.home.values() for routes in (*tables.out["all"], *(routes for routes, _ in back))
     ]

@@ -253,7 +253,7 @@ def test_launches_of_a_layer() -> None:
             "wait": 4,
             "gather_rows": 4,  # per call once of queries, once of keys and values
             "flash_attention": 2,
-            "merge_rows": 2,  # of served rows, and at home
+            "merge_rows": 2,  # of remote rows, and at home
         }, forward
         assert backward == {
             "row_delta": 1,
@@ -263,7 +263,7 @@ def test_launches_of_a_layer() -> None:
             "gather_rows": 4,
             "prepare_statistics": 2,
             "flash_attention": 2,
-            "sum_rows": 4,  # of dq, and of dk and dv, of served rows and at home
+            "sum_rows": 4,  # of dq, and of dk and dv, of remote rows and at home
         }, backward
 
 

@@ -150,7 +150,7 @@ def engine() -> Iterator[CoreAttentionEngine]:
     register_engine(ENGINE, engine)
     torch.compiler.reset()
     yield engine
-    assert not engine.in_flight
+    assert not engine.pending
 
 
 def random_rows(dim: int = 16) -> list[Tensor]:

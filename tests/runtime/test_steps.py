@@ -68,7 +68,7 @@ def _engine() -> Iterator[None]:
     register_engine(ENGINE, engine)
     torch._dynamo.reset()
     yield
-    assert not engine.in_flight
+    assert not engine.pending
 
 
 def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,23 +77,23 @@ def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def ping_pong(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor) -> Tensor:
-    """All layers of both halves [24, DIM] in one function, as the loop over the blocks runs them."""
-    halves, keys, names = [a, b], [key_a, key_b], "AB"
-    flights: list[tuple] = [(), ()]
+    """All layers of both nano-batches [24, DIM] in one function, as the loop over the blocks runs them."""
+    xs, keys, names = [a, b], [key_a, key_b], "AB"
+    pending: list[tuple] = [(), ()]
     for layer in range(LAYERS + 1):
-        for half in (0, 1):
+        for i in (0, 1):
             if layer:
-                token, *qkv = flights[half]
-                halves[half] = halves[half] + combine(token, *qkv, keys[half], ENGINE).flatten(1)
-            halves[half] = torch.tanh(mark(halves[half] @ weights[layer], f"work {layer} {names[half]}"))
+                token, *qkv = pending[i]
+                xs[i] = xs[i] + combine(token, *qkv, keys[i], ENGINE).flatten(1)
+            xs[i] = torch.tanh(mark(xs[i] @ weights[layer], f"work {layer} {names[i]}"))
             if layer < LAYERS:
-                qkv = project(halves[half])
-                flights[half] = (dispatch(*qkv, keys[half], ENGINE), *qkv)
+                qkv = project(xs[i])
+                pending[i] = (dispatch(*qkv, keys[i], ENGINE), *qkv)
         if layer < LAYERS:
-            for half in (0, 1):
-                token, *qkv = flights[half]
-                flights[half] = (step(token, "attend", keys[half], ENGINE), *qkv)
-    return torch.cat(halves)
+            for i in (0, 1):
+                token, *qkv = pending[i]
+                pending[i] = (step(token, "attend", keys[i], ENGINE), *qkv)
+    return torch.cat(xs)
 
 
 def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, key: Tensor, early: bool) -> Tensor:
@@ -104,14 +104,14 @@ def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, key: Tensor, early: bool
 
 
 def undivided(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor) -> Tensor:
-    halves = []
+    xs = []
     for x, key in ((a, key_a), (b, key_b)):
         for layer in range(LAYERS + 1):
             x = torch.tanh(x @ weights[layer])
             if layer < LAYERS:
                 x = x + core_attention(*project(x), key, ENGINE).flatten(1)
-        halves.append(x)
-    return torch.cat(halves)
+        xs.append(x)
+    return torch.cat(xs)
 
 
 def train(function, seed: int, keys: tuple[int, int], dtype=torch.float32) -> tuple[list[Tensor], list[str]]:
@@ -147,7 +147,7 @@ def test_a_key_on_the_device_is_refused() -> None:
         read_key(torch.empty(1, dtype=torch.int64, device="meta"))
 
 
-def test_steps_give_what_the_undivided_operator_gives_in_turns_of_the_halves() -> None:
+def test_steps_give_what_the_undivided_operator_gives_in_turns_of_the_nano_batches() -> None:
     """The bits are the same: it is the same computation, and a gradient's two summands are the same in either order."""
     results, order = train(ping_pong, 0, (0, 1))
     assert all(map(torch.equal, results, train(undivided, 0, (0, 1))[0]))
@@ -180,7 +180,7 @@ def test_one_graph_for_all_plans_keeps_the_order(function: Callable[..., Tensor]
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_attention_in_parts(backend: str, early: bool) -> None:
-    """Plans without halves are computed in the first part of forward and the second of backward, or vice versa."""
+    """Plans with one round are computed in the first part of forward and the second of backward, or vice versa."""
     compiled = torch.compile(attention_in_parts, backend=backend, fullgraph=True)
     rows = random_rows(torch.float64)
     for key in (0, 2):
@@ -206,7 +206,7 @@ def test_attention_in_parts(backend: str, early: bool) -> None:
 
 
 def check_order(order: list[str]) -> None:
-    """Everything of the loop once, and work of the other half or its attention between any two steps of a half."""
+    """Everything of the loop once, and the other nano-batch's work or attention between two steps of one."""
     steps = [event for event in order if not event.startswith("work")]
     assert len(steps) == len(set(steps)) * LAYERS == 2 * 6 * LAYERS
     for mine, other in ("AB", "BA"):
@@ -239,11 +239,11 @@ def test_what_a_failed_engine_has_left_is_not_in_the_way_of_the_next() -> None:
     q, k, v = (x.detach() for x in random_rows())
     key, engine = torch.tensor(1), get_engine(ENGINE)
     successor = copy.copy(engine)
-    successor.in_flight = {}
+    successor.pending = {}
     dispatch(q, k, v, key, ENGINE)
     try:
         register_engine(ENGINE, successor)
         combine(step(dispatch(q, k, v, key, ENGINE), "attend", key, ENGINE), q, k, v, key, ENGINE)
     finally:
         register_engine(ENGINE, engine)
-        engine.in_flight.clear()
+        engine.pending.clear()

@@ -92,29 +92,32 @@ def plan_of_two() -> Plan:
 def train(
     rank: int, kernel: AttentionKernel, transport: Transport, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """Core attention of two halves in turns, layer by layer, forward and backward: outputs and gradients."""
+    """Core attention of two nano-batches in turns, layer by layer, forward and backward: outputs and gradients."""
     generator = torch.Generator().manual_seed(rank)  # ranks are threads
-    halves = (0, 1)
+    nano_batches = (0, 1)
     engine = CoreAttentionEngine(kernel, transport, rank=rank, device=device, scale=0.25)
     planning = torch.Stream(device) if device.type == "ledger" else nullcontext()
     with planning:
-        for half in halves:
-            engine.add_plan(half, plan_of_two())
+        for nano_batch in nano_batches:
+            engine.add_plan(nano_batch, plan_of_two())
     outputs, saved = [], []
-    x = [torch.randn(64, 4, 16, generator=generator).to(device, dtype) for _ in halves]
+    x = [torch.randn(64, 4, 16, generator=generator).to(device, dtype) for _ in nano_batches]
     for _ in range(LAYERS):
         rows = [(y[:, :2] * 1.0, y[:, 2:3] * 1.0, y[:, 3:] * 1.0) for y in x]
-        calls = [engine.begin_forward(*rows[half], half).send() for half in halves]
+        calls = [engine.begin_forward(*rows[nano_batch], nano_batch).send() for nano_batch in nano_batches]
         for call in calls:
             call.attend()
         results = [call.finish() for call in calls]
-        saved.append([Saved(*rows[half], *results[half]) for half in halves])
+        saved.append([Saved(*rows[nano_batch], *results[nano_batch]) for nano_batch in nano_batches])
         x = [y + torch.cat((out, out), 1) for y, (out, *_) in zip(x, results, strict=True)]
         del rows, calls, results
     outputs += x
     for tensors in reversed(saved):
         douts = [torch.tanh(y[:, :2]) for y in x]
-        calls = [engine.begin_backward(douts[half], tensors[half], half).send() for half in halves]
+        calls = [
+            engine.begin_backward(douts[nano_batch], tensors[nano_batch], nano_batch).send()
+            for nano_batch in nano_batches
+        ]
         del douts
         for call in calls:
             call.attend()
@@ -192,7 +195,7 @@ def test_engines_between_hosts_that_are_not(on_ledger: Process, mistake: str) ->
 
 
 def exchange_on_two_streams(hosts: tuple[int, ...] | None) -> list[str]:
-    """Races of exchanges that begin and end on one stream, as of one half, and then on another."""
+    """Races of exchanges that begin and end on one stream, as of one nano-batch, and then on another."""
     from tests.support.ledger.ranks import ledger_transports
 
     transports = ledger_transports(2, hosts)

@@ -153,7 +153,7 @@ def test_code_for_a_device(capability: int, tmp_path) -> None:
     ],
 )
 def test_nothing_is_compiled_after_the_start(shape: AttentionShape, num_ranks: int, num_plans: int, tmp_path) -> None:
-    """The plans differ as much as they can: 1 to 14 kernel calls, returns in 1 to 5 trips."""
+    """The plans differ as much as they can: 1 to 14 kernel calls, returns in 1 to 5 chunks."""
     run = partial(run_processes, 1, run_plans, shape, num_ranks, num_plans, str(tmp_path), timeout_s=500)
     ((variants, warmed),) = values(run())
     more_sizes = 5 if shape is LATENT else 0  # sums of two more sizes, statistics of padded rows

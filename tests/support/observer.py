@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torchtitan_cad.integration.pingpong.loop import _Half
+from torchtitan_cad.integration.pingpong.loop import _NanoBatch
 from torchtitan_cad.runtime.attend import TaskRunner
 from torchtitan_cad.runtime.call import AttentionCall
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
@@ -39,8 +39,8 @@ def _wrap() -> None:
     for name in ("attend_first", "compute", "finish"):
         _replace(AttentionCall, name, _take_step)
     _replace(TaskRunner, "advance", _advance)
-    _replace(_Half, "run", _run)
-    _replace(_Half, "exchange", _exchange)
+    _replace(_NanoBatch, "run", _run)
+    _replace(_NanoBatch, "exchange", _exchange)
     _replace(Boundary, "launch", _launch_or_collect)
     _replace(Boundary, "collect", _launch_or_collect)
 
@@ -69,10 +69,10 @@ def _advance(original: Callable, tasks: TaskRunner) -> None:
     original(tasks)
 
 
-def _run(original: Callable, half: _Half, name: str, *work: Any) -> Any:
-    engine, key = get_engine(half.engine), half.key
+def _run(original: Callable, nano_batch: _NanoBatch, name: str, *work: Any) -> Any:
+    engine, key = get_engine(nano_batch.engine), nano_batch.key
     note(engine, f"{name} forward", key)
-    results = original(half, name, *work)
+    results = original(nano_batch, name, *work)
     last = [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None][-1]
     if last.requires_grad:
         last.register_hook(lambda _: note(engine, f"{name} backward", key))
@@ -82,9 +82,9 @@ def _run(original: Callable, half: _Half, name: str, *work: Any) -> Any:
 _exchanging: ContextVar[tuple[CoreAttentionEngine, int]] = ContextVar("exchanging")
 
 
-def _exchange(original: Callable, half: _Half, *args: Any) -> Any:
-    with _set(_exchanging, (get_engine(half.engine), half.key)):
-        return original(half, *args)
+def _exchange(original: Callable, nano_batch: _NanoBatch, *args: Any) -> Any:
+    with _set(_exchanging, (get_engine(nano_batch.engine), nano_batch.key)):
+        return original(nano_batch, *args)
 
 
 def _launch_or_collect(original: Callable, boundary: Boundary, direction: str, *args: Any) -> Any:

@@ -20,7 +20,7 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels import get_kernel
 from torchtitan_cad.runtime.ops import core_attention
 
-WHOLE, HALVES = "plain_blocks whole", "plain_blocks halves"
+WHOLE, NANO_BATCHES = "plain_blocks whole", "plain_blocks nano-batches"
 Prepare = Callable[[PingPong], None]
 
 
@@ -64,8 +64,8 @@ def _rotate(rows: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
 
 
-class HalvesAndWhole:
-    """Blocks, rows of every rank and plans: for the rows an undivided one, for their halves some that cut documents.
+class NanoBatchesAndWhole:
+    """Blocks, rows of every rank and plans: an undivided one, and some for nano-batches that cut documents.
 
     Args:
         dim: of the model; ``shape``: of its attention.
@@ -98,13 +98,13 @@ class HalvesAndWhole:
         rng, batch = np.random.default_rng(seed), BatchShape(rows, seq_len, rows)
         row_starts = np.arange(0, rows * seq_len, seq_len)
         starts = [np.union1d(row_starts, rng.choice(rows * seq_len, 9)) for _ in transports]
-        halves = nano_layouts(starts, batch, 0, 1, nano_batches=2)
-        plans = [_any_plan(rng, layout, shape) for _ in range(microbatches) for layout in halves]
+        nano_batches = nano_layouts(starts, batch, 0, 1, nano_batches=2)
+        plans = [_any_plan(rng, layout, shape) for _ in range(microbatches) for layout in nano_batches]
         kernel = get_kernel("auto", device, shape)
         for rank, transport in enumerate(transports):
             (layout,) = nano_layouts(starts[rank : rank + 1], batch, 0, 1, 1)
             whole = make_plan(layout, shape, PlannerConfig(planner="home"))
-            for name, own, place, some in ((WHOLE, None, 0, [whole]), (HALVES, transport, rank, plans)):
+            for name, own, place, some in ((WHOLE, None, 0, [whole]), (NANO_BATCHES, transport, rank, plans)):
                 engine = CoreAttentionEngine(
                     kernel,
                     own,
@@ -117,12 +117,12 @@ class HalvesAndWhole:
                     engine.add_plan(key, plan)
                 register_engine(f"{name} {rank}", engine)
 
-    def run_halves(
+    def run_nano_batches(
         self, blocks: nn.ModuleList, backend: str | None = None, rank: int = 0, prepare: Prepare | None = None
     ) -> Callable[..., Tensor]:
-        """By the ping-pong loop; ``backend`` compiles its regions, ``prepare`` may change the loop before."""
+        """By the ping-pong loop; ``backend`` compiles its segments, ``prepare`` may change the loop before."""
         views: Any = list(blocks)
-        loop = PingPong(views, f"{HALVES} {rank}")
+        loop = PingPong(views, f"{NANO_BATCHES} {rank}")
         if prepare:
             prepare(loop)
         if backend:
@@ -143,14 +143,14 @@ class HalvesAndWhole:
         return run
 
     def check(self, backend: str | None = None, prepare: Prepare | None = None) -> None:
-        """Output and gradients of the halves err at most twice as much as those of the whole, on every rank.
+        """Output and gradients of the nano-batches err at most twice as much as those of the whole, on every rank.
 
         The measure is linear work in a wider dtype: what rounding alone may do.
         """
         wider = torch.float64 if self.dtype == torch.float32 else torch.float32
         ranks = range(len(self.xs))
         copies = [[copy.deepcopy(self.blocks) for _ in range(3)] for _ in ranks]
-        halved = [self.run_halves(copies[rank][2], backend, rank, prepare) for rank in ranks]
+        halved = [self.run_nano_batches(copies[rank][2], backend, rank, prepare) for rank in ranks]
 
         def train(run: Callable[..., Tensor], blocks: nn.ModuleList) -> list[Tensor]:
             outputs = [run(number) for number in range(self.microbatches)]
@@ -165,9 +165,9 @@ class HalvesAndWhole:
         for rank, of_rank in enumerate(results):
             exact, whole = copies[rank][0].to(wider), copies[rank][1]
             others = (train(self.run_whole(blocks, rank), blocks) for blocks in (exact, whole))
-            for want, of_whole, of_halves in zip(*others, of_rank, strict=True):
+            for want, of_whole, of_nano_batches in zip(*others, of_rank, strict=True):
                 assert want.norm() > 0
-                whole_error, error = ((x.to(wider) - want).norm() / want.norm() for x in (of_whole, of_halves))
+                whole_error, error = ((x.to(wider) - want).norm() / want.norm() for x in (of_whole, of_nano_batches))
                 assert error <= 2 * whole_error + 8 * torch.finfo(self.dtype).eps
 
 

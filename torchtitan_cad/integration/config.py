@@ -56,7 +56,7 @@ class Cad:
     receive_buffer_gb: float | None = None
     """
     GB that a GPU's receive buffers take with transport = "symm_mem", allocated once, in equal parts for the
-    nano-batches. What does not fit travels in several trips. By default 0.65 for each nano-batch.
+    nano-batches. What does not fit travels in several chunks. By default 0.65 for each nano-batch.
     """
 
     ranks_per_node: int | None = None
@@ -67,7 +67,7 @@ class Cad:
 
     nano_batches: int = 1
     """
-    2: the two halves of every microbatch take turns, and the exchange of one hides behind the other's compute. An even
+    2: two halves of every microbatch take turns, and the exchange of one hides behind the other's compute. An even
     number of rows per microbatch is halved by rows, an odd one in the middle of every row. 1: no overlap, needed with
     an odd number of rows under tensor parallelism.
     """
@@ -75,8 +75,8 @@ class Cad:
     streams: str = "auto"
     """
     How two nano-batches run in compiled code: "traced" compiles the exchanges too, so that what lies between two of
-    FSDP2's hook points is one graph for both halves, streams and events included (docs/pipelines.md); it needs torch
-    2.14.1. "opaque" leaves exchanges between compiled regions. "auto" takes traced on CPU ranks where it is possible,
+    FSDP2's hook points is one graph for both, streams and events included (docs/pipelines.md); it needs torch
+    2.14.1. "opaque" leaves exchanges between compiled segments. "auto" takes traced on CPU ranks where it is possible,
     else opaque; on CUDA opaque, as no GPU has run traced yet.
     """
 

@@ -23,13 +23,13 @@ keys, dK and dV of every query head. Kernels return dJ, which has more bytes tha
 are narrower than those of keys, FlashAttention-2 computes with V and O as wide as K and Q, copied before and after:
 their bytes are temporary, too.
 
-1. Rows to serve that come in several trips are copied out of the receive buffers and held until the last call has its
+1. Rows to serve that come in several chunks are copied out of the receive buffers and held until the last call has its
    copies: forward r Q + s K, backward r (Q + O + 2 L) + s K.
 2. Calls run, the largest first (``calls.py``). A pass holds the results so far and the copies and temporary memory of
    one call; backward also holds the row sums n L until the last call has copies of them.
 3. If the calls have many results (``combine_early``), these become n (P + L), in backward n A and m B.
 4. Results go home, r (O + L), in backward r Q and s K, and are combined with the home's own results into n (O + L),
-   in backward n Q and then m K. If they return in several trips, P, A and B replace O, Q and K until the last trip.
+   in backward n Q and then m K. If they return in several chunks, P, A and B replace O, Q and K until the last chunk.
 
 With ``keep`` both passes also hold the received Q, K and V, r Q + s K. A single call over all local rows in place has
 nothing to combine. Stock attention has the results and temporary memory of one call, without the surrogate. All-to-alls
@@ -191,7 +191,7 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
     n, m = exchange.queries.num_local, exchange.keys.num_local
     r, s = exchange.queries.num_received, exchange.keys.num_received
     row_bytes = RowBytes.of(plan.shape, keep=keep)
-    trips = exchange.most.trips(row_bytes, buffer_bytes)
+    trips = exchange.most.chunks(row_bytes, buffer_bytes)
     q_trips, k_trips = len(trips.queries_home), len(trips.keys_home)
     in_place = len(trips.queries_out) == 1 and (keep or len(trips.keys_out) == 1)
     copied_out_forward = 0 if in_place or keep else r * size.q + s * size.k
@@ -250,7 +250,7 @@ def _num_copied(rows: IntArray, num_local: int) -> int:
 
 
 def _so_far(results: int, num_rows: int, wide: int, trips: int) -> int:
-    """Return the maximum bytes of the results so far before the last trip."""
+    """Return the maximum bytes of the results so far before the last chunk."""
     return results if trips == 1 else max(results, num_rows * wide)
 
 

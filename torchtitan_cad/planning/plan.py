@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def most_rows(self) -> MostRows:
-        """Rows of the busiest ranks, from which all ranks derive the same trips."""
+        """Rows of the busiest ranks, from which all ranks derive the same chunks."""
         return most_rows(self.query_needs, self.key_needs)
 
     def exchange(self, rank: int) -> RankExchange:

@@ -14,9 +14,9 @@ from torchtitan_cad.runtime.tables import KernelCall, PlanTables
 
 
 class RowSpace:
-    """Tensors of one row space: the local rows [N, ...] of each, followed by its received rows [M, ...].
+    """Tensors of one row space (NOTE [Row spaces] of planning/exchange/tables.py): local rows [N, ...] and remote rows.
 
-    Received rows may be views of messages.
+    Remote rows [M, ...] may be views of messages.
     """
 
     def __init__(self, local: Sequence[Tensor], received: Sequence[Tensor]) -> None:

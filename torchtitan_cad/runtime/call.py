@@ -17,7 +17,7 @@ from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
-from torchtitan_cad.runtime.row_tables import Trip
+from torchtitan_cad.runtime.row_tables import Chunk
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Transport
 from torchtitan_cad.runtime.transport.base import Kind, Routes
@@ -156,13 +156,13 @@ class AttentionCall:
         """The rows to serve, while they arrive and until they are used."""
         self._tasks: TaskRunner | None = None
         """The kernel calls, while they run."""
-        self._served: dict[Kind, list[Tensor]] = {}
+        self._remote_results: dict[Kind, list[Tensor]] = {}
         """By kind, the results for rows of other ranks, until they are sent."""
         self._results: dict[Kind, list[list[Tensor]]] = {}
         """By kind and result, the partials of all kernel calls; once combined, one tensor of the rows at home, in fp32
-        (fp64) until the last trip."""
-        self._returning: deque[tuple[Exchange, Sequence[Trip]]] = deque()
-        """Exchanges of results in flight and their trips, in the order of their starts."""
+        (fp64) until the last chunk."""
+        self._returning: deque[tuple[Exchange, Sequence[Chunk]]] = deque()
+        """Exchanges of results in flight and their chunks, in the order of their starts."""
         self._like = {kind: [x.new_empty(0, *x.shape[1:]) for x in tensors] for kind, tensors in rows.items()}
         self._results_like = direction.results(self._like)
 
@@ -182,7 +182,7 @@ class AttentionCall:
         self._number = self.engine.transport.begin()
         kinds: list[Kind] = ["queries"] if self._has_kept_rows else ["queries", "keys"]
         exchanges = self._plan.out["queries" if self._has_kept_rows else "all"]
-        num_rows = {kind: getattr(self._plan, kind).num_served for kind in kinds}
+        num_rows = {kind: getattr(self._plan, kind).num_remote for kind in kinds}
         self._incoming = Incoming(self._send_rows, exchanges, num_rows)
         return self
 
@@ -256,8 +256,8 @@ class AttentionCall:
             kept_q, kept_kv = self._kept
             self._kept = ()
             format_q, format_kv = RowFormat.of(self._like["queries"][-1:]), RowFormat.of(self._like["keys"])
-            received["queries"] += format_q.reveal(kept_q, self._plan.queries.num_served)
-            received["keys"] = format_kv.reveal(kept_kv, self._plan.keys.num_served)
+            received["queries"] += format_q.reveal(kept_q, self._plan.queries.num_remote)
+            received["keys"] = format_kv.reveal(kept_kv, self._plan.keys.num_remote)
         return received
 
     def _release(self) -> None:
@@ -277,7 +277,7 @@ class AttentionCall:
         for kind, like in self._results_like.items():
             tables = getattr(self._plan, kind)
             if self._plan.moves:
-                self._served[kind] = self.direction.combine(tables.served, self._results[kind], like)
+                self._remote_results[kind] = self.direction.combine(tables.remote, self._results[kind], like)
             if tables.local is not None:
                 self.combine(kind, tables.local)
 
@@ -285,13 +285,15 @@ class AttentionCall:
 
     def send_home(self) -> None:
         """Start all exchanges of results. If all receive buffers are in use, the oldest exchange is taken in first."""
-        served, self._served = self._served, {}
+        remote_results, self._remote_results = self._remote_results, {}
         exchanges = self._plan.home[self.direction.name] if self._plan.moves else []
-        for routes, trips in exchanges:
+        for routes, chunks in exchanges:
             if len(self._returning) == BUFFERS_PER_CALL:
                 self._take_in_next()
-            exchange = self._start(self.direction.results_name, routes, [served[trip.kind] for trip in trips])
-            self._returning.append((exchange, trips))
+            exchange = self._start(
+                self.direction.results_name, routes, [remote_results[chunk.kind] for chunk in chunks]
+            )
+            self._returning.append((exchange, chunks))
 
     def receive_all(self) -> None:
         """Wait for all rows in flight on the current stream, before a step on another stream uses them."""
@@ -299,15 +301,15 @@ class AttentionCall:
             if travelling is not None:
                 travelling.receive()
 
-    def held_tensors(self) -> list[Any]:
+    def keepalive_tensors(self) -> list[Any]:
         """Return what exchanges may still read or write."""
-        return [*self._served.values(), *self._results.values()]
+        return [*self._remote_results.values(), *self._results.values()]
 
     def _take_in_next(self) -> None:
         """Wait for the oldest exchange of results, combine its rows and free its receive buffers."""
-        exchange, trips = self._returning.popleft()
-        for trip, returned in zip(trips, exchange.wait(), strict=True):
-            self.combine(trip.kind, trip.combination, returned, is_last=trip.is_last)
+        exchange, chunks = self._returning.popleft()
+        for chunk, returned in zip(chunks, exchange.wait(), strict=True):
+            self.combine(chunk.kind, chunk.combination, returned, is_last=chunk.is_last)
         exchange.release()
 
     def combine(

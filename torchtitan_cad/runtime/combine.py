@@ -60,24 +60,20 @@ class Combination:
         Raises:
             ValueError: more tensors than ``TENSOR_BITS`` allow.
         """
-        if len(targets) > 1 << TENSOR_BITS:
-            raise ValueError(f"partials in {len(targets)} tensors, at most {1 << TENSOR_BITS} can be combined")
+        most_tensors = 1 << TENSOR_BITS
+        if len(targets) > most_tensors:
+            raise ValueError(f"partials in {len(targets)} tensors, at most {most_tensors} can be combined")
         rows = np.concatenate([np.empty(0, np.int64), *targets])
-        order = np.argsort(rows, kind="stable")[np.count_nonzero(rows < 0) :]
+        num_unused = np.count_nonzero(rows < 0)
+        order = np.argsort(rows, kind="stable")[num_unused:]
         counts = np.bincount(rows[order], minlength=num_rows)
-        ends = np.cumsum(counts)
         if triton.runs_on(device):
-            names = [np.arange(len(rows_of)) << TENSOR_BITS | number for number, rows_of in enumerate(targets)]
-            sources = np.zeros(len(rows), np.int32)
-            sources[: len(order)] = np.concatenate([np.empty(0, np.int64), *names])[order]
-            both = sources, np.append(0, ends)
-            every_row = np.arange(num_rows)
-            in_order = (number for number, x in enumerate(targets) if in_place and np.array_equal(x, every_row))
-            index = [rows_to_device(each, device, np.int32) for each in both]
-            return cls(num_rows, index, is_fused=True, in_place=next(in_order, -1))
-        waves = (np.flatnonzero(counts > number) for number in range(counts.max(initial=0)))
-        pairs = ((order[(ends - counts)[wave] + number], wave) for number, wave in enumerate(waves))
-        return cls(num_rows, [rows_to_device(each, device) for pair in pairs for each in pair], is_fused=False)
+            first = _first_of_all_rows(targets, num_rows) if in_place else -1
+            tables = [_sources(targets, order), np.append(0, np.cumsum(counts))]
+            index = [rows_to_device(table, device, np.int32) for table in tables]
+            return cls(num_rows, index, is_fused=True, in_place=first)
+        index = [rows_to_device(table, device) for table in _wave_tables(order, counts)]
+        return cls(num_rows, index, is_fused=False)
 
     def merge(self, partials: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
         """Return partial attention results merged by log-sum-exp.
@@ -89,19 +85,23 @@ class Combination:
         Returns:
             out [N, H, D] and lse [N, H], fp32 (fp64); 0 and -inf in rows without partials.
         """
-        shape, precise = (self.num_rows, *like.shape[-2:]), compute_dtype(like.dtype)
+        heads_shape = (self.num_rows, like.shape[-2])
+        precise = compute_dtype(like.dtype)
         if self.is_fused and partials[0]:
             from torchtitan_cad.runtime.triton.combine import merge_rows
 
-            (outs, lses), (sources, offsets) = partials, self.index
-            ((out,), in_place), lse = self._targets([outs], [like]), like.new_empty(shape[:2], dtype=precise)
+            outs, lses = partials
+            sources, offsets = self.index
+            (out,), in_place = self._targets([outs], [like])
+            lse = like.new_empty(heads_shape, dtype=precise)
             if out.numel():
                 merge_rows(outs, lses, sources, offsets, out, lse, TENSOR_BITS, in_place)
             return [out, lse]
-        out, lse = like.new_zeros(shape, dtype=precise), like.new_full(shape[:2], -torch.inf, dtype=precise)
-        for part_out, part_lse, rows in self._waves(partials):
-            merge_partials(out, lse, part_out, part_lse, rows)
-        return [out.to(like.dtype), lse]
+        out_NHD = like.new_zeros(*heads_shape, like.shape[-1], dtype=precise)
+        lse_NH = like.new_full(heads_shape, -torch.inf, dtype=precise)
+        for part_out_PHD, part_lse_PH, rows_P in self._waves(partials):
+            merge_partials(out_NHD, lse_NH, part_out_PHD, part_lse_PH, rows_P)
+        return [out_NHD.to(like.dtype), lse_NH]
 
     def add(self, partials: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums of partials, for one or more results with the same index.
@@ -144,3 +144,30 @@ class Combination:
         for source, rows in zip(index, index, strict=True):
             joined = joined or [torch.cat(tuple(parts)) if len(parts) > 1 else parts[0] for parts in partials]
             yield [*(part.index_select(0, source) for part in joined), rows]
+
+
+def _sources(targets: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
+    """Return int32 [P] partials in their order: of each its row of its tensor, and the number of the tensor."""
+    names = [np.arange(len(rows)) << TENSOR_BITS | number for number, rows in enumerate(targets)]
+    all_names = np.concatenate([np.empty(0, np.int64), *names])
+    sources = np.zeros(len(all_names), np.int32)
+    sources[: len(order)] = all_names[order]
+    return sources
+
+
+def _first_of_all_rows(targets: Sequence[np.ndarray], num_rows: int) -> int:
+    """Return the number of the first tensor whose partials are those of all rows, in order; -1 if there is none."""
+    every_row = np.arange(num_rows)
+    for number, rows in enumerate(targets):
+        if np.array_equal(rows, every_row):
+            return number
+    return -1
+
+
+def _wave_tables(order: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield, per wave, positions among all partials, and the rows of these partials."""
+    first = np.cumsum(counts) - counts
+    for number in range(counts.max(initial=0)):
+        rows = np.flatnonzero(counts > number)
+        yield order[first[rows] + number]
+        yield rows

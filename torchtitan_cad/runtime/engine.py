@@ -8,8 +8,8 @@ kept them), servers run the kernel's backward, gradients return and are summed i
 from rows at home, so it may follow another plan than forward.
 
 A call's steps are in ``call.py``; the engine keeps plans and begins calls. Rows that do not fit into the receive
-buffers travel in several trips (planning/exchange/messages.py): rows to serve are copied out before kernels run, and
-results are combined trip by trip, the last trips in the last step.
+buffers travel in several chunks (planning/exchange/messages.py): rows to serve are copied out before kernels run, and
+results are combined chunk by chunk, the last chunks in the last step.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class CoreAttentionEngine:
         self.rank, self.device, self.scale, self.two_rounds = rank, device, scale, two_rounds
         self.kept_bytes = kept_bytes
         self.clock = ExchangeClock()
-        self.in_flight: dict[tuple[str, int], Any] = {}
+        self.pending: dict[tuple[str, int], Any] = {}
         """Calls between operators (steps.py), by direction and by the key of the operators."""
         self._plans: dict[int, tuple[PlanTables, torch.cuda.Event | None]] = {}
         """Tables by key, and the events after which they are on the device."""
@@ -88,20 +88,20 @@ class CoreAttentionEngine:
         """
         if plan.shape.window is not None and self.kernel.squares_only:
             raise ValueError(f"cad.kernel = {self.kernel.name!r} takes no windows: set cad.kernel = 'auto'")
-        moves, exchange, trips = plan.moves_rows, plan.exchange(self.rank), None
+        moves, exchange, chunks = plan.moves_rows, plan.exchange(self.rank), None
         if moves and self.transport is None:
             raise ValueError(f"plan {key} moves rows: give the engine a transport, see build_transport")
         if self.sizes is not None:
             moves, exchange = self.transport is not None, self.sizes.pad(exchange)
         keeps = exchange.most.are_kept(plan.shape, self.kept_bytes)
         if self.sizes is None and self.transport is not None:
-            trips = exchange.most.trips(RowBytes.of(plan.shape, keep=keeps), self.transport.buffer_bytes)
+            chunks = exchange.most.chunks(RowBytes.of(plan.shape, keep=keeps), self.transport.buffer_bytes)
         tables = PlanTables.from_exchange(
             exchange,
             moves,
             self.device,
             self.scale,
-            trips=trips,
+            chunks=chunks,
             two_rounds=self.two_rounds,
             squares_only=self.kernel.squares_only,
             is_padded=self.sizes is not None,

@@ -77,8 +77,8 @@ class Exchange:
 class Incoming:
     """The exchanges that bring the rows that a rank serves.
 
-    Rows of a single exchange are used in the receive buffers. Rows of several trips are copied into one message per
-    kind, and the next trip starts when an earlier one has been copied.
+    Rows of a single exchange are used in the receive buffers. Rows of several chunks are copied into one message per
+    kind, and the next chunk starts when an earlier one has been copied.
 
     Args:
         start: starts an exchange.
@@ -113,7 +113,7 @@ class Incoming:
         """Wait for the rows of every tensor of each kind's message, valid until ``release``."""
         messages = self.receive()
         for message in messages:
-            if message.is_cuda and not self._is_single:  # allocated on the stream that waited for the trips
+            if message.is_cuda and not self._is_single:  # allocated on the stream that waited for the chunks
                 message.record_stream(torch.cuda.current_stream(message.device))
         pairs = zip(self._formats.items(), messages, strict=True)
         return {kind: row_format.unpack(message) for (kind, row_format), message in pairs}

@@ -106,7 +106,8 @@ class PeerMonitor:
     ) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-        self._interval_s, self._silence_s = interval_s, _SILENT_INTERVALS * interval_s
+        self._interval_s = interval_s
+        self._silence_s = _SILENT_INTERVALS * interval_s
         self._stall_intervals = max(_SILENT_INTERVALS, round(stall_s / interval_s))
         self._own = Heartbeat(rank, socket.gethostname(), os.getpid())
         self.launcher = launcher
@@ -116,26 +117,36 @@ class PeerMonitor:
         """True if a signal is about to end this process; later failures are not reported."""
         self._group = frozenset(group)
         self._host = [other for other in host_ranks if other != rank]
-        ring = list(group) if len(group) > 1 else list(range(world_size))
-        at = ring.index(rank)
-        following = ring[at + 1 :] + ring[:at]
-        self._watched, self._examined = set(following[:_WATCHED_PEERS]), following[:MOST_EXAMINED]
         self._is_first_of_host = rank < min(self._host, default=world_size)
-        if self._is_first_of_host:
-            self._watched |= {*self._host, 0, (max(self._host, default=rank) + 1) % world_size} - {rank}
-            self._examined = [other for other in range(world_size) if other != rank]
+        self._choose_peers(group, world_size)
         self._known: _Beats = {}
         """Last heartbeats of the watched ranks, and one of every other rank of this host, for its process."""
-        self._lock, self._closing, self._lost = threading.Lock(), threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._lost = threading.Event()
         self._publish()
         self._answered = time.monotonic()
         """When the store answered last."""
-        self._threads = [
-            threading.Thread(target=run, name=f"cad-{name}", daemon=True)
-            for name, run in (("liveness", self._run), ("waits", self._watch_own))
-        ]
+        self._threads = [self._thread("liveness", self._run), self._thread("waits", self._watch_own)]
         for thread in self._threads:
             thread.start()
+
+    def _choose_peers(self, group: Sequence[int], world_size: int) -> None:
+        """Choose the ranks to watch, and those to examine after a failure."""
+        rank = self._own.rank
+        ring = list(group) if len(group) > 1 else list(range(world_size))
+        place = ring.index(rank)
+        following = ring[place + 1 :] + ring[:place]
+        self._watched = set(following[:_WATCHED_PEERS])
+        self._examined = following[:MOST_EXAMINED]
+        if self._is_first_of_host:
+            next_host = (max(self._host, default=rank) + 1) % world_size
+            self._watched |= {*self._host, 0, next_host} - {rank}
+            self._examined = [other for other in range(world_size) if other != rank]
+
+    @staticmethod
+    def _thread(name: str, run: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=run, name=f"cad-{name}", daemon=True)
 
     def find_cause(self, error: str, *, by_itself: bool) -> list[str]:
         """Announce that this rank stops because of ``error``; return one clause for each finding about its peers.
@@ -371,7 +382,7 @@ class PeerMonitor:
                 if not self._launcher_is_gone():
                     self._lose_store(error)
 
-        thread = threading.Thread(target=ask, name="cad-liveness-question", daemon=True)
+        thread = self._thread("liveness-question", ask)
         thread.start()
         thread.join(_STORE_TIMEOUT_S + extra_s)
         return answers[0] if answers else None

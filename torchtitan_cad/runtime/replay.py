@@ -22,7 +22,7 @@ class TableSizes:
 
     Attributes:
         queries, keys: rows that a rank receives, and rows that it sends; equal on all ranks of the group. All rows
-            travel in one trip.
+            travel in one chunk.
         tasks: tasks of each of the two kernel calls.
         call_queries, call_keys: rows of each kernel call.
         longest: bound on the query and key rows of a task, as passed to kernels.
@@ -117,5 +117,5 @@ def _tensors(plan: PlanTables) -> Iterator[Tensor]:
         yield from (call.args.cu_q, call.args.cu_k)
         yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))
     for tables in (plan.queries, plan.keys):
-        for combination in (tables.served, tables.local, *(trip.combination for trip in tables.home)):
+        for combination in (tables.remote, tables.local, *(chunk.combination for chunk in tables.home)):
             yield from () if combination is None else combination.index

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables of a rank's rows of one kind, queries or keys: their trips, and the combination of results."""
+"""Tables of a rank's rows of one kind, queries or keys: their chunks, and the combination of results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from torchtitan_cad.planning.exchange.calls import combine_early
-from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Trips
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Chunks
 from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.runtime.combine import Combination
@@ -17,14 +18,14 @@ from torchtitan_cad.runtime.transport.base import Kind, Route, rows_to_device
 
 
 @dataclass(frozen=True)
-class Trip:
+class Chunk:
     """Results of one kind that return to their homes in one exchange.
 
     Attributes:
         kind: kind of the rows that the results belong to.
         combination: maps the results so far and, if rows move, the returned results to local rows. The results so far
             are those of the kernel calls in their order, or the output of an earlier combination.
-        is_last: True for the last trip of this kind.
+        is_last: True for the last chunk of this kind.
     """
 
     kind: Kind
@@ -35,23 +36,23 @@ class Trip:
 
 @dataclass(frozen=True)
 class RowTables:
-    """Tables of one kind of rows. The row space has the local rows first, then the rows of others to serve.
+    """Tables of one kind of rows, see NOTE [Row spaces] of planning/exchange/tables.py.
 
     Attributes:
         num_local: local rows.
-        num_served: rows of other ranks.
-        out: trips of local rows to their servers, at least one.
-        served: maps the results of the kernel calls, in their order, to rows of other ranks.
-        local: maps the results of the kernel calls to local rows before others return; None: the first trip does.
-        home: trips of results to their homes, at least one.
+        num_remote: rows of other ranks.
+        out: chunks of local rows to their servers, at least one.
+        remote: maps the results of the kernel calls, in their order, to rows of other ranks.
+        local: maps the results of the kernel calls to local rows before others return; None: the first chunk does.
+        home: chunks of results to their homes, at least one.
     """
 
     num_local: int
-    num_served: int
+    num_remote: int
     out: list[Route]
-    served: Combination
+    remote: Combination
     local: Combination | None
-    home: list[Trip]
+    home: list[Chunk]
 
     @classmethod
     def build(
@@ -59,7 +60,7 @@ class RowTables:
         exchange: RowExchange,
         kind: Kind,
         computed: list[np.ndarray],
-        trips: Trips,
+        chunks: Chunks,
         device: torch.device,
         *,
         moves: bool,
@@ -72,68 +73,111 @@ class RowTables:
             moves: True if any rank sends rows.
             is_padded: True if ``send_rows`` is padded with -1; the tensors of received rows then are as long.
         """
-        num_local, send_rows = exchange.num_local, exchange.send_rows
-        padded_to = len(send_rows) if is_padded else None
-        num_served = exchange.num_received if padded_to is None else padded_to
-        build = partial(Combination.build, device=device, in_place=not is_padded)
-        served = build([np.where(x < num_local, -1, x - num_local) for x in computed], num_served)
-        so_far, local = [np.where(rows < num_local, rows, -1) for rows in computed], None
-        if moves and combine_early(sum(map(len, computed)), num_local):
-            local, so_far = build(so_far, num_local), [np.arange(num_local)]
-        trips_out, trips_home = getattr(trips, f"{kind}_out"), getattr(trips, f"{kind}_home")
-        before_out, before_home = (trips.queries_out, trips.queries_home) if kind == "keys" else ((), ())
-        counts = exchange.send_counts, exchange.recv_counts, exchange.put_offsets
-        back = exchange.recv_counts, exchange.send_counts, exchange.return_offsets
-        routes = partial(_routes, device=device, padded_to=padded_to)
-        home: list[Trip] = []
-        # Results return to a home in the order of its sent rows.
-        returned = np.split(send_rows, np.cumsum(trips_home[:-1]))
-        for route, rows in zip(routes("results", None, back, trips_home, len(before_home)), returned, strict=True):
-            combination = build([*so_far, rows] if moves else so_far, num_local)
-            home.append(Trip(kind, route, combination, is_last=len(home) == len(returned) - 1))
+        num_local = exchange.num_local
+        padded_to = len(exchange.send_rows) if is_padded else None
+        num_remote = exchange.num_received if padded_to is None else padded_to
+        combine = partial(Combination.build, device=device, in_place=not is_padded)
+        remote = combine([np.where(rows < num_local, -1, rows - num_local) for rows in computed], num_remote)
+        so_far = [np.where(rows < num_local, rows, -1) for rows in computed]
+        num_computed = sum(len(rows) for rows in computed)
+        local = None
+        if moves and combine_early(num_computed, num_local):
+            local = combine(so_far, num_local)
             so_far = [np.arange(num_local)]
-        out = routes(kind, np.maximum(send_rows, 0), counts, trips_out, len(before_out))
-        return cls(num_local, num_served, out, served, local, home)
+        out, routes_home = _routes(exchange, kind, chunks, device, padded_to)
+        home: list[Chunk] = []
+        # Results return in the order of the sent rows.
+        returned_rows = np.split(
+            exchange.send_rows, np.cumsum([route.most_rows for route in routes_home[:-1]], dtype=int)
+        )
+        for route, rows in zip(routes_home, returned_rows, strict=True):
+            combination = combine([*so_far, rows] if moves else so_far, num_local)
+            home.append(Chunk(kind, route, combination, is_last=len(home) == len(routes_home) - 1))
+            so_far = [np.arange(num_local)]
+        return cls(num_local, num_remote, out, remote, local, home)
 
 
 def _routes(
+    exchange: RowExchange, kind: Kind, chunks: Chunks, device: torch.device, padded_to: int | None
+) -> tuple[list[Route], list[Route]]:
+    """Return the routes of rows to their servers, and of results home.
+
+    Chunks alternate between the buffers, those of queries first.
+    """
+    divide = partial(_divide, device=device, padded_to=padded_to)
+    is_second = kind == "keys"
+    out = divide(
+        kind,
+        np.maximum(exchange.send_rows, 0),
+        _Counts(exchange.send_counts, exchange.recv_counts, exchange.put_offsets),
+        chunks=chunks.keys_out if is_second else chunks.queries_out,
+        first_buffer=len(chunks.queries_out) if is_second else 0,
+    )
+    home = divide(
+        "results",
+        None,
+        _Counts(exchange.recv_counts, exchange.send_counts, exchange.return_offsets),
+        chunks=chunks.keys_home if is_second else chunks.queries_home,
+        first_buffer=len(chunks.queries_home) if is_second else 0,
+    )
+    return out, home
+
+
+class _Counts(NamedTuple):
+    """Per rank, rows sent, rows received, and where the sent rows begin at their receiver."""
+
+    sent: np.ndarray
+    received: np.ndarray
+    offsets: np.ndarray
+
+
+def _divide(
     kind: Kind,
     rows: np.ndarray | None,
-    counts: tuple[np.ndarray, np.ndarray, np.ndarray],
-    trips: Sequence[int],
-    first_buffer: int,
+    counts: _Counts,
     *,
+    chunks: Sequence[int],
+    first_buffer: int,
     device: torch.device,
     padded_to: int | None,
 ) -> list[Route]:
-    """Return one route per trip, which divide the rows in their order of arrival.
+    """Return one route per chunk, which divide the rows in their order of arrival.
 
     Args:
         rows: rows to send; None for all in order.
-        counts: per rank, rows sent, rows received, and where the sent rows begin at their receiver.
-        trips: per trip, the most rows that it brings to any rank.
-        first_buffer: number of the first trip; trips alternate between the buffers.
-        padded_to: rows of the tensors, if there is only one trip.
+        chunks: per chunk, the most rows that it brings to any rank.
+        first_buffer: number of the first chunk; chunks alternate between the buffers.
+        padded_to: rows of the tensors, if there is only one chunk.
     """
-    sent, received, offsets = counts
-    first_sent, first_received = np.cumsum(sent) - sent, np.cumsum(received) - received
-    routes, end, of_trip = [], 0, rows
-    for number, most_rows in enumerate(trips):
-        begin, end = end, end + most_rows
-        first, sent_now = _within(offsets, sent, begin, end)
-        _, received_now = _within(first_received, received, begin, end)
-        if len(trips) > 1:
-            index = concat_ranges(first_sent + first - offsets, sent_now)
-            of_trip = index if rows is None else rows[index]
-        of_peers = sent_now, received_now, np.where(sent_now, first - begin, 0)
-        sent_now, received_now, at = (each.tolist() for each in of_peers)
-        device_rows = None if of_trip is None else rows_to_device(of_trip, device)
-        buffer = (first_buffer + number) % BUFFERS_PER_CALL
-        routes.append(Route(kind, device_rows, sent_now, received_now, at, most_rows, buffer, padded_to))
+    first_sent = np.cumsum(counts.sent) - counts.sent
+    first_received = np.cumsum(counts.received) - counts.received
+    routes: list[Route] = []
+    end = 0
+    for number, most_rows in enumerate(chunks):
+        begin = end
+        end = begin + most_rows
+        first, sent = _within(counts.offsets, counts.sent, begin, end)
+        _, received = _within(first_received, counts.received, begin, end)
+        chunk_rows = rows
+        if len(chunks) > 1:
+            index = concat_ranges(first_sent + first - counts.offsets, sent)
+            chunk_rows = index if rows is None else rows[index]
+        route = Route(
+            kind=kind,
+            rows=None if chunk_rows is None else rows_to_device(chunk_rows, device),
+            send_counts=sent.tolist(),
+            recv_counts=received.tolist(),
+            put_offsets=np.where(sent, first - begin, 0).tolist(),
+            most_rows=most_rows,
+            buffer=(first_buffer + number) % BUFFERS_PER_CALL,
+            padded_to=padded_to,
+        )
+        routes.append(route)
     return routes
 
 
 def _within(first: np.ndarray, counts: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
     """Return first row and count of the ranges of ``counts`` rows from ``first``, cut to [begin, end)."""
-    head, tail = np.clip(first, begin, end), np.clip(first + counts, begin, end)
+    head = np.clip(first, begin, end)
+    tail = np.clip(first + counts, begin, end)
     return head, tail - head

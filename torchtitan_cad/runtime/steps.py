@@ -20,7 +20,7 @@ registered name of the engine. All ranks of its group must take the same steps i
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -37,7 +37,7 @@ from torchtitan_cad.runtime.ops import (
     results_like,
 )
 
-STEPS = {
+STEP_METHODS = {
     "attend": ("attend", "attend"),
     "attend_first": ("attend_first_of_two", "attend"),
     "attend_rest": ("attend", "attend_first"),
@@ -48,7 +48,7 @@ STEPS = {
     "arrive": (None, "send_home"),
     "give_back": ("send_home", None),
     "receive": (None, "send"),
-    "hold": (None, None),
+    "keepalive": (None, None),
     "one output": (None, None),
 }
 """name of a step -> methods of ``AttentionCall`` that it runs, forward and backward; None: nothing.
@@ -58,7 +58,7 @@ two rounds with other work between; in backward, attend_rest comes first. A plan
 attend_rest, or with "undivided" in attend_first, in both directions."""
 
 
-class Flight:
+class PendingCall:
     """A call between its operators.
 
     Args:
@@ -70,7 +70,7 @@ class Flight:
         self._engine, self._call, self._on_streams = engine, call, on_streams
         self._event = streams.record_event(engine.device) if on_streams else None
         """End of the last step, on its stream."""
-        self._held: Sequence[Any] = ()
+        self._keepalive: Sequence[Any] = ()
         """Tensors that the side stream may read until the main stream waits for it."""
 
     def run(self, step: str) -> Any:
@@ -81,7 +81,7 @@ class Flight:
         """
         device, call, is_exchange = self._engine.device, self._call, step in ("send", "send_home")
         streams.wait_event(device, self._event)
-        self._held = call.held_tensors() if is_exchange else ()
+        self._keepalive = call.keepalive_tensors() if is_exchange else ()
         results = getattr(call, step)()
         if is_exchange and streams.module_of(device) is not None:
             call.receive_all()
@@ -97,12 +97,12 @@ def run_step(direction: Direction, step: str | None, engine: CoreAttentionEngine
     """
     if step is None:
         return None
-    flight = engine.in_flight.get((direction.name, key))
-    if flight is None:
+    call = engine.pending.get((direction.name, key))
+    if call is None:
         raise RuntimeError(f"no {direction.name} by plan {key} is in flight: its first step has not run")
     if step == "finish":
-        del engine.in_flight[direction.name, key]
-    return flight.run(step)
+        del engine.pending[direction.name, key]
+    return call.run(step)
 
 
 def token_like(tensor: Tensor, *_: Any) -> Tensor:
@@ -111,12 +111,12 @@ def token_like(tensor: Tensor, *_: Any) -> Tensor:
 
 
 def two_tokens_like(tensor: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return a token and a hold (see ``traced``) on the device of ``tensor``."""
+    """Return a token and a keepalive (see ``traced``) on the device of ``tensor``."""
     return token_like(tensor), token_like(tensor)
 
 
 def _run_named(direction: Direction, engine: CoreAttentionEngine, key: int, token: Tensor, name: str) -> Tensor:
-    run_step(direction, STEPS[name][direction is BACKWARD], engine, key)
+    run_step(direction, STEP_METHODS[name][direction is BACKWARD], engine, key)
     return token_like(token)
 
 
@@ -128,78 +128,104 @@ step = define(
     lambda tokens, _, name, *call: (step_backward(tokens[0], name, *call), None),
     lambda arguments, _: ((), arguments[1:]),
 )
-"""step(token, name): run the step ``STEPS[name]``; returns another token."""
+"""step(token, name): run the step ``STEP_METHODS[name]``; returns another token."""
 
 
 def _begin(direction: Direction, on_streams: bool, engine: CoreAttentionEngine, key: int, *arguments: Any) -> Any:
     (*rows, option), call_key = arguments, (direction.name, key)
-    if call_key in engine.in_flight:
+    if call_key in engine.pending:
         raise RuntimeError(
             f"a {direction.name} of core attention by plan {key} begins, but another one by this plan is in flight, or "
             "has failed: a plan serves one layer at a time"
         )
     call = getattr(engine, f"begin_{direction.name}")(*rows, key, option)
-    engine.in_flight[call_key] = Flight(engine, call if on_streams else call.send(), on_streams)
+    engine.pending[call_key] = PendingCall(engine, call if on_streams else call.send(), on_streams)
     return two_tokens_like(rows[0]) if on_streams and direction is FORWARD else token_like(rows[0])
 
 
-def define_ends(
-    family: str, *, on_streams: bool
-) -> tuple[Callable[..., Any], Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
-    """Define a family's operators ``open`` and ``close``, which begin and end a call; in backward ``close`` begins it.
+class Ends(NamedTuple):
+    """Operators that begin and end a call. All take q, k, v, key and engine, and the option ``shared``, as
+    ``ops.core_attention``; those that end it take the call's tokens first.
+    """
 
-    Returns ``open``, and two functions that return the output of ``close``, alone and with its log-sum-exp. All take
-    the option ``shared``, as ``ops.core_attention``.
+    open: Callable[..., Any]
+    """Begins the call; returns its tokens."""
+    close: Callable[..., Tensor]
+    """Returns the output."""
+    close_with_lse: Callable[..., tuple[Tensor, Tensor]]
+    """Returns the output and its log-sum-exp."""
+
+
+def define_ends(family: str, *, on_streams: bool) -> Ends:
+    """Define a family's operators ``open`` and ``close``, which begin and end a call; in backward ``close`` begins it.
 
     Args:
         on_streams: True for two tokens instead of one (see ``traced``), and for sending rows as a step of its own.
     """
-    num_tokens, tokens_like = (2, two_tokens_like) if on_streams else (1, token_like)
+    num_tokens = 2 if on_streams else 1
     tokens = ", ".join(f"Tensor token{number}" for number in range(num_tokens))
+    open_operator = _define_open(family, tokens, on_streams)
+    close_operator = _define_close(family, tokens, num_tokens, on_streams)
 
-    def gradients_of_rows(tokens: Sequence[Tensor], _: Any, *others: Any) -> list[Tensor | None]:
-        token, *hold = tokens
-        if on_streams:  # torch 2.15 takes the device of an operator that waits for a stream from its only output
-            token = step_backward(token, "one output", *others[-2:])
-        return gradients_of_qkv(open_backward(token, *hold, *others))
+    def begin(*arguments: Any, shared: Tensor | None = None) -> Any:
+        *qkv, key, engine = arguments
+        return open_operator(*qkv, shared, key, engine)
 
-    def gradients_of_call(of_results: Any, saved: Sequence[Tensor], *call: Any) -> tuple[Tensor | None, ...]:
-        token = close_backward(*backward_arguments(of_results, saved), *call)
-        return *(token,) * num_tokens, *gradients_of_qkv([])
+    def finish(*arguments: Any, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        *tokens_and_qkv, key, engine = arguments
+        out, lse, _, _ = close_operator(*tokens_and_qkv, shared, key, engine)
+        return out, lse
 
+    def finish_without_lse(*arguments: Any, shared: Tensor | None = None) -> Tensor:
+        out, _ = finish(*arguments, shared=shared)
+        return out
+
+    return Ends(begin, finish_without_lse, finish)
+
+
+def _define_open(family: str, tokens: str, on_streams: bool) -> Callable[..., Any]:
+    """Define what begins a call forward, and returns gradients backward."""
     shapes = ", ".join(f"SymInt[] {name}_shape" for name in ("q", "k", "v", "shared"))
     open_backward = define(
         f"{family}_open_backward({tokens}, {shapes}) -> Tensor[]",
         lambda *arguments: list(run_step(BACKWARD, "finish", *arguments)),
         lambda token, *others: [token.new_empty(shape) for shape in others[-4:] if len(shape)],
     )
+
+    def gradients_of_rows(tokens: Sequence[Tensor], _: Any, *others: Any) -> list[Tensor | None]:
+        token, *keepalive = tokens
+        if on_streams:  # torch 2.15 takes the device of an operator that waits for a stream from its only output
+            *_, key, engine = others
+            token = step_backward(token, "one output", key, engine)
+        return gradients_of_qkv(open_backward(token, *keepalive, *others))
+
+    return define(
+        f"{family}_open({QKV}) -> {'(Tensor, Tensor)' if on_streams else 'Tensor'}",
+        partial(_begin, FORWARD, on_streams),
+        two_tokens_like if on_streams else token_like,
+        gradients_of_rows,
+        lambda rows, _: ((), [() if x is None else x.shape for x in rows]),
+    )
+
+
+def _define_close(family: str, tokens: str, num_tokens: int, on_streams: bool) -> Callable[..., Any]:
+    """Define what returns results forward, and begins the call backward."""
     close_backward = define(
         f"{family}_close_backward(Tensor dout, Tensor[] saved, Tensor? dlse) -> Tensor",
         partial(_begin, BACKWARD, on_streams),
         token_like,
     )
-    close = define(
+
+    def gradients_of_call(of_results: Any, saved: Sequence[Tensor], *call: Any) -> tuple[Tensor | None, ...]:
+        token = close_backward(*backward_arguments(of_results, saved), *call)
+        return *(token,) * num_tokens, *gradients_of_qkv([])
+
+    return define(
         f"{family}_close({tokens}, {QKV}) -> {RESULTS}",
         partial(run_step, FORWARD, "finish"),
         lambda *arguments: results_like(arguments[num_tokens], arguments[num_tokens + 2]),
         gradients_of_call,
         remember_call,
-    )
-    begin_forward = define(
-        f"{family}_open({QKV}) -> {'(Tensor, Tensor)' if on_streams else 'Tensor'}",
-        partial(_begin, FORWARD, on_streams),
-        tokens_like,
-        gradients_of_rows,
-        lambda rows, _: ((), [() if x is None else x.shape for x in rows]),
-    )
-
-    def finish(*arguments: Any, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return close(*arguments[:-2], shared, *arguments[-2:])[:2]
-
-    return (
-        lambda *arguments, shared=None: begin_forward(*arguments[:-2], shared, *arguments[-2:]),
-        lambda *arguments, shared=None: finish(*arguments, shared=shared)[0],
-        finish,
     )
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A rank's exchange as tensors: kernel calls, and tables of its queries and keys (``row_tables``)."""
+"""A rank's exchange as tensors: kernel calls, and tables of its queries and keys (``row_tables``).
+
+For the numbering of rows see NOTE [Row spaces] of planning/exchange/tables.py.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -11,12 +14,13 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
 from torchtitan_cad.planning.exchange.calls import bounded, halves, lie_in_order, squares
-from torchtitan_cad.planning.exchange.messages import Trips
+from torchtitan_cad.planning.exchange.messages import Chunks
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
-from torchtitan_cad.runtime.row_tables import RowTables, Trip
+from torchtitan_cad.runtime.row_tables import Chunk, RowTables
 from torchtitan_cad.runtime.transport.base import Routes, rows_to_device
 
 T = TypeVar("T")
+CausalTable = tuple[CallTable, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +63,7 @@ class PlanTables:
         device: torch.device,
         scale: float,
         *,
-        trips: Trips | None = None,
+        chunks: Chunks | None = None,
         two_rounds: bool = False,
         squares_only: bool = False,
         is_padded: bool = False,
@@ -68,25 +72,26 @@ class PlanTables:
 
         Args:
             scale: multiplies the scores before the softmax.
-            trips: trips of every kind of rows, by default one each.
+            chunks: chunks of every kind of rows, by default one each.
             two_rounds: make two rounds of about equal work, if rows move.
             squares_only: divide causal tasks for a kernel that takes squares only (``AttentionKernel``).
             is_padded: True for an exchange padded by ``replay.py``: the two calls are not cut, and gather all rows.
         """
-        rounds = [[(table, causal) for table, causal in ((exchange.causal, True), (exchange.full, False))]]
+        rounds = [[(exchange.causal, True), (exchange.full, False)]]
         if not is_padded:
-            used = [(table, causal) for table, causal in rounds[0] if table.num_tasks]
-            rounds = halves(used, exchange.window) if two_rounds and moves else [used]
-            if squares_only:
-                rounds = [squares(tables) for tables in rounds]
-            rounds = bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
+            rounds = _rounds(exchange, two_rounds=two_rounds and moves, squares_only=squares_only)
         computed = [table for tables in rounds for table, _ in tables]
-        trips = trips or exchange.most.in_one_trip()
-        build_rows = partial(RowTables.build, trips=trips, device=device, moves=moves, is_padded=is_padded)
+        build_rows = partial(
+            RowTables.build,
+            chunks=chunks or exchange.most.in_one_chunk(),
+            device=device,
+            moves=moves,
+            is_padded=is_padded,
+        )
         queries = build_rows(exchange.queries, "queries", [table.q_rows for table in computed])
         keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
 
-        def build_call(table: CallTable, causal: bool) -> KernelCall:
+        def kernel_call(table: CallTable, causal: bool) -> KernelCall:
             args = VarlenArgs.from_numpy(
                 table.cu_q,
                 table.cu_k,
@@ -96,11 +101,14 @@ class PlanTables:
                 q_start=table.q_start,
                 window=exchange.window if causal else None,
             )
-            spaces = (table.q_rows, queries), (table.kv_rows, keys)
-            q_rows, kv_rows = (_rows_of_call(*space, device, in_place=not is_padded) for space in spaces)
-            return KernelCall(replace(args, max_q=table.max_q, max_k=table.max_k), q_rows, kv_rows)
+            return KernelCall(
+                replace(args, max_q=table.max_q, max_k=table.max_k),
+                _rows_of_call(table.q_rows, queries, device, in_place=not is_padded),
+                _rows_of_call(table.kv_rows, keys, device, in_place=not is_padded),
+            )
 
-        return cls(queries, keys, moves, [[build_call(*table) for table in tables] for tables in rounds])
+        calls = [[kernel_call(table, causal) for table, causal in tables] for tables in rounds]
+        return cls(queries, keys, moves, calls)
 
     @cached_property
     def out(self) -> dict[str, list[Routes]]:
@@ -109,11 +117,11 @@ class PlanTables:
         return {name: [Routes(routes) for routes in _together(*of_kinds)] for name, of_kinds in kinds.items()}
 
     @cached_property
-    def home(self) -> dict[str, list[tuple[Routes, tuple[Trip, ...]]]]:
-        """The exchanges of results and their trips, by direction."""
+    def home(self) -> dict[str, list[tuple[Routes, tuple[Chunk, ...]]]]:
+        """The exchanges of results and their chunks, by direction."""
         kinds = {"forward": [self.queries.home], "backward": [self.queries.home, self.keys.home]}
         return {
-            direction: [(Routes(trip.route for trip in trips), trips) for trips in _together(*of_kinds)]
+            direction: [(Routes(chunk.route for chunk in chunks), chunks) for chunks in _together(*of_kinds)]
             for direction, of_kinds in kinds.items()
         }
 
@@ -142,18 +150,28 @@ class PlanTables:
         return (queries * shape.num_heads * shape.head_dim + keys * of_keys) * shape.dtype_bytes
 
 
+def _rounds(exchange: RankExchange, *, two_rounds: bool, squares_only: bool) -> list[list[CausalTable]]:
+    """Return the calls of every round, each with whether it is causal, cut to bounded sizes."""
+    whole = [(exchange.causal, True), (exchange.full, False)]
+    used = [(table, causal) for table, causal in whole if table.num_tasks]
+    rounds = halves(used, exchange.window) if two_rounds else [used]
+    if squares_only:
+        rounds = [squares(tables) for tables in rounds]
+    return bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
+
+
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
-    """Divide trips into exchanges: a single exchange if each kind takes one trip, otherwise one exchange per trip."""
-    if all(len(trips) == 1 for trips in kinds):
-        return [tuple(trip for (trip,) in kinds)]
-    return [(trip,) for trips in kinds for trip in trips]
+    """Divide chunks into exchanges: one for all kinds if each takes one chunk, otherwise one for each chunk."""
+    if all(len(chunks) == 1 for chunks in kinds):
+        return [tuple(chunk for (chunk,) in kinds)]
+    return [(chunk,) for chunks in kinds for chunk in chunks]
 
 
 def _rows_of_call(
     rows: np.ndarray, tables: RowTables, device: torch.device, *, in_place: bool
 ) -> Tensor | slice | None:
     if in_place and lie_in_order(rows):
-        if rows.size == tables.num_local + tables.num_served:
+        if rows.size == tables.num_local + tables.num_remote:
             return None
         if rows[-1] < tables.num_local:
             return slice(int(rows[0]), int(rows[-1]) + 1)
@@ -161,6 +179,6 @@ def _rows_of_call(
 
 
 def _num_copied(rows: Tensor | slice | None, tables: RowTables) -> int:
-    if isinstance(rows, slice) or (rows is None and not tables.num_served):
+    if isinstance(rows, slice) or (rows is None and not tables.num_remote):
         return 0
-    return tables.num_local + tables.num_served if rows is None else len(rows)
+    return tables.num_local + tables.num_remote if rows is None else len(rows)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The linear work of a model's blocks, and the interface by which ping-pong runs those of any model and framework.
 
-A *region* is what lies between two core attentions of one half of a batch: the end of one block and the beginning of
-the next. Regions are modules that borrow the blocks, so parameters, names and hooks (tensor parallelism) stay as they
-are; they are not part of the model's tree. Under tensor parallelism a region contains collectives. Where blocks can be
-split, the loop runs a region's parts in place of its ``forward``, so that the other half's work can hide them.
+A *segment* is what lies between two core attentions of one nano-batch: the end of one block and the beginning of
+the next. Segments are modules that borrow the blocks, so parameters, names and hooks (tensor parallelism) stay as they
+are; they are not part of the model's tree. Under tensor parallelism a segment contains collectives. Where blocks can be
+split, the loop runs a segment's parts in place of its ``forward``, so that the other nano-batch's work can hide them.
 """
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ class BlockView(Protocol):
         ...
 
 
-class Region(nn.Module):
+class BlockSegment(nn.Module):
     """The end of block ``before`` and the beginning of block ``after``; either may be None, not both."""
 
     before: Any
@@ -91,7 +91,7 @@ class Region(nn.Module):
     def forward(
         self, x: Tensor, attended: Tensor | None, rope: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Run the region.
+        """Run the segment.
 
         Args:
             x: [B, S, dim] input of block ``before``, or of ``after`` if there is none (S / TP of it under TP).

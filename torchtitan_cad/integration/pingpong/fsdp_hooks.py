@@ -2,19 +2,20 @@
 """Running a block's forward hooks without calling the block, for FSDP2 (torch 2.11 to 2.15).
 
 ``fully_shard(block)`` gathers the block's parameters in a forward pre-hook and frees them in a forward hook. With two
-nano-batches a block is never called: its first and last operation lie in different regions, and both halves share one
-gathering. ``open_block`` and ``close_block`` run whatever hooks the block has, as ``nn.Module.__call__`` would, with
-tensors of our choice. Of FSDP2 only ``fully_shard.state`` is used besides the hook tables of ``nn.Module``. What its
-hooks do with the tensors they are given decides which ones to give:
+nano-batches a block is never called: its first and last operation lie in different segments, and both nano-batches
+share one gathering. ``open_block`` and ``close_block`` run whatever hooks the block has, as ``nn.Module.__call__``
+would, with tensors of our choice. Of FSDP2 only ``fully_shard.state`` is used besides the hook tables of ``nn.Module``.
+What its hooks do with the tensors they are given decides which ones to give:
 
 - pre-hook: reduces the gradients once those of all given tensors that need one are known. Give what the block's last
-  operation in backward takes, that is the first half's input only: waiting for both halves' would order them.
+  operation in backward takes, that is the first nano-batch's input only: waiting for both nano-batches' would order
+  them.
 - forward hook: gathers the parameters again when the gradient of a given tensor is known. Give what the block's first
-  operation in backward precedes: the result of the second half.
+  operation in backward precedes: the result of the second nano-batch.
 
 FSDP2 also casts the given floating-point tensors to the parameters' dtype.
 
-Modules inside of a block that have FSDP2's hooks of their own, such as experts, would be called once per half:
+Modules inside of a block that have FSDP2's hooks of their own, such as experts, would be called once per nano-batch:
 ``adopt_hooks`` lets the block run those hooks along with its own.
 """
 

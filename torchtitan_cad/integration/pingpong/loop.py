@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``nano_batches = 2``: the halves of a microbatch take turns, so that one's exchange hides behind the other's work.
+"""``nano_batches = 2``: two nano-batches take turns, so that one's exchange hides behind the other's work.
 
-The loop over the blocks, A and B being the halves and region i the linear work between the attentions of blocks i - 1
-and i (block.py):
+The loop over the blocks, A and B being the nano-batches and segment i the linear work between the attentions of blocks
+i - 1 and i (block.py):
 
-    wait for outputs of A, region i of A, send q, k, v of A      | meanwhile B's outputs travel
-    wait for outputs of B, region i of B, send q, k, v of B      | A's q, k, v
+    wait for outputs of A, segment i of A, send q, k, v of A      | meanwhile B's outputs travel
+    wait for outputs of B, segment i of B, send q, k, v of B      | A's q, k, v
     wait for q, k, v of A, attend, send outputs of A             | B's q, k, v
     wait for q, k, v of B, attend, send outputs of B             | A's outputs
 
-Under tensor parallelism a region is cut where TP communicates, and the halves take turns within it as well
+Under tensor parallelism a segment is cut where TP communicates, and the nano-batches take turns within it as well
 (``_ORDER``). The blocks' own work is behind ``BlockView``.
 
-With ``traced_on`` such a turn of both halves is one compiled graph, exchanges included (turn.py). Without it exchanges
-lie between the regions and are never compiled.
+With ``traced_on`` a segment of both nano-batches is one compiled graph, exchanges included (segment_graph.py). Without
+it exchanges lie between the segments and are never compiled.
 
 Autograd runs the same in reverse, because among nodes that are ready it takes the one made last. Where whole blocks are
-checkpointed, the unit that is recomputed is both halves of a block, exchanges included, so all ranks repeat them in the
-same order; regions do not cross blocks.
+checkpointed, the unit that is recomputed is both nano-batches of a block, exchanges included, so all ranks repeat them
+in the same order; segments do not cross blocks.
 """
 
 import functools
@@ -29,25 +29,25 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from torchtitan_cad.integration.pingpong.block import BlockView, Region
+from torchtitan_cad.integration.pingpong.block import BlockSegment, BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
-from torchtitan_cad.integration.pingpong.turn import compile_turns, run_turns
+from torchtitan_cad.integration.pingpong.segment_graph import compile_graphs, run_graphs
 from torchtitan_cad.planning.model.batch import halves_by_row
 from torchtitan_cad.runtime.steps import combine, combine_with_lse, dispatch, step
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
-NAMES = ("ping", "pong")
+NAMES = ("nano_batch_0", "nano_batch_1")
 MOST_GRAPHS = 64
-"""Regions or turns share their code, which compiles anew by place in the model, layout of rows, and for gradients:
+"""All segments share their code, which compiles anew by place in the model, layout of rows, and for gradients:
 torch's own limit of 8 ends a job that validates rows of another number with stages of one block and of several.
 """
 
 
 @dataclass
-class _Half:
-    """One half of a microbatch on its way through the blocks.
+class _NanoBatch:
+    """A nano-batch on its way through the blocks.
 
-    ``x``, ``rope``, ``positions`` are what the next block would get; ``earlier`` is the half whose keys this one
+    ``x``, ``rope``, ``positions`` are what the next block would get; ``earlier`` is the nano-batch whose keys this one
     attends to as well, if rows are halved in the middle.
     """
 
@@ -57,21 +57,21 @@ class _Half:
     x: Tensor
     rope: Tensor
     positions: Tensor | None
-    earlier: "_Half | None"
+    earlier: "_NanoBatch | None"
 
     def __post_init__(self) -> None:
         self.plan_key = torch.tensor(self.key, device="cpu")
-        # The other half's linear work comes between, and after in backward.
+        # The other nano-batch's linear work comes between, and after in backward.
         self._undivided = ", undivided" if self.name == NAMES[0] else ""
         self._token: Any = None
         self._block: Any = None
         self._rows: Any = None
         """With the token, core attention in flight, from ``send`` until ``receive``: its block, q, k, v and shared."""
         self._attended: Any = None
-        """Core attention's output [B, S, heads * head_dim], from ``receive`` until a region has used it."""
+        """Core attention's output [B, S, heads * head_dim], from ``receive`` until a segment has used it."""
 
-    def open(self, block: nn.Module, second: "_Half") -> None:
-        """Run the pre-hooks of ``block``, which this half and the ``second`` one enter (see fsdp_hooks.py)."""
+    def open(self, block: nn.Module, second: "_NanoBatch") -> None:
+        """Run the pre-hooks of ``block``, which this nano-batch and the ``second`` one enter (see fsdp_hooks.py)."""
         self.x, self._attended, self.rope, second.rope = open_block(
             block, self.x, self._attended, self.rope, second.rope
         )
@@ -125,7 +125,7 @@ class _Half:
         return gathered
 
     def take_attended(self) -> Tensor:
-        """Give core attention's output away: the half no longer holds it."""
+        """Give core attention's output away: the nano-batch no longer holds it."""
         if self._attended is None:
             self.receive()
         attended, self._attended = self._attended, None
@@ -137,40 +137,40 @@ _ORDER: dict[tuple[bool, bool], tuple[int | str, ...]] = {
     (True, False): (0, "rest", 0, 1, 0, 1, 0, 1, 1),
     (False, True): (0, 1, 0, 1, "first"),
 }
-"""The order in which the halves run a cut region, by whether a block ends in it and whether one begins: 0 and 1 for a
-half's next part, "first" for the first part of the first half's attention, "rest" for the rest of the second half's."""
+"""The order in which the nano-batches run a cut segment, by whether a block ends in it and whether one begins. 0 and 1:
+the nano-batch's next part; "first": the first part of nano-batch 0's attention; "rest": the rest of nano-batch 1's."""
 
 
 class _Unit(nn.Module):
-    """A whole block for both halves: what activation checkpointing recomputes at once."""
+    """A whole block for both nano-batches: what activation checkpointing recomputes at once."""
 
     schedule: "PingPong"
 
     def __init__(self, block: BlockView, index: int, schedule: "PingPong") -> None:
         super().__init__()
-        self.start, self.end = Region(None, block), Region(block, None)
+        self.start, self.end = BlockSegment(None, block), BlockSegment(block, None)
         self.index = index
         self.__dict__["schedule"] = schedule  # not a submodule
 
     def forward(self, xs: tuple[Tensor, Tensor], ropes: tuple, positions: tuple, key: int, in_rows: bool) -> tuple:
-        """Compute the next block's inputs of both halves from this one's, ``xs`` [B, S, dim]."""
-        schedule, halves = self.schedule, self.schedule.halves(xs, ropes, positions, key, in_rows)
-        schedule.run_region(self.start, halves, self.index, before=False, after=True)
-        schedule.attend(halves)
-        schedule.run_region(self.end, halves, self.index + 1, before=True, after=False)
-        return tuple(half.x for half in halves)
+        """Compute the next block's inputs of both nano-batches from this one's, ``xs`` [B, S, dim]."""
+        schedule, nano_batches = self.schedule, self.schedule.nano_batches(xs, ropes, positions, key, in_rows)
+        schedule.run_segment(self.start, nano_batches, self.index, before=False, after=True)
+        schedule.attend(nano_batches)
+        schedule.run_segment(self.end, nano_batches, self.index + 1, before=True, after=False)
+        return tuple(nano_batch.x for nano_batch in nano_batches)
 
 
 class PingPong:
-    """Runs the blocks of a model for both halves of a microbatch.
+    """Runs the blocks of a model for both nano-batches.
 
     Args:
         blocks: of the model, in order. FSDP2 may shard them later, in place.
-        engine: name of the registered engine, which has plans for a microbatch's two halves under its key and the next
-            number.
+        engine: name of the registered engine, which has plans for a microbatch's two nano-batches under its key and the
+            next number.
         new_boundary: makes what hides TP's collectives as well, if the blocks can be split.
-        traced_on: device whose streams are traced where compiling is asked for (turn.py); not with tensor parallelism,
-            nor where whole blocks are checkpointed. None: exchanges are not compiled.
+        traced_on: device whose streams are traced where compiling is asked for (segment_graph.py); not with tensor
+            parallelism, nor where whole blocks are checkpointed. None: exchanges are not compiled.
     """
 
     def __init__(
@@ -184,39 +184,42 @@ class PingPong:
         self.blocks, self.engine, self.new_boundary = list(blocks), engine, new_boundary
         self.traced_on = traced_on
         self.splits = new_boundary is not None and all(block.can_split for block in self.blocks)
-        """Whether regions run by parts, between which TP communicates."""
+        """Whether segments run by parts, between which TP communicates."""
         self.traceable = all(block.traceable for block in self.blocks)
-        self.regions: list[Any] = list(map(Region, [None, *self.blocks], [*self.blocks, None])) if self.blocks else []
+        self.segments: list[Any] = (
+            list(map(BlockSegment, [None, *self.blocks], [*self.blocks, None])) if self.blocks else []
+        )
         self.units: list[nn.Module] = []
-        self.turns: list[Callable[..., Any]] = []
+        self.graphs: list[Callable[..., Any]] = []
 
     def checkpoint(
         self,
         wrap: Callable[[list[nn.Module]], list[nn.Module]],
-        kept: Literal["blocks", "regions", "operators"],
+        kept: Literal["blocks", "segments", "operators"],
     ) -> None:
         """Apply activation checkpointing.
 
         Args:
             wrap: gets modules that the loop runs, and returns modules to run in their place.
-            kept: what these are. "blocks": whole blocks, recomputed from their inputs. "regions". "operators": regions
-                in which the outputs of chosen operators are kept, core attention's among them.
+            kept: what these are. "blocks": whole blocks, recomputed from their inputs. "segments". "operators":
+                segments in which the outputs of chosen operators are kept, core attention's among them.
         """
         if kept == "blocks":
-            self.regions, self.units = [], wrap([_Unit(block, i, self) for i, block in enumerate(self.blocks)])
+            self.segments, self.units = [], wrap([_Unit(block, i, self) for i, block in enumerate(self.blocks)])
             return
         if kept == "operators":
-            # What a part gathers from other TP ranks would be kept as its input, where a whole region gathers it again.
+            # What a part gathers from other TP ranks would be kept as its input, where a whole segment gathers it
+            # again.
             self.splits = False
-        self.regions = wrap(self.regions)
+        self.segments = wrap(self.segments)
 
     def compile(self, backend: str) -> None:
-        """Compile every region, or its parts, as one graph each; with ``traced_on`` every turn, by Inductor."""
+        """Compile every segment, or its parts, as one graph each; with ``traced_on`` those of both as one."""
         dynamo: Any = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
         if self.traced_on is not None:
             assert not self.units, "see torchtitan_v0_2/checks.py"
-            self.turns = compile_turns(self.regions, self.engine, self.traced_on)
+            self.graphs = compile_graphs(self.segments, self.engine, self.traced_on)
             return
 
         compiled: Any = functools.partial(torch.compile, backend=backend, fullgraph=True)
@@ -226,7 +229,7 @@ class PingPong:
                 for name in parts:
                     setattr(block, name, compiled(getattr(block, name)))
             return
-        self.regions = [compiled(region) for region in self.regions]
+        self.segments = [compiled(segment) for segment in self.segments]
         for unit in self.units:
             inner: Any = getattr(unit, "_checkpoint_wrapped_module", unit)
             inner.start, inner.end = compiled(inner.start), compiled(inner.end)
@@ -243,28 +246,28 @@ class PingPong:
             ropes = (rope[:middle], rope[middle : 2 * middle])
         halved = (None, None) if positions is None else positions.chunk(2, dim)
         xs: Sequence[Tensor] = x.chunk(2, dim)
-        if self.turns:
+        if self.graphs:
             keys = [torch.tensor(key + i, device="cpu") for i in range(2)]
-            outputs = run_turns(self.turns, self.blocks, xs, ropes, halved, keys, in_rows)
+            outputs = run_graphs(self.graphs, self.blocks, xs, ropes, halved, keys, in_rows)
         elif self.units:
             outputs = self._run_units(xs, ropes, halved, key, in_rows)
         else:
-            outputs = self._run_regions(self.halves(xs, ropes, halved, key, in_rows))
+            outputs = self._run_segments(self.nano_batches(xs, ropes, halved, key, in_rows))
         return torch.cat(outputs, dim)
 
-    def _run_regions(self, halves: list[_Half]) -> list[Tensor]:
-        first, second = halves
-        ends = zip(self.regions, [None, *self.blocks], [*self.blocks, None], strict=True)
-        for i, (region, before, after) in enumerate(ends):
+    def _run_segments(self, nano_batches: list[_NanoBatch]) -> list[Tensor]:
+        first, second = nano_batches
+        ends = zip(self.segments, [None, *self.blocks], [*self.blocks, None], strict=True)
+        for i, (segment, before, after) in enumerate(ends):
             if before is not None:
                 first.receive()
             if after is not None:
                 first.open(after.block, second)
-            self.run_region(region, halves, i, before=before is not None, after=after is not None)
+            self.run_segment(segment, nano_batches, i, before=before is not None, after=after is not None)
             if before is not None:
                 second.close(before.block)
             if after is not None:
-                self.attend(halves)
+                self.attend(nano_batches)
         return [first.x, second.x]
 
     def _run_units(
@@ -277,53 +280,60 @@ class PingPong:
             second = close_block(block.block, second)
         return [first, second]
 
-    def run_region(self, region: Any, halves: list[_Half], index: int, *, before: bool, after: bool) -> None:
-        """Advance both halves by the region before the attention of block ``index``; see ``attend`` for what follows.
+    def run_segment(
+        self, segment: Any, nano_batches: list[_NanoBatch], index: int, *, before: bool, after: bool
+    ) -> None:
+        """Advance both nano-batches by the segment before the attention of block ``index``; ``attend`` follows.
 
         ``before`` and ``after`` tell whether a block ends there, and whether one begins.
         """
         if self.splits:
-            parts = [self._parts(region, half, index) for half in halves]
-            for turn in _ORDER[before, after]:
-                if isinstance(turn, int):
-                    next(parts[turn], None)
+            parts = [self._parts(segment, nano_batch, index) for nano_batch in nano_batches]
+            for action in _ORDER[before, after]:
+                if isinstance(action, int):
+                    next(parts[action], None)
                 else:
-                    halves[turn == "rest"].attend(turn)
+                    nano_batches[action == "rest"].attend(action)
             return
         name = " ".join([f"post {index - 1}"] * before + [f"pre {index}"] * after)
-        for half in halves:
-            attended = half.take_attended() if before else None
-            half.x, *qkv = half.run(name, region, half.x, attended, half.rope, half.positions)
+        for nano_batch in nano_batches:
+            attended = nano_batch.take_attended() if before else None
+            nano_batch.x, *qkv = nano_batch.run(
+                name, segment, nano_batch.x, attended, nano_batch.rope, nano_batch.positions
+            )
             if after:
-                half.send(self.blocks[index], *qkv)
+                nano_batch.send(self.blocks[index], *qkv)
 
-    def _parts(self, region: Region, half: _Half, index: int) -> Iterator[None]:
-        """Run a cut region in parts: out of attention; into the MLP; out of it; q, k, v.
+    def _parts(self, segment: BlockSegment, nano_batch: _NanoBatch, index: int) -> Iterator[None]:
+        """Run a cut segment in parts: out of attention; into the MLP; out of it; q, k, v.
 
         The first and the third start what TP communicates, and the parts after them wait for it.
         """
         assert self.new_boundary is not None
-        before, after, end = region.before, region.after, f"post {index - 1}"
+        before, after, end = segment.before, segment.after, f"post {index - 1}"
         summands = None
         if before is not None:
-            out = half.run(f"{end} out", before.attention_out, half.take_attended())
-            boundary, token = half.exchange(self.new_boundary(), out, before.mlp_norm())
+            out = nano_batch.run(f"{end} out", before.attention_out, nano_batch.take_attended())
+            boundary, token = nano_batch.exchange(self.new_boundary(), out, before.mlp_norm())
             del out
             yield
-            hidden = half.run(f"{end} expand", before.expand, half.gather(boundary, token))
+            hidden = nano_batch.run(f"{end} expand", before.expand, nano_batch.gather(boundary, token))
             yield
-            summands = half.run(f"{end} contract", before.contract, hidden)
+            summands = nano_batch.run(f"{end} contract", before.contract, hidden)
             del hidden
-        boundary, token = half.exchange(self.new_boundary(), summands, after and after.attention_norm())
+        boundary, token = nano_batch.exchange(self.new_boundary(), summands, after and after.attention_norm())
         del summands
         yield
-        gathered = half.gather(boundary, token)
+        gathered = nano_batch.gather(boundary, token)
         if after is not None:
-            half.send(after, *half.run(f"pre {index}", after.project_normed, gathered, half.rope, half.positions))
+            nano_batch.send(
+                after,
+                *nano_batch.run(f"pre {index}", after.project_normed, gathered, nano_batch.rope, nano_batch.positions),
+            )
 
-    def attend(self, halves: list[_Half]) -> None:
-        """Run core attention between two regions, less what belongs to their parts."""
-        first, second = halves
+    def attend(self, nano_batches: list[_NanoBatch]) -> None:
+        """Run core attention between two segments, less what belongs to their parts."""
+        first, second = nano_batches
         if self.splits:
             first.attend("rest")
             second.attend("first")
@@ -331,9 +341,11 @@ class PingPong:
             first.attend()
             second.attend()
 
-    def halves(self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_Half]:
-        """Make the microbatch's halves; ``in_rows``: the second one's queries attend to the first one's keys."""
-        halves: list[_Half] = []
+    def nano_batches(self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_NanoBatch]:
+        """Make the microbatch's nano-batches; ``in_rows``: the second one's queries attend to the first one's keys."""
+        nano_batches: list[_NanoBatch] = []
         for i, (name, x, rope, position) in enumerate(zip(NAMES, xs, ropes, positions, strict=True)):
-            halves.append(_Half(name, key + i, self.engine, x, rope, position, halves[0] if in_rows and i else None))
-        return halves
+            nano_batches.append(
+                _NanoBatch(name, key + i, self.engine, x, rope, position, nano_batches[0] if in_rows and i else None)
+            )
+        return nano_batches

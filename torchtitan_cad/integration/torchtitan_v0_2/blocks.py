@@ -213,4 +213,4 @@ def apply_ac(pingpong: PingPong, apply: Callable[..., None], config: Any, **opti
     if selects_operators(config):
         pingpong.checkpoint(wrap, "operators")
     else:
-        pingpong.checkpoint(wrap, "blocks" if config.mode in ("full", "selective") else "regions")
+        pingpong.checkpoint(wrap, "blocks" if config.mode in ("full", "selective") else "segments")

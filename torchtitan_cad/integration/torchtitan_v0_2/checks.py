@@ -7,7 +7,7 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.config import Cad
-from torchtitan_cad.integration.pingpong.turn import FIRST_TORCH
+from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
 from torchtitan_cad.integration.torchtitan_v0_2.blocks import checkpointing, selects_operators
 from torchtitan_cad.integration.torchtitan_v0_2.job_checks import check_job, compiles_model, launched_ranks

@@ -23,7 +23,7 @@ WORKING_ROWS = 5
 MOST_CALLS = 6
 """calls: approximate maximum of a rank; the bound above is exceeded rather than this."""
 MAX_CALLS = 15
-"""calls: their results, and those of one trip, are combined at once, from at most 16 tensors (runtime/combine.py)."""
+"""calls: their results, and those of one chunk, are combined at once, from at most 16 tensors (runtime/combine.py)."""
 MOST_UNCOMBINED = 3
 """rows of results / local rows: above it, results are combined, in fp32, before those of other servers return."""
 MOST_REPEATED = 0.25

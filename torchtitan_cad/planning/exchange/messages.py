@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Messages between ranks: the size of receive buffers, and the trips in which rows travel.
+"""Messages between ranks: the size of receive buffers, and the chunks in which rows travel.
 
 Every exchange brings rows into receive buffers of one size; a core attention in flight has ``BUFFERS_PER_CALL`` of
 them, which lie side by side. Queries and keys that fit into all of them travel together. Otherwise each kind travels in
-trips that fit into one buffer, in the order of arrival, and the trips alternate between the buffers. All ranks derive
+chunks that fit into one buffer, in the order of arrival, and the chunks alternate between the buffers. All ranks derive
 them from the same plan. A home gets one row back for each of its rows and each server that has used the row. If a
 document spans many ranks, these are many times the rows that any server receives.
 """
@@ -27,15 +27,15 @@ MAX_BUFFER_BYTES = 2**40
 
 RECEIVE_BUFFER_GB = 0.65
 """GB: default for all receive buffers of a rank, per nano-batch. With Llama 3 8B, 32K tokens per rank and placement,
-rows to serve then nearly always take one trip (bench/memory.py)."""
+rows to serve then nearly always take one chunk (bench/memory.py)."""
 
 
 @dataclass(frozen=True)
-class Trips:
-    """Trips of each kind of rows: per trip, the most rows that it brings to any rank.
+class Chunks:
+    """Chunks of each kind of rows: per chunk, the most rows that it brings to any rank.
 
-    Queries and keys that take one trip each travel together. Otherwise the trips of queries come first, and trip i of
-    both uses buffer i mod ``BUFFERS_PER_CALL``.
+    Queries and keys that take one chunk each travel together. Otherwise the chunks of queries come first, and chunk i
+    of both uses buffer i mod ``BUFFERS_PER_CALL``.
     """
 
     queries_out: tuple[int, ...]
@@ -56,11 +56,11 @@ class MostRows:
     sent_queries: int
     sent_keys: int
 
-    def trips(self, row_bytes: RowBytes, buffer_bytes: int) -> Trips:
-        """Divide rows of all kinds into trips for receive buffers of ``buffer_bytes``."""
+    def chunks(self, row_bytes: RowBytes, buffer_bytes: int) -> Chunks:
+        """Divide rows of all kinds into chunks for receive buffers of ``buffer_bytes``."""
         out = (self.received_queries, self.received_keys), (row_bytes.queries_out, row_bytes.keys)
         home = (self.sent_queries, self.sent_keys), (row_bytes.queries_home, row_bytes.key_gradients)
-        return Trips(*_divide(*out, buffer_bytes), *_divide(*home, buffer_bytes))
+        return Chunks(*_divide(*out, buffer_bytes), *_divide(*home, buffer_bytes))
 
     def kept_bytes(self, row_bytes: RowBytes) -> int:
         """Return the bytes of Q, K and V that a server receives, and may keep for backward, at most."""
@@ -70,10 +70,10 @@ class MostRows:
         """Tell whether servers keep the Q, K and V that they receive, if each may keep ``bytes_per_call``."""
         return 0 < self.kept_bytes(RowBytes.of(shape)) <= bytes_per_call
 
-    def in_one_trip(self) -> Trips:
-        """Return one trip of each kind, for receive buffers of any size."""
+    def in_one_chunk(self) -> Chunks:
+        """Return one chunk of each kind, for receive buffers of any size."""
         rows = (self.received_queries, self.received_keys, self.sent_queries, self.sent_keys)
-        return Trips(*((each,) for each in rows))
+        return Chunks(*((each,) for each in rows))
 
 
 def aligned(num_bytes: int) -> int:
@@ -82,7 +82,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def _divide(rows: tuple[int, ...], row_bytes: tuple[int, ...], buffer_bytes: int) -> list[tuple[int, ...]]:
-    """Divide the rows of every kind into trips: one if all fit together, else the fewest of at least one row each."""
+    """Divide the rows of every kind into chunks: one if all fit together, else the fewest of at least one row each."""
     if sum(aligned(num * size) for num, size in zip(rows, row_bytes, strict=True)) <= BUFFERS_PER_CALL * buffer_bytes:
         return [(num,) for num in rows]
     counts = [max(1, -(-num // max(1, buffer_bytes // size))) for num, size in zip(rows, row_bytes, strict=True)]

@@ -3,6 +3,22 @@
 
 docs/how_it_works.md fixes the format. Building the tables of one rank takes time proportional to its rows, tasks and
 peers, and to the intervals of the plan's needs (``needs.py``).
+
+NOTE [Row spaces]: the ways in which the rows of one kind, queries or keys, are numbered.
+
+    home     local rows     0 ... num_local                     its tokens in layout order
+             sent rows      to server 0 | to server 1 | ...     ``send_rows``: local rows, by (document, position)
+                |
+                v  exchange, in one or more chunks
+    server   remote rows    from home 0 | from home 1 | ...     received rows, by (document, position)
+             row space      local rows | remote rows            row j of others is ``num_local + j``
+             task rows      task 0 | task 1 | ...               ``q_rows``, ``kv_rows``: indices of the row space
+                |
+                v  kernel calls
+             results        task 0 | task 1 | ...               a partial for each task row
+                |
+                v  combined by row of the row space: those of local rows stay, those of remote rows return
+    home     returned       by server 0 | by server 1 | ...     j belongs to local row ``send_rows[j]``
 """
 
 from __future__ import annotations
@@ -119,14 +135,11 @@ class CallTable:
 
 @dataclass(frozen=True, eq=False)
 class RowExchange:
-    """Rows of one kind that one rank sends and receives: queries, or keys (with their values).
-
-    Row space: index i < num_local is local row i, index num_local + j is the j-th received row. Received rows are
-    ordered by home, then by (document, position).
+    """Rows of one kind that one rank sends and receives: queries, or keys (with their values); see NOTE [Row spaces].
 
     Attributes:
         num_local: local rows of this kind.
-        send_rows: int64 [sum(send_counts)] local rows, grouped by destination rank, inside by (document, position).
+        send_rows: int64 [sum(send_counts)] local rows.
         send_counts, recv_counts: int64 [num_ranks] rows per peer.
         put_offsets: int64 [num_ranks] where this rank's rows begin among those each server receives.
         return_offsets: int64 [num_ranks] where the rows that this rank served begin among those that return to each

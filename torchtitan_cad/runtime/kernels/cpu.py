@@ -187,21 +187,32 @@ def _add_tile(
         rows: for all queries dout, q, and two terms [Hq, Tq, 1]: one for the scaled scores, one for dout v^T.
     """
     all_dq, dk, dv = grads
-    folded = [x[:, tile.q_lo : tile.q_hi].reshape(all_k.shape[0], -1, x.shape[2]) for x in rows]
-    dout, q, shift, neg_delta = folded
+    num_rows = tile.q_hi - tile.q_lo
+    dout, q, shift, neg_delta = (_fold(x[:, tile.q_lo : tile.q_hi], all_k.shape[0]) for x in rows)
     dq = torch.zeros_like(q)
-    blocks = [(lo, min(lo + KEY_BLOCK, tile.k_mid), False) for lo in range(tile.k_lo, tile.k_mid, KEY_BLOCK)]
-    if tile.k_mid < tile.k_hi:
-        blocks.append((tile.k_mid, tile.k_hi, True))
-    for lo, hi, causal in blocks:
-        k, v = all_k[:, lo:hi], all_v[:, lo:hi]
+    for lo, hi in _key_blocks(tile):
+        k = all_k[:, lo:hi]
+        v = all_v[:, lo:hi]
         probs = torch.baddbmm(shift, q, k.transpose(1, 2), alpha=scale).exp_()
-        if causal:
-            probs.view(-1, hi - lo, hi - lo).tril_()
+        if lo == tile.k_mid:
+            probs.view(-1, num_rows, num_rows).tril_()
         if tile.window is not None:
-            probs.view(-1, tile.q_hi - tile.q_lo, hi - lo).triu_(tile.k_mid - lo + 1 - tile.window)
+            probs.view(-1, num_rows, hi - lo).triu_(tile.k_mid - lo + 1 - tile.window)
         dscores = torch.baddbmm(neg_delta, dout, v.transpose(1, 2)).mul_(probs)
         dq.baddbmm_(dscores, k, alpha=scale)
         dk[:, lo:hi].add_(torch.bmm(dscores.transpose(1, 2), q), alpha=scale)
         dv[:, lo:hi].add_(torch.bmm(probs.transpose(1, 2), dout))
-    all_dq[:, tile.q_lo : tile.q_hi] = dq.view(-1, tile.q_hi - tile.q_lo, dq.shape[2])
+    all_dq[:, tile.q_lo : tile.q_hi] = dq.view(-1, num_rows, dq.shape[2])
+
+
+def _fold(x: Tensor, kv_heads: int) -> Tensor:
+    """[Hq, rows, D] -> [Hkv, Hq/Hkv * rows, D]."""
+    return x.reshape(kv_heads, -1, x.shape[2])
+
+
+def _key_blocks(tile: Tile) -> Iterator[tuple[int, int]]:
+    """Yield ranges of keys: blocks that every row of the tile sees, and the square with the triangular mask."""
+    for lo in range(tile.k_lo, tile.k_mid, KEY_BLOCK):
+        yield lo, min(lo + KEY_BLOCK, tile.k_mid)
+    if tile.k_mid < tile.k_hi:
+        yield tile.k_mid, tile.k_hi

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 
-def merge_partials(out_acc: Tensor, lse_acc: Tensor, part_out: Tensor, part_lse: Tensor, rows: Tensor) -> None:
+def merge_partials(out_NHD: Tensor, lse_NH: Tensor, part_out_PHD: Tensor, part_lse_PH: Tensor, rows_P: Tensor) -> None:
     """Merge one partial result per row into accumulators, in place.
 
     With o_i the softmax-weighted values over key set i and l_i its log-sum-exp, the result over the union of two
@@ -13,20 +13,25 @@ def merge_partials(out_acc: Tensor, lse_acc: Tensor, part_out: Tensor, part_lse:
     copied, so a row with one partial keeps its bits.
 
     Args:
-        out_acc, lse_acc: [N, H, D] and [N, H] accumulators, fp32 (fp64); a row without partials holds 0 and -inf.
-        part_out, part_lse: [P, H, D] and [P, H]; part_out may have a narrower dtype. A partial without keys has an
-            infinite lse, of either sign.
-        rows: int64 [P], distinct rows of the accumulators.
+        out_NHD, lse_NH: accumulators, fp32 (fp64); a row without partials holds 0 and -inf.
+        part_out_PHD, part_lse_PH: partials; outputs may have a narrower dtype. A partial without keys has an infinite
+            lse, of either sign.
+        rows_P: int64, distinct rows of the accumulators.
     """
-    out, lse = out_acc.index_select(0, rows), lse_acc.index_select(0, rows)
-    part_out, part_lse = part_out.to(out_acc.dtype), part_lse.to(lse_acc.dtype)
-    part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf)
-    is_first, is_empty = lse == -torch.inf, part_lse == -torch.inf
-    both_out, both_lse = combine(out, lse, part_out, part_lse)
-    out = torch.where(is_empty.unsqueeze(-1), out, torch.where(is_first.unsqueeze(-1), part_out, both_out))
-    lse = torch.where(is_empty, lse, torch.where(is_first, part_lse, both_lse))
-    out_acc.index_copy_(0, rows, out)
-    lse_acc.index_copy_(0, rows, lse)
+    out_PHD = out_NHD.index_select(0, rows_P)
+    lse_PH = lse_NH.index_select(0, rows_P)
+    part_out_PHD = part_out_PHD.to(out_NHD.dtype)
+    part_lse_PH = part_lse_PH.to(lse_NH.dtype)
+    part_lse_PH = part_lse_PH.masked_fill(part_lse_PH == torch.inf, -torch.inf)
+    is_first_PH = lse_PH == -torch.inf
+    is_empty_PH = part_lse_PH == -torch.inf
+    both_out_PHD, both_lse_PH = combine(out_PHD, lse_PH, part_out_PHD, part_lse_PH)
+    is_first_PH1 = is_first_PH.unsqueeze(-1)
+    is_empty_PH1 = is_empty_PH.unsqueeze(-1)
+    out_PHD = torch.where(is_empty_PH1, out_PHD, torch.where(is_first_PH1, part_out_PHD, both_out_PHD))
+    lse_PH = torch.where(is_empty_PH, lse_PH, torch.where(is_first_PH, part_lse_PH, both_lse_PH))
+    out_NHD.index_copy_(0, rows_P, out_PHD)
+    lse_NH.index_copy_(0, rows_P, lse_PH)
 
 
 def combine(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +41,9 @@ def combine(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple
     scores are large.
     """
     top = torch.maximum(lse_a, lse_b)
-    weight_a, weight_b = (lse_a - top).exp_(), (lse_b - top).exp_()
+    weight_a = (lse_a - top).exp_()
+    weight_b = (lse_b - top).exp_()
     total = weight_a + weight_b
-    out = (out_a * (weight_a / total).unsqueeze(-1)).addcmul_(out_b, (weight_b / total).unsqueeze(-1))
+    out = out_a * (weight_a / total).unsqueeze(-1)
+    out.addcmul_(out_b, (weight_b / total).unsqueeze(-1))
     return out, top + total.log()

@@ -65,10 +65,14 @@ class SymmetricTransport:
         replayable: bool = False,
     ) -> None:
         self.description = self.name
-        self._ranks, self._rank, self.buffer_bytes = list(ranks), rank, buffer_bytes
+        self._ranks = list(ranks)
+        self._rank = rank
+        self.buffer_bytes = buffer_bytes
         self._far = far
-        self.timeout_s, self.replayable = timeout_s, replayable
-        self._num_slots, self._calls = calls_in_flight, 0
+        self.timeout_s = timeout_s
+        self.replayable = replayable
+        self._num_slots = calls_in_flight
+        self._calls = 0
         num_buffers = calls_in_flight * BUFFERS_PER_CALL
         self._users: list[str | None] = [None] * num_buffers
         self._freed: list[torch.cuda.Event | None] = [None] * num_buffers
@@ -93,7 +97,8 @@ class SymmetricTransport:
 
     def begin(self) -> int:
         self._raise_overdue()
-        call, self._calls = self._calls, self._calls + 1
+        call = self._calls
+        self._calls += 1
         self._require_free(self._buffers(call % self._num_slots), "another core attention")
         return call
 
@@ -112,7 +117,8 @@ class SymmetricTransport:
     def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "SymmetricPending":
         self._raise_overdue()
         packed = [(tensors, RowFormat.of(tensors)) for tensors in messages]
-        memory, row_bytes = self._memory, [row_format.row_bytes for _, row_format in packed]
+        row_bytes = [row_format.row_bytes for _, row_format in packed]
+        memory = self._memory
         near = self._near(routes)
         memory.prepare(near)
         slot = call % self._num_slots
@@ -122,7 +128,8 @@ class SymmetricTransport:
             for begin, route, num_bytes in zip(begins, routes, row_bytes, strict=True)
         ]
         epoch = self._occupy(slot, buffers, phase)
-        ready, arrived = self._ready(slot), slot * len(self._ranks)
+        ready = self._ready(slot)
+        arrived = slot * len(self._ranks)
         memory.post(near.senders, ready + self._rank, epoch)
         with memory.sending():
             far = None if self._far is None else self._far.start(packed, routes, arrivals, phase)
@@ -137,15 +144,20 @@ class SymmetricTransport:
             return arrivals
 
         def release() -> None:
-            freed = None if self.replayable else streams.record_event(memory.own.device)
-            for buffer in buffers:
-                self._users[buffer], self._freed[buffer] = None, freed
+            self._free(buffers)
             # In a CUDA graph this joins the sending stream with the stream that it forked from.
             streams.wait_event(memory.own.device, sent)
             if far is not None:
                 far.wait_sent(self.timeout_s())
 
         return SymmetricPending(phase, receive, release, (routes, packed))
+
+    def _free(self, buffers: range) -> None:
+        """Let later exchanges use the buffers after what the current stream has done."""
+        freed = None if self.replayable else streams.record_event(self._memory.own.device)
+        for buffer in buffers:
+            self._users[buffer] = None
+            self._freed[buffer] = freed
 
     def _place(self, slot: int, routes: Routes, row_bytes: Sequence[int], phase: str) -> tuple[range, list[int]]:
         """Return the buffers that an exchange uses, and the bytes of the memory at which the routes' rows begin."""
@@ -159,7 +171,7 @@ class SymmetricTransport:
             raise ValueError(
                 f"exchange '{phase}' brings some rank {num_bytes} bytes, but its receive buffers have {room}: "
                 "set a larger cad.receive_buffer_gb, or give tensors of the dtype that training.mixed_precision_param "
-                "says, for which trips were made"
+                "says, for which chunks were made"
             )
         return range(first, first + max(1, -(-num_bytes // each))), begins
 

@@ -105,6 +105,25 @@ def sum_rows(
     )
 
 
+@triton.jit
+def _load(address, is_wide, inside, mask, WIDE: tl.constexpr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Return the masked elements of a row, which is of dtype WIDE if ``is_wide``, else of DTYPE, as WIDE."""
+    if is_wide != 0:
+        part = tl.load(pointer(address, WIDE, IS_ALIGNED) + inside, mask=mask, other=0.0)
+    else:
+        part = tl.load(pointer(address, DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0).to(WIDE)
+    return part
+
+
+@triton.jit
+def _store(address, is_wide, first, inside, values, mask, WIDE: tl.constexpr, DTYPE: tl.constexpr):
+    """Write the masked elements of a result's row, which begins at its element ``first``."""
+    if is_wide != 0:
+        tl.store(pointer(address, WIDE, True) + first + inside, values, mask=mask)
+    else:
+        tl.store(pointer(address, DTYPE, True) + first + inside, values.to(DTYPE), mask=mask)
+
+
 @Kernel
 @triton.jit(do_not_specialize=["out", "wide", "is_wide_out", "in_place"])
 def _merge_rows(
@@ -145,10 +164,7 @@ def _merge_rows(
         which = source % (1 << TENSOR_BITS)
         source_row = (source >> TENSOR_BITS).to(tl.int64)
         address = row_of(partials, which, source_row)
-        if (wide >> which) & 1 != 0:
-            part = tl.load(pointer(address, dtype, IS_ALIGNED) + inside, mask=is_moved, other=0.0)
-        else:
-            part = tl.load(pointer(address, DTYPE, IS_ALIGNED) + inside, mask=is_moved, other=0.0).to(dtype)
+        part = _load(address, (wide >> which) & 1, inside, is_moved, dtype, DTYPE, IS_ALIGNED)
         lse_address = row_of(lses, which, source_row) + heads.to(tl.int64) * select(lses[2], which)
         part_lse = tl.load(pointer(lse_address, dtype, False), mask=is_head, other=0.0)
         part_lse = tl.where(part_lse == float("inf"), float("-inf"), part_lse)
@@ -168,10 +184,7 @@ def _merge_rows(
     # A head without keys has zeros.
     is_written = is_moved | (mask & (merged_lse == float("-inf"))[:, None])
     first = row.to(tl.int64) * (HEADS * DIM)
-    if is_wide_out != 0:
-        tl.store(pointer(out, dtype, True) + first + inside, merged, mask=is_written)
-    else:
-        tl.store(pointer(out, DTYPE, True) + first + inside, merged.to(DTYPE), mask=is_written)
+    _store(out, is_wide_out, first, inside, merged, is_written, dtype, DTYPE)
     tl.store(lse + row.to(tl.int64) * HEADS + heads, merged_lse, mask=is_head)
 
 
@@ -208,14 +221,8 @@ def _sum_rows(
         source_row = (source >> TENSOR_BITS).to(tl.int64)
         part = kind * TENSORS + which
         address = row_of(partials, part, source_row)
-        if (wide >> part) & 1 != 0:
-            total += tl.load(pointer(address, SUM_DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0)
-        else:
-            total += tl.load(pointer(address, DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0).to(SUM_DTYPE)
+        total += _load(address, (wide >> part) & 1, inside, mask, SUM_DTYPE, DTYPE, IS_ALIGNED)
         source = following
         i += 1
     first = row.to(tl.int64) * ROW_SIZE
-    if is_wide_sum != 0:
-        tl.store(pointer(select(sums, kind), SUM_DTYPE, True) + first + inside, total, mask=mask)
-    else:
-        tl.store(pointer(select(sums, kind), DTYPE, True) + first + inside, total.to(DTYPE), mask=mask)
+    _store(select(sums, kind), is_wide_sum, first, inside, total, mask, SUM_DTYPE, DTYPE)

@@ -36,7 +36,8 @@ def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device, fir
         dtype: dtype of queries, keys and values.
         first: number of this process on its machine.
     """
-    begin, launches = time.perf_counter(), _launches(shape, dtype, device)
+    begin = time.perf_counter()
+    launches = _launches(shape, dtype, device)
     _logger.info(f"CAD compiles its {len(launches)} Triton kernels, or loads those that are compiled already")
     for number in range(len(launches)):
         index = (first + number) % len(launches)
@@ -76,37 +77,71 @@ def _lock_path(index: int) -> Path:
     return Path(triton.knobs.cache.dir) / f"torchtitan_cad_kernel_{index}.lock"
 
 
-def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    sizes = (heads, shape.head_dim), (kv_heads, shape.key_dim), (heads, shape.out_dim), (kv_heads, shape.out_dim)
-    tensors = [torch.zeros(2, *size, dtype=dtype, device=device) for size in (*sizes, (1, shape.shared_dim))]
-    q, _, out, *_ = tensors
-    summed = list({x[0].numel(): x for x in tensors if x is not out and x.numel()}.values())
+Launch = Callable[[], object]
+
+
+def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[Launch]:
+    """Return a launch of every kernel, on two rows of tensors like those of the job."""
+
+    def rows(heads: int, size: int) -> Tensor:
+        return torch.zeros(2, heads, size, dtype=dtype, device=device)
+
+    q = rows(shape.num_heads, shape.head_dim)
+    k = rows(shape.num_kv_heads, shape.key_dim)
+    v = rows(shape.num_kv_heads, shape.out_dim)
+    shared = rows(1, shape.shared_dim)
+    out = rows(shape.num_heads, shape.out_dim)
     lse = torch.zeros(2, shape.num_heads, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    sources, offsets = (torch.tensor(x, dtype=torch.int32).to(device) for x in ([0, 0], [0, 1, 2]))
-    combination = Combination(2, [sources, offsets], is_fused=True)
-    row_format = RowFormat([q, lse])
-    message = torch.zeros(2, row_format.row_bytes, dtype=torch.uint8, device=device)
-    blocks = put.Blocks.of([put.split_into_blocks([2], [0])], [None], device)
-    counter, failed, addresses = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
-    record = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-    addresses += message.data_ptr()
-    nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
-
-    def combine(count: int) -> list[Callable[[], object]]:
-        return [
-            lambda: combination.merge([[out] * count, [lse] * count], out),
-            *(partial(combination.add, [[x] * count], [x]) for x in summed),
-        ]
-
-    rows: list[Tensor] = [q, lse]
-    of_rows = [out] if shape.out_dim == shape.head_dim else [out, q]  # FlashAttention-2 pads rows of dO to those of Q
     return [
-        *(launch for count in COUNTS if count <= 1 << TENSOR_BITS for launch in combine(count)),
-        lambda: put.put_rows([(rows, row_format)], blocks, [0], addresses, failed),
-        lambda: gather.gather_rows([q, lse], [q[:0], lse[:0]], None),
-        lambda: delta.row_delta(out, out, lse.dtype),
-        *(partial(delta.prepare_statistics, x, lse, lse, empty_lse=0.0) for x in of_rows),
-        lambda: signals.post(nobody, addresses, 0, 0, counter, failed),
-        lambda: signals.wait(nobody, message.view(-1)[:16].view(torch.int64), 0, 0, counter, 0, failed, record),
+        *_combinations(out, lse, gradients=[q, k, v, shared]),
+        *_moves_of_rows(q, lse),
+        *_statistics(q, out, lse),
+        *_signals(device),
     ]
+
+
+def _combinations(out: Tensor, lse: Tensor, gradients: list[Tensor]) -> Iterator[Launch]:
+    """Yield merges and sums of every number of partials that kernels are compiled for."""
+    sources = torch.tensor([0, 0], dtype=torch.int32).to(out.device)
+    offsets = torch.tensor([0, 1, 2], dtype=torch.int32).to(out.device)
+    combination = Combination(2, [sources, offsets], is_fused=True)
+    by_row_size = {x[0].numel(): x for x in gradients if x.numel()}
+    for count in COUNTS:
+        if count <= 1 << TENSOR_BITS:
+            yield partial(combination.merge, [[out] * count, [lse] * count], out)
+            for gradient in by_row_size.values():
+                yield partial(combination.add, [[gradient] * count], [gradient])
+
+
+def _moves_of_rows(q: Tensor, lse: Tensor) -> Iterator[Launch]:
+    """Yield what packs rows into messages, and what gathers them for kernel calls."""
+    row_format = RowFormat([q, lse])
+    message = torch.zeros(2, row_format.row_bytes, dtype=torch.uint8, device=q.device)
+    failed = torch.zeros(1, dtype=torch.int64, device=q.device)
+    blocks = put.Blocks.of([put.split_into_blocks([2], [0])], [None], q.device)
+    yield lambda: put.put_rows([([q, lse], row_format)], blocks, [0], _address(message), failed)
+    yield partial(gather.gather_rows, [q, lse], [q[:0], lse[:0]], None)
+
+
+def _address(memory: Tensor) -> Tensor:
+    """Return an int64 tensor of where ``memory`` begins."""
+    return torch.full((1,), memory.data_ptr(), dtype=torch.int64, device=memory.device)
+
+
+def _statistics(q: Tensor, out: Tensor, lse: Tensor) -> Iterator[Launch]:
+    """Yield what computes the statistics that kernels' backwards take."""
+    yield partial(delta.row_delta, out, out, lse.dtype)
+    yield partial(delta.prepare_statistics, out, lse, lse, empty_lse=0.0)
+    if q.shape[2] != out.shape[2]:  # FlashAttention-2 pads rows of dO to those of Q
+        yield partial(delta.prepare_statistics, q, lse, lse, empty_lse=0.0)
+
+
+def _signals(device: torch.device) -> Iterator[Launch]:
+    """Yield a signal to nobody, and a wait for nobody."""
+    nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
+    words = torch.zeros(2, dtype=torch.int64, device=device)
+    counter = torch.zeros(1, dtype=torch.int64, device=device)
+    failed = torch.zeros(1, dtype=torch.int64, device=device)
+    record = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+    yield lambda: signals.post(nobody, _address(words), 0, 0, counter, failed)
+    yield lambda: signals.wait(nobody, words, 0, 0, counter, 0, failed, record)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The order of streams in turns' compiled graphs (pingpong/turn.py), on devices that report what no event orders.
+"""The order of streams in segments' compiled graphs, on devices that report what no event orders.
 
-Two ranks run the real engine, plans and graphs, forward and backward (tests/support/ledger/turns.py). Races are also
-looked for with mistakes planted, which must be found.
+Two ranks run the real engine, plans and graphs, forward and backward (tests/support/ledger/segment_graphs.py). Races
+are also looked for with mistakes planted, which must be found.
 """
 
 import functools
@@ -15,7 +15,7 @@ from tests.integration.compositions import needs_traced
 from tests.runtime.processes import run_processes, values
 from tests.support.cpp import build
 from tests.support.ledger import SOURCE, needs_ledger
-from tests.support.ledger.turns import Job, Outcome, run_job
+from tests.support.ledger.segment_graphs import Job, Outcome, run_job
 
 pytestmark = [needs_ledger, needs_traced, pytest.mark.timeout(1200)]
 matrix = pytest.mark.matrix
@@ -49,7 +49,7 @@ def races(job: Job) -> list[str]:
 
 
 @pytest.mark.parametrize("runs", [3, pytest.param(21, marks=matrix)])
-def test_no_order_that_a_turns_graphs_allow_has_races(runs: int) -> None:
+def test_no_order_that_graphs_allow_has_races(runs: int) -> None:
     """The graphs' own order, and others; each with another pair of plans, by the same graphs."""
     for outcome in in_order(runs):
         check(outcome)
@@ -74,9 +74,9 @@ def test_inductor_keeps_the_order() -> None:
 
 
 @matrix
-def test_results_that_return_in_several_trips_are_in_order() -> None:
+def test_results_that_return_in_several_chunks_are_in_order() -> None:
     """More of them than travel at once, so that the side stream takes some in."""
-    for outcome in outcomes(Job(runs=3, without=("one trip",))):
+    for outcome in outcomes(Job(runs=3, without=("one chunk",))):
         check(outcome)
 
 
@@ -87,7 +87,7 @@ def test_results_that_return_in_several_trips_are_in_order() -> None:
     [{"in_rows": True}, {"keep": True}, {"microbatches": 2}, {"recompute": True}, {"validate": True}],
     ids=str,
 )
-def test_what_turns_are_composed_with_is_in_order(composed: dict[str, Any], compiler: str) -> None:
+def test_what_graphs_are_composed_with_is_in_order(composed: dict[str, Any], compiler: str) -> None:
     for outcome in outcomes(Job(compiler, runs=2 if compiler == "inductor" else 4, **composed)):
         check(outcome)
         forward, backward = (history.count("mm on 0") for history in outcome.histories[0])
@@ -98,7 +98,7 @@ def test_what_turns_are_composed_with_is_in_order(composed: dict[str, Any], comp
 
 
 @matrix
-@pytest.mark.parametrize("mistake", ["a wait", "a record in time", "buffers of their own", "held inputs"])
+@pytest.mark.parametrize("mistake", ["a wait", "a record in time", "buffers of their own", "inputs kept alive"])
 def test_mistakes_are_found(mistake: str) -> None:
     """The calls' marks are off, which order what events in the graph do not."""
     assert races(Job(without=("marks", mistake)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Turns on ledger devices: the compiled graphs of two gloo ranks, with the real engine, plans and messages."""
+"""Segments on ledger devices: the compiled graphs of two gloo ranks, with the real engine, plans and messages."""
 
 import copy
 import dataclasses
@@ -22,9 +22,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from tests.accuracy import assert_as_exact
 from tests.support.ledger import load
-from torchtitan_cad.integration.pingpong import turn as turns
+from torchtitan_cad.integration.pingpong import segment_graph
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.planning.exchange.messages import MostRows, RowBytes, Trips
+from torchtitan_cad.planning.exchange.messages import Chunks, MostRows, RowBytes
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.runtime import steps, traced
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
@@ -35,7 +35,7 @@ from torchtitan_cad.runtime.transport import Route, Routes
 SHAPE = AttentionShape(2, 1, 16, 4)
 TOKENS, DIM = 64, SHAPE.num_heads * SHAPE.head_dim
 KEYS_DIM = SHAPE.num_kv_heads * SHAPE.head_dim
-ENGINE = "turns"
+ENGINE = "segments"
 NUM_PLANS = 21
 
 
@@ -48,7 +48,7 @@ class Job:
         runs: the first one in the order of the graphs, with "nodes" each other in another legal order; each by another
             pair of plans.
         without: what is left out or done wrong: of ``WITHOUT``.
-        in_rows: halve rows in the middle, so that the later half attends to the earlier one's keys.
+        in_rows: halve rows in the middle, so that the later nano-batch attends to the earlier one's keys.
         keep: servers keep what they received, for backward.
         microbatches: how many take forward before backward of the first, as in a pipeline.
         recompute: compute linear work again in backward, as activation checkpointing by operator may.
@@ -80,8 +80,8 @@ class Outcome:
     """Streams and events that torch keeps alive for graphs after each run."""
 
 
-class Region(nn.Module):
-    """The linear work of a block without norms: see ``pingpong.block.Region``."""
+class BlockSegment(nn.Module):
+    """The linear work of a block without norms: see ``pingpong.block.BlockSegment``."""
 
     def __init__(self, before: nn.Module | None, after: nn.Module | None) -> None:
         super().__init__()
@@ -170,14 +170,18 @@ class Pending:
 # Steps left out, or done wrong ----------------------------------------------------------------------------------------
 
 
-def _no_wait(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
-    with self.side_streams.sides[half]:
+def _no_wait(
+    self: segment_graph.SegmentGraph, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor
+) -> Tensor:
+    with self.side_streams.sides[nano_batch]:
         return traced.step(token, step, key, self.engine)
 
 
-def _early(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key: Tensor) -> Tensor:
-    ready, done = getattr(self.side_streams, way)[half]
-    side = self.side_streams.sides[half]
+def _early(
+    self: segment_graph.SegmentGraph, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor
+) -> Tensor:
+    ready, done = getattr(self.side_streams, way)[nano_batch]
+    side = self.side_streams.sides[nano_batch]
     ready.record(self.side_streams.current())
     side.wait_event(ready)
     done.record(side)
@@ -185,32 +189,32 @@ def _early(self: turns.Turn, way: str, half: int, step: str, token: Tensor, key:
         return traced.step(token, step, key, self.engine)
 
 
-class _Forgetful(steps.Flight):
-    """Holds nothing for the side stream."""
+class _Forgetful(steps.PendingCall):
+    """Keeps nothing alive for the side stream."""
 
-    _held = property(lambda self: (), lambda self, held: None)  # type: ignore[assignment]
+    _keepalive = property(lambda self: (), lambda self, tensors: None)  # type: ignore[assignment]
 
 
-class _Unmarked(steps.Flight):
+class _Unmarked(steps.PendingCall):
     """Lets no part wait for the one before."""
 
     _event = property(lambda self: None, lambda self, event: None)  # type: ignore[assignment]
 
 
-_trips = MostRows.trips
+_chunks = MostRows.chunks
 
 
-def _short_trips(most: MostRows, row_bytes: RowBytes, _: int) -> Trips:
-    return _trips(most, row_bytes, 8 * row_bytes.queries_home)
+def _short_chunks(most: MostRows, row_bytes: RowBytes, _: int) -> Chunks:
+    return _chunks(most, row_bytes, 8 * row_bytes.queries_home)
 
 
 WITHOUT: dict[str, Callable[[], Any]] = {
-    "one trip": lambda: mock.patch.object(MostRows, "trips", _short_trips),
-    "marks": lambda: mock.patch.object(steps, "Flight", _Unmarked),
-    "a wait": lambda: mock.patch.object(turns.Turn, "_wait", _no_wait),
-    "a record in time": lambda: mock.patch.object(turns.Turn, "_exchange", _early),
+    "one chunk": lambda: mock.patch.object(MostRows, "chunks", _short_chunks),
+    "marks": lambda: mock.patch.object(steps, "PendingCall", _Unmarked),
+    "a wait": lambda: mock.patch.object(segment_graph.SegmentGraph, "_wait", _no_wait),
+    "a record in time": lambda: mock.patch.object(segment_graph.SegmentGraph, "_exchange", _early),
     "buffers of their own": lambda: mock.patch.object(Collective.__init__, "__kwdefaults__", {"one_buffer": True}),
-    "held inputs": lambda: mock.patch.object(steps, "Flight", _Forgetful),
+    "inputs kept alive": lambda: mock.patch.object(steps, "PendingCall", _Forgetful),
 }
 
 
@@ -268,31 +272,35 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
     blocks = [new_block() for _ in range(job.blocks)]
     views: list[Any] = [types.SimpleNamespace(block=block) for block in blocks]
     doubles = [copy.deepcopy(block).double() for block in blocks]
-    regions: list[Any] = [Region(before, after) for before, after in zip([None, *blocks], [*blocks, None], strict=True)]
+    segments: list[Any] = [
+        BlockSegment(before, after) for before, after in zip([None, *blocks], [*blocks, None], strict=True)
+    ]
     if job.recompute:
         contexts = functools.partial(create_selective_checkpoint_contexts, _keep_nothing)
-        regions = [checkpoint_wrapper(x, context_fn=contexts, preserve_rng_state=False) for x in regions]
+        segments = [checkpoint_wrapper(x, context_fn=contexts, preserve_rng_state=False) for x in segments]
     if job.compiler == "nodes":
-        with mock.patch.object(torch, "compile", lambda turn, **_: graphs.compile_for_shuffling(turn)):
-            compiled = turns.compile_turns(regions, ENGINE, device)
+        with mock.patch.object(torch, "compile", lambda graph, **_: graphs.compile_for_shuffling(graph)):
+            compiled = segment_graph.compile_graphs(segments, ENGINE, device)
     else:
         from tests.support.ledger import inductor  # noqa: F401
 
-        compiled = turns.compile_turns(regions, ENGINE, device)
+        compiled = segment_graph.compile_graphs(segments, ENGINE, device)
 
     def whole(blocks: list[nn.Module], xs: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
         for block in blocks:
             (q, k, v), (second_q, second_k, second_v) = (project(x, block) for x in xs)
             if job.in_rows:
                 second_k, second_v = torch.cat((k, second_k)), torch.cat((v, second_v))
-            halves = (q, k, v), (second_q, second_k, second_v)
-            attended = [core_attention(*qkv, key, ENGINE).flatten(1) for qkv, key in zip(halves, keys, strict=True)]
-            xs = [Region(block, None)(x, out[None], None, None)[0] for x, out in zip(xs, attended, strict=True)]
+            nano_batches = (q, k, v), (second_q, second_k, second_v)
+            attended = [
+                core_attention(*qkv, key, ENGINE).flatten(1) for qkv, key in zip(nano_batches, keys, strict=True)
+            ]
+            xs = [BlockSegment(block, None)(x, out[None], None, None)[0] for x, out in zip(xs, attended, strict=True)]
         return xs
 
-    def in_turns(xs: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
+    def in_graphs(xs: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
         nothing: Any = [None, None]
-        return turns.run_turns(compiled, views, xs, nothing, nothing, keys, job.in_rows)
+        return segment_graph.run_graphs(compiled, views, xs, nothing, nothing, keys, job.in_rows)
 
     outcome = Outcome()
     for run in range(job.runs):
@@ -304,7 +312,7 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
             batches.append(([torch.randn(1, TOKENS, DIM) for _ in (0, 1)], [torch.tensor(key + i) for i in (0, 1)]))
         exactly = [([x.double() for x in xs], keys) for xs, keys in batches]
         want, _, _ = _train(functools.partial(whole, blocks), batches, blocks, job.validate)
-        got, forward, backward = _train(in_turns, batches, blocks, job.validate)
+        got, forward, backward = _train(in_graphs, batches, blocks, job.validate)
         exact, _, _ = _train(functools.partial(whole, doubles), exactly, doubles, job.validate)
         outcome.errors += _less_exact(got, want, exact)
         outcome.races.append((forward[0], backward[0]))
@@ -336,7 +344,7 @@ def _train(
     """Outputs and gradients; races and history of forward, and of backward.
 
     Args:
-        batches: halves and keys of the microbatches that are in flight together.
+        batches: nano-batches and keys of the microbatches that are in flight together.
     """
     batches = [([x.to("ledger").requires_grad_() for x in xs], keys) for xs, keys in batches]
     inputs = [x for xs, _ in batches for x in xs]
