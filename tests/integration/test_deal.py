@@ -134,26 +134,25 @@ def test_ranks_deal_ids_labels_and_positions(topology: Topology, rows_and_halves
     def deal(number: int, placement: Placement) -> tuple[Any, ...]:
         tokens = batches[number % (dp * cp) // cp]
         labels = torch.where(tokens % 5 == 0, IGNORED, tokens + 1)
-        homes = placement.choose(given, np.concatenate(starts) % shape.seq_len, shape)
-        assert homes.deal is not None
+        placed = placement.choose(given, np.concatenate(starts) % shape.seq_len)
         halves = zip(tokens.chunk(2), labels.chunk(2), strict=True)
         positions = [{"positions": half % 7} if own else {} for half in tokens.chunk(2)]
         step = [({"input": half, **more}, targets) for (half, targets), more in zip(halves, positions, strict=True)]
-        parcel = placement.pack(homes, step)
+        parcel = placement.pack(given, placed, shape, step)
         assert parcel is not None
-        return homes, parcel.unpack(placement.exchange(parcel))
+        return placed, parcel.unpack(placement.exchange(parcel))
 
     placements = connected(topology)
     with ThreadPoolExecutor(len(placements)) as pool:
         every = list(pool.map(deal, range(len(placements)), placements))
-    for rank, (homes, dealt) in enumerate(every):
+    for rank, (placed, dealt) in enumerate(every):
         _, twin = every[rank - rank % cp]  # whole rows, whatever the context-parallel rank
         for (inputs, labels), (twin_inputs, _) in zip(dealt, twin, strict=True):
             tokens = inputs["input"]
             assert torch.equal(tokens, twin_inputs["input"])
             assert torch.equal(inputs[POSITIONS], (tokens % 7 if own else tokens % 64).int())
             assert torch.equal(labels, torch.where(tokens % 5 == 0, IGNORED, tokens + 1))
-        total, worst = moved_bytes(homes.kinds, KINDS).T
+        total, worst = moved_bytes(placed, KINDS).T
         assert worst[1] < worst[0]
         assert total[1] <= 1.03 * total[0]
     first, second = (
@@ -168,11 +167,10 @@ def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
     starts, shape = [np.array([0]), np.array([0])], BatchShape(1, 64, 1)
     placement = Placement(None, None, Topology(1, 2, 1, 1), 0, PlannerConfig(), KINDS, None)
     layouts = [[group_layout(starts, shape, 0, 1)]]
-    homes = placement.choose(layouts, np.zeros(2, np.int64), shape)
-    assert homes.deal is None
-    assert homes.layouts[0][0] is layouts[0][0]
+    placed = placement.choose(layouts, np.zeros(2, np.int64))
+    assert placed[0].layouts[0] is layouts[0][0]
     batches = [({"input": torch.zeros(1, 64)}, torch.zeros(1, 64))]
-    assert placement.pack(homes, batches) is None
+    assert placement.pack(layouts, placed, shape, batches) is None
 
 
 def test_twins_with_other_homes_are_an_error_on_all() -> None:
@@ -182,8 +180,8 @@ def test_twins_with_other_homes_are_an_error_on_all() -> None:
     placements = connected(Topology(1, 2, 1, 1), twins=True)
 
     def deal(placement: Placement, layout: list[TokenLayout] | None) -> Any:
-        homes = placement.choose([layout], np.zeros(32, np.int64), shape) if layout else None
-        return placement.pack(homes, [(inputs, inputs["input"])])
+        placed = placement.choose([layout], np.zeros(32, np.int64)) if layout else None
+        return placement.pack([layout or []], placed, shape, [(inputs, inputs["input"])])
 
     with ThreadPoolExecutor(2) as pool:
         for layout in (layouts[0], None):

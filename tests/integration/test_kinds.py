@@ -74,7 +74,7 @@ def test_every_kind_attends_as_its_mask_says(placed: bool) -> None:
             mine = inputs["input"].flatten()
             outs = [engine.forward(*(each[mine] for each in rows), int(batch.keys[0]))[0] for engine in engines]
             assert engines[0].clock is engines[1].clock
-            assert [len(batch.plans), *map(len, batch.others)] == [1] * len(KINDS)
+            assert [len(plans) for plans in batch.by_kind] == [len(KINDS)]
             assert batch.layers == (1, 3, 2)
             results.append((mine, outs, any(plan.moves_rows for plans in batch.by_kind for plan in plans)))
             planner.drop(batch)

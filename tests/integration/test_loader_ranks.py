@@ -23,7 +23,7 @@ from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanR
 from torchtitan_cad.integration.loading.deal import POSITIONS, Deal
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.loading.loader import PlanningLoader
-from torchtitan_cad.integration.loading.placement import Homes, Placement
+from torchtitan_cad.integration.loading.placement import Parcel, Placement
 from torchtitan_cad.integration.machine import check_same_profile, measure_times
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig, warm_up
@@ -213,18 +213,18 @@ def test_a_rank_that_fails_once_plans_are_made_is_reported_on_all(where: str) ->
     loaders = connect([replace(rank, placement="auto") for rank in counting([8, 8, 8])])
     planner = loaders[1].planner()
     placement: Any = planner.placement
-    choose = placement.choose
+    pack = placement.pack
 
-    def choose_torn(*arguments: Any) -> Homes:
-        homes = choose(*arguments)
-        return replace(homes, deal=TornDeal(**vars(homes.deal)))
+    def pack_torn(*arguments: Any) -> Parcel:
+        parcel = pack(*arguments)
+        return replace(parcel, deal=TornDeal(**vars(parcel.deal)))
 
     if where == "describe":
         planner._engines[0].plan = fail  # type: ignore[method-assign]
     elif where == "pack":
         placement._per_peer = fail
     else:
-        placement.choose = choose_torn
+        placement.pack = pack_torn
     numbers, errors = drain_at_once(loaders)
     assert [len(batches) for batches in numbers] == ([1, 0, 1] if where == "unpack" else [0, 0, 0])
     assert isinstance(errors[1], ValueError)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.planning.layouts import LLAMA, lengths_summing_to
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, validate_plan
-from torchtitan_cad.planning.placement.halves import halve, place_halves
+from torchtitan_cad.planning.placement.microbatch import halve, place_microbatch
 from torchtitan_cad.planning.plan import moved_by
 
 
@@ -45,8 +45,8 @@ def test_every_pair_of_halves(num_ranks: int, tokens: int, typical: float, min_s
     rng = np.random.default_rng(seed)
     given_halves = rows_cut_in_the_middle([lengths_summing_to(rng, tokens, typical) for _ in range(num_ranks)])
     config = PlannerConfig(min_shard=min_shard)
-    made = place_halves(given_halves, LLAMA, config)
-    placed = made[0].layout, made[1].layout
+    made = place_microbatch(given_halves, LLAMA, config)
+    placed = tuple(made.layouts)
     for old, new in zip(given_halves, placed, strict=True):
         assert new.tokens_per_rank.tolist() == old.tokens_per_rank.tolist()
         assert new.queries_per_rank.tolist() == old.queries_per_rank.tolist()
@@ -58,14 +58,14 @@ def test_every_pair_of_halves(num_ranks: int, tokens: int, typical: float, min_s
         assert mine == sorted(mine)
         assert [s for s, attends in zip(segments, mine, strict=True) if not attends] == earlier.segments()[rank]
     plans, before = ([make_plan(layout, LLAMA, config) for layout in pair] for pair in (placed, given_halves))
-    for plan, other, each in zip(plans, before, made, strict=True):
+    for plan, other, found, given_plan in zip(plans, before, *made.plans, *made.given_plans, strict=True):
         validate_plan(plan)
-        assert each.plan.fingerprint() == plan.fingerprint()
-        assert each.given.fingerprint() == other.fingerprint()
+        assert found.fingerprint() == plan.fingerprint()
+        assert given_plan.fingerprint() == other.fingerprint()
     after, moved = moved_by(*plans), moved_by(*before)
     assert after == moved or after.score(moved) < moved.score(moved)
-    again = place_halves(given_halves, LLAMA, config)
-    assert [each.layout.segments() for each in again] == [layout.segments() for layout in placed]
+    again = place_microbatch(given_halves, LLAMA, config)
+    assert [layout.segments() for layout in again.layouts] == [layout.segments() for layout in placed]
 
 
 @given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=30), data=st.data())
@@ -89,7 +89,7 @@ def test_documents_that_end_in_the_middle_of_rows_no_longer_do() -> None:
     """Rows of one document each, but for one of short ones: the later half need not read keys of the earlier one."""
     rows = [[4096]] * 2 + [[128] * 32] * 2
     halves = rows_cut_in_the_middle(rows)
-    every = place_halves(halves, LLAMA)[1].layout
+    every = place_microbatch(halves, LLAMA, PlannerConfig()).layouts[1]
     assert every is not halves[1]
     keys_only = every.seg_doc[~every.seg_attends]
     assert not set(keys_only.tolist()) & set(every.seg_doc[every.seg_attends].tolist())

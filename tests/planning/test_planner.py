@@ -19,14 +19,15 @@ from tests.planning.costs import concave_cost, cost_of, noisy_cost
 from tests.planning.layouts import FAMILIES, LLAMA, Case, cases
 from tests.sets import params
 from torchtitan_cad.planning import (
+    AttentionKind,
     CostModel,
     Plan,
     PlannerConfig,
     TileAreaCost,
     TokenLayout,
     make_plan,
-    place,
-    place_step,
+    place_and_plan,
+    plan_step,
     register_planner,
     validate_plan,
 )
@@ -103,7 +104,7 @@ def fingerprints() -> list[str]:
     drawn = [Case(family, 8, 300, 64, 0.02, 64, seed=1) for family in FAMILIES]
     found = list[str]()
     workload = workload_layout("lognormal", 32, 11)
-    for layout in [workload, place(workload, LLAMA), *(case.layout() for case in drawn)]:
+    for layout in [workload, place_and_plan(workload, LLAMA)[0].layout, *(case.layout() for case in drawn)]:
         plans = plan_of(layout), plan_of(layout, "greedy")
         found += [plan.fingerprint() for plan in plans]
         tables = b"".join(bytes_of(plan.exchange(1)) for plan in plans)
@@ -112,7 +113,8 @@ def fingerprints() -> list[str]:
         TokenLayout.from_segments([[(first + i, 0, length)] for i, length in enumerate(lengths)])
         for first, lengths in ((0, [9000, 700, 300, 400]), (4, [500, 700, 300, 400]))
     ]
-    return [*found, *(plan_of(layout).fingerprint() for layout in place_step(step, LLAMA))]
+    placed = plan_step([[layout] for layout in step], [AttentionKind("full", 1, LLAMA)])
+    return [*found, *(plan_of(layout).fingerprint() for microbatch in placed for layout in microbatch.layouts)]
 
 
 def test_other_processes_make_the_same_plans() -> None:

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from torchtitan_cad.integration.loading.deal import POSITIONS, Batch, Deal, check_dealable, columns_of, make_deal
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import CostModel, LayerTimes, PlannerConfig, TokenLayout
+from torchtitan_cad.planning import CostModel, LayerTimes, PlannedMicrobatch, PlannerConfig, TokenLayout, plan_step
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, dealt_slots
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.planning.placement.kinds import plan_kinds
-from torchtitan_cad.planning.placement.step import Step
 from torchtitan_cad.planning.plan import moved_by
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
@@ -28,25 +26,6 @@ logger = logging.getLogger(__name__)
 
 Layouts = list[list[TokenLayout]]
 """For every microbatch of a step, the layouts of its nano-batches over data-parallel x context-parallel ranks."""
-
-
-@dataclass(frozen=True)
-class Homes:
-    """The homes of an optimizer step.
-
-    Attributes:
-        kinds: of every kind of attention, for every microbatch its nano-batches' homes, those that the loader gave
-            where there are no better ones, and the plans for them. Kinds differ in where documents are cut.
-        deal: how this rank's tokens come there; None if all stay where they are.
-    """
-
-    kinds: list[Step]
-    deal: Deal | None
-
-    @property
-    def layouts(self) -> Layouts:
-        """The homes alone."""
-        return [[placed.layout for placed in nanos] for nanos in self.kinds[0]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,47 +96,67 @@ class Placement:
             return False
         return True
 
-    def choose(self, given: Layouts, columns: IntArray, shape: BatchShape, times: LayerTimes | None = None) -> Homes:
+    def choose(self, given: Layouts, columns: IntArray, times: LayerTimes | None = None) -> list[PlannedMicrobatch]:
         """Choose homes for the tokens of a step, maybe by time; the same on all ranks of the group.
 
         Args:
             given: homes of the loader, with document ids of the step.
             columns: of each document's first token, by id.
-            shape: of all the step's rows.
         """
         if self.topology.group_stages > 1:  # in ticks the ranks of a stage do not attend alone
             times = None
-        steps = plan_kinds(given, self.kinds, columns, self.config, times, self.cost, stages=self.topology.pp)
-        layouts = [[each.layout for each in nanos] for nanos in steps[0]]
-        cp, nano_batches = self.topology.cp, len(given[0])
-        slots = [dealt_slots(shape, i, cp, nano_batches) for i in range(shape.microbatches)]
-        old, new = (
-            [layout for nanos, dealt in zip(of, slots, strict=True) for layout in nanos[-len(dealt) :]]
-            for of in (given, layouts)
-        )
-        deal = None
-        if any(one is not other for one, other in zip(old, new, strict=True)):
-            deal = make_deal(old, new, list(chain.from_iterable(slots)), self.rank % self._per_stage // cp)
-        return Homes(steps, deal)
+        stages = self.topology.pp
+        return plan_step(given, self.kinds, self.config, times, self.cost, columns=columns, stages=stages)
 
-    def pack(self, homes: Homes | None, batches: Sequence[Batch]) -> Parcel | None:
+    def pack(
+        self,
+        given: Layouts,
+        placed: Sequence[PlannedMicrobatch] | None,
+        shape: BatchShape,
+        batches: Sequence[Batch],
+    ) -> Parcel | None:
         """Pack the batches that this rank has loaded for ``exchange``; None if they stay. Collective over the twins.
 
         Args:
-            homes: None if some rank cannot deal its part of the step, which then stays where it was loaded.
+            given: homes of the loader.
+            placed: what ``choose`` returned; None if some rank cannot deal its part of the step, which then stays where
+                it was loaded.
+            shape: of all the step's rows.
             batches: of one step and one shape, as ``check_dealable`` takes them, all with the same columns.
 
         Raises PeerError if a twin is gone, PlanMismatchError if one chose other homes.
         """
-        self._compare([] if homes is None else homes.layouts)
-        if homes is None or homes.deal is None:
+        homes = [microbatch.layouts for microbatch in placed or ()]
+        deal = self._deal(given, homes, shape) if homes else None
+        self._compare(homes)
+        if deal is None:
             return None
-        deal = homes.deal
-        tokens, *others = (torch.cat(column) for column in zip(*(columns_of(*batch) for batch in batches), strict=True))
-        rows = torch.stack([column.flatten() for column in (tokens, *others)], dim=1)
-        counts = self._per_peer(deal.send_counts), self._per_peer(deal.receive_counts)
+        by_column = zip(*(columns_of(*batch) for batch in batches), strict=True)
+        columns = [torch.cat(column) for column in by_column]
+        rows = torch.stack([column.flatten() for column in columns], dim=1)
         source = deal.source if self.group is None else deal.sent
-        return Parcel(deal, rows[source], *counts, len(batches), tokens.shape)
+        return Parcel(
+            deal=deal,
+            rows=rows[source],
+            send_counts=self._per_peer(deal.send_counts),
+            receive_counts=self._per_peer(deal.receive_counts),
+            batches=len(batches),
+            shape=columns[0].shape,
+        )
+
+    def _deal(self, given: Layouts, homes: Layouts, shape: BatchShape) -> Deal | None:
+        """Return how this rank's tokens come to their homes; None if all tokens stay."""
+        cp = self.topology.cp
+        old, new, slots = [], [], []
+        for number, (before, after) in enumerate(zip(given, homes, strict=True)):
+            of_microbatch = dealt_slots(shape, number, cp, len(before))
+            held = len(of_microbatch)  # layouts that hold all tokens between them
+            slots += of_microbatch
+            old += before[-held:]
+            new += after[-held:]
+        if all(layout is other for layout, other in zip(old, new, strict=True)):
+            return None
+        return make_deal(old, new, slots, self.rank % self._per_stage // cp)
 
     def exchange(self, parcel: Parcel) -> Tensor:
         """Exchange parcels: returns their rows in the order of arrival. Collective over the group.
@@ -200,16 +199,17 @@ class Placement:
             )
 
 
-def moved_bytes(steps: Sequence[Step], kinds: Sequence[AttentionKind]) -> np.ndarray:
+def moved_bytes(microbatches: Sequence[PlannedMicrobatch], kinds: Sequence[AttentionKind]) -> np.ndarray:
     """[2, 2] bytes of the mean layer's forward, as ``Moved`` counts them, summed over layouts.
 
     Those of all ranks and of the worst, first with the loader's homes and then with the new ones.
     """
-    moved, layers = np.zeros((2, 2), dtype=np.int64), sum(kind.layers for kind in kinds)
-    for kind, step in zip(kinds, steps, strict=True):
-        for placed in chain.from_iterable(step):
-            moved += kind.layers * np.array([moved_by(placed.given), moved_by(placed.plan)])
-    return moved // layers
+    moved = np.zeros((2, 2), dtype=np.int64)
+    for microbatch in microbatches:
+        for kind, given_plans, plans in zip(kinds, microbatch.given_plans, microbatch.plans, strict=True):
+            for given_plan, plan in zip(given_plans, plans, strict=True):
+                moved += kind.layers * np.array([moved_by(given_plan), moved_by(plan)])
+    return moved // sum(kind.layers for kind in kinds)
 
 
 def _of_one_stage(config: PlannerConfig, num_ranks: int) -> PlannerConfig:
