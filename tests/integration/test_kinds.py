@@ -51,7 +51,7 @@ def attention(kind: AttentionKind, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 @pytest.mark.parametrize("placed", [False, True])
 def test_every_kind_attends_as_its_mask_says(placed: bool) -> None:
-    """All tokens have numbers, by which queries, keys and values are found wherever they have been dealt."""
+    """All tokens have numbers, by which queries, keys and values are found wherever they have been redistributed."""
     store, transports = dist.HashStore(), thread_transports(RANKS)
     rows = [torch.randn(RANKS * SIZE, heads, 8, dtype=torch.float64) for heads in (2, 1, 1)]
     rules = PlanRules(PlannerConfig(tolerance=0.0, min_shard=4, tile=4), KINDS)
@@ -65,7 +65,7 @@ def test_every_kind_attends_as_its_mask_says(placed: bool) -> None:
         shape = BatchShape(ROWS, SEQ_LEN, ROWS)
         tokens = torch.arange(rank * SIZE, (rank + 1) * SIZE).view(2, ROWS, SEQ_LEN)
         batches = [({"input": each}, each) for each in tokens]
-        planned, parcel = planner.plan(STARTS[rank], shape, 2, to_deal=batches)
+        planned, parcel = planner.plan(STARTS[rank], shape, 2, to_redistribute=batches)
         assert (parcel is not None) == placed
         if placement is not None and parcel is not None:
             batches = parcel.unpack(placement.exchange(parcel))

@@ -43,10 +43,10 @@ from torchtitan_cad.integration.torchtitan_v0_2.failure import _may_be_caused_by
 from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
 from torchtitan_cad.planning.model.batch import (  # noqa: E402
     BatchShape,
-    dealt_slots,
     group_layout,
     halves_by_row,
     nano_layouts,
+    slots_of_nano_batches,
 )
 from torchtitan_cad.planning.model.kind import AttentionKind  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
@@ -98,7 +98,7 @@ def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(data: st.DataOb
     in_the_middle = nano_batches == 2 and not halves_by_row(rows)
     for microbatch, batch in enumerate(numbers.split(rows)):
         batch = cut_for_halves(batch, cp) if in_the_middle else batch
-        slots = dealt_slots(shape, microbatch, cp, nano_batches)
+        slots = slots_of_nano_batches(shape, microbatch, cp, nano_batches)
         layouts = nano_layouts(starts, shape, microbatch, cp, nano_batches)
         if nano_batches == 1:
             assert layouts[0].segments() == group_layout(starts, shape, microbatch, cp).segments()

@@ -35,7 +35,8 @@ from torchtitan_cad.planning.placement.table import (
 
 
 def table_of(lengths: list[int], num_ranks: int, longest: int) -> Table:
-    """A table in which documents of so many cells are cut and dealt to ranks with half more room than they fill."""
+    """A table in which documents of so many cells are cut and redistributed to ranks with half more room than they
+    fill."""
     prefix = np.cumsum(np.arange(max(lengths) + 1)).astype(np.float64)
     mean = sum(prefix[length] for length in lengths) / num_ranks
     limit, speed = np.full(num_ranks, 1.02 * mean), np.ones(num_ranks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows dealt anew over ranks and microbatches, and the order of a pipeline's microbatches."""
+"""Rows distributed anew over ranks and microbatches, and the order of a pipeline's microbatches."""
 
 import numpy as np
 import pytest

@@ -63,7 +63,7 @@ class CadSession:
         self.side_stream = SideStream(self.device)
         self.statistics = StepStatistics()
         store = None if job.dry_run else store_of_attempt(dist.distributed_c10d._get_default_store())
-        if self.deals:
+        if self.redistributes:
             warm_up_placement()
         host_names = [""] * dist.get_world_size()
         if not job.dry_run:
@@ -89,11 +89,11 @@ class CadSession:
             self.kernel.check(job.dtype, kind.shape.head_dim, kind.shape.out_dim, kind.shape.window)
         self._cost = self._plan_cost(self._train_group)
         self._placement: Placement | None = None
-        if self.deals:
+        if self.redistributes:
             self._placement = self._build_placement(self._train_group)
 
     @property
-    def deals(self) -> bool:
+    def redistributes(self) -> bool:
         """Tell whether tokens of training batches may get other homes, or microbatches, than the loader's."""
         in_pipeline = self.topology.pp > 1 and self.job.microbatches * self.job.accumulation > 1
         return self.cad.placement != "loader" and (in_pipeline or self.topology.dp * self.topology.cp > 1)
@@ -353,7 +353,7 @@ def open_session(job: Job) -> CadSession:
     logger.info(
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.kernel}, "
         f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "
-        f"placement {_session.cad.placement if _session.deals else 'loader'}, "
+        f"placement {_session.cad.placement if _session.redistributes else 'loader'}, "
         + (f"balancing times of {_session.cad.profile}" if _session.cad.profile else "balancing tiles")
     )
     return _session

@@ -14,7 +14,7 @@ import numpy as np
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, one_f_one_b
-from torchtitan_cad.planning.placement.reorder import deal_under_cap, row_orders
+from torchtitan_cad.planning.placement.reorder import distribute_under_cap, row_orders
 from torchtitan_cad.simulation.batches import Batch
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.memory import in_flight, memory_without_cad, states, stock_attention, token_bytes
@@ -171,7 +171,7 @@ def packing_cp(step: Step) -> Outcome | None:
     attention = np.stack([step.document_attention(f) * padding / cp for f in (True, False)])
     one = sum(step.work(f, 1.0) - step.work(f, 0.0) for f in (True, False))
     work = step.layers * _repeated(step, attention).sum(axis=0) + one * lengths / cp
-    bins = deal_under_cap(work, lengths, replicas * microbatches, cap)
+    bins = distribute_under_cap(work, lengths, replicas * microbatches, cap)
     if bins is None:
         return None
     columns = np.stack([work, lengths / cp, *attention, divided * lengths, np.ones(len(lengths))])

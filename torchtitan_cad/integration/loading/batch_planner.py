@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.integration.loading.deal import Batch, columns_of
 from torchtitan_cad.integration.loading.placement import Layouts, Parcel, Placement, moved_bytes
+from torchtitan_cad.integration.loading.redistribution import Batch, columns_of
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, Plan, PlannedMicrobatch, PlannerConfig, plan_step
 from torchtitan_cad.planning.exchange.traffic import measure_traffic
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 _OK, _EXHAUSTED, _FAILED = range(3)
 _SHAPE, _BATCHES = slice(3, 6), 6
 _WORDS = 6
-"""Numbers after the status in the first gather: how many document starts there are, the columns that can be dealt (0:
-the step cannot), the shape of a batch, and how many batches of it are planned together. In the last: a fingerprint of
-the plans, and zeros."""
+"""Numbers after the status in the first gather: how many document starts there are, the columns that can be
+redistributed (0: the step cannot), the shape of a batch, and how many batches of it are planned together. In the last:
+a fingerprint of the plans, and zeros."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PlannedBatch:
         layers: of every kind of attention.
         copied_bytes: per plan, what this rank's kernel calls copy in the mean layer's forward.
         between_hosts: per plan, the bytes of the mean layer's forward between hosts; empty where there is one host.
-        home_bytes: see ``moved_bytes``; None without placement, and where tokens cannot be dealt.
+        home_bytes: see ``moved_bytes``; None without placement, and where tokens cannot be redistributed.
     """
 
     keys: torch.Tensor
@@ -119,7 +119,7 @@ class BatchPlanner:
         engines: of every kind of attention, which get the plans.
         keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches; the step
             is at least ``rules.nano_batches``.
-        placement: gives the tokens new homes; ``plan`` then plans for batches as they have been dealt.
+        placement: gives the tokens new homes; ``plan`` then plans for batches as they have been redistributed.
     """
 
     def __init__(
@@ -140,25 +140,26 @@ class BatchPlanner:
         self._has_stayed = False
 
     def plan(
-        self, starts: np.ndarray, shape: BatchShape, batches: int = 1, *, to_deal: Sequence[Batch] | None = None
+        self, starts: np.ndarray, shape: BatchShape, batches: int = 1, *, to_redistribute: Sequence[Batch] | None = None
     ) -> tuple[list[PlannedBatch], Parcel | None]:
         """Plan the ``batches`` of a step and make the plans known to the engines.
 
-        Tokens get new homes if there is a placement and every rank can deal its part. The parcel is then what this rank
-        brings to ``placement.exchange``, which all ranks call next. Whatever fails on a rank before that is announced.
+        Tokens get new homes if there is a placement and every rank can redistribute its part. The parcel is then what
+        this rank brings to ``placement.exchange``, which all ranks call next. Whatever fails on a rank before that is
+        announced.
 
         Args:
             starts: this rank's ``document_starts`` in the rows of all batches, one after another.
             shape: of every batch.
-            to_deal: the batches, with equal columns; None if this rank cannot deal them.
+            to_redistribute: the batches, with equal columns; None if this rank cannot redistribute them.
 
         Raises:
             PeerError: a peer failed or disagrees on shapes or on documents.
             PlanMismatchError: a peer computed another plan, or a twin other homes.
             Exhausted: a peer has no more data.
         """
-        travelling = len(columns_of(*to_deal[0])) if to_deal is not None else 0
-        gathered, shapes, can_deal = self._gather_starts(starts, shape, batches, travelling)
+        travelling = len(columns_of(*to_redistribute[0])) if to_redistribute is not None else 0
+        gathered, shapes, can_redistribute = self._gather_starts(starts, shape, batches, travelling)
         begin = time.perf_counter()  # without waits for peers
         placed, parcel = None, None
         try:
@@ -166,7 +167,7 @@ class BatchPlanner:
             layouts = step_layouts(gathered, steps, self._cp, self._rules.nano_batches)
             # document ids count over data-parallel ranks
             columns = np.concatenate([own % of_rank.seq_len for own, of_rank in zip(gathered, shapes, strict=True)])
-            if self.placement is not None and can_deal:
+            if self.placement is not None and can_redistribute:
                 placed = self.placement.choose(layouts, columns, self._rules.times)
             planned = []
             for first in range(0, len(layouts), shape.microbatches):
@@ -182,7 +183,7 @@ class BatchPlanner:
             if placed is not None:
                 described = self._with_home_bytes(described, placed, shape)
             if self.placement is not None:
-                parcel = self.placement.pack(layouts, placed, steps[0], to_deal or ())
+                parcel = self.placement.pack(layouts, placed, steps[0], to_redistribute or ())
         except Exception:
             self.announce_failure("planning a batch")
             raise
@@ -290,7 +291,7 @@ class BatchPlanner:
     def _gather_starts(
         self, starts: np.ndarray, shape: BatchShape, batches: int, columns: int
     ) -> tuple[list[np.ndarray], list[BatchShape], bool]:
-        """Return every data-parallel rank's ``document_starts`` and shape, and whether the step can be dealt.
+        """Return every data-parallel rank's ``document_starts`` and shape, and whether the step can be redistributed.
 
         It can if all have one shape and as many ``columns``, at least one.
         """

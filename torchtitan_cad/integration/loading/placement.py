@@ -13,11 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cad.integration.loading.deal import POSITIONS, Batch, Deal, check_dealable, columns_of, make_deal
+from torchtitan_cad.integration.loading.redistribution import (
+    POSITIONS,
+    Batch,
+    Redistribution,
+    check_redistributable,
+    columns_of,
+    make_redistribution,
+)
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, PlannedMicrobatch, PlannerConfig, TokenLayout, plan_step
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.model.batch import BatchShape, dealt_slots
+from torchtitan_cad.planning.model.batch import BatchShape, slots_of_nano_batches
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.plan import moved_by
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
@@ -39,7 +46,7 @@ class Parcel:
         shape: of their tokens, one batch below the other.
     """
 
-    deal: Deal
+    redistribution: Redistribution
     rows: Tensor
     send_counts: list[int]
     receive_counts: list[int]
@@ -48,8 +55,8 @@ class Parcel:
 
     def unpack(self, came: Tensor) -> list[Batch]:
         """Return the batches that this rank trains on, from what ``Placement.exchange`` has returned."""
-        ids, targets, *own = (column.reshape(self.shape) for column in self.deal.scatter(came).unbind(1))
-        positions = own[0].to(torch.int32) if own else self.deal.positions(self.shape[1])
+        ids, targets, *own = (column.reshape(self.shape) for column in self.redistribution.scatter(came).unbind(1))
+        positions = own[0].to(torch.int32) if own else self.redistribution.positions(self.shape[1])
         per_batch = zip(*(tensor.chunk(self.batches) for tensor in (ids, positions, targets)), strict=True)
         return [({"input": ids, POSITIONS: positions}, targets) for ids, positions, targets in per_batch]
 
@@ -64,7 +71,7 @@ class Placement:
         twins: gloo group of the ranks with this position in every CAD group, which load the same rows; None for one.
         rank: this one's position in the group.
         cost: of forward and backward together, by a profile; None: tile area.
-        strict: refuse batches that cannot be dealt.
+        strict: refuse batches that cannot be redistributed.
     """
 
     group: dist.ProcessGroup | None
@@ -83,10 +90,11 @@ class Placement:
         if self.topology.group_stages > 1:
             self.config = _of_one_stage(self.config, self._per_stage)
 
-    def can_deal(self, inputs: Mapping[str, Tensor], labels: Tensor) -> bool:
-        """Tell whether a batch can be dealt, see ``check_dealable``; log once, or with ``strict`` raise, if not."""
+    def can_redistribute(self, inputs: Mapping[str, Tensor], labels: Tensor) -> bool:
+        """Tell whether a batch can be redistributed, see ``check_redistributable``; log once, or with ``strict`` raise,
+        if not."""
         try:
-            check_dealable(inputs, labels)
+            check_redistributable(inputs, labels)
         except ValueError as error:
             if self.strict:
                 raise
@@ -119,44 +127,44 @@ class Placement:
 
         Args:
             given: homes of the loader.
-            placed: what ``choose`` returned; None if some rank cannot deal its part of the step, which then stays where
-                it was loaded.
+            placed: what ``choose`` returned; None if some rank cannot redistribute its part of the step, which then
+                stays where it was loaded.
             shape: of all the step's rows.
-            batches: of one step and one shape, as ``check_dealable`` takes them, all with the same columns.
+            batches: of one step and one shape, as ``check_redistributable`` takes them, all with the same columns.
 
         Raises PeerError if a twin is gone, PlanMismatchError if one chose other homes.
         """
         homes = [microbatch.layouts for microbatch in placed or ()]
-        deal = self._deal(given, homes, shape) if homes else None
+        redistribution = self._redistribution(given, homes, shape) if homes else None
         self._compare(homes)
-        if deal is None:
+        if redistribution is None:
             return None
         by_column = zip(*(columns_of(*batch) for batch in batches), strict=True)
         columns = [torch.cat(column) for column in by_column]
         rows = torch.stack([column.flatten() for column in columns], dim=1)
-        source = deal.source if self.group is None else deal.sent
+        source = redistribution.source if self.group is None else redistribution.sent
         return Parcel(
-            deal=deal,
+            redistribution=redistribution,
             rows=rows[source],
-            send_counts=self._per_peer(deal.send_counts),
-            receive_counts=self._per_peer(deal.receive_counts),
+            send_counts=self._per_peer(redistribution.send_counts),
+            receive_counts=self._per_peer(redistribution.receive_counts),
             batches=len(batches),
             shape=columns[0].shape,
         )
 
-    def _deal(self, given: Layouts, homes: Layouts, shape: BatchShape) -> Deal | None:
+    def _redistribution(self, given: Layouts, homes: Layouts, shape: BatchShape) -> Redistribution | None:
         """Return how this rank's tokens come to their homes; None if all tokens stay."""
         cp = self.topology.cp
         old, new, slots = [], [], []
         for number, (before, after) in enumerate(zip(given, homes, strict=True)):
-            of_microbatch = dealt_slots(shape, number, cp, len(before))
+            of_microbatch = slots_of_nano_batches(shape, number, cp, len(before))
             held = len(of_microbatch)  # layouts that hold all tokens between them
             slots += of_microbatch
             old += before[-held:]
             new += after[-held:]
         if all(layout is other for layout, other in zip(old, new, strict=True)):
             return None
-        return make_deal(old, new, slots, self.rank % self._per_stage // cp)
+        return make_redistribution(old, new, slots, self.rank % self._per_stage // cp)
 
     def exchange(self, parcel: Parcel) -> Tensor:
         """Exchange parcels: returns their rows in the order of arrival. Collective over the group.
@@ -169,7 +177,7 @@ class Placement:
         try:
             dist.all_to_all_single(came, parcel.rows, parcel.receive_counts, parcel.send_counts, group=self.group)
         except RuntimeError as error:
-            raise PeerError(f"dealing tokens failed: {error}") from error
+            raise PeerError(f"redistributing tokens failed: {error}") from error
         return came
 
     def _per_peer(self, counts: list[int]) -> list[int]:
@@ -194,8 +202,8 @@ class Placement:
             raise PeerError(f"comparing homes of stages and tensor-parallel ranks failed: {error}") from error
         if any(not torch.equal(theirs, mine) for theirs in every):
             raise PlanMismatchError(
-                "pipeline stages or tensor-parallel ranks deal a batch's tokens to different homes: all ranks must run "
-                "the same version of torchtitan_cad and numpy with the same [cad] table, and load the same rows"
+                "pipeline stages or tensor-parallel ranks redistribute a batch's tokens to different homes: all ranks must "
+                "run the same version of torchtitan_cad and numpy with the same [cad] table, and load the same rows"
             )
 
 

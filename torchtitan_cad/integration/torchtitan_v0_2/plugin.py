@@ -318,8 +318,8 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
     It applies no ring or all-gather attention. As it refuses varlen attention under CP, the model meanwhile claims to
     use sdpa. With two nano-batches it checkpoints and compiles what the ping-pong loop runs, not the blocks.
     Checkpointing by operator keeps the attention output, as it does torchtitan's own, and takes the place of that of
-    whole blocks where ``checkpointing`` says so. Where tokens are dealt, tensor parallelism expects their positions, as
-    it does those that CP cuts.
+    whole blocks where ``checkpointing`` says so. Where tokens are redistributed, tensor parallelism expects their
+    positions, as it does those that CP cuts.
     """
     module, section = sys.modules[spec.parallelize_fn.__module__], checkpointing(job_config)
     pingpong: Any = model.pingpong
@@ -356,7 +356,7 @@ def _contiguous_for_cad(cp_shard: Any) -> Any:
     """torchtitan's ``cp_shard`` reorders the sequence to balance ring attention.
 
     CAD wants contiguous slices, or those of both halves of the sequence if rows are halved for two nano-batches. Of
-    tokens that were dealt it cuts the positions that came with them.
+    tokens that were redistributed it cuts the positions that came with them.
     """
 
     @functools.wraps(cp_shard)

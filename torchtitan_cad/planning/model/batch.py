@@ -115,7 +115,7 @@ def _side_by_side(layouts: Sequence[TokenLayout], firsts: np.ndarray, num_ranks:
     return TokenLayout.from_arrays(len(layouts) * num_ranks, *map(np.concatenate, zip(*columns, strict=True)))
 
 
-def dealt_slots(shape: BatchShape, microbatch: int, cp: int, nano_batches: int) -> list[np.ndarray]:
+def slots_of_nano_batches(shape: BatchShape, microbatch: int, cp: int, nano_batches: int) -> list[np.ndarray]:
     """Find the tokens of ``nano_layouts`` in a data-parallel rank's batch, for layouts that hold all between them.
 
     Returns:

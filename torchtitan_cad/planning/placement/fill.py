@@ -2,7 +2,7 @@
 """Fill the microbatches of an optimizer step anew with its documents.
 
 Where the ranks of a microbatch hold documents of the same lengths, they have the same work and nothing moves. So the
-longest documents are dealt first: again and again, the rank of least work takes the longest that fits its room. The
+longest documents are assigned first: again and again, the rank of least work takes the longest that fits its room. The
 last tokens of a microbatch are filled by short documents whose lengths add up to them exactly.
 """
 
@@ -57,7 +57,7 @@ def fill(
     microbatches = [_Microbatch(pool, of_ranks.tolist(), filled) for of_ranks in rooms]
     for first in range(0, len(microbatches), together):
         group = microbatches[first : first + together]
-        _deal_longest(pool, group, list(less[first : first + together]))
+        _assign_longest(pool, group, list(less[first : first + together]))
         if less:  # those with few documents first, as they have least choice
             group = sorted(group, key=lambda each: len(each.docs))
         for number, each in enumerate(group, start=first + 1):
@@ -98,8 +98,8 @@ class _Pool:
         self._below = [i if i == 0 or i - 1 in left else i - 1 for i in range(len(self._below))]
 
 
-def _deal_longest(pool: _Pool, microbatches: Sequence[_Microbatch], sums: list[float]) -> None:
-    """Deal the longest documents to the ranks of microbatches, until few tokens of each are left or none fits.
+def _assign_longest(pool: _Pool, microbatches: Sequence[_Microbatch], sums: list[float]) -> None:
+    """Assign the longest documents to the ranks of microbatches, until few tokens of each are left or none fits.
 
     With ``sums`` of squared tokens that the microbatches begin with, it is the turn of the microbatch with the least.
     """
@@ -147,10 +147,10 @@ class _Microbatch:
 
     Attributes:
         docs: documents so far, each with its rank or -1.
-        rooms: tokens of every rank less those of spread documents; ``_deal_longest`` counts those of whole documents.
+        rooms: tokens of every rank less those of spread documents; ``_assign_longest`` counts those of whole documents.
         work: squared lengths of the spread documents on every rank.
         left: tokens of the microbatch that no document has.
-        few: tokens that may be left when the longest documents are dealt.
+        few: tokens that may be left when the longest documents are assigned.
         queue: heap of (squared lengths on a rank, -tokens of room, rank), of the ranks with room.
     """
 
