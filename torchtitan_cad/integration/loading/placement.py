@@ -202,8 +202,8 @@ class Placement:
             raise PeerError(f"comparing homes of stages and tensor-parallel ranks failed: {error}") from error
         if any(not torch.equal(theirs, mine) for theirs in every):
             raise PlanMismatchError(
-                "pipeline stages or tensor-parallel ranks redistribute a batch's tokens to different homes: all ranks must "
-                "run the same version of torchtitan_cad and numpy with the same [cad] table, and load the same rows"
+                "pipeline stages or tensor-parallel ranks redistribute a batch's tokens to different homes: all ranks "
+                "must run the same version of torchtitan_cad and numpy with the same [cad] table, and load the same rows"
             )
 
 
