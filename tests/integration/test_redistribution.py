@@ -120,14 +120,14 @@ def test_every_token_comes_to_its_home(data: st.DataObject) -> None:
     assert all(torch.equal(one, other) for one, other in zip(exchanged(back, redistributed), batches, strict=True))
 
 
-def connected(topology: Topology, twins: bool = False, **config: Any) -> list[Placement]:
-    """The placements of all ranks of a CAD group, over gloo; with ``twins`` the ranks are twins of each other."""
+def connected(topology: Topology, replicas: bool = False, **config: Any) -> list[Placement]:
+    """The placements of all ranks of a CAD group, over gloo; with ``replicas`` the ranks are replicas of each other."""
     store = dist.HashStore()
 
     def connect(rank: int) -> Placement:
         group = gloo_group(store, rank, topology.group_size, timeout_s=60)
         planner = PlannerConfig(min_shard=1, tile=1, **config)
-        return Placement(group, group if twins else None, topology, rank, planner, KINDS, None)
+        return Placement(group, group if replicas else None, topology, rank, planner, KINDS, None)
 
     with ThreadPoolExecutor(topology.group_size) as pool:
         return list(pool.map(connect, range(topology.group_size)))
@@ -163,10 +163,10 @@ def test_ranks_redistribute_ids_labels_and_positions(
     with ThreadPoolExecutor(len(placements)) as pool:
         every = list(pool.map(redistribute, range(len(placements)), placements))
     for rank, (placed, redistributed) in enumerate(every):
-        _, twin = every[rank - rank % cp]  # whole rows, whatever the context-parallel rank
-        for (inputs, labels), (twin_inputs, _) in zip(redistributed, twin, strict=True):
+        _, replica = every[rank - rank % cp]  # whole rows, whatever the context-parallel rank
+        for (inputs, labels), (replica_inputs, _) in zip(redistributed, replica, strict=True):
             tokens = inputs["input"]
-            assert torch.equal(tokens, twin_inputs["input"])
+            assert torch.equal(tokens, replica_inputs["input"])
             assert torch.equal(inputs[POSITIONS], (tokens % 7 if own else tokens % 64).int())
             assert torch.equal(labels, torch.where(tokens % 5 == 0, IGNORED, tokens + 1))
         total, worst = moved_bytes(placed, KINDS).T
@@ -190,11 +190,11 @@ def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
     assert placement.pack(layouts, placed, shape, batches) is None
 
 
-def test_twins_with_other_homes_are_an_error_on_all() -> None:
-    """A twin that has nothing to redistribute differs, too."""
+def test_replicas_with_other_homes_are_an_error_on_all() -> None:
+    """A replica that has nothing to redistribute differs, too."""
     shape, inputs = BatchShape(1, 64, 1), {"input": torch.zeros(1, 64, dtype=torch.int64)}
     layouts = [[group_layout([np.array([0]), np.arange(0, 64, at)], shape, 0, 1)] for at in (4, 8)]
-    placements = connected(Topology(1, 2, 1, 1), twins=True)
+    placements = connected(Topology(1, 2, 1, 1), replicas=True)
 
     def redistribute(placement: Placement, layout: list[TokenLayout] | None) -> Any:
         placed = placement.choose([layout], np.zeros(32, np.int64)) if layout else None

@@ -149,12 +149,12 @@ class CadSession:
 
     def _build_placement(self, group: dist.ProcessGroup | None) -> Placement:
         world = range(dist.get_world_size())
-        twins = self._planning_group([rank for rank in world if self.topology.group_rank(rank) == self.group_rank])
-        if twins is not None and len({*gather(self._config.ranks_per_node, twins).values()}) > 1:
+        replicas = self._planning_group([rank for rank in world if self.topology.group_rank(rank) == self.group_rank])
+        if replicas is not None and len({*gather(self._config.ranks_per_node, replicas).values()}) > 1:
             self._config = replace(self._config, ranks_per_node=None)  # stages lie on hosts differently
         return Placement(
             group,
-            twins,
+            replicas,
             self.topology,
             self.group_rank,
             self._config,
@@ -232,8 +232,8 @@ class CadSession:
 
     def _agreed(self, times: LayerTimes) -> LayerTimes:
         """Return the times of the first of all groups that choose the same homes. Collective over these groups."""
-        twins = None if self._placement is None else self._placement.twins
-        return times if twins is None else next(iter(gather(times, twins).values()))
+        replicas = None if self._placement is None else self._placement.replicas
+        return times if replicas is None else next(iter(gather(times, replicas).values()))
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
         if self.job.dry_run:

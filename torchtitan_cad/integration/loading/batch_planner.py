@@ -155,7 +155,7 @@ class BatchPlanner:
 
         Raises:
             PeerError: a peer failed or disagrees on shapes or on documents.
-            PlanMismatchError: a peer computed another plan, or a twin other homes.
+            PlanMismatchError: a peer computed another plan, or a replica other homes.
             Exhausted: a peer has no more data.
         """
         travelling = len(columns_of(*to_redistribute[0])) if to_redistribute is not None else 0

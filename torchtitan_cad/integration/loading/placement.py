@@ -68,14 +68,14 @@ class Placement:
     Args:
         group: gloo group of the CAD group; None for a group of one, and for a dry run, in which all ranks are taken to
             have this one's documents.
-        twins: gloo group of the ranks with this position in every CAD group, which load the same rows; None for one.
+        replicas: gloo group of the ranks with this position in every CAD group, which load the same rows; None for one.
         rank: this one's position in the group.
         cost: of forward and backward together, by a profile; None: tile area.
         strict: refuse batches that cannot be redistributed.
     """
 
     group: dist.ProcessGroup | None
-    twins: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
     topology: Topology
     rank: int
     config: PlannerConfig
@@ -123,7 +123,7 @@ class Placement:
         shape: BatchShape,
         batches: Sequence[Batch],
     ) -> Parcel | None:
-        """Pack the batches that this rank has loaded for ``exchange``; None if they stay. Collective over the twins.
+        """Pack the batches that this rank has loaded for ``exchange``; None if they stay. Collective over the replicas.
 
         Args:
             given: homes of the loader.
@@ -132,7 +132,7 @@ class Placement:
             shape: of all the step's rows.
             batches: of one step and one shape, as ``check_redistributable`` takes them, all with the same columns.
 
-        Raises PeerError if a twin is gone, PlanMismatchError if one chose other homes.
+        Raises PeerError if a replica is gone, PlanMismatchError if one chose other homes.
         """
         homes = [microbatch.layouts for microbatch in placed or ()]
         redistribution = self._redistribution(given, homes, shape) if homes else None
@@ -188,16 +188,16 @@ class Placement:
         return every
 
     def _compare(self, layouts: Layouts) -> None:
-        """Raise PlanMismatchError unless the twins have chosen the same homes."""
-        if self.twins is None:
+        """Raise PlanMismatchError unless the replicas have chosen the same homes."""
+        if self.replicas is None:
             return
         digest = hashlib.blake2b(digest_size=7)
         for layout in chain.from_iterable(layouts):
             digest.update(np.stack([layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length]).tobytes())
         mine = torch.tensor([int.from_bytes(digest.digest())])
-        every = [torch.empty_like(mine) for _ in range(self.twins.size())]
+        every = [torch.empty_like(mine) for _ in range(self.replicas.size())]
         try:
-            dist.all_gather(every, mine, group=self.twins)
+            dist.all_gather(every, mine, group=self.replicas)
         except RuntimeError as error:
             raise PeerError(f"comparing homes of stages and tensor-parallel ranks failed: {error}") from error
         if any(not torch.equal(theirs, mine) for theirs in every):
