@@ -53,11 +53,11 @@ def fill(
     """
     order = np.argsort(lengths, kind="stable")
     docs, lengths = docs[order], lengths[order]
-    pool = _Pool(lengths.tolist())
-    microbatches = [_Microbatch(pool, of_ranks.tolist(), filled) for of_ranks in rooms]
+    unassigned = _Unassigned(lengths.tolist())
+    microbatches = [_Microbatch(unassigned, of_ranks.tolist(), filled) for of_ranks in rooms]
     for first in range(0, len(microbatches), together):
         group = microbatches[first : first + together]
-        _assign_longest(pool, group, list(less[first : first + together]))
+        _assign_longest(unassigned, group, list(less[first : first + together]))
         if less:  # those with few documents first, as they have least choice
             group = sorted(group, key=lambda each: len(each.docs))
         for number, each in enumerate(group, start=first + 1):
@@ -66,7 +66,7 @@ def fill(
     return [each.layout(docs, lengths) for each in microbatches]
 
 
-class _Pool:
+class _Unassigned:
     """Documents that no microbatch has taken, by ascending length.
 
     ``_below[i]`` is i where document i - 1 is left, and leads to a shorter one where it is not.
@@ -98,13 +98,13 @@ class _Pool:
         self._below = [i if i == 0 or i - 1 in left else i - 1 for i in range(len(self._below))]
 
 
-def _assign_longest(pool: _Pool, microbatches: Sequence[_Microbatch], sums: list[float]) -> None:
+def _assign_longest(unassigned: _Unassigned, microbatches: Sequence[_Microbatch], sums: list[float]) -> None:
     """Assign the longest documents to the ranks of microbatches, until few tokens of each are left or none fits.
 
     With ``sums`` of squared tokens that the microbatches begin with, it is the turn of the microbatch with the least.
     """
     of_sums, sums = bool(sums), sums or [0.0] * len(microbatches)
-    _spread_longest(pool, microbatches, sums, of_sums=of_sums)
+    _spread_longest(unassigned, microbatches, sums, of_sums=of_sums)
     turns: list[tuple[float, int, int, int]] = []
 
     def queue_turn(number: int) -> None:
@@ -119,23 +119,25 @@ def _assign_longest(pool: _Pool, microbatches: Sequence[_Microbatch], sums: list
         number = heapq.heappop(turns)[-1]
         microbatch = microbatches[number]
         work, room, rank = heapq.heappop(microbatch.queue)
-        doc = pool.longest(-room)
+        doc = unassigned.longest(-room)
         if doc is not None:
             microbatch.take(doc, rank)
-            length = pool.lengths[doc]
+            length = unassigned.lengths[doc]
             sums[number] += of_sums * length**2
             heapq.heappush(microbatch.queue, (work + length**2, room + length, rank))
         queue_turn(number)
 
 
-def _spread_longest(pool: _Pool, microbatches: Sequence[_Microbatch], sums: list[float], *, of_sums: bool) -> None:
+def _spread_longest(
+    unassigned: _Unassigned, microbatches: Sequence[_Microbatch], sums: list[float], *, of_sums: bool
+) -> None:
     """Spread the documents that are longer than any rank's room over several ranks."""
     widest = max(max(microbatch.rooms) for microbatch in microbatches)
     while True:
-        doc = pool.longest(max(microbatch.left for microbatch in microbatches))
-        if doc is None or pool.lengths[doc] <= widest:
+        doc = unassigned.longest(max(microbatch.left for microbatch in microbatches))
+        if doc is None or unassigned.lengths[doc] <= widest:
             return
-        length = pool.lengths[doc]
+        length = unassigned.lengths[doc]
         roomy = [number for number, microbatch in enumerate(microbatches) if microbatch.left >= length]
         chosen = min(roomy, key=lambda number: sums[number] if of_sums else sum(microbatches[number].work))
         microbatches[chosen].spread(doc)
@@ -154,8 +156,8 @@ class _Microbatch:
         queue: heap of (squared lengths on a rank, -tokens of room, rank), of the ranks with room.
     """
 
-    def __init__(self, pool: _Pool, rooms: list[int], filled: float) -> None:
-        self._pool, self._tokens = pool, rooms
+    def __init__(self, unassigned: _Unassigned, rooms: list[int], filled: float) -> None:
+        self._unassigned, self._tokens = unassigned, rooms
         self.docs: list[tuple[int, int]] = []
         self.rooms, self.work, self.left = rooms.copy(), [0] * len(rooms), sum(rooms)
         self.few = filled * self.left / len(rooms)
@@ -164,14 +166,14 @@ class _Microbatch:
 
     def take(self, doc: int, rank: int = -1) -> None:
         """Take a document, which lies on one rank or in the room that others leave."""
-        self._pool.take(doc)
+        self._unassigned.take(doc)
         self.docs.append((doc, rank))
-        self.left -= self._pool.lengths[doc]
+        self.left -= self._unassigned.lengths[doc]
 
     def spread(self, doc: int) -> None:
         """Take a document longer than any rank's room, and count it on the ranks of least work."""
         self.take(doc)
-        length = left = self._pool.lengths[doc]
+        length = left = self._unassigned.lengths[doc]
         changed = []
         while left:
             *_, rank = heapq.heappop(self.queue)
@@ -186,10 +188,10 @@ class _Microbatch:
 
     def take_rest(self, *, all_left: bool) -> bool:
         """Take documents that fill what is left exactly, or all; returns False where none are found that do."""
-        pool = self._pool
+        unassigned = self._unassigned
         for _ in range(RETRIES):
-            docs = [doc for doc in pool.left() if all_left or pool.lengths[doc] <= self.left]
-            lengths = [pool.lengths[doc] for doc in docs]
+            docs = [doc for doc in unassigned.left() if all_left or unassigned.lengths[doc] <= self.left]
+            lengths = [unassigned.lengths[doc] for doc in docs]
             enough = bisect_right(list(accumulate(lengths)), 2 * self.left) + 1
             chosen = range(len(docs)) if all_left else add_up(lengths[: max(CANDIDATES, enough)], self.left)
             if chosen is not None:
@@ -200,8 +202,8 @@ class _Microbatch:
                 break
             shortest = min(self.docs)
             self.docs.remove(shortest)
-            self.left += pool.lengths[shortest[0]]
-            pool.give_back(shortest[0])
+            self.left += unassigned.lengths[shortest[0]]
+            unassigned.give_back(shortest[0])
         return False
 
     def layout(self, ids: IntArray, lengths: IntArray) -> TokenLayout:
