@@ -7,7 +7,7 @@ against as many keys as make the best rectangle. A rank with room takes pieces o
 several chunks, and does not read the keys that it holds itself.
 
 A move takes chunks out of the lists of their documents (``detach``), changes the chunks and their ranks, chooses anew
-what both ranks give away (``choose``) and puts the chunks back (``attach``). Each step updates the sums of the ranks.
+what both ranks offload (``choose``) and puts the chunks back (``attach``). Each step updates the sums of the ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchtitan_cad.planning.jit import jit_inner
-from torchtitan_cad.planning.placement.give_away import give_away
+from torchtitan_cad.planning.placement.offload import offload
 from torchtitan_cad.planning.placement.table import (
     BEFORE,
     BEHIND,
@@ -23,15 +23,15 @@ from torchtitan_cad.planning.placement.table import (
     HELP,
     HELPERS_IN,
     KEY_BYTES,
-    KEYS_GIVEN,
     KEYS_IN,
+    KEYS_OFFLOADED,
     KEYS_OUT,
     KEYS_SHARED,
     LENGTH,
     LOAD,
     NEXT_CHUNK,
     NUM_TOUCHED,
-    OLD_KEYS_GIVEN,
+    OLD_KEYS_OFFLOADED,
     OLD_STRIPS,
     POWER,
     QUERIES_OUT,
@@ -48,23 +48,23 @@ from torchtitan_cad.planning.placement.table import (
 
 @jit_inner
 def _read(table: Table, i: int, j: int, keys: float, strips: float) -> tuple[float, float]:
-    """Count the keys of chunk ``j`` that are read for the work that chunk ``i`` gives away, and that it keeps."""
+    """Count the keys of chunk ``j`` that are read for the work that chunk ``i`` offloads, and that it keeps."""
     start, end = float(table.ints[j, START]), float(table.ints[j, START] + table.ints[j, LENGTH])
-    given = strips * max(0.0, min(end, abs(keys)) - start)
-    return given, max(0.0, end - max(start, keys)) if table.ints[j, RANK] != table.ints[i, RANK] else 0.0
+    offloaded = strips * max(0.0, min(end, abs(keys)) - start)
+    return offloaded, max(0.0, end - max(start, keys)) if table.ints[j, RANK] != table.ints[i, RANK] else 0.0
 
 
 @jit_inner
 def read_by(table: Table, i: int, sign: float, keys: float, strips: float) -> None:
-    """Add ``sign`` times the bytes of the keys read for chunk ``i``, which gives ``keys`` away in ``strips``."""
+    """Add ``sign`` times the bytes of the keys read for chunk ``i``, which offloads ``keys`` in ``strips``."""
     rank, into, j, end = table.ints[i, RANK], 0.0, i, len(table.ints) - 1
     key_bytes = sign * table.prices[KEY_BYTES]
     while j != end:
         home = table.ints[j, RANK]
-        given, kept = _read(table, i, j, keys, strips)
+        offloaded, kept = _read(table, i, j, keys, strips)
         touch(table, home)
-        table.reals[home, KEYS_SHARED] += given * key_bytes
-        table.reals[home, KEYS_OUT] += (given + kept) * key_bytes
+        table.reals[home, KEYS_SHARED] += offloaded * key_bytes
+        table.reals[home, KEYS_OUT] += (offloaded + kept) * key_bytes
         into += kept
         j = table.ints[j, BEFORE]
     touch(table, rank)
@@ -77,9 +77,9 @@ def _read_of(table: Table, j: int, sign: float) -> None:
     home, k, end = table.ints[j, RANK], table.ints[j, BEHIND], len(table.ints) - 1
     shared, out, key_bytes = 0.0, 0.0, sign * table.prices[KEY_BYTES]
     while k != end:
-        given, kept = _read(table, k, j, table.reals[k, KEYS_GIVEN], table.reals[k, STRIPS])
-        shared += given
-        out += given + kept
+        offloaded, kept = _read(table, k, j, table.reals[k, KEYS_OFFLOADED], table.reals[k, STRIPS])
+        shared += offloaded
+        out += offloaded + kept
         if kept > 0:
             touch(table, table.ints[k, RANK])
             table.reals[table.ints[k, RANK], KEYS_IN] += kept * key_bytes
@@ -92,7 +92,7 @@ def _read_of(table: Table, j: int, sign: float) -> None:
 @jit_inner
 def detach(table: Table, i: int) -> None:
     """Take a chunk out of the list of its document, and the keys read for it and of it out of the sums."""
-    read_by(table, i, -1.0, table.reals[i, KEYS_GIVEN], table.reals[i, STRIPS])
+    read_by(table, i, -1.0, table.reals[i, KEYS_OFFLOADED], table.reals[i, STRIPS])
     _read_of(table, i, -1.0)
     unlink(table, i)
 
@@ -101,19 +101,19 @@ def detach(table: Table, i: int) -> None:
 def attach(table: Table, i: int) -> None:
     """Put a chunk back into the list of its document and into the sums: the inverse of ``detach``."""
     link(table, i)
-    read_by(table, i, 1.0, table.reals[i, KEYS_GIVEN], table.reals[i, STRIPS])
+    read_by(table, i, 1.0, table.reals[i, KEYS_OFFLOADED], table.reals[i, STRIPS])
     _read_of(table, i, 1.0)
 
 
 @jit_inner
 def choose(table: Table, rank: int, one: int, other: int) -> None:
-    """Choose what the rank gives away, chunk by chunk; ``one`` and ``other`` are the detached chunks, -1 for none."""
+    """Choose what the rank offloads, chunk by chunk; ``one`` and ``other`` are the detached chunks, -1 for none."""
     ints, reals, prices, end = table.ints, table.reals, table.prices, len(table.ints) - 1
     k = ints[rank, NEXT_CHUNK]
     while k != end:
         touch(table, k)
-        reals[k, OLD_KEYS_GIVEN], reals[k, OLD_STRIPS] = reals[k, KEYS_GIVEN], reals[k, STRIPS]
-        reals[k, KEYS_GIVEN], reals[k, STRIPS] = 0.0, 0.0
+        reals[k, OLD_KEYS_OFFLOADED], reals[k, OLD_STRIPS] = reals[k, KEYS_OFFLOADED], reals[k, STRIPS]
+        reals[k, KEYS_OFFLOADED], reals[k, STRIPS] = 0.0, 0.0
         k = ints[k, NEXT_CHUNK]
     load, queries, helped = reals[rank, LOAD], 0.0, 0.0
     excess = load - table.limit[rank]
@@ -123,7 +123,7 @@ def choose(table: Table, rank: int, one: int, other: int) -> None:
         i = ints[rank, NEXT_CHUNK]
         while i != end:
             if reals[i, STRIPS] == 0:
-                offer = give_away(float(ints[i, START]), float(ints[i, LENGTH]), excess, prices)
+                offer = offload(float(ints[i, START]), float(ints[i, LENGTH]), excess, prices)
                 if offer[0] > 0:
                     value = (offer[2] - offer[3] * prices[KEY_BYTES]) / offer[0] * (2 - offer[0] / excess)
                     if value < least:
@@ -135,15 +135,15 @@ def choose(table: Table, rank: int, one: int, other: int) -> None:
         queries += best[1]
         helped += best[2]
         # A negative number of keys: the rank imports them all the same.
-        reals[chosen, KEYS_GIVEN], reals[chosen, STRIPS] = best[4] if best[3] > 0 else -best[4], best[5]
+        reals[chosen, KEYS_OFFLOADED], reals[chosen, STRIPS] = best[4] if best[3] > 0 else -best[4], best[5]
     k = ints[rank, NEXT_CHUNK]
     while k != end:
         is_attached = k not in (one, other)
         if is_attached and (
-            reals[k, KEYS_GIVEN] != reals[k, OLD_KEYS_GIVEN] or reals[k, STRIPS] != reals[k, OLD_STRIPS]
+            reals[k, KEYS_OFFLOADED] != reals[k, OLD_KEYS_OFFLOADED] or reals[k, STRIPS] != reals[k, OLD_STRIPS]
         ):
-            read_by(table, k, -1.0, reals[k, OLD_KEYS_GIVEN], reals[k, OLD_STRIPS])
-            read_by(table, k, 1.0, reals[k, KEYS_GIVEN], reals[k, STRIPS])
+            read_by(table, k, -1.0, reals[k, OLD_KEYS_OFFLOADED], reals[k, OLD_STRIPS])
+            read_by(table, k, 1.0, reals[k, KEYS_OFFLOADED], reals[k, STRIPS])
         k = ints[k, NEXT_CHUNK]
     touch(table, rank)
     reals[rank, QUERIES_OUT], reals[rank, HELPERS_IN] = queries, helped
@@ -151,7 +151,7 @@ def choose(table: Table, rank: int, one: int, other: int) -> None:
 
 @jit_inner
 def rank_bytes(table: Table, rank: int) -> tuple[float, float, float]:
-    """Return the bytes into and out of a rank, and the bytes of keys that it holds of those it is given to read."""
+    """Return the bytes into and out of a rank, and the bytes of keys that it holds of those are offloaded with work."""
     reals = table.reals
     # A rank with room gets as many bytes of queries as of keys, and already holds some of the keys.
     helps = table.prices[HELP] * np.sqrt(max(0.0, table.limit[rank] - reals[rank, LOAD]))

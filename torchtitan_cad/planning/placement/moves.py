@@ -38,7 +38,7 @@ def random(state: IntArray, below: int) -> int:
 
 @jit_inner
 def _settle(table: Table, i: int, j: int, one: int, other: int) -> None:
-    """End a move between two ranks: choose what they give away, and attach the chunks ``i`` and ``j``, -1 for none."""
+    """End a move between two ranks: choose what they offload, and attach the chunks ``i`` and ``j``, -1 for none."""
     choose(table, one, i, j)
     choose(table, other, i, j)
     attach(table, i)

@@ -53,7 +53,7 @@ def begin_search(table: Table, order: IntArray, heap: IntArray, time: FloatArray
 
 @jit_inner
 def _estimate_anew(table: Table) -> float:
-    """Return the objective after updating the price HELP to what the ranks give away now."""
+    """Return the objective after updating the price HELP to what the ranks offload now."""
     helped, roots = 0.0, 0.0
     start_move(table)
     for rank in range(len(table.limit)):

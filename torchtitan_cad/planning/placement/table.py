@@ -32,13 +32,13 @@ ROOM, COUNT = 0, 1
 """Integers of a rank: tokens that still fit, and number of chunks. ``NEXT_CHUNK`` of a rank is its first chunk, and
 ``COUNT`` of the end row is the row for the next new chunk."""
 
-WORK, KEYS_GIVEN, STRIPS, OLD_KEYS_GIVEN, OLD_STRIPS = range(5)
+WORK, KEYS_OFFLOADED, STRIPS, OLD_KEYS_OFFLOADED, OLD_STRIPS = range(5)
 """Reals of a chunk:
 
     WORK            work of its queries
-    KEYS_GIVEN      early keys whose work is given away, negated if the rank imports these keys all the same
-    STRIPS          strips in which helpers read the given keys
-    OLD_KEYS_GIVEN  KEYS_GIVEN before the current move
+    KEYS_OFFLOADED      early keys whose work is offloaded, negated if the rank imports these keys all the same
+    STRIPS          strips in which helpers read the offloaded keys
+    OLD_KEYS_OFFLOADED  KEYS_OFFLOADED before the current move
     OLD_STRIPS      STRIPS before the current move"""
 
 LOAD, KEYS_IN, KEYS_OUT, KEYS_SHARED, QUERIES_OUT, HELPERS_IN, BYTES, POWER = range(8)
@@ -47,8 +47,8 @@ LOAD, KEYS_IN, KEYS_OUT, KEYS_SHARED, QUERIES_OUT, HELPERS_IN, BYTES, POWER = ra
     LOAD         work
     KEYS_IN      bytes of keys that it receives for the work that it keeps
     KEYS_OUT     bytes of its keys that other ranks read
-    KEYS_SHARED  the part of KEYS_OUT that is read for work that other ranks give away
-    QUERIES_OUT  bytes of queries that it gives away
+    KEYS_SHARED  the part of KEYS_OUT that is read for work that other ranks offload
+    QUERIES_OUT  bytes of queries that it offloads
     HELPERS_IN   bytes into the ranks that take work from it
     BYTES        what it adds to the bytes of all ranks
     POWER        sum of the eighth powers of its bytes in and out
@@ -69,7 +69,7 @@ QUERY_BYTES, KEY_BYTES, PER_PAIR, PER_TOKEN, TYPICAL, HELP, WORST_WEIGHT, SPARE 
     PER_PAIR      work of a (query, key) pair
     PER_TOKEN     work of a token of a short document
     TYPICAL       work that fits on a typical rank with room
-    HELP          bytes into a rank for work that others give away / square root of the work that fits on it
+    HELP          bytes into a rank for work that others offload / square root of the work that fits on it
     WORST_WEIGHT  weight of the worst rank in the objective
     SPARE         helpers added to those side by side, as pieces do not fill rooms exactly"""
 
@@ -169,7 +169,7 @@ def append(table: Table, doc: int, start: int, length: int, before: int) -> int:
     table.ints[end, COUNT] += 1
     table.ints[row, RANK], table.ints[row, CHUNK_DOC] = -1, doc
     table.ints[row, BEFORE], table.ints[row, BEHIND] = before, end if before == end else table.ints[before, BEHIND]
-    table.reals[row, KEYS_GIVEN], table.reals[row, STRIPS] = 0.0, 0.0
+    table.reals[row, KEYS_OFFLOADED], table.reals[row, STRIPS] = 0.0, 0.0
     resize(table, row, start, start + length)
     return row
 
