@@ -79,7 +79,7 @@ def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
     before, after = (make_plan(homes, LLAMA).stats for homes in (layout, placed))
     assert after.max_rank_bytes < 0.8 * before.max_rank_bytes
     assert after.total_bytes < 1.1 * before.total_bytes
-    # Lengths and rooms are multiples of min_shard, so every cut is.
+    # Lengths and capacities are multiples of min_shard, so every cut is.
     assert all(position % 128 == 0 for _, position in cuts(placed))
 
 

@@ -14,6 +14,7 @@ from torchtitan_cad.planning.placement.estimate import choose, estimate, read_by
 from torchtitan_cad.planning.placement.moves import relocate, shift, swap
 from torchtitan_cad.planning.placement.search import begin_search
 from torchtitan_cad.planning.placement.table import (
+    CAPACITY,
     CHUNK_DOC,
     COUNT,
     KEYS_IN,
@@ -23,7 +24,6 @@ from torchtitan_cad.planning.placement.table import (
     LOAD,
     QUERIES_OUT,
     RANK,
-    ROOM,
     START,
     WORK,
     Table,
@@ -35,7 +35,7 @@ from torchtitan_cad.planning.placement.table import (
 
 
 def table_of(lengths: list[int], num_ranks: int, longest: int) -> Table:
-    """A table in which documents of so many cells are cut and redistributed to ranks with half more room than they
+    """A table in which documents of so many cells are cut and redistributed to ranks with half more capacity than they
     fill."""
     prefix = np.cumsum(np.arange(max(lengths) + 1)).astype(np.float64)
     mean = sum(prefix[length] for length in lengths) / num_ranks
@@ -58,7 +58,7 @@ def chunks_of(table: Table) -> np.ndarray:
     return rows[np.lexsort((table.ints[rows, START], table.ints[rows, CHUNK_DOC]))]
 
 
-def check(table: Table, lengths: list[int], room: int) -> None:
+def check(table: Table, lengths: list[int], capacity: int) -> None:
     """Chunks cover the documents, and all figures are those of the chunks."""
     rows, num_ranks = chunks_of(table), len(table.limit)
     ints, rank = table.ints[rows], table.ints[rows, RANK]
@@ -66,7 +66,7 @@ def check(table: Table, lengths: list[int], room: int) -> None:
         mine = ints[ints[:, CHUNK_DOC] == doc]
         assert mine[:, START].tolist() == [0, *np.cumsum(mine[:, LENGTH])[:-1]]
         assert mine[:, LENGTH].sum() == 128 * length
-    assert (table.ints[:num_ranks, ROOM] == room - np.bincount(rank, ints[:, LENGTH], num_ranks)).all()
+    assert (table.ints[:num_ranks, CAPACITY] == capacity - np.bincount(rank, ints[:, LENGTH], num_ranks)).all()
     assert table.ints[:num_ranks, COUNT].tolist() == np.bincount(rank, minlength=num_ranks).tolist()
     assert table.reals[:num_ranks, LOAD] == pytest.approx(np.bincount(rank, table.reals[rows, WORK], num_ranks))
     found, before = table.reals.copy(), estimate(table)
@@ -91,8 +91,8 @@ def check(table: Table, lengths: list[int], room: int) -> None:
 def test_moves_keep_tokens_loads_and_figures(lengths: list[int], num_ranks: int, longest: int, seed: int) -> None:
     table, numbers = table_of(lengths, num_ranks, longest), np.array([seed])
     assume((table.ints[num_ranks : table.ints[-1, COUNT], RANK] >= 0).all())  # a rank takes MOST_CHUNKS at most
-    room = int(
-        table.ints[0, ROOM] + table.ints[chunks_of(table), LENGTH][table.ints[chunks_of(table), RANK] == 0].sum()
+    capacity = int(
+        table.ints[0, CAPACITY] + table.ints[chunks_of(table), LENGTH][table.ints[chunks_of(table), RANK] == 0].sum()
     )
     begin_search(table, np.zeros(0, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks))
     made = 0
@@ -108,11 +108,12 @@ def test_moves_keep_tokens_loads_and_figures(lengths: list[int], num_ranks: int,
                 undo(table)
                 assert (table.ints == before[0]).all()
                 assert (table.reals == before[1]).all()
-    check(table, lengths, room)
+    check(table, lengths, capacity)
 
 
 def test_short_documents_go_to_the_rank_of_least_time() -> None:
-    """Of two ranks with as much room the first has more work already, and gets what the second has no room for."""
+    """Of two ranks with as much capacity the first has more work already, and gets what the second has no capacity
+    for."""
     prices, units = np.array([1.0, 1.0, 1.0, 0.01, 0.0, 0.0, 0.3, 0.4]), np.array([128, 128, 128])
     table = make_table(4, np.full(2, 1e9), np.ones(2), np.cumsum(np.arange(9)).astype(np.float64), units, prices)
     begin(table, np.full(2, 2048))

@@ -70,9 +70,9 @@ def test_every_pair_of_halves(num_ranks: int, tokens: int, typical: float, min_s
 
 @given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=30), data=st.data())
 def test_halves_are_full_and_cut_one_document(lengths: list[int], data: st.DataObject) -> None:
-    room = data.draw(st.integers(0, sum(lengths)))
-    begun = halve(np.array(lengths), room)
-    assert begun.sum() == room
+    capacity = data.draw(st.integers(0, sum(lengths)))
+    begun = halve(np.array(lengths), capacity)
+    assert begun.sum() == capacity
     cut = (begun > 0) & (begun < lengths)
     assert cut.sum() <= 1
     assert (begun <= lengths).all()

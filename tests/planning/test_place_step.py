@@ -76,7 +76,7 @@ def check(given: list[TokenLayout], homes: list[TokenLayout]) -> None:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[TokenLayout]:
-    """Microbatches of documents of any lengths, some longer than any rank's room, in rows of unequal lengths."""
+    """Microbatches of documents of any lengths, some longer than any rank's capacity, in rows of unequal lengths."""
     ranks, total = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     layouts, first_id = [], 0
     for _ in range(total):

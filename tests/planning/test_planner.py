@@ -176,7 +176,7 @@ def test_fewer_bytes_between_nodes(name: str, factor: float) -> None:
     assert total <= 1.1 * flat_total
 
 
-def test_nodes_with_room_keep_everything_inside() -> None:
+def test_nodes_with_capacity_keep_everything_inside() -> None:
     """In both nodes one rank of two has all the work: nothing needs to cross."""
     stats = plan_of(TokenLayout.from_segments([[(0, 0, 32768)], [], [(1, 0, 32768)], []]), ranks_per_node=2).stats
     assert stats.max_over_mean <= 1.02
@@ -307,8 +307,8 @@ def test_documents_served_by_each_others_home_are_swapped_back() -> None:
     assert [Plan.from_tasks(layout, LLAMA, PlannerConfig(), each).moves_rows for each in tasks] == [True, False]
 
 
-def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_room_it_has() -> None:
-    """Rank 0 has the most room, but less than a sixteenth of its load, and holds keys of what rank 1 gives away."""
+def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_capacity_it_has() -> None:
+    """Rank 0 has the most capacity, but less than a sixteenth of its load, and holds keys of what rank 1 gives away."""
     short = iter((number, 0, 512) for number in range(5, 1000))
     layout = TokenLayout.from_segments(
         [

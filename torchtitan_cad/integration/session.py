@@ -36,7 +36,7 @@ from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, TileAreaCost, warm_up
-from torchtitan_cad.planning.keeping import Room
+from torchtitan_cad.planning.keeping import KeepCapacity
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
@@ -170,7 +170,13 @@ class CadSession:
         return self._mesh
 
     def build(
-        self, mesh: DeviceMesh, blocks: Sequence[nn.Module], room: Room, *, two_rounds: bool, ticks: Ticks | None = None
+        self,
+        mesh: DeviceMesh,
+        blocks: Sequence[nn.Module],
+        room: KeepCapacity,
+        *,
+        two_rounds: bool,
+        ticks: Ticks | None = None,
     ) -> CoreAttentionEngine:
         """Build the transport, the engines and the planners; returns the first engine. Collective over the group.
 

@@ -35,12 +35,12 @@ def validate_plan(plan: Plan) -> None:
     if plan.shape.window is not None:
         _reject(plan.tasks, ~is_diagonal(plan.tasks), f"a rectangle, which a window of {plan.shape.window} forbids")
     _check_cover(plan.layout, plan.tasks, plan.shape.window)
-    _require_room(plan)
+    _require_small_tables(plan)
     validate_exchanges(plan.layout, plan.tasks, [plan.exchange(rank) for rank in range(plan.layout.num_ranks)])
     _check_stats(plan)
 
 
-def _require_room(plan: Plan) -> None:
+def _require_small_tables(plan: Plan) -> None:
     """Raise ValueError if the tables of all ranks have too many entries."""
     layout, tasks = plan.layout, plan.tasks
     calls = int((tasks["q_end"] - tasks["q_start"]).sum() + (tasks["kv_end"] - tasks["kv_start"]).sum())

@@ -8,12 +8,12 @@ import numpy as np
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.placement.table import (
+    CAPACITY,
     CHUNK_DOC,
     COUNT,
     GRID,
     LENGTH,
     LOAD,
-    ROOM,
     START,
     TILE,
     WORK,
@@ -50,10 +50,11 @@ def cut(table: Table, doc: int, length: int, most_work: float, shortest: int, lo
 
 @jit
 def cut_long(
-    table: Table, rooms: IntArray, long: IntArray, lengths: IntArray, most_work: float, shortest: int, longest: int
+    table: Table, capacities: IntArray, long: IntArray, lengths: IntArray, most_work: float, shortest: int, longest: int
 ) -> None:
-    """Empty the table for ranks with ``rooms`` [num_ranks], and cut the documents ``long`` [n] of ``lengths`` [n]."""
-    begin(table, rooms)
+    """Empty the table for ranks with ``capacities`` [num_ranks], and cut the documents ``long`` [n] of ``lengths``
+    [n]."""
+    begin(table, capacities)
     for each in range(len(long)):
         cut(table, long[each], lengths[each], most_work, shortest, longest)
 
@@ -83,7 +84,7 @@ def assign_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArra
             rank = pop(heap, size, time)
             size -= 1
             start, length = table.ints[i, START], table.ints[i, LENGTH]
-            part = min(length, table.ints[rank, ROOM] // grid * grid)
+            part = min(length, table.ints[rank, CAPACITY] // grid * grid)
             if part <= 0:
                 continue
             resize(table, i, start, start + part)
@@ -105,16 +106,16 @@ def assign_short(table: Table, lengths: IntArray, home: IntArray, heap: IntArray
     """
     size = 0
     for rank in range(len(heap)):
-        if table.ints[rank, ROOM] > 0:
+        if table.ints[rank, CAPACITY] > 0:
             size = push(heap, size, time, rank)
     for number in range(len(lengths)):
         home[number] = -1
         while size > 0 and home[number] < 0:
             rank = pop(heap, size, time)
             size -= 1
-            if table.ints[rank, ROOM] >= lengths[number]:
+            if table.ints[rank, CAPACITY] >= lengths[number]:
                 work = work_of(table.prefix, table.sizes[TILE], 0, lengths[number])
                 home[number] = rank
-                table.ints[rank, ROOM] -= lengths[number]
+                table.ints[rank, CAPACITY] -= lengths[number]
                 time[rank] += work / table.speed[rank]
                 size = push(heap, size, time, rank)

@@ -2,9 +2,9 @@
 """An estimate of the bytes of the plan that an assignment of chunks leads to, updated while chunks move.
 
 Every rank keeps its own work up to its limit, keys nearest the diagonal first. The work above the limit goes to ranks
-with room: either all rows of a chunk against early keys, which the rank then need not import, or the chunk's last rows
-against as many keys as make the best rectangle. A rank with room takes pieces of the best shape, which may join rows of
-several chunks, and does not read the keys that it holds itself.
+with capacity: either all rows of a chunk against early keys, which the rank then need not import, or the chunk's last
+rows against as many keys as make the best rectangle. A rank with capacity takes pieces of the best shape, which may
+join rows of several chunks, and does not read the keys that it holds itself.
 
 A move takes chunks out of the lists of their documents (``detach``), changes the chunks and their ranks, chooses anew
 what both ranks offload (``choose``) and puts the chunks back (``attach``). Each step updates the sums of the ranks.
@@ -153,7 +153,7 @@ def choose(table: Table, rank: int, one: int, other: int) -> None:
 def rank_bytes(table: Table, rank: int) -> tuple[float, float, float]:
     """Return the bytes into and out of a rank, and the bytes of keys that it holds of those are offloaded with work."""
     reals = table.reals
-    # A rank with room gets as many bytes of queries as of keys, and already holds some of the keys.
+    # A rank with capacity gets as many bytes of queries as of keys, and already holds some of the keys.
     helps = table.prices[HELP] * np.sqrt(max(0.0, table.limit[rank] - reals[rank, LOAD]))
     held = min(helps / 2, reals[rank, KEYS_SHARED])
     return reals[rank, KEYS_IN] + helps - held, reals[rank, KEYS_OUT] + reals[rank, QUERIES_OUT] - held, held

@@ -18,6 +18,7 @@ from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.assign import assign_short, by_work, cut_long
 from torchtitan_cad.planning.placement.search import begin_search, improve
 from torchtitan_cad.planning.placement.table import (
+    CAPACITY,
     CHUNK_DOC,
     COUNT,
     LEAST_CHUNK,
@@ -25,7 +26,6 @@ from torchtitan_cad.planning.placement.table import (
     LOAD,
     PER_TOKEN,
     RANK,
-    ROOM,
     START,
     make_table,
     work_of,
@@ -50,7 +50,7 @@ RISE = 0.15
 Weights = tuple[int, float, float]
 WEIGHTS: tuple[Weights, ...] = (4, 0.3, 0.4), (2, 0.2, 0.0), (1, 0.3, 0.0)
 """(short, WORST_WEIGHT, SPARE) of searches, in turns. Documents with work < mean work of a
-rank / short are not cut, except to fill the last room."""
+rank / short are not cut, except to fill the last capacity."""
 
 
 class Assignment(NamedTuple):
@@ -69,11 +69,11 @@ class HomeSearch:
     ) -> None:
         short, *of_prices = weights
         num_ranks, tile, grid = layout.num_ranks, cost.granularity, config.min_shard
-        lengths, room = layout.doc_lengths, layout.tokens_per_rank
+        lengths, capacity = layout.doc_lengths, layout.tokens_per_rank
         prefix = cost.prefix_cost(int(lengths.max())).astype(np.float64)
         work, pairs = work_of(prefix, tile, 0, lengths), lengths.astype(np.float64) * (lengths + 1) / 2
         mean = float(work.sum()) / num_ranks
-        most = max(grid, int(room.max()) // grid * grid)
+        most = max(grid, int(capacity.max()) // grid * grid)
         fewest = max(grid, most // FEWEST // grid * grid)
         is_long = (work * short > mean) | (lengths > most)
         long, whole = np.flatnonzero(is_long), np.flatnonzero(~is_long)
@@ -91,7 +91,7 @@ class HomeSearch:
         prices = np.array([*row_bytes, per_pair, per_token, 0.0, 0.0, *of_prices])
         size = int((lengths[long] // sizes[LEAST_CHUNK] + 3).sum()) + num_ranks
         self._table = make_table(size, (1 + config.tolerance) * mean * speed, speed, prefix, sizes, prices)
-        self._layout, self._room = layout, room
+        self._layout, self._capacity = layout, capacity
         self._short = whole[np.argsort(-lengths[whole], kind="stable")]
         self._long, self._most_work = long, MOST_WORK * mean
         self._tries = int(MOVES * (num_ranks / 64) ** (0.25 if num_ranks > 64 else 0.6))
@@ -107,15 +107,15 @@ class HomeSearch:
         if num_chunks > 1:
             improve(table, RISE / num_chunks, self._tries, np.array([seed]))
         lengths, home = layout.doc_lengths[self._short], np.empty_like(self._short)
-        load = table.reals[:first, LOAD] - table.prices[PER_TOKEN] * table.ints[:first, ROOM]
-        assign_short(table, lengths, home, np.empty_like(self._room), load / table.speed)
+        load = table.reals[:first, LOAD] - table.prices[PER_TOKEN] * table.ints[:first, CAPACITY]
+        assign_short(table, lengths, home, np.empty_like(self._capacity), load / table.speed)
         chunks = table.ints[first : table.ints[-1, COUNT]]
         short = {RANK: home, CHUNK_DOC: self._short, START: np.zeros_like(home), LENGTH: lengths}
         rank, doc, start, length = (np.append(chunks[:, column], values) for column, values in short.items())
         used, loose = rank >= 0, (rank < 0) & (length > 0)
         segments = np.stack([rank, doc, start, length])[:, used]
         if loose.any():
-            source, gap, begin, end = end_to_end(length[loose], table.ints[:first, ROOM])
+            source, gap, begin, end = end_to_end(length[loose], table.ints[:first, CAPACITY])
             rest = np.stack([gap, doc[loose][source], start[loose][source] + begin, end - begin])
             segments = np.concatenate([segments, rest], axis=1)
         rank, doc, start, length = _joined(segments)
@@ -125,9 +125,9 @@ class HomeSearch:
     def _assign_long(self, shortest: int, longest: int) -> float:
         """Assign long documents in chunks of ``shortest`` to ``longest`` tokens, and return the objective."""
         table, lengths = self._table, self._layout.doc_lengths[self._long]
-        cut_long(table, self._room, self._long, lengths, self._most_work, shortest, longest)
-        time = table.reals[: len(self._room), LOAD] / table.speed
-        return begin_search(table, by_work(table), np.empty_like(self._room), time)
+        cut_long(table, self._capacity, self._long, lengths, self._most_work, shortest, longest)
+        time = table.reals[: len(self._capacity), LOAD] / table.speed
+        return begin_search(table, by_work(table), np.empty_like(self._capacity), time)
 
 
 def _joined(segments: IntArray) -> IntArray:

@@ -130,10 +130,10 @@ def _place_halves(
     earlier: TokenLayout, every: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel | None
 ) -> PlannedMicrobatch:
     """Place and plan two halves of which the later attends to the earlier; ``every`` holds the tokens of both."""
-    earlier_rooms = earlier.tokens_per_rank
-    begun = halve(every.doc_lengths, int(earlier_rooms.sum()))
+    earlier_capacities = earlier.tokens_per_rank
+    begun = halve(every.doc_lengths, int(earlier_capacities.sum()))
     # Within a half, the tokens of a document that is cut count as a document of their own.
-    first_given = _lay_out(every.docs, begun, earlier_rooms)
+    first_given = _lay_out(every.docs, begun, earlier_capacities)
     second_given = _lay_out(every.docs, every.doc_lengths - begun, every.queries_per_rank)
     first, _ = place_and_plan(first_given, shape, config, cost)
     second, _ = place_and_plan(second_given, shape, config, cost)
@@ -151,32 +151,32 @@ def with_earlier_keys(first: Plan, second: Plan, cost: CostModel | None = None) 
     return make_plan(layout, second.shape, second.config, cost)
 
 
-def halve(lengths: IntArray, room: int) -> IntArray:
-    """Return int64 [D]: how many first tokens of every document are in the earlier half, which has ``room`` tokens.
+def halve(lengths: IntArray, capacity: int) -> IntArray:
+    """Return int64 [D]: how many first tokens of every document are in the earlier half, which has ``capacity`` tokens.
 
-    Documents go, the longest first, to the half with less attention among those with room. The first document that
+    Documents go, the longest first, to the half with less attention among those with capacity. The first document that
     fits in neither half is cut such that the earlier half is full.
     """
     begun = np.zeros_like(lengths)
-    rooms = [room, int(lengths.sum()) - room]
+    capacities = [capacity, int(lengths.sum()) - capacity]
     work = [0, 0]
     for doc in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[doc])
-        fits = [half for half in (0, 1) if length <= rooms[half]]
+        fits = [half for half in (0, 1) if length <= capacities[half]]
         chosen = min(fits, key=work.__getitem__, default=None)
-        cut = {0: length, 1: 0, None: rooms[0]}[chosen]
+        cut = {0: length, 1: 0, None: capacities[0]}[chosen]
         begun[doc] = cut
         for half, (start, end) in enumerate(((0, cut), (cut, length))):
-            rooms[half] -= end - start
+            capacities[half] -= end - start
             work[half] += end**2 - start**2
     return begun
 
 
-def _lay_out(docs: IntArray, lengths: IntArray, rooms: IntArray) -> TokenLayout:
-    """Lay documents of these ids and lengths end to end over ranks with ``rooms`` [num_ranks] tokens."""
+def _lay_out(docs: IntArray, lengths: IntArray, capacities: IntArray) -> TokenLayout:
+    """Lay documents of these ids and lengths end to end over ranks with ``capacities`` [num_ranks] tokens."""
     used = lengths > 0
-    source, rank, start, end = end_to_end(lengths[used], rooms)
-    return TokenLayout.from_arrays(len(rooms), rank, docs[used][source], start, end - start)
+    source, rank, start, end = end_to_end(lengths[used], capacities)
+    return TokenLayout.from_arrays(len(capacities), rank, docs[used][source], start, end - start)
 
 
 def _joined(first: TokenLayout, second: TokenLayout, shift: IntArray) -> TokenLayout:

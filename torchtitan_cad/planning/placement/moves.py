@@ -13,13 +13,13 @@ from torchtitan_cad.planning.placement.assign import MOST_CHUNKS
 from torchtitan_cad.planning.placement.estimate import attach, choose, detach
 from torchtitan_cad.planning.placement.table import (
     BEHIND,
+    CAPACITY,
     CHUNK_DOC,
     COUNT,
     GRID,
     LEAST_CHUNK,
     LENGTH,
     RANK,
-    ROOM,
     START,
     Table,
     append,
@@ -53,7 +53,7 @@ def swap(table: Table, i: int, numbers: IntArray) -> bool:
     j = first + random(numbers, ints[len(ints) - 1, COUNT] - first)
     one, other = ints[i, RANK], ints[j, RANK]
     more = ints[i, LENGTH] - ints[j, LENGTH]
-    if other < 0 or other == one or ints[other, ROOM] < more or ints[one, ROOM] < -more:
+    if other < 0 or other == one or ints[other, CAPACITY] < more or ints[one, CAPACITY] < -more:
         return False
     if ints[one, COUNT] == ints[other, COUNT] == 1:
         return False  # the same as exchanging the ranks' numbers
@@ -77,12 +77,12 @@ def relocate(table: Table, i: int, numbers: IntArray) -> bool:
     if other == one or ints[other, COUNT] >= MOST_CHUNKS:
         return False
     if splits:
-        cells = (min(ints[other, ROOM], tokens - least) - least) // grid + 1
+        cells = (min(ints[other, CAPACITY], tokens - least) - least) // grid + 1
         if cells <= 0 or ints[end, COUNT] == end or ints[one, COUNT] >= MOST_CHUNKS:
             return False
         tokens = least + random(numbers, cells) * grid
-    elif ints[other, ROOM] < tokens or (ints[one, COUNT] == 1 and ints[other, COUNT] == 0):
-        return False  # no room, or the same as exchanging the ranks' numbers
+    elif ints[other, CAPACITY] < tokens or (ints[one, COUNT] == 1 and ints[other, COUNT] == 0):
+        return False  # no capacity, or the same as exchanging the ranks' numbers
     detach(table, i)
     take(table, i)
     rest = -1
@@ -108,7 +108,7 @@ def shift(table: Table, i: int, numbers: IntArray) -> bool:
     cut = end if joins else middle + (random(numbers, 33) - 16) * max(1, ints[i, LENGTH] // (40 * grid)) * grid
     if cut == middle or cut - start < grid or (end - cut < grid and not joins):
         return False
-    if ints[one, ROOM] < cut - middle or ints[other, ROOM] < middle - cut:
+    if ints[one, CAPACITY] < cut - middle or ints[other, CAPACITY] < middle - cut:
         return False
     detach(table, j)
     detach(table, i)

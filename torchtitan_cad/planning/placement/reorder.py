@@ -60,22 +60,22 @@ def equal_work(work: FloatArray, rows: IntArray, parts: int) -> IntArray:
 
 def distribute_under_cap(work: FloatArray, tokens: IntArray, parts: int, cap: float) -> IntArray | None:
     """Distribute documents to parts of at most ``cap`` tokens: the heaviest first, to the part of least work that has
-    room.
+    capacity.
 
-    Returns int64 [documents], the part of each; None where no part has room.
+    Returns int64 [documents], the part of each; None where no part has capacity.
     """
     heap = [(0.0, number) for number in range(parts)]
-    room = np.full(parts, float(cap))
+    capacity = np.full(parts, float(cap))
     distributed = np.zeros(len(work), dtype=np.int64)
     for document in np.argsort(-work, kind="stable").tolist():
         full = []
-        while heap and room[heap[0][1]] < tokens[document]:
+        while heap and capacity[heap[0][1]] < tokens[document]:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
         load, number = heapq.heappop(heap)
         distributed[document] = number
-        room[number] -= tokens[document]
+        capacity[number] -= tokens[document]
         for entry in (*full, (load + float(work[document]), number)):
             heapq.heappush(heap, entry)
     return distributed

@@ -36,9 +36,9 @@ def begin_search(table: Table, order: IntArray, heap: IntArray, time: FloatArray
     first, end = len(table.limit), len(table.ints) - 1
     slack, roots = 0.0, 0.0
     for rank in range(first):
-        room = max(0.0, table.limit[rank] - table.reals[rank, LOAD])
-        slack += room
-        roots += np.sqrt(room)
+        capacity = max(0.0, table.limit[rank] - table.reals[rank, LOAD])
+        slack += capacity
+        roots += np.sqrt(capacity)
     table.prices[TYPICAL] = (slack / roots) ** 2 if roots > 0 else 1.0
     for i in range(first, table.ints[end, COUNT]):
         if table.ints[i, RANK] < 0:

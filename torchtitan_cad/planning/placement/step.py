@@ -264,23 +264,23 @@ def _refilled(given: Microbatches, stages: int, linear: float = 1.0) -> Microbat
     held = holders(given)
     docs = np.concatenate([layout.docs for layout in held])
     lengths = np.concatenate([layout.doc_lengths for layout in held])
-    rooms = [layout.queries_per_rank for nanos in given for layout in nanos]
+    capacities = [layout.queries_per_rank for nanos in given for layout in nanos]
     count = len(given[0])
     if stages == 1 or len(given) == 1:
-        parts = fill(docs, lengths, rooms, together=count)
+        parts = fill(docs, lengths, capacities, together=count)
     else:
-        parts = _fill_stages(docs, lengths, rooms, len(given), stages, linear)
+        parts = _fill_stages(docs, lengths, capacities, len(given), stages, linear)
     return [parts[i : i + count] for i in range(0, len(parts), count)]
 
 
 def _fill_stages(
-    docs: IntArray, lengths: IntArray, rooms: list[IntArray], count: int, stages: int, linear: float
+    docs: IntArray, lengths: IntArray, capacities: list[IntArray], count: int, stages: int, linear: float
 ) -> list[TokenLayout]:
     """Fill ``count`` microbatches of a pipeline: all alike, or with the attention of ``best_profile``, or between."""
     work = lengths.astype(np.float64) ** 2
     linear *= work.sum() / count
     wanted = best_profile(work, count, stages, linear)
-    less = np.repeat((wanted.max() - wanted) * count / len(rooms), len(rooms) // count)
+    less = np.repeat((wanted.max() - wanted) * count / len(capacities), len(capacities) // count)
 
     def seconds(parts: list[TokenLayout]) -> float:
         of_parts = np.array([(part.doc_lengths.astype(np.float64) ** 2).sum() for part in parts])
@@ -290,7 +290,9 @@ def _fill_stages(
     for filled in (FILLED, 4 * FILLED):
         made = []
         for share in (1.0, 0.5, 0.0):
-            layouts = fill(docs, lengths, rooms, together=len(rooms), less=(share * less).tolist(), filled=filled)
+            layouts = fill(
+                docs, lengths, capacities, together=len(capacities), less=(share * less).tolist(), filled=filled
+            )
             if layouts:
                 made.append(layouts)
         if made:

@@ -28,7 +28,7 @@ RANK, CHUNK_DOC, NEXT_CHUNK, START, LENGTH, BEFORE, BEHIND = range(7)
 COLUMNS = 8
 """columns of both tables; a row does not use all of them"""
 
-ROOM, COUNT = 0, 1
+CAPACITY, COUNT = 0, 1
 """Integers of a rank: tokens that still fit, and number of chunks. ``NEXT_CHUNK`` of a rank is its first chunk, and
 ``COUNT`` of the end row is the row for the next new chunk."""
 
@@ -68,10 +68,10 @@ QUERY_BYTES, KEY_BYTES, PER_PAIR, PER_TOKEN, TYPICAL, HELP, WORST_WEIGHT, SPARE 
     KEY_BYTES     bytes of a key
     PER_PAIR      work of a (query, key) pair
     PER_TOKEN     work of a token of a short document
-    TYPICAL       work that fits on a typical rank with room
+    TYPICAL       work that fits on a typical rank with capacity
     HELP          bytes into a rank for work that others offload / square root of the work that fits on it
     WORST_WEIGHT  weight of the worst rank in the objective
-    SPARE         helpers added to those side by side, as pieces do not fill rooms exactly"""
+    SPARE         helpers added to those side by side, as pieces do not fill capacities exactly"""
 
 
 class Table(NamedTuple):
@@ -121,15 +121,16 @@ def work_of(prefix: FloatArray, tile: int, start: int, end: int) -> float:
 
 
 @jit_inner
-def begin(table: Table, rooms: IntArray) -> None:
-    """Empty the table; ranks get ``rooms`` [num_ranks] tokens of room, expected to be filled by short documents."""
+def begin(table: Table, capacities: IntArray) -> None:
+    """Empty the table; ranks get ``capacities`` [num_ranks] tokens of capacity, expected to be filled by short
+    documents."""
     end = len(table.ints) - 1
     table.ints[:], table.reals[:], table.stamp[:], table.counters[:] = 0, 0.0, 0, 0
     start_move(table)
-    for rank in range(len(rooms)):
-        table.ints[rank, ROOM], table.ints[rank, NEXT_CHUNK] = rooms[rank], end
-        table.reals[rank, LOAD] = table.prices[PER_TOKEN] * rooms[rank]
-    table.ints[end, COUNT] = len(rooms)
+    for rank in range(len(capacities)):
+        table.ints[rank, CAPACITY], table.ints[rank, NEXT_CHUNK] = capacities[rank], end
+        table.reals[rank, LOAD] = table.prices[PER_TOKEN] * capacities[rank]
+    table.ints[end, COUNT] = len(capacities)
 
 
 @jit_inner
@@ -187,7 +188,7 @@ def _count_in(table: Table, i: int, sign: int) -> None:
     """Add ``sign`` times the tokens and work of chunk ``i`` to its rank."""
     rank, tokens = table.ints[i, RANK], table.ints[i, LENGTH]
     touch(table, rank)
-    table.ints[rank, ROOM] -= sign * tokens
+    table.ints[rank, CAPACITY] -= sign * tokens
     table.ints[rank, COUNT] += sign
     table.reals[rank, LOAD] += sign * (table.reals[i, WORK] - table.prices[PER_TOKEN] * tokens)
 

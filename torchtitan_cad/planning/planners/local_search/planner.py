@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The default planner: local search from the plan without disaggregation.
 
-Ranks over the tolerated load give parts of their tasks to ranks with room (``feasible.py``); then moves within the load
-limits lower the bytes (``polish.py``). The effort is bounded by counts of moves, not by clocks.
+Ranks over the tolerated load give parts of their tasks to ranks with capacity (``feasible.py``); then moves within the
+load limits lower the bytes (``polish.py``). The effort is bounded by counts of moves, not by clocks.
 """
 
 from __future__ import annotations

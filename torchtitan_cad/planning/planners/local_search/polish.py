@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Lower the bytes of a plan by local moves within the limits of its ranks (``board.py``).
 
-1. *Shifts*: a piece, or as much of it as fits, goes to a server that has room and holds or uses some of its rows.
+1. *Shifts*: a piece, or as much of it as fits, goes to a server that has capacity and holds or uses some of its rows.
 2. *Swaps*: a piece goes to such a server whatever that server's load, and the server's cheapest part that is large
    enough to make room for the piece goes back.
 
 The search visits pieces document by document, then the pieces that the ranks with the most bytes serve or send. It
-visits a document again after one of its pieces has moved, or a server of its pieces has gained room. A budget bounds
-the number of evaluated moves.
+visits a document again after one of its pieces has moved, or a server of its pieces has gained capacity. A budget
+bounds the number of evaluated moves.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
     STUCK,
     WEIGHT,
     Board,
+    capacity,
     copy_task,
     find_options,
     is_full,
@@ -47,7 +48,6 @@ from torchtitan_cad.planning.planners.local_search.board import (
     piece_cost,
     price_move,
     relief,
-    room,
     worst_term,
 )
 from torchtitan_cad.planning.planners.local_search.cuts import WHOLE, cut
@@ -62,11 +62,11 @@ LEAST_GAIN = 3e-5
 LEAST_SWAP_GAIN = 1e-3
 """decrease of the objective: minimum for the first half of a swap."""
 
-LEAST_ROOM = 256
-"""Shifts go to servers with room for at least limit / LEAST_ROOM."""
+LEAST_CAPACITY = 256
+"""Shifts go to servers with capacity for at least limit / LEAST_CAPACITY."""
 
-ANY_ROOM = -(2**62)
-"""load: less than the room of any server."""
+ANY_CAPACITY = -(2**62)
+"""load: less than the capacity of any server."""
 
 GIVE_UP = 8
 """ranks: after this many busy ranks without an improving move, the pass over busy ranks ends."""
@@ -85,11 +85,11 @@ def _shift(board: Board, i: int) -> bool:
     whole = piece_cost(board, board.pieces[i])
     limit = board.ranks[board.pieces[i, SERVER], LIMIT]
     best, target, best_cut = -LEAST_GAIN, -1, WHOLE
-    for o in range(find_options(board, i, min(whole, 1 + limit // LEAST_ROOM), len(board.ranks))):
+    for o in range(find_options(board, i, min(whole, 1 + limit // LEAST_CAPACITY), len(board.ranks))):
         option = board.ranks[o, OPTION]
-        fits = whole <= room(board, option)
+        fits = whole <= capacity(board, option)
         for how in range(WHOLE if fits else WHOLE + 1, WHOLE + 1 if fits else board.counts[CUTS]):
-            rests = cut(board, i, 0, how, room(board, option), False)
+            rests = cut(board, i, 0, how, capacity(board, option), False)
             if rests < 0:
                 continue
             change = price_move(board, i, 0, rests, option)
@@ -97,7 +97,7 @@ def _shift(board: Board, i: int) -> bool:
                 best, target, best_cut = change, option, how
     if target < 0:
         return False
-    rests = cut(board, i, 0, best_cut, room(board, target), False)
+    rests = cut(board, i, 0, best_cut, capacity(board, target), False)
     move(board, i, 0, rests, target)
     return True
 
@@ -114,16 +114,16 @@ def _swap(board: Board, i: int) -> bool:
     cost = piece_cost(board, board.pieces[i])
     whole = board.parts[2, 0]
     copy_task(whole, board.pieces[i])
-    for o in range(find_options(board, i, ANY_ROOM, len(board.ranks))):
+    for o in range(find_options(board, i, ANY_CAPACITY, len(board.ranks))):
         option = board.ranks[o, OPTION]
-        if cost <= room(board, option):
+        if cost <= capacity(board, option):
             continue
         cut(board, i, 0, WHOLE, 0, False)
         gain = -price_move(board, i, 0, 0, option)
         if gain < LEAST_SWAP_GAIN:
             continue
         do_move(board, i, 0, 0, option)
-        need, most, best = -room(board, option), room(board, source), gain - LEAST_GAIN
+        need, most, best = -capacity(board, option), capacity(board, source), gain - LEAST_GAIN
         piece, best_cut = -1, WHOLE
         j = board.ranks[option, HEAD]
         while j >= 0:
