@@ -203,7 +203,7 @@ class Placement:
         if any(not torch.equal(theirs, mine) for theirs in every):
             raise PlanMismatchError(
                 "pipeline stages or tensor-parallel ranks redistribute a batch's tokens to different homes: all ranks "
-                "must run the same version of torchtitan_cad and numpy with the same [cad] table, and load the same rows"
+                "must run the same version of torchtitan_cad and numpy with the same [cad] table, and load equal rows"
             )
 
 

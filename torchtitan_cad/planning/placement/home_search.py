@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The search for homes: from a layout to the table that is searched, and from the table to a layout."""
+"""The search for homes: from a layout to the state that is searched, and from the state to a layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtitan_cad.planning.model.limits import Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.assign import assign_short, by_work, cut_long
 from torchtitan_cad.planning.placement.search import begin_search, improve
-from torchtitan_cad.planning.placement.table import (
+from torchtitan_cad.planning.placement.state import (
     CAPACITY,
     CHUNK_DOC,
     COUNT,
@@ -27,7 +27,7 @@ from torchtitan_cad.planning.placement.table import (
     PER_TOKEN,
     RANK,
     START,
-    make_table,
+    make_state,
     work_of,
 )
 
@@ -54,7 +54,7 @@ rank / short are not cut, except to fill the last capacity."""
 
 
 class Assignment(NamedTuple):
-    """Contents of the table before a search."""
+    """Contents of the state before a search."""
 
     ints: IntArray
     reals: FloatArray
@@ -90,32 +90,32 @@ class HomeSearch:
         row_bytes = unit * shape.query_bytes, unit * shape.kv_bytes
         prices = np.array([*row_bytes, per_pair, per_token, 0.0, 0.0, *of_prices])
         size = int((lengths[long] // sizes[LEAST_CHUNK] + 3).sum()) + num_ranks
-        self._table = make_table(size, (1 + config.tolerance) * mean * speed, speed, prefix, sizes, prices)
+        self._state = make_state(size, (1 + config.tolerance) * mean * speed, speed, prefix, sizes, prices)
         self._layout, self._capacity = layout, capacity
         self._short = whole[np.argsort(-lengths[whole], kind="stable")]
         self._long, self._most_work = long, MOST_WORK * mean
         self._tries = int(MOVES * (num_ranks / 64) ** (0.25 if num_ranks > 64 else 0.6))
         _, shortest, longest = min((self._assign_long(*pair), *pair) for pair in cuts)
         self._assign_long(shortest, longest)
-        self._initial = Assignment(self._table.ints.copy(), self._table.reals.copy(), self._table.prices.copy())
+        self._initial = Assignment(self._state.ints.copy(), self._state.reals.copy(), self._state.prices.copy())
 
     def find(self, seed: int) -> TokenLayout:
         """Return the layout found with the pseudo-random numbers of ``seed``."""
-        layout, table, first = self._layout, self._table, self._layout.num_ranks
-        table.ints[:], table.reals[:], table.prices[:] = self._initial
-        num_chunks = int(table.ints[-1, COUNT]) - first
+        layout, state, first = self._layout, self._state, self._layout.num_ranks
+        state.ints[:], state.reals[:], state.prices[:] = self._initial
+        num_chunks = int(state.ints[-1, COUNT]) - first
         if num_chunks > 1:
-            improve(table, RISE / num_chunks, self._tries, np.array([seed]))
+            improve(state, RISE / num_chunks, self._tries, np.array([seed]))
         lengths, home = layout.doc_lengths[self._short], np.empty_like(self._short)
-        load = table.reals[:first, LOAD] - table.prices[PER_TOKEN] * table.ints[:first, CAPACITY]
-        assign_short(table, lengths, home, np.empty_like(self._capacity), load / table.speed)
-        chunks = table.ints[first : table.ints[-1, COUNT]]
+        load = state.reals[:first, LOAD] - state.prices[PER_TOKEN] * state.ints[:first, CAPACITY]
+        assign_short(state, lengths, home, np.empty_like(self._capacity), load / state.speed)
+        chunks = state.ints[first : state.ints[-1, COUNT]]
         short = {RANK: home, CHUNK_DOC: self._short, START: np.zeros_like(home), LENGTH: lengths}
         rank, doc, start, length = (np.append(chunks[:, column], values) for column, values in short.items())
         used, loose = rank >= 0, (rank < 0) & (length > 0)
         segments = np.stack([rank, doc, start, length])[:, used]
         if loose.any():
-            source, gap, begin, end = end_to_end(length[loose], table.ints[:first, CAPACITY])
+            source, gap, begin, end = end_to_end(length[loose], state.ints[:first, CAPACITY])
             rest = np.stack([gap, doc[loose][source], start[loose][source] + begin, end - begin])
             segments = np.concatenate([segments, rest], axis=1)
         rank, doc, start, length = _joined(segments)
@@ -124,10 +124,10 @@ class HomeSearch:
 
     def _assign_long(self, shortest: int, longest: int) -> float:
         """Assign long documents in chunks of ``shortest`` to ``longest`` tokens, and return the objective."""
-        table, lengths = self._table, self._layout.doc_lengths[self._long]
-        cut_long(table, self._capacity, self._long, lengths, self._most_work, shortest, longest)
-        time = table.reals[: len(self._capacity), LOAD] / table.speed
-        return begin_search(table, by_work(table), np.empty_like(self._capacity), time)
+        state, lengths = self._state, self._layout.doc_lengths[self._long]
+        cut_long(state, self._capacity, self._long, lengths, self._most_work, shortest, longest)
+        time = state.reals[: len(self._capacity), LOAD] / state.speed
+        return begin_search(state, by_work(state), np.empty_like(self._capacity), time)
 
 
 def _joined(segments: IntArray) -> IntArray:

@@ -7,7 +7,7 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray
 from torchtitan_cad.planning.jit import jit_inner
-from torchtitan_cad.planning.placement.table import KEY_BYTES, PER_PAIR, QUERY_BYTES, SPARE, TYPICAL
+from torchtitan_cad.planning.placement.state import KEY_BYTES, PER_PAIR, QUERY_BYTES, SPARE, TYPICAL
 
 
 @jit_inner

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A table of ranks and chunks in which a move can be undone.
+"""The state of the search for homes: ranks and chunks, in which a move can be undone.
 
-A *chunk* is a range of a long document, or all of it. The first rows of the table are ranks, the next rows are chunks,
+A *chunk* is a range of a long document, or all of it. The first rows of the state are ranks, the next rows are chunks,
 and a chunk is named by its row. The last row, the *end*, has sums over the ranks and ends every list.
 """
 
@@ -26,7 +26,7 @@ RANK, CHUNK_DOC, NEXT_CHUNK, START, LENGTH, BEFORE, BEHIND = range(7)
     BEHIND      next chunk of the document"""
 
 COLUMNS = 8
-"""columns of both tables; a row does not use all of them"""
+"""columns of both arrays; a row does not use all of them"""
 
 CAPACITY, COUNT = 0, 1
 """Integers of a rank: tokens that still fit, and number of chunks. ``NEXT_CHUNK`` of a rank is its first chunk, and
@@ -71,14 +71,14 @@ QUERY_BYTES, KEY_BYTES, PER_PAIR, PER_TOKEN, TYPICAL, HELP, WORST_WEIGHT, SPARE 
     TYPICAL       work that fits on a typical rank with capacity
     HELP          bytes into a rank for work that others offload / square root of the work that fits on it
     WORST_WEIGHT  weight of the worst rank in the objective
-    SPARE         helpers added to those side by side, as pieces do not fill capacities exactly"""
+    SPARE         helpers added to those side by side, as blocks do not fill capacities exactly"""
 
 
-class Table(NamedTuple):
+class State(NamedTuple):
     """Ranks and chunks; the constants above name the columns and entries.
 
     Attributes:
-        ints, reals: [rows, COLUMNS] the table.
+        ints, reals: [rows, COLUMNS] the state.
         ints_before, reals_before: [rows, COLUMNS] rows ``touched[i]`` before the current move.
         touched: [rows] the rows that the current move has touched.
         stamp: [rows] number of the move that touched a row last.
@@ -102,16 +102,16 @@ class Table(NamedTuple):
     prices: FloatArray
 
 
-def make_table(
+def make_state(
     chunks: int, limit: FloatArray, speed: FloatArray, prefix: FloatArray, sizes: IntArray, prices: FloatArray
-) -> Table:
-    """Return a table for at most ``chunks`` chunks, to be filled by :func:`begin`."""
+) -> State:
+    """Return a state for at most ``chunks`` chunks, to be filled by :func:`begin`."""
     rows = len(limit) + chunks + 1
     ints, ints_before = np.zeros((2, rows, COLUMNS), dtype=np.int64)
     reals, reals_before = np.zeros((2, rows, COLUMNS))
     touched, stamp = np.zeros((2, rows), dtype=np.int64)
     scratch = ints_before, reals_before, touched, stamp, np.zeros(2, dtype=np.int64)
-    return Table(ints, reals, *scratch, limit, speed, prefix, sizes, prices)
+    return State(ints, reals, *scratch, limit, speed, prefix, sizes, prices)
 
 
 @jit_inner
@@ -121,112 +121,112 @@ def work_of(prefix: FloatArray, tile: int, start: int, end: int) -> float:
 
 
 @jit_inner
-def begin(table: Table, capacities: IntArray) -> None:
-    """Empty the table; ranks get ``capacities`` [num_ranks] tokens of capacity, expected to be filled by short
+def begin(state: State, capacities: IntArray) -> None:
+    """Empty the state; ranks get ``capacities`` [num_ranks] tokens of capacity, expected to be filled by short
     documents."""
-    end = len(table.ints) - 1
-    table.ints[:], table.reals[:], table.stamp[:], table.counters[:] = 0, 0.0, 0, 0
-    start_move(table)
+    end = len(state.ints) - 1
+    state.ints[:], state.reals[:], state.stamp[:], state.counters[:] = 0, 0.0, 0, 0
+    start_move(state)
     for rank in range(len(capacities)):
-        table.ints[rank, CAPACITY], table.ints[rank, NEXT_CHUNK] = capacities[rank], end
-        table.reals[rank, LOAD] = table.prices[PER_TOKEN] * capacities[rank]
-    table.ints[end, COUNT] = len(capacities)
+        state.ints[rank, CAPACITY], state.ints[rank, NEXT_CHUNK] = capacities[rank], end
+        state.reals[rank, LOAD] = state.prices[PER_TOKEN] * capacities[rank]
+    state.ints[end, COUNT] = len(capacities)
 
 
 @jit_inner
-def start_move(table: Table) -> None:
+def start_move(state: State) -> None:
     """Begin a move that ``undo`` can undo."""
-    table.counters[NUM_TOUCHED] = 0
-    table.counters[MOVE_NUMBER] += 1
+    state.counters[NUM_TOUCHED] = 0
+    state.counters[MOVE_NUMBER] += 1
 
 
 @jit_inner
-def touch(table: Table, row: int) -> None:
+def touch(state: State, row: int) -> None:
     """Save a row before the current move changes it."""
-    if table.stamp[row] != table.counters[MOVE_NUMBER]:
-        at = table.counters[NUM_TOUCHED]
-        table.stamp[row], table.touched[at], table.counters[NUM_TOUCHED] = table.counters[MOVE_NUMBER], row, at + 1
+    if state.stamp[row] != state.counters[MOVE_NUMBER]:
+        at = state.counters[NUM_TOUCHED]
+        state.stamp[row], state.touched[at], state.counters[NUM_TOUCHED] = state.counters[MOVE_NUMBER], row, at + 1
         for column in range(COLUMNS):
-            table.ints_before[at, column] = table.ints[row, column]
-            table.reals_before[at, column] = table.reals[row, column]
+            state.ints_before[at, column] = state.ints[row, column]
+            state.reals_before[at, column] = state.reals[row, column]
 
 
 @jit_inner
-def undo(table: Table) -> None:
+def undo(state: State) -> None:
     """Undo the current move."""
-    for at in range(table.counters[NUM_TOUCHED]):
+    for at in range(state.counters[NUM_TOUCHED]):
         for column in range(COLUMNS):
-            table.ints[table.touched[at], column] = table.ints_before[at, column]
-            table.reals[table.touched[at], column] = table.reals_before[at, column]
+            state.ints[state.touched[at], column] = state.ints_before[at, column]
+            state.reals[state.touched[at], column] = state.reals_before[at, column]
 
 
 @jit_inner
-def append(table: Table, doc: int, start: int, length: int, before: int) -> int:
+def append(state: State, doc: int, start: int, length: int, before: int) -> int:
     """Return a new chunk of a document, without a rank and not yet linked, to stand behind ``before`` (end: first)."""
-    end = len(table.ints) - 1
-    row = table.ints[end, COUNT]
-    touch(table, end)
-    touch(table, row)
-    table.ints[end, COUNT] += 1
-    table.ints[row, RANK], table.ints[row, CHUNK_DOC] = -1, doc
-    table.ints[row, BEFORE], table.ints[row, BEHIND] = before, end if before == end else table.ints[before, BEHIND]
-    table.reals[row, KEYS_OFFLOADED], table.reals[row, STRIPS] = 0.0, 0.0
-    resize(table, row, start, start + length)
+    end = len(state.ints) - 1
+    row = state.ints[end, COUNT]
+    touch(state, end)
+    touch(state, row)
+    state.ints[end, COUNT] += 1
+    state.ints[row, RANK], state.ints[row, CHUNK_DOC] = -1, doc
+    state.ints[row, BEFORE], state.ints[row, BEHIND] = before, end if before == end else state.ints[before, BEHIND]
+    state.reals[row, KEYS_OFFLOADED], state.reals[row, STRIPS] = 0.0, 0.0
+    resize(state, row, start, start + length)
     return row
 
 
 @jit_inner
-def resize(table: Table, i: int, start: int, end: int) -> None:
+def resize(state: State, i: int, start: int, end: int) -> None:
     """Set the tokens of chunk ``i``, which has no rank, to [start, end)."""
-    touch(table, i)
-    table.ints[i, START], table.ints[i, LENGTH] = start, end - start
-    table.reals[i, WORK] = work_of(table.prefix, table.sizes[TILE], start, end)
+    touch(state, i)
+    state.ints[i, START], state.ints[i, LENGTH] = start, end - start
+    state.reals[i, WORK] = work_of(state.prefix, state.sizes[TILE], start, end)
 
 
 @jit_inner
-def _count_in(table: Table, i: int, sign: int) -> None:
+def _count_in(state: State, i: int, sign: int) -> None:
     """Add ``sign`` times the tokens and work of chunk ``i`` to its rank."""
-    rank, tokens = table.ints[i, RANK], table.ints[i, LENGTH]
-    touch(table, rank)
-    table.ints[rank, CAPACITY] -= sign * tokens
-    table.ints[rank, COUNT] += sign
-    table.reals[rank, LOAD] += sign * (table.reals[i, WORK] - table.prices[PER_TOKEN] * tokens)
+    rank, tokens = state.ints[i, RANK], state.ints[i, LENGTH]
+    touch(state, rank)
+    state.ints[rank, CAPACITY] -= sign * tokens
+    state.ints[rank, COUNT] += sign
+    state.reals[rank, LOAD] += sign * (state.reals[i, WORK] - state.prices[PER_TOKEN] * tokens)
 
 
 @jit_inner
-def give(table: Table, i: int, rank: int) -> None:
+def give(state: State, i: int, rank: int) -> None:
     """Give chunk ``i``, which has no rank, to a rank."""
-    touch(table, i)
-    touch(table, rank)
-    table.ints[i, RANK], table.ints[i, NEXT_CHUNK], table.ints[rank, NEXT_CHUNK] = rank, table.ints[rank, NEXT_CHUNK], i
-    _count_in(table, i, 1)
+    touch(state, i)
+    touch(state, rank)
+    state.ints[i, RANK], state.ints[i, NEXT_CHUNK], state.ints[rank, NEXT_CHUNK] = rank, state.ints[rank, NEXT_CHUNK], i
+    _count_in(state, i, 1)
 
 
 @jit_inner
-def take(table: Table, i: int) -> None:
+def take(state: State, i: int) -> None:
     """Take chunk ``i`` from its rank."""
-    _count_in(table, i, -1)
-    k = table.ints[i, RANK]
-    while table.ints[k, NEXT_CHUNK] != i:
-        k = table.ints[k, NEXT_CHUNK]
-    touch(table, k)
-    touch(table, i)
-    table.ints[k, NEXT_CHUNK], table.ints[i, RANK] = table.ints[i, NEXT_CHUNK], -1
+    _count_in(state, i, -1)
+    k = state.ints[i, RANK]
+    while state.ints[k, NEXT_CHUNK] != i:
+        k = state.ints[k, NEXT_CHUNK]
+    touch(state, k)
+    touch(state, i)
+    state.ints[k, NEXT_CHUNK], state.ints[i, RANK] = state.ints[i, NEXT_CHUNK], -1
 
 
 @jit_inner
-def link(table: Table, i: int) -> None:
+def link(state: State, i: int) -> None:
     """Put chunk ``i`` into the list of its document, between those before and behind it."""
-    before, behind = table.ints[i, BEFORE], table.ints[i, BEHIND]
-    touch(table, before)
-    touch(table, behind)
-    table.ints[before, BEHIND] = table.ints[behind, BEFORE] = i
+    before, behind = state.ints[i, BEFORE], state.ints[i, BEHIND]
+    touch(state, before)
+    touch(state, behind)
+    state.ints[before, BEHIND] = state.ints[behind, BEFORE] = i
 
 
 @jit_inner
-def unlink(table: Table, i: int) -> None:
+def unlink(state: State, i: int) -> None:
     """Take chunk ``i`` out of the list of its document; its own BEFORE and BEHIND stay."""
-    before, behind = table.ints[i, BEFORE], table.ints[i, BEHIND]
-    touch(table, before)
-    touch(table, behind)
-    table.ints[before, BEHIND], table.ints[behind, BEFORE] = behind, before
+    before, behind = state.ints[i, BEFORE], state.ints[i, BEHIND]
+    touch(state, before)
+    touch(state, behind)
+    state.ints[before, BEHIND], state.ints[behind, BEFORE] = behind, before
