@@ -81,7 +81,8 @@ def check_step(
 
 
 def holders(given: Sequence[Sequence[TokenLayout]]) -> list[TokenLayout]:
-    """Return the layouts that hold each of the step's tokens once: without halves that are keys of the later ones."""
+    """Return the layouts that hold each of the step's tokens once: without nano-batches that are keys of the later
+    ones."""
     return [layout for nanos in given for layout in (nanos if nanos[-1].seg_attends.all() else nanos[-1:])]
 
 

@@ -78,7 +78,7 @@ def document_starts(tokens: Tensor, eos_id: int | None, document_ids: Tensor | N
     return np.flatnonzero(starts.numpy())
 
 
-def cut_for_halves(rows: Tensor, cp: int) -> Tensor:
+def cut_for_nano_batches(rows: Tensor, cp: int) -> Tensor:
     """Reorder rows [B, S] so that contiguous slices over ``cp`` ranks have equal parts of both halves of the sequence.
 
     Of 2 cp chunks, rank r gets chunks r and cp + r, one after the other.

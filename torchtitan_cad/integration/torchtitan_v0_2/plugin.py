@@ -31,7 +31,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.engines import ENGINE, engine_name
-from torchtitan_cad.integration.loading.documents import cut_for_halves
+from torchtitan_cad.integration.loading.documents import cut_for_nano_batches
 from torchtitan_cad.integration.pingpong.fsdp_hooks import adopt_hooks
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.run_state import begin_run
@@ -71,7 +71,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
 from torchtitan_cad.integration.torchtitan_v0_2.shadowed import shadow_train_spec
 from torchtitan_cad.integration.torchtitan_v0_2.stages import stage_modules
 from torchtitan_cad.integration.torchtitan_v0_2.validation import plan_validation
-from torchtitan_cad.planning.model.batch import halves_by_row
+from torchtitan_cad.planning.model.batch import divides_by_row
 from torchtitan_cad.runtime import ops
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
@@ -366,8 +366,8 @@ def _contiguous_for_cad(cp_shard: Any) -> Any:
         session, positions = current_session(), positions_of(attention_masks)
         if positions is not None:
             inputs = (*inputs[:2], positions)
-        if session.cad.nano_batches == 2 and not halves_by_row(session.rows_per_microbatch(len(inputs[0]))):
-            inputs = tuple(cut_for_halves(rows, cp_mesh.size()) for rows in inputs)
+        if session.cad.nano_batches == 2 and not divides_by_row(session.rows_per_microbatch(len(inputs[0]))):
+            inputs = tuple(cut_for_nano_batches(rows, cp_mesh.size()) for rows in inputs)
         inputs, _ = cp_shard(cp_mesh, inputs, None, None, **kwargs)
         return inputs, attention_masks
 

@@ -5,8 +5,8 @@ With ``tolerance = "auto"`` queries stay home where moving does not gain. A plan
 moves more bytes. Which plan is faster depends on the batch and on the machine: the exchange costs only the time by
 which it exceeds the work that hides it.
 
-Where rows are cut in the middle, the later half attends to keys of the earlier half, and the plan moves these keys
-again. The keys of a document that lies in one half move once.
+Where rows are cut in the middle, the later nano-batch attends to keys of the earlier nano-batch, and the plan moves
+these keys again. The keys of a document that lies in one nano-batch move once.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def stay_home(
 def place_microbatch(
     layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
 ) -> PlannedMicrobatch:
-    """Place and plan a microbatch: one layout, two halves by rows, or two halves that attend one after the other.
+    """Place and plan a microbatch: one nano-batch, two by rows, or two of which the later attends to the earlier.
 
-    In the last case the second layout holds all tokens, those of the earlier half first on every rank and as keys only.
-    Documents are divided between these halves first, and then placed within each half. At most one document lies in
-    both halves, the longest that fits in neither.
+    In the last case the second layout holds all tokens, those of the earlier nano-batch first on every rank and as keys
+    only. Documents are divided between these nano-batches first, and then placed within each. At most one document lies
+    in both, the longest that fits in neither.
 
     Returns:
         Layouts with as many tokens of each nano-batch on every rank. The given ones are kept if no better ones are
@@ -82,7 +82,7 @@ def place_microbatch(
         ValueError: as ``make_plan``.
     """
     if not layouts[-1].seg_attends.all():
-        return _place_halves(layouts[0], layouts[1], shape, config, cost)
+        return _place_nano_batches(layouts[0], layouts[1], shape, config, cost)
     pairs = [place_and_plan(layout, shape, config, cost) for layout in layouts]
     return PlannedMicrobatch([[plan for plan, _ in pairs]], [[given_plan for _, given_plan in pairs]])
 
@@ -126,13 +126,13 @@ def plan_by_time(
     return best
 
 
-def _place_halves(
+def _place_nano_batches(
     earlier: TokenLayout, every: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel | None
 ) -> PlannedMicrobatch:
-    """Place and plan two halves of which the later attends to the earlier; ``every`` holds the tokens of both."""
+    """Place and plan two nano-batches of which the later attends to the earlier; ``every`` holds the tokens of both."""
     earlier_capacities = earlier.tokens_per_rank
-    begun = halve(every.doc_lengths, int(earlier_capacities.sum()))
-    # Within a half, the tokens of a document that is cut count as a document of their own.
+    begun = divide_documents(every.doc_lengths, int(earlier_capacities.sum()))
+    # Within a nano-batch, the tokens of a document that is cut count as a document of their own.
     first_given = _lay_out(every.docs, begun, earlier_capacities)
     second_given = _lay_out(every.docs, every.doc_lengths - begun, every.queries_per_rank)
     first, _ = place_and_plan(first_given, shape, config, cost)
@@ -146,29 +146,29 @@ def _place_halves(
 
 
 def with_earlier_keys(first: Plan, second: Plan, cost: CostModel | None = None) -> Plan:
-    """Plan the later half with the earlier half's tokens as keys, of two halves that have no document in common."""
+    """Plan the later of two nano-batches, which share no document, with the earlier one's tokens as keys."""
     layout = _joined(first.layout, second.layout, np.zeros_like(second.layout.seg_doc))
     return make_plan(layout, second.shape, second.config, cost)
 
 
-def halve(lengths: IntArray, capacity: int) -> IntArray:
-    """Return int64 [D]: how many first tokens of every document are in the earlier half, which has ``capacity`` tokens.
+def divide_documents(lengths: IntArray, capacity: int) -> IntArray:
+    """Return int64 [D]: how many first tokens of every document are in the earlier nano-batch, of ``capacity`` tokens.
 
-    Documents go, the longest first, to the half with less attention among those with capacity. The first document that
-    fits in neither half is cut such that the earlier half is full.
+    Documents go, the longest first, to the nano-batch with less attention among those with capacity. The first document
+    that fits in neither nano-batch is cut such that the earlier nano-batch is full.
     """
     begun = np.zeros_like(lengths)
     capacities = [capacity, int(lengths.sum()) - capacity]
     work = [0, 0]
     for doc in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[doc])
-        fits = [half for half in (0, 1) if length <= capacities[half]]
+        fits = [nano for nano in (0, 1) if length <= capacities[nano]]
         chosen = min(fits, key=work.__getitem__, default=None)
         cut = {0: length, 1: 0, None: capacities[0]}[chosen]
         begun[doc] = cut
-        for half, (start, end) in enumerate(((0, cut), (cut, length))):
-            capacities[half] -= end - start
-            work[half] += end**2 - start**2
+        for nano, (start, end) in enumerate(((0, cut), (cut, length))):
+            capacities[nano] -= end - start
+            work[nano] += end**2 - start**2
     return begun
 
 
@@ -180,7 +180,7 @@ def _lay_out(docs: IntArray, lengths: IntArray, capacities: IntArray) -> TokenLa
 
 
 def _joined(first: TokenLayout, second: TokenLayout, shift: IntArray) -> TokenLayout:
-    """Join both halves, ``first`` as keys only; segments of ``second`` begin ``shift`` [S] tokens later."""
+    """Join both nano-batches, ``first`` as keys only; segments of ``second`` begin ``shift`` [S] tokens later."""
     return TokenLayout.from_arrays(
         first.num_ranks,
         np.append(first.seg_rank, second.seg_rank),

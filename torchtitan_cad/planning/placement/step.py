@@ -67,8 +67,8 @@ def plan_step(
     without tokens stays home.
 
     Args:
-        given: of every microbatch, its nano-batches: one, two halves by rows, or two halves of which the later attends
-            to the earlier. All have the same ranks; no document is in two microbatches.
+        given: of every microbatch, its nano-batches: one, two nano-batches by rows, or two nano-batches of which the
+            later attends to the earlier. All have the same ranks; no document is in two microbatches.
         kinds: of the model's attention; only the others than the first may be chunked.
         times: rates by which plans are chosen; None: plans of ``config.tolerance``, judged by their bytes.
         columns: of each document's first token in the row that it was loaded in, by document id; for chunked attention.
@@ -236,7 +236,8 @@ class _StepPlanner:
         return [PlannedMicrobatch(step[i].plans, old.given_plans) for i, old in zip(order, step, strict=True)]
 
     def _finished(self, refilled: Step, given: Microbatches, given_plans: Sequence[Sequence[Plan]]) -> Step:
-        """Return refilled microbatches with the plans for the given ones; later halves get the earlier ones' keys."""
+        """Return refilled microbatches with the plans for the given ones; later nano-batches get the earlier ones'
+        keys."""
         step = []
         for microbatch, layouts, old in zip(refilled, given, given_plans, strict=True):
             plans = list(microbatch.plans[0])
