@@ -108,45 +108,76 @@ def attach(state: State, i: int) -> None:
 @jit_inner
 def choose(state: State, rank: int, one: int, other: int) -> None:
     """Choose what the rank offloads, chunk by chunk; ``one`` and ``other`` are the detached chunks, -1 for none."""
-    ints, reals, prices, end = state.ints, state.reals, state.prices, len(state.ints) - 1
-    k = ints[rank, NEXT_CHUNK]
-    while k != end:
-        touch(state, k)
-        reals[k, OLD_KEYS_OFFLOADED], reals[k, OLD_STRIPS] = reals[k, KEYS_OFFLOADED], reals[k, STRIPS]
-        reals[k, KEYS_OFFLOADED], reals[k, STRIPS] = 0.0, 0.0
-        k = ints[k, NEXT_CHUNK]
-    load, queries, helped = reals[rank, LOAD], 0.0, 0.0
-    excess = load - state.limit[rank]
-    while excess > 1e-9 * load:
-        chosen, least = -1, np.inf
-        best = (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
-        i = ints[rank, NEXT_CHUNK]
-        while i != end:
-            if reals[i, STRIPS] == 0:
-                offer = offload(float(ints[i, START]), float(ints[i, LENGTH]), excess, prices)
-                if offer[0] > 0:
-                    value = (offer[2] - offer[3] * prices[KEY_BYTES]) / offer[0] * (2 - offer[0] / excess)
-                    if value < least:
-                        chosen, least, best = i, value, offer
-            i = ints[i, NEXT_CHUNK]
+    reals = state.reals
+    _begin_choice(state, rank)
+    queries = 0.0
+    helped = 0.0
+    excess = reals[rank, LOAD] - state.limit[rank]
+    while excess > 1e-9 * reals[rank, LOAD]:
+        chosen, best = _best_offer(state, rank, excess)
         if chosen < 0:
             break
-        excess -= best[0]
-        queries += best[1]
-        helped += best[2]
+        work, queries_out, bytes_in, spared, keys, strips = best
+        excess -= work
+        queries += queries_out
+        helped += bytes_in
         # A negative number of keys: the rank imports them all the same.
-        reals[chosen, KEYS_OFFLOADED], reals[chosen, STRIPS] = best[4] if best[3] > 0 else -best[4], best[5]
-    k = ints[rank, NEXT_CHUNK]
-    while k != end:
-        is_attached = k not in (one, other)
-        if is_attached and (
-            reals[k, KEYS_OFFLOADED] != reals[k, OLD_KEYS_OFFLOADED] or reals[k, STRIPS] != reals[k, OLD_STRIPS]
-        ):
+        reals[chosen, KEYS_OFFLOADED] = keys if spared > 0 else -keys
+        reals[chosen, STRIPS] = strips
+    _read_anew(state, rank, one, other)
+    touch(state, rank)
+    reals[rank, QUERIES_OUT] = queries
+    reals[rank, HELPERS_IN] = helped
+
+
+@jit_inner
+def _begin_choice(state: State, rank: int) -> None:
+    """Let the chunks of a rank offload nothing, and keep what they have offloaded before."""
+    reals = state.reals
+    k = state.ints[rank, NEXT_CHUNK]
+    while k != len(state.ints) - 1:
+        touch(state, k)
+        reals[k, OLD_KEYS_OFFLOADED] = reals[k, KEYS_OFFLOADED]
+        reals[k, OLD_STRIPS] = reals[k, STRIPS]
+        reals[k, KEYS_OFFLOADED] = 0.0
+        reals[k, STRIPS] = 0.0
+        k = state.ints[k, NEXT_CHUNK]
+
+
+@jit_inner
+def _best_offer(state: State, rank: int, excess: float) -> tuple[int, tuple[float, ...]]:
+    """Return the chunk, of those that offload nothing yet, whose block costs the fewest bytes for its work, and the
+    block; -1 if there is none."""
+    ints = state.ints
+    key_bytes = state.prices[KEY_BYTES]
+    chosen = -1
+    least = np.inf
+    best = (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+    i = ints[rank, NEXT_CHUNK]
+    while i != len(ints) - 1:
+        if state.reals[i, STRIPS] == 0:
+            block = offload(float(ints[i, START]), float(ints[i, LENGTH]), excess, state.prices)
+            if block[0] > 0:
+                value = (block[2] - block[3] * key_bytes) / block[0] * (2 - block[0] / excess)
+                if value < least:
+                    chosen = i
+                    least = value
+                    best = block
+        i = ints[i, NEXT_CHUNK]
+    return chosen, best
+
+
+@jit_inner
+def _read_anew(state: State, rank: int, one: int, other: int) -> None:
+    """Update the sums for attached chunks of a rank that offload other keys than before."""
+    reals = state.reals
+    k = state.ints[rank, NEXT_CHUNK]
+    while k != len(state.ints) - 1:
+        changes = reals[k, KEYS_OFFLOADED] != reals[k, OLD_KEYS_OFFLOADED] or reals[k, STRIPS] != reals[k, OLD_STRIPS]
+        if changes and k not in (one, other):
             read_by(state, k, -1.0, reals[k, OLD_KEYS_OFFLOADED], reals[k, OLD_STRIPS])
             read_by(state, k, 1.0, reals[k, KEYS_OFFLOADED], reals[k, STRIPS])
-        k = ints[k, NEXT_CHUNK]
-    touch(state, rank)
-    reals[rank, QUERIES_OUT], reals[rank, HELPERS_IN] = queries, helped
+        k = state.ints[k, NEXT_CHUNK]
 
 
 @jit_inner

@@ -54,22 +54,22 @@ from torchtitan_cad.planning.planners.local_search.cuts import WHOLE, cut
 from torchtitan_cad.planning.planners.local_search.moves import do_move, join, look_again, move, undo_move
 
 WORST_WEIGHT = 1.5
-"""objective = total / initial total + WORST_WEIGHT x worst rank's bytes / initial worst rank's bytes, about"""
+"""The objective is about total / initial total + WORST_WEIGHT x worst rank's bytes / initial worst rank's bytes."""
 
 LEAST_GAIN = 3e-5
-"""decrease of the objective: minimum for a move."""
+"""A move must lower the objective by at least this."""
 
 LEAST_SWAP_GAIN = 1e-3
-"""decrease of the objective: minimum for the first half of a swap."""
+"""The first half of a swap must lower the objective by at least this."""
 
 LEAST_CAPACITY = 256
 """Shifts go to servers with capacity for at least limit / LEAST_CAPACITY."""
 
 ANY_CAPACITY = -(2**62)
-"""load: less than the capacity of any server."""
+"""Unit: load. No server has less capacity."""
 
 GIVE_UP = 8
-"""ranks: after this many busy ranks without an improving move, the pass over busy ranks ends."""
+"""After this many busy ranks without an improving move, the pass over busy ranks ends."""
 
 
 @jit_inner
@@ -174,48 +174,73 @@ def _uses(board: Board, piece: IntArray, home: int) -> bool:
 
 
 @jit_inner
-def polish(board: Board, budget: int) -> None:
-    """Shift and swap until nothing is gained or the budget of evaluations is spent.
+def _set_weights(board: Board) -> None:
+    """Set the weights of the objective.
 
     The weight of the worst rank is divided by (sum of all ranks' eighth powers)^(3/4), initially, so that many equally
     busy ranks do not outweigh the total.
     """
-    total, worst, busy = 0, 0, 0.0
+    total = 0
+    worst = 0
     for rank in range(len(board.ranks)):
         total += board.ranks[rank, BYTES_IN]
         worst = max(worst, board.ranks[rank, BYTES_IN], board.ranks[rank, BYTES_OUT])
-    board.terms[PER_TOTAL], board.terms[PER_WORST] = 1 / max(1, total), 1 / max(1, worst)
+    board.terms[PER_TOTAL] = 1 / max(1, total)
+    board.terms[PER_WORST] = 1 / max(1, worst)
     board.terms[WEIGHT] = 1.0
+    busy = 0.0
     for rank in range(len(board.ranks)):
         busy += worst_term(board, board.ranks[rank, BYTES_IN]) + worst_term(board, board.ranks[rank, BYTES_OUT])
     root = np.sqrt(max(1.0, busy))
     board.terms[WEIGHT] = WORST_WEIGHT / 8 / (root * np.sqrt(root))
+
+
+@jit_inner
+def _shift_documents(board: Board, budget: int) -> None:
+    """Shift pieces of the dirty documents until no shift gains."""
+    for doc in range(len(board.docs) - 1):
+        while board.docs[doc, DIRTY] > 0 and not _is_spent(board, budget):
+            board.docs[doc, DIRTY] = 0
+            i = board.docs[doc, DOC_HEAD]
+            while i >= 0 and not _is_spent(board, budget):
+                after = board.pieces[i, DOC_NEXT]
+                if _shift(board, i):
+                    break
+                i = after
+
+
+@jit_inner
+def _relieve(board: Board, rank: int, budget: int) -> bool:
+    """Move one piece that a busy rank serves or, if it sends more, that uses its rows; False if no move helps."""
+    is_in = board.ranks[rank, BYTES_IN] >= board.ranks[rank, BYTES_OUT]
+    i = 0
+    while i < board.counts[PIECES] and not _is_spent(board, budget):
+        piece = board.pieces[i]
+        relieves = (piece[SERVER] == rank) == is_in and (is_in or _uses(board, piece, rank))
+        if relieves and (_shift(board, i) or _swap(board, i)):
+            return True
+        i += 1
+    return False
+
+
+@jit_inner
+def polish(board: Board, budget: int) -> None:
+    """Shift and swap until nothing is gained or the budget of evaluations is spent."""
+    _set_weights(board)
     while True:
-        for doc in range(len(board.docs) - 1):
-            while board.docs[doc, DIRTY] > 0 and not _is_spent(board, budget):
-                board.docs[doc, DIRTY] = 0
-                i = board.docs[doc, DOC_HEAD]
-                while i >= 0 and not _is_spent(board, budget):
-                    after = board.pieces[i, DOC_NEXT]
-                    if _shift(board, i):
-                        break
-                    i = after
+        _shift_documents(board, budget)
         board.counts[STAMPS] += 1
-        stamp, given_up = board.counts[STAMPS], 0
-        while given_up < GIVE_UP and not _is_spent(board, budget):  # relieve the busiest rank until no move helps
-            rank, i, helps = _busiest(board, stamp), 0, False
+        stamp = board.counts[STAMPS]
+        given_up = 0
+        while given_up < GIVE_UP and not _is_spent(board, budget):
+            rank = _busiest(board, stamp)
             if rank < 0:
                 break
-            is_in = board.ranks[rank, BYTES_IN] >= board.ranks[rank, BYTES_OUT]
-            while i < board.counts[PIECES] and not helps and not _is_spent(board, budget):
-                piece = board.pieces[i]
-                if (piece[SERVER] == rank) == is_in and (is_in or _uses(board, piece, rank)):
-                    helps = _shift(board, i) or _swap(board, i)
-                i += 1
-            if not helps:
+            if not _relieve(board, rank, budget):
                 board.ranks[rank, STUCK] = stamp
                 given_up += 1
-        swaps, i = 0, 0
+        swaps = 0
+        i = 0
         while i < board.counts[PIECES] and not _is_spent(board, budget):
             swaps += _swap(board, i)
             i += 1
