@@ -252,43 +252,62 @@ def _while_results_combine(
     plan: Plan, exchange: RankExchange, calls: Sequence[CallTable], size: _Bytes, trips: Trips
 ) -> Passes:
     """Return the maximum bytes of both passes in steps 3 and 4 of the module's docstring, and while results travel."""
+    queries = sum(len(table.q_rows) for table in calls)
+    keys = sum(len(table.kv_rows) for table in calls)
+    local_rows = [(exchange.queries.num_local, exchange.keys.num_local)]
+    if not plan.moves_rows and [(len(table.q_rows), len(table.kv_rows)) for table in calls] == local_rows:
+        # A single call over all local rows has nothing to combine.
+        return Passes(Pass(0, queries * (size.o + size.lse)), Pass(0, queries * size.q + keys * size.k))
+    early_queries = plan.moves_rows and combine_early(queries, exchange.queries.num_local)
+    early_keys = plan.moves_rows and combine_early(keys, exchange.keys.num_local)
+    forward = _while_outs_combine(exchange, size, queries, len(trips.queries_home), early=early_queries)
+    backward = _while_gradients_combine(exchange, size, queries, keys, trips, early_queries, early_keys)
+    return Passes(forward, backward)
+
+
+def _while_outs_combine(exchange: RankExchange, size: _Bytes, result_rows: int, num_trips: int, *, early: bool) -> Pass:
+    rows = exchange.queries.num_local
+    narrow = size.o + size.lse
+    wide = size.p + size.lse
+    served = exchange.queries.num_received * narrow
+    outs = result_rows * narrow
+    most = 0
+    if early:
+        most = outs + served + rows * wide
+        outs = rows * wide
+    most = max(most, served + _combined(outs, rows, narrow, wide, num_trips))
+    return Pass(most, served + _so_far(outs, rows, wide, num_trips))
+
+
+def _while_gradients_combine(
+    exchange: RankExchange,
+    size: _Bytes,
+    result_queries: int,
+    result_keys: int,
+    trips: Trips,
+    early_queries: bool,
+    early_keys: bool,
+) -> Pass:
     queries = exchange.queries.num_local
     keys = exchange.keys.num_local
-    result_queries = sum(len(table.q_rows) for table in calls)
-    result_keys = sum(len(table.kv_rows) for table in calls)
-    outs = result_queries * (size.o + size.lse)
+    served_dq = exchange.queries.num_received * size.q
+    served_dkv = exchange.keys.num_received * size.k
     dq = result_queries * size.q
     dkv = result_keys * size.k
-    is_one_call = [(len(table.q_rows), len(table.kv_rows)) for table in calls] == [(queries, keys)]
-    if not plan.moves_rows and is_one_call:  # nothing to combine
-        return Passes(Pass(0, outs), Pass(0, dq + dkv))
-    served_o = exchange.queries.num_received * (size.o + size.lse)
-    served_q = exchange.queries.num_received * size.q
-    served_kv = exchange.keys.num_received * size.k
-    forward = 0
-    backward = 0
-    wide_out = size.p + size.lse
-    if plan.moves_rows and combine_early(result_queries, queries):
-        forward = outs + served_o + queries * wide_out
-        backward = dq + dkv + served_q + queries * size.a
-        outs = queries * wide_out
+    most = 0
+    if early_queries:
+        most = dq + dkv + served_dq + queries * size.a
         dq = queries * size.a
-    if plan.moves_rows and combine_early(result_keys, keys):
-        backward = max(backward, dq + dkv + served_q + served_kv + keys * size.b)
+    if early_keys:
+        most = max(most, dq + dkv + served_dq + served_dkv + keys * size.b)
         dkv = keys * size.b
     q_trips = len(trips.queries_home)
     k_trips = len(trips.keys_home)
-    combined_out = _combined(outs, queries, size.o + size.lse, wide_out, q_trips)
-    combined_dq = _combined(dq, queries, size.q, size.a, q_trips)
-    combined_dkv = _combined(dkv, keys, size.k, size.b, k_trips)
-    with_queries = served_q + served_kv + dkv + combined_dq
-    with_keys = served_kv + queries * size.q + combined_dkv
+    with_dq = served_dq + served_dkv + dkv + _combined(dq, queries, size.q, size.a, q_trips)
+    with_dkv = served_dkv + queries * size.q + _combined(dkv, keys, size.k, size.b, k_trips)
     dq_so_far = _so_far(dq, queries, size.a, q_trips)
     dkv_so_far = _so_far(dkv, keys, size.b, k_trips)
-    return Passes(
-        Pass(max(forward, served_o + combined_out), served_o + _so_far(outs, queries, wide_out, q_trips)),
-        Pass(max(backward, with_queries, with_keys), served_q + dq_so_far + served_kv + dkv_so_far),
-    )
+    return Pass(max(most, with_dq, with_dkv), served_dq + dq_so_far + served_dkv + dkv_so_far)
 
 
 def _calls(exchange: RankExchange) -> list[CallTable]:

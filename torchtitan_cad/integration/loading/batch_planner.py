@@ -161,34 +161,42 @@ class BatchPlanner:
         travelling = len(columns_of(*to_redistribute[0])) if to_redistribute is not None else 0
         gathered, shapes, can_redistribute = self._gather_starts(starts, shape, batches, travelling)
         begin = time.perf_counter()  # without waits for peers
-        placed, parcel = None, None
+        parcel = None
         try:
             steps = [replace(of_rank, rows=batches * of_rank.rows) for of_rank in shapes]
             layouts = step_layouts(gathered, steps, self._cp, self._rules.nano_batches)
             # document ids count over data-parallel ranks
             columns = np.concatenate([own % of_rank.seq_len for own, of_rank in zip(gathered, shapes, strict=True)])
+            placed = None
             if self.placement is not None and can_redistribute:
                 placed = self.placement.choose(layouts, columns, self._rules.times)
-            planned = []
-            for first in range(0, len(layouts), shape.microbatches):
-                part = slice(first, first + shape.microbatches)
-                planned.append(self._plan_batch(layouts[part], columns, None if placed is None else placed[part]))
-            plans = [plan for batch in planned for plan in _in_order(batch)]
+            by_batch = self._plan_batches(layouts, columns, placed, shape.microbatches)
+            plans = [plan for microbatches in by_batch for plan in _in_order(microbatches)]
+            keys = [[self._add_to_engines(microbatch) for microbatch in microbatches] for microbatches in by_batch]
             self._say_that_it_stays(plans)
             for plan in plans:
                 _ = plan.stats  # computed here, beside training, not when they are logged
-            keys = [[self._add_to_engines(microbatch) for microbatch in batch] for batch in planned]
             seconds = (time.perf_counter() - begin) / batches
-            described = [self._describe(*batch, shape, seconds) for batch in zip(planned, keys, strict=True)]
+            planned = [self._describe(*batch, shape, seconds) for batch in zip(by_batch, keys, strict=True)]
             if placed is not None:
-                described = self._with_home_bytes(described, placed, shape)
+                planned = self._with_home_bytes(planned, placed, shape)
             if self.placement is not None:
                 parcel = self.placement.pack(layouts, placed, steps[0], to_redistribute or ())
         except Exception:
             self.announce_failure("planning a batch")
             raise
         self._compare(plans)
-        return described, parcel
+        return planned, parcel
+
+    def _plan_batches(
+        self, given: Layouts, columns: IntArray, placed: Sequence[PlannedMicrobatch] | None, microbatches: int
+    ) -> list[Sequence[PlannedMicrobatch]]:
+        """Return the plans of every batch of so many ``microbatches``."""
+        planned = []
+        for first in range(0, len(given), microbatches):
+            part = slice(first, first + microbatches)
+            planned.append(self._plan_batch(given[part], columns, None if placed is None else placed[part]))
+        return planned
 
     def _describe(
         self, microbatches: Sequence[PlannedMicrobatch], keys: list[int], shape: BatchShape, seconds: float

@@ -162,10 +162,7 @@ def _divided(table: CallTable, causal: bool, most: float) -> Calls:
     """
     queries = np.diff(table.cu_q).astype(np.int64)
     keys = np.diff(table.cu_k).astype(np.int64)
-    rows = 2 * queries + keys
-    wanted = np.ceil(keys / np.maximum(most - 2 * queries, 1)).astype(np.int64)
-    allowed = 1 + (MOST_REPEATED * rows / (2 * queries)).astype(np.int64)
-    count = np.where(rows > most, np.minimum(wanted, allowed), 1)
+    count = _num_pieces(queries, keys, most)
     last = -(-keys // count)
     before = keys - (np.maximum(last, queries) if causal else last)
     if not before.any():
@@ -182,6 +179,14 @@ def _divided(table: CallTable, causal: bool, most: float) -> Calls:
     diagonal = table.pieces(task[is_last], begin[is_last], end[is_last])
     rectangles = table.pieces(task[~is_last], begin[~is_last], end[~is_last])
     return [(diagonal, True), (rectangles, False)]
+
+
+def _num_pieces(queries: IntArray, keys: IntArray, most: float) -> IntArray:
+    """Return into how many pieces of about ``most`` weighted rows tasks are cut along their keys."""
+    rows = 2 * queries + keys
+    wanted = np.ceil(keys / np.maximum(most - 2 * queries, 1)).astype(np.int64)
+    allowed = 1 + (MOST_REPEATED * rows / (2 * queries)).astype(np.int64)
+    return np.where(rows > most, np.minimum(wanted, allowed), 1)
 
 
 def weighted_rows(table: CallTable) -> IntArray:

@@ -100,8 +100,8 @@ class HomeSearch:
         self._most_work = MOST_WORK * mean_work
         self._tries = int(MOVES * (layout.num_ranks / 64) ** (0.25 if layout.num_ranks > 64 else 0.6))
 
-        pairs = lengths.astype(np.float64) * (lengths + 1) / 2
-        best_rows = float(np.sqrt(pairs.sum() / layout.num_ranks * shape.kv_bytes / shape.query_bytes))
+        mean_pairs = _pairs(lengths).sum() / layout.num_ranks
+        best_rows = float(np.sqrt(mean_pairs * shape.kv_bytes / shape.query_bytes))
         rows = (np.array([SHORTEST, LONGEST]) * best_rows).astype(np.int64) // grid * grid
         rows = np.clip(rows, max(grid, longest_chunk // FEWEST // grid * grid), longest_chunk)
         sizes = np.array([cost.granularity, grid, rows.min()])
@@ -109,7 +109,7 @@ class HomeSearch:
         prices = np.zeros(8)
         prices[QUERY_BYTES] = price * shape.query_bytes
         prices[KEY_BYTES] = price * shape.kv_bytes
-        prices[PER_PAIR] = work.sum() / pairs.sum()
+        prices[PER_PAIR] = work.sum() / _pairs(lengths).sum()
         prices[PER_TOKEN] = float(work[whole].sum()) / max(1, int(lengths[whole].sum()))
         prices[WORST_WEIGHT] = weights.worst_weight
         prices[SPARE] = weights.spare
@@ -165,6 +165,11 @@ class HomeSearch:
         cut_long(state, self._capacity, self._long, lengths, self._most_work, shortest, longest)
         time = state.reals[: len(self._capacity), LOAD] / state.speed
         return begin_search(state, by_work(state), np.empty_like(self._capacity), time)
+
+
+def _pairs(lengths: IntArray) -> FloatArray:
+    """Return the (query, key) pairs of documents."""
+    return lengths.astype(np.float64) * (lengths + 1) / 2
 
 
 def _laid_out(segments: IntArray, capacities: IntArray) -> IntArray:
