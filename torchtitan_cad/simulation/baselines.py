@@ -14,10 +14,10 @@ import numpy as np
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, one_f_one_b
-from torchtitan_cad.planning.placement.reorder import distribute_under_cap, row_orders
 from torchtitan_cad.simulation.batches import Batch
 from torchtitan_cad.simulation.costs import Costs
 from torchtitan_cad.simulation.memory import in_flight, memory_without_cad, states, stock_attention, token_bytes
+from torchtitan_cad.simulation.row_orders import distribute_under_cap, row_orders
 from torchtitan_cad.simulation.step import KEPT, Memory, Outcome, Step
 
 

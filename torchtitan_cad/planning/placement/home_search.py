@@ -100,10 +100,7 @@ class HomeSearch:
         self._most_work = MOST_WORK * mean_work
         self._tries = int(MOVES * (layout.num_ranks / 64) ** (0.25 if layout.num_ranks > 64 else 0.6))
 
-        mean_pairs = _pairs(lengths).sum() / layout.num_ranks
-        best_rows = float(np.sqrt(mean_pairs * shape.kv_bytes / shape.query_bytes))
-        rows = (np.array([SHORTEST, LONGEST]) * best_rows).astype(np.int64) // grid * grid
-        rows = np.clip(rows, max(grid, longest_chunk // FEWEST // grid * grid), longest_chunk)
+        rows = _chunk_bounds(_pairs(lengths).sum() / layout.num_ranks, shape, grid, longest_chunk)
         sizes = np.array([cost.granularity, grid, rows.min()])
         _, price, _ = node_prices(config, layout.num_ranks)  # of a byte in a node, as in the bytes of plans
         prices = np.zeros(8)
@@ -165,6 +162,13 @@ class HomeSearch:
         cut_long(state, self._capacity, self._long, lengths, self._most_work, shortest, longest)
         time = state.reals[: len(self._capacity), LOAD] / state.speed
         return begin_search(state, by_work(state), np.empty_like(self._capacity), time)
+
+
+def _chunk_bounds(mean_pairs: float, shape: AttentionShape, grid: int, most: int) -> IntArray:
+    """Return [2, 3] shortest and longest chunks that are tried, of ``most`` tokens; see ``SHORTEST``."""
+    best_rows = float(np.sqrt(mean_pairs * shape.kv_bytes / shape.query_bytes))
+    rows = (np.array([SHORTEST, LONGEST]) * best_rows).astype(np.int64) // grid * grid
+    return np.clip(rows, max(grid, most // FEWEST // grid * grid), most)
 
 
 def _pairs(lengths: IntArray) -> FloatArray:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, best_profile, in_stages
-from torchtitan_cad.planning.placement.reorder import equal_work, row_orders
+from torchtitan_cad.simulation.row_orders import equal_work, row_orders
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 2), (4, 9)])
