@@ -170,16 +170,16 @@ class BatchPlanner:
             placed = None
             if self.placement is not None and can_redistribute:
                 placed = self.placement.choose(layouts, columns, self._rules.times)
-            by_batch = self._plan_batches(layouts, columns, placed, shape.microbatches)
+            parts = [slice(first, first + shape.microbatches) for first in range(0, len(layouts), shape.microbatches)]
+            homes = [None if placed is None else placed[part] for part in parts]
+            by_batch = [self._plan_batch(layouts[part], columns, of) for part, of in zip(parts, homes, strict=True)]
             plans = [plan for microbatches in by_batch for plan in _in_order(microbatches)]
             keys = [[self._add_to_engines(microbatch) for microbatch in microbatches] for microbatches in by_batch]
             self._say_that_it_stays(plans)
             for plan in plans:
                 _ = plan.stats  # computed here, beside training, not when they are logged
             seconds = (time.perf_counter() - begin) / batches
-            planned = [self._describe(*batch, shape, seconds) for batch in zip(by_batch, keys, strict=True)]
-            if placed is not None:
-                planned = self._with_home_bytes(planned, placed, shape)
+            planned = [self._describe(*batch, shape, seconds) for batch in zip(by_batch, keys, homes, strict=True)]
             if self.placement is not None:
                 parcel = self.placement.pack(layouts, placed, steps[0], to_redistribute or ())
         except Exception:
@@ -188,20 +188,15 @@ class BatchPlanner:
         self._compare(plans)
         return planned, parcel
 
-    def _plan_batches(
-        self, given: Layouts, columns: IntArray, placed: Sequence[PlannedMicrobatch] | None, microbatches: int
-    ) -> list[Sequence[PlannedMicrobatch]]:
-        """Return the plans of every batch of so many ``microbatches``."""
-        planned = []
-        for first in range(0, len(given), microbatches):
-            part = slice(first, first + microbatches)
-            planned.append(self._plan_batch(given[part], columns, None if placed is None else placed[part]))
-        return planned
-
     def _describe(
-        self, microbatches: Sequence[PlannedMicrobatch], keys: list[int], shape: BatchShape, seconds: float
+        self,
+        microbatches: Sequence[PlannedMicrobatch],
+        keys: list[int],
+        homes: Sequence[PlannedMicrobatch] | None,
+        shape: BatchShape,
+        seconds: float,
     ) -> PlannedBatch:
-        """Return what one batch needs of its plans, of whose microbatches these are the keys."""
+        """Return what one batch needs of its plans, of whose microbatches these are the keys, and the chosen homes."""
         engine_keys = [key + nano for key in keys for nano in range(self._rules.nano_batches)]
         planned = PlannedBatch(
             keys=torch.tensor(keys[: shape.microbatches]).repeat_interleave(shape.rows_per_microbatch),
@@ -210,18 +205,9 @@ class BatchPlanner:
             engine_keys=engine_keys,
             layers=self._layers,
             copied_bytes=[self._copied_bytes(key) for key in engine_keys],
+            home_bytes=None if homes is None else moved_bytes(homes, self._rules.kinds),
         )
         return replace(planned, between_hosts=self._between_hosts(planned))
-
-    def _with_home_bytes(
-        self, planned: Sequence[PlannedBatch], placed: Sequence[PlannedMicrobatch], shape: BatchShape
-    ) -> list[PlannedBatch]:
-        batches = []
-        for number, batch in enumerate(planned):
-            first = number * shape.microbatches
-            microbatches = placed[first : first + shape.microbatches]
-            batches.append(replace(batch, home_bytes=moved_bytes(microbatches, self._rules.kinds)))
-        return batches
 
     def _copied_bytes(self, key: int) -> int:
         executed = zip(self._engines, self._rules.kinds, strict=True)

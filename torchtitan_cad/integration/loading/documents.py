@@ -15,9 +15,6 @@ DOCUMENT_IDS = "document_ids"
 OWN_POSITIONS = "positions"
 """Optional key of a batch: integers [B, S], every token's position for RoPE, as torchtitan's models call it."""
 
-BOUNDARY_KEYS = ("input", DOCUMENT_IDS, OWN_POSITIONS)
-"""Keys of a batch that may tell where documents begin."""
-
 
 @dataclass(frozen=True)
 class DocumentRule:

@@ -127,8 +127,8 @@ def slots_of_nano_batches(shape: BatchShape, microbatch: int, cp: int, nano_batc
     rows += microbatch * rows.size
     if nano_batches == 2 and not divides_by_row(len(rows)):
         return [rows.reshape(len(rows), 2, cp, -1).transpose(2, 1, 0, 3).reshape(cp, -1)]
-    nano_batches = rows.reshape(nano_batches, -1, cp, shape.seq_len // cp)
-    return [nano.swapaxes(0, 1).reshape(cp, -1) for nano in nano_batches]
+    parts = rows.reshape(nano_batches, -1, cp, shape.seq_len // cp)
+    return [part.swapaxes(0, 1).reshape(cp, -1) for part in parts]
 
 
 def pool_layouts(
