@@ -54,7 +54,7 @@ def plans_of(name: str, num_ranks: int, seed: int, nano_batches: int) -> list[Pl
     """A plan of every nano-batch, for homes as training chooses them."""
     layouts = [make_layout(name, num_ranks, seed + 100 * nano, nano_batches) for nano in range(nano_batches)]
     config = PlannerConfig(tolerance=0.02)
-    return [place_and_plan(layout, SHAPE, config).plan for layout in layouts]
+    return [place_and_plan(layout, SHAPE, config)[0] for layout in layouts]
 
 
 def measure(name: str, num_ranks: int, seeds: tuple[int, ...], nano_batches: int) -> AttentionMemory:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from bench.record import Record, conclude
 from bench.workloads import SHAPE, TOKENS_PER_RANK, known_workloads, workload_layout
-from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, plan_step
+from torchtitan_cad.planning import AttentionKind, Plan, PlannerConfig, TokenLayout, make_plan, plan_step
 from torchtitan_cad.planning.model.layout import stack
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_profile, in_stages, one_f_one_b
 from torchtitan_cad.planning.pipeline.ticks import Tick, tick_schedule
@@ -86,8 +86,8 @@ class Step:
     def shared_loads(self, place: bool) -> np.ndarray:
         """[microbatches, ranks] attention time where the ranks of a stage share it."""
         given = [[replace(each, seg_doc=each.seg_doc + (i << 32))] for i, each in enumerate(self.layouts)]
-        step = plan_step(given, SHAPE, PlannerConfig(), TIMES, place=place, stages=self.pp)
-        return np.stack([seconds(each.plan) for (each,) in step])
+        step = plan_step(given, [AttentionKind("full", 1, SHAPE)], PlannerConfig(), TIMES, place=place, stages=self.pp)
+        return np.stack([seconds(microbatch.plans[0][0]) for microbatch in step])
 
     def ideal(self, attention_waits: bool = False) -> float:
         """All attention divided evenly, and the linear work with its bubble, in which attention may wait, too."""

@@ -67,10 +67,10 @@ def measure(layout: TokenLayout) -> Record:
     config = PlannerConfig(tolerance=TOLERANCE)
     again = fresh(layout)
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    placed, plan, given = place_and_plan(again, SHAPE, config)
+    plan, given = place_and_plan(again, SHAPE, config)
     wall, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
     before, after = given.stats, plan.stats
-    dealt_share, dealt_bytes = dealt(layout, placed)
+    dealt_share, dealt_bytes = dealt(layout, plan.layout)
     return {
         "total_before": before.total_bytes,
         "worst_before": before.max_rank_bytes,
@@ -84,7 +84,7 @@ def measure(layout: TokenLayout) -> Record:
         "worst_over_bound": after.max_rank_bytes / max(1.0, free_homes_bound(plan)),
         "dealt_share": dealt_share,
         "dealt_bytes": dealt_bytes,
-        "segments": len(placed.seg_rank) / placed.num_ranks,
+        "segments": len(plan.layout.seg_rank) / plan.layout.num_ranks,
         "wall_ms": wall * 1e3,
         "cpu_ms": cpu * 1e3,
     }

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from bench.record import Record, conclude
 from bench.workloads import SEEDS, workload_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, warm_up
-from torchtitan_cad.planning.timed import plan_by_time
+from torchtitan_cad.planning.placement.microbatch import plan_by_time
 from torchtitan_cad.tools.simulation import MODELS, Cluster, Costs, Rates
 
 WORKLOADS = ("lognormal", "one big", "uniform")
@@ -33,7 +33,7 @@ def measure(ranks: int, workload: str, link: float, nano_batches: int, layouts: 
     times = costs.layer_times(ranks, overlaps=nano_batches == 2)
     plans = {
         "fixed": [make_plan(layout, costs.shape, PlannerConfig()) for layout in layouts],
-        "auto": [plan_by_time([layout], costs.shape, PlannerConfig(), times)[0].plan for layout in layouts],
+        "auto": [plan_by_time([layout], costs.shape, PlannerConfig(), times).plans[0][0] for layout in layouts],
     }
     case: Record = {"ranks": ranks, "workload": workload, "bytes_per_second": link, "nano_batches": nano_batches}
     for name, made in plans.items():

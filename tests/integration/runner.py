@@ -222,9 +222,10 @@ def tell_what_changes_its_microbatch() -> None:
 
     @functools.wraps(choose)
     def choose_and_tell(self: Placement, given: Layouts, *args: Any) -> Any:
-        homes = choose(self, given, *args)
-        print(f"{len(microbatches(homes.layouts) - microbatches(given))} documents change their microbatch")
-        return homes
+        placed = choose(self, given, *args)
+        homes = [microbatch.layouts for microbatch in placed]
+        print(f"{len(microbatches(homes) - microbatches(given))} documents change their microbatch")
+        return placed
 
     Placement.choose = choose_and_tell
 

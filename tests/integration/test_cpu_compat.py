@@ -28,8 +28,8 @@ EXPERTS = ("--model.name=qwen3", "--model.flavor=tiny_moe", "--parallelism.exper
     ids=["stock", "cad", "experts"],
 )
 def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
-    """A run resumed from a checkpoint repeats every bit of training, though the batch after it had been dealt already,
-    and though other plans would take the least time.
+    """A run resumed from a checkpoint repeats every bit of training, though the batch after it had been redistributed
+    already, and though other plans would take the least time.
 
     Validation is only checked to run: torchtitan does not checkpoint its loader. The same two runs exercise TensorBoard
     and the profiler, to keep the short set short.

@@ -171,7 +171,7 @@ class TestSynthetic:
         expected = 100 * np.exp(1.5 * np.array([-0.6745, 0, 0.6745]))
         assert np.percentile(lengths, (25, 50, 75)) == pytest.approx(expected, rel=0.1)
 
-    def test_ranks_deal_one_stream(self, tokenizer):
+    def test_ranks_redistribute_one_stream(self, tokenizer):
         spec, ranks = "lognormal:median=20,sigma=1,max=100,seed=5", 4
         all_documents = SyntheticDataset(spec, eos_id=EOS, vocab_size=tokenizer.get_vocab_size(), seq_len=8)
         for rank in range(ranks):

@@ -51,7 +51,7 @@ def attention(kind: AttentionKind, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 @pytest.mark.parametrize("placed", [False, True])
 def test_every_kind_attends_as_its_mask_says(placed: bool) -> None:
-    """All tokens have numbers, by which queries, keys and values are found wherever they have been dealt."""
+    """All tokens have numbers, by which queries, keys and values are found wherever they have been redistributed."""
     store, transports = dist.HashStore(), thread_transports(RANKS)
     rows = [torch.randn(RANKS * SIZE, heads, 8, dtype=torch.float64) for heads in (2, 1, 1)]
     rules = PlanRules(PlannerConfig(tolerance=0.0, min_shard=4, tile=4), KINDS)
@@ -65,7 +65,7 @@ def test_every_kind_attends_as_its_mask_says(placed: bool) -> None:
         shape = BatchShape(ROWS, SEQ_LEN, ROWS)
         tokens = torch.arange(rank * SIZE, (rank + 1) * SIZE).view(2, ROWS, SEQ_LEN)
         batches = [({"input": each}, each) for each in tokens]
-        planned, parcel = planner.plan(STARTS[rank], shape, 2, to_deal=batches)
+        planned, parcel = planner.plan(STARTS[rank], shape, 2, to_redistribute=batches)
         assert (parcel is not None) == placed
         if placement is not None and parcel is not None:
             batches = parcel.unpack(placement.exchange(parcel))
@@ -74,7 +74,7 @@ def test_every_kind_attends_as_its_mask_says(placed: bool) -> None:
             mine = inputs["input"].flatten()
             outs = [engine.forward(*(each[mine] for each in rows), int(batch.keys[0]))[0] for engine in engines]
             assert engines[0].clock is engines[1].clock
-            assert [len(batch.plans), *map(len, batch.others)] == [1] * len(KINDS)
+            assert [len(plans) for plans in batch.by_kind] == [len(KINDS)]
             assert batch.layers == (1, 3, 2)
             results.append((mine, outs, any(plan.moves_rows for plans in batch.by_kind for plan in plans)))
             planner.drop(batch)

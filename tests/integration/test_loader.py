@@ -29,7 +29,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E4
 from tests.integration.loaders import CPU, EOS, CountingLoader  # noqa: E402
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules  # noqa: E402
-from torchtitan_cad.integration.loading.documents import DocumentRule, cut_for_halves, document_starts  # noqa: E402
+from torchtitan_cad.integration.loading.documents import DocumentRule, cut_for_nano_batches, document_starts  # noqa: E402
 from torchtitan_cad.integration.loading.loader import (  # noqa: E402
     PLAN_KEYS,
     TRAINED,
@@ -43,10 +43,10 @@ from torchtitan_cad.integration.torchtitan_v0_2.failure import _may_be_caused_by
 from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
 from torchtitan_cad.planning.model.batch import (  # noqa: E402
     BatchShape,
-    dealt_slots,
+    divides_by_row,
     group_layout,
-    halves_by_row,
     nano_layouts,
+    slots_of_nano_batches,
 )
 from torchtitan_cad.planning.model.kind import AttentionKind  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
@@ -95,10 +95,10 @@ def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(data: st.DataOb
         for _ in range(dp)
     ]
     numbers = torch.arange(size).view(shape.rows, shape.seq_len)
-    in_the_middle = nano_batches == 2 and not halves_by_row(rows)
+    in_the_middle = nano_batches == 2 and not divides_by_row(rows)
     for microbatch, batch in enumerate(numbers.split(rows)):
-        batch = cut_for_halves(batch, cp) if in_the_middle else batch
-        slots = dealt_slots(shape, microbatch, cp, nano_batches)
+        batch = cut_for_nano_batches(batch, cp) if in_the_middle else batch
+        slots = slots_of_nano_batches(shape, microbatch, cp, nano_batches)
         layouts = nano_layouts(starts, shape, microbatch, cp, nano_batches)
         if nano_batches == 1:
             assert layouts[0].segments() == group_layout(starts, shape, microbatch, cp).segments()

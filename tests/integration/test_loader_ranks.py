@@ -20,10 +20,10 @@ from tests.integration.loaders import CPU, EOS, CountingLoader, gloo_group
 from tests.profiles import make_profile
 from tests.runtime.threaded import thread_transports
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
-from torchtitan_cad.integration.loading.deal import POSITIONS, Deal
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.loading.loader import PlanningLoader
-from torchtitan_cad.integration.loading.placement import Homes, Placement
+from torchtitan_cad.integration.loading.placement import Parcel, Placement
+from torchtitan_cad.integration.loading.redistribution import POSITIONS, Redistribution
 from torchtitan_cad.integration.machine import check_same_profile, measure_times
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig, warm_up
@@ -196,8 +196,8 @@ def test_planning_that_fails_on_one_rank_is_reported_on_all(where: str) -> None:
     assert_peers_name_rank_6(errors)
 
 
-class TornDeal(Deal):
-    """A deal that fails once tokens have come."""
+class TornRedistribution(Redistribution):
+    """A redistribution that fails once tokens have come."""
 
     def scatter(self, came: torch.Tensor) -> torch.Tensor:
         raise ValueError("torn")
@@ -213,18 +213,18 @@ def test_a_rank_that_fails_once_plans_are_made_is_reported_on_all(where: str) ->
     loaders = connect([replace(rank, placement="auto") for rank in counting([8, 8, 8])])
     planner = loaders[1].planner()
     placement: Any = planner.placement
-    choose = placement.choose
+    pack = placement.pack
 
-    def choose_torn(*arguments: Any) -> Homes:
-        homes = choose(*arguments)
-        return replace(homes, deal=TornDeal(**vars(homes.deal)))
+    def pack_torn(*arguments: Any) -> Parcel:
+        parcel = pack(*arguments)
+        return replace(parcel, redistribution=TornRedistribution(**vars(parcel.redistribution)))
 
     if where == "describe":
         planner._engines[0].plan = fail  # type: ignore[method-assign]
     elif where == "pack":
         placement._per_peer = fail
     else:
-        placement.choose = choose_torn
+        placement.pack = pack_torn
     numbers, errors = drain_at_once(loaders)
     assert [len(batches) for batches in numbers] == ([1, 0, 1] if where == "unpack" else [0, 0, 0])
     assert isinstance(errors[1], ValueError)
@@ -248,7 +248,7 @@ def test_different_plans_are_an_error_on_all_ranks() -> None:
         assert "ranks [8] planned a batch differently from rank 4" in str(error)
 
 
-def test_tokens_are_dealt_with_positions_unless_a_rank_has_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_are_redistributed_with_positions_unless_a_rank_has_none(caplog: pytest.LogCaptureFixture) -> None:
     for number_with in (3, 2):
         ranks = [replace(rank, placement="auto") for rank in counting([2, 2, 2])]
         for rank in ranks[:number_with]:
@@ -259,7 +259,7 @@ def test_tokens_are_dealt_with_positions_unless_a_rank_has_none(caplog: pytest.L
 
 
 @pytest.mark.parametrize("pixels_on", [None, 1])
-def test_tokens_are_dealt_unless_a_rank_has_what_cannot_be(pixels_on: int | None, caplog) -> None:
+def test_tokens_are_redistributed_unless_a_rank_has_what_cannot_be(pixels_on: int | None, caplog) -> None:
     ranks = [replace(rank, placement="auto") for rank in counting([2, 2, 2])]
     if pixels_on is not None:
         ranks[pixels_on].inner.extra["pixels"] = torch.zeros(4, 8)
@@ -268,10 +268,10 @@ def test_tokens_are_dealt_unless_a_rank_has_what_cannot_be(pixels_on: int | None
     assert all((POSITIONS in inputs) == (pixels_on is None) for each in batches for inputs, _ in each)
     warnings = [record.message for record in caplog.records if "leaves batches on the ranks" in record.message]
     assert len(warnings) == (pixels_on is not None)
-    assert all("cannot deal batch key 'pixels'" in warning for warning in warnings)
+    assert all("cannot redistribute batch key 'pixels'" in warning for warning in warnings)
 
 
-def dealt_over_steps(accumulation: int) -> list[PlanningLoader]:
+def redistributed_over_steps(accumulation: int) -> list[PlanningLoader]:
     """Loaders of two ranks whose documents get other homes; the lengths of the first rank's differ between batches."""
     ranks = [replace(rank, placement="auto") for rank in counting([12, 12])]
     rows = torch.arange(32).view(4, 8)
@@ -279,11 +279,11 @@ def dealt_over_steps(accumulation: int) -> list[PlanningLoader]:
     return connect(ranks, accumulation=accumulation)
 
 
-def test_a_step_that_is_resumed_in_its_middle_is_dealt_alike() -> None:
+def test_a_step_that_is_resumed_in_its_middle_is_redistributed_alike() -> None:
     def numbers(batches: list[Any]) -> list[list[int]]:
         return [labels.flatten().tolist() for _, labels in batches]
 
-    loaders = dealt_over_steps(4)
+    loaders = redistributed_over_steps(4)
     iterators = [iter(loader) for loader in loaders]
     first = on_all(iterators, lambda iterator: numbers(list(itertools.islice(iterator, 6))))
     states = [loader.state_dict() for loader in loaders]
@@ -292,20 +292,20 @@ def test_a_step_that_is_resumed_in_its_middle_is_dealt_alike() -> None:
     for step in range(2):
         in_step = [token for batches in first for batch in batches[4 * step : 4 * step + 4] for token in batch]
         assert step or sorted(in_step) == sorted([0, 1, 2, 3] * 64)
-    resumed = dealt_over_steps(4)
+    resumed = redistributed_over_steps(4)
     for loader, state in zip(resumed, states, strict=True):
         loader.load_state_dict(state)
     assert on_all(resumed, lambda loader: numbers(list(loader))) == rest
 
 
-def test_what_cannot_be_dealt_ends_a_job_that_insists() -> None:
+def test_what_cannot_be_redistributed_ends_a_job_that_insists() -> None:
     ranks = [replace(rank, placement="balanced") for rank in counting([2, 2])]
     ranks[1].inner.extra["pixels"] = torch.zeros(4, 8)
     numbers, errors = drain_at_once(connect(ranks))
     assert numbers == [[], []]
     assert isinstance(errors[0], PeerError)
     assert isinstance(errors[1], ValueError)
-    assert "cannot deal batch key 'pixels'" in str(errors[1])
+    assert "cannot redistribute batch key 'pixels'" in str(errors[1])
 
 
 def test_ranks_that_share_a_sequence_must_load_the_same_documents() -> None:

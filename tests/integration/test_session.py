@@ -98,8 +98,8 @@ def test_groups_that_choose_the_same_homes_plan_by_the_same_times(monkeypatch):
     own = LayerTimes(1.0, 0.0, 1e9, 1e9, 0.0, overlaps=False)
     first = replace(own, unit=2.0)
     monkeypatch.setattr(session, "gather", lambda times, group: {1: first, 5: times})
-    alone, deals = SimpleNamespace(twins=None), SimpleNamespace(twins=object())
-    for placement, expected in ((None, own), (alone, own), (deals, first)):
+    alone, redistributes = SimpleNamespace(replicas=None), SimpleNamespace(replicas=object())
+    for placement, expected in ((None, own), (alone, own), (redistributes, first)):
         job: Any = SimpleNamespace(_placement=placement)
         assert session.CadSession._agreed(job, own) is expected
 

@@ -12,7 +12,7 @@ import torch
 from tests.plans import random_tasks
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
 from torchtitan_cad.integration.report.statistics import StepStatistics
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import AttentionShape, Plan, PlannedMicrobatch, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.stats import mean_stats
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=4)
@@ -26,7 +26,9 @@ def random_batch(rng: np.random.Generator, *, microbatches: int = 1, nano_batche
         layout = TokenLayout.from_segments([[(doc, 0, length)] for doc, length in enumerate(lengths)])
         plans.append(Plan.from_tasks(layout, SHAPE, PlannerConfig(), random_tasks(rng, layout)))
     copied = rng.integers(0, 10**6, size=len(plans)).tolist()
-    return PlannedBatch(torch.zeros(microbatches), plans, float(rng.random()), [], nano_batches, copied)
+    by_microbatch = [plans[i : i + nano_batches] for i in range(0, len(plans), nano_batches)]
+    planned = [PlannedMicrobatch([nanos], [nanos]) for nanos in by_microbatch]
+    return PlannedBatch(torch.zeros(microbatches), planned, float(rng.random()), [], copied_bytes=copied)
 
 
 @pytest.mark.parametrize("nano_batches", [1, 2])
@@ -68,8 +70,8 @@ def test_figures_are_those_of_the_mean_layer() -> None:
     first, other = (
         make_plan(TokenLayout.from_segments([[(doc, 0, n)] for doc, n in enumerate(each)]), SHAPE) for each in lengths
     )
-    statistics = StepStatistics()
-    statistics.add(PlannedBatch(torch.zeros(1), [first], 0.1, [], others=[[other]], layers=(1, 3)))
+    planned, statistics = PlannedMicrobatch([[first], [other]], []), StepStatistics()
+    statistics.add(PlannedBatch(torch.zeros(1), [planned], 0.1, [], layers=(1, 3)))
     figures = statistics.drain()
     work = np.array([first.stats.mean_load, 3 * other.stats.mean_load])
     for when, name in (("before", "max_over_mean_before"), ("after", "max_over_mean")):

@@ -69,16 +69,16 @@ def lengths_summing_to(rng: np.random.Generator, total: int, typical: float, spr
     return lengths
 
 
-def contiguous(lengths: list[int], room: list[int]) -> Ranks:
-    """Documents laid end to end over ranks of the given room, spanning them where they must."""
-    ranks: Ranks = [[] for _ in room]
-    rank, free = 0, room[0]
+def contiguous(lengths: list[int], capacity: list[int]) -> Ranks:
+    """Documents laid end to end over ranks of the given capacity, spanning them where they must."""
+    ranks: Ranks = [[] for _ in capacity]
+    rank, free = 0, capacity[0]
     for doc, length in enumerate(lengths):
         start = 0
         while start < length:
             while free == 0:
                 rank += 1
-                free = room[rank]
+                free = capacity[rank]
             part = min(length - start, free)
             ranks[rank].append((doc, start, part))
             start, free = start + part, free - part
@@ -119,17 +119,17 @@ def _shuffled(rng, num_ranks, tokens, min_shard):
 
 def _ragged(rng, num_ranks, tokens, min_shard):
     """Chunks of odd and unequal size."""
-    room = rng.integers(0, 2 * tokens, size=num_ranks) | 1
-    return contiguous(lengths_summing_to(rng, int(room.sum()), rng.uniform(1, tokens)), room.tolist())
+    capacity = rng.integers(0, 2 * tokens, size=num_ranks) | 1
+    return contiguous(lengths_summing_to(rng, int(capacity.sum()), rng.uniform(1, tokens)), capacity.tolist())
 
 
 def _short(rng, num_ranks, tokens, min_shard):
     """All documents shorter than min_shard, very unequal numbers of them."""
-    room = (rng.random(num_ranks) ** 3 * min(tokens, 500)).astype(int) + 1
+    capacity = (rng.random(num_ranks) ** 3 * min(tokens, 500)).astype(int) + 1
     lengths: list[int] = []
-    while sum(lengths) < room.sum():
-        lengths.append(int(min(rng.integers(1, max(2, min_shard)), room.sum() - sum(lengths))))
-    return contiguous(lengths, room.tolist())
+    while sum(lengths) < capacity.sum():
+        lengths.append(int(min(rng.integers(1, max(2, min_shard)), capacity.sum() - sum(lengths))))
+    return contiguous(lengths, capacity.tolist())
 
 
 def _giant(rng, num_ranks, tokens, min_shard):
@@ -139,8 +139,8 @@ def _giant(rng, num_ranks, tokens, min_shard):
         ranks = _packed(rng, num_ranks, max(1, tokens // 10), min_shard)
         ranks[rng.integers(num_ranks)].append((10**9, 0, giant))
         return ranks
-    room = -(-(giant + num_ranks * 7) // num_ranks)
-    return contiguous([giant, *([7] * num_ranks)], [room] * num_ranks)
+    capacity = -(-(giant + num_ranks * 7) // num_ranks)
+    return contiguous([giant, *([7] * num_ranks)], [capacity] * num_ranks)
 
 
 def _near_balance(rng, num_ranks, tokens, min_shard):
@@ -163,9 +163,9 @@ def _at_tolerance(rng, num_ranks, tokens, min_shard):
 
 def _empty_ranks(rng, num_ranks, tokens, min_shard):
     """Most ranks without tokens, perhaps all."""
-    room = np.where(rng.random(num_ranks) < 0.7, 0, tokens)
-    lengths = lengths_summing_to(rng, int(room.sum()), rng.uniform(1, 2 * tokens))
-    return contiguous(lengths, room.tolist())
+    capacity = np.where(rng.random(num_ranks) < 0.7, 0, tokens)
+    lengths = lengths_summing_to(rng, int(capacity.sum()), rng.uniform(1, 2 * tokens))
+    return contiguous(lengths, capacity.tolist())
 
 
 _ALL = (_packed, _spanning, _shuffled, _ragged, _short, _giant, _near_balance, _at_tolerance, _empty_ranks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of plans, and slow and obvious counterparts of the planning room, one token and one tile at a time."""
+"""Checks of plans, and slow and obvious counterparts of the planning capacity, one token and one tile at a time."""
 
 from dataclasses import asdict, astuple
 from fractions import Fraction

@@ -33,7 +33,6 @@ from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.planning.model.cost import WindowCost, cost_model
 from torchtitan_cad.planning.model.kind import AttentionKind, attention_work, chunked_layout
 from torchtitan_cad.planning.model.tasks import make_tasks
-from torchtitan_cad.planning.placement.kinds import plan_kinds
 from torchtitan_cad.planning.plan import moved_by
 
 
@@ -142,23 +141,24 @@ def test_steps_of_several_kinds(
     starts = [each[(each >= 0) & (each < size)] for each in starts]
     columns = np.concatenate(starts) % shape.seq_len
     given = [nano_layouts(starts, shape, number, 1, nano_batches) for number in range(microbatches)]
-    steps = plan_kinds(given, every, columns, config, times)
-    again = plan_kinds(given, every, columns, config, times)
-    for kind, step, same in zip(every, steps, again, strict=True):
-        assert [p.plan.fingerprint() for p in chain(*step)] == [p.plan.fingerprint() for p in chain(*same)]
-        for placed, home in zip(chain(*step), chain(*steps[0]), strict=True):
-            assert placed.layout is placed.plan.layout
-            validate_plan(placed.plan)
-            check_pairs(placed.plan, home.layout, kind, columns)
-    stay = plan_kinds(given, every, columns, config, times, place=False)
+    steps = plan_step(given, every, config, times, columns=columns)
+    again = plan_step(given, every, config, times, columns=columns)
+    for placed, same in zip(steps, again, strict=True):
+        for kind, plans, same_plans in zip(every, placed.plans, same.plans, strict=True):
+            assert [plan.fingerprint() for plan in plans] == [plan.fingerprint() for plan in same_plans]
+            for plan, home in zip(plans, placed.layouts, strict=True):
+                validate_plan(plan)
+                check_pairs(plan, home, kind, columns)
+    stay = plan_step(given, every, config, times, columns=columns, place=False)
     if times is None:
         now, before = (
-            np.sum([moved_by(*(placed.plan for placed in chain(*step))) for step in each], axis=0)
-            for each in (steps, stay)
+            np.sum([moved_by(*chain(*(placed.plans[kind] for placed in step))) for kind in range(len(every))], axis=0)
+            for step in (steps, stay)
         )
         assert (now == before).all() or Moved(*now).score(Moved(*before)) < 3
     else:
-        assert sum(seconds(step, times, 1) for step in steps) <= sum(seconds(step, times, 1) for step in stay)
+        now, before = (sum(seconds(step, times, 1, kind) for kind in range(len(every))) for step in (steps, stay))
+        assert now <= before
 
 
 TWO_RANKS = [[TokenLayout.from_segments([[(0, 0, 2048)], [(doc, 0, 500) for doc in range(1, 5)] + [(5, 0, 48)]])]]
@@ -171,11 +171,12 @@ def test_homes_are_those_of_the_kinds_with_more_layers(layers: tuple[int, int], 
     """A long document, which full attention divides, has chunks that need no other rank's rows at home."""
     full, chunked = AttentionKind("full", layers[0], LLAMA), AttentionKind("chunked", layers[1], LLAMA, 512)
     config = PlannerConfig(tolerance=0.15, min_shard=4, tile=4)
-    (((first,),), ((second,),)) = plan_kinds(TWO_RANKS, [full, chunked], COLUMNS, config)
+    (placed,) = plan_step(TWO_RANKS, [full, chunked], config, columns=COLUMNS)
+    (first,), (second,) = placed.plans
     assert (first.layout is not TWO_RANKS[0][0]) == is_placed
-    assert first.plan.moves_rows
-    assert not second.given.moves_rows
-    assert second.plan.moves_rows == is_placed
+    assert first.moves_rows
+    assert not placed.given_plans[1][0].moves_rows
+    assert second.moves_rows == is_placed
 
 
 @given(case=cases, window=st.integers(1, 5000))
@@ -187,9 +188,9 @@ def test_windows_move_their_keys_alone(case: Case, window: int) -> None:
     starts = len(plan.tasks) - len(np.unique(plan.tasks["doc"]))
     assert plan.stats.kv_rows_moved <= starts * (window - 1)
     assert (plan.stats.loads == plan.stats.loads_before).all()
-    placed = place_and_plan(case.layout(), plan.shape, case.config)
-    ((step,),) = plan_step([[case.layout()]], plan.shape, case.config, TIMES, place=False)
-    assert placed.plan.fingerprint() == step.plan.fingerprint() == plan.fingerprint()
+    placed, _ = place_and_plan(case.layout(), plan.shape, case.config)
+    (step,) = plan_step([[case.layout()]], [kind_of(None, window)], case.config, TIMES, place=False)
+    assert placed.fingerprint() == step.plans[0][0].fingerprint() == plan.fingerprint()
 
 
 @given(start=st.integers(0, 300), length=st.integers(1, 300), window=st.integers(1, 300), tile=st.sampled_from([1, 7]))

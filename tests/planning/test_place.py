@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from torchtitan_cad.planning import (
     PlannerConfig,
     TokenLayout,
     make_plan,
-    place,
     place_and_plan,
     validate_plan,
 )
@@ -31,6 +31,10 @@ def cuts(layout: TokenLayout) -> list[tuple[int, int]]:
     columns = layout.seg_doc[order], layout.seg_start[order], layout.seg_rank[order]
     doc, start, rank = (column.tolist() for column in columns)
     return [(doc[i], start[i]) for i in range(1, len(doc)) if doc[i] == doc[i - 1] and rank[i] != rank[i - 1]]
+
+
+def placed_homes(*arguments: Any) -> TokenLayout:
+    return place_and_plan(*arguments)[0].layout
 
 
 def check_homes(layout: TokenLayout, placed: TokenLayout) -> None:
@@ -49,11 +53,12 @@ def check_homes(layout: TokenLayout, placed: TokenLayout) -> None:
 @given(case=cases)
 def test_every_layout(case: Case) -> None:
     layout = case.layout()
-    placed, plan, given_plan = place_and_plan(layout, LLAMA, case.config)
+    plan, given_plan = place_and_plan(layout, LLAMA, case.config)
+    placed = plan.layout
     check_homes(layout, placed)
-    assert plan.layout is placed
+    assert given_plan.layout is layout
     assert (plan is given_plan) == (placed is layout)
-    again = place(case.layout(), LLAMA, case.config)
+    again = placed_homes(case.layout(), LLAMA, case.config)
     assert again.segments() == placed.segments()
     before, after = make_plan(layout, LLAMA, case.config), make_plan(placed, LLAMA, case.config)
     validate_plan(after)
@@ -69,12 +74,12 @@ def test_every_layout(case: Case) -> None:
 )
 def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
     layout = spanning_layout(document_lengths(workload, num_ranks, 21), num_ranks)
-    placed = place(layout, LLAMA)
+    placed = placed_homes(layout, LLAMA)
     check_homes(layout, placed)
     before, after = (make_plan(homes, LLAMA).stats for homes in (layout, placed))
     assert after.max_rank_bytes < 0.8 * before.max_rank_bytes
     assert after.total_bytes < 1.1 * before.total_bytes
-    # Lengths and rooms are multiples of min_shard, so every cut is.
+    # Lengths and capacities are multiples of min_shard, so every cut is.
     assert all(position % 128 == 0 for _, position in cuts(placed))
 
 
@@ -87,7 +92,7 @@ def test_homes_that_cannot_be_better_are_kept() -> None:
         TokenLayout.from_segments([[(0, 0, 100)]]),
         TokenLayout.from_segments([[], []]),
     ):
-        assert place(layout, LLAMA) is layout
+        assert placed_homes(layout, LLAMA) is layout
 
 
 @pytest.mark.parametrize("cost", [None, concave_cost(3.0)], ids=["tiles", "concave"])
@@ -104,7 +109,7 @@ def test_homes_that_cannot_be_better_are_kept() -> None:
 def test_options_and_cost_models(options: dict, cost: CostModel | None) -> None:
     layout = spanning_layout(document_lengths("lognormal", 8, 22), 8)
     config = PlannerConfig(**options)
-    placed = place(layout, LLAMA, config, cost)
+    placed = placed_homes(layout, LLAMA, config, cost)
     check_homes(layout, placed)
     before, after = (make_plan(homes, LLAMA, config, cost) for homes in (layout, placed))
     validate_plan(after)
@@ -118,10 +123,10 @@ def test_nothing_is_left_for_the_garbage_collector(num_ranks: int) -> None:
     gc.disable()
     try:
         layout = spanning_layout(document_lengths("lognormal", num_ranks, 24), num_ranks)
-        placed = place_and_plan(layout, LLAMA)
-        assert placed.layout is not layout
-        left = [weakref.ref(each) for each in (layout, *placed)]
-        del layout, placed
-        assert [each() for each in left] == [None] * 4
+        plan, given_plan = place_and_plan(layout, LLAMA)
+        assert plan.layout is not layout
+        left = [weakref.ref(held) for held in (layout, plan.layout, plan, given_plan)]
+        del layout, plan, given_plan
+        assert [held() for held in left] == [None] * 4
     finally:
         gc.enable()

@@ -16,22 +16,30 @@ from hypothesis import strategies as st
 from bench.workloads import document_lengths, spanning_layout
 from tests.planning.layouts import LLAMA
 from torchtitan_cad.planning import (
+    AttentionKind,
     LayerTimes,
-    Placed,
+    Plan,
+    PlannedMicrobatch,
     PlannerConfig,
     TokenLayout,
     make_plan,
     place_and_plan,
-    place_and_plan_step,
-    place_step,
     plan_step,
     validate_plan,
 )
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.planning.pipeline.one_f_one_b import in_stages
 from torchtitan_cad.planning.placement.fill import add_up
+from torchtitan_cad.planning.placement.microbatch import stay_home
 from torchtitan_cad.planning.plan import moved_by
-from torchtitan_cad.planning.timed import stay_home
+
+FULL = [AttentionKind("full", 1, LLAMA)]
+
+
+def one_by_one(layouts: list[TokenLayout], config: PlannerConfig | None = None) -> list[tuple[Plan, Plan]]:
+    """Place a step of microbatches of one layout by bytes; of each the plan, and the plan for the given homes."""
+    step = plan_step([[layout] for layout in layouts], FULL, config)
+    return [(microbatch.plans[0][0], microbatch.given_plans[0][0]) for microbatch in step]
 
 
 def rows(lengths: list[list[int]], first_id: int = 0) -> TokenLayout:
@@ -68,7 +76,7 @@ def check(given: list[TokenLayout], homes: list[TokenLayout]) -> None:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[TokenLayout]:
-    """Microbatches of documents of any lengths, some longer than any rank's room, in rows of unequal lengths."""
+    """Microbatches of documents of any lengths, some longer than any rank's capacity, in rows of unequal lengths."""
     ranks, total = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     layouts, first_id = [], 0
     for _ in range(total):
@@ -88,17 +96,16 @@ def steps(draw: st.DrawFn) -> list[TokenLayout]:
 @given(layouts=steps())
 def test_every_step(layouts: list[TokenLayout]) -> None:
     config = PlannerConfig(min_shard=64, tile=64)
-    placed = place_and_plan_step(layouts, LLAMA, config)
-    check(layouts, [each.layout for each in placed])
-    for each, layout in zip(placed, layouts, strict=True):
-        assert each.plan.layout is each.layout
-        assert each.given.fingerprint() == make_plan(layout, LLAMA, config).fingerprint()
-        validate_plan(each.plan)
-    before = moved_by(*(each.given for each in placed))
-    after = moved_by(*(each.plan for each in placed))
+    placed = one_by_one(layouts, config)
+    check(layouts, [plan.layout for plan, _ in placed])
+    for (plan, given_plan), layout in zip(placed, layouts, strict=True):
+        assert given_plan.fingerprint() == make_plan(layout, LLAMA, config).fingerprint()
+        validate_plan(plan)
+    before = moved_by(*(given_plan for _, given_plan in placed))
+    after = moved_by(*(plan for plan, _ in placed))
     assert after == before or after.score(before) < before.score(before)
-    again = place_step(layouts, LLAMA, config)
-    assert [layout.segments() for layout in again] == [each.layout.segments() for each in placed]
+    again = one_by_one(layouts, config)
+    assert [plan.layout.segments() for plan, _ in again] == [plan.layout.segments() for plan, _ in placed]
 
 
 KINDS = {"one": (1, 2), "halves of rows": (2, 2), "halves in the middle of rows": (2, 1)}
@@ -135,29 +142,33 @@ def test_every_kind_of_microbatch(
     kind: str, ranks: int, microbatches: int, lengths: list[int], times: LayerTimes | None, stages: int
 ) -> None:
     given, config = batch(kind, ranks, microbatches, lengths), PlannerConfig(min_shard=64, tile=64)
-    step = plan_step(given, LLAMA, config, times, stages=stages)
-    homes = [[placed.layout for placed in nanos] for nanos in step]
+    step = plan_step(given, FULL, config, times, stages=stages)
+    homes = [microbatch.layouts for microbatch in step]
     assert documents(holders(given)) == documents(holders(homes))
     for before, after in zip(chain.from_iterable(given), chain.from_iterable(homes), strict=True):
         assert before.tokens_per_rank.tolist() == after.tokens_per_rank.tolist()
         assert before.queries_per_rank.tolist() == after.queries_per_rank.tolist()
-    for placed in chain.from_iterable(step):
-        assert placed.plan.layout is placed.layout
-        validate_plan(placed.plan)
+    for plan in plans_of(step):
+        validate_plan(plan)
     for earlier, later in (nanos for nanos in homes if not nanos[-1].seg_attends.all()):
         keys_only = later.seg_length[~later.seg_attends].sum()
         assert keys_only == earlier.num_tokens
-    again = plan_step(given, LLAMA, config, times, stages=stages)
-    assert [p.plan.fingerprint() for p in chain(*again)] == [p.plan.fingerprint() for p in chain(*step)]
+    again = plan_step(given, FULL, config, times, stages=stages)
+    assert [plan.fingerprint() for plan in plans_of(again)] == [plan.fingerprint() for plan in plans_of(step)]
     if times is not None:
         home = [stay_home(nanos, LLAMA, config) for nanos in given]
         assert seconds(step, times, stages) <= seconds(home, times, stages)
 
 
-def seconds(step: list[list[Placed]], times: LayerTimes, stages: int) -> float:
-    linear = sum(times.linear_seconds(placed.layout) for nanos in step for placed in nanos) / len(step)
-    each = [times.microbatch_seconds([placed.plan for placed in nanos]) for nanos in step]
-    return in_stages(np.array(each) - linear, stages, linear)
+def plans_of(step: list[PlannedMicrobatch]) -> list[Plan]:
+    """Plans of all nano-batches, for the first kind of attention."""
+    return [plan for microbatch in step for plan in microbatch.plans[0]]
+
+
+def seconds(step: list[PlannedMicrobatch], times: LayerTimes, stages: int, kind: int = 0) -> float:
+    plans = [microbatch.plans[kind] for microbatch in step]
+    linear = sum(times.linear_seconds(plan.layout) for nanos in plans for plan in nanos) / len(step)
+    return in_stages(np.array([times.microbatch_seconds(nanos) for nanos in plans]) - linear, stages, linear)
 
 
 @pytest.mark.parametrize("times", [None, TIMES])
@@ -168,23 +179,25 @@ def test_stages_run_as_fast_as_with_microbatches_of_equal_work(ranks: int, times
         given.append([rows([[length] * (8192 // length)] * ranks, first_id)])
         first_id += ranks * 8192 // length
 
-    def over_equal(step: list[list[Placed]]) -> float:
-        work = np.array([placed.plan.stats.mean_load for (placed,) in step])
+    def over_equal(step: list[PlannedMicrobatch]) -> float:
+        work = np.array([plan.stats.mean_load for plan in plans_of(step)])
         return in_stages(work, 4, work.mean()) / (2 * work.mean() * (len(work) + 3))
 
-    assert over_equal(plan_step(given, LLAMA, times=times, place=False)) > 1.1
-    step = plan_step(given, LLAMA, times=times, stages=4)
+    assert over_equal(plan_step(given, FULL, times=times, place=False)) > 1.1
+    step = plan_step(given, FULL, times=times, stages=4)
     assert over_equal(step) < 1.0
-    assert ranks > 1 or all((np.diff(p.plan.exchange(0).causal.q_rows) == 1).all() for (p,) in step)  # no copies
+    assert ranks > 1 or all(
+        (np.diff(plan.exchange(0).causal.q_rows) == 1).all() for plan in plans_of(step)
+    )  # no copies
 
 
 def test_a_pipeline_fills_and_drains_by_light_microbatches() -> None:
     """No documents of other microbatches add up to these tokens."""
     lengths = [9600], [3210, 6390], [5000, 4600], [2500, 2530, 4570]
     given = [[rows([of_rank], first_id=10 * i)] for i, of_rank in enumerate(lengths)]
-    step = plan_step(given, LLAMA, stages=4)
-    assert [placed.layout.docs[0] for (placed,) in step] == [30, 0, 10, 20]
-    assert [placed.given.layout.docs[0] for (placed,) in step] == [0, 10, 20, 30]
+    step = plan_step(given, FULL, stages=4)
+    assert [microbatch.layouts[0].docs[0] for microbatch in step] == [30, 0, 10, 20]
+    assert [microbatch.given_plans[0][0].layout.docs[0] for microbatch in step] == [0, 10, 20, 30]
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=9), total=st.integers(0, 100))
@@ -200,10 +213,10 @@ def test_add_up_finds_what_adds_up(lengths: list[int], total: int) -> None:
 @pytest.mark.parametrize(("workload", "microbatches", "most"), [("lognormal", 4, 0.5), ("uniform", 16, 0.3)])
 def test_moves_far_less_than_within_microbatches(workload: str, microbatches: int, most: float) -> None:
     layouts = step_of(workload, 8, microbatches, seed=3)
-    alone = moved_by(*(place_and_plan(layout, LLAMA).plan for layout in layouts))
-    placed = place_and_plan_step(layouts, LLAMA)
-    check(layouts, [each.layout for each in placed])
-    together = moved_by(*(each.plan for each in placed))
+    alone = moved_by(*(place_and_plan(layout, LLAMA)[0] for layout in layouts))
+    placed = one_by_one(layouts)
+    check(layouts, [plan.layout for plan, _ in placed])
+    together = moved_by(*(plan for plan, _ in placed))
     assert together.total < most * alone.total
     assert together.worst < most * alone.worst
 
@@ -212,32 +225,32 @@ def test_microbatches_of_equal_documents_move_nothing() -> None:
     """One long document, and as many tokens of short ones: apart, no rank has more work than another."""
     long, short = [4096], [512] * 8
     layouts = [rows([long, short]), rows([short, long], first_id=100)]
-    placed = place_and_plan_step(layouts, LLAMA)
-    assert moved_by(*(each.given for each in placed)).total > 0
-    assert moved_by(*(each.plan for each in placed)).total == 0
-    assert sorted(each.layout.doc_lengths.tolist() for each in placed) == [[512] * 16, [4096] * 2]
+    placed = one_by_one(layouts)
+    assert moved_by(*(given_plan for _, given_plan in placed)).total > 0
+    assert moved_by(*(plan for plan, _ in placed)).total == 0
+    assert sorted(plan.layout.doc_lengths.tolist() for plan, _ in placed) == [[512] * 16, [4096] * 2]
 
 
 def test_documents_that_do_not_add_up_stay() -> None:
     layouts = [rows([[1000], [900]]), rows([[700], [801]], first_id=10)]
-    placed = place_and_plan_step(layouts, LLAMA, PlannerConfig(min_shard=64, tile=64))
-    assert [each.layout.docs.tolist() for each in placed] == [[0, 1], [10, 11]]
+    placed = one_by_one(layouts, PlannerConfig(min_shard=64, tile=64))
+    assert [plan.layout.docs.tolist() for plan, _ in placed] == [[0, 1], [10, 11]]
 
 
 def test_refuses_what_is_no_step() -> None:
     one = rows([[100], [100]])
     with pytest.raises(ValueError, match="document 0 is in two microbatches"):
-        place_step([one, one], LLAMA)
+        one_by_one([one, one])
     with pytest.raises(ValueError, match=r"same ranks, got numbers of ranks \[1, 2\]"):
-        place_step([one, rows([[100]], first_id=5)], LLAMA)
+        one_by_one([one, rows([[100]], first_id=5)])
     with pytest.raises(ValueError, match="same ranks"):
-        place_step([], LLAMA)
+        one_by_one([])
     other = rows([[100], [100]], first_id=5)
     with pytest.raises(ValueError, match=r"1 or 2 nano-batches, all as many, got numbers \[1, 2\]"):
-        plan_step([[one], [other, rows([[100], [100]], first_id=9)]], LLAMA)
+        plan_step([[one], [other, rows([[100], [100]], first_id=9)]], FULL)
     for stages in (-1, 0, 1.5, True):
         with pytest.raises(ValueError, match=rf"stages = {stages}: set a whole number from 1"):
-            plan_step([[one], [other]], LLAMA, stages=stages)
+            plan_step([[one], [other]], FULL, stages=stages)
     wrong: list[tuple[Any, str]] = [
         ([[1]], "layout = 1: give a TokenLayout, not a int"),
         ([one], r"microbatch = .*: give a Sequence, not a TokenLayout"),
@@ -245,7 +258,15 @@ def test_refuses_what_is_no_step() -> None:
     ]
     for step, message in wrong:
         with pytest.raises(ValueError, match=message):
-            plan_step(step, LLAMA)
+            plan_step(step, FULL)
+    of_kinds: list[tuple[Any, str]] = [
+        ([], "kinds = []: give the model's kinds of attention"),
+        ([LLAMA], r"kind = .*: give a AttentionKind, not a AttentionShape"),
+        ([AttentionKind("chunked", 1, LLAMA, 64)] * 2, "columns = None: give the columns at which documents begin"),
+    ]
+    for kinds, message in of_kinds:
+        with pytest.raises(ValueError, match=message):
+            plan_step([[one]], kinds)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +276,8 @@ def test_refuses_what_is_no_step() -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_what_has_no_tokens_stays_home(times: LayerTimes | None, place: bool, stages: int) -> None:
     empty, some = TokenLayout.from_segments([[], []]), rows([[700], [801]])
-    step = plan_step([[empty], [empty]], LLAMA, times=times, place=place, stages=stages)
-    assert [placed.plan.config.planner for nanos in step for placed in nanos] == ["home", "home"]
-    assert all(placed.layout is empty for nanos in step for placed in nanos)
-    step = plan_step([[empty], [some]], LLAMA, times=times, place=place, stages=stages)
-    assert sorted(int(placed.layout.tokens_per_rank.sum()) for nanos in step for placed in nanos) == [0, 1501]
+    step = plan_step([[empty], [empty]], FULL, times=times, place=place, stages=stages)
+    assert [plan.config.planner for plan in plans_of(step)] == ["home", "home"]
+    assert all(plan.layout is empty for plan in plans_of(step))
+    step = plan_step([[empty], [some]], FULL, times=times, place=place, stages=stages)
+    assert sorted(int(plan.layout.tokens_per_rank.sum()) for plan in plans_of(step)) == [0, 1501]

@@ -19,14 +19,15 @@ from tests.planning.costs import concave_cost, cost_of, noisy_cost
 from tests.planning.layouts import FAMILIES, LLAMA, Case, cases
 from tests.sets import params
 from torchtitan_cad.planning import (
+    AttentionKind,
     CostModel,
     Plan,
     PlannerConfig,
     TileAreaCost,
     TokenLayout,
     make_plan,
-    place,
-    place_step,
+    place_and_plan,
+    plan_step,
     register_planner,
     validate_plan,
 )
@@ -103,7 +104,7 @@ def fingerprints() -> list[str]:
     drawn = [Case(family, 8, 300, 64, 0.02, 64, seed=1) for family in FAMILIES]
     found = list[str]()
     workload = workload_layout("lognormal", 32, 11)
-    for layout in [workload, place(workload, LLAMA), *(case.layout() for case in drawn)]:
+    for layout in [workload, place_and_plan(workload, LLAMA)[0].layout, *(case.layout() for case in drawn)]:
         plans = plan_of(layout), plan_of(layout, "greedy")
         found += [plan.fingerprint() for plan in plans]
         tables = b"".join(bytes_of(plan.exchange(1)) for plan in plans)
@@ -112,7 +113,8 @@ def fingerprints() -> list[str]:
         TokenLayout.from_segments([[(first + i, 0, length)] for i, length in enumerate(lengths)])
         for first, lengths in ((0, [9000, 700, 300, 400]), (4, [500, 700, 300, 400]))
     ]
-    return [*found, *(plan_of(layout).fingerprint() for layout in place_step(step, LLAMA))]
+    placed = plan_step([[layout] for layout in step], [AttentionKind("full", 1, LLAMA)])
+    return [*found, *(plan_of(layout).fingerprint() for microbatch in placed for layout in microbatch.layouts)]
 
 
 def test_other_processes_make_the_same_plans() -> None:
@@ -174,7 +176,7 @@ def test_fewer_bytes_between_nodes(name: str, factor: float) -> None:
     assert total <= 1.1 * flat_total
 
 
-def test_nodes_with_room_keep_everything_inside() -> None:
+def test_nodes_with_capacity_keep_everything_inside() -> None:
     """In both nodes one rank of two has all the work: nothing needs to cross."""
     stats = plan_of(TokenLayout.from_segments([[(0, 0, 32768)], [], [(1, 0, 32768)], []]), ranks_per_node=2).stats
     assert stats.max_over_mean <= 1.02
@@ -305,8 +307,8 @@ def test_documents_served_by_each_others_home_are_swapped_back() -> None:
     assert [Plan.from_tasks(layout, LLAMA, PlannerConfig(), each).moves_rows for each in tasks] == [True, False]
 
 
-def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_room_it_has() -> None:
-    """Rank 0 has the most room, but less than a sixteenth of its load, and holds keys of what rank 1 gives away."""
+def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_capacity_it_has() -> None:
+    """Rank 0 has the most capacity, but less than a sixteenth of its load, and holds keys of what rank 1 gives away."""
     short = iter((number, 0, 512) for number in range(5, 1000))
     layout = TokenLayout.from_segments(
         [

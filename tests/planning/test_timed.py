@@ -9,9 +9,18 @@ import pytest
 
 from bench.workloads import workload_layout
 from tests.planning.layouts import LLAMA
-from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place_and_plan, timed, validate_plan
+from torchtitan_cad.planning import (
+    LayerTimes,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+    place_and_plan,
+    validate_plan,
+)
 from torchtitan_cad.planning.model.shape import RowBytes
-from torchtitan_cad.planning.timed import LEAST_GAIN, TOLERANCES, LayerTimes, plan_by_time, stay_home
+from torchtitan_cad.planning.placement import microbatch
+from torchtitan_cad.planning.placement.microbatch import LEAST_GAIN, TOLERANCES, plan_by_time, stay_home
 
 CONFIG = PlannerConfig()
 LAYOUT = workload_layout("lognormal", 8, 11)
@@ -20,12 +29,12 @@ SLOW = LayerTimes(1e-6, 0.02 / 32768, bytes_per_second=1e9, between_hosts=1e8, e
 
 
 def fastest(times: LayerTimes, layout: TokenLayout = LAYOUT, **options: bool) -> Plan:
-    (placed,) = plan_by_time([layout], LLAMA, CONFIG, times, **options)
-    return placed.plan
+    ((plan,),) = plan_by_time([layout], LLAMA, CONFIG, times, **options).plans
+    return plan
 
 
 def at_home(layout: TokenLayout = LAYOUT) -> Plan:
-    return stay_home([layout], LLAMA, CONFIG)[0].plan
+    return stay_home([layout], LLAMA, CONFIG).plans[0][0]
 
 
 def test_an_exchange_that_costs_nothing_is_worth_perfect_balance() -> None:
@@ -54,7 +63,7 @@ def test_no_plan_is_slower_than_home(bytes_per_second: float, overlaps: bool, pl
     if plan.config.planner != "home":
         assert times.layer_seconds(plan) < (1 - LEAST_GAIN) * times.layer_seconds(home)
     if bytes_per_second >= 2e11:
-        fixed = place_and_plan(LAYOUT, LLAMA, CONFIG).plan if place else make_plan(LAYOUT, LLAMA, CONFIG)
+        fixed = place_and_plan(LAYOUT, LLAMA, CONFIG)[0] if place else make_plan(LAYOUT, LLAMA, CONFIG)
         assert times.layer_seconds(plan) <= 1.01 * times.layer_seconds(fixed)
 
 
@@ -63,7 +72,9 @@ def test_tolerances_rise_until_the_exchange_is_hidden(
     monkeypatch: pytest.MonkeyPatch, bytes_per_second: float, tolerances: tuple[float, ...]
 ) -> None:
     tried = []
-    monkeypatch.setattr(timed, "make_plan", lambda *inputs: tried.append(inputs[2].tolerance) or make_plan(*inputs))
+    monkeypatch.setattr(
+        microbatch, "make_plan", lambda *inputs: tried.append(inputs[2].tolerance) or make_plan(*inputs)
+    )
     times = replace(SLOW, bytes_per_second=bytes_per_second, overlaps=True)
     plan_by_time([LAYOUT], LLAMA, CONFIG, times, home=stay_home([LAYOUT], LLAMA, CONFIG))
     assert tried == [CONFIG.tolerance, *tolerances]  # the first at home

@@ -32,12 +32,12 @@ class Cad:
 
     placement: str = "auto"
     """
-    Which rank holds which tokens of an optimizer step, and in which microbatch: "balanced" deals token ids and labels
-    anew, one step ahead, such that no rank has much to send or receive, where that moves less than the loader's homes,
-    and such that a pipeline's microbatches suit 1F1B (docs/planning.md). Losses and gradients stay those of the same
-    global batch. "auto" does so too, but leaves alone what it cannot deal, such as batches with keys of their own,
-    which end the job with "balanced". "loader" leaves every rank what its loader gave it. Validation keeps the
-    loader's homes.
+    Which rank holds which tokens of an optimizer step, and in which microbatch: "balanced" redistributes token ids and
+    labels anew, one step ahead, such that no rank has much to send or receive, where that moves less than the loader's
+    homes, and such that a pipeline's microbatches suit 1F1B (docs/planning.md). Losses and gradients stay those of the
+    same global batch. "auto" does so too, but leaves alone what it cannot redistribute, such as batches with keys of
+    their own, which end the job with "balanced". "loader" leaves every rank what its loader gave it. Validation keeps
+    the loader's homes.
     """
 
     profile: str | None = None

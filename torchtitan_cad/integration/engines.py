@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.keeping import Room, kept_by_setting
+from torchtitan_cad.planning.keeping import KeepCapacity, kept_by_setting
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
@@ -43,7 +43,7 @@ def kernel_shape(kinds: Sequence[AttentionKind]) -> AttentionShape:
     return replace(kinds[0].shape, window=next((window for window in windows if window is not None), None))
 
 
-def kept_bytes(backward: str, room: Room, group: dist.ProcessGroup | None, *, in_ticks: bool) -> float:
+def kept_bytes(backward: str, room: KeepCapacity, group: dist.ProcessGroup | None, *, in_ticks: bool) -> float:
     """Return the bytes of rows that servers may keep in a call, equal on all ranks of ``group``. Collective over it.
 
     Args:

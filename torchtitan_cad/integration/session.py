@@ -36,7 +36,7 @@ from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, TileAreaCost, warm_up
-from torchtitan_cad.planning.keeping import Room
+from torchtitan_cad.planning.keeping import KeepCapacity
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.placement.place import warm_up_placement
@@ -63,7 +63,7 @@ class CadSession:
         self.side_stream = SideStream(self.device)
         self.statistics = StepStatistics()
         store = None if job.dry_run else store_of_attempt(dist.distributed_c10d._get_default_store())
-        if self.deals:
+        if self.redistributes:
             warm_up_placement()
         host_names = [""] * dist.get_world_size()
         if not job.dry_run:
@@ -89,11 +89,11 @@ class CadSession:
             self.kernel.check(job.dtype, kind.shape.head_dim, kind.shape.out_dim, kind.shape.window)
         self._cost = self._plan_cost(self._train_group)
         self._placement: Placement | None = None
-        if self.deals:
+        if self.redistributes:
             self._placement = self._build_placement(self._train_group)
 
     @property
-    def deals(self) -> bool:
+    def redistributes(self) -> bool:
         """Tell whether tokens of training batches may get other homes, or microbatches, than the loader's."""
         in_pipeline = self.topology.pp > 1 and self.job.microbatches * self.job.accumulation > 1
         return self.cad.placement != "loader" and (in_pipeline or self.topology.dp * self.topology.cp > 1)
@@ -149,12 +149,12 @@ class CadSession:
 
     def _build_placement(self, group: dist.ProcessGroup | None) -> Placement:
         world = range(dist.get_world_size())
-        twins = self._planning_group([rank for rank in world if self.topology.group_rank(rank) == self.group_rank])
-        if twins is not None and len({*gather(self._config.ranks_per_node, twins).values()}) > 1:
+        replicas = self._planning_group([rank for rank in world if self.topology.group_rank(rank) == self.group_rank])
+        if replicas is not None and len({*gather(self._config.ranks_per_node, replicas).values()}) > 1:
             self._config = replace(self._config, ranks_per_node=None)  # stages lie on hosts differently
         return Placement(
             group,
-            twins,
+            replicas,
             self.topology,
             self.group_rank,
             self._config,
@@ -170,7 +170,13 @@ class CadSession:
         return self._mesh
 
     def build(
-        self, mesh: DeviceMesh, blocks: Sequence[nn.Module], room: Room, *, two_rounds: bool, ticks: Ticks | None = None
+        self,
+        mesh: DeviceMesh,
+        blocks: Sequence[nn.Module],
+        room: KeepCapacity,
+        *,
+        two_rounds: bool,
+        ticks: Ticks | None = None,
     ) -> CoreAttentionEngine:
         """Build the transport, the engines and the planners; returns the first engine. Collective over the group.
 
@@ -232,8 +238,8 @@ class CadSession:
 
     def _agreed(self, times: LayerTimes) -> LayerTimes:
         """Return the times of the first of all groups that choose the same homes. Collective over these groups."""
-        twins = None if self._placement is None else self._placement.twins
-        return times if twins is None else next(iter(gather(times, twins).values()))
+        replicas = None if self._placement is None else self._placement.replicas
+        return times if replicas is None else next(iter(gather(times, replicas).values()))
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
         if self.job.dry_run:
@@ -353,7 +359,7 @@ def open_session(job: Job) -> CadSession:
     logger.info(
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.kernel}, "
         f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "
-        f"placement {_session.cad.placement if _session.deals else 'loader'}, "
+        f"placement {_session.cad.placement if _session.redistributes else 'loader'}, "
         + (f"balancing times of {_session.cad.profile}" if _session.cad.profile else "balancing tiles")
     )
     return _session

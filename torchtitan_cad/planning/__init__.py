@@ -8,12 +8,14 @@ keys) and ``Plan.exchange`` into the tables that carry it out.
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, ProfileCost, TileAreaCost
+from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.profile import Profile
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TASK_DTYPE
-from torchtitan_cad.planning.placement.place import Placed, place, place_and_plan
-from torchtitan_cad.planning.placement.step import place_and_plan_step, place_step, plan_step
+from torchtitan_cad.planning.placement.microbatch import PlannedMicrobatch
+from torchtitan_cad.planning.placement.place import place_and_plan
+from torchtitan_cad.planning.placement.step import plan_step
 from torchtitan_cad.planning.plan import Plan, make_plan, warm_up
 from torchtitan_cad.planning.planners import Planner, get_planner, planner_names, register_planner
 from torchtitan_cad.planning.stats import PlanStats
@@ -22,14 +24,15 @@ from torchtitan_cad.planning.validate import PlanError, validate_exchanges, vali
 
 __all__ = [
     "TASK_DTYPE",
+    "AttentionKind",
     "AttentionShape",
     "CallTable",
     "CostModel",
     "LayerTimes",
-    "Placed",
     "Plan",
     "PlanError",
     "PlanStats",
+    "PlannedMicrobatch",
     "Planner",
     "PlannerConfig",
     "Profile",
@@ -39,10 +42,7 @@ __all__ = [
     "TokenLayout",
     "get_planner",
     "make_plan",
-    "place",
     "place_and_plan",
-    "place_and_plan_step",
-    "place_step",
     "plan_step",
     "planner_names",
     "register_planner",

@@ -9,6 +9,7 @@ import numpy as np
 
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, cost_model
+from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import Speeds, require_plannable
 from torchtitan_cad.planning.model.shape import AttentionShape
@@ -48,10 +49,17 @@ def complete_config(shape: AttentionShape, config: PlannerConfig | None) -> Plan
     return config.for_window(shape.window)
 
 
-def check_step(given: Sequence[Sequence[TokenLayout]], stages: int, *, place: bool) -> None:
+def check_step(
+    given: Sequence[Sequence[TokenLayout]], kinds: Sequence[AttentionKind], stages: int, *, place: bool
+) -> None:
     """Check a step for ``plan_step``; ``place``: whether tokens may get other homes."""
     if not is_integer(stages, 1, MAX_STAGES):
         raise ValueError(f"stages = {brief(stages)}: set a whole number from 1 to {MAX_STAGES}")
+    _of_type("kinds", kinds, Sequence)
+    if not kinds:
+        raise ValueError("kinds = []: give the model's kinds of attention, at least one")
+    for kind in kinds:
+        _of_type("kind", kind, AttentionKind)
     _of_type("given", given, Sequence)
     for nanos in given:
         _of_type("microbatch", nanos, Sequence)
@@ -62,7 +70,8 @@ def check_step(given: Sequence[Sequence[TokenLayout]], stages: int, *, place: bo
         raise ValueError(f"microbatches of a step need 1 or 2 nano-batches, all as many, got numbers {nano_batches}")
     if not place:
         return
-    if len(ranks := {layout.num_ranks for nanos in given for layout in nanos}) != 1:
+    ranks = {layout.num_ranks for nanos in given for layout in nanos}
+    if len(ranks) != 1:
         raise ValueError(f"microbatches of a step need the same ranks, got numbers of ranks {sorted(ranks)}")
     docs, counts = np.unique(np.concatenate([each.docs for each in holders(given)]), return_counts=True)
     if (counts > 1).any():
@@ -72,7 +81,8 @@ def check_step(given: Sequence[Sequence[TokenLayout]], stages: int, *, place: bo
 
 
 def holders(given: Sequence[Sequence[TokenLayout]]) -> list[TokenLayout]:
-    """Return the layouts that hold each of the step's tokens once: without halves that are keys of the later ones."""
+    """Return the layouts that hold each of the step's tokens once: without nano-batches that are keys of the later
+    ones."""
     return [layout for nanos in given for layout in (nanos if nanos[-1].seg_attends.all() else nanos[-1:])]
 
 

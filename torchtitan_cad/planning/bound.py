@@ -78,26 +78,29 @@ def lower_bounds(layout: TokenLayout, shape: AttentionShape, max_pairs: int | In
 
 def _total_bytes(layout: TokenLayout, shape: AttentionShape, holdings: _Holdings, limit: IntArray) -> float:
     """Bytes of all ranks' foreign pairs at their average prices, taking the cheapest pairs first."""
-    length = layout.doc_lengths[holdings.doc]
     local = _triangle(holdings.tokens)
     kept = np.minimum(sum_by_index(holdings.group, local, layout.num_ranks), limit)
     needed = int(_triangle(layout.doc_lengths).sum()) - int(kept.sum())
     if needed <= 0:
         return 0.0
-    room = np.minimum(limit - kept, needed)
+    capacity = np.minimum(limit - kept, needed)
     # Documents held in part: own queries with keys of other ranks, and other queries of the same document.
-    mine = np.flatnonzero(holdings.tokens < length)
-    rank, tokens, length = holdings.group[mine], holdings.tokens[mine], length[mine]
-    own = np.minimum(holdings.pairs[mine] - local[mine], room[rank])
+    in_part = np.flatnonzero(holdings.tokens < layout.doc_lengths[holdings.doc])
+    rank = holdings.group[in_part]
+    tokens = holdings.tokens[in_part]
+    length = layout.doc_lengths[holdings.doc[in_part]]
+    pairs = holdings.pairs[in_part]
+    foreign = pairs - local[in_part]
+    own = np.minimum(foreign, capacity[rank])
     own_price = shape.kv_bytes / tokens
-    other = np.minimum(_triangle(length) - holdings.pairs[mine], room[rank])
-    other_price = _unit_price(shape, other, tokens + (holdings.pairs[mine] - local[mine]) / tokens, length)
+    other = np.minimum(_triangle(length) - pairs, capacity[rank])
+    other_price = _unit_price(shape, other, tokens + foreign / tokens, length)
     # Documents without a token on the rank.
-    far_price = _unit_price(shape, room, np.zeros(len(room)), layout.doc_lengths.max())
+    far_price = _unit_price(shape, capacity, np.zeros(len(capacity)), layout.doc_lengths.max())
     price = np.concatenate([own_price, other_price, far_price])
-    amount = np.concatenate([own, other, room])
+    amount = np.concatenate([own, other, capacity])
     group = np.concatenate([rank, rank, np.arange(layout.num_ranks)])
-    _, price, amount = _cheapest(group, price, amount, room)
+    _, price, amount = _cheapest(group, price, amount, capacity)
     _, price, amount = _cheapest(np.zeros(len(price), np.int64), price, amount, np.array([needed]))
     return float((price * amount).sum())
 

@@ -71,14 +71,14 @@ def split_at(start: IntArray, end: IntArray, cuts: IntArray) -> tuple[IntArray, 
     return source, cell, np.maximum(start[source], cuts[cell]), np.minimum(end[source], cell_end[cell])
 
 
-def end_to_end(lengths: IntArray, rooms: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Lay intervals of these lengths, none of them empty, end to end into rooms.
+def end_to_end(lengths: IntArray, capacities: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Lay intervals of these lengths, none of them empty, end to end into capacities.
 
-    Returns (source, room, start, end) of the pieces: the index of the piece's interval, the index of its room, and the
-    piece's positions inside the interval.
+    Returns (source, capacity, start, end) of the pieces: the index of the piece's interval, the index of its capacity,
+    and the piece's positions inside the interval.
     """
-    begin, used = exclusive_cumsum(lengths), np.flatnonzero(rooms)
-    source, cell, start, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(rooms[used])[:-1])
+    begin, used = exclusive_cumsum(lengths), np.flatnonzero(capacities)
+    source, cell, start, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(capacities[used])[:-1])
     return source, used[cell], start - begin[source], end - begin[source]
 
 

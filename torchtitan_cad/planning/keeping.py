@@ -29,7 +29,7 @@ WORKING = 3
 
 
 @dataclass(frozen=True)
-class Room:
+class KeepCapacity:
     """Memory of the fullest device, and the calls of core attention that share what is left of it.
 
     Attributes:

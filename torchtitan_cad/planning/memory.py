@@ -45,7 +45,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan_cad.planning.exchange.calls import bounded, combine_early, lie_in_order, weighted_rows
-from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, buffer_bytes
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Chunks, buffer_bytes
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
@@ -94,11 +94,11 @@ def attention_memory(
         ValueError: a rank has more rows than its tables may have, see ``Plan.exchange``.
     """
     stock_forward, stock_backward = _stock(plans)
-    each = buffer_bytes(receive_buffer_gb, len(plans))
+    num_bytes = buffer_bytes(receive_buffer_gb, len(plans))
     compared = range(plans[0].layout.num_ranks) if ranks is None else ranks
-    found = [[working_memory(plan, rank, each, keep=keep) for plan in plans] for rank in compared]
+    found = [[working_memory(plan, rank, num_bytes, keep=keep) for plan in plans] for rank in compared]
     return AttentionMemory(
-        buffers=len(plans) * BUFFERS_PER_CALL * each,
+        buffers=len(plans) * BUFFERS_PER_CALL * num_bytes,
         forward=max(_interleaved([passes.forward for passes in nanos]) for nanos in found),
         backward=max(_interleaved([passes.backward for passes in nanos]) for nanos in found),
         stock_forward=stock_forward,
@@ -187,61 +187,136 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
 
     Raises ValueError as ``Plan.exchange``.
     """
-    exchange, size = plan.exchange(rank), _Bytes.of(plan.shape)
-    n, m = exchange.queries.num_local, exchange.keys.num_local
-    r, s = exchange.queries.num_received, exchange.keys.num_received
+    exchange = plan.exchange(rank)
+    size = _Bytes.of(plan.shape)
     row_bytes = RowBytes.of(plan.shape, keep=keep)
-    trips = exchange.most.chunks(row_bytes, buffer_bytes)
-    q_trips, k_trips = len(trips.queries_home), len(trips.keys_home)
-    in_place = len(trips.queries_out) == 1 and (keep or len(trips.keys_out) == 1)
-    copied_out_forward = 0 if in_place or keep else r * size.q + s * size.k
-    copied_out_backward = 0 if in_place else r * row_bytes.backward_queries + (0 if keep else s * size.k)
+    chunks = exchange.most.chunks(row_bytes, buffer_bytes)
+    received_queries = exchange.queries.num_received
+    received_keys = exchange.keys.num_received
+    received_bytes = received_queries * size.q + received_keys * size.k
+    in_place = len(chunks.queries_out) == 1 and (keep or len(chunks.keys_out) == 1)
+    copied_out_forward = 0 if in_place or keep else received_bytes
+    copied_out_backward = received_queries * row_bytes.backward_queries + (0 if keep else received_keys * size.k)
     calls = _calls(exchange)
-    forward = backward = outs = dq = dkv = q_rows = kv_rows = 0
+    forward, backward = _while_calls_run(
+        calls, exchange, size, copied_out_forward, 0 if in_place else copied_out_backward
+    )
+    combined = _while_results_combine(plan, exchange, calls, size, chunks)
+    kept = received_bytes if keep else 0
+    return Passes(
+        Pass(max(forward, combined.forward.most) + kept, combined.forward.travelling + kept),
+        Pass(max(backward, combined.backward.most) + kept, combined.backward.travelling + kept),
+    )
+
+
+def _while_calls_run(
+    calls: Sequence[CallTable],
+    exchange: RankExchange,
+    size: _Bytes,
+    copied_out_forward: int,
+    copied_out_backward: int,
+) -> tuple[int, int]:
+    """Return the maximum bytes of forward and of backward in step 2 of the module's docstring."""
+    forward = 0
+    backward = 0
+    result_queries = 0
+    result_keys = 0
+    row_sums = exchange.queries.num_local * size.lse
     for table in calls:
-        q, k = len(table.q_rows), len(table.kv_rows)
-        c, d = _num_copied(table.q_rows, n), _num_copied(table.kv_rows, m)
-        copied, joined = c * size.q + d * size.k, k * size.j
-        copied_backward = copied + c * (size.o + 2 * size.lse)
-        row_sums = n * size.lse
-        forward = max(forward, outs + copied_out_forward + copied)
-        backward = max(backward, row_sums + dq + dkv + copied_out_backward + copied_backward)
+        queries = len(table.q_rows)
+        keys = len(table.kv_rows)
+        copied_queries = _num_copied(table.q_rows, exchange.queries.num_local)
+        copied_forward = copied_queries * size.q + _num_copied(table.kv_rows, exchange.keys.num_local) * size.k
+        copied_backward = copied_forward + copied_queries * (size.o + 2 * size.lse)
+        outs = result_queries * (size.o + size.lse)
+        gradients = result_queries * size.q + result_keys * size.k
+        forward = max(forward, outs + copied_out_forward + copied_forward)
+        backward = max(backward, row_sums + gradients + copied_out_backward + copied_backward)
         if table is calls[-1]:  # no later call reads the rows that are copied
-            copied_out_forward = copied_out_backward = 0
-            row_sums = 0 if c else row_sums
-        q_rows, kv_rows = q_rows + q, kv_rows + k
-        outs, dq, dkv = q_rows * (size.o + size.lse), q_rows * size.q, kv_rows * size.k
-        forward = max(forward, outs + copied_out_forward + copied + joined + size.padding(q, k))
-        temporary = joined + size.surrogate(q) + size.temporary(q, k, table.num_tasks) + k * size.repeated
-        backward = max(backward, row_sums + dq + dkv + copied_out_backward + copied_backward + temporary)
-    travel_forward, travel_backward = outs, dq + dkv
-    is_plain = not plan.moves_rows and [(len(x.q_rows), len(x.kv_rows)) for x in calls] == [(n, m)]
-    if not is_plain:
-        served_o, served_q, served_kv = r * (size.o + size.lse), r * size.q, s * size.k
-        if plan.moves_rows and combine_early(q_rows, n):
-            forward = max(forward, outs + served_o + n * (size.p + size.lse))
-            backward = max(backward, dq + dkv + served_q + n * size.a)
-            outs, dq = n * (size.p + size.lse), n * size.a
-        if plan.moves_rows and combine_early(kv_rows, m):
-            backward = max(backward, dq + dkv + served_q + served_kv + m * size.b)
-            dkv = m * size.b
-        out = _combined(outs, n, size.o + size.lse, size.p + size.lse, q_trips)
-        forward = max(forward, served_o + out)
-        queries = _combined(dq, n, size.q, size.a, q_trips)
-        keys = _combined(dkv, m, size.k, size.b, k_trips)
-        backward = max(backward, served_q + served_kv + dkv + queries, served_kv + n * size.q + keys)
-        travel_forward = served_o + _so_far(outs, n, size.p + size.lse, q_trips)
-        travel_backward = served_q + _so_far(dq, n, size.a, q_trips)
-        travel_backward += served_kv + _so_far(dkv, m, size.b, k_trips)
-    kept = keep * (r * size.q + s * size.k)
-    return Passes(Pass(forward + kept, travel_forward + kept), Pass(backward + kept, travel_backward + kept))
+            copied_out_forward = 0
+            copied_out_backward = 0
+            row_sums = 0 if copied_queries else row_sums
+        result_queries += queries
+        result_keys += keys
+        outs = result_queries * (size.o + size.lse)
+        gradients = result_queries * size.q + result_keys * size.k
+        joined = keys * size.j
+        padding = size.padding(queries, keys)
+        temporary = size.surrogate(queries) + size.temporary(queries, keys, table.num_tasks) + keys * size.repeated
+        forward = max(forward, outs + copied_out_forward + copied_forward + joined + padding)
+        backward = max(backward, row_sums + gradients + copied_out_backward + copied_backward + joined + temporary)
+    return forward, backward
+
+
+def _while_results_combine(
+    plan: Plan, exchange: RankExchange, calls: Sequence[CallTable], size: _Bytes, chunks: Chunks
+) -> Passes:
+    """Return the maximum bytes of both passes in steps 3 and 4 of the module's docstring, and while results travel."""
+    queries = sum(len(table.q_rows) for table in calls)
+    keys = sum(len(table.kv_rows) for table in calls)
+    local_rows = [(exchange.queries.num_local, exchange.keys.num_local)]
+    if not plan.moves_rows and [(len(table.q_rows), len(table.kv_rows)) for table in calls] == local_rows:
+        # A single call over all local rows has nothing to combine.
+        return Passes(Pass(0, queries * (size.o + size.lse)), Pass(0, queries * size.q + keys * size.k))
+    early_queries = plan.moves_rows and combine_early(queries, exchange.queries.num_local)
+    early_keys = plan.moves_rows and combine_early(keys, exchange.keys.num_local)
+    forward = _while_outs_combine(exchange, size, queries, len(chunks.queries_home), early=early_queries)
+    backward = _while_gradients_combine(exchange, size, queries, keys, chunks, early_queries, early_keys)
+    return Passes(forward, backward)
+
+
+def _while_outs_combine(
+    exchange: RankExchange, size: _Bytes, result_rows: int, num_chunks: int, *, early: bool
+) -> Pass:
+    rows = exchange.queries.num_local
+    narrow = size.o + size.lse
+    wide = size.p + size.lse
+    served = exchange.queries.num_received * narrow
+    outs = result_rows * narrow
+    most = 0
+    if early:
+        most = outs + served + rows * wide
+        outs = rows * wide
+    most = max(most, served + _combined(outs, rows, narrow, wide, num_chunks))
+    return Pass(most, served + _so_far(outs, rows, wide, num_chunks))
+
+
+def _while_gradients_combine(
+    exchange: RankExchange,
+    size: _Bytes,
+    result_queries: int,
+    result_keys: int,
+    chunks: Chunks,
+    early_queries: bool,
+    early_keys: bool,
+) -> Pass:
+    queries = exchange.queries.num_local
+    keys = exchange.keys.num_local
+    served_dq = exchange.queries.num_received * size.q
+    served_dkv = exchange.keys.num_received * size.k
+    dq = result_queries * size.q
+    dkv = result_keys * size.k
+    most = 0
+    if early_queries:
+        most = dq + dkv + served_dq + queries * size.a
+        dq = queries * size.a
+    if early_keys:
+        most = max(most, dq + dkv + served_dq + served_dkv + keys * size.b)
+        dkv = keys * size.b
+    q_chunks = len(chunks.queries_home)
+    k_chunks = len(chunks.keys_home)
+    with_dq = served_dq + served_dkv + dkv + _combined(dq, queries, size.q, size.a, q_chunks)
+    with_dkv = served_dkv + queries * size.q + _combined(dkv, keys, size.k, size.b, k_chunks)
+    dq_so_far = _so_far(dq, queries, size.a, q_chunks)
+    dkv_so_far = _so_far(dkv, keys, size.b, k_chunks)
+    return Pass(max(most, with_dq, with_dkv), served_dq + dq_so_far + served_dkv + dkv_so_far)
 
 
 def _calls(exchange: RankExchange) -> list[CallTable]:
     """Return the tables of the kernel calls, in the order in which they run."""
-    used = [(exchange.causal, True), (exchange.full, False)]
-    used = [call for call in used if call[0].num_tasks]
-    ((*calls,),) = bounded([used], exchange.keys.num_local, split_keys=exchange.split_keys)
+    pairs = [(exchange.causal, True), (exchange.full, False)]
+    used = [(table, causal) for table, causal in pairs if table.num_tasks]
+    (calls,) = bounded([used], exchange.keys.num_local, split_keys=exchange.split_keys)
     return sorted((table for table, _ in calls), key=lambda table: -int(weighted_rows(table)[-1]))
 
 
@@ -249,16 +324,16 @@ def _num_copied(rows: IntArray, num_local: int) -> int:
     return 0 if lie_in_order(rows) and rows[-1] < num_local else len(rows)
 
 
-def _so_far(results: int, num_rows: int, wide: int, trips: int) -> int:
+def _so_far(results: int, num_rows: int, wide: int, chunks: int) -> int:
     """Return the maximum bytes of the results so far before the last chunk."""
-    return results if trips == 1 else max(results, num_rows * wide)
+    return results if chunks == 1 else max(results, num_rows * wide)
 
 
-def _combined(results: int, num_rows: int, narrow: int, wide: int, trips: int) -> int:
-    """Bytes, in the worst trip, of the results so far and of the ``num_rows`` rows that they are combined into."""
-    if trips == 1:
+def _combined(results: int, num_rows: int, narrow: int, wide: int, chunks: int) -> int:
+    """Bytes, in the worst chunk, of the results so far and of the ``num_rows`` rows that they are combined into."""
+    if chunks == 1:
         return results + num_rows * narrow
-    return max(results, num_rows * (narrow if trips == 2 else wide)) + num_rows * wide
+    return max(results, num_rows * (narrow if chunks == 2 else wide)) + num_rows * wide
 
 
 def _stock(plans: Sequence[Plan]) -> tuple[int, int]:

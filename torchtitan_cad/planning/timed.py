@@ -1,31 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``tolerance = "auto"``: place and plan by predicted time, and stay home where moving does not gain.
-
-A plan of lower tolerance balances better and moves more bytes. Which plan is faster depends on the batch and on the
-machine: the exchange costs only the time by which it exceeds the work that hides it.
-"""
+"""Rates of a machine, by which ``tolerance = "auto"`` chooses plans (``placement/microbatch.py``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray
-from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
-from torchtitan_cad.planning.placement.halves import place_microbatch
-from torchtitan_cad.planning.placement.place import Placed
-from torchtitan_cad.planning.plan import Plan, make_plan
+from torchtitan_cad.planning.model.shape import RowBytes
+from torchtitan_cad.planning.plan import Plan
 from torchtitan_cad.planning.text import brief, is_number
 
-TOLERANCES = (0.0, 0.02, 0.15, 0.4)
-"""tolerances that are tried, ascending"""
-LEAST_GAIN = 0.01
-"""share of the time at home: a plan that is predicted to save less is not taken"""
 RATES = ("unit", "linear", "bytes_per_second", "between_hosts", "exchange")
 """attributes of ``LayerTimes`` that are measured"""
 EXCHANGES = 4
@@ -145,54 +133,3 @@ def link_seconds(
             every += num_bytes * rows
             local += num_bytes * (np.stack(needs.rows_inside(host)) if (host != host[0]).any() else rows)
     return np.maximum(np.maximum(every - local, 0) / between, local / inside).max(axis=0)
-
-
-def stay_home(
-    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
-) -> list[Placed]:
-    """Return the layouts with plans by which every query is served at home."""
-    return _in_place(layouts, shape, replace(config, planner="home"), cost)
-
-
-def plan_by_time(
-    layouts: Sequence[TokenLayout],
-    shape: AttentionShape,
-    config: PlannerConfig,
-    times: LayerTimes,
-    cost: CostModel | None = None,
-    *,
-    place: bool = False,
-    home: list[Placed] | None = None,
-) -> list[Placed]:
-    """Plan a microbatch's nano-batches for the least predicted time over ``TOLERANCES``, and maybe place them.
-
-    They stay home, with ``stay_home`` (``home``, if that is known), where no plan saves ``LEAST_GAIN``. Tolerances rise
-    until the exchange is hidden: then balance alone counts, which higher ones only worsen. ``plan.config`` tells which
-    was chosen. Equal inputs give equal plans.
-
-    Raises:
-        ValueError: as ``make_plan``.
-    """
-    home = home or stay_home(layouts, shape, config, cost)
-    home_seconds = times.microbatch_seconds([placed.plan for placed in home])
-    balanced_seconds = sum(times.best_seconds(placed.plan) for placed in home)
-    best, best_seconds = home, (1 - LEAST_GAIN) * home_seconds
-    if config.planner == "home" or balanced_seconds > best_seconds:
-        return home
-    plan = place_microbatch if place else _in_place
-    for tolerance in TOLERANCES:
-        candidate = plan(layouts, shape, replace(config, tolerance=tolerance), cost)
-        candidate_seconds = times.microbatch_seconds([placed.plan for placed in candidate])
-        if candidate_seconds < best_seconds:
-            best, best_seconds = candidate, candidate_seconds
-        if not any(times.exposed_seconds(placed.plan) for placed in candidate):
-            break
-    return best
-
-
-def _in_place(
-    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None
-) -> list[Placed]:
-    """Return the layouts with plans, and every token where it is."""
-    plans = [make_plan(layout, shape, config, cost) for layout in layouts]
-    return [Placed(plan.layout, plan, plan) for plan in plans]

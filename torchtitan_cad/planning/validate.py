@@ -35,12 +35,12 @@ def validate_plan(plan: Plan) -> None:
     if plan.shape.window is not None:
         _reject(plan.tasks, ~is_diagonal(plan.tasks), f"a rectangle, which a window of {plan.shape.window} forbids")
     _check_cover(plan.layout, plan.tasks, plan.shape.window)
-    _require_room(plan)
+    _require_small_tables(plan)
     validate_exchanges(plan.layout, plan.tasks, [plan.exchange(rank) for rank in range(plan.layout.num_ranks)])
     _check_stats(plan)
 
 
-def _require_room(plan: Plan) -> None:
+def _require_small_tables(plan: Plan) -> None:
     """Raise ValueError if the tables of all ranks have too many entries."""
     layout, tasks = plan.layout, plan.tasks
     calls = int((tasks["q_end"] - tasks["q_start"]).sum() + (tasks["kv_end"] - tasks["kv_start"]).sum())
@@ -95,39 +95,50 @@ def _check_cover(layout: TokenLayout, tasks: TaskArray, window: int | None) -> N
     all tasks are diagonals, which start at the first key that their first query attends to.
     """
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
-    begin, end = base + tasks["q_start"], base + tasks["q_end"]
-    run_end = layout.run_start + layout.seg_length[layout.run_order]
+    begin = base + tasks["q_start"]
+    end = base + tasks["q_end"]
     changes = layout.run_start[1:][np.diff(layout.run_attends)]
     cuts = np.unique(np.concatenate([layout.doc_offsets, changes, begin, end]))
     task, cell, _, _ = split_at(begin, end, cuts)
     order = np.lexsort((tasks["kv_start"][task], cell))
-    task, cell = task[order], cell[order]
+    task = task[order]
+    cell = cell[order]
+    _check_queries(layout, cuts, cell)
 
+    is_last = np.append(cell[1:] != cell[:-1], True)[: len(cell)]
+    due = first_keys(tasks["q_start"], window)[task]
+    due[1:] = np.where(is_last[:-1], due[1:], tasks["kv_end"][task[:-1]])
+    diagonal = is_diagonal(tasks)[task]
+    wrong = (tasks["kv_start"][task] != due) | (diagonal != is_last)
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        where = _query_range(layout, cuts[cell[i]], cuts[cell[i] + 1])
+        after = tasks[task[i + 1]] if diagonal[i] and not is_last[i] else None
+        raise PlanError(f"{where}: {_cover_problem(tasks[task[i]], int(due[i]), after)}")
+
+
+def _check_queries(layout: TokenLayout, cuts: IntArray, cell: IntArray) -> None:
+    """Check that the cells with tasks are those whose queries attend; ``cuts`` delimit the cells."""
     covered = np.isin(np.arange(len(cuts) - 1), cell)
+    run_end = layout.run_start + layout.seg_length[layout.run_order]
     wanted = layout.run_attends[np.searchsorted(run_end, cuts[:-1], side="right")]
     if (covered != wanted).any():
         first = int(np.argmax(covered != wanted))
         where = _query_range(layout, cuts[first], cuts[first + 1])
         raise PlanError(f"no task has {where}" if wanted[first] else f"{where} do not attend, but a task has them")
-    last = np.append(cell[1:] != cell[:-1], True)[: len(cell)]
-    expected = first_keys(tasks["q_start"], window)[task]
-    expected[1:] = np.where(last[:-1], expected[1:], tasks["kv_end"][task[:-1]])
-    diagonal = is_diagonal(tasks)[task]
-    wrong = (tasks["kv_start"][task] != expected) | (diagonal != last)
-    if not wrong.any():
-        return
-    i = int(np.argmax(wrong))
-    where = _query_range(layout, cuts[cell[i]], cuts[cell[i] + 1])
-    here, found, due = _describe(tasks[task[i]]), int(tasks["kv_start"][task[i]]), int(expected[i])
+
+
+def _cover_problem(task: np.void, due: int, after: np.void | None) -> str:
+    """Say what is wrong with a task whose keys are to begin at ``due``; ``after`` follows it, if it is a diagonal."""
+    here = _describe(task)
+    found = int(task["kv_start"])
     if found < due:
-        raise PlanError(f"{where}: {here} covers keys [{found}, {due}) a second time")
+        return f"{here} covers keys [{found}, {due}) a second time"
     if found > due:
-        raise PlanError(f"{where}: no task covers keys [{due}, {found}); the next is {here}")
-    if diagonal[i]:
-        raise PlanError(
-            f"{where}: {here} is a diagonal, but {_describe(tasks[task[i + 1]])} covers the same pairs again"
-        )
-    raise PlanError(f"{where}: no diagonal task follows {here}")
+        return f"no task covers keys [{due}, {found}); the next is {here}"
+    if after is not None:
+        return f"{here} is a diagonal, but {_describe(after)} covers the same pairs again"
+    return f"no diagonal task follows {here}"
 
 
 def _query_range(layout: TokenLayout, start: int, end: int) -> str:

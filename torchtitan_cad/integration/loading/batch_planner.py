@@ -13,24 +13,21 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.integration.loading.deal import Batch, columns_of
 from torchtitan_cad.integration.loading.placement import Layouts, Parcel, Placement, moved_bytes
+from torchtitan_cad.integration.loading.redistribution import Batch, columns_of
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import CostModel, LayerTimes, Plan, PlannerConfig
+from torchtitan_cad.planning import CostModel, LayerTimes, Plan, PlannedMicrobatch, PlannerConfig, plan_step
 from torchtitan_cad.planning.exchange.traffic import measure_traffic
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, step_layouts
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.planning.placement.kinds import plan_kinds
-from torchtitan_cad.planning.placement.step import Step
-from torchtitan_cad.planning.timed import LEAST_GAIN
+from torchtitan_cad.planning.placement.microbatch import LEAST_GAIN
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
@@ -39,40 +36,50 @@ logger = logging.getLogger(__name__)
 _OK, _EXHAUSTED, _FAILED = range(3)
 _SHAPE, _BATCHES = slice(3, 6), 6
 _WORDS = 6
-"""Numbers after the status in the first gather: how many document starts there are, the columns that can be dealt (0:
-the step cannot), the shape of a batch, and how many batches of it are planned together. In the last: a fingerprint of
-the plans, and zeros."""
+"""Numbers after the status in the first gather: how many document starts there are, the columns that can be
+redistributed (0: the step cannot), the shape of a batch, and how many batches of it are planned together. In the last:
+a fingerprint of the plans, and zeros."""
 
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """The plans of one batch: one key per row (equal within a microbatch), and what was planned.
+    """The plans of one batch.
 
-    With two nano-batches a microbatch's key is that of nano-batch 0, and nano-batch 1 has the next number. ``plans``:
-    for every microbatch the plan of nano-batch 0, then that of nano-batch 1, of the first kind of attention.
-    ``engine_keys``: keys of all these in the engines.
+    Attributes:
+        keys: int64 [rows] under which the engines find the plan of a row's microbatch, that of nano-batch 0;
+            nano-batch 1 has the next number.
+        microbatches: what was planned; in ticks, for every pool.
+        seconds: that planning took.
+        engine_keys: of all plans, in the order of ``by_kind``.
+        layers: of every kind of attention.
+        copied_bytes: per plan, what this rank's kernel calls copy in the mean layer's forward.
+        between_hosts: per plan, the bytes of the mean layer's forward between hosts; empty where there is one host.
+        home_bytes: see ``moved_bytes``; None without placement, and where tokens cannot be redistributed.
     """
 
     keys: torch.Tensor
-    plans: list[Plan] = field(repr=False)
+    microbatches: Sequence[PlannedMicrobatch] = field(repr=False)
     seconds: float
     engine_keys: list[int]
-    nano_batches: int = 1
-    copied_bytes: list[int] = field(default_factory=list)
-    """Per plan, what this rank's kernel calls copy in the mean layer's forward."""
-    between_hosts: list[int] = field(default_factory=list)
-    """Per plan, the bytes of the mean layer's forward between hosts; empty where there is one host."""
-    home_bytes: np.ndarray | None = field(default=None, repr=False)
-    """See ``moved_bytes``; None without placement, and where tokens cannot be dealt."""
-    others: list[list[Plan]] = field(default_factory=list, repr=False)
-    """For each other kind of attention, its plans, as ``plans``."""
     layers: tuple[int, ...] = (1,)
-    """Layers of every kind."""
+    copied_bytes: list[int] = field(default_factory=list)
+    between_hosts: list[int] = field(default_factory=list)
+    home_bytes: np.ndarray | None = field(default=None, repr=False)
+
+    @property
+    def nano_batches(self) -> int:
+        """Nano-batches of every microbatch."""
+        return len(self.microbatches[0].plans[0])
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Plans of the first kind of attention: of every microbatch that of nano-batch 0, then that of nano-batch 1."""
+        return [plans[0] for plans in self.by_kind]
 
     @property
     def by_kind(self) -> list[tuple[Plan, ...]]:
-        """For each of ``plans``, that plan and those of the other kinds."""
-        return list(zip(self.plans, *self.others, strict=True))
+        """For every nano-batch of every microbatch the plans of all kinds of attention."""
+        return [plans for microbatch in self.microbatches for plans in zip(*microbatch.plans, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ class BatchPlanner:
         engines: of every kind of attention, which get the plans.
         keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches; the step
             is at least ``rules.nano_batches``.
-        placement: gives the tokens new homes; ``plan`` then plans for batches as they have been dealt.
+        placement: gives the tokens new homes; ``plan`` then plans for batches as they have been redistributed.
     """
 
     def __init__(
@@ -133,88 +140,93 @@ class BatchPlanner:
         self._has_stayed = False
 
     def plan(
-        self, starts: np.ndarray, shape: BatchShape, batches: int = 1, *, to_deal: Sequence[Batch] | None = None
+        self, starts: np.ndarray, shape: BatchShape, batches: int = 1, *, to_redistribute: Sequence[Batch] | None = None
     ) -> tuple[list[PlannedBatch], Parcel | None]:
         """Plan the ``batches`` of a step and make the plans known to the engines.
 
-        Tokens get new homes if there is a placement and every rank can deal its part. The parcel is then what this rank
-        brings to ``placement.exchange``, which all ranks call next. Whatever fails on a rank before that is announced.
+        Tokens get new homes if there is a placement and every rank can redistribute its part. The parcel is then what
+        this rank brings to ``placement.exchange``, which all ranks call next. Whatever fails on a rank before that is
+        announced.
 
         Args:
             starts: this rank's ``document_starts`` in the rows of all batches, one after another.
             shape: of every batch.
-            to_deal: the batches, with equal columns; None if this rank cannot deal them.
+            to_redistribute: the batches, with equal columns; None if this rank cannot redistribute them.
 
         Raises:
             PeerError: a peer failed or disagrees on shapes or on documents.
-            PlanMismatchError: a peer computed another plan, or a twin other homes.
+            PlanMismatchError: a peer computed another plan, or a replica other homes.
             Exhausted: a peer has no more data.
         """
-        each, homes, parcel = shape.microbatches, None, None
-        travelling = len(columns_of(*to_deal[0])) if to_deal is not None else 0
-        gathered, shapes, deal = self._gather_starts(starts, shape, batches, travelling)
+        travelling = len(columns_of(*to_redistribute[0])) if to_redistribute is not None else 0
+        gathered, shapes, can_redistribute = self._gather_starts(starts, shape, batches, travelling)
         begin = time.perf_counter()  # without waits for peers
+        parcel = None
         try:
             steps = [replace(of_rank, rows=batches * of_rank.rows) for of_rank in shapes]
             layouts = step_layouts(gathered, steps, self._cp, self._rules.nano_batches)
             # document ids count over data-parallel ranks
             columns = np.concatenate([own % of_rank.seq_len for own, of_rank in zip(gathered, shapes, strict=True)])
-            if self.placement is not None and deal:
-                homes = self.placement.choose(layouts, columns, steps[0], self._rules.times)
-            parts = [slice(first, first + each) for first in range(0, len(layouts), each)]
-            placed = [[kind[part] for kind in homes.kinds] if homes else None for part in parts]
-            plans = [self._plan_batch(layouts[part], columns, of) for part, of in zip(parts, placed, strict=True)]
-            keys = [[self._add_to_engines(nanos) for nanos in zip(*batch, strict=True)] for batch in plans]
-            every = [plan for batch in plans for kind in batch for nanos in kind for plan in nanos]
-            self._say_that_it_stays(every)
-            for plan in every:
+            placed = None
+            if self.placement is not None and can_redistribute:
+                placed = self.placement.choose(layouts, columns, self._rules.times)
+            parts = [slice(first, first + shape.microbatches) for first in range(0, len(layouts), shape.microbatches)]
+            homes = [None if placed is None else placed[part] for part in parts]
+            by_batch = [self._plan_batch(layouts[part], columns, of) for part, of in zip(parts, homes, strict=True)]
+            plans = [plan for microbatches in by_batch for plan in _in_order(microbatches)]
+            keys = [[self._add_to_engines(microbatch) for microbatch in microbatches] for microbatches in by_batch]
+            self._say_that_it_stays(plans)
+            for plan in plans:
                 _ = plan.stats  # computed here, beside training, not when they are logged
             seconds = (time.perf_counter() - begin) / batches
-            planned = [self._describe(*batch, shape, seconds) for batch in zip(plans, keys, strict=True)]
-            if homes is not None:
-                bytes_of = (moved_bytes([kind[part] for kind in homes.kinds], self._rules.kinds) for part in parts)
-                planned = [replace(batch, home_bytes=moved) for batch, moved in zip(planned, bytes_of, strict=True)]
+            planned = [self._describe(*batch, shape, seconds) for batch in zip(by_batch, keys, homes, strict=True)]
             if self.placement is not None:
-                parcel = self.placement.pack(homes, to_deal or ())
+                parcel = self.placement.pack(layouts, placed, steps[0], to_redistribute or ())
         except Exception:
             self.announce_failure("planning a batch")
             raise
-        self._compare(every)
+        self._compare(plans)
         return planned, parcel
 
     def _describe(
-        self, plans: list[list[list[Plan]]], keys: list[int], shape: BatchShape, seconds: float
+        self,
+        microbatches: Sequence[PlannedMicrobatch],
+        keys: list[int],
+        homes: Sequence[PlannedMicrobatch] | None,
+        shape: BatchShape,
+        seconds: float,
     ) -> PlannedBatch:
-        """Return what one batch needs of its plans, whose first keys are ``keys``."""
-        (first, *others), nano_batches = [list(chain.from_iterable(kind)) for kind in plans], self._rules.nano_batches
-        per_row = torch.tensor(keys[: shape.microbatches]).repeat_interleave(shape.rows_per_microbatch)
-        engine_keys = [key + nano for key in keys for nano in range(nano_batches)]
-        executed = list(zip(self._engines, self._rules.kinds, strict=True))
-        copied = [
-            self._mean([engine.plan(key).copied_bytes(kind.shape) for engine, kind in executed]) for key in engine_keys
-        ]
+        """Return what one batch needs of its plans, of whose microbatches these are the keys, and the chosen homes."""
+        engine_keys = [key + nano for key in keys for nano in range(self._rules.nano_batches)]
         planned = PlannedBatch(
-            per_row, first, seconds, engine_keys, nano_batches, copied, others=others, layers=self._layers
+            keys=torch.tensor(keys[: shape.microbatches]).repeat_interleave(shape.rows_per_microbatch),
+            microbatches=microbatches,
+            seconds=seconds,
+            engine_keys=engine_keys,
+            layers=self._layers,
+            copied_bytes=[self._copied_bytes(key) for key in engine_keys],
+            home_bytes=None if homes is None else moved_bytes(homes, self._rules.kinds),
         )
         return replace(planned, between_hosts=self._between_hosts(planned))
+
+    def _copied_bytes(self, key: int) -> int:
+        executed = zip(self._engines, self._rules.kinds, strict=True)
+        return self._mean([engine.plan(key).copied_bytes(kind.shape) for engine, kind in executed])
 
     def _between_hosts(self, planned: PlannedBatch) -> list[int]:
         hosts = np.array(self._rules.hosts)
         if not hosts.any():
             return []
-        return [
-            self._mean(
-                [
-                    int(measure_traffic(each.shape, each.query_needs, each.key_needs, hosts).inter_in.sum())
-                    for each in plans
-                ]
-            )
-            for plans in planned.by_kind
-        ]
+
+        def received(plan: Plan) -> int:
+            return int(measure_traffic(plan.shape, plan.query_needs, plan.key_needs, hosts).inter_in.sum())
+
+        return [self._mean([received(plan) for plan in plans]) for plans in planned.by_kind]
 
     def _mean(self, of_kinds: Sequence[int]) -> int:
         """Return the mean over layers."""
-        return sum(layers * each for layers, each in zip(self._layers, of_kinds, strict=True)) // sum(self._layers)
+        weighted = (layers * value for layers, value in zip(self._layers, of_kinds, strict=True))
+        return sum(weighted) // sum(self._layers)
 
     def drop(self, planned: PlannedBatch) -> None:
         """Make the engines forget the plans of a batch that has been trained on."""
@@ -222,12 +234,14 @@ class BatchPlanner:
             for key in planned.engine_keys:
                 engine.drop_plan(key)
 
-    def _plan_batch(self, given: Layouts, columns: IntArray, placed: list[Step] | None) -> list[list[list[Plan]]]:
-        """Return for each kind the plans of a batch by microbatch: those of its homes, or new ones for ``given``."""
-        if placed is None:
-            rules = self._rules
-            placed = plan_kinds(given, rules.kinds, columns, rules.config, rules.times, rules.cost, place=False)
-        return [[[each.plan for each in nanos] for nanos in kind] for kind in placed]
+    def _plan_batch(
+        self, given: Layouts, columns: IntArray, placed: Sequence[PlannedMicrobatch] | None
+    ) -> Sequence[PlannedMicrobatch]:
+        """Return the plans of a batch: those of its homes, or new ones for ``given``."""
+        if placed is not None:
+            return placed
+        rules = self._rules
+        return plan_step(given, rules.kinds, rules.config, rules.times, rules.cost, columns=columns, place=False)
 
     def _say_that_it_stays(self, plans: Sequence[Plan]) -> None:
         """Log once that a batch stays home by its time, and why."""
@@ -259,10 +273,10 @@ class BatchPlanner:
         except PeerError:
             logger.warning("CAD could not tell the peers of this failure: they do not answer", exc_info=True)
 
-    def _add_to_engines(self, kinds: Sequence[Sequence[Plan]]) -> int:
+    def _add_to_engines(self, microbatch: PlannedMicrobatch) -> int:
         """Make the plans of a microbatch executable, under a key and the next ones; returns the first."""
         key = self._next_key
-        for engine, nanos in zip(self._engines, kinds, strict=True):
+        for engine, nanos in zip(self._engines, microbatch.plans, strict=True):
             for nano, plan in enumerate(nanos):
                 engine.add_plan(key + nano, plan)
         self._next_key += self._key_step
@@ -271,7 +285,7 @@ class BatchPlanner:
     def _gather_starts(
         self, starts: np.ndarray, shape: BatchShape, batches: int, columns: int
     ) -> tuple[list[np.ndarray], list[BatchShape], bool]:
-        """Return every data-parallel rank's ``document_starts`` and shape, and whether the step can be dealt.
+        """Return every data-parallel rank's ``document_starts`` and shape, and whether the step can be redistributed.
 
         It can if all have one shape and as many ``columns``, at least one.
         """
@@ -343,3 +357,9 @@ class BatchPlanner:
         except RuntimeError as error:
             raise PeerError(f"planning gather among ranks {self._ranks} failed: {error}") from error
         return torch.stack(rows)
+
+
+def _in_order(microbatches: Sequence[PlannedMicrobatch]) -> list[Plan]:
+    """Return all plans of a batch: kind by kind, and microbatch by microbatch."""
+    by_kind = zip(*(microbatch.plans for microbatch in microbatches), strict=True)
+    return [plan for kind in by_kind for nanos in kind for plan in nanos]

@@ -15,9 +15,6 @@ DOCUMENT_IDS = "document_ids"
 OWN_POSITIONS = "positions"
 """Optional key of a batch: integers [B, S], every token's position for RoPE, as torchtitan's models call it."""
 
-BOUNDARY_KEYS = ("input", DOCUMENT_IDS, OWN_POSITIONS)
-"""Keys of a batch that may tell where documents begin."""
-
 
 @dataclass(frozen=True)
 class DocumentRule:
@@ -78,7 +75,7 @@ def document_starts(tokens: Tensor, eos_id: int | None, document_ids: Tensor | N
     return np.flatnonzero(starts.numpy())
 
 
-def cut_for_halves(rows: Tensor, cp: int) -> Tensor:
+def cut_for_nano_batches(rows: Tensor, cp: int) -> Tensor:
     """Reorder rows [B, S] so that contiguous slices over ``cp`` ranks have equal parts of both halves of the sequence.
 
     Of 2 cp chunks, rank r gets chunks r and cp + r, one after the other.

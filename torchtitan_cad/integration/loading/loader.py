@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
-from torchtitan_cad.integration.loading.deal import Batch, columns_of
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, DocumentRule
+from torchtitan_cad.integration.loading.redistribution import Batch, columns_of
 from torchtitan_cad.integration.run_state import run_state
 from torchtitan_cad.planning.model.batch import BatchShape
 
@@ -141,7 +141,7 @@ class _Pace:
 
 @dataclass(eq=False)
 class PlanningLoader(Stateful):
-    """Wraps a data loader; batches gain the key ``cad_plan``, and ``cad_positions`` where tokens are dealt.
+    """Wraps a data loader; batches gain the key ``cad_plan``, and ``cad_positions`` where tokens are redistributed.
 
     ``state_dict`` describes the last batch that was handed out, not the ones drawn ahead, so a checkpoint resumes with
     the batch that would have come next. A step for which the data does not suffice hands out no batch.
@@ -252,19 +252,21 @@ class PlanningLoader(Stateful):
         return self.inner.state_dict() if self.snapshot else None
 
     def _plan(self, planner: BatchPlanner, batches: list[Batch]) -> list[tuple[Batch, PlannedBatch]]:
-        """Plan batches of one shape together, and deal their tokens."""
-        placement, starts, can_deal = planner.placement, list[np.ndarray](), True
+        """Plan batches of one shape together, and redistribute their tokens."""
+        placement, starts, can_redistribute = planner.placement, list[np.ndarray](), True
         with announced_failure(planner, "planning a batch"):
             rows, seq_len = batches[0][0]["input"].shape
             for number, (inputs, labels) in enumerate(batches):
                 begun = self.documents.starts(inputs)
                 inputs.pop(DOCUMENT_IDS, None)
-                can_deal = can_deal and placement is not None and placement.can_deal(inputs, labels)
+                can_redistribute = (
+                    can_redistribute and placement is not None and placement.can_redistribute(inputs, labels)
+                )
                 starts.append(number * rows * seq_len + begun)
-            can_deal = can_deal and len({len(columns_of(*batch)) for batch in batches}) == 1
+            can_redistribute = can_redistribute and len({len(columns_of(*batch)) for batch in batches}) == 1
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch or rows)
-        to_deal = batches if can_deal else None
-        planned, parcel = planner.plan(np.concatenate(starts), shape, len(batches), to_deal=to_deal)
+        to_redistribute = batches if can_redistribute else None
+        planned, parcel = planner.plan(np.concatenate(starts), shape, len(batches), to_redistribute=to_redistribute)
         if placement is not None and parcel is not None:
             came = placement.exchange(parcel)
             with announced_failure(planner, "planning a batch"):

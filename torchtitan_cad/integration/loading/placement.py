@@ -13,14 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cad.integration.loading.deal import POSITIONS, Batch, Deal, check_dealable, columns_of, make_deal
+from torchtitan_cad.integration.loading.redistribution import (
+    POSITIONS,
+    Batch,
+    Redistribution,
+    check_redistributable,
+    columns_of,
+    make_redistribution,
+)
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import CostModel, LayerTimes, PlannerConfig, TokenLayout
+from torchtitan_cad.planning import CostModel, LayerTimes, PlannedMicrobatch, PlannerConfig, TokenLayout, plan_step
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.model.batch import BatchShape, dealt_slots
+from torchtitan_cad.planning.model.batch import BatchShape, slots_of_nano_batches
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.planning.placement.kinds import plan_kinds
-from torchtitan_cad.planning.placement.step import Step
 from torchtitan_cad.planning.plan import moved_by
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
@@ -28,25 +33,6 @@ logger = logging.getLogger(__name__)
 
 Layouts = list[list[TokenLayout]]
 """For every microbatch of a step, the layouts of its nano-batches over data-parallel x context-parallel ranks."""
-
-
-@dataclass(frozen=True)
-class Homes:
-    """The homes of an optimizer step.
-
-    Attributes:
-        kinds: of every kind of attention, for every microbatch its nano-batches' homes, those that the loader gave
-            where there are no better ones, and the plans for them. Kinds differ in where documents are cut.
-        deal: how this rank's tokens come there; None if all stay where they are.
-    """
-
-    kinds: list[Step]
-    deal: Deal | None
-
-    @property
-    def layouts(self) -> Layouts:
-        """The homes alone."""
-        return [[placed.layout for placed in nanos] for nanos in self.kinds[0]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +46,7 @@ class Parcel:
         shape: of their tokens, one batch below the other.
     """
 
-    deal: Deal
+    redistribution: Redistribution
     rows: Tensor
     send_counts: list[int]
     receive_counts: list[int]
@@ -69,8 +55,8 @@ class Parcel:
 
     def unpack(self, came: Tensor) -> list[Batch]:
         """Return the batches that this rank trains on, from what ``Placement.exchange`` has returned."""
-        ids, targets, *own = (column.reshape(self.shape) for column in self.deal.scatter(came).unbind(1))
-        positions = own[0].to(torch.int32) if own else self.deal.positions(self.shape[1])
+        ids, targets, *own = (column.reshape(self.shape) for column in self.redistribution.scatter(came).unbind(1))
+        positions = own[0].to(torch.int32) if own else self.redistribution.positions(self.shape[1])
         per_batch = zip(*(tensor.chunk(self.batches) for tensor in (ids, positions, targets)), strict=True)
         return [({"input": ids, POSITIONS: positions}, targets) for ids, positions, targets in per_batch]
 
@@ -82,14 +68,14 @@ class Placement:
     Args:
         group: gloo group of the CAD group; None for a group of one, and for a dry run, in which all ranks are taken to
             have this one's documents.
-        twins: gloo group of the ranks with this position in every CAD group, which load the same rows; None for one.
+        replicas: gloo group of the ranks with this position in every CAD group, which load the same rows; None for one.
         rank: this one's position in the group.
         cost: of forward and backward together, by a profile; None: tile area.
-        strict: refuse batches that cannot be dealt.
+        strict: refuse batches that cannot be redistributed.
     """
 
     group: dist.ProcessGroup | None
-    twins: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
     topology: Topology
     rank: int
     config: PlannerConfig
@@ -104,10 +90,11 @@ class Placement:
         if self.topology.group_stages > 1:
             self.config = _of_one_stage(self.config, self._per_stage)
 
-    def can_deal(self, inputs: Mapping[str, Tensor], labels: Tensor) -> bool:
-        """Tell whether a batch can be dealt, see ``check_dealable``; log once, or with ``strict`` raise, if not."""
+    def can_redistribute(self, inputs: Mapping[str, Tensor], labels: Tensor) -> bool:
+        """Tell whether a batch can be redistributed, see ``check_redistributable``; log once, or with ``strict`` raise,
+        if not."""
         try:
-            check_dealable(inputs, labels)
+            check_redistributable(inputs, labels)
         except ValueError as error:
             if self.strict:
                 raise
@@ -117,47 +104,67 @@ class Placement:
             return False
         return True
 
-    def choose(self, given: Layouts, columns: IntArray, shape: BatchShape, times: LayerTimes | None = None) -> Homes:
+    def choose(self, given: Layouts, columns: IntArray, times: LayerTimes | None = None) -> list[PlannedMicrobatch]:
         """Choose homes for the tokens of a step, maybe by time; the same on all ranks of the group.
 
         Args:
             given: homes of the loader, with document ids of the step.
             columns: of each document's first token, by id.
-            shape: of all the step's rows.
         """
         if self.topology.group_stages > 1:  # in ticks the ranks of a stage do not attend alone
             times = None
-        steps = plan_kinds(given, self.kinds, columns, self.config, times, self.cost, stages=self.topology.pp)
-        layouts = [[each.layout for each in nanos] for nanos in steps[0]]
-        cp, nano_batches = self.topology.cp, len(given[0])
-        slots = [dealt_slots(shape, i, cp, nano_batches) for i in range(shape.microbatches)]
-        old, new = (
-            [layout for nanos, dealt in zip(of, slots, strict=True) for layout in nanos[-len(dealt) :]]
-            for of in (given, layouts)
-        )
-        deal = None
-        if any(one is not other for one, other in zip(old, new, strict=True)):
-            deal = make_deal(old, new, list(chain.from_iterable(slots)), self.rank % self._per_stage // cp)
-        return Homes(steps, deal)
+        stages = self.topology.pp
+        return plan_step(given, self.kinds, self.config, times, self.cost, columns=columns, stages=stages)
 
-    def pack(self, homes: Homes | None, batches: Sequence[Batch]) -> Parcel | None:
-        """Pack the batches that this rank has loaded for ``exchange``; None if they stay. Collective over the twins.
+    def pack(
+        self,
+        given: Layouts,
+        placed: Sequence[PlannedMicrobatch] | None,
+        shape: BatchShape,
+        batches: Sequence[Batch],
+    ) -> Parcel | None:
+        """Pack the batches that this rank has loaded for ``exchange``; None if they stay. Collective over the replicas.
 
         Args:
-            homes: None if some rank cannot deal its part of the step, which then stays where it was loaded.
-            batches: of one step and one shape, as ``check_dealable`` takes them, all with the same columns.
+            given: homes of the loader.
+            placed: what ``choose`` returned; None if some rank cannot redistribute its part of the step, which then
+                stays where it was loaded.
+            shape: of all the step's rows.
+            batches: of one step and one shape, as ``check_redistributable`` takes them, all with the same columns.
 
-        Raises PeerError if a twin is gone, PlanMismatchError if one chose other homes.
+        Raises PeerError if a replica is gone, PlanMismatchError if one chose other homes.
         """
-        self._compare([] if homes is None else homes.layouts)
-        if homes is None or homes.deal is None:
+        homes = [microbatch.layouts for microbatch in placed or ()]
+        redistribution = self._redistribution(given, homes, shape) if homes else None
+        self._compare(homes)
+        if redistribution is None:
             return None
-        deal = homes.deal
-        tokens, *others = (torch.cat(column) for column in zip(*(columns_of(*batch) for batch in batches), strict=True))
-        rows = torch.stack([column.flatten() for column in (tokens, *others)], dim=1)
-        counts = self._per_peer(deal.send_counts), self._per_peer(deal.receive_counts)
-        source = deal.source if self.group is None else deal.sent
-        return Parcel(deal, rows[source], *counts, len(batches), tokens.shape)
+        by_column = zip(*(columns_of(*batch) for batch in batches), strict=True)
+        columns = [torch.cat(column) for column in by_column]
+        rows = torch.stack([column.flatten() for column in columns], dim=1)
+        source = redistribution.source if self.group is None else redistribution.sent
+        return Parcel(
+            redistribution=redistribution,
+            rows=rows[source],
+            send_counts=self._per_peer(redistribution.send_counts),
+            receive_counts=self._per_peer(redistribution.receive_counts),
+            batches=len(batches),
+            shape=columns[0].shape,
+        )
+
+    def _redistribution(self, given: Layouts, homes: Layouts, shape: BatchShape) -> Redistribution | None:
+        """Return how this rank's tokens come to their homes; None if all tokens stay."""
+        cp = self.topology.cp
+        old, new, slots = [], [], []
+        for number, (before, after) in enumerate(zip(given, homes, strict=True)):
+            of_microbatch = slots_of_nano_batches(shape, number, cp, len(before))
+            held = len(of_microbatch)  # layouts that hold all tokens between them
+            slots += of_microbatch
+            old += before[-held:]
+            new += after[-held:]
+        if all(layout is other for layout, other in zip(old, new, strict=True)):
+            return None
+        return make_redistribution(old, new, slots, self.rank % self._per_stage // cp)
 
     def exchange(self, parcel: Parcel) -> Tensor:
         """Exchange parcels: returns their rows in the order of arrival. Collective over the group.
@@ -170,7 +177,7 @@ class Placement:
         try:
             dist.all_to_all_single(came, parcel.rows, parcel.receive_counts, parcel.send_counts, group=self.group)
         except RuntimeError as error:
-            raise PeerError(f"dealing tokens failed: {error}") from error
+            raise PeerError(f"redistributing tokens failed: {error}") from error
         return came
 
     def _per_peer(self, counts: list[int]) -> list[int]:
@@ -181,35 +188,36 @@ class Placement:
         return every
 
     def _compare(self, layouts: Layouts) -> None:
-        """Raise PlanMismatchError unless the twins have chosen the same homes."""
-        if self.twins is None:
+        """Raise PlanMismatchError unless the replicas have chosen the same homes."""
+        if self.replicas is None:
             return
         digest = hashlib.blake2b(digest_size=7)
         for layout in chain.from_iterable(layouts):
             digest.update(np.stack([layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length]).tobytes())
         mine = torch.tensor([int.from_bytes(digest.digest())])
-        every = [torch.empty_like(mine) for _ in range(self.twins.size())]
+        every = [torch.empty_like(mine) for _ in range(self.replicas.size())]
         try:
-            dist.all_gather(every, mine, group=self.twins)
+            dist.all_gather(every, mine, group=self.replicas)
         except RuntimeError as error:
             raise PeerError(f"comparing homes of stages and tensor-parallel ranks failed: {error}") from error
         if any(not torch.equal(theirs, mine) for theirs in every):
             raise PlanMismatchError(
-                "pipeline stages or tensor-parallel ranks deal a batch's tokens to different homes: all ranks must run "
-                "the same version of torchtitan_cad and numpy with the same [cad] table, and load the same rows"
+                "pipeline stages or tensor-parallel ranks redistribute a batch's tokens to different homes: all ranks "
+                "must run the same version of torchtitan_cad and numpy with the same [cad] table, and load equal rows"
             )
 
 
-def moved_bytes(steps: Sequence[Step], kinds: Sequence[AttentionKind]) -> np.ndarray:
+def moved_bytes(microbatches: Sequence[PlannedMicrobatch], kinds: Sequence[AttentionKind]) -> np.ndarray:
     """[2, 2] bytes of the mean layer's forward, as ``Moved`` counts them, summed over layouts.
 
     Those of all ranks and of the worst, first with the loader's homes and then with the new ones.
     """
-    moved, layers = np.zeros((2, 2), dtype=np.int64), sum(kind.layers for kind in kinds)
-    for kind, step in zip(kinds, steps, strict=True):
-        for placed in chain.from_iterable(step):
-            moved += kind.layers * np.array([moved_by(placed.given), moved_by(placed.plan)])
-    return moved // layers
+    moved = np.zeros((2, 2), dtype=np.int64)
+    for microbatch in microbatches:
+        for kind, given_plans, plans in zip(kinds, microbatch.given_plans, microbatch.plans, strict=True):
+            for given_plan, plan in zip(given_plans, plans, strict=True):
+                moved += kind.layers * np.array([moved_by(given_plan), moved_by(plan)])
+    return moved // sum(kind.layers for kind in kinds)
 
 
 def _of_one_stage(config: PlannerConfig, num_ranks: int) -> PlannerConfig:

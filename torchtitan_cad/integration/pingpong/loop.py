@@ -32,7 +32,7 @@ from torch.profiler import record_function
 from torchtitan_cad.integration.pingpong.block import BlockSegment, BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
 from torchtitan_cad.integration.pingpong.segment_graph import compile_graphs, run_graphs
-from torchtitan_cad.planning.model.batch import halves_by_row
+from torchtitan_cad.planning.model.batch import divides_by_row
 from torchtitan_cad.runtime.steps import combine, combine_with_lse, dispatch, step
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
@@ -238,7 +238,7 @@ class PingPong:
         """Run the blocks on x [B, S, dim] (S / TP under TP), for an output of its shape; ``rope`` as a block's."""
         if not self.blocks:
             return x
-        in_rows = not halves_by_row(x.shape[0])
+        in_rows = not divides_by_row(x.shape[0])
         dim = 1 if in_rows else 0
         ropes = (rope, rope)
         if in_rows and positions is None:

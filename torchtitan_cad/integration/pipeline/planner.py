@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Plans of a pipeline in ticks: one per pool, over all stages (see ``planning.pipeline.program``)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
 from torchtitan_cad.integration.loading.placement import Layouts
-from torchtitan_cad.planning import Plan
+from torchtitan_cad.planning import PlannedMicrobatch
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.batch import pool_layouts
 from torchtitan_cad.planning.pipeline.program import TickProgram
-from torchtitan_cad.planning.placement.step import Step
 
 KEY_STEP = 2
 """Between the keys of one planner, in multiples of the nano-batches: training and validation take turns."""
@@ -31,7 +31,9 @@ class TickPlanner(BatchPlanner):
         super().__init__(*options, **more)
         self._pools = program.pools
 
-    def _plan_batch(self, given: Layouts, columns: IntArray, placed: list[Step] | None) -> list[list[list[Plan]]]:
-        layouts = given if placed is None else [[each.layout for each in nanos] for nanos in placed[0]]
+    def _plan_batch(
+        self, given: Layouts, columns: IntArray, placed: Sequence[PlannedMicrobatch] | None
+    ) -> Sequence[PlannedMicrobatch]:
+        layouts = given if placed is None else [microbatch.layouts for microbatch in placed]
         pools = [pool_layouts(layouts, pool.microbatches, self._per_stage) for pool in self._pools]
         return super()._plan_batch(pools, columns, None)

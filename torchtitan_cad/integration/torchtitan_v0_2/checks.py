@@ -13,7 +13,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.blocks import checkpointing, sel
 from torchtitan_cad.integration.torchtitan_v0_2.job_checks import check_job, compiles_model, launched_ranks
 from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS, adapter_of
 from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
-from torchtitan_cad.planning.model.batch import halves_by_row
+from torchtitan_cad.planning.model.batch import divides_by_row
 
 SUPPORTED_MODELS = tuple(ADAPTERS)
 
@@ -142,7 +142,7 @@ def _check_nano_batches(config: JobConfig) -> None:
         parts = microbatches if parallelism.pipeline_parallel_degree > 1 else 1
         rows["validation.local_batch_size"] = config.validation.local_batch_size // parts
     for key, count in rows.items():
-        if not halves_by_row(count):
+        if not divides_by_row(count):
             raise ValueError(
                 f"cad.nano_batches = 2 with parallelism.tensor_parallel_degree = {parallelism.tensor_parallel_degree} "
                 f"halves microbatches by rows, but {key} makes them {count} rows; "

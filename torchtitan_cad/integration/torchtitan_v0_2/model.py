@@ -14,9 +14,9 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.engines import Ticks
 from torchtitan_cad.integration.host_tensor import HostTensor
-from torchtitan_cad.integration.loading.deal import POSITIONS
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, OWN_POSITIONS
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
+from torchtitan_cad.integration.loading.redistribution import POSITIONS
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.session import current_session
 from torchtitan_cad.integration.torchtitan_v0_2 import upstream
@@ -98,14 +98,14 @@ def build_engine(
 def has_positions() -> bool:
     """Tell whether every batch has positions of tokens, as they may differ from columns."""
     session = current_session()
-    return session.deals or session.job.documents.by_positions
+    return session.redistributes or session.job.documents.by_positions
 
 
 def _take_positions(extra_inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor | None:
     """Take int32 [B, S] positions out of a batch's inputs; columns where it has none and needs some."""
-    own, dealt = (extra_inputs.pop(name, None) for name in (OWN_POSITIONS, POSITIONS))
-    if dealt is not None:
-        return dealt
+    own, redistributed = (extra_inputs.pop(name, None) for name in (OWN_POSITIONS, POSITIONS))
+    if redistributed is not None:
+        return redistributed
     if own is not None:
         return own.to(torch.int32)
     if not has_positions():

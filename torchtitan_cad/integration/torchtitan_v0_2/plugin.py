@@ -31,7 +31,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.engines import ENGINE, engine_name
-from torchtitan_cad.integration.loading.documents import cut_for_halves
+from torchtitan_cad.integration.loading.documents import cut_for_nano_batches
 from torchtitan_cad.integration.pingpong.fsdp_hooks import adopt_hooks
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.run_state import begin_run
@@ -71,7 +71,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
 from torchtitan_cad.integration.torchtitan_v0_2.shadowed import shadow_train_spec
 from torchtitan_cad.integration.torchtitan_v0_2.stages import stage_modules
 from torchtitan_cad.integration.torchtitan_v0_2.validation import plan_validation
-from torchtitan_cad.planning.model.batch import halves_by_row
+from torchtitan_cad.planning.model.batch import divides_by_row
 from torchtitan_cad.runtime import ops
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
@@ -318,8 +318,8 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
     It applies no ring or all-gather attention. As it refuses varlen attention under CP, the model meanwhile claims to
     use sdpa. With two nano-batches it checkpoints and compiles what the ping-pong loop runs, not the blocks.
     Checkpointing by operator keeps the attention output, as it does torchtitan's own, and takes the place of that of
-    whole blocks where ``checkpointing`` says so. Where tokens are dealt, tensor parallelism expects their positions, as
-    it does those that CP cuts.
+    whole blocks where ``checkpointing`` says so. Where tokens are redistributed, tensor parallelism expects their
+    positions, as it does those that CP cuts.
     """
     module, section = sys.modules[spec.parallelize_fn.__module__], checkpointing(job_config)
     pingpong: Any = model.pingpong
@@ -356,7 +356,7 @@ def _contiguous_for_cad(cp_shard: Any) -> Any:
     """torchtitan's ``cp_shard`` reorders the sequence to balance ring attention.
 
     CAD wants contiguous slices, or those of both halves of the sequence if rows are halved for two nano-batches. Of
-    tokens that were dealt it cuts the positions that came with them.
+    tokens that were redistributed it cuts the positions that came with them.
     """
 
     @functools.wraps(cp_shard)
@@ -366,8 +366,8 @@ def _contiguous_for_cad(cp_shard: Any) -> Any:
         session, positions = current_session(), positions_of(attention_masks)
         if positions is not None:
             inputs = (*inputs[:2], positions)
-        if session.cad.nano_batches == 2 and not halves_by_row(session.rows_per_microbatch(len(inputs[0]))):
-            inputs = tuple(cut_for_halves(rows, cp_mesh.size()) for rows in inputs)
+        if session.cad.nano_batches == 2 and not divides_by_row(session.rows_per_microbatch(len(inputs[0]))):
+            inputs = tuple(cut_for_nano_batches(rows, cp_mesh.size()) for rows in inputs)
         inputs, _ = cp_shard(cp_mesh, inputs, None, None, **kwargs)
         return inputs, attention_masks
 

@@ -18,7 +18,7 @@ from torchtitan_cad.planning.keeping import (
     GRADIENT_BYTES,
     WORKING,
     Checkpointing,
-    Room,
+    KeepCapacity,
     Stage,
     kept_calls,
 )
@@ -38,7 +38,7 @@ def checkpointing_kind(config: JobConfig) -> Checkpointing:
 
 def read_room(
     parts: Sequence[Any], parallel_dims: ParallelDims, config: JobConfig, job: Job, device_bytes: float
-) -> Room:
+) -> KeepCapacity:
     """Return the room of this rank.
 
     Args:
@@ -72,7 +72,7 @@ def read_room(
             WORKING * max(stock_memory(job.shape, tokens, tokens, job.rows)),
         )
     )
-    return Room(FILLED * device_bytes, used, kept_calls(len(blocks), flying, nano_batches, checkpointing))
+    return KeepCapacity(FILLED * device_bytes, used, kept_calls(len(blocks), flying, nano_batches, checkpointing))
 
 
 def _microbatches_in_flight(config: JobConfig, job: Job) -> int:

@@ -10,8 +10,8 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.loading.batch_planner import Exhausted
-from torchtitan_cad.integration.loading.deal import Batch
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS, Loader, announced_failure
+from torchtitan_cad.integration.loading.redistribution import Batch
 from torchtitan_cad.integration.session import CadSession, current_session
 
 

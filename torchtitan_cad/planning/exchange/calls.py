@@ -12,7 +12,7 @@ from torchtitan_cad.planning.exchange.tables import CallTable
 from torchtitan_cad.planning.intervals import IntArray, concat_ranges, exclusive_cumsum
 
 MOST_ROWS = 23
-"""weighted rows = 2 x query rows + key rows; a backward holds at most MOST_ROWS of them per token of the rank:
+"""Unit: weighted rows, 2 x query rows + key rows. A backward holds at most MOST_ROWS of them per token of the rank:
 
     sum over all calls + WORKING_ROWS x those of the running call <= MOST_ROWS x tokens
 
@@ -21,17 +21,19 @@ term is for results; the second for copies of rows, the surrogate of out, and wh
 for every query head, dq in fp32). Attention that is not cut takes 11 per token."""
 WORKING_ROWS = 5
 MOST_CALLS = 6
-"""calls: approximate maximum of a rank; the bound above is exceeded rather than this."""
+"""A rank has about this many calls at most; the bound above is exceeded rather than this."""
 MAX_CALLS = 15
-"""calls: their results, and those of one chunk, are combined at once, from at most 16 tensors (runtime/combine.py)."""
+"""The results of at most this many calls, and those of one chunk, are combined at once, from at most 16 tensors
+(runtime/combine.py)."""
 MOST_UNCOMBINED = 3
-"""rows of results / local rows: above it, results are combined, in fp32, before those of other servers return."""
+"""Results of more rows than MOST_UNCOMBINED x local rows are combined, in fp32, before other servers' return."""
 MOST_REPEATED = 0.25
-"""weighted rows that a cut of a task repeats, maximum: / its own for cuts along keys, / all for cuts along queries."""
+"""A cut of a task along the keys repeats at most this share of the task's own weighted rows, a cut along the queries
+this share of the weighted rows of all tasks."""
 MOST_UNEVEN = 0.25
-"""difference of two halves of whole tasks / all pairs: above it, the task in the middle is cut."""
+"""If a cut between tasks leaves halves that differ by more than this share of all pairs, the middle task is cut."""
 CUT_AT = 128
-"""queries: halves are cut inside a task at multiples, as kernels compute tiles of 128."""
+"""Unit: queries. Tasks are cut at multiples, as kernels compute tiles of 128."""
 
 Calls = list[tuple[CallTable, bool]]
 """tables of kernel calls, each with True if its tasks are causal"""
@@ -62,26 +64,33 @@ def _middle(tables: Calls, window: int | None) -> tuple[int, int]:
     queries = np.concatenate([none, *(np.diff(table.cu_q) for table, _ in tables)])
     keys = np.concatenate([none, *(np.diff(table.cu_k) for table, _ in tables)])
     causal = np.concatenate([none, *(np.full(table.num_tasks, int(is_causal)) for table, is_causal in tables)])
-
-    def pairs(first: IntArray, q: IntArray, k: IntArray, is_causal: IntArray) -> IntArray:
-        seen = first * k - is_causal * (first * (q - first) + first * (first - 1) // 2)
-        return seen if window is None else seen - _triangle(k - q + first - window) + _triangle(k - q - window)
-
-    seen = exclusive_cumsum(pairs(queries, queries, keys, causal))
-    cut = int(np.abs(2 * seen - seen[-1]).argmin())
-    uneven = abs(2 * seen[cut] - seen[-1])
-    if uneven <= MOST_UNEVEN * seen[-1]:
+    of_tasks = _pairs(queries, queries=queries, keys=keys, causal=causal, window=window)
+    before = exclusive_cumsum(of_tasks)
+    total = before[-1]
+    cut = int(np.abs(2 * before - total).argmin())
+    uneven = abs(2 * before[cut] - total)
+    if uneven <= MOST_UNEVEN * total:
         return cut, 0
-    task = int(np.searchsorted(2 * seen, seen[-1], side="right")) - 1
-    of_task = queries[task], keys[task], causal[task]
+    task = int(np.searchsorted(2 * before, total, side="right")) - 1
     firsts = np.arange(CUT_AT, queries[task], CUT_AT)
-    left = np.abs(2 * (seen[task] + pairs(firsts, *of_task)) - seen[-1])
+    pairs = _pairs(firsts, queries=queries[task], keys=keys[task], causal=causal[task], window=window)
+    left = np.abs(2 * (before[task] + pairs) - total)
     if not len(firsts) or left.min() >= uneven:
         return cut, 0
     first = int(firsts[left.argmin()])
     repeated = keys[task] - causal[task] * (queries[task] - first)
-    repeated = repeated if window is None else min(repeated, window - 1)
+    if window is not None:
+        repeated = min(repeated, window - 1)
     return (task, first) if repeated <= MOST_REPEATED * (2 * queries + keys).sum() else (cut, 0)
+
+
+def _pairs(firsts: IntArray, *, queries: IntArray, keys: IntArray, causal: IntArray, window: int | None) -> IntArray:
+    """Return the (query, key) pairs of the ``firsts`` first queries of tasks; ``causal`` is 1 or 0."""
+    masked = firsts * (queries - firsts) + firsts * (firsts - 1) // 2
+    pairs = firsts * keys - causal * masked
+    if window is None:
+        return pairs
+    return pairs - _triangle(keys - queries + firsts - window) + _triangle(keys - queries - window)
 
 
 def _triangle(rows: IntArray) -> IntArray:
@@ -151,26 +160,33 @@ def _divided(table: CallTable, causal: bool, most: float) -> Calls:
     Each piece reads all queries of its task again, which may add ``MOST_REPEATED`` of the task's weighted rows. The
     last piece of a causal task has the diagonal. The other pieces are rectangles and make a second call.
     """
-    queries, keys = np.diff(table.cu_q).astype(np.int64), np.diff(table.cu_k).astype(np.int64)
-    rows = 2 * queries + keys
-    wanted = np.ceil(keys / np.maximum(most - 2 * queries, 1)).astype(np.int64)
-    count = np.where(rows > most, np.minimum(wanted, 1 + (MOST_REPEATED * rows / (2 * queries)).astype(np.int64)), 1)
+    queries = np.diff(table.cu_q).astype(np.int64)
+    keys = np.diff(table.cu_k).astype(np.int64)
+    count = _num_pieces(queries, keys, most)
     last = -(-keys // count)
     before = keys - (np.maximum(last, queries) if causal else last)
     if not before.any():
         return [(table, causal)]
     count = np.where(before > 0, count, 1)
     task = np.repeat(np.arange(len(keys)), count)
-    number, before = concat_ranges(np.zeros_like(count), count), before[task]
-    is_last, others = number == count[task] - 1, np.maximum(count[task] - 1, 1)
-    begin = np.where(is_last, before, before * number // others)
-    end = np.where(is_last, keys[task], before * (number + 1) // others)
+    number = concat_ranges(np.zeros_like(count), count)
+    is_last = number == count[task] - 1
+    others = np.maximum(count[task] - 1, 1)
+    begin = np.where(is_last, before[task], before[task] * number // others)
+    end = np.where(is_last, keys[task], before[task] * (number + 1) // others)
     if not causal:
         return [(table.pieces(task, begin, end), False)]
-    return [
-        (table.pieces(task[kind], begin[kind], end[kind]), diagonal)
-        for kind, diagonal in ((is_last, True), (~is_last, False))
-    ]
+    diagonal = table.pieces(task[is_last], begin[is_last], end[is_last])
+    rectangles = table.pieces(task[~is_last], begin[~is_last], end[~is_last])
+    return [(diagonal, True), (rectangles, False)]
+
+
+def _num_pieces(queries: IntArray, keys: IntArray, most: float) -> IntArray:
+    """Return into how many pieces of about ``most`` weighted rows tasks are cut along their keys."""
+    rows = 2 * queries + keys
+    wanted = np.ceil(keys / np.maximum(most - 2 * queries, 1)).astype(np.int64)
+    allowed = 1 + (MOST_REPEATED * rows / (2 * queries)).astype(np.int64)
+    return np.where(rows > most, np.minimum(wanted, allowed), 1)
 
 
 def weighted_rows(table: CallTable) -> IntArray:

@@ -28,8 +28,8 @@ class BatchShape:
         return self.rows // self.rows_per_microbatch
 
 
-def halves_by_row(rows: int) -> bool:
-    """Tell whether ``nano_batches = 2`` halves by rows: an even number; it cuts rows of an odd one in the middle."""
+def divides_by_row(rows: int) -> bool:
+    """Tell whether ``nano_batches = 2`` divides by rows: an even number; it cuts rows of an odd one in the middle."""
     return rows % 2 == 0
 
 
@@ -65,24 +65,24 @@ def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: in
 def nano_layouts(
     starts: Sequence[np.ndarray], shape: BatchShape, microbatch: int, cp: int, nano_batches: int
 ) -> list[TokenLayout]:
-    """Lay out a microbatch's nano-batches: the microbatch itself, or of its two halves (see ``halves_by_row``).
+    """Lay out a microbatch's nano-batches: one, or two (see ``divides_by_row``).
 
-    The later halves of rows attend to the earlier ones too. Their layout therefore holds all tokens of the
-    microbatch, those of the earlier halves first and as keys only. Arguments as for ``group_layout``.
+    Later parts of rows attend to the earlier ones too. Their layout therefore holds all tokens of the
+    microbatch, those of the earlier nano-batches first and as keys only. Arguments as for ``group_layout``.
     """
     if nano_batches == 1:
         return [group_layout(starts, shape, microbatch, cp)]
-    if halves_by_row(shape.rows_per_microbatch):
-        half = dataclasses.replace(shape, rows_per_microbatch=shape.rows_per_microbatch // 2)
-        return [group_layout(starts, half, 2 * microbatch + nano, cp) for nano in range(2)]
+    if divides_by_row(shape.rows_per_microbatch):
+        divided = dataclasses.replace(shape, rows_per_microbatch=shape.rows_per_microbatch // 2)
+        return [group_layout(starts, divided, 2 * microbatch + nano, cp) for nano in range(2)]
     # As over twice as many ranks, of which r and cp + r are one: see integration/loading/documents.py.
     sliced = group_layout(starts, shape, microbatch, 2 * cp)
     doc, start, length = sliced.seg_doc, sliced.seg_start, sliced.seg_length
     dp_rank, part = np.divmod(sliced.seg_rank, 2 * cp)
     rank, later = dp_rank * cp + part % cp, part >= cp
     num_ranks, first = len(starts) * cp, ~later
-    ping = TokenLayout.from_arrays(num_ranks, rank[first], doc[first], start[first], length[first])
-    return [ping, TokenLayout.from_arrays(num_ranks, rank, doc, start, length, attends=later)]
+    earlier = TokenLayout.from_arrays(num_ranks, rank[first], doc[first], start[first], length[first])
+    return [earlier, TokenLayout.from_arrays(num_ranks, rank, doc, start, length, attends=later)]
 
 
 def step_layouts(
@@ -115,19 +115,20 @@ def _side_by_side(layouts: Sequence[TokenLayout], firsts: np.ndarray, num_ranks:
     return TokenLayout.from_arrays(len(layouts) * num_ranks, *map(np.concatenate, zip(*columns, strict=True)))
 
 
-def dealt_slots(shape: BatchShape, microbatch: int, cp: int, nano_batches: int) -> list[np.ndarray]:
+def slots_of_nano_batches(shape: BatchShape, microbatch: int, cp: int, nano_batches: int) -> list[np.ndarray]:
     """Find the tokens of ``nano_layouts`` in a data-parallel rank's batch, for layouts that hold all between them.
 
     Returns:
         Per layout [cp, tokens]: flat positions (row * S + column) of each context-parallel rank's tokens, in its order.
-        Rows halved in the middle have one layout, the later half's, which holds the earlier half's tokens, too.
+        Rows divided in the middle have one layout, the later nano-batch's, which holds the earlier nano-batch's tokens,
+        too.
     """
     rows = np.arange(shape.rows_per_microbatch * shape.seq_len).reshape(shape.rows_per_microbatch, -1)
     rows += microbatch * rows.size
-    if nano_batches == 2 and not halves_by_row(len(rows)):
+    if nano_batches == 2 and not divides_by_row(len(rows)):
         return [rows.reshape(len(rows), 2, cp, -1).transpose(2, 1, 0, 3).reshape(cp, -1)]
-    halves = rows.reshape(nano_batches, -1, cp, shape.seq_len // cp)
-    return [half.swapaxes(0, 1).reshape(cp, -1) for half in halves]
+    parts = rows.reshape(nano_batches, -1, cp, shape.seq_len // cp)
+    return [part.swapaxes(0, 1).reshape(cp, -1) for part in parts]
 
 
 def pool_layouts(

@@ -53,9 +53,13 @@ class AttentionKind:
         """Factor on the scores."""
         return self.shape.head_dim**-0.5 if self.scale is None else self.scale
 
-    def layout(self, layout: TokenLayout, columns: IntArray) -> TokenLayout:
+    def layout(self, layout: TokenLayout, columns: IntArray | None) -> TokenLayout:
         """Return the layout with documents as this kind cuts them; ``columns`` as for ``chunked_layout``."""
-        return layout if self.block is None else chunked_layout(layout, columns, self.block)
+        if self.block is None:
+            return layout
+        if columns is None:
+            raise ValueError("columns = None: give the columns at which documents begin, from which chunks are counted")
+        return chunked_layout(layout, columns, self.block)
 
     def cut(self, lengths: IntArray) -> IntArray:
         """Return the lengths of the documents of one row, one after the other, as this kind cuts them."""

@@ -37,8 +37,9 @@ class TokenLayout:
 
     A layout has at most ``MAX_TOKENS`` = 2^31 tokens and ``MAX_RANKS`` = 2^16 ranks.
 
-    A layout may leave queries out: the tokens of some runs are keys only, as when the earlier half of every document
-    has attended already. A plan then covers the pairs of the remaining queries (``seg_attends``) with all their keys.
+    A layout may leave queries out: the tokens of some runs are keys only, as when the earlier nano-batch of every
+    document has attended already. A plan then covers the pairs of the remaining queries (``seg_attends``) with all
+    their keys.
 
     Attributes (int64, but ``seg_attends``):
         num_ranks: ranks, including those without tokens.

@@ -7,17 +7,17 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
-from torchtitan_cad.planning.placement.table import (
+from torchtitan_cad.planning.placement.state import (
+    CAPACITY,
     CHUNK_DOC,
     COUNT,
     GRID,
     LENGTH,
     LOAD,
-    ROOM,
     START,
     TILE,
     WORK,
-    Table,
+    State,
     append,
     begin,
     give,
@@ -32,10 +32,10 @@ MOST_CHUNKS = 12
 
 
 @jit_inner
-def cut(table: Table, doc: int, length: int, most_work: float, shortest: int, longest: int) -> None:
+def cut(state: State, doc: int, length: int, most_work: float, shortest: int, longest: int) -> None:
     """Cut a document into chunks of ``shortest`` to ``longest`` tokens and at most ``most_work``, where possible."""
-    prefix, tile, grid, start = table.prefix, table.sizes[TILE], table.sizes[GRID], 0
-    before = len(table.ints) - 1
+    prefix, tile, grid, start = state.prefix, state.sizes[TILE], state.sizes[GRID], 0
+    before = len(state.ints) - 1
     while start < length:
         tokens = shortest
         while tokens < longest and work_of(prefix, tile, start, min(length, start + tokens + grid)) <= most_work:
@@ -43,29 +43,30 @@ def cut(table: Table, doc: int, length: int, most_work: float, shortest: int, lo
         if length - start - tokens < shortest // 2 and length - start <= longest:
             tokens = length - start
         tokens = min(tokens, length - start)
-        before = append(table, doc, start, tokens, before)
-        link(table, before)
+        before = append(state, doc, start, tokens, before)
+        link(state, before)
         start += tokens
 
 
 @jit
 def cut_long(
-    table: Table, rooms: IntArray, long: IntArray, lengths: IntArray, most_work: float, shortest: int, longest: int
+    state: State, capacities: IntArray, long: IntArray, lengths: IntArray, most_work: float, shortest: int, longest: int
 ) -> None:
-    """Empty the table for ranks with ``rooms`` [num_ranks], and cut the documents ``long`` [n] of ``lengths`` [n]."""
-    begin(table, rooms)
+    """Empty the state for ranks with ``capacities`` [num_ranks], and cut the documents ``long`` [n] of ``lengths``
+    [n]."""
+    begin(state, capacities)
     for each in range(len(long)):
-        cut(table, long[each], lengths[each], most_work, shortest, longest)
+        cut(state, long[each], lengths[each], most_work, shortest, longest)
 
 
-def by_work(table: Table) -> IntArray:
+def by_work(state: State) -> IntArray:
     """Return the rows of all chunks in descending order of work."""
-    first = len(table.limit)
-    return first + np.argsort(-table.reals[first : table.ints[-1, COUNT], WORK], kind="stable")
+    first = len(state.limit)
+    return first + np.argsort(-state.reals[first : state.ints[-1, COUNT], WORK], kind="stable")
 
 
 @jit_inner
-def assign_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArray) -> None:
+def assign_chunks(state: State, order: IntArray, heap: IntArray, time: FloatArray) -> None:
     """Assign the chunks of ``order`` one by one, each to the rank of least time.
 
     A chunk that does not fit is cut, and its rest goes to the next rank. Chunks that no rank can take, because all are
@@ -75,46 +76,46 @@ def assign_chunks(table: Table, order: IntArray, heap: IntArray, time: FloatArra
         heap: [num_ranks] scratch.
         time: [num_ranks] load / speed of every rank, updated.
     """
-    grid, size = table.sizes[GRID], 0
+    grid, size = state.sizes[GRID], 0
     for rank in range(len(heap)):
         size = push(heap, size, time, rank)
     for i in order:
         while size > 0:
             rank = pop(heap, size, time)
             size -= 1
-            start, length = table.ints[i, START], table.ints[i, LENGTH]
-            part = min(length, table.ints[rank, ROOM] // grid * grid)
+            start, length = state.ints[i, START], state.ints[i, LENGTH]
+            part = min(length, state.ints[rank, CAPACITY] // grid * grid)
             if part <= 0:
                 continue
-            resize(table, i, start, start + part)
-            give(table, i, rank)
-            time[rank] = table.reals[rank, LOAD] / table.speed[rank]
-            if table.ints[rank, COUNT] < MOST_CHUNKS:
+            resize(state, i, start, start + part)
+            give(state, i, rank)
+            time[rank] = state.reals[rank, LOAD] / state.speed[rank]
+            if state.ints[rank, COUNT] < MOST_CHUNKS:
                 size = push(heap, size, time, rank)
             if part == length:
                 break
-            i = append(table, table.ints[i, CHUNK_DOC], start + part, length - part, i)
-            link(table, i)
+            i = append(state, state.ints[i, CHUNK_DOC], start + part, length - part, i)
+            link(state, i)
 
 
 @jit
-def assign_short(table: Table, lengths: IntArray, home: IntArray, heap: IntArray, time: FloatArray) -> None:
+def assign_short(state: State, lengths: IntArray, home: IntArray, heap: IntArray, time: FloatArray) -> None:
     """Assign whole documents of descending ``lengths`` [n], each to the rank of least time.
 
     A rank on which a document does not fit gets no more documents. ``home`` [n] is set to the rank, or -1.
     """
     size = 0
     for rank in range(len(heap)):
-        if table.ints[rank, ROOM] > 0:
+        if state.ints[rank, CAPACITY] > 0:
             size = push(heap, size, time, rank)
     for number in range(len(lengths)):
         home[number] = -1
         while size > 0 and home[number] < 0:
             rank = pop(heap, size, time)
             size -= 1
-            if table.ints[rank, ROOM] >= lengths[number]:
-                work = work_of(table.prefix, table.sizes[TILE], 0, lengths[number])
+            if state.ints[rank, CAPACITY] >= lengths[number]:
+                work = work_of(state.prefix, state.sizes[TILE], 0, lengths[number])
                 home[number] = rank
-                table.ints[rank, ROOM] -= lengths[number]
-                time[rank] += work / table.speed[rank]
+                state.ints[rank, CAPACITY] -= lengths[number]
+                time[rank] += work / state.speed[rank]
                 size = push(heap, size, time, rank)

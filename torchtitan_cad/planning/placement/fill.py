@@ -2,8 +2,8 @@
 """Fill the microbatches of an optimizer step anew with its documents.
 
 Where the ranks of a microbatch hold documents of the same lengths, they have the same work and nothing moves. So the
-longest documents are dealt first: again and again, the rank of least work takes the longest that fits its room. The
-last tokens of a microbatch are filled by short documents whose lengths add up to them exactly.
+longest documents are assigned first: again and again, the rank of least work takes the longest that fits its capacity.
+The last tokens of a microbatch are filled by short documents whose lengths add up to them exactly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RETRIES = 8
 def fill(
     docs: IntArray,
     lengths: IntArray,
-    rooms: Sequence[IntArray],
+    capacities: Sequence[IntArray],
     *,
     together: int,
     less: Sequence[float] = (),
@@ -41,7 +41,7 @@ def fill(
 
     Args:
         docs, lengths: [D] ids and tokens of the step's documents.
-        rooms: of every microbatch, [num_ranks] the tokens of each rank.
+        capacities: of every microbatch, [num_ranks] the tokens of each rank.
         together: microbatches that get the same work. One group after the other takes the longest documents that are
             left: the fewer microbatches in a group, the more equal are the lengths of the documents in it.
         less: of every microbatch, squared tokens that it gets less than others. If given, the sums of microbatches
@@ -53,11 +53,11 @@ def fill(
     """
     order = np.argsort(lengths, kind="stable")
     docs, lengths = docs[order], lengths[order]
-    pool = _Pool(lengths.tolist())
-    microbatches = [_Microbatch(pool, of_ranks.tolist(), filled) for of_ranks in rooms]
+    unassigned = _Unassigned(lengths.tolist())
+    microbatches = [_Microbatch(unassigned, of_ranks.tolist(), filled) for of_ranks in capacities]
     for first in range(0, len(microbatches), together):
         group = microbatches[first : first + together]
-        _deal_longest(pool, group, list(less[first : first + together]))
+        _assign_longest(unassigned, group, list(less[first : first + together]))
         if less:  # those with few documents first, as they have least choice
             group = sorted(group, key=lambda each: len(each.docs))
         for number, each in enumerate(group, start=first + 1):
@@ -66,7 +66,7 @@ def fill(
     return [each.layout(docs, lengths) for each in microbatches]
 
 
-class _Pool:
+class _Unassigned:
     """Documents that no microbatch has taken, by ascending length.
 
     ``_below[i]`` is i where document i - 1 is left, and leads to a shorter one where it is not.
@@ -98,44 +98,46 @@ class _Pool:
         self._below = [i if i == 0 or i - 1 in left else i - 1 for i in range(len(self._below))]
 
 
-def _deal_longest(pool: _Pool, microbatches: Sequence[_Microbatch], sums: list[float]) -> None:
-    """Deal the longest documents to the ranks of microbatches, until few tokens of each are left or none fits.
+def _assign_longest(unassigned: _Unassigned, microbatches: Sequence[_Microbatch], sums: list[float]) -> None:
+    """Assign the longest documents to the ranks of microbatches, until few tokens of each are left or none fits.
 
     With ``sums`` of squared tokens that the microbatches begin with, it is the turn of the microbatch with the least.
     """
     of_sums, sums = bool(sums), sums or [0.0] * len(microbatches)
-    _spread_longest(pool, microbatches, sums, of_sums=of_sums)
+    _spread_longest(unassigned, microbatches, sums, of_sums=of_sums)
     turns: list[tuple[float, int, int, int]] = []
 
     def queue_turn(number: int) -> None:
         microbatch = microbatches[number]
         if microbatch.queue and microbatch.left > microbatch.few:
-            work, room, _ = microbatch.queue[0]
-            heapq.heappush(turns, (sums[number], work, room, number))
+            work, capacity, _ = microbatch.queue[0]
+            heapq.heappush(turns, (sums[number], work, capacity, number))
 
     for number in range(len(microbatches)):
         queue_turn(number)
     while turns:
         number = heapq.heappop(turns)[-1]
         microbatch = microbatches[number]
-        work, room, rank = heapq.heappop(microbatch.queue)
-        doc = pool.longest(-room)
+        work, capacity, rank = heapq.heappop(microbatch.queue)
+        doc = unassigned.longest(-capacity)
         if doc is not None:
             microbatch.take(doc, rank)
-            length = pool.lengths[doc]
+            length = unassigned.lengths[doc]
             sums[number] += of_sums * length**2
-            heapq.heappush(microbatch.queue, (work + length**2, room + length, rank))
+            heapq.heappush(microbatch.queue, (work + length**2, capacity + length, rank))
         queue_turn(number)
 
 
-def _spread_longest(pool: _Pool, microbatches: Sequence[_Microbatch], sums: list[float], *, of_sums: bool) -> None:
-    """Spread the documents that are longer than any rank's room over several ranks."""
-    widest = max(max(microbatch.rooms) for microbatch in microbatches)
+def _spread_longest(
+    unassigned: _Unassigned, microbatches: Sequence[_Microbatch], sums: list[float], *, of_sums: bool
+) -> None:
+    """Spread the documents that are longer than any rank's capacity over several ranks."""
+    widest = max(max(microbatch.capacities) for microbatch in microbatches)
     while True:
-        doc = pool.longest(max(microbatch.left for microbatch in microbatches))
-        if doc is None or pool.lengths[doc] <= widest:
+        doc = unassigned.longest(max(microbatch.left for microbatch in microbatches))
+        if doc is None or unassigned.lengths[doc] <= widest:
             return
-        length = pool.lengths[doc]
+        length = unassigned.lengths[doc]
         roomy = [number for number, microbatch in enumerate(microbatches) if microbatch.left >= length]
         chosen = min(roomy, key=lambda number: sums[number] if of_sums else sum(microbatches[number].work))
         microbatches[chosen].spread(doc)
@@ -143,53 +145,54 @@ def _spread_longest(pool: _Pool, microbatches: Sequence[_Microbatch], sums: list
 
 
 class _Microbatch:
-    """Documents of a microbatch: most are on one rank each, the others in the room that these leave.
+    """Documents of a microbatch: most are on one rank each, the others in the capacity that these leave.
 
     Attributes:
         docs: documents so far, each with its rank or -1.
-        rooms: tokens of every rank less those of spread documents; ``_deal_longest`` counts those of whole documents.
+        capacities: tokens of every rank less those of spread documents; ``_assign_longest`` counts those of whole
+            documents.
         work: squared lengths of the spread documents on every rank.
         left: tokens of the microbatch that no document has.
-        few: tokens that may be left when the longest documents are dealt.
-        queue: heap of (squared lengths on a rank, -tokens of room, rank), of the ranks with room.
+        few: tokens that may be left when the longest documents are assigned.
+        queue: heap of (squared lengths on a rank, -tokens of capacity, rank), of the ranks with capacity.
     """
 
-    def __init__(self, pool: _Pool, rooms: list[int], filled: float) -> None:
-        self._pool, self._tokens = pool, rooms
+    def __init__(self, unassigned: _Unassigned, capacities: list[int], filled: float) -> None:
+        self._unassigned, self._tokens = unassigned, capacities
         self.docs: list[tuple[int, int]] = []
-        self.rooms, self.work, self.left = rooms.copy(), [0] * len(rooms), sum(rooms)
-        self.few = filled * self.left / len(rooms)
-        self.queue = [(0, -room, rank) for rank, room in enumerate(rooms) if room]
+        self.capacities, self.work, self.left = capacities.copy(), [0] * len(capacities), sum(capacities)
+        self.few = filled * self.left / len(capacities)
+        self.queue = [(0, -capacity, rank) for rank, capacity in enumerate(capacities) if capacity]
         heapq.heapify(self.queue)
 
     def take(self, doc: int, rank: int = -1) -> None:
-        """Take a document, which lies on one rank or in the room that others leave."""
-        self._pool.take(doc)
+        """Take a document, which lies on one rank or in the capacity that others leave."""
+        self._unassigned.take(doc)
         self.docs.append((doc, rank))
-        self.left -= self._pool.lengths[doc]
+        self.left -= self._unassigned.lengths[doc]
 
     def spread(self, doc: int) -> None:
-        """Take a document longer than any rank's room, and count it on the ranks of least work."""
+        """Take a document longer than any rank's capacity, and count it on the ranks of least work."""
         self.take(doc)
-        length = left = self._pool.lengths[doc]
+        length = left = self._unassigned.lengths[doc]
         changed = []
         while left:
             *_, rank = heapq.heappop(self.queue)
-            part = min(self.rooms[rank], left)
-            self.rooms[rank] -= part
+            part = min(self.capacities[rank], left)
+            self.capacities[rank] -= part
             self.work[rank] += part * length
             left -= part
-            changed.append((self.work[rank], -self.rooms[rank], rank))
+            changed.append((self.work[rank], -self.capacities[rank], rank))
         for entry in changed:
-            if entry[1]:  # without room a rank gets no more
+            if entry[1]:  # without capacity a rank gets no more
                 heapq.heappush(self.queue, entry)
 
     def take_rest(self, *, all_left: bool) -> bool:
         """Take documents that fill what is left exactly, or all; returns False where none are found that do."""
-        pool = self._pool
+        unassigned = self._unassigned
         for _ in range(RETRIES):
-            docs = [doc for doc in pool.left() if all_left or pool.lengths[doc] <= self.left]
-            lengths = [pool.lengths[doc] for doc in docs]
+            docs = [doc for doc in unassigned.left() if all_left or unassigned.lengths[doc] <= self.left]
+            lengths = [unassigned.lengths[doc] for doc in docs]
             enough = bisect_right(list(accumulate(lengths)), 2 * self.left) + 1
             chosen = range(len(docs)) if all_left else add_up(lengths[: max(CANDIDATES, enough)], self.left)
             if chosen is not None:
@@ -200,8 +203,8 @@ class _Microbatch:
                 break
             shortest = min(self.docs)
             self.docs.remove(shortest)
-            self.left += pool.lengths[shortest[0]]
-            pool.give_back(shortest[0])
+            self.left += unassigned.lengths[shortest[0]]
+            unassigned.give_back(shortest[0])
         return False
 
     def layout(self, ids: IntArray, lengths: IntArray) -> TokenLayout:

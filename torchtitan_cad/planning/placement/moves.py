@@ -11,17 +11,17 @@ from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit_inner
 from torchtitan_cad.planning.placement.assign import MOST_CHUNKS
 from torchtitan_cad.planning.placement.estimate import attach, choose, detach
-from torchtitan_cad.planning.placement.table import (
+from torchtitan_cad.planning.placement.state import (
     BEHIND,
+    CAPACITY,
     CHUNK_DOC,
     COUNT,
     GRID,
     LEAST_CHUNK,
     LENGTH,
     RANK,
-    ROOM,
     START,
-    Table,
+    State,
     append,
     give,
     resize,
@@ -37,68 +37,68 @@ def random(state: IntArray, below: int) -> int:
 
 
 @jit_inner
-def _settle(table: Table, i: int, j: int, one: int, other: int) -> None:
-    """End a move between two ranks: choose what they give away, and attach the chunks ``i`` and ``j``, -1 for none."""
-    choose(table, one, i, j)
-    choose(table, other, i, j)
-    attach(table, i)
+def _settle(state: State, i: int, j: int, one: int, other: int) -> None:
+    """End a move between two ranks: choose what they offload, and attach the chunks ``i`` and ``j``, -1 for none."""
+    choose(state, one, i, j)
+    choose(state, other, i, j)
+    attach(state, i)
     if j >= 0:
-        attach(table, j)
+        attach(state, j)
 
 
 @jit_inner
-def swap(table: Table, i: int, numbers: IntArray) -> bool:
+def swap(state: State, i: int, numbers: IntArray) -> bool:
     """Exchange the ranks of a chunk and a random other one."""
-    ints, first = table.ints, len(table.limit)
+    ints, first = state.ints, len(state.limit)
     j = first + random(numbers, ints[len(ints) - 1, COUNT] - first)
     one, other = ints[i, RANK], ints[j, RANK]
     more = ints[i, LENGTH] - ints[j, LENGTH]
-    if other < 0 or other == one or ints[other, ROOM] < more or ints[one, ROOM] < -more:
+    if other < 0 or other == one or ints[other, CAPACITY] < more or ints[one, CAPACITY] < -more:
         return False
     if ints[one, COUNT] == ints[other, COUNT] == 1:
         return False  # the same as exchanging the ranks' numbers
-    detach(table, j)
-    detach(table, i)
-    take(table, i)
-    take(table, j)
-    give(table, i, other)
-    give(table, j, one)
-    _settle(table, i, j, one, other)
+    detach(state, j)
+    detach(state, i)
+    take(state, i)
+    take(state, j)
+    give(state, i, other)
+    give(state, j, one)
+    _settle(state, i, j, one, other)
     return True
 
 
 @jit_inner
-def relocate(table: Table, i: int, numbers: IntArray) -> bool:
+def relocate(state: State, i: int, numbers: IntArray) -> bool:
     """Give a chunk, or its first tokens, to a random other rank."""
-    ints, end = table.ints, len(table.ints) - 1
-    one, other, splits = ints[i, RANK], random(numbers, len(table.limit)), random(numbers, 2) == 1
+    ints, end = state.ints, len(state.ints) - 1
+    one, other, splits = ints[i, RANK], random(numbers, len(state.limit)), random(numbers, 2) == 1
     start, tokens = ints[i, START], ints[i, LENGTH]
-    least, grid = table.sizes[LEAST_CHUNK], table.sizes[GRID]
+    least, grid = state.sizes[LEAST_CHUNK], state.sizes[GRID]
     if other == one or ints[other, COUNT] >= MOST_CHUNKS:
         return False
     if splits:
-        cells = (min(ints[other, ROOM], tokens - least) - least) // grid + 1
+        cells = (min(ints[other, CAPACITY], tokens - least) - least) // grid + 1
         if cells <= 0 or ints[end, COUNT] == end or ints[one, COUNT] >= MOST_CHUNKS:
             return False
         tokens = least + random(numbers, cells) * grid
-    elif ints[other, ROOM] < tokens or (ints[one, COUNT] == 1 and ints[other, COUNT] == 0):
-        return False  # no room, or the same as exchanging the ranks' numbers
-    detach(table, i)
-    take(table, i)
+    elif ints[other, CAPACITY] < tokens or (ints[one, COUNT] == 1 and ints[other, COUNT] == 0):
+        return False  # no capacity, or the same as exchanging the ranks' numbers
+    detach(state, i)
+    take(state, i)
     rest = -1
     if splits:
-        rest = append(table, ints[i, CHUNK_DOC], start + tokens, ints[i, LENGTH] - tokens, i)
-        resize(table, i, start, start + tokens)
-        give(table, rest, one)
-    give(table, i, other)
-    _settle(table, i, rest, one, other)
+        rest = append(state, ints[i, CHUNK_DOC], start + tokens, ints[i, LENGTH] - tokens, i)
+        resize(state, i, start, start + tokens)
+        give(state, rest, one)
+    give(state, i, other)
+    _settle(state, i, rest, one, other)
     return True
 
 
 @jit_inner
-def shift(table: Table, i: int, numbers: IntArray) -> bool:
+def shift(state: State, i: int, numbers: IntArray) -> bool:
     """Shift the boundary with the next chunk of the document, or join that chunk."""
-    ints, grid = table.ints, table.sizes[GRID]
+    ints, grid = state.ints, state.sizes[GRID]
     j, start = ints[i, BEHIND], ints[i, START]
     middle, joins = start + ints[i, LENGTH], random(numbers, 2) == 1
     one, other = ints[i, RANK], ints[j, RANK]
@@ -108,16 +108,16 @@ def shift(table: Table, i: int, numbers: IntArray) -> bool:
     cut = end if joins else middle + (random(numbers, 33) - 16) * max(1, ints[i, LENGTH] // (40 * grid)) * grid
     if cut == middle or cut - start < grid or (end - cut < grid and not joins):
         return False
-    if ints[one, ROOM] < cut - middle or ints[other, ROOM] < middle - cut:
+    if ints[one, CAPACITY] < cut - middle or ints[other, CAPACITY] < middle - cut:
         return False
-    detach(table, j)
-    detach(table, i)
-    take(table, i)
-    take(table, j)
-    resize(table, i, start, cut)
-    resize(table, j, cut, end)
-    give(table, i, one)
+    detach(state, j)
+    detach(state, i)
+    take(state, i)
+    take(state, j)
+    resize(state, i, start, cut)
+    resize(state, j, cut, end)
+    give(state, i, one)
     if not joins:
-        give(table, j, other)
-    _settle(table, i, -1 if joins else j, one, other)
+        give(state, j, other)
+    _settle(state, i, -1 if joins else j, one, other)
     return True

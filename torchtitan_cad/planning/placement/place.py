@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torchtitan_cad.planning.compile_once import Report
 from torchtitan_cad.planning.exchange.traffic import Moved
@@ -25,34 +24,22 @@ from torchtitan_cad.planning.planners.local_search.planner import search
 _logger = logging.getLogger(__name__)
 
 SEARCHES = 128
-"""Searches x ranks: n ranks, at least 8, search SEARCHES // n times, at least once, and make a plan of each result. Few
-ranks make more, as estimates are coarse there."""
-
-
-class Placed(NamedTuple):
-    """The chosen layout, its plan, and the plan for the given layout (the same object if that layout is kept)."""
-
-    layout: TokenLayout
-    plan: Plan
-    given: Plan
-
-
-def place(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None = None, cost: CostModel | None = None
-) -> TokenLayout:
-    """Choose new homes for the tokens of a batch: the layout of :func:`place_and_plan`, without its plan."""
-    return place_and_plan(layout, shape, config, cost).layout
+"""On n ranks, counted as 8 at least, homes are searched for SEARCHES // n times, at least once, and a plan is made of
+each result. Few ranks search more often, as estimates are coarse there."""
 
 
 def place_and_plan(
     layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None = None, cost: CostModel | None = None
-) -> Placed:
+) -> tuple[Plan, Plan]:
     """Choose new homes for the tokens, for which the plan moves fewer bytes, above all on the worst rank.
 
     Every rank keeps its number of tokens, in document order. Equal inputs give equal homes on every rank. The given
     layout is kept if it leaves queries out, if queries see a window only, whose work is even, or if no layout with a
-    lower ``score`` is found. Bytes between nodes count ``inter_node_weight`` times. The new plan's ``plan_seconds``
-    count all of this.
+    lower ``score`` is found. Bytes between nodes count ``inter_node_weight`` times.
+
+    Returns:
+        The plan for the chosen homes, which are its ``layout`` and whose search its ``plan_seconds`` count, and the
+        plan for the given ones; the same object if these are kept.
 
     Raises:
         ValueError: as ``make_plan``.
@@ -60,25 +47,25 @@ def place_and_plan(
     begin = time.perf_counter()
     config = config or PlannerConfig()
     cost = TileAreaCost(config.cost_tile) if cost is None else cost
-    given = make_plan(layout, shape, config, cost)
-    before = moved_by(given)
+    given_plan = make_plan(layout, shape, config, cost)
+    before = moved_by(given_plan)
     if layout.num_ranks == 1 or not before.worst or not layout.seg_attends.all() or shape.window is not None:
-        return Placed(layout, given, given)
+        return given_plan, given_plan
     num_searches = max(1, SEARCHES // max(8, layout.num_ranks))
     searches = [HomeSearch(layout, shape, config, cost, weights) for weights in WEIGHTS[:num_searches]]
     least_score = before.score(before)
     best: tuple[TokenLayout, Callable[[], TaskArray]] | None = None
     for seed in range(num_searches):
         homes = searches[seed % len(searches)].find(seed)
-        by_rank, tasks = _try(homes, shape, config, cost)
+        by_rank, make_tasks = _try(homes, shape, config, cost)
         score = Moved.of(by_rank).score(before)
         if score < least_score:
-            best = homes, tasks
+            best = homes, make_tasks
             least_score = score
     if best is None:
-        return Placed(layout, given, given)
-    homes, tasks = best
-    return Placed(homes, Plan.from_tasks(homes, shape, config, tasks(), cost, begin), given)
+        return given_plan, given_plan
+    homes, make_tasks = best
+    return Plan.from_tasks(homes, shape, config, make_tasks(), cost, begin), given_plan
 
 
 def _try(

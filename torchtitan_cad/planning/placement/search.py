@@ -13,7 +13,7 @@ from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.placement.assign import assign_chunks
 from torchtitan_cad.planning.placement.estimate import choose, estimate, read_by, worst_rank
 from torchtitan_cad.planning.placement.moves import random, relocate, shift, swap
-from torchtitan_cad.planning.placement.table import (
+from torchtitan_cad.planning.placement.state import (
     COUNT,
     HELP,
     HELPERS_IN,
@@ -21,7 +21,7 @@ from torchtitan_cad.planning.placement.table import (
     NEXT_CHUNK,
     RANK,
     TYPICAL,
-    Table,
+    State,
     start_move,
     touch,
     undo,
@@ -30,82 +30,82 @@ from torchtitan_cad.planning.placement.table import (
 
 
 @jit
-def begin_search(table: Table, order: IntArray, heap: IntArray, time: FloatArray) -> float:
+def begin_search(state: State, order: IntArray, heap: IntArray, time: FloatArray) -> float:
     """Assign chunks as ``assign_chunks`` and return the objective; those left over leave their documents' lists."""
-    assign_chunks(table, order, heap, time)
-    first, end = len(table.limit), len(table.ints) - 1
+    assign_chunks(state, order, heap, time)
+    first, end = len(state.limit), len(state.ints) - 1
     slack, roots = 0.0, 0.0
     for rank in range(first):
-        room = max(0.0, table.limit[rank] - table.reals[rank, LOAD])
-        slack += room
-        roots += np.sqrt(room)
-    table.prices[TYPICAL] = (slack / roots) ** 2 if roots > 0 else 1.0
-    for i in range(first, table.ints[end, COUNT]):
-        if table.ints[i, RANK] < 0:
-            unlink(table, i)
-    for i in range(first, table.ints[end, COUNT]):
-        if table.ints[i, RANK] >= 0:
-            read_by(table, i, 1.0, 0.0, 0.0)
+        capacity = max(0.0, state.limit[rank] - state.reals[rank, LOAD])
+        slack += capacity
+        roots += np.sqrt(capacity)
+    state.prices[TYPICAL] = (slack / roots) ** 2 if roots > 0 else 1.0
+    for i in range(first, state.ints[end, COUNT]):
+        if state.ints[i, RANK] < 0:
+            unlink(state, i)
+    for i in range(first, state.ints[end, COUNT]):
+        if state.ints[i, RANK] >= 0:
+            read_by(state, i, 1.0, 0.0, 0.0)
     for rank in range(first):
-        choose(table, rank, -1, -1)
-    return _estimate_anew(table)
+        choose(state, rank, -1, -1)
+    return _estimate_anew(state)
 
 
 @jit_inner
-def _estimate_anew(table: Table) -> float:
-    """Return the objective after updating the price HELP to what the ranks give away now."""
+def _estimate_anew(state: State) -> float:
+    """Return the objective after updating the price HELP to what the ranks offload now."""
     helped, roots = 0.0, 0.0
-    start_move(table)
-    for rank in range(len(table.limit)):
-        touch(table, rank)
-        helped += table.reals[rank, HELPERS_IN]
-        roots += np.sqrt(max(0.0, table.limit[rank] - table.reals[rank, LOAD]))
-    table.prices[HELP] = helped / max(1e-9, roots)
-    return estimate(table)
+    start_move(state)
+    for rank in range(len(state.limit)):
+        touch(state, rank)
+        helped += state.reals[rank, HELPERS_IN]
+        roots += np.sqrt(max(0.0, state.limit[rank] - state.reals[rank, LOAD]))
+    state.prices[HELP] = helped / max(1e-9, roots)
+    return estimate(state)
 
 
 @jit_inner
-def _random_chunk(table: Table, numbers: IntArray, rank: int) -> int:
+def _random_chunk(state: State, numbers: IntArray, rank: int) -> int:
     """Return a random chunk of a rank; the end row if it has none."""
-    i, count = table.ints[rank, NEXT_CHUNK], table.ints[rank, COUNT]
+    i, count = state.ints[rank, NEXT_CHUNK], state.ints[rank, COUNT]
     for _ in range(random(numbers, count) if count > 0 else 0):
-        i = table.ints[i, NEXT_CHUNK]
+        i = state.ints[i, NEXT_CHUNK]
     return i
 
 
 @jit
-def improve(table: Table, rise: float, tries: int, numbers: IntArray) -> None:
+def improve(state: State, rise: float, tries: int, numbers: IntArray) -> None:
     """Try ``tries`` moves, half of them with chunks of the worst rank.
 
     Args:
         rise: initial threshold / objective.
         numbers: [1] state of the pseudo-random numbers.
     """
-    first, end, worst = len(table.limit), len(table.ints) - 1, -1
-    best, accepted = _estimate_anew(table), 0
+    first, end, worst = len(state.limit), len(state.ints) - 1, -1
+    best, accepted = _estimate_anew(state), 0
     rise *= best
     for number in range(tries):
-        i = first + random(numbers, table.ints[end, COUNT] - first)
+        i = first + random(numbers, state.ints[end, COUNT] - first)
         if number % 2 == 0:
-            worst = worst_rank(table) if worst < 0 else worst
-            i = _random_chunk(table, numbers, worst)
-        if i == end or table.ints[i, RANK] < 0:
+            worst = worst_rank(state) if worst < 0 else worst
+            i = _random_chunk(state, numbers, worst)
+        if i == end or state.ints[i, RANK] < 0:
             continue
-        start_move(table)
+        start_move(state)
         kind = random(numbers, 5)
         if kind == 0:
-            is_made = swap(table, i, numbers)
+            is_made = swap(state, i, numbers)
         elif kind <= 2:
-            is_made = relocate(table, i, numbers)
+            is_made = relocate(state, i, numbers)
         else:
-            is_made = shift(table, i, numbers)
+            is_made = shift(state, i, numbers)
         if not is_made:
             continue
-        now = estimate(table)
+        now = estimate(state)
         if now < best + rise * (tries - number) / tries:
             best, worst, accepted = now, -1, accepted + 1
             if accepted % first == 0:
-                best = _estimate_anew(table)
+                best = _estimate_anew(state)
         else:
-            undo(table)
-    _estimate_anew(table)
+            undo(state)
+    _estimate_anew(state)

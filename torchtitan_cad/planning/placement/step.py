@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Homes over all microbatches of an optimizer step: which microbatch, and then which rank, holds which documents.
+"""Homes and plans over all microbatches of an optimizer step, for all kinds of a model's attention.
 
 The loss of a step is a sum over its tokens, so that a document may be in any of its microbatches. ``fill`` divides the
 documents among microbatches of which each is then placed and planned alone.
+
+Layers share homes, and every kind of attention has plans of its own. The first kind, whose queries see whole documents
+where the model has such layers, places documents. The homes are kept if they are better for the layers of all kinds
+together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,53 +21,44 @@ from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
+from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, best_profile, in_stages
 from torchtitan_cad.planning.placement.fill import FILLED, fill
-from torchtitan_cad.planning.placement.halves import join, place_microbatch
-from torchtitan_cad.planning.placement.place import Placed
+from torchtitan_cad.planning.placement.microbatch import (
+    LEAST_GAIN,
+    PlannedMicrobatch,
+    place_microbatch,
+    plan_by_time,
+    plan_in_place,
+    stay_home,
+    with_earlier_keys,
+)
 from torchtitan_cad.planning.plan import Plan, make_plan, moved_by
-from torchtitan_cad.planning.timed import LEAST_GAIN, LayerTimes, plan_by_time, stay_home
+from torchtitan_cad.planning.timed import LayerTimes
 
-SURE, SURE_WORST = 0.35, 0.25
-"""bytes in total, and of the worst rank / those of the given homes: above, microbatches are placed alone as well"""
+ACCEPTED_TOTAL = 0.35
+ACCEPTED_WORST = 0.25
+"""Refilled microbatches are taken without a look at the given ones if they move at most these shares of the bytes that
+the given homes move: of all ranks, and of the worst rank."""
 
-Given = Sequence[Sequence[TokenLayout]]
-Step = list[list[Placed]]
-"""Both: the nano-batches of every microbatch of a step."""
-
-
-def place_step(
-    layouts: Sequence[TokenLayout],
-    shape: AttentionShape,
-    config: PlannerConfig | None = None,
-    cost: CostModel | None = None,
-) -> list[TokenLayout]:
-    """Choose new homes over the microbatches of an optimizer step: the layouts of :func:`place_and_plan_step`."""
-    return [placed.layout for placed in place_and_plan_step(layouts, shape, config, cost)]
-
-
-def place_and_plan_step(
-    layouts: Sequence[TokenLayout],
-    shape: AttentionShape,
-    config: PlannerConfig | None = None,
-    cost: CostModel | None = None,
-) -> list[Placed]:
-    """Place and plan the microbatches of an optimizer step by bytes, as :func:`plan_step`, one layout for each."""
-    return [placed for (placed,) in plan_step([[layout] for layout in layouts], shape, config, cost=cost)]
+Microbatches = Sequence[Sequence[TokenLayout]]
+"""The layouts of the nano-batches of every microbatch of a step."""
+Step = list[PlannedMicrobatch]
 
 
 def plan_step(
-    given: Given,
-    shape: AttentionShape,
+    given: Microbatches,
+    kinds: Sequence[AttentionKind],
     config: PlannerConfig | None = None,
     times: LayerTimes | None = None,
     cost: CostModel | None = None,
     *,
+    columns: IntArray | None = None,
     place: bool = True,
     stages: int = 1,
-) -> Step:
+) -> list[PlannedMicrobatch]:
     """Assign the documents of an optimizer step to its microbatches and ranks anew, and plan each microbatch.
 
     Every rank has as many tokens in every microbatch as before, and every document lies in one microbatch. Equal inputs
@@ -72,9 +67,11 @@ def plan_step(
     without tokens stays home.
 
     Args:
-        given: of every microbatch, its nano-batches: one, two halves by rows, or two halves of which the later attends
-            to the earlier. All have the same ranks; no document is in two microbatches.
+        given: of every microbatch, its nano-batches: one, two nano-batches by rows, or two nano-batches of which the
+            later attends to the earlier. All have the same ranks; no document is in two microbatches.
+        kinds: of the model's attention; only the others than the first may be chunked.
         times: rates by which plans are chosen; None: plans of ``config.tolerance``, judged by their bytes.
+        columns: of each document's first token in the row that it was loaded in, by document id; for chunked attention.
         place: False: all tokens stay where they are, and microbatches are planned alone.
         stages: pipeline stages that run the microbatches one after the other. With more than one, microbatches get
             the attention, and the order, with which 1F1B takes least time, as far as whole documents allow.
@@ -83,148 +80,222 @@ def plan_step(
         ValueError: as ``make_plan``; unequal numbers of nano-batches, or no stage; to place, no microbatch,
             unequal numbers of ranks, a document in two microbatches.
     """
-    check_step(given, stages, place=place)
-    config = complete_config(shape, config)
-    if not any(len(layout.docs) for nanos in given for layout in nanos):  # no tokens
-        return [stay_home(nanos, shape, config, cost) for nanos in given]
-    if times is None:
-        step = _by_bytes(given, shape, config, cost, place=place, stages=stages)
-        if not place or stages == 1:
-            return step
-        work = [sum(each.plan.stats.mean_load * each.plan.stats.max_over_mean for each in nanos) for nanos in step]
-        return _reordered(step, np.array(work), float(np.mean(work)), stages)
-    return _by_time(given, shape, config, times, cost, place=place, stages=stages)
+    check_step(given, kinds, stages, place=place)
 
+    def plan_in_homes(homes: Microbatches, kind: AttentionKind) -> Step:
+        layouts = [[kind.layout(layout, columns) for layout in nanos] for nanos in homes]
+        return _StepPlanner(kind.shape, complete_config(kind.shape, config), times, cost, False, 1).plan(layouts)
 
-def _by_bytes(
-    given: Given, shape: AttentionShape, config: PlannerConfig, cost: CostModel | None, *, place: bool, stages: int
-) -> Step:
-    how = shape, config, cost
-    plans = [[make_plan(layout, *how) for layout in nanos] for nanos in given]
-    stay = [[Placed(plan.layout, plan, plan) for plan in nanos] for nanos in plans]
-    before = _moved(stay)
-    if not place or config.planner == "home" or not (before.worst or stages > 1):
-        return stay
-    made = list[list[Placed]]()
-    if refilled := _refilled(given, stages):
-        made = _finish([place_microbatch(parts, *how) for parts in refilled], given, plans, shape, cost)
-    if not before.worst:  # all have the same, nothing
-        return made or stay
-    moved = _moved(made)
-    if made and moved.total <= SURE * before.total and moved.worst <= SURE_WORST * before.worst:
-        return made
-    alone = [place_microbatch(nanos, *how) for nanos in given]
-    least = _moved(alone)
-    exceeds = stages == 1 and (moved.total > least.total or moved.worst > least.worst)
-    return alone if not made or exceeds or least.score(before) <= moved.score(before) else made
-
-
-def _by_time(
-    given: Given,
-    shape: AttentionShape,
-    config: PlannerConfig,
-    times: LayerTimes,
-    cost: CostModel | None,
-    *,
-    place: bool,
-    stages: int,
-) -> Step:
-    def seconds(step: Step) -> float:
-        attention, linear = _parts(step, times)
-        return in_stages(attention, stages, linear)
-
-    plan = partial(plan_by_time, shape=shape, config=config, times=times, cost=cost, place=place)
-    home = [stay_home(nanos, shape, config, cost) for nanos in given]
-    linear = sum(times.linear_seconds(placed.layout) for nanos in home for placed in nanos)
-    even = sum(times.best_seconds(placed.plan) for nanos in home for placed in nanos)
-    least = (1 - LEAST_GAIN) * seconds(home)
-    if config.planner == "home" or even + (stages - 1) * linear / len(given) > least:
-        return home
-    steps = []
-    if refilled := _refilled(given, stages, linear / (even - linear)) if place else []:
-        made = [plan(parts) for parts in refilled]
-        plans = [
-            [make_plan(layout, shape, placed.plan.config, cost) for layout, placed in zip(nanos, parts, strict=True)]
-            for nanos, parts in zip(given, made, strict=True)
-        ]
-        steps.append(_finish(made, given, plans, shape, cost))
-    even += (stages - 1) * even / len(given)  # of equal microbatches
-    if not steps or seconds(steps[0]) > (1 + LEAST_GAIN) * even:
-        steps.append([plan(nanos, home=stay) for nanos, stay in zip(given, home, strict=True)])
-    if place and stages > 1:
-        steps = [_reordered(step, *_parts(step, times), stages) for step in steps]
-    taken = [seconds(step) for step in steps]
-    return steps[int(np.argmin(taken))] if min(taken) < least else home
-
-
-def _parts(step: Step, times: LayerTimes) -> tuple[FloatArray, float]:
-    """Return the seconds of every microbatch's layer, less those of the mean one's linear work, and these."""
-    linear = sum(times.linear_seconds(placed.layout) for nanos in step for placed in nanos) / len(step)
-    each = [times.microbatch_seconds([placed.plan for placed in nanos]) for nanos in step]
-    return np.array(each) - linear, linear
-
-
-def _reordered(step: Step, attention: FloatArray, linear: float, stages: int) -> Step:
-    """Return the microbatches in the order that pipelines like best, if they have the same numbers of tokens."""
-    tokens = np.array([[placed.layout.queries_per_rank for placed in nanos] for nanos in step])
-    if (tokens != tokens[0]).any():
-        return step
+    shape = kinds[0].shape
+    first = _StepPlanner(shape, complete_config(shape, config), times, cost, place, stages).plan(given)
+    if len(kinds) == 1:
+        return first
+    homes = [microbatch.layouts for microbatch in first]
+    steps = [first, *(plan_in_homes(homes, kind) for kind in kinds[1:])]
+    if homes == [list(nanos) for nanos in given]:  # layouts are equal if they are the same
+        return _of_all_kinds(steps)
+    stay = [plan_in_homes(given, kind) for kind in kinds]
+    if not _is_better(steps, stay, kinds, times, stages):
+        return _of_all_kinds(stay)
+    old = [[microbatch.plans[0] for microbatch in step] for step in stay]
+    old[0] = [microbatch.given_plans[0] for microbatch in first]
     return [
-        [Placed(new.layout, new.plan, old.given) for new, old in zip(step[i], nanos, strict=True)]
-        for i, nanos in zip(best_order(attention, stages, linear), step, strict=True)
+        PlannedMicrobatch(microbatch.plans, given_plans)
+        for microbatch, *given_plans in zip(_of_all_kinds(steps), *old, strict=True)
     ]
 
 
+def _of_all_kinds(steps: Sequence[Step]) -> Step:
+    """Return a step with the plans of all kinds, from a step of each."""
+    return [
+        PlannedMicrobatch(
+            [microbatch.plans[0] for microbatch in by_kind], [microbatch.given_plans[0] for microbatch in by_kind]
+        )
+        for by_kind in zip(*steps, strict=True)
+    ]
+
+
+def _is_better(
+    steps: Sequence[Step], stay: Sequence[Step], kinds: Sequence[AttentionKind], times: LayerTimes | None, stages: int
+) -> bool:
+    """Tell whether steps of all kinds take less time than others or, without rates, move fewer bytes."""
+    if times is not None:
+        return _all_seconds(steps, kinds, times, stages) < _all_seconds(stay, kinds, times, stages)
+    new = _all_moved(steps, kinds)
+    old = _all_moved(stay, kinds)
+    return new.score(old) < old.score(old) if old.worst else stages > 1  # homes for equal work, as nothing moved before
+
+
+def _all_seconds(steps: Sequence[Step], kinds: Sequence[AttentionKind], times: LayerTimes, stages: int) -> float:
+    seconds = [[times.microbatch_seconds(microbatch.plans[0]) for microbatch in step] for step in steps]
+    layers = np.array([kind.layers for kind in kinds])
+    return in_stages(layers @ np.array(seconds), stages)
+
+
+def _all_moved(steps: Sequence[Step], kinds: Sequence[AttentionKind]) -> Moved:
+    """Return what all layers move."""
+    moved = [kind.layers * np.array(_moved(step)) for kind, step in zip(kinds, steps, strict=True)]
+    return Moved(*np.sum(moved, axis=0).tolist())
+
+
 def _moved(step: Step) -> Moved:
-    return moved_by(*(placed.plan for nanos in step for placed in nanos))
+    return moved_by(*(plan for microbatch in step for plan in microbatch.plans[0]))
 
 
-def _refilled(given: Given, stages: int, linear: float = 1.0) -> Given:
+@dataclass(frozen=True)
+class _StepPlanner:
+    """Plans steps for one kind of attention; the arguments of ``plan_step``."""
+
+    shape: AttentionShape
+    config: PlannerConfig
+    times: LayerTimes | None
+    cost: CostModel | None
+    place: bool
+    stages: int
+
+    def plan(self, given: Microbatches) -> Step:
+        """Plan the microbatches, and maybe place them."""
+        if not any(len(layout.docs) for nanos in given for layout in nanos):  # no tokens
+            return [stay_home(nanos, self.shape, self.config, self.cost) for nanos in given]
+        if self.times is not None:
+            return self._by_time(given, self.times)
+        step = self._by_bytes(given)
+        if not self.place or self.stages == 1:
+            return step
+        work = []
+        for microbatch in step:
+            stats = [plan.stats for plan in microbatch.plans[0]]
+            work.append(sum(nano.mean_load * nano.max_over_mean for nano in stats))
+        return self._reordered(step, np.array(work), float(np.mean(work)))
+
+    def _by_bytes(self, given: Microbatches) -> Step:
+        stay = [plan_in_place(nanos, self.shape, self.config, self.cost) for nanos in given]
+        before = _moved(stay)
+        may_gain = before.worst or self.stages > 1
+        if not self.place or self.config.planner == "home" or not may_gain:
+            return stay
+        refilled = [self._place(nanos) for nanos in _refilled(given, self.stages)]
+        if refilled:
+            refilled = self._finished(refilled, given, [microbatch.plans[0] for microbatch in stay])
+        if not before.worst:  # nothing moves in the given layouts
+            return refilled or stay
+        moved = _moved(refilled)
+        is_accepted = moved.total <= ACCEPTED_TOTAL * before.total and moved.worst <= ACCEPTED_WORST * before.worst
+        if refilled and is_accepted:
+            return refilled
+        alone = [self._place(nanos) for nanos in given]
+        least = _moved(alone)
+        exceeds = self.stages == 1 and (moved.total > least.total or moved.worst > least.worst)
+        return alone if not refilled or exceeds or least.score(before) <= moved.score(before) else refilled
+
+    def _by_time(self, given: Microbatches, times: LayerTimes) -> Step:
+        home = [stay_home(nanos, self.shape, self.config, self.cost) for nanos in given]
+        home_plans = [plan for microbatch in home for plan in microbatch.plans[0]]
+        linear = sum(times.linear_seconds(plan.layout) for plan in home_plans)
+        even = sum(times.best_seconds(plan) for plan in home_plans)
+        least = (1 - LEAST_GAIN) * self._seconds(home, times)
+        if self.config.planner == "home" or even + (self.stages - 1) * linear / len(given) > least:
+            return home
+        steps = []
+        refilled = _refilled(given, self.stages, linear / (even - linear)) if self.place else []
+        if refilled:
+            made = [self._fastest(nanos, times) for nanos in refilled]
+            given_plans = [self._as(given_nanos, new.plans[0]) for given_nanos, new in zip(given, made, strict=True)]
+            steps.append(self._finished(made, given, given_plans))
+        even += (self.stages - 1) * even / len(given)  # of equal microbatches
+        if not steps or self._seconds(steps[0], times) > (1 + LEAST_GAIN) * even:
+            steps.append([self._fastest(nanos, times, stay) for nanos, stay in zip(given, home, strict=True)])
+        if self.place and self.stages > 1:
+            steps = [self._reordered(step, *_attention_and_linear(step, times)) for step in steps]
+        taken = [self._seconds(step, times) for step in steps]
+        return steps[int(np.argmin(taken))] if min(taken) < least else home
+
+    def _place(self, nanos: Sequence[TokenLayout]) -> PlannedMicrobatch:
+        return place_microbatch(nanos, self.shape, self.config, self.cost)
+
+    def _fastest(
+        self, nanos: Sequence[TokenLayout], times: LayerTimes, home: PlannedMicrobatch | None = None
+    ) -> PlannedMicrobatch:
+        return plan_by_time(nanos, self.shape, self.config, times, self.cost, place=self.place, home=home)
+
+    def _as(self, nanos: Sequence[TokenLayout], plans: Sequence[Plan]) -> list[Plan]:
+        """Plan layouts with the options of ``plans``."""
+        pairs = zip(nanos, plans, strict=True)
+        return [make_plan(layout, self.shape, plan.config, self.cost) for layout, plan in pairs]
+
+    def _seconds(self, step: Step, times: LayerTimes) -> float:
+        attention, linear = _attention_and_linear(step, times)
+        return in_stages(attention, self.stages, linear)
+
+    def _reordered(self, step: Step, attention: FloatArray, linear: float) -> Step:
+        """Return the microbatches in the order that pipelines like best, if they have the same numbers of tokens."""
+        tokens = np.array([[layout.queries_per_rank for layout in microbatch.layouts] for microbatch in step])
+        if (tokens != tokens[0]).any():
+            return step
+        order = best_order(attention, self.stages, linear)
+        return [PlannedMicrobatch(step[i].plans, old.given_plans) for i, old in zip(order, step, strict=True)]
+
+    def _finished(self, refilled: Step, given: Microbatches, given_plans: Sequence[Sequence[Plan]]) -> Step:
+        """Return refilled microbatches with the plans for the given ones; later nano-batches get the earlier ones'
+        keys."""
+        step = []
+        for microbatch, layouts, old in zip(refilled, given, given_plans, strict=True):
+            plans = list(microbatch.plans[0])
+            if not layouts[-1].seg_attends.all():
+                plans[1] = with_earlier_keys(plans[0], plans[1], self.cost)
+            step.append(PlannedMicrobatch([plans], [old]))
+        return step
+
+
+def _attention_and_linear(step: Step, times: LayerTimes) -> tuple[FloatArray, float]:
+    """Return the seconds of every microbatch's layer, less those of the mean one's linear work, and these."""
+    linear = sum(times.linear_seconds(plan.layout) for microbatch in step for plan in microbatch.plans[0]) / len(step)
+    seconds = [times.microbatch_seconds(microbatch.plans[0]) for microbatch in step]
+    return np.array(seconds) - linear, linear
+
+
+def _refilled(given: Microbatches, stages: int, linear: float = 1.0) -> Microbatches:
     """Return the microbatches with other documents, none of which is in two nano-batches; empty if none are found.
 
     Args:
-        linear: times that of attention in the whole step, which only pipelines ask for.
+        linear: linear work over attention, both of the whole step; only pipelines ask for it.
     """
     if sum(map(len, given)) == 1:
         return []
     held = holders(given)
-    docs, lengths = (np.concatenate([getattr(each, name) for each in held]) for name in ("docs", "doc_lengths"))
-    rooms, count = [layout.queries_per_rank for nanos in given for layout in nanos], len(given[0])
+    docs = np.concatenate([layout.docs for layout in held])
+    lengths = np.concatenate([layout.doc_lengths for layout in held])
+    capacities = [layout.queries_per_rank for nanos in given for layout in nanos]
+    count = len(given[0])
     if stages == 1 or len(given) == 1:
-        parts = fill(docs, lengths, rooms, together=count)
+        parts = fill(docs, lengths, capacities, together=count)
     else:
-        parts = _fill_stages(docs, lengths, rooms, len(given), stages, linear)
+        parts = _fill_stages(docs, lengths, capacities, len(given), stages, linear)
     return [parts[i : i + count] for i in range(0, len(parts), count)]
 
 
 def _fill_stages(
-    docs: IntArray, lengths: IntArray, rooms: list[IntArray], count: int, stages: int, linear: float
+    docs: IntArray, lengths: IntArray, capacities: list[IntArray], count: int, stages: int, linear: float
 ) -> list[TokenLayout]:
     """Fill ``count`` microbatches of a pipeline: all alike, or with the attention of ``best_profile``, or between."""
     work = lengths.astype(np.float64) ** 2
     linear *= work.sum() / count
     wanted = best_profile(work, count, stages, linear)
-    less = np.repeat((wanted.max() - wanted) * count / len(rooms), len(rooms) // count)
+    less = np.repeat((wanted.max() - wanted) * count / len(capacities), len(capacities) // count)
 
     def seconds(parts: list[TokenLayout]) -> float:
-        each = np.array([(part.doc_lengths.astype(np.float64) ** 2).sum() for part in parts]).reshape(count, -1)
-        return in_stages(each.sum(axis=1)[best_order(each.sum(axis=1), stages, linear)], stages, linear)
+        of_parts = np.array([(part.doc_lengths.astype(np.float64) ** 2).sum() for part in parts])
+        of_microbatches = of_parts.reshape(count, -1).sum(axis=1)
+        return in_stages(of_microbatches[best_order(of_microbatches, stages, linear)], stages, linear)
 
     for filled in (FILLED, 4 * FILLED):
-        ways = ((share * less).tolist() for share in (1.0, 0.5, 0.0))
-        made = [fill(docs, lengths, rooms, together=len(rooms), less=each, filled=filled) for each in ways]
-        if any(made):
-            return min(filter(None, made), key=seconds)
+        made = []
+        for share in (1.0, 0.5, 0.0):
+            layouts = fill(
+                docs, lengths, capacities, together=len(capacities), less=(share * less).tolist(), filled=filled
+            )
+            if layouts:
+                made.append(layouts)
+        if made:
+            return min(made, key=seconds)
     return []
-
-
-def _finish(
-    placed: Step, given: Given, plans: Sequence[Sequence[Plan]], shape: AttentionShape, cost: CostModel | None
-) -> Step:
-    """Return refilled microbatches with the ``plans`` for the given ones; later halves get the earlier ones' keys."""
-    step = []
-    for nanos, layouts, of_given in zip(placed, given, plans, strict=True):
-        if not layouts[-1].seg_attends.all():
-            nanos = [nanos[0], join(nanos[0], nanos[1], shape, cost)]
-        step.append([Placed(each.layout, each.plan, plan) for each, plan in zip(nanos, of_given, strict=True)])
-    return step

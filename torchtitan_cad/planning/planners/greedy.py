@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The communication-aware greedy of DistCA (arXiv 2510.18121, section 4.2 and appendix B): a baseline to compare with.
 
-Servers with room take work, the emptiest first. Each takes, again and again, the candidate with the most work per byte
-among the query ranges of overloaded servers, until it is full or nobody is overloaded. A candidate is cut to the work
+Servers with capacity take work, the emptiest first. Each takes, again and again, the candidate with the most work per
+byte among the query ranges of overloaded servers, until it is full or nobody is overloaded. A candidate is cut to the
+work
 that is needed, and where it is cut is chosen for bytes: the range [a, b) of a document costs ``c_q (b - a) + c_kv b``
 bytes and about ``(b^2 - a^2) / 2`` work, so for given work the best range has ``a = b c_q / (c_q + c_kv)``.
 
@@ -155,16 +156,16 @@ def _missing_keys(stop: int, received: int, held: IntArray) -> int:
 
 @jit_inner
 def _best_range(
-    item: IntArray, excess: int, room: int, received: int, held: IntArray, prefix: IntArray, rules: IntArray
+    item: IntArray, excess: int, capacity: int, received: int, held: IntArray, prefix: IntArray, rules: IntArray
 ) -> tuple[float, int, int]:
     """(work per byte, start, end) of the best part of an item to move; work per byte 0 when no part fits.
 
-    ``excess`` is the work that its server should shed, ``room`` the work that the receiver can take. The parts tried
-    are the optimum of the closed form, the tail, the head, and the last part that needs no further keys.
+    ``excess`` is the work that its server should shed, ``capacity`` the work that the receiver can take. The parts
+    tried are the optimum of the closed form, the tail, the head, and the last part that needs no further keys.
     """
     start, end = item[Q_START], item[Q_END]
     step = rules[STEP]
-    work = min(excess, room, _cost(prefix, rules, start, end))
+    work = min(excess, capacity, _cost(prefix, rules, start, end))
     best, best_start, best_end = 0.0, start, end
     stops = (_first_end(prefix, rules, start, end, work, True), end, start, received // step * step)
     for stop in stops:
@@ -172,11 +173,11 @@ def _best_range(
             continue
         if stop == start or _cost(prefix, rules, start, stop) < work:
             a, b = start, _first_end(prefix, rules, start, end, work, False)
-            if _cost(prefix, rules, a, b) > room:
+            if _cost(prefix, rules, a, b) > capacity:
                 b = (b - 1) // step * step
         else:
             a, b = _last_start(prefix, rules, start, stop, work), stop
-            if _cost(prefix, rules, a, b) > room:
+            if _cost(prefix, rules, a, b) > capacity:
                 a = (a // step + 1) * step
         if a >= b:
             continue
@@ -219,12 +220,12 @@ def _fill_server(  # noqa: PLR0913  numba unpacks no objects
 ) -> int:
     """Move work from servers above their level to ``server``, which is below its own; returns the number of items.
 
-    Updates loads [num_ranks], items [capacity, 6] and received [num_docs] (the length of the prefix whose keys the
+    Updates loads [num_ranks], items [rows, 6] and received [num_docs] (the length of the prefix whose keys the
     server has received), and stops early when the item table is full. ``held`` lists the home ranges of the server;
     document d has the rows held_ranges[d, 0] to held_ranges[d, 1].
 
     Candidates wait in a heap, ordered by their last known work per byte, the highest first. A candidate that has
-    become worse than the next one is put back. ``keys`` and ``heap`` [capacity] are scratch.
+    become worse than the next one is put back. ``keys`` and ``heap`` [rows] are scratch.
     """
     size, fresh = 0, 0
     while loads[server] < levels[server] and count + 2 <= len(items):
@@ -232,8 +233,8 @@ def _fill_server(  # noqa: PLR0913  numba unpacks no objects
             doc, excess = items[i, DOC], loads[items[i, SERVER]] - levels[items[i, SERVER]]
             if excess > 0:
                 mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
-                room = levels[server] - loads[server]
-                keys[i] = -_best_range(items[i], excess, room, received[doc], mine, prefix, rules)[0]
+                capacity = levels[server] - loads[server]
+                keys[i] = -_best_range(items[i], excess, capacity, received[doc], mine, prefix, rules)[0]
                 if keys[i] < 0:
                     size = push(heap, size, keys, i)
         fresh = count
@@ -242,11 +243,11 @@ def _fill_server(  # noqa: PLR0913  numba unpacks no objects
         i = pop(heap, size, keys)
         size -= 1
         doc, source = items[i, DOC], items[i, SERVER]
-        excess, room = loads[source] - levels[source], levels[server] - loads[server]
+        excess, capacity = loads[source] - levels[source], levels[server] - loads[server]
         efficiency = 0.0
         if excess > 0:
             mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
-            efficiency, start, end = _best_range(items[i], excess, room, received[doc], mine, prefix, rules)
+            efficiency, start, end = _best_range(items[i], excess, capacity, received[doc], mine, prefix, rules)
         is_worse, keys[i] = -efficiency > keys[i], -efficiency
         if is_worse and efficiency > 0 and size > 0 and comes_before(keys, heap[0], i):
             size = push(heap, size, keys, i)

@@ -58,8 +58,8 @@ def run(
     try:
         cost = None if measured is None else measured.cost_model("forward", shape)
         load_planner()
-        placed = place_and_plan(tokens, shape, config, cost) if place else None
-        plan, given = (placed.plan, placed.given) if placed else (make_plan(tokens, shape, config, cost), None)
+        inputs = tokens, shape, config, cost
+        plan, given = place_and_plan(*inputs) if place else (make_plan(*inputs), None)
     except ValueError as error:
         raise ValueError(f"{printable(layout)}: {error}") from error
     if validate:

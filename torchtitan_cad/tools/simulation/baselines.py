@@ -17,7 +17,7 @@ from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, one_f_one_b
 from torchtitan_cad.tools.simulation.batches import Batch
 from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.memory import in_flight, memory_without_cad, states, stock_attention, token_bytes
-from torchtitan_cad.tools.simulation.reorder import deal_under_cap, row_orders
+from torchtitan_cad.tools.simulation.row_orders import distribute_under_cap, row_orders
 from torchtitan_cad.tools.simulation.step import KEPT, Memory, Outcome, Step
 
 
@@ -173,7 +173,7 @@ def packing_cp(step: Step) -> Outcome | None:
     key_bytes = _packed_key_bytes(step)
     documents = _packed_documents(step)
     cap = _packed_cap(step, key_bytes)
-    bins = deal_under_cap(documents[0], step.batch.lengths, num_bins, cap)
+    bins = distribute_under_cap(documents[0], step.batch.lengths, num_bins, cap)
     if bins is None:
         return None
     sums: FloatArray = np.stack([np.bincount(bins, weights=row, minlength=num_bins) for row in documents])

@@ -16,7 +16,6 @@ from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, pool_l
 from torchtitan_cad.planning.model.limits import server_loads
 from torchtitan_cad.planning.pipeline.one_f_one_b import one_f_one_b
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
-from torchtitan_cad.planning.placement.kinds import plan_kinds
 from torchtitan_cad.tools.simulation.memory import (
     in_flight,
     kept_bytes,
@@ -77,8 +76,9 @@ class Disaggregated:
         if self.configuration.placement == "loader":
             return self.layouts
         step, costs = self.step, self.step.costs
-        placed = plan_step(self.layouts, costs.shape, self._config(step.ranks), cost=costs.plan_cost, stages=step.pp)
-        return [[each.layout for each in nanos] for nanos in placed]
+        kinds, config = costs.kinds[:1], self._config(step.ranks)
+        placed = plan_step(self.layouts, kinds, config, cost=costs.plan_cost, stages=step.pp)
+        return [microbatch.layouts for microbatch in placed]
 
     def plans(self, pool: PoolKey) -> list[list[Plan]]:
         """Plan a pool of microbatches, for every kind one plan per half; stages without a microbatch only serve."""
@@ -95,10 +95,10 @@ class Disaggregated:
                 times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
             place = self.configuration.placement == "balanced" and not self._in_ticks
             columns = np.concatenate(self.starts) % step.batch.row_tokens
-            how = costs.kinds, columns, self._config(ranks), times, costs.plan_cost
-            planned = zip(*plan_kinds(given, *how, place=place, stages=stages), strict=True)
-            for key, kinds in zip(pools, planned, strict=True):
-                self._plans[key] = [[each.plan for each in nanos] for nanos in kinds]
+            how = costs.kinds, self._config(ranks), times, costs.plan_cost
+            planned = plan_step(given, *how, columns=columns, place=place, stages=stages)
+            for key, microbatch in zip(pools, planned, strict=True):
+                self._plans[key] = [list(plans) for plans in microbatch.plans]
         return self._plans[pool]
 
     def outcome(self) -> Outcome:

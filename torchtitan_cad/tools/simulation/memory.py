@@ -9,7 +9,7 @@ import numpy as np
 
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.planning.keeping import GRADIENT_BYTES, WORKING, Room, Stage, kept_by_setting, kept_calls
+from torchtitan_cad.planning.keeping import GRADIENT_BYTES, WORKING, KeepCapacity, Stage, kept_by_setting, kept_calls
 from torchtitan_cad.planning.memory import attention_memory, stock_memory
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.tools.simulation.inputs import MANY_RANKS
@@ -90,7 +90,9 @@ def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
     documents = len(step.batch.lengths) // (step.ranks * step.microbatches)
     attention = WORKING * stock_attention(step, step.tokens, step.tokens, documents)
     calls = kept_calls(step.layers, flying, nano_batches, configuration.checkpointing)
-    return Room(step.costs.cluster.memory, states(step) + activations + buffers + attention, calls).bytes_per_call
+    return KeepCapacity(
+        step.costs.cluster.memory, states(step) + activations + buffers + attention, calls
+    ).bytes_per_call
 
 
 def kept_bytes(step: Step, kinds: list[list[Plan]], microbatches_in_flight: int, bytes_per_call: float) -> float:

@@ -56,7 +56,7 @@ PER_EVALUATION = 256
 class Board(NamedTuple):
     """Pieces and their sums over ranks; the constants above name the columns. D documents, R runs, n ranks."""
 
-    pieces: IntArray  # [capacity, PIECE_COLUMNS]
+    pieces: IntArray  # [size, PIECE_COLUMNS]
     ranks: IntArray  # [n, RANK_COLUMNS]
     docs: IntArray  # [D + 1, 3]
     runs: IntArray  # [R, 3] by document and position
@@ -283,7 +283,7 @@ def relief(board: Board, entry: int, rests: int, whole: IntArray) -> int:
 
 
 @jit_inner
-def room(board: Board, rank: int) -> int:
+def capacity(board: Board, rank: int) -> int:
     """Return the load that the rank may still take; negative if it is over its limit."""
     return board.ranks[rank, LIMIT] - board.ranks[rank, LOAD]
 
@@ -296,11 +296,12 @@ def is_full(board: Board) -> bool:
 
 @jit_inner
 def _add_option(board: Board, rank: int, least: int, num: int) -> int:
-    """Append the rank to the options if this search has not seen it and it has ``least`` room; returns their number."""
+    """Append the rank to the options if this search has not seen it and it has ``least`` capacity; returns their
+    number."""
     if board.ranks[rank, STAMP] == board.counts[STAMPS]:
         return num
     board.ranks[rank, STAMP] = board.counts[STAMPS]
-    if room(board, rank) < least:
+    if capacity(board, rank) < least:
         return num
     board.ranks[num, OPTION] = rank
     return num + 1
@@ -308,7 +309,7 @@ def _add_option(board: Board, rank: int, least: int, num: int) -> int:
 
 @jit_inner
 def find_options(board: Board, i: int, least: int, most: int) -> int:
-    """List in column OPTION up to ``most`` servers with ``least`` room that hold or use rows of piece i.
+    """List in column OPTION up to ``most`` servers with ``least`` capacity that hold or use rows of piece i.
 
     Homes come first, by position. Returns the number of options.
     """

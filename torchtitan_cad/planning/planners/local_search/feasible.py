@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bring a plan within the load limits: parts of pieces move from ranks over their limit to ranks with room.
+"""Bring a plan within the load limits: parts of pieces move from ranks over their limit to ranks with capacity.
 
 The rank that exceeds its limit by most gives first, and gives the part that costs the fewest bytes per unit of excess
-removed. The part fits the receiver's room or the giver's excess, whichever is smaller. Every move takes load from a
+removed. The part fits the receiver's capacity or the giver's excess, whichever is smaller. Every move takes load from a
 rank over its limit and brings no rank above its own. If cuts go along the queries alone and limits are the guaranteed
 loads, such a move exists as long as a rank is over (``limits.py``).
 """
@@ -32,24 +32,24 @@ from torchtitan_cad.planning.planners.local_search.board import (
     UNKNOWN,
     Board,
     book_piece,
+    capacity,
     find_options,
     is_full,
     piece_cost,
     relief,
-    room,
     settle,
 )
 from torchtitan_cad.planning.planners.local_search.cuts import ALL_CUTS, FIRST_ROWS, LAST_ROWS, WHOLE, best_rows, cut
 from torchtitan_cad.planning.planners.local_search.moves import move
 
 PASSES = 6
-"""passes over all ranks: a rank that was given up may find room in the next pass."""
+"""passes over all ranks: a rank that was given up may find capacity in the next pass."""
 
-LEAST_ROOM = 16
-"""Parts are offered to ranks with room for at least limit / LEAST_ROOM, and to the rank with most room."""
+LEAST_CAPACITY = 16
+"""Parts are offered to ranks with capacity for at least limit / LEAST_CAPACITY, and to the rank with most capacity."""
 
 MOST_OPTIONS = 16
-"""ranks: maximum number that parts of a piece are offered to, besides the ranks with most room."""
+"""ranks: maximum number that parts of a piece are offered to, besides the ranks with most capacity."""
 
 WIDE = 3.0
 """A piece with more than WIDE times the columns of its best part gives away no full rows."""
@@ -63,22 +63,22 @@ HOW, WANTED, AT_LEAST, RECEIVER = range(4)
 
 @jit_inner
 def _add_roomiest(board: Board, rank: int, num: int, least: int) -> int:
-    """Append to the options the rank with the most room on the node of ``rank``, and the one with the most of all.
+    """Append to the options the rank with the most capacity on the node of ``rank``, and the one with the most of all.
 
-    Returns the number of options; those that ``find_options`` has found have at least the room ``least``.
+    Returns the number of options; those that ``find_options`` has found have at least the capacity ``least``.
     """
     for everywhere in range(2):
         most = -1
         for other in range(len(board.ranks)):
             near = everywhere == 1 or board.ranks[other, NODE] == board.ranks[rank, NODE]
-            if other != rank and near and (most < 0 or room(board, other) > room(board, most)):
+            if other != rank and near and (most < 0 or capacity(board, other) > capacity(board, most)):
                 most = other
-        is_option = most < 0 or (board.ranks[most, STAMP] == board.counts[STAMPS] and room(board, most) >= least)
-        if not is_option and room(board, most) > 0:
+        is_option = most < 0 or (board.ranks[most, STAMP] == board.counts[STAMPS] and capacity(board, most) >= least)
+        if not is_option and capacity(board, most) > 0:
             board.ranks[most, STAMP] = board.counts[STAMPS]
             board.ranks[num, OPTION] = most
             num += 1
-            least = min(least, room(board, most))
+            least = min(least, capacity(board, most))
     return num
 
 
@@ -92,16 +92,16 @@ def _is_wide(board: Board, piece: IntArray, wanted: int) -> bool:
 def _find_part(board: Board, j: int, choice: IntArray) -> int:
     """Set ``choice`` to the cheapest part of piece j and its receiver; returns its price, ``LARGEST`` if none fits."""
     rank, best = board.pieces[j, SERVER], LARGEST
-    need, whole = -room(board, rank), piece_cost(board, board.pieces[j])
-    least = min(need, 1 + board.ranks[rank, LIMIT] // LEAST_ROOM)
+    need, whole = -capacity(board, rank), piece_cost(board, board.pieces[j])
+    least = min(need, 1 + board.ranks[rank, LIMIT] // LEAST_CAPACITY)
     num = _add_roomiest(board, rank, find_options(board, j, least, MOST_OPTIONS), least)
-    is_wide = num > 0 and _is_wide(board, board.pieces[j], min(need, room(board, board.ranks[num - 1, OPTION])))
+    is_wide = num > 0 and _is_wide(board, board.pieces[j], min(need, capacity(board, board.ranks[num - 1, OPTION])))
     for how in range(board.counts[CUTS]):
         if is_wide and FIRST_ROWS <= how <= LAST_ROWS:
             continue
         for o in range(num):
             other = board.ranks[o, OPTION]
-            free = room(board, other)
+            free = capacity(board, other)
             if how == WHOLE and whole > free:
                 continue
             part, at_least = board.parts[0, 0], free >= need
@@ -129,8 +129,8 @@ def _most_over(board: Board) -> int:
     """Return the rank that exceeds its limit by most and is not given up in this pass; -1 if there is none."""
     worst, most = -1, 0
     for rank in range(len(board.ranks)):
-        if -room(board, rank) > most and board.ranks[rank, STUCK] == 0:
-            worst, most = rank, -room(board, rank)
+        if -capacity(board, rank) > most and board.ranks[rank, STUCK] == 0:
+            worst, most = rank, -capacity(board, rank)
     return worst
 
 

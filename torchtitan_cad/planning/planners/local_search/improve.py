@@ -104,26 +104,26 @@ class LocalSearch:
             guaranteed: int64 [num_ranks] loads never to exceed; if ``limits`` itself, with as many moves as it takes.
             budget: moves evaluated for fewer bytes.
         """
-        n, capacity = len(loads), 2 * len(start) + 16 * len(loads) + 64
+        n, size = len(loads), 2 * len(start) + 16 * len(loads) + 64
         patience = LARGEST if limits is guaranteed else PATIENCE * n
         while True:
-            board = self._board(capacity, limits)
+            board = self._board(size, limits)
             _search(board, np.ascontiguousarray(start), loads, patience, budget, np.empty(4, dtype=np.int64))
             if (board.ranks[:, LOAD] <= guaranteed).all():
                 break
-            if board.counts[PIECES] + FREE_PIECES <= capacity or capacity > 2**24:
+            if board.counts[PIECES] + FREE_PIECES <= size or size > 2**24:
                 return None
-            capacity *= 2
+            size *= 2
         by_rank = board.ranks[:, [BYTES_IN, BYTES_OUT]].T.copy()
         return board.pieces[: board.counts[PIECES], :TASK_COLUMNS], by_rank
 
-    def _board(self, capacity: int, limits: IntArray) -> Board:
+    def _board(self, size: int, limits: IntArray) -> Board:
         ranks = np.zeros((len(limits), RANK_COLUMNS), dtype=np.int64)
         ranks[:, LIMIT], ranks[:, NODE] = limits, self._node
         counts = np.zeros(5, dtype=np.int64)
         counts[CUTS] = self._cuts
         return Board(
-            np.empty((capacity, PIECE_COLUMNS), dtype=np.int64),
+            np.empty((size, PIECE_COLUMNS), dtype=np.int64),
             ranks,
             self._docs.copy(),
             self._runs,

@@ -106,7 +106,7 @@ def join(board: Board, i: int) -> None:
 
 @jit_inner
 def look_again(board: Board, doc: int, server: int) -> None:
-    """Mark as dirty the document, and every document with a piece on ``server``, which has gained room."""
+    """Mark as dirty the document, and every document with a piece on ``server``, which has gained capacity."""
     board.docs[doc, DIRTY] = 1
     j = board.ranks[server, HEAD]
     while j >= 0:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The default planner: local search from the plan without disaggregation.
 
-Ranks over the tolerated load give parts of their tasks to ranks with room (``feasible.py``); then moves within the load
-limits lower the bytes (``polish.py``). The effort is bounded by counts of moves, not by clocks.
+Ranks over the tolerated load give parts of their tasks to ranks with capacity (``feasible.py``); then moves within the
+load limits lower the bytes (``polish.py``). The effort is bounded by counts of moves, not by clocks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from torchtitan_cad.planning.intervals import IntArray, sum_by_index
 from torchtitan_cad.planning.model.config import PlannerConfig
@@ -25,8 +26,9 @@ from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
 SHORT = 20
 """A document on one rank stays at home if it costs less than the mean limit / SHORT."""
 
-MOVES, MOVES_PER_RANK = 8000, 12
-"""moves evaluated for fewer bytes = effort x (MOVES + MOVES_PER_RANK x ranks)"""
+MOVES = 8000
+MOVES_PER_RANK = 12
+"""MOVES + MOVES_PER_RANK x ranks moves are evaluated for fewer bytes."""
 
 
 @register_planner("local_search")
@@ -36,29 +38,38 @@ def plan_local_search(layout: TokenLayout, shape: AttentionShape, config: Planne
 
 
 def search(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, effort: float = 1.0
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
 ) -> tuple[IntArray, Callable[[], TaskArray]]:
     """Return bytes [2, num_ranks] into and out of ranks, right only if all tokens attend, and a maker of the tasks."""
     home = home_tasks(layout)
-    table, costs = task_table(layout, home), cost.cost(home)
+    table = task_table(layout, home)
+    costs = cost.cost(home)
     loads = sum_by_index(home["server"], costs, layout.num_ranks)
     limits = load_limits(layout, config, cost, loads)
     is_balanced = bool((loads <= limits.tolerated).all())
-    budget = 0 if is_balanced else int((MOVES + MOVES_PER_RANK * layout.num_ranks) * effort)
-    chosen = sum_by_index(table[:, DOC], costs, len(layout.docs)) * SHORT >= limits.tolerated.mean()
-    chosen |= np.bincount(table[:, DOC], minlength=len(layout.docs)) > 1
-    mine = chosen[table[:, DOC]]
-    start, rest = table[mine].copy(), home[~mine]
-    start[:, DOC] = (np.cumsum(chosen) - 1)[start[:, DOC]]
-    others = sum_by_index(rest["server"], costs[~mine], layout.num_ranks)
-    found = LocalSearch(layout, shape, config, cost, np.flatnonzero(chosen)).improve(
-        start, others, limits.tolerated, limits.guaranteed, budget
-    )
+    budget = 0 if is_balanced else MOVES + MOVES_PER_RANK * layout.num_ranks
+    chosen = _may_move(table, costs, len(layout.docs), float(limits.tolerated.mean()))
     docs = layout.docs[chosen]
+    searched = chosen[table[:, DOC]]
+    start = table[searched].copy()
+    start[:, DOC] = (np.cumsum(chosen) - 1)[start[:, DOC]]
+    rest = home[~searched]
+    rest_loads = sum_by_index(rest["server"], costs[~searched], layout.num_ranks)
+    local_search = LocalSearch(layout, shape, config, cost, np.flatnonzero(chosen))
+    found = local_search.improve(start, rest_loads, limits.tolerated, limits.guaranteed, budget)
     if found is None:  # with cuts along the queries alone a plan always exists: ``limits.py``
-        every = LocalSearch(layout, shape, replace(config, split_kv=False), cost, np.arange(len(layout.docs)))
-        found = every.improve(table, np.zeros_like(loads), limits.guaranteed, limits.guaranteed, budget)
-        docs, rest = layout.docs, rest[:0]
+        config = replace(config, split_kv=False)
+        local_search = LocalSearch(layout, shape, config, cost, np.arange(len(layout.docs)))
+        found = local_search.improve(table, np.zeros_like(loads), limits.guaranteed, limits.guaranteed, budget)
+        docs = layout.docs
+        rest = rest[:0]
     assert found is not None
     tasks, by_rank = found
     return by_rank, lambda: np.concatenate([rest, from_table(docs, tasks)])
+
+
+def _may_move(table: IntArray, costs: IntArray, num_docs: int, mean_limit: float) -> npt.NDArray[np.bool_]:
+    """Return [num_docs] whether a document is large, or on several ranks, so that the search may move parts of it."""
+    is_large = sum_by_index(table[:, DOC], costs, num_docs) * SHORT >= mean_limit
+    is_spread = np.bincount(table[:, DOC], minlength=num_docs) > 1
+    return is_large | is_spread

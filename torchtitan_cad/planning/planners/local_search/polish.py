@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Lower the bytes of a plan by local moves within the limits of its ranks (``board.py``).
 
-1. *Shifts*: a piece, or as much of it as fits, goes to a server that has room and holds or uses some of its rows.
+1. *Shifts*: a piece, or as much of it as fits, goes to a server that has capacity and holds or uses some of its rows.
 2. *Swaps*: a piece goes to such a server whatever that server's load, and the server's cheapest part that is large
    enough to make room for the piece goes back.
 
 The search visits pieces document by document, then the pieces that the ranks with the most bytes serve or send. It
-visits a document again after one of its pieces has moved, or a server of its pieces has gained room. A budget bounds
-the number of evaluated moves.
+visits a document again after one of its pieces has moved, or a server of its pieces has gained capacity. A budget
+bounds the number of evaluated moves.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
     STUCK,
     WEIGHT,
     Board,
+    capacity,
     copy_task,
     find_options,
     is_full,
@@ -47,29 +48,28 @@ from torchtitan_cad.planning.planners.local_search.board import (
     piece_cost,
     price_move,
     relief,
-    room,
     worst_term,
 )
 from torchtitan_cad.planning.planners.local_search.cuts import WHOLE, cut
 from torchtitan_cad.planning.planners.local_search.moves import do_move, join, look_again, move, undo_move
 
 WORST_WEIGHT = 1.5
-"""objective = total / initial total + WORST_WEIGHT x worst rank's bytes / initial worst rank's bytes, about"""
+"""The objective is about total / initial total + WORST_WEIGHT x worst rank's bytes / initial worst rank's bytes."""
 
 LEAST_GAIN = 3e-5
-"""decrease of the objective: minimum for a move."""
+"""A move must lower the objective by at least this."""
 
 LEAST_SWAP_GAIN = 1e-3
-"""decrease of the objective: minimum for the first half of a swap."""
+"""The first half of a swap must lower the objective by at least this."""
 
-LEAST_ROOM = 256
-"""Shifts go to servers with room for at least limit / LEAST_ROOM."""
+LEAST_CAPACITY = 256
+"""Shifts go to servers with capacity for at least limit / LEAST_CAPACITY."""
 
-ANY_ROOM = -(2**62)
-"""load: less than the room of any server."""
+ANY_CAPACITY = -(2**62)
+"""Unit: load. No server has less capacity."""
 
 GIVE_UP = 8
-"""ranks: after this many busy ranks without an improving move, the pass over busy ranks ends."""
+"""After this many busy ranks without an improving move, the pass over busy ranks ends."""
 
 
 @jit_inner
@@ -85,11 +85,11 @@ def _shift(board: Board, i: int) -> bool:
     whole = piece_cost(board, board.pieces[i])
     limit = board.ranks[board.pieces[i, SERVER], LIMIT]
     best, target, best_cut = -LEAST_GAIN, -1, WHOLE
-    for o in range(find_options(board, i, min(whole, 1 + limit // LEAST_ROOM), len(board.ranks))):
+    for o in range(find_options(board, i, min(whole, 1 + limit // LEAST_CAPACITY), len(board.ranks))):
         option = board.ranks[o, OPTION]
-        fits = whole <= room(board, option)
+        fits = whole <= capacity(board, option)
         for how in range(WHOLE if fits else WHOLE + 1, WHOLE + 1 if fits else board.counts[CUTS]):
-            rests = cut(board, i, 0, how, room(board, option), False)
+            rests = cut(board, i, 0, how, capacity(board, option), False)
             if rests < 0:
                 continue
             change = price_move(board, i, 0, rests, option)
@@ -97,7 +97,7 @@ def _shift(board: Board, i: int) -> bool:
                 best, target, best_cut = change, option, how
     if target < 0:
         return False
-    rests = cut(board, i, 0, best_cut, room(board, target), False)
+    rests = cut(board, i, 0, best_cut, capacity(board, target), False)
     move(board, i, 0, rests, target)
     return True
 
@@ -114,16 +114,16 @@ def _swap(board: Board, i: int) -> bool:
     cost = piece_cost(board, board.pieces[i])
     whole = board.parts[2, 0]
     copy_task(whole, board.pieces[i])
-    for o in range(find_options(board, i, ANY_ROOM, len(board.ranks))):
+    for o in range(find_options(board, i, ANY_CAPACITY, len(board.ranks))):
         option = board.ranks[o, OPTION]
-        if cost <= room(board, option):
+        if cost <= capacity(board, option):
             continue
         cut(board, i, 0, WHOLE, 0, False)
         gain = -price_move(board, i, 0, 0, option)
         if gain < LEAST_SWAP_GAIN:
             continue
         do_move(board, i, 0, 0, option)
-        need, most, best = -room(board, option), room(board, source), gain - LEAST_GAIN
+        need, most, best = -capacity(board, option), capacity(board, source), gain - LEAST_GAIN
         piece, best_cut = -1, WHOLE
         j = board.ranks[option, HEAD]
         while j >= 0:
@@ -174,48 +174,73 @@ def _uses(board: Board, piece: IntArray, home: int) -> bool:
 
 
 @jit_inner
-def polish(board: Board, budget: int) -> None:
-    """Shift and swap until nothing is gained or the budget of evaluations is spent.
+def _set_weights(board: Board) -> None:
+    """Set the weights of the objective.
 
     The weight of the worst rank is divided by (sum of all ranks' eighth powers)^(3/4), initially, so that many equally
     busy ranks do not outweigh the total.
     """
-    total, worst, busy = 0, 0, 0.0
+    total = 0
+    worst = 0
     for rank in range(len(board.ranks)):
         total += board.ranks[rank, BYTES_IN]
         worst = max(worst, board.ranks[rank, BYTES_IN], board.ranks[rank, BYTES_OUT])
-    board.terms[PER_TOTAL], board.terms[PER_WORST] = 1 / max(1, total), 1 / max(1, worst)
+    board.terms[PER_TOTAL] = 1 / max(1, total)
+    board.terms[PER_WORST] = 1 / max(1, worst)
     board.terms[WEIGHT] = 1.0
+    busy = 0.0
     for rank in range(len(board.ranks)):
         busy += worst_term(board, board.ranks[rank, BYTES_IN]) + worst_term(board, board.ranks[rank, BYTES_OUT])
     root = np.sqrt(max(1.0, busy))
     board.terms[WEIGHT] = WORST_WEIGHT / 8 / (root * np.sqrt(root))
+
+
+@jit_inner
+def _shift_documents(board: Board, budget: int) -> None:
+    """Shift pieces of the dirty documents until no shift gains."""
+    for doc in range(len(board.docs) - 1):
+        while board.docs[doc, DIRTY] > 0 and not _is_spent(board, budget):
+            board.docs[doc, DIRTY] = 0
+            i = board.docs[doc, DOC_HEAD]
+            while i >= 0 and not _is_spent(board, budget):
+                after = board.pieces[i, DOC_NEXT]
+                if _shift(board, i):
+                    break
+                i = after
+
+
+@jit_inner
+def _relieve(board: Board, rank: int, budget: int) -> bool:
+    """Move one piece that a busy rank serves or, if it sends more, that uses its rows; False if no move helps."""
+    is_in = board.ranks[rank, BYTES_IN] >= board.ranks[rank, BYTES_OUT]
+    i = 0
+    while i < board.counts[PIECES] and not _is_spent(board, budget):
+        piece = board.pieces[i]
+        relieves = (piece[SERVER] == rank) == is_in and (is_in or _uses(board, piece, rank))
+        if relieves and (_shift(board, i) or _swap(board, i)):
+            return True
+        i += 1
+    return False
+
+
+@jit_inner
+def polish(board: Board, budget: int) -> None:
+    """Shift and swap until nothing is gained or the budget of evaluations is spent."""
+    _set_weights(board)
     while True:
-        for doc in range(len(board.docs) - 1):
-            while board.docs[doc, DIRTY] > 0 and not _is_spent(board, budget):
-                board.docs[doc, DIRTY] = 0
-                i = board.docs[doc, DOC_HEAD]
-                while i >= 0 and not _is_spent(board, budget):
-                    after = board.pieces[i, DOC_NEXT]
-                    if _shift(board, i):
-                        break
-                    i = after
+        _shift_documents(board, budget)
         board.counts[STAMPS] += 1
-        stamp, given_up = board.counts[STAMPS], 0
-        while given_up < GIVE_UP and not _is_spent(board, budget):  # relieve the busiest rank until no move helps
-            rank, i, helps = _busiest(board, stamp), 0, False
+        stamp = board.counts[STAMPS]
+        given_up = 0
+        while given_up < GIVE_UP and not _is_spent(board, budget):
+            rank = _busiest(board, stamp)
             if rank < 0:
                 break
-            is_in = board.ranks[rank, BYTES_IN] >= board.ranks[rank, BYTES_OUT]
-            while i < board.counts[PIECES] and not helps and not _is_spent(board, budget):
-                piece = board.pieces[i]
-                if (piece[SERVER] == rank) == is_in and (is_in or _uses(board, piece, rank)):
-                    helps = _shift(board, i) or _swap(board, i)
-                i += 1
-            if not helps:
+            if not _relieve(board, rank, budget):
                 board.ranks[rank, STUCK] = stamp
                 given_up += 1
-        swaps, i = 0, 0
+        swaps = 0
+        i = 0
         while i < board.counts[PIECES] and not _is_spent(board, budget):
             swaps += _swap(board, i)
             i += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Dealing tokens to other homes: every token with its label and its position, on all ranks at once."""
+"""Redistributing tokens to other homes: every token with its label and its position, on all ranks at once."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise, product
@@ -19,15 +19,21 @@ from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
-from torchtitan_cad.integration.loading.deal import POSITIONS, Deal, _joined, check_dealable, make_deal  # noqa: E402
 from torchtitan_cad.integration.loading.placement import Placement, _of_one_stage, moved_bytes  # noqa: E402
+from torchtitan_cad.integration.loading.redistribution import (  # noqa: E402
+    POSITIONS,
+    Redistribution,
+    _joined,
+    check_redistributable,
+    make_redistribution,
+)
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout  # noqa: E402
 from torchtitan_cad.planning.model.batch import (  # noqa: E402
     BatchShape,
-    dealt_slots,
     group_layout,
     nano_layouts,
+    slots_of_nano_batches,
 )
 from torchtitan_cad.planning.model.kind import AttentionKind  # noqa: E402
 from torchtitan_cad.runtime.errors import PlanMismatchError  # noqa: E402
@@ -38,7 +44,8 @@ TOPOLOGIES = [Topology(1, 3, 1, 1), Topology(1, 2, 2, 1), Topology(2, 2, 2, 1, a
 
 
 def shuffled(layout: TokenLayout, rng: np.random.Generator) -> TokenLayout:
-    """The same documents, cut anywhere and dealt to ranks and places at random; as many tokens on every rank."""
+    """The same documents, cut anywhere and redistributed to ranks and places at random; as many tokens on every
+    rank."""
     pieces = []
     for doc, length in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True):
         cuts = [0, *sorted({int(cut) for cut in rng.integers(1, length + 1, size=rng.integers(4))} - {length}), length]
@@ -68,18 +75,25 @@ def expand(layout: TokenLayout) -> list[list[tuple[int, int]]]:
     return [[(doc, start + i) for doc, start, n in segments for i in range(n)] for segments in layout.segments()]
 
 
-def exchanged(deals: list[Deal], batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Batches of the data-parallel ranks, which had ``batches`` [B, S], once each has carried out its deal."""
-    messages = [batch.flatten()[deal.sent].split(deal.send_counts) for deal, batch in zip(deals, batches, strict=True)]
-    came = [torch.cat([sent[rank] for sent in messages]) for rank in range(len(deals))]
-    for rank, deal in enumerate(deals):
-        assert [len(sent[rank]) for sent in messages] == deal.receive_counts
-    return [deal.scatter(x).view_as(b) for deal, x, b in zip(deals, came, batches, strict=True)]
+def exchanged(redistributions: list[Redistribution], batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Batches of the data-parallel ranks, which had ``batches`` [B, S], once each has carried out its
+    redistribution."""
+    messages = [
+        batch.flatten()[redistribution.sent].split(redistribution.send_counts)
+        for redistribution, batch in zip(redistributions, batches, strict=True)
+    ]
+    came = [torch.cat([sent[rank] for sent in messages]) for rank in range(len(redistributions))]
+    for rank, redistribution in enumerate(redistributions):
+        assert [len(sent[rank]) for sent in messages] == redistribution.receive_counts
+    return [
+        redistribution.scatter(x).view_as(b)
+        for redistribution, x, b in zip(redistributions, came, batches, strict=True)
+    ]
 
 
 @given(st.data())
 def test_every_token_comes_to_its_home(data: st.DataObject) -> None:
-    """Looks up, token by token, what the new layouts say; and deals everything back."""
+    """Looks up, token by token, what the new layouts say; and redistributes everything back."""
     dp, cp, microbatches, rows = (data.draw(st.integers(1, 3)) for _ in range(4))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     shape = BatchShape(rows * microbatches, cp * data.draw(st.integers(1, 8)), rows)
@@ -87,10 +101,10 @@ def test_every_token_comes_to_its_home(data: st.DataObject) -> None:
     starts = [np.union1d(np.arange(0, size, shape.seq_len), rng.integers(0, size, size=size // 3)) for _ in range(dp)]
     old = [group_layout(starts, shape, i, cp) for i in range(microbatches)]
     new = parts(shuffled(_joined(old), rng), microbatches)
-    slots = [slot for i in range(microbatches) for slot in dealt_slots(shape, i, cp, 1)]
-    deals = [make_deal(old, new, slots, rank) for rank in range(dp)]
+    slots = [slot for i in range(microbatches) for slot in slots_of_nano_batches(shape, i, cp, 1)]
+    redistributions = [make_redistribution(old, new, slots, rank) for rank in range(dp)]
     batches = [torch.arange(rank * size, (rank + 1) * size).view(shape.rows, -1) for rank in range(dp)]
-    dealt = exchanged(deals, batches)
+    redistributed = exchanged(redistributions, batches)
 
     def tokens_of(batches: list[torch.Tensor]) -> list[int]:
         """In the order of (microbatch, data-parallel rank, context-parallel rank), the last changing first."""
@@ -99,21 +113,21 @@ def test_every_token_comes_to_its_home(data: st.DataObject) -> None:
 
     before, after = (chain.from_iterable(expand(_joined(layouts))) for layouts in (old, new))
     token = dict(zip(before, tokens_of(batches), strict=True))
-    assert tokens_of(dealt) == [token[each] for each in after]
-    for rank, deal in enumerate(deals):
-        assert torch.equal(deal.positions(shape.seq_len), (dealt[rank] % shape.seq_len).int())
-    back = [make_deal(new, old, slots, rank) for rank in range(dp)]
-    assert all(torch.equal(one, other) for one, other in zip(exchanged(back, dealt), batches, strict=True))
+    assert tokens_of(redistributed) == [token[each] for each in after]
+    for rank, redistribution in enumerate(redistributions):
+        assert torch.equal(redistribution.positions(shape.seq_len), (redistributed[rank] % shape.seq_len).int())
+    back = [make_redistribution(new, old, slots, rank) for rank in range(dp)]
+    assert all(torch.equal(one, other) for one, other in zip(exchanged(back, redistributed), batches, strict=True))
 
 
-def connected(topology: Topology, twins: bool = False, **config: Any) -> list[Placement]:
-    """The placements of all ranks of a CAD group, over gloo; with ``twins`` the ranks are twins of each other."""
+def connected(topology: Topology, replicas: bool = False, **config: Any) -> list[Placement]:
+    """The placements of all ranks of a CAD group, over gloo; with ``replicas`` the ranks are replicas of each other."""
     store = dist.HashStore()
 
     def connect(rank: int) -> Placement:
         group = gloo_group(store, rank, topology.group_size, timeout_s=60)
         planner = PlannerConfig(min_shard=1, tile=1, **config)
-        return Placement(group, group if twins else None, topology, rank, planner, KINDS, None)
+        return Placement(group, group if replicas else None, topology, rank, planner, KINDS, None)
 
     with ThreadPoolExecutor(topology.group_size) as pool:
         return list(pool.map(connect, range(topology.group_size)))
@@ -122,8 +136,11 @@ def connected(topology: Topology, twins: bool = False, **config: Any) -> list[Pl
 @pytest.mark.parametrize("topology", params(TOPOLOGIES, TOPOLOGIES[-1:]), ids=str)
 @pytest.mark.parametrize("rows_and_halves", params(product((1, 2), (1, 2)), [(1, 2)]), ids=str)
 @pytest.mark.parametrize("own", params([False, True], [True]), ids=["columns", "own positions"])
-def test_ranks_deal_ids_labels_and_positions(topology: Topology, rows_and_halves: tuple[int, int], own: bool) -> None:
-    """Two batches, in which all data-parallel ranks but the first have short documents: there is something to deal."""
+def test_ranks_redistribute_ids_labels_and_positions(
+    topology: Topology, rows_and_halves: tuple[int, int], own: bool
+) -> None:
+    """Two batches, in which all data-parallel ranks but the first have short documents: there is something to
+    redistribution."""
     dp, cp, (rows, nano_batches) = topology.dp, topology.cp, rows_and_halves
     shape = BatchShape(2 * rows, 64, rows)
     size = shape.rows * shape.seq_len
@@ -131,29 +148,28 @@ def test_ranks_deal_ids_labels_and_positions(topology: Topology, rows_and_halves
     given = [nano_layouts(starts, shape, i, cp, nano_batches) for i in range(shape.microbatches)]
     batches = [torch.arange(rank * size, (rank + 1) * size).view(shape.rows, -1) for rank in range(dp)]
 
-    def deal(number: int, placement: Placement) -> tuple[Any, ...]:
+    def redistribute(number: int, placement: Placement) -> tuple[Any, ...]:
         tokens = batches[number % (dp * cp) // cp]
         labels = torch.where(tokens % 5 == 0, IGNORED, tokens + 1)
-        homes = placement.choose(given, np.concatenate(starts) % shape.seq_len, shape)
-        assert homes.deal is not None
+        placed = placement.choose(given, np.concatenate(starts) % shape.seq_len)
         halves = zip(tokens.chunk(2), labels.chunk(2), strict=True)
         positions = [{"positions": half % 7} if own else {} for half in tokens.chunk(2)]
         step = [({"input": half, **more}, targets) for (half, targets), more in zip(halves, positions, strict=True)]
-        parcel = placement.pack(homes, step)
+        parcel = placement.pack(given, placed, shape, step)
         assert parcel is not None
-        return homes, parcel.unpack(placement.exchange(parcel))
+        return placed, parcel.unpack(placement.exchange(parcel))
 
     placements = connected(topology)
     with ThreadPoolExecutor(len(placements)) as pool:
-        every = list(pool.map(deal, range(len(placements)), placements))
-    for rank, (homes, dealt) in enumerate(every):
-        _, twin = every[rank - rank % cp]  # whole rows, whatever the context-parallel rank
-        for (inputs, labels), (twin_inputs, _) in zip(dealt, twin, strict=True):
+        every = list(pool.map(redistribute, range(len(placements)), placements))
+    for rank, (placed, redistributed) in enumerate(every):
+        _, replica = every[rank - rank % cp]  # whole rows, whatever the context-parallel rank
+        for (inputs, labels), (replica_inputs, _) in zip(redistributed, replica, strict=True):
             tokens = inputs["input"]
-            assert torch.equal(tokens, twin_inputs["input"])
+            assert torch.equal(tokens, replica_inputs["input"])
             assert torch.equal(inputs[POSITIONS], (tokens % 7 if own else tokens % 64).int())
             assert torch.equal(labels, torch.where(tokens % 5 == 0, IGNORED, tokens + 1))
-        total, worst = moved_bytes(homes.kinds, KINDS).T
+        total, worst = moved_bytes(placed, KINDS).T
         assert worst[1] < worst[0]
         assert total[1] <= 1.03 * total[0]
     first, second = (
@@ -168,29 +184,30 @@ def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
     starts, shape = [np.array([0]), np.array([0])], BatchShape(1, 64, 1)
     placement = Placement(None, None, Topology(1, 2, 1, 1), 0, PlannerConfig(), KINDS, None)
     layouts = [[group_layout(starts, shape, 0, 1)]]
-    homes = placement.choose(layouts, np.zeros(2, np.int64), shape)
-    assert homes.deal is None
-    assert homes.layouts[0][0] is layouts[0][0]
+    placed = placement.choose(layouts, np.zeros(2, np.int64))
+    assert placed[0].layouts[0] is layouts[0][0]
     batches = [({"input": torch.zeros(1, 64)}, torch.zeros(1, 64))]
-    assert placement.pack(homes, batches) is None
+    assert placement.pack(layouts, placed, shape, batches) is None
 
 
-def test_twins_with_other_homes_are_an_error_on_all() -> None:
-    """A twin that has nothing to deal differs, too."""
+def test_replicas_with_other_homes_are_an_error_on_all() -> None:
+    """A replica that has nothing to redistribute differs, too."""
     shape, inputs = BatchShape(1, 64, 1), {"input": torch.zeros(1, 64, dtype=torch.int64)}
     layouts = [[group_layout([np.array([0]), np.arange(0, 64, at)], shape, 0, 1)] for at in (4, 8)]
-    placements = connected(Topology(1, 2, 1, 1), twins=True)
+    placements = connected(Topology(1, 2, 1, 1), replicas=True)
 
-    def deal(placement: Placement, layout: list[TokenLayout] | None) -> Any:
-        homes = placement.choose([layout], np.zeros(32, np.int64), shape) if layout else None
-        return placement.pack(homes, [(inputs, inputs["input"])])
+    def redistribute(placement: Placement, layout: list[TokenLayout] | None) -> Any:
+        placed = placement.choose([layout], np.zeros(32, np.int64)) if layout else None
+        return placement.pack([layout or []], placed, shape, [(inputs, inputs["input"])])
 
     with ThreadPoolExecutor(2) as pool:
         for layout in (layouts[0], None):
-            for each in [pool.submit(deal, placement, layout) for placement in placements]:
+            for each in [pool.submit(redistribute, placement, layout) for placement in placements]:
                 each.result()
         for other in (layouts[1], None):
-            for each in [pool.submit(deal, *args) for args in zip(placements, (layouts[0], other), strict=True)]:
+            for each in [
+                pool.submit(redistribute, *args) for args in zip(placements, (layouts[0], other), strict=True)
+            ]:
                 with pytest.raises(PlanMismatchError, match="different homes: all ranks must run the same version"):
                     each.result()
 
@@ -201,14 +218,14 @@ def test_speeds_and_nodes_of_a_whole_pipeline_say_nothing_of_a_stage() -> None:
     assert _of_one_stage(config, 4) == PlannerConfig(ranks_per_node=4)
 
 
-def test_batches_that_cannot_be_dealt_are_refused() -> None:
+def test_batches_that_cannot_be_redistributed_are_refused() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    check_dealable({"input": tokens}, tokens)
-    check_dealable({"input": tokens, "positions": tokens.int()}, tokens)
+    check_redistributable({"input": tokens}, tokens)
+    check_redistributable({"input": tokens, "positions": tokens.int()}, tokens)
     with pytest.raises(ValueError, match=r"positions torch\.float32 \(2, 8\) with tokens torch\.int64 \(2, 8\)"):
-        check_dealable({"input": tokens, "positions": tokens.float()}, tokens)
+        check_redistributable({"input": tokens, "positions": tokens.float()}, tokens)
     with pytest.raises(ValueError, match=r"batch key 'pixels'.*set cad.placement to 'loader'"):
-        check_dealable({"input": tokens, "pixels": tokens}, tokens)
+        check_redistributable({"input": tokens, "pixels": tokens}, tokens)
     for labels in (tokens[:, :4], tokens.float()):
         with pytest.raises(ValueError, match=r"labels torch\.\w+ \(2, \d\) with tokens torch\.int64 \(2, 8\)"):
-            check_dealable({"input": tokens}, labels)
+            check_redistributable({"input": tokens}, labels)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Dealing the tokens of an optimizer step to the homes that ``plan_step`` has found for them (``cad.placement``).
+"""Redistributing the tokens of an optimizer step to the homes that ``plan_step`` has found for them
+(``cad.placement``).
 
 All ranks of a CAD group know the homes that the loader gave and those that the tokens get, so only ids and labels
 travel: who sends what to whom, and every token's position for RoPE, follow from the layouts.
 
 Ranks of one data-parallel coordinate load the same rows, which torchtitan cuts among context-parallel ranks afterwards.
-Tokens are therefore dealt between data-parallel ranks, whole rows each, among ranks that agree in all other
+Tokens are therefore redistributed between data-parallel ranks, whole rows each, among ranks that agree in all other
 coordinates.
 """
 
@@ -24,12 +25,12 @@ Batch = tuple[dict[str, Tensor], Tensor]
 """Inputs by name, and labels."""
 
 POSITIONS = "cad_positions"
-"""Key of a dealt batch: int32 [B, S], which RoPE goes by: every token's own position, where the batch had some, or else
-its column in the row that it was loaded in."""
+"""Key of a redistributed batch: int32 [B, S], which RoPE goes by: every token's own position, where the batch had some,
+or else its column in the row that it was loaded in."""
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
+class Redistribution:
     """Tokens that one data-parallel rank sends and receives. A flat position is row * S + column in B rows of a step.
 
     Tokens travel in the order of (peer, document, position).
@@ -50,19 +51,19 @@ class Deal:
 
     def scatter(self, came: Tensor) -> Tensor:
         """Reorder ``came`` [B * S, ...] from the order of arrival to that of the rows."""
-        dealt = torch.empty_like(came)
-        dealt[self.received] = came
-        return dealt
+        redistributed = torch.empty_like(came)
+        redistributed[self.received] = came
+        return redistributed
 
     def positions(self, seq_len: int) -> Tensor:
         """Give the positions [B, S] of the rows; see ``POSITIONS``."""
         return self.scatter((self.source % seq_len).to(torch.int32)).view(-1, seq_len)
 
 
-def make_deal(
+def make_redistribution(
     given: Sequence[TokenLayout], homes: Sequence[TokenLayout], slots: Sequence[np.ndarray], dp_rank: int
-) -> Deal:
-    """Return the part of data-parallel rank ``dp_rank`` in dealing a step.
+) -> Redistribution:
+    """Return the part of data-parallel rank ``dp_rank`` in redistributing a step.
 
     Args:
         given, homes: layouts of the step's parts, old and new: between them the same documents, whose ids are those of
@@ -83,7 +84,7 @@ def make_deal(
         there = slot[part, cut, other.run_row[run] + token - other.run_start[run]]
         ways.append(_in_order(peer, token, slot.ravel(), there, num_ranks // slices))
     (out, _, out_counts), (into, source, into_counts) = ways
-    return Deal(out, out_counts, into, into_counts, source)
+    return Redistribution(out, out_counts, into, into_counts, source)
 
 
 def _joined(parts: Sequence[TokenLayout]) -> TokenLayout:
@@ -110,15 +111,15 @@ def columns_of(inputs: Mapping[str, Tensor], labels: Tensor) -> list[Tensor]:
     return [inputs["input"], labels, *([inputs[OWN_POSITIONS]] if OWN_POSITIONS in inputs else [])]
 
 
-def check_dealable(inputs: Mapping[str, Tensor], labels: Tensor) -> None:
+def check_redistributable(inputs: Mapping[str, Tensor], labels: Tensor) -> None:
     """Raise ValueError unless a batch is ids, labels and maybe positions, all integers [B, S], and nothing else."""
     remedy = "; give integers [B, S] for tokens, labels and positions alone, or set cad.placement to 'loader'"
     if unknown := sorted(inputs.keys() - {"input", OWN_POSITIONS}):
-        raise ValueError(f"cad.placement cannot deal batch key {unknown[0]!r} with the tokens{remedy}")
+        raise ValueError(f"cad.placement cannot redistribute batch key {unknown[0]!r} with the tokens{remedy}")
     tokens, *others = columns_of(inputs, labels)
     for name, column in zip(("labels", OWN_POSITIONS), others, strict=False):
         if column.shape != tokens.shape or tokens.is_floating_point() or column.is_floating_point():
             raise ValueError(
-                f"cad.placement cannot deal {name} {column.dtype} {tuple(column.shape)} with tokens "
+                f"cad.placement cannot redistribute {name} {column.dtype} {tuple(column.shape)} with tokens "
                 f"{tokens.dtype} {tuple(tokens.shape)}{remedy}"
             )

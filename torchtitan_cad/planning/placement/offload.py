@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""An estimate of the block that a chunk gives away where its rank has too much work."""
+"""An estimate of the block that a chunk offloads where its rank has too much work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray
 from torchtitan_cad.planning.jit import jit_inner
-from torchtitan_cad.planning.placement.table import KEY_BYTES, PER_PAIR, QUERY_BYTES, SPARE, TYPICAL
+from torchtitan_cad.planning.placement.state import KEY_BYTES, PER_PAIR, QUERY_BYTES, SPARE, TYPICAL
 
 
 @jit_inner
@@ -22,7 +22,7 @@ def _beside(excess: float, rows: float, keys: float, prices: FloatArray) -> tupl
 
 
 @jit_inner
-def give_away(start: float, rows: float, excess: float, prices: FloatArray) -> tuple[float, ...]:
+def offload(start: float, rows: float, excess: float, prices: FloatArray) -> tuple[float, ...]:
     """Return (work, bytes of queries out, bytes into helpers, keys not imported, keys read, strips) of the best block.
 
     The block has at most the work ``excess``. It belongs to a chunk of ``rows`` rows from row ``start`` of a document.
@@ -44,14 +44,14 @@ def give_away(start: float, rows: float, excess: float, prices: FloatArray) -> t
             spared = 0.0
         if width <= 0:
             continue
-        given = height * width * prices[PER_PAIR]
-        beside, strips = _beside(given, height, width, prices)
+        offloaded = height * width * prices[PER_PAIR]
+        beside, strips = _beside(offloaded, height, width, prices)
         queries = height * beside * prices[QUERY_BYTES]
         keys = width * strips * prices[KEY_BYTES]
-        value = (queries + keys - spared * prices[KEY_BYTES]) / given
-        if given < 0.98 * excess:
+        value = (queries + keys - spared * prices[KEY_BYTES]) / offloaded
+        if offloaded < 0.98 * excess:
             value *= 2
         if value < least:
             least = value
-            best = (given, queries, queries + keys, spared, width, strips)
+            best = (offloaded, queries, queries + keys, spared, width, strips)
     return best

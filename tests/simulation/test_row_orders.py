@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows dealt anew over ranks and microbatches, and the order of a pipeline's microbatches."""
+"""Rows distributed anew over ranks and microbatches, and the order of a pipeline's microbatches."""
 
 import numpy as np
 import pytest
 
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, best_profile, in_stages
-from torchtitan_cad.tools.simulation.reorder import equal_work, row_orders
+from torchtitan_cad.tools.simulation.row_orders import equal_work, row_orders
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 2), (4, 9)])

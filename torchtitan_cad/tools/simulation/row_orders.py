@@ -11,7 +11,7 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 
 
 def row_orders(work: FloatArray, ranks: int, microbatches: int) -> list[IntArray]:
-    """Return ways to deal a step's rows, of which the fastest depends on where ranks wait for each other.
+    """Return ways to distribute a step's rows, of which the fastest depends on where ranks wait for each other.
 
     Ranks and microbatches have equal work; or the heaviest rows go to the first microbatch, then ranks are equal in
     each; or ranks have equal work, then their microbatches.
@@ -32,7 +32,7 @@ def row_orders(work: FloatArray, ranks: int, microbatches: int) -> list[IntArray
 
 
 def equal_work(work: FloatArray, rows: IntArray, parts: int) -> IntArray:
-    """Deal rows to parts, as many to each: the heaviest first, to the part of least work. [parts, rows of each].
+    """Distribute rows to parts, as many to each: the heaviest first, to the part of least work. [parts, rows of each].
 
     Then the part of most work swaps a row with another part, as long as both have less than it had.
     """
@@ -43,36 +43,39 @@ def equal_work(work: FloatArray, rows: IntArray, parts: int) -> IntArray:
         lists[part].append(row)
         if len(lists[part]) < size:
             heapq.heappush(heap, (load + float(work[row]), part))
-    dealt = np.array(lists, dtype=np.int64)
+    distributed = np.array(lists, dtype=np.int64)
     for _ in range(len(rows)):
-        loads = work[dealt].sum(axis=1)
+        loads = work[distributed].sum(axis=1)
         heavy = int(loads.argmax())
-        saved = work[dealt[heavy], None, None] - work[dealt]  # [row of the heaviest part, other part, its row]
+        saved = (
+            work[distributed[heavy], None, None] - work[distributed]
+        )  # [row of the heaviest part, other part, its row]
         most = np.maximum(loads[heavy] - saved, loads[:, None] + saved)
         mine, part, theirs = np.unravel_index(most.argmin(), most.shape)
         if most[mine, part, theirs] >= loads[heavy] * (1 - 1e-9):
             break
-        dealt[heavy, mine], dealt[part, theirs] = dealt[part, theirs], dealt[heavy, mine]
-    return dealt
+        distributed[heavy, mine], distributed[part, theirs] = distributed[part, theirs], distributed[heavy, mine]
+    return distributed
 
 
-def deal_under_cap(work: FloatArray, tokens: IntArray, parts: int, cap: float) -> IntArray | None:
-    """Deal documents to parts of at most ``cap`` tokens: the heaviest first, to the part of least work that has room.
+def distribute_under_cap(work: FloatArray, tokens: IntArray, parts: int, cap: float) -> IntArray | None:
+    """Distribute documents to parts of at most ``cap`` tokens: the heaviest first, to the part of least work that has
+    capacity.
 
-    Returns int64 [documents], the part of each; None where no part has room.
+    Returns int64 [documents], the part of each; None where no part has capacity.
     """
     heap = [(0.0, number) for number in range(parts)]
-    room = np.full(parts, float(cap))
-    dealt = np.zeros(len(work), dtype=np.int64)
+    capacity = np.full(parts, float(cap))
+    distributed = np.zeros(len(work), dtype=np.int64)
     for document in np.argsort(-work, kind="stable").tolist():
         full = []
-        while heap and room[heap[0][1]] < tokens[document]:
+        while heap and capacity[heap[0][1]] < tokens[document]:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
         load, number = heapq.heappop(heap)
-        dealt[document] = number
-        room[number] -= tokens[document]
+        distributed[document] = number
+        capacity[number] -= tokens[document]
         for entry in (*full, (load + float(work[document]), number)):
             heapq.heappush(heap, entry)
-    return dealt
+    return distributed

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Planning one microbatch: its record, homes for its nano-batches, and plans of the least predicted time.
+
+With ``tolerance = "auto"`` queries stay home where moving does not gain. A plan of lower tolerance balances better and
+moves more bytes. Which plan is faster depends on the batch and on the machine: the exchange costs only the time by
+which it exceeds the work that hides it.
+
+Where rows are cut in the middle, the later nano-batch attends to keys of the earlier nano-batch, and the plan moves
+these keys again. The keys of a document that lies in one nano-batch move once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torchtitan_cad.planning.intervals import IntArray, end_to_end
+from torchtitan_cad.planning.model.config import PlannerConfig
+from torchtitan_cad.planning.model.cost import CostModel
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.placement.place import place_and_plan
+from torchtitan_cad.planning.plan import Plan, make_plan, moved_by
+from torchtitan_cad.planning.timed import LayerTimes
+
+TOLERANCES = (0.0, 0.02, 0.15, 0.4)
+"""The tolerances that are tried, ascending."""
+LEAST_GAIN = 0.01
+"""A plan that is predicted to save less than this share of the time at home is not taken."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedMicrobatch:
+    """A microbatch with its plans.
+
+    Attributes:
+        plans: [kinds of attention][nano-batches] plans for the homes that were chosen.
+        given_plans: [kinds of attention][nano-batches] plans for the homes that the loader gave; the same objects where
+            these are kept.
+    """
+
+    plans: Sequence[Sequence[Plan]]
+    given_plans: Sequence[Sequence[Plan]]
+
+    @property
+    def layouts(self) -> list[TokenLayout]:
+        """Homes of every nano-batch, with documents as the first kind of attention cuts them."""
+        return [plan.layout for plan in self.plans[0]]
+
+
+def plan_in_place(
+    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
+) -> PlannedMicrobatch:
+    """Plan the nano-batches for the homes that they have."""
+    plans = [make_plan(layout, shape, config, cost) for layout in layouts]
+    return PlannedMicrobatch([plans], [plans])
+
+
+def stay_home(
+    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
+) -> PlannedMicrobatch:
+    """Plan the nano-batches such that every query is served at home."""
+    return plan_in_place(layouts, shape, replace(config, planner="home"), cost)
+
+
+def place_microbatch(
+    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
+) -> PlannedMicrobatch:
+    """Place and plan a microbatch: one nano-batch, two by rows, or two of which the later attends to the earlier.
+
+    In the last case the second layout holds all tokens, those of the earlier nano-batch first on every rank and as keys
+    only. Documents are divided between these nano-batches first, and then placed within each. At most one document lies
+    in both, the longest that fits in neither.
+
+    Returns:
+        Layouts with as many tokens of each nano-batch on every rank. The given ones are kept if no better ones are
+        found.
+
+    Raises:
+        ValueError: as ``make_plan``.
+    """
+    if not layouts[-1].seg_attends.all():
+        return _place_nano_batches(layouts[0], layouts[1], shape, config, cost)
+    pairs = [place_and_plan(layout, shape, config, cost) for layout in layouts]
+    return PlannedMicrobatch([[plan for plan, _ in pairs]], [[given_plan for _, given_plan in pairs]])
+
+
+def plan_by_time(
+    layouts: Sequence[TokenLayout],
+    shape: AttentionShape,
+    config: PlannerConfig,
+    times: LayerTimes,
+    cost: CostModel | None = None,
+    *,
+    place: bool = False,
+    home: PlannedMicrobatch | None = None,
+) -> PlannedMicrobatch:
+    """Plan a microbatch's nano-batches for the least predicted time over ``TOLERANCES``, and maybe place them.
+
+    They stay home, with ``stay_home`` (``home``, if that is known), where no plan saves ``LEAST_GAIN``. Tolerances rise
+    until the exchange is hidden: then balance alone counts, which higher ones only worsen. ``Plan.config`` tells which
+    was chosen. Equal inputs give equal plans.
+
+    Raises:
+        ValueError: as ``make_plan``.
+    """
+    home = home or stay_home(layouts, shape, config, cost)
+    (home_plans,) = home.plans
+    balanced_seconds = sum(times.best_seconds(plan) for plan in home_plans)
+    best = home
+    best_seconds = (1 - LEAST_GAIN) * times.microbatch_seconds(home_plans)
+    if config.planner == "home" or balanced_seconds > best_seconds:
+        return home
+    make = place_microbatch if place else plan_in_place
+    for tolerance in TOLERANCES:
+        candidate = make(layouts, shape, replace(config, tolerance=tolerance), cost)
+        (plans,) = candidate.plans
+        seconds = times.microbatch_seconds(plans)
+        if seconds < best_seconds:
+            best = candidate
+            best_seconds = seconds
+        if not any(times.exposed_seconds(plan) for plan in plans):
+            break
+    return best
+
+
+def _place_nano_batches(
+    earlier: TokenLayout, every: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel | None
+) -> PlannedMicrobatch:
+    """Place and plan two nano-batches of which the later attends to the earlier; ``every`` holds the tokens of both."""
+    earlier_capacities = earlier.tokens_per_rank
+    begun = divide_documents(every.doc_lengths, int(earlier_capacities.sum()))
+    # Within a nano-batch, the tokens of a document that is cut count as a document of their own.
+    first_given = _lay_out(every.docs, begun, earlier_capacities)
+    second_given = _lay_out(every.docs, every.doc_lengths - begun, every.queries_per_rank)
+    first, _ = place_and_plan(first_given, shape, config, cost)
+    second, _ = place_and_plan(second_given, shape, config, cost)
+    shift = begun[every.doc_index(second.layout.seg_doc)]
+    new = [first, make_plan(_joined(first.layout, second.layout, shift), shape, config, cost)]
+    old = [make_plan(layout, shape, config, cost) for layout in (earlier, every)]
+    before = moved_by(*old)
+    is_better = before.worst and moved_by(*new).score(before) < before.score(before)
+    return PlannedMicrobatch([new if is_better else old], [old])
+
+
+def with_earlier_keys(first: Plan, second: Plan, cost: CostModel | None = None) -> Plan:
+    """Plan the later of two nano-batches, which share no document, with the earlier one's tokens as keys."""
+    layout = _joined(first.layout, second.layout, np.zeros_like(second.layout.seg_doc))
+    return make_plan(layout, second.shape, second.config, cost)
+
+
+def divide_documents(lengths: IntArray, capacity: int) -> IntArray:
+    """Return int64 [D]: how many first tokens of every document are in the earlier nano-batch, of ``capacity`` tokens.
+
+    Documents go, the longest first, to the nano-batch with less attention among those with capacity. The first document
+    that fits in neither nano-batch is cut such that the earlier nano-batch is full.
+    """
+    begun = np.zeros_like(lengths)
+    capacities = [capacity, int(lengths.sum()) - capacity]
+    work = [0, 0]
+    for doc in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[doc])
+        fits = [nano for nano in (0, 1) if length <= capacities[nano]]
+        chosen = min(fits, key=work.__getitem__, default=None)
+        cut = {0: length, 1: 0, None: capacities[0]}[chosen]
+        begun[doc] = cut
+        for nano, (start, end) in enumerate(((0, cut), (cut, length))):
+            capacities[nano] -= end - start
+            work[nano] += end**2 - start**2
+    return begun
+
+
+def _lay_out(docs: IntArray, lengths: IntArray, capacities: IntArray) -> TokenLayout:
+    """Lay documents of these ids and lengths end to end over ranks with ``capacities`` [num_ranks] tokens."""
+    used = lengths > 0
+    source, rank, start, end = end_to_end(lengths[used], capacities)
+    return TokenLayout.from_arrays(len(capacities), rank, docs[used][source], start, end - start)
+
+
+def _joined(first: TokenLayout, second: TokenLayout, shift: IntArray) -> TokenLayout:
+    """Join both nano-batches, ``first`` as keys only; segments of ``second`` begin ``shift`` [S] tokens later."""
+    return TokenLayout.from_arrays(
+        first.num_ranks,
+        np.append(first.seg_rank, second.seg_rank),
+        np.append(first.seg_doc, second.seg_doc),
+        np.append(first.seg_start, second.seg_start + shift),
+        np.append(first.seg_length, second.seg_length),
+        np.repeat([False, True], [len(first.seg_rank), len(second.seg_rank)]),
+    )
