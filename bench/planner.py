@@ -22,7 +22,15 @@ from tqdm import tqdm
 
 from bench.record import Record, conclude, markdown_table
 from bench.workloads import SEEDS, SHAPE, WORKLOADS, known_workloads, workload_layout
-from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan, place, register_planner, warm_up
+from torchtitan_cad.planning import (
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+    place_and_plan,
+    register_planner,
+    warm_up,
+)
 from torchtitan_cad.planning.planners.base import Planner
 from torchtitan_cad.planning.planners.local_search.planner import search
 from torchtitan_cad.tools.plan.plot import draw_plan
@@ -98,7 +106,9 @@ def seeds_for(ranks: int, seeds: tuple[int, ...]) -> tuple[int, ...]:
 
 def placed_layout(workload: str, ranks: int, seed: int, pretrain: Path | None = None) -> TokenLayout:
     """Documents laid end to end, and then where ``place`` puts them, as training plans them by default."""
-    return place(workload_layout(workload, ranks, seed, pretrain), SHAPE, PlannerConfig(tolerance=TOLERANCE))
+    layout = workload_layout(workload, ranks, seed, pretrain)
+    plan, _ = place_and_plan(layout, SHAPE, PlannerConfig(tolerance=TOLERANCE))
+    return plan.layout
 
 
 def fresh(layout: TokenLayout) -> TokenLayout:

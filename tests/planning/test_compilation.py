@@ -23,7 +23,7 @@ from torchtitan_cad.planning import (
     compile_once,
     jit,
     make_plan,
-    place,
+    place_and_plan,
     warm_up,
 )
 from torchtitan_cad.planning import plan as plans
@@ -44,7 +44,7 @@ def test_nothing_compiles_after_warm_up():
     assert compile_once.is_compiled()
     # Placement's and the greedy planner's are loaded where they are first used.
     assert {len(entry.signatures) for entry in jit.entry_points()} <= {0, 1}
-    place(Case("spanning", 6, 2000, 128, 0.02, 128, 0).layout(), LLAMA)
+    place_and_plan(Case("spanning", 6, 2000, 128, 0.02, 128, 0).layout(), LLAMA)
     make_plan(Case("spanning", 6, 2000, 128, 0.02, 128, 0).layout(), LLAMA, PlannerConfig(planner="greedy"))
     before = [list(entry.signatures) for entry in jit.entry_points()]
     for seed, family in enumerate(FAMILIES):
@@ -54,7 +54,7 @@ def test_nothing_compiles_after_warm_up():
             cost = concave_cost(3.0) if number % 3 == 0 and seed % 3 == 0 else None
             make_plan(case.layout(), LLAMA, config, cost).exchange(number % 6)
             if number == seed % len(OPTIONS):
-                place(case.layout(), LLAMA, config, cost)
+                place_and_plan(case.layout(), LLAMA, config, cost)
     assert [list(entry.signatures) for entry in jit.entry_points()] == before
 
 
