@@ -260,7 +260,7 @@ def test_refuses_what_is_no_step() -> None:
         with pytest.raises(ValueError, match=message):
             plan_step(step, FULL)
     of_kinds: list[tuple[Any, str]] = [
-        ([], "kinds = []: give the model's kinds of attention"),
+        ([], r"kinds = \[\]: give the model's kinds of attention"),
         ([LLAMA], r"kind = .*: give a AttentionKind, not a AttentionShape"),
         ([AttentionKind("chunked", 1, LLAMA, 64)] * 2, "columns = None: give the columns at which documents begin"),
     ]

@@ -97,7 +97,7 @@ class Combination:
             if out.numel():
                 merge_rows(outs, lses, sources, offsets, out, lse, TENSOR_BITS, in_place)
             return [out, lse]
-        out_NHD = like.new_zeros(*heads_shape, like.shape[-1], dtype=precise)
+        out_NHD = like.new_zeros((*heads_shape, like.shape[-1]), dtype=precise)
         lse_NH = like.new_full(heads_shape, -torch.inf, dtype=precise)
         for part_out_PHD, part_lse_PH, rows_P in self._waves(partials):
             merge_partials(out_NHD, lse_NH, part_out_PHD, part_lse_PH, rows_P)

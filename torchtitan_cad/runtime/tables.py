@@ -20,7 +20,6 @@ from torchtitan_cad.runtime.row_tables import Chunk, RowTables
 from torchtitan_cad.runtime.transport.base import Routes, rows_to_device
 
 T = TypeVar("T")
-CausalTable = tuple[CallTable, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +76,14 @@ class PlanTables:
             squares_only: divide causal tasks for a kernel that takes squares only (``AttentionKernel``).
             is_padded: True for an exchange padded by ``replay.py``: the two calls are not cut, and gather all rows.
         """
-        rounds = [[(exchange.causal, True), (exchange.full, False)]]
+        calls = [(exchange.causal, True), (exchange.full, False)]
+        rounds = [calls]
         if not is_padded:
-            rounds = _rounds(exchange, two_rounds=two_rounds and moves, squares_only=squares_only)
+            used = [(table, causal) for table, causal in calls if table.num_tasks]
+            rounds = halves(used, exchange.window) if two_rounds and moves else [used]
+            if squares_only:
+                rounds = [squares(tables) for tables in rounds]
+            rounds = bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
         computed = [table for tables in rounds for table, _ in tables]
         build_rows = partial(
             RowTables.build,
@@ -107,8 +111,7 @@ class PlanTables:
                 _rows_of_call(table.kv_rows, keys, device, in_place=not is_padded),
             )
 
-        calls = [[kernel_call(table, causal) for table, causal in tables] for tables in rounds]
-        return cls(queries, keys, moves, calls)
+        return cls(queries, keys, moves, [[kernel_call(*table) for table in tables] for tables in rounds])
 
     @cached_property
     def out(self) -> dict[str, list[Routes]]:
@@ -148,16 +151,6 @@ class PlanTables:
         keys = sum(_num_copied(call.kv_rows, self.keys) for call in self.calls)
         of_keys = shape.num_kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
         return (queries * shape.num_heads * shape.head_dim + keys * of_keys) * shape.dtype_bytes
-
-
-def _rounds(exchange: RankExchange, *, two_rounds: bool, squares_only: bool) -> list[list[CausalTable]]:
-    """Return the calls of every round, each with whether it is causal, cut to bounded sizes."""
-    whole = [(exchange.causal, True), (exchange.full, False)]
-    used = [(table, causal) for table, causal in whole if table.num_tasks]
-    rounds = halves(used, exchange.window) if two_rounds else [used]
-    if squares_only:
-        rounds = [squares(tables) for tables in rounds]
-    return bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
 
 
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:

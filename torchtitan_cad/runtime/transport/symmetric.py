@@ -30,7 +30,7 @@ from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, aligned
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Peers, Routes
+from torchtitan_cad.runtime.transport.base import Peers, Route, Routes
 from torchtitan_cad.runtime.transport.far import FarRanks
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, SymmetricMemory
 
@@ -123,10 +123,7 @@ class SymmetricTransport:
         memory.prepare(near)
         slot = call % self._num_slots
         buffers, begins = self._place(slot, routes, row_bytes, phase)
-        arrivals = [
-            memory.own[begin : begin + route.num_received * num_bytes].view(route.num_received, num_bytes)
-            for begin, route, num_bytes in zip(begins, routes, row_bytes, strict=True)
-        ]
+        arrivals = list(map(self._rows, begins, routes, row_bytes))
         epoch = self._occupy(slot, buffers, phase)
         ready = self._ready(slot)
         arrived = slot * len(self._ranks)
@@ -151,6 +148,11 @@ class SymmetricTransport:
                 far.wait_sent(self.timeout_s())
 
         return SymmetricPending(phase, receive, release, (routes, packed))
+
+    def _rows(self, begin: int, route: Route, row_bytes: int) -> Tensor:
+        """Return uint8 [num_received, row_bytes] of this rank's memory from byte ``begin``."""
+        num_rows = route.num_received
+        return self._memory.own[begin : begin + num_rows * row_bytes].view(num_rows, row_bytes)
 
     def _free(self, buffers: range) -> None:
         """Let later exchanges use the buffers after what the current stream has done."""

@@ -22,6 +22,7 @@ from torchtitan_cad.runtime.triton.rows import (
     pointer,
     row_of,
     select,
+    strides_of,
     with_dense_rows,
     words_of,
 )
@@ -54,7 +55,7 @@ def gather_rows(
         return outs
     local, received = [with_dense_rows(x) for x in local], [with_dense_rows(x) for x in received]
     addresses = addresses_of(local, received), addresses_of(received, local), addresses_of(outs, outs)
-    strides = tuple([x.stride(0) * x.element_size() for x in (*local, *received, *outs)])
+    strides = tuple(strides_of([*local, *received, *outs]))
     row_bytes = tuple([x.nbytes // num_rows for x in outs])
     cut = _cut(row_bytes, strides, math.gcd(16, *addresses[0], *addresses[1], *addresses[2]))
     places = [(padded(of_part, MOST_TENSORS), steps) for of_part, steps in zip(addresses, cut.strides, strict=True)]
