@@ -4,7 +4,7 @@
     python -m bench.launches                            # this checkout
     python -m bench.launches --checkouts ../before .    # several in turns, in one run
 
-Triton compiles its kernels and launches nothing (tests/runtime/mock_driver.py), attention returns memory, and tensors
+Triton compiles its kernels and launches nothing (tests/lib/mock_driver.py), attention returns memory, and tensors
 are small, so that what is left is Python: the engine, the transport, and the arguments of kernels. Times are CPU time
 of the thread, as the machine may have other work.
 """
@@ -25,9 +25,9 @@ LAYERS, ROUNDS = 300, 3
 
 def measure() -> str:
     """Returns figures of the checkout that is on the path."""
-    from tests.runtime import mock_driver
-    from tests.runtime.rows import empty_rows
-    from tests.runtime.test_replay import COUNTED
+    from tests.lib import mock_driver
+    from tests.lib.counted import COUNTED
+    from tests.lib.rows import empty_rows
     from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig
     from torchtitan_cad.runtime import triton
     from torchtitan_cad.runtime.call import Saved

@@ -4,7 +4,7 @@
     python -m bench.models
 
 plans one microbatch of 64 ranks of 32,768 tokens, each of 8 TP ranks, for flavors of torchtitan: documents as in
-bench/workloads.py end to end in rows of ``SEQ_LEN`` tokens, homes and plans chosen by predicted time, as
+tests/lib/workloads.py end to end in rows of ``SEQ_LEN`` tokens, homes and plans chosen by predicted time, as
 ``cad.tolerance = "auto"`` does. Times are forward and backward on H100s of as many nodes, by the rates that
 ``simulate`` assumes, without ping-pong; without CAD every rank attends for its own queries, and exchanges cost nothing.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import tyro
 
 from bench.record import Record, conclude
-from bench.workloads import TOKENS_PER_RANK, document_lengths
+from tests.lib.workloads import TOKENS_PER_RANK, document_lengths
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.placement.place import warm_up_placement

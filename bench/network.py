@@ -4,7 +4,7 @@
     torchtitan-cad prepare --output outputs/assets
     python -m bench.network
 
-Nodes are network namespaces of this machine (tests/nodes/network.py: Linux, root, iproute2), with one rank on a core of
+Nodes are network namespaces of this machine (tests/lib/network.py: Linux, root, iproute2), with one rank on a core of
 its own each. Every rate and mode trains the same job. The modes take turns of one step, for which the others wait, so
 that all have the same share of what else this machine does; the time of a step is that of the slowest rank. Predictions
 are `simulate`'s, with compute as stock takes it on the fastest link, the link as the job with CAD has measured it when
@@ -32,7 +32,7 @@ enable_cpu()
 # torchtitan must not be imported before enable_cpu().
 from bench.record import Record, conclude  # noqa: E402
 from bench.turns import TurnTaker  # noqa: E402
-from tests.nodes.network import Nodes, missing  # noqa: E402
+from tests.lib.network import Nodes, missing  # noqa: E402
 from torchtitan_cad.tools.compare import measured  # noqa: E402
 from torchtitan_cad.tools.compare.comparison import Runs  # noqa: E402
 from torchtitan_cad.tools.simulated_job import SimulatedJob, read_simulated_job  # noqa: E402

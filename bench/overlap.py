@@ -45,7 +45,7 @@ enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
 from bench.record import conclude  # noqa: E402
-from tests.runtime.processes import run_processes, values  # noqa: E402
+from tests.lib.processes import run_processes, values  # noqa: E402
 from torchtitan_cad.integration.pingpong.loop import PingPong  # noqa: E402
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402

@@ -27,7 +27,7 @@ import tyro
 from tqdm import tqdm
 
 from bench.record import Record, conclude
-from bench.workloads import SHAPE, TOKENS_PER_RANK, known_workloads, workload_layout
+from tests.lib.workloads import SHAPE, TOKENS_PER_RANK, known_workloads, workload_layout
 from torchtitan_cad.planning import AttentionKind, Plan, PlannerConfig, TokenLayout, make_plan, plan_step
 from torchtitan_cad.planning.model.layout import stack
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_profile, in_stages, one_f_one_b
@@ -63,7 +63,7 @@ class Options:
     rounds: tuple[int, ...] = (1, 2, 4)
     """Microbatches per step, in multiples of pp."""
     workloads: tuple[str, ...] = ("lognormal", "one big", "uniform", "pretrain", "pretrain x4")
-    """See bench/workloads.py; those named pretrain need --pretrain and are left out without it."""
+    """See tests/lib/workloads.py; those named pretrain need --pretrain and are left out without it."""
     seeds: tuple[int, ...] = (11, 12, 13)
     pretrain: Path | None = None
     """JSON list of document lengths."""

@@ -3,8 +3,8 @@
 
     python -m bench.placement --pretrain document_lengths.json --check
 
-lays the documents of every workload (``bench/workloads.py``) end to end over the ranks, plans, deals the tokens anew by
-``place``, plans again, and prints ratios of bytes, means over the seeds. Bytes are those of one layer's forward for 32
+lays the documents of every workload (tests/lib/workloads.py) end to end over the ranks, plans, distributes tokens anew by
+``place_and_plan``, plans again, and prints ratios of bytes, means over the seeds. Bytes are those of one layer's forward for 32
 query and 8 key heads of 128 in bf16.
 """
 
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from bench.planner import TOLERANCE, fresh
 from bench.record import Record, conclude
-from bench.workloads import SEEDS, SHAPE, known_workloads, workload_layout
+from tests.lib.workloads import SEEDS, SHAPE, known_workloads, workload_layout
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, place_and_plan
 from torchtitan_cad.planning.placement.place import warm_up_placement
 

@@ -3,7 +3,7 @@
 
     python -m bench.planner --pretrain document_lengths.json --check
 
-plans every workload (``bench/workloads.py``) for 8 to 4096 ranks at the homes that ``place`` chooses, prints a table of
+plans every workload (tests/lib/workloads.py) for 8 to 4096 ranks at the homes of ``place_and_plan``, prints a table of
 means over the seeds, and bytes relative to the default planner's, writes every figure as JSON and draws a plan.
 Bytes are those of one layer's forward for 32 query and 8 key heads of 128 in bf16.
 """
@@ -21,7 +21,7 @@ import tyro
 from tqdm import tqdm
 
 from bench.record import Record, conclude, markdown_table
-from bench.workloads import SEEDS, SHAPE, WORKLOADS, known_workloads, workload_layout
+from tests.lib.workloads import SEEDS, SHAPE, WORKLOADS, known_workloads, workload_layout
 from torchtitan_cad.planning import (
     Plan,
     PlannerConfig,

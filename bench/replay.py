@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bench.record import Record, markdown_table, save
-from bench.workloads import document_lengths, spanning_layout
+from tests.lib.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.timed import link_seconds
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionCall, Direction
@@ -40,7 +40,7 @@ class Options:
     ranks: tuple[int, ...] = (4,)
     tokens_per_rank: int = 1024
     workload: str = "lognormal"
-    """One of bench/workloads.py."""
+    """One of tests/lib/workloads.py."""
     longest: int = 262_144
     """tokens: longer documents are cut"""
     pretrain: Path | None = None

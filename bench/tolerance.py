@@ -16,7 +16,7 @@ import tyro
 from tqdm import tqdm
 
 from bench.record import Record, conclude
-from bench.workloads import SEEDS, workload_layout
+from tests.lib.workloads import SEEDS, workload_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, warm_up
 from torchtitan_cad.planning.placement.microbatch import plan_by_time
 from torchtitan_cad.tools.simulation import MODELS, Cluster, Costs, Rates

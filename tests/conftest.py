@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support.cpp import build, find_compiler
-from tests.support.ledger import SOURCE
+from tests.lib.cpp import build, find_compiler
+from tests.lib.ledger import SOURCE
 
 # Times of examples say nothing here: the first one may compile, and other processes run beside.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
@@ -44,7 +44,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any("test_stream_order.py" in item.nodeid for item in session.items) and find_compiler():
         Thread(target=build, args=(SOURCE,), daemon=True).start()
     if any("test_cad.py" in item.nodeid for item in session.items):
-        from tests.integration.harness import start_server
+        from tests.lib.jobs.harness import start_server
 
         start_server()
         forkserver.ensure_running()

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 import tyro
 from tqdm import tqdm
 
-from tests.integration import rank_server, tiny_models
+from tests.lib.jobs import rank_server, tiny_models
 from torchtitan_cad import train
 from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager, job_keys
 from torchtitan_cad.planning import warm_up

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.compositions import TOLERANCE
-from tests.integration.harness import tokenizer_folder
+from tests.lib.jobs.compositions import TOLERANCE
+from tests.lib.jobs.harness import tokenizer_folder
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from tests.profiles import linear, make_profile
+from tests.lib.profiles import linear, make_profile
 from torchtitan_cad.integration.report.steps_file import STEPS_NAME, new_steps_file, to_json
 from torchtitan_cad.planning import AttentionShape, Plan, Profile, validate_plan
 from torchtitan_cad.tools.main import main

@@ -21,11 +21,12 @@ from unittest import mock
 import pytest
 import tyro
 
-from tests.integration.harness import tokenizer_folder
-from tests.sets import matrix
+from tests.lib.jobs.harness import tokenizer_folder
+from tests.lib.sets import matrix
 from tests.test_project import PAGES, ROOT
-from torchtitan_cad import cli, launch
+from torchtitan_cad import launch
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+from torchtitan_cad.tools import main as cli
 
 FIRST = [ROOT / "README.md", ROOT / "docs/tutorial.md"]
 """What a new user reads before the other pages."""

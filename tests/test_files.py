@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_cad import cli
 from torchtitan_cad.demo.synthetic import parse_lengths
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.report.steps_file import STEPS_NAME
 from torchtitan_cad.planning.files import MAX_BYTES, MAX_BYTES_OF_LINES
+from torchtitan_cad.tools import main as cli
 from torchtitan_cad.tools.main import main
 
 LAYOUT = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.hostile import NUMBERS, VALUES, _mutate
-from tests.profiles import make_profile
+from tests.lib.profiles import make_profile
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, Profile, TokenLayout, make_plan, warm_up
 from torchtitan_cad.planning.serialize import layout_to_dict
 from torchtitan_cad.tools.main import main

@@ -2,6 +2,7 @@
 """The package's layers: which part may import which, read from the source, imports inside functions included."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sets import matrix
+from tests.lib.sets import matrix
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "torchtitan_cad"
@@ -89,6 +90,16 @@ def test_nothing_that_trains_imports_tools() -> None:
 def test_no_tool_imports_the_command_line() -> None:
     for name in MODULES:
         assert f"{PACKAGE}.tools.main" not in _imports(name), name
+
+
+def test_benches_and_tests_share_helpers_alone() -> None:
+    """Benches import tests.lib and no other tests, and tests.lib imports neither benches nor tests."""
+    for folder, wanted in (("bench", "tests.lib"), ("tests/lib", "tests.lib")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            modules = re.findall(r"^\s*(?:from|import) ((?:bench|tests)[\w.]*)", path.read_text(), re.MULTILINE)
+            if folder == "bench":
+                modules = [module for module in modules if not module.startswith("bench")]
+            assert all(module.startswith(wanted) for module in modules), f"{path} imports {modules}"
 
 
 def test_no_circles() -> None:

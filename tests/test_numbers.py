@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.sets import params
+from tests.lib.sets import params
 from tests.test_files import JOB, LAYOUT, SIMULATED
-from torchtitan_cad import cli
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+from torchtitan_cad.tools import main as cli
 from torchtitan_cad.tools.main import main
 from torchtitan_cad.tools.simulation import named_lengths
 
@@ -57,7 +57,7 @@ def is_numeric(hint: object) -> bool:
 
 def numeric_options(command: str) -> Iterator[str]:
     """Yield the fields of a command's options, of the function's own and of dataclasses of them."""
-    run = import_module(f"{cli.__name__}.{cli.COMMANDS[command]}").run
+    run = import_module(f"torchtitan_cad.tools.{command}").run
     hints = typing.get_type_hints(run)
     for name, parameter in inspect.signature(run).parameters.items():
         found = {name: hints[name]}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.parts import Emit
-from bench.workloads import SHAPE
+from tests.lib.workloads import SHAPE
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.attend import RowSpace
 from torchtitan_cad.runtime.combine import Combination

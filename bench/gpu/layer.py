@@ -12,8 +12,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.gpu.loopback import KEY, Layer, two_rank_plan
+from bench.gpu.loopback import KEY, Layer
 from bench.gpu.parts import Emit
+from tests.lib.two_ranks import two_rank_plan
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.timing import median_milliseconds
 

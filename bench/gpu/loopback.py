@@ -12,11 +12,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
+from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.exchange.messages import buffer_bytes
 from torchtitan_cad.runtime.call import AttentionCall, Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -32,18 +31,6 @@ TIMEOUT_S = 20.0
 TOY_BUFFERS_GB = 1e-3
 """All receive buffers of a rank on the CPU, where documents are short."""
 """Times a second that an interpreted kernel looks at a word, about."""
-
-
-def two_rank_plan(tokens: int, shape: AttentionShape) -> Plan:
-    """One document of ``tokens`` on rank 0, eight on rank 1. Rank 1 serves half of the long one's queries, some of them
-    against a part of their keys; rank 0 serves one of the short ones. ``tokens`` is a multiple of 8.
-    """
-    half, most, short = tokens // 2, tokens // 4 * 3, tokens // 8
-    layout = TokenLayout.from_segments([[(0, 0, tokens)], [(doc, 0, short) for doc in range(1, 9)]])
-    tasks = [(0, 0, half, 0, half, 0), (0, half, most, 0, most, 1)]
-    tasks += [(0, most, tokens, 0, half, 1), (0, most, tokens, half, tokens, 0)]
-    tasks += [(doc, 0, short, 0, short, 0 if doc == 1 else 1) for doc in range(1, 9)]
-    return Plan.from_tasks(layout, shape, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
 
 
 class RankStreams(NamedTuple):

@@ -20,7 +20,7 @@ from bench.gpu.layer import checked_errors
 from bench.gpu.loopback import KEY, Layer, RankStreams
 from bench.gpu.parts import Emit, Skip
 from bench.gpu.putting import Putting, programs
-from bench.workloads import SHAPE
+from tests.lib.workloads import SHAPE
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 
 PLANNED, HOME = KEY, KEY + 1

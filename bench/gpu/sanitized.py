@@ -12,7 +12,8 @@ import sys
 import torch
 
 from bench.gpu.layer import checked_errors
-from bench.gpu.loopback import Layer, two_rank_plan
+from bench.gpu.loopback import Layer
+from tests.lib.two_ranks import two_rank_plan
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.attend import RowSpace
 

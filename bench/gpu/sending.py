@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.gpu.loopback import TIMEOUT_S
 from bench.gpu.parts import Emit
 from bench.gpu.putting import Putting, programs
-from bench.workloads import SHAPE
+from tests.lib.workloads import SHAPE
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, aligned
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel

@@ -33,7 +33,7 @@ from bench.gpu import mps, shared_rank  # noqa: E402
 from bench.gpu.parts import Emit  # noqa: E402
 from bench.gpu.process import ROOT  # noqa: E402
 from bench.turns import TurnTaker  # noqa: E402
-from tests.support.patched import copy_torchtitan  # noqa: E402
+from tests.lib.patched_torchtitan import copy_torchtitan  # noqa: E402
 from torchtitan_cad.tools.compare.comparison import Runs  # noqa: E402
 
 MODES = {

@@ -11,7 +11,7 @@ import torch
 from bench import replay
 from bench.gpu.parts import Emit
 from bench.record import Record
-from bench.workloads import SHAPE
+from tests.lib.workloads import SHAPE
 from torchtitan_cad.planning import AttentionShape, Profile, warm_up
 from torchtitan_cad.runtime.kernels import get_kernel, select
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.device import ON_GPU, no_synchronisation
-from tests.plans import random_plan
-from tests.runtime.rows import Tensors, assert_ranks_as_exact, dense
+from tests.lib.device import ON_GPU, no_synchronisation
+from tests.lib.plans import random_plan
+from tests.lib.rows import Tensors, assert_ranks_as_exact, dense
 from tests.runtime.test_combine import compare_orders
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved

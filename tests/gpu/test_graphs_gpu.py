@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gpu.device import ON_GPU, no_synchronisation
 from tests.gpu.test_transport_gpu import share_one_device
-from tests.plans import random_layout
-from tests.runtime.processes import run_processes, values
-from tests.runtime.rows import Tensors
+from tests.lib.device import ON_GPU, no_synchronisation
+from tests.lib.plans import random_layout
+from tests.lib.processes import run_processes, values
+from tests.lib.rows import Tensors
+from tests.lib.sets import needs_triton
 from tests.runtime.test_replay import Recording, Run, check_replays, common_sizes, random_plans
-from tests.sets import needs_triton
 from torchtitan_cad.planning import AttentionShape, Plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.accuracy import assert_as_exact
-from tests.gpu.device import ON_GPU
-from tests.runtime.kernels_reference import (
+from tests.lib.accuracy import assert_as_exact
+from tests.lib.device import ON_GPU
+from tests.lib.kernels_reference import (
     assert_results_as_exact,
     dense_in_fp32,
     dense_in_fp64,

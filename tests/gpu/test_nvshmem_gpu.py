@@ -21,11 +21,11 @@ from torch import Tensor
 
 from bench.gpu import mps
 from bench.gpu.parts import Skip
-from tests.gpu.device import ON_GPU
 from tests.gpu.test_transport_gpu import share_one_device
-from tests.runtime.exchanges import exchange_at_random
-from tests.runtime.processes import run_processes, values
-from tests.sets import needs_triton
+from tests.lib.device import ON_GPU
+from tests.lib.exchanges import exchange_at_random
+from tests.lib.processes import run_processes, values
+from tests.lib.sets import needs_triton
 from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 pytestmark = [*ON_GPU, needs_triton]

@@ -7,8 +7,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests.gpu.device import no_synchronisation
-from tests.support.plain_blocks import NanoBatchesAndWhole
+from tests.lib.device import no_synchronisation
+from tests.lib.plain_blocks import NanoBatchesAndWhole
 from torchtitan_cad.planning import AttentionShape
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.device import ON_GPU
-from tests.runtime.kernels_reference import offsets, random_qkv
+from tests.lib.device import ON_GPU
+from tests.lib.kernels_reference import offsets, random_qkv
 from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.planning.model.tasks import make_tasks
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel

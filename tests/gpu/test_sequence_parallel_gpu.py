@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.accuracy import assert_as_exact
-from tests.gpu.device import ON_GPU
+from tests.lib.accuracy import assert_as_exact
+from tests.lib.device import ON_GPU
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStream, Work
 

@@ -14,7 +14,7 @@ import pytest
 
 from bench.gpu import sharing
 from bench.gpu.parts import Skip
-from tests.gpu.device import ON_GPU
+from tests.lib.device import ON_GPU
 
 pytestmark = [*ON_GPU, pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="no torchtitan")]
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gpu.device import ON_GPU, no_synchronisation
-from tests.runtime.exchanges import ONE_EACH, exchange_at_random, make_route, start
-from tests.runtime.processes import run_processes, values
-from tests.sets import needs_triton
+from tests.lib.device import ON_GPU, no_synchronisation
+from tests.lib.exchanges import ONE_EACH, exchange_at_random, make_route, start
+from tests.lib.processes import run_processes, values
+from tests.lib.sets import needs_triton
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.transport import Routes, build_transport
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.sets import CONFIGS, every_config
+from tests.lib.sets import CONFIGS, every_config
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools.main import main
 

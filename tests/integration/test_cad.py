@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.integration import compositions as c
-from tests.integration.harness import RunResult, run, tokenizer_folder
-from tests.runtime.threaded import needs_linux
+from tests.lib.jobs import compositions as c
+from tests.lib.jobs.harness import RunResult, run, tokenizer_folder
+from tests.lib.threaded import needs_linux
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 SHORT = {

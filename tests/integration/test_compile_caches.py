@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.integration import compositions as c
-from tests.integration.harness import RunResult, parse_job, run
-from tests.integration.patched import torchtitan_with
 from tests.integration.test_experts import EP2, ETP2, GROUPED
-from tests.runtime.threaded import needs_linux
+from tests.lib.jobs import compositions as c
+from tests.lib.jobs.harness import RunResult, parse_job, run
+from tests.lib.jobs.patched import torchtitan_with
+from tests.lib.threaded import needs_linux
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()

@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.integration.compositions import DEFAULTS, FAST, PLACED, PROFILED, SLOW, TOLERANCE, global_batch
-from tests.integration.harness import read_scalars, run
-from tests.integration.launched import TORCHRUN, launched
+from tests.lib.jobs.compositions import DEFAULTS, FAST, PLACED, PROFILED, SLOW, TOLERANCE, global_batch
+from tests.lib.jobs.harness import read_scalars, run
+from tests.lib.jobs.launched import TORCHRUN, launched
 from torchtitan_cad.integration.torchtitan_v0_2 import cpu
 
 EXPERTS = ("--model.name=qwen3", "--model.flavor=tiny_moe", "--parallelism.expert_parallel_degree=2")

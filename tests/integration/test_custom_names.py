@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import parse_job
+from tests.lib.jobs.harness import parse_job
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
@@ -20,7 +20,7 @@ from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec  
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds  # noqa: E402
 
-MODULE = "tests.integration.custom_names"
+MODULE = "tests.lib.jobs.custom_names"
 IMPORT = f"--experimental.custom_import={MODULE}"
 MINE = ("--model.name=mine", "--model.flavor=small")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration import compositions as c
-from tests.integration.harness import RunResult, run
 from tests.integration.test_cad import check
-from tests.sets import matrix, params
+from tests.lib.jobs import compositions as c
+from tests.lib.jobs.harness import RunResult, run
+from tests.lib.sets import matrix, params
 
 DEBUG_TOML = Path(__file__).with_name("debug_model.toml")
 

@@ -9,9 +9,9 @@ import hashlib
 
 import pytest
 
-from tests.integration import compositions as c
-from tests.integration.harness import RunResult, run
-from tests.sets import params
+from tests.lib.jobs import compositions as c
+from tests.lib.jobs.harness import RunResult, run
+from tests.lib.sets import params
 
 HALVES = ("--cad.nano_batches=2",)
 JOB = (*c.COMMON, *c.DEFAULTS, *c.VALIDATION, "--training.steps=4")

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.integration.test_resume import FULL, save
-from tests.profiles import make_profile
-from tests.runtime.fake_flash_attn import install
+from tests.lib.fake_flash_attn import install
+from tests.lib.profiles import make_profile
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools.main import main
 

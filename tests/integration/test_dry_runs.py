@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.compositions import CAD, COMMON, PLACED, TOLERANCE, cad_summary
-from tests.integration.harness import REPOSITORY, parse_job, run
+from tests.lib.jobs.compositions import CAD, COMMON, PLACED, TOLERANCE, cad_summary
+from tests.lib.jobs.harness import REPOSITORY, parse_job, run
 
 FAKE, LOCAL = "--comm.mode=fake_backend", "--comm.mode=local_tensor"
 FOUR_RANKS = {"NGPU": "4"}

@@ -7,7 +7,8 @@ Where experts compute in bf16, in grouped matrix products, the reference divides
 
 import pytest
 
-from tests.integration.compositions import (
+from tests.integration.test_cad import check
+from tests.lib.jobs.compositions import (
     CAD,
     COMMON,
     COMPILE,
@@ -22,8 +23,7 @@ from tests.integration.compositions import (
     dp,
     global_batch,
 )
-from tests.integration.harness import run
-from tests.integration.test_cad import check
+from tests.lib.jobs.harness import run
 
 matrix = pytest.mark.matrix
 MOE = ("--model.name=qwen3", "--model.flavor=tiny_moe")

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.integration.compositions import CAD
-from tests.integration.harness import run
-from tests.sets import params
+from tests.lib.jobs.compositions import CAD
+from tests.lib.jobs.harness import run
+from tests.lib.sets import params
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration import compositions as c
-from tests.integration.harness import gradient_errors, run
-from tests.profiles import linear, make_profile
-from tests.sets import params
+from tests.lib.jobs import compositions as c
+from tests.lib.jobs.harness import gradient_errors, run
+from tests.lib.profiles import linear, make_profile
+from tests.lib.sets import params
 from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.tools.report import find_steps, read_steps
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.loaders import CPU, gloo_group
-from tests.runtime.threaded import run_ranks, thread_transports
+from tests.lib.jobs.loaders import CPU, gloo_group
+from tests.lib.threaded import run_ranks, thread_transports
 from torchtitan_cad.integration.engines import ENGINE, build_engines, engine_name
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
 from torchtitan_cad.integration.loading.placement import Placement

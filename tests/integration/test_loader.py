@@ -26,7 +26,7 @@ enable_cpu()
 # torchtitan must not be imported before enable_cpu().
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
 
-from tests.integration.loaders import CPU, EOS, CountingLoader  # noqa: E402
+from tests.lib.jobs.loaders import CPU, EOS, CountingLoader  # noqa: E402
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules  # noqa: E402
 from torchtitan_cad.integration.loading.documents import DocumentRule, cut_for_nano_batches, document_starts  # noqa: E402

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.loaders import CPU, EOS, CountingLoader, gloo_group
-from tests.profiles import make_profile
-from tests.runtime.threaded import thread_transports
+from tests.lib.jobs.loaders import CPU, EOS, CountingLoader, gloo_group
+from tests.lib.profiles import make_profile
+from tests.lib.threaded import thread_transports
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.loading.loader import PlanningLoader

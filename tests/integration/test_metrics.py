@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.compositions import CAD, COMMON
-from tests.integration.harness import REPOSITORY, read_scalars, run
+from tests.lib.jobs.compositions import CAD, COMMON
+from tests.lib.jobs.harness import REPOSITORY, read_scalars, run
 from torchtitan_cad.integration.session import CadSession
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
-from tests.integration.harness import parse_job, tokenizer_folder
-from tests.integration.launched import launched
+from tests.lib.jobs.harness import parse_job, tokenizer_folder
+from tests.lib.jobs.launched import launched
 from torchtitan_cad.integration.errors import CheckpointError, one_line_errors
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu

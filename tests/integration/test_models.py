@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.compositions import (
+from tests.lib.jobs.compositions import (
     CAD,
     COMMON,
     COMPILE,
@@ -34,8 +34,8 @@ from tests.integration.compositions import (
     pp2,
     reference,
 )
-from tests.integration.harness import run
-from tests.integration.patched import torchtitan_with
+from tests.lib.jobs.harness import run
+from tests.lib.jobs.patched import torchtitan_with
 
 EP2 = dp(expert_parallel=2)
 ETP2 = (*TP2, "--parallelism.expert_tensor_parallel_degree=2")

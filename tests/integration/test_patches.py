@@ -14,11 +14,11 @@ import pytest
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.attention.varlen import varlen_attn
 
-from tests.integration import compositions as c
-from tests.integration.harness import REPOSITORY, RunResult, run
-from tests.integration.patched import PATCHES
-from tests.sets import matrix
-from tests.support.patched import apply_patch, copy_torchtitan
+from tests.lib.jobs import compositions as c
+from tests.lib.jobs.harness import REPOSITORY, RunResult, run
+from tests.lib.jobs.patched import PATCHES
+from tests.lib.patched_torchtitan import apply_patch, copy_torchtitan
+from tests.lib.sets import matrix
 from torchtitan_cad.tools.doctor.defects import DEFECTS
 
 MET_BY_THIS_TORCH = {

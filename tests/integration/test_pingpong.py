@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.integration import compositions as c
-from tests.integration.harness import RunResult, run
-from tests.runtime.threaded import needs_linux
+from tests.lib.jobs import compositions as c
+from tests.lib.jobs.harness import RunResult, run
+from tests.lib.threaded import needs_linux
 
 matrix = pytest.mark.matrix
 SHORT = ("middle_cp2",)

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runtime.threaded import needs_linux, symmetric_transports, thread_transports
-from tests.sets import params, seeds
-from tests.support.cpp import needs_compiler
-from tests.support.plain_blocks import NanoBatchesAndWhole, PlainBlock
+from tests.lib.cpp import needs_compiler
+from tests.lib.plain_blocks import NanoBatchesAndWhole, PlainBlock
+from tests.lib.sets import params, seeds
+from tests.lib.threaded import needs_linux, symmetric_transports, thread_transports
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.planning import AttentionShape
@@ -79,7 +79,7 @@ def test_nano_batches_of_plain_blocks_give_what_the_whole_gives(backend: str | N
 
 
 def test_torchtitan_is_not_needed() -> None:
-    code = "import sys, tests.support.plain_blocks; print([name for name in sys.modules if name == 'torchtitan'])"
+    code = "import sys, tests.lib.plain_blocks; print([name for name in sys.modules if name == 'torchtitan'])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from tests.integration import compositions as c
 from tests.integration.test_cad import check
-from tests.sets import params
+from tests.lib.jobs import compositions as c
+from tests.lib.sets import params
 
 AUTO = "--cad.placement=auto"
 HALVES = ("--cad.nano_batches=2",)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.integration.loaders import gloo_group
-from tests.sets import params
+from tests.lib.jobs.loaders import gloo_group
+from tests.lib.sets import params
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()

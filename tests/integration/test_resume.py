@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, zeros
 from torch.utils.data import IterableDataset
 
-from tests.integration.harness import parse_job
+from tests.lib.jobs.harness import parse_job
 from torchtitan_cad import launch
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 

@@ -15,7 +15,7 @@ enable_cpu()
 
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
-from tests.sets import CONFIGS  # noqa: E402
+from tests.lib.sets import CONFIGS  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.model import update_without_cp  # noqa: E402

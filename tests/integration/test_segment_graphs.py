@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The order of streams in segments' compiled graphs, on devices that report what no event orders.
 
-Two ranks run the real engine, plans and graphs, forward and backward (tests/support/ledger/segment_graphs.py). Races
+Two ranks run the real engine, plans and graphs, forward and backward (tests/lib/ledger/segment_graphs.py). Races
 are also looked for with mistakes planted, which must be found.
 """
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.integration.compositions import needs_traced
-from tests.runtime.processes import run_processes, values
-from tests.support.cpp import build
-from tests.support.ledger import SOURCE, needs_ledger
-from tests.support.ledger.segment_graphs import Job, Outcome, run_job
+from tests.lib.cpp import build
+from tests.lib.jobs.compositions import needs_traced
+from tests.lib.ledger import SOURCE, needs_ledger
+from tests.lib.ledger.segment_graphs import Job, Outcome, run_job
+from tests.lib.processes import run_processes, values
 
 pytestmark = [needs_ledger, needs_traced, pytest.mark.timeout(1200)]
 matrix = pytest.mark.matrix

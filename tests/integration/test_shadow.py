@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.compositions import COMMON, PP2, TP2, VALIDATION, global_batch, stock
-from tests.integration.harness import parse_job, read_scalars, run
-from tests.integration.loaders import EOS, CountingLoader
+from tests.lib.jobs.compositions import COMMON, PP2, TP2, VALIDATION, global_batch, stock
+from tests.lib.jobs.harness import parse_job, read_scalars, run
+from tests.lib.jobs.loaders import EOS, CountingLoader
 from torchtitan_cad.integration import shadow as shadow_module
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.loading.documents import DocumentRule

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launched import LAUNCH, TORCHRUN, Launched, launched, shared_memory
+from tests.lib.jobs.launched import LAUNCH, TORCHRUN, Launched, launched, shared_memory
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sets import CONFIGS, every_config
+from tests.lib.sets import CONFIGS, every_config
 from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools.inputs import Options, read_inputs

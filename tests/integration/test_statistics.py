@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.plans import random_tasks
+from tests.lib.plans import random_tasks
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.planning import AttentionShape, Plan, PlannedMicrobatch, PlannerConfig, TokenLayout, make_plan

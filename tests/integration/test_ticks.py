@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration import compositions as c
-from tests.integration.harness import RunResult, parse_job, run
-from tests.runtime.threaded import needs_linux
-from tests.sets import params
+from tests.lib.jobs import compositions as c
+from tests.lib.jobs.harness import RunResult, parse_job, run
+from tests.lib.sets import params
+from tests.lib.threaded import needs_linux
 
 EIGHT_BLOCKS = ("--model.flavor=tiny8_varlen",)
 NANO_BATCHES = ("--cad.nano_batches=2",)

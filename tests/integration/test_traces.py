@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.compositions import PLACED, PROFILED
-from tests.integration.harness import REPOSITORY, run
-from tests.sets import matrix
+from tests.lib.jobs.compositions import PLACED, PROFILED
+from tests.lib.jobs.harness import REPOSITORY, run
+from tests.lib.sets import matrix
 
 Ask = Callable[[str], list[tuple[Any, ...]]]
 CAD = "category = 'user_annotation' AND name GLOB 'cad/*'"

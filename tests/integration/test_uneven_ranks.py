@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.integration.harness import parse_job
-from tests.integration.loaders import CountingLoader
 from tests.integration.test_loader_ranks import RANKS, OneRank, ShorterFrom, connect, drain_at_once, on_all
+from tests.lib.jobs.harness import parse_job
+from tests.lib.jobs.loaders import CountingLoader
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launched import Launched, launched, shared_memory
+from tests.lib.jobs.launched import Launched, launched, shared_memory
 
 pytestmark = pytest.mark.timeout(300)
 
 JOB = [
-    "--experimental.custom_import=tests.integration.worker_jobs",
+    "--experimental.custom_import=tests.lib.jobs.worker_jobs",
     "--training.dataloader.num_workers=2",
     "--training.dataloader.persistent_workers",
     "--cad.heartbeat_seconds=0.5",

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import run
-from tests.integration.launched import CONFIG, SMALL
-from tests.nodes.jobs import NodesJob
-from tests.nodes.network import Nodes, missing
+from tests.lib.jobs.harness import run
+from tests.lib.jobs.launched import CONFIG, SMALL
+from tests.lib.jobs.on_nodes import NodesJob
+from tests.lib.network import Nodes, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no nodes on this machine: {missing()}")
 

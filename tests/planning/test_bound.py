@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning.costs import models
-from tests.planning.layouts import LLAMA, Case, cases, shape_of, shapes
-from tests.planning.reference import check_bounds
-from tests.plans import random_tasks
-from tests.sets import params
+from tests.lib.costs import models
+from tests.lib.layouts import LLAMA, Case, cases, shape_of, shapes
+from tests.lib.plans import random_tasks
+from tests.lib.reference import check_bounds
+from tests.lib.sets import params
 from torchtitan_cad.planning import AttentionShape, CostModel, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.bound import lower_bounds
 

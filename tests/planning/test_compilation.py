@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import filelock
 import pytest
 
-from tests.planning.costs import concave_cost
-from tests.planning.layouts import FAMILIES, LLAMA, Case
+from tests.lib.costs import concave_cost
+from tests.lib.layouts import FAMILIES, LLAMA, Case
 from torchtitan_cad.planning import (
     AttentionShape,
     PlannerConfig,

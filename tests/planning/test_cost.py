@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning.costs import models
-from tests.profiles import LLAMA, linear, make_profile
+from tests.lib.costs import models
+from tests.lib.profiles import LLAMA, linear, make_profile
 from torchtitan_cad.planning import CostModel, Profile, ProfileCost, TileAreaCost
 from torchtitan_cad.planning.model.cost import isotonic
 from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal, make_tasks, merge_queries

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planning.layouts import LLAMA
+from tests.lib.layouts import LLAMA
 from torchtitan_cad.planning.exchange.calls import (
     CUT_AT,
     MAX_CALLS,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planning.layouts import LLAMA, Case, cases
-from tests.planning.reference import check_bounds, check_exchanges, check_json
+from tests.lib.layouts import LLAMA, Case, cases
+from tests.lib.reference import check_bounds, check_exchanges, check_json
 from tests.planning.test_place_step import TIMES, seconds
 from tests.planning.test_properties import SHARES, some_attend
 from torchtitan_cad.planning import (

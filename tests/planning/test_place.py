@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from bench.workloads import document_lengths, spanning_layout
-from tests.planning.costs import concave_cost
-from tests.planning.layouts import LLAMA, Case, cases
+from tests.lib.costs import concave_cost
+from tests.lib.layouts import LLAMA, Case, cases
+from tests.lib.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import (
     CostModel,
     PlannerConfig,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.planning.layouts import LLAMA
+from tests.lib.layouts import LLAMA
 from torchtitan_cad.planning.placement.assign import assign_chunks, assign_short, by_work, cut
 from torchtitan_cad.planning.placement.estimate import choose, estimate, read_by
 from torchtitan_cad.planning.placement.moves import relocate, shift, swap

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planning.layouts import LLAMA, lengths_summing_to
+from tests.lib.layouts import LLAMA, lengths_summing_to
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.planning.placement.microbatch import divide_documents, place_microbatch
 from torchtitan_cad.planning.plan import moved_by

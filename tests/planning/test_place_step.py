@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.workloads import document_lengths, spanning_layout
-from tests.planning.layouts import LLAMA
+from tests.lib.layouts import LLAMA
+from tests.lib.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import (
     AttentionKind,
     LayerTimes,

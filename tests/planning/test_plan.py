@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.planning.layouts import LLAMA
-from tests.sets import params
+from tests.lib.layouts import LLAMA
+from tests.lib.sets import params
 from torchtitan_cad.planning import (
     AttentionShape,
     CostModel,

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.workloads import workload_layout
-from tests.planning.costs import concave_cost, cost_of, noisy_cost
-from tests.planning.layouts import FAMILIES, LLAMA, Case, cases
-from tests.sets import params
+from tests.lib.costs import concave_cost, cost_of, noisy_cost
+from tests.lib.layouts import FAMILIES, LLAMA, Case, cases
+from tests.lib.sets import params
+from tests.lib.workloads import workload_layout
 from torchtitan_cad.planning import (
     AttentionKind,
     CostModel,

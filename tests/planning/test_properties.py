@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planning.costs import cost_of
-from tests.planning.layouts import LLAMA, Case, cases, shapes
-from tests.planning.reference import (
+from tests.lib.costs import cost_of
+from tests.lib.layouts import LLAMA, Case, cases, shapes
+from tests.lib.reference import (
     check_bounds,
     check_cuts,
     check_exchanges,

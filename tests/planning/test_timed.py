@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.workloads import workload_layout
-from tests.planning.layouts import LLAMA
+from tests.lib.layouts import LLAMA
+from tests.lib.workloads import workload_layout
 from torchtitan_cad.planning import (
     LayerTimes,
     Plan,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning.layouts import LLAMA, Case, cases
-from tests.planning.reference import check_exchanges, check_json, covers_exactly
-from tests.plans import random_tasks
+from tests.lib.layouts import LLAMA, Case, cases
+from tests.lib.plans import random_tasks
+from tests.lib.reference import check_exchanges, check_json, covers_exactly
 from torchtitan_cad.planning import (
     Plan,
     PlanError,

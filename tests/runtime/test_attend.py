@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.plans import random_layout, random_plan
-from tests.runtime.interpreter import interpret
-from tests.runtime.kernels_reference import assert_results_as_exact
-from tests.runtime.processes import run_processes, values
-from tests.sets import matrix, needs_triton, params
+from tests.lib.interpreter import interpret
+from tests.lib.kernels_reference import assert_results_as_exact
+from tests.lib.plans import random_layout, random_plan
+from tests.lib.processes import run_processes, values
+from tests.lib.sets import matrix, needs_triton, params
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange import calls as kernel_calls
 from torchtitan_cad.runtime import triton

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.accuracy import assert_as_exact
-from tests.runtime.fake_flash_attn import COMPONENTS, prepare_statistics
-from tests.runtime.interpreter import interpret
-from tests.runtime.processes import run_processes, values
-from tests.sets import needs_triton, seeds
+from tests.lib.accuracy import assert_as_exact
+from tests.lib.fake_flash_attn import COMPONENTS, prepare_statistics
+from tests.lib.interpreter import interpret
+from tests.lib.processes import run_processes, values
+from tests.lib.sets import needs_triton, seeds
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.combine import TENSOR_BITS, Combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype, row_delta

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.plans import random_layout, random_plan
-from tests.runtime.rows import (
+from tests.lib.plans import random_layout, random_plan
+from tests.lib.rows import (
     CPU,
     SHAPES,
     TRANSPORTS,
@@ -24,8 +24,8 @@ from tests.runtime.rows import (
     execute,
     undivided,
 )
-from tests.runtime.threaded import BUFFER_BYTES, needs_linux, thread_transports
-from tests.sets import matrix, params, seeds
+from tests.lib.sets import matrix, params, seeds
+from tests.lib.threaded import BUFFER_BYTES, needs_linux, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.planning.exchange import calls
 from torchtitan_cad.planning.exchange.messages import RowBytes

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import varlen as stock
 
-from bench.gpu.loopback import two_rank_plan
-from tests.runtime.fake_flash_attn import use_torch
-from tests.runtime.kernels_reference import offsets
-from tests.runtime.rows import empty_rows
-from tests.sets import needs_triton
+from tests.lib.fake_flash_attn import use_torch
+from tests.lib.kernels_reference import offsets
+from tests.lib.rows import empty_rows
+from tests.lib.sets import needs_triton
+from tests.lib.two_ranks import two_rank_plan
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime import streams, triton
 from torchtitan_cad.runtime.call import Saved

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, NAMES, Recorder, install
-from tests.runtime.processes import run_processes, values
+from tests.lib.fake_flash_attn import CAPABILITIES, FAKES, NAMES, Recorder, install
+from tests.lib.processes import run_processes, values
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn, get_kernel, select

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from tests.runtime.fake_flash_attn import install
-from tests.runtime.kernels_reference import (
+from tests.lib.fake_flash_attn import install
+from tests.lib.kernels_reference import (
     Task,
     assert_results_as_exact,
     dense_in_fp32,
@@ -23,7 +23,7 @@ from tests.runtime.kernels_reference import (
     random_qkv,
     run_split,
 )
-from tests.sets import params, seeds
+from tests.lib.sets import params, seeds
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import QUERY_TILE, CpuKernel, iter_tiles

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn.attention import varlen as stock
 
-from tests.accuracy import assert_as_exact
-from tests.runtime.fake_flash_attn import CAPABILITIES, FAKES, Recorder, fake_cudnn, fake_operator, install, use_torch
-from tests.runtime.kernels_reference import check_marshalling, dense_in_fp64, random_qkv
+from tests.lib.accuracy import assert_as_exact
+from tests.lib.fake_flash_attn import CAPABILITIES, FAKES, Recorder, fake_cudnn, fake_operator, install, use_torch
+from tests.lib.kernels_reference import check_marshalling, dense_in_fp64, random_qkv
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel, select, varlen
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta, subtract_lse_gradient

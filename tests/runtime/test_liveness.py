@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from tests.runtime.processes import run_processes, values
-from tests.sets import params
+from tests.lib.processes import run_processes, values
+from tests.lib.sets import params
 from torchtitan_cad.runtime.liveness import MOST_EXAMINED, PeerMonitor, has_ended, store_of_attempt
 
 INTERVAL_S = 0.05

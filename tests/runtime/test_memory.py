@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.memory import LAYOUTS, measure
-from tests.runtime.rows import empty_rows
-from tests.sets import params
+from tests.lib.attention_memory import LAYOUTS, measure
+from tests.lib.rows import empty_rows
+from tests.lib.sets import params
 from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan, memory
 from torchtitan_cad.planning.exchange import calls, messages
 from torchtitan_cad.runtime import attend, engine, row_tables

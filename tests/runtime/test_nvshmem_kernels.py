@@ -14,11 +14,11 @@ import torch
 import torch.utils._triton as torch_triton
 
 import torchtitan_cad.runtime.triton
-from bench.memory import make_layout
-from tests.runtime.exchanges import RecordingMemory
-from tests.runtime.processes import run_processes, values
-from tests.runtime.rows import CPU
-from tests.sets import needs_triton, params
+from tests.lib.attention_memory import make_layout
+from tests.lib.exchanges import RecordingMemory
+from tests.lib.processes import run_processes, values
+from tests.lib.rows import CPU
+from tests.lib.sets import needs_triton, params
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_plan
 from torchtitan_cad.planning.exchange.messages import RowBytes, buffer_bytes
 from torchtitan_cad.runtime.tables import PlanTables
@@ -42,7 +42,7 @@ def test_no_other_kernel_has_the_name_of_one_that_nvshmem_initialises() -> None:
 def compile_kernels(group: object, folder: str) -> tuple[list[str], list[str], int]:
     """Names of what a warm-up compiles, of what later launches do, and how many torch initialises for NVSHMEM."""
     os.environ["TRITON_CACHE_DIR"] = folder
-    from tests.runtime import mock_driver
+    from tests.lib import mock_driver
     from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
     initialised = []

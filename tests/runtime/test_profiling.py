@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.threaded import TIMEOUT_S, run_ranks, thread_transports
+from tests.lib.threaded import TIMEOUT_S, run_ranks, thread_transports
 from torchtitan_cad.planning import AttentionShape, TileAreaCost
 from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.plans import random_layout, random_plan
-from tests.runtime.fake_flash_attn import Recorder, fake_operator
-from tests.runtime.interpreter import interpret, interpreted_transport
-from tests.runtime.processes import run_processes, values
-from tests.runtime.rows import CPU, SHAPES, SquareKernel, Tensors, assert_same_bits, execute
-from tests.runtime.tape import Tape, record_kernels
-from tests.runtime.threaded import needs_linux
-from tests.sets import needs_triton, seeds
+from tests.lib.counted import COUNTED, COUNTED_SHAPE
+from tests.lib.fake_flash_attn import Recorder, fake_operator
+from tests.lib.interpreter import interpret, interpreted_transport
+from tests.lib.plans import random_layout, random_plan
+from tests.lib.processes import run_processes, values
+from tests.lib.rows import CPU, SHAPES, SquareKernel, Tensors, assert_same_bits, execute
+from tests.lib.sets import needs_triton, seeds
+from tests.lib.tape import Tape, record_kernels
+from tests.lib.threaded import needs_linux
 from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -200,45 +201,6 @@ def test_recorded_attention_follows_the_plan(num_ranks: int, keep: bool) -> None
 
 
 _T = TypeVar("_T")
-COUNTED_SHAPE = AttentionShape(4, 2, 16, 2)
-COUNTED_SEGMENTS = [[(0, 0, 96), (1, 0, 40)], [(2, 0, 70), (3, 0, 30)], [(4, 0, 90), (5, 0, 20)]]
-# Both ranks serve causal and unmasked tasks, for themselves and for the other one.
-TASKS_OF_TWO = [
-    (0, 0, 48, 0, 48, 0),
-    (0, 48, 96, 48, 96, 0),
-    (0, 48, 96, 0, 48, 1),
-    (1, 0, 40, 0, 40, 1),
-    (2, 0, 30, 0, 30, 1),
-    (2, 30, 70, 30, 70, 1),
-    (2, 30, 70, 0, 30, 0),
-    (3, 0, 30, 0, 30, 0),
-]
-# So do these three, for themselves and for both others.
-TASKS_OF_THREE = [
-    (0, 0, 48, 0, 48, 0),
-    (0, 48, 72, 48, 72, 1),
-    (0, 48, 72, 0, 48, 1),
-    (0, 72, 96, 72, 96, 2),
-    (0, 72, 96, 0, 72, 2),
-    (1, 0, 40, 0, 40, 0),
-    (2, 0, 30, 0, 30, 1),
-    (2, 30, 50, 30, 50, 0),
-    (2, 30, 50, 0, 30, 0),
-    (2, 50, 70, 50, 70, 2),
-    (2, 50, 70, 0, 50, 2),
-    (3, 0, 30, 0, 30, 1),
-    (4, 0, 30, 0, 30, 2),
-    (4, 30, 60, 30, 60, 0),
-    (4, 30, 60, 0, 30, 0),
-    (4, 60, 90, 60, 90, 1),
-    (4, 60, 90, 0, 60, 1),
-    (5, 0, 20, 0, 20, 2),
-]
-COUNTED = {
-    2: (TokenLayout.from_segments(COUNTED_SEGMENTS[:2]), TASKS_OF_TWO),
-    3: (TokenLayout.from_segments(COUNTED_SEGMENTS), TASKS_OF_THREE),
-}
-"""Layout and tasks by number of ranks."""
 
 
 @pytest.mark.matrix

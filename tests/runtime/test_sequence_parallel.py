@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.accuracy import assert_as_exact
-from tests.runtime.processes import run_processes, values
+from tests.lib.accuracy import assert_as_exact
+from tests.lib.processes import run_processes, values
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary, rms_norm_backward
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.plans import random_layout, random_plan
-from tests.runtime.rows import CPU, SHAPES, Tensors, assert_ranks_as_exact, dense, undivided
+from tests.lib.plans import random_layout, random_plan
+from tests.lib.rows import CPU, SHAPES, Tensors, assert_ranks_as_exact, dense, undivided
+from tests.lib.sets import matrix
+from tests.lib.threaded import run_ranks, thread_transports
 from tests.runtime.test_sinks import VARIANTS
-from tests.runtime.threaded import run_ranks, thread_transports
-from tests.sets import matrix
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel

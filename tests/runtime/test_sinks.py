@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.accuracy import assert_as_exact
-from tests.plans import random_layout, random_plan
-from tests.runtime.kernels_reference import offsets
-from tests.runtime.rows import CPU, SHAPES, Tensors, layout_order
-from tests.runtime.threaded import run_ranks, thread_transports
-from tests.sets import matrix, seeds
+from tests.lib.accuracy import assert_as_exact
+from tests.lib.kernels_reference import offsets
+from tests.lib.plans import random_layout, random_plan
+from tests.lib.rows import CPU, SHAPES, Tensors, layout_order
+from tests.lib.sets import matrix, seeds
+from tests.lib.threaded import run_ranks, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime import steps
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine

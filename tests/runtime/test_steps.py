@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.accuracy import assert_as_exact
-from tests.sets import params
-from tests.support.observer import observe
+from tests.lib.accuracy import assert_as_exact
+from tests.lib.observer import observe
+from tests.lib.sets import params
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine, register_engine
 from torchtitan_cad.runtime.kernels.select import get_kernel

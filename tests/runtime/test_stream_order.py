@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.accuracy import assert_as_exact
-from tests.runtime.threaded import run_ranks, thread_transports
-from tests.support.ledger import Process, needs_ledger
+from tests.lib.accuracy import assert_as_exact
+from tests.lib.ledger import Process, needs_ledger
+from tests.lib.threaded import run_ranks, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime import engine, streams
 from torchtitan_cad.runtime.call import Saved
@@ -141,7 +141,7 @@ def _without_waits(module: ModuleType) -> AbstractContextManager[object]:
 
 def run_engine(mistake: str, hosts: tuple[int, ...] | None = None) -> tuple[list[str], list[list[Tensor]]]:
     """Races, and the results of both ranks, which are on one host or on two."""
-    from tests.support.ledger.ranks import LedgerMemory, OneKernel, ledger_transports
+    from tests.lib.ledger.ranks import LedgerMemory, OneKernel, ledger_transports
 
     patches = {
         "none": nullcontext(),
@@ -196,7 +196,7 @@ def test_engines_between_hosts_that_are_not(on_ledger: Process, mistake: str) ->
 
 def exchange_on_two_streams(hosts: tuple[int, ...] | None) -> list[str]:
     """Races of exchanges that begin and end on one stream, as of one nano-batch, and then on another."""
-    from tests.support.ledger.ranks import ledger_transports
+    from tests.lib.ledger.ranks import ledger_transports
 
     transports = ledger_transports(2, hosts)
 

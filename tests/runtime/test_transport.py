@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.exchanges import ONE_EACH, RecordingMemory, exchange_at_random, make_route, start, symmetric
-from tests.runtime.processes import run_processes, values
-from tests.runtime.threaded import needs_linux
-from tests.sets import params
+from tests.lib.exchanges import ONE_EACH, RecordingMemory, exchange_at_random, make_route, start, symmetric
+from tests.lib.processes import run_processes, values
+from tests.lib.sets import params
+from tests.lib.threaded import needs_linux
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.runtime import streams

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from tests.runtime.exchanges import CPU
-from tests.runtime.processes import run_processes, values
-from tests.runtime.threaded import needs_linux
+from tests.lib.exchanges import CPU
+from tests.lib.processes import run_processes, values
+from tests.lib.threaded import needs_linux
 from torchtitan_cad.runtime import hosts
 from torchtitan_cad.runtime.transport import build, build_transport, expected_transport
 from torchtitan_cad.runtime.transport.memory import CpuMemory

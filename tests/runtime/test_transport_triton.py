@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.interpreter import interpret, interpreted_transport
-from tests.runtime.processes import run_processes, values
-from tests.runtime.rows import CPU
-from tests.runtime.threaded import needs_linux
-from tests.sets import matrix, needs_triton
+from tests.lib.interpreter import interpret, interpreted_transport
+from tests.lib.processes import run_processes, values
+from tests.lib.rows import CPU
+from tests.lib.sets import matrix, needs_triton
+from tests.lib.threaded import needs_linux
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Route, Routes
 
@@ -128,7 +128,7 @@ def test_signals_are_posted_awaited_and_given_up() -> None:
 def exchange_on_interpreted_devices(group, num_exchanges: int) -> tuple[int, int]:
     """The random exchanges over the memory for devices."""
     interpret()
-    from tests.runtime import exchanges
+    from tests.lib import exchanges
 
     exchanges.build_transport = lambda name, group, device, buffer_bytes, hosts: interpreted_transport(
         group, buffer_bytes, hosts=hosts
@@ -148,7 +148,7 @@ def test_random_exchanges_between_interpreted_devices(num_ranks: int) -> None:
 def be_late(group) -> str:
     """Rank 1 starts nothing: rank 0 learns at its next exchange who is late, and with what."""
     interpret()
-    from tests.runtime.exchanges import ONE_EACH, make_route, start
+    from tests.lib.exchanges import ONE_EACH, make_route, start
     from torchtitan_cad.runtime.errors import PeerError
 
     transport = interpreted_transport(group, 2**20, timeout_s=0.1)

@@ -17,10 +17,10 @@ import pytest
 import torch
 from filelock import FileLock
 
-from bench.memory import make_layout
-from tests.runtime.processes import run_processes, values
-from tests.runtime.rows import empty_rows
-from tests.sets import matrix, needs_triton, params
+from tests.lib.attention_memory import make_layout
+from tests.lib.processes import run_processes, values
+from tests.lib.rows import empty_rows
+from tests.lib.sets import matrix, needs_triton, params
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, make_plan
 from torchtitan_cad.planning.exchange.messages import buffer_bytes
 from torchtitan_cad.runtime import triton
@@ -47,7 +47,7 @@ def run_plans(
     os.environ["TRITON_CACHE_DIR"] = folder
     triton.runs_on = lambda device: True
     torch.set_num_threads(1)
-    from tests.runtime import mock_driver
+    from tests.lib import mock_driver
     from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
     from torchtitan_cad.runtime.triton.warm_up import warm_up
 
@@ -95,7 +95,7 @@ def compile_for(group: object, capability: int, folder: str) -> None:
     warnings.simplefilter("error")  # Triton warns where it chooses options by itself
     os.environ["TRITON_CACHE_DIR"] = folder
     triton.runs_on = lambda device: True
-    from tests.runtime import mock_driver
+    from tests.lib import mock_driver
     from torchtitan_cad.runtime.triton import put
     from torchtitan_cad.runtime.triton.warm_up import warm_up
 

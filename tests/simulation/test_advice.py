@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import memory as bench_memory
-from tests.simulation.cases import MODEL, cad, cluster, documents, step
+from tests.lib.simulation_cases import MODEL, cad, cluster, documents, step
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.tools.advise import reordering, table
 from torchtitan_cad.tools.simulation import MODELS, Advice, Configuration, Rates, advise

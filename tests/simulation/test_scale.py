@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.sets import params
-from tests.simulation.cases import KINDS, MODEL, cluster, documents, step
+from tests.lib.sets import params
+from tests.lib.simulation_cases import KINDS, MODEL, cluster, documents, step
 from torchtitan_cad.planning.placement.fill import fill
 from torchtitan_cad.tools.main import main
 from torchtitan_cad.tools.simulation import OPEN, Configuration, Rates, Search, draw_batches

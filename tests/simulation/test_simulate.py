@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from bench import pipeline as bench
 from bench import replay
-from bench.workloads import document_lengths, spanning_layout
-from tests.profiles import make_profile
-from tests.simulation.cases import FAST, KINDS, MODEL, SHAPE, cad, cluster, documents, run, step
+from tests.lib.profiles import make_profile
+from tests.lib.simulation_cases import FAST, KINDS, MODEL, SHAPE, cad, cluster, documents, run, step
+from tests.lib.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.tools.simulation import (
     SYSTEMS,

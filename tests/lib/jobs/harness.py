@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[1]
+REPOSITORY = HERE.parents[2]
 BASE_TOML = HERE / "base.toml"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """One thread per rank: the processes share few cores."""
@@ -181,7 +181,7 @@ class _RankServer:
             "HF_DATASETS_OFFLINE": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.rank_server"],
+            [sys.executable, "-m", "tests.lib.jobs.rank_server"],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

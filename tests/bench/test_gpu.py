@@ -21,7 +21,7 @@ from bench.gpu.process import ROOT, run_part
 
 
 def fake(function: str, *arguments: str, **fields: Any) -> Part:
-    return replace(Part(function, "a fake", f"tests.fake_parts:{function}", 60, arguments), **fields)
+    return replace(Part(function, "a fake", f"tests.bench.fake_parts:{function}", 60, arguments), **fields)
 
 
 def test_every_file_of_tests_is_a_part() -> None:

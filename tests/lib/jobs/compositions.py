@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.integration.harness import RunResult, gradient_errors, run
-from tests.integration.patched import torchtitan_with
+from tests.lib.jobs.harness import RunResult, gradient_errors, run
+from tests.lib.jobs.patched import torchtitan_with
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
 from torchtitan_cad.tools.report import find_steps, read_steps, summarize
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tests.accuracy import assert_as_exact
+from tests.lib.accuracy import assert_as_exact
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel

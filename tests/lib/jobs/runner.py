@@ -46,9 +46,9 @@ from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: 
 from torchtitan.models.moe import MoEArgs  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
-from tests.integration import dense_twin, tiny_models  # noqa: E402
-from tests.runtime.kernels_reference import dense_attention  # noqa: E402
-from tests.support.observer import observe  # noqa: E402
+from tests.lib.jobs import dense_twin, tiny_models  # noqa: E402
+from tests.lib.kernels_reference import dense_attention  # noqa: E402
+from tests.lib.observer import observe  # noqa: E402
 from torchtitan_cad.integration import session  # noqa: E402
 from torchtitan_cad.integration.loading.placement import Layouts, Placement  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 
 from bench.gpu import mps, sharing
 from bench.gpu.parts import Skip
-from tests.sets import matrix
+from tests.lib.sets import matrix
 from torchtitan_cad.tools.compare.comparison import Runs
 
 CONTROL = """#!/bin/sh
@@ -102,7 +102,7 @@ def test_what_trains_otherwise_than_stock_is_an_error() -> None:
 
 @matrix
 def test_swapped_rows_of_one_rank_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "RANK", "tests.faulty_rank")
+    monkeypatch.setattr(sharing, "RANK", "tests.bench.faulty_rank")
     modes = {"stock": sharing.MODES["stock"], "cad": (*sharing.MODES["cad"], "--cad.tolerance=0.02")}
     with sharing.shares("cpu", 2) as environments:
         runs = sharing.train_modes(sharing.CPU, "ddp", modes, environments, lambda *_: None)

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.integration.harness import REPOSITORY, child_environment, job_files
+from tests.lib.jobs.harness import REPOSITORY, child_environment, job_files
 
 TORCHRUN = "torch.distributed.run"
 LAUNCH = "torchtitan_cad.launch"

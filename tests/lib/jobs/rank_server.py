@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from tests.integration import runner
+from tests.lib.jobs import runner
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: F401  # what every rank would import for itself
 from torchtitan_cad.planning import warm_up
 from torchtitan_cad.planning.placement.place import warm_up_placement

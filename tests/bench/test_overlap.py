@@ -13,9 +13,9 @@ from torch.torch_version import TorchVersion
 from bench import network, streams
 from bench.overlap import Options, main
 from bench.record import read_records
-from tests.integration.compositions import TOLERANCE, needs_traced
-from tests.integration.harness import tokenizer_folder
-from tests.nodes.network import missing
+from tests.lib.jobs.compositions import TOLERANCE, needs_traced
+from tests.lib.jobs.harness import tokenizer_folder
+from tests.lib.network import missing
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
 
 TRACED = TorchVersion(torch.__version__) >= FIRST_TORCH
@@ -59,7 +59,7 @@ def test_times_every_mode_at_every_rate(tmp_path: Path) -> None:
     assert output.with_suffix(".png").stat().st_size > 0
 
 
-JOB = Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml"
+JOB = Path(__file__).parents[2] / "train_configs" / "llama3_debug_cpu.toml"
 
 
 @needs_traced

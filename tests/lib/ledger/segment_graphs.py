@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from tests.accuracy import assert_as_exact
-from tests.support.ledger import load
+from tests.lib.accuracy import assert_as_exact
+from tests.lib.ledger import load
 from torchtitan_cad.integration.pingpong import segment_graph
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.exchange.messages import Chunks, MostRows, RowBytes
@@ -258,8 +258,8 @@ def run_job(group: dist.ProcessGroup, job: Job) -> Outcome:
 
 
 def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
-    from tests.support.ledger import graphs
-    from tests.support.ledger.ranks import OneKernel
+    from tests.lib.ledger import graphs
+    from tests.lib.ledger.ranks import OneKernel
 
     device, transport = torch.device("ledger", 0), Collective(group)
     engine = CoreAttentionEngine(
@@ -282,7 +282,7 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
         with mock.patch.object(torch, "compile", lambda graph, **_: graphs.compile_for_shuffling(graph)):
             compiled = segment_graph.compile_graphs(segments, ENGINE, device)
     else:
-        from tests.support.ledger import inductor  # noqa: F401
+        from tests.lib.ledger import inductor  # noqa: F401
 
         compiled = segment_graph.compile_graphs(segments, ENGINE, device)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tests.runtime.threaded import TIMEOUT_S, ThreadRounds, far_ranks, transports_over
+from tests.lib.threaded import TIMEOUT_S, ThreadRounds, far_ranks, transports_over
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.packing import RowFormat

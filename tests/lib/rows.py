@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.kernels_reference import assert_results_as_exact, dense_in_fp64, offsets
-from tests.runtime.threaded import BUFFER_BYTES, needs_linux, run_ranks, symmetric_transports, thread_transports
+from tests.lib.kernels_reference import assert_results_as_exact, dense_in_fp64, offsets
+from tests.lib.threaded import BUFFER_BYTES, needs_linux, run_ranks, symmetric_transports, thread_transports
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine

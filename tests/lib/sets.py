@@ -12,7 +12,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 matrix = pytest.mark.matrix
 """For what the short set leaves out."""
 
-CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 every_config = pytest.mark.parametrize(
     "config",
     [

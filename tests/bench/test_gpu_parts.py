@@ -50,7 +50,7 @@ def test_rows_are_there_with_their_word() -> None:
     assert outcome.figures["bytes_checked"] == sum(rows * row_bytes for rows, row_bytes in batches)
     assert outcome.figures["mismatches"] == 0
 
-    fault = Part("fault", "a planted fault", "tests.fake_parts:posts_too_early", 300)
+    fault = Part("fault", "a planted fault", "tests.bench.fake_parts:posts_too_early", 300)
     outcome = run_part(fault, "cpu", 300, None)
     assert outcome.status == "failed"
     assert outcome.figures["mismatches"] == ordering.CPU.batch * len(ordering.CPU.row_shapes)

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cpp import build, find_compiler
+from tests.lib.cpp import build, find_compiler
 
 SOURCE = Path(__file__).with_name("ledger.cpp")
 TIMEOUT_S = 300

@@ -4,8 +4,8 @@
 import functools
 from pathlib import Path
 
-from tests.integration.harness import REPOSITORY, scratch_folder
-from tests.support.patched import copy_torchtitan
+from tests.lib.jobs.harness import REPOSITORY, scratch_folder
+from tests.lib.patched_torchtitan import copy_torchtitan
 
 PATCHES = sorted((REPOSITORY / "patches").glob("*.patch"))
 

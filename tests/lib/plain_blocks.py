@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.plans import random_plan
-from tests.runtime.threaded import run_ranks
+from tests.lib.plans import random_plan
+from tests.lib.threaded import run_ranks
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts

@@ -9,7 +9,7 @@ import pytest
 from bench import pipeline, placement, planner, tolerance
 from bench.planner import slow_cases, wrong_cases
 from bench.record import read_records
-from bench.workloads import TOKENS_PER_RANK, spanning_layout, workload_layout
+from tests.lib.workloads import TOKENS_PER_RANK, spanning_layout, workload_layout
 from torchtitan_cad.planning import TokenLayout
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A job on the nodes of tests/nodes/network.py, and what every node prints."""
+"""A job on the nodes of tests/lib/network.py, and what every node prints."""
 
 import re
 import subprocess
@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.integration.harness import ENVIRONMENT, job_files
-from tests.integration.launched import CONFIG, SMALL, read_lines
-from tests.nodes.network import Nodes
+from tests.lib.jobs.harness import ENVIRONMENT, job_files
+from tests.lib.jobs.launched import CONFIG, SMALL, read_lines
+from tests.lib.network import Nodes
 
 
 class NodesJob:
