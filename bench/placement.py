@@ -3,8 +3,8 @@
 
     python -m bench.placement --pretrain document_lengths.json --check
 
-lays the documents of every workload (tests/lib/workloads.py) end to end over the ranks, plans, distributes tokens anew by
-``place_and_plan``, plans again, and prints ratios of bytes, means over the seeds. Bytes are those of one layer's forward for 32
+lays the documents of every workload (tests/lib/workloads.py) end to end over the ranks, plans, distributes tokens anew
+by ``place_and_plan``, and prints ratios of bytes, means over the seeds. Bytes are those of one layer's forward for 32
 query and 8 key heads of 128 in bf16.
 """
 

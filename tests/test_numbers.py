@@ -82,7 +82,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Reached
 
     for command in ("plan", "simulate", "advise"):
-        monkeypatch.setattr(f"torchtitan_cad.tools.{command}_command.load_planner", stop)
+        monkeypatch.setattr(f"torchtitan_cad.tools.{command}.load_planner", stop)
     monkeypatch.setattr("torchtitan_cad.tools.compare.comparison.run", stop)
 
 

@@ -38,16 +38,20 @@ def plan_local_search(layout: TokenLayout, shape: AttentionShape, config: Planne
 
 
 def search(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, effort: float = 1.0
 ) -> tuple[IntArray, Callable[[], TaskArray]]:
-    """Return bytes [2, num_ranks] into and out of ranks, right only if all tokens attend, and a maker of the tasks."""
+    """Return bytes [2, num_ranks] into and out of ranks, right only if all tokens attend, and a maker of the tasks.
+
+    Benches evaluate ``effort`` times the moves.
+    """
     home = home_tasks(layout)
     table = task_table(layout, home)
     costs = cost.cost(home)
     loads = sum_by_index(home["server"], costs, layout.num_ranks)
     limits = load_limits(layout, config, cost, loads)
     is_balanced = bool((loads <= limits.tolerated).all())
-    budget = 0 if is_balanced else MOVES + MOVES_PER_RANK * layout.num_ranks
+    moves = MOVES + MOVES_PER_RANK * layout.num_ranks
+    budget = 0 if is_balanced else int(moves * effort)
     chosen = _may_move(table, costs, len(layout.docs), float(limits.tolerated.mean()))
     docs = layout.docs[chosen]
     searched = chosen[table[:, DOC]]
