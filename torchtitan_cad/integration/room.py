@@ -27,7 +27,7 @@ _STATES = 4
 
 
 @dataclass(frozen=True)
-class Parts:
+class RankParts:
     """What a rank runs of a model, and how.
 
     Attributes:
@@ -49,12 +49,14 @@ class Parts:
     flying: int
 
 
-def room_of(parts: Parts, job: Job, device_bytes: float) -> Room:
+def room_of(parts: RankParts, job: Job, device_bytes: float) -> Room:
     """Return the room of this rank, whose device has ``device_bytes`` of memory."""
-    topology, nano_batches = job.topology, job.cad.nano_batches
+    topology = job.topology
+    nano_batches = job.cad.nano_batches
     blocks = [block for module in parts.modules for block in module.layers.values()]
     tokens = job.rows // job.microbatches * parts.row_tokens // topology.cp
-    heads, key_heads = job.shape.num_heads * topology.tp, job.shape.num_kv_heads * topology.tp
+    heads = job.shape.num_heads * topology.tp
+    key_heads = job.shape.num_kv_heads * topology.tp
     stage = Stage(
         layers=len(blocks),
         hidden=parts.hidden,

@@ -334,7 +334,8 @@ def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:
 
 def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Bound every wait on ``group``, which torchtitan's own ``set_pg_timeouts`` does not know."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # the first is of torch 2.15
+    set_timeout(timedelta(seconds=seconds), group)
 
 
 _session: CadSession | None = None

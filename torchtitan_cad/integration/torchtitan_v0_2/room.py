@@ -8,7 +8,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_cad.integration.job import Job
-from torchtitan_cad.integration.room import Parts, room_of
+from torchtitan_cad.integration.room import RankParts, room_of
 from torchtitan_cad.planning.keeping import Checkpointing, Room
 
 
@@ -33,7 +33,7 @@ def read_room(
         device_bytes: memory of this rank's device.
     """
     model_args = parts[0].model_args
-    of_rank = Parts(
+    of_rank = RankParts(
         modules=parts,
         hidden=model_args.dim,
         vocabulary=model_args.vocab_size,
