@@ -29,7 +29,7 @@ from tests.integration.harness import scratch_folder, tokenizer_folder  # noqa: 
 from tests.titan030 import tiny  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_3 import entry  # noqa: E402
 
-TIMEOUT_S = 200
+TIMEOUT_S = 250
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 

@@ -5,6 +5,7 @@ import math
 import os
 from typing import Any
 
+from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
@@ -66,6 +67,8 @@ def _check_model(model: Any, config: Trainer.Config) -> None:
         )
     if getattr(model, "mtp_layers", []):
         raise ValueError(f"the model {name} predicts several tokens, which CAD does not know; take a recipe without")
+    if has_quantization(model):
+        raise ValueError(f"the model {name} is quantized, which no test has tried with CAD; take a recipe without")
     tp = config.parallelism.tensor_parallel_degree
     attention = model.layers[0].attention
     for what, heads in (("query", attention.n_heads), ("key", getattr(attention, "n_kv_heads", None))):
