@@ -21,6 +21,7 @@ from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3_recipes
 from torchtitan.models.gpt_oss import config_registry as gpt_oss_recipes
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.models.llama3 import config_registry as llama3_recipes
 from torchtitan.models.qwen3 import config_registry as qwen3_recipes
 
@@ -125,4 +126,14 @@ def compute_in_fp32() -> None:
     torch.Tensor.bfloat16 = lambda self: self  # type: ignore[method-assign]
 
 
+def _keep_dtype(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let gpt_oss's experts return the dtype of their tokens, as others do; in fp32 stock torchtitan 0.3.0 stops."""
+
+    def forward_in_dtype(self: Any, x: Tensor, counts: Tensor) -> Tensor:
+        return forward(self, x, counts).type_as(x)
+
+    return forward_in_dtype
+
+
+GptOssGroupedExperts.forward = _keep_dtype(GptOssGroupedExperts.forward)
 DATASETS["packed_documents"] = DatasetConfig("packed_documents", _load, lambda sample: sample["text"])
