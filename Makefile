@@ -9,6 +9,7 @@ WORKERS ?= 3
 CONFIG ?= train_configs/llama3_debug_cpu.toml
 TORCH ?= 2.13.0
 BUILD ?= cpu
+TITAN ?= 0.2.2
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -17,7 +18,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup train compare test test-matrix test-all test-cuda-build test-gpu mutations wheel lint format \
+.PHONY: help setup train compare test test-matrix test-all test-titan030 test-cuda-build test-gpu mutations wheel lint format \
 	bench-gpu-dry bench-planner docs clean
 
 help:
@@ -26,6 +27,7 @@ help:
 	@echo "make test       the short tests: one of every kind, eight minutes on two cores"
 	@echo "make test-matrix   what they leave out, MINUTES=10 of it; test-all: all that runs on CPU, hours; test-gpu: on a GPU"
 	@echo "make test-cuda-build   what the CUDA path can show without a GPU, by a CUDA build of torch"
+	@echo "make test-titan030   the adapter for torchtitan 0.3.0, with torch 2.15 in an environment of its own"
 	@echo "make mutations  plant ten faults and see that the short tests find each"
 	@echo "make bench-planner   planners against the lower bound, as a table; PRETRAIN=lengths.json adds workloads"
 	@echo "make wheel      dist/*.whl, tried in an environment of its own"
@@ -46,7 +48,7 @@ $(INSTALLED): pyproject.toml
 		$(PIP) '$(TORCH_CPU)' --index-url $(TORCH_CPU_INDEX) --retries 1 --timeout 20 || \
 		{ echo "No CPU build of torch within reach; installing the default build."; $(PIP) torch==$(TORCH); }; \
 	fi
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[dev]' 'torchtitan==$(TITAN)'
 	@touch $@
 
 # Silence warnings of torch and torchdata that a user cannot act on.
@@ -72,6 +74,13 @@ test: $(INSTALLED)
 test-matrix: $(INSTALLED)
 	$(PYTEST) -m '(matrix or hypothesis) and not slow and not gpu' --hypothesis-profile=all \
 		$(if $(MINUTES),--minutes=$(MINUTES))
+
+# The adapter for torchtitan 0.3.0, in an environment of its own (5 GB where there is no CPU build of its torch); no GPU is
+# needed. What runs for long is left out; add MARKS='matrix or not matrix' for all.
+MARKS ?= not matrix
+test-titan030:
+	$(MAKE) TITAN=0.3.0 TORCH=2.15.0 VENV=.venv-titan030 setup
+	.venv-titan030/bin/python -m pytest -n $(WORKERS) -m '$(MARKS)' tests/titan030
 
 # Every part of the bench for a machine with a GPU, on CPU stand-ins at toy sizes: four minutes.
 bench-gpu-dry: $(INSTALLED)

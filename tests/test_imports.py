@@ -24,6 +24,7 @@ MAY_IMPORT = {  # besides itself and the standard library
     "tools.simulation": {"numpy", "planning"},
 }
 
+ADAPTERS = (f"{PACKAGE}.integration.torchtitan_v0_2", f"{PACKAGE}.integration.torchtitan_v0_3")
 
 PATHS = sorted((ROOT / PACKAGE).rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}
@@ -70,15 +71,22 @@ def test_jobs_import_no_tools_and_the_demo_only_if_they_name_it() -> None:
     assert result.stderr.splitlines()[-1] == "[]"
 
 
-def test_one_package_knows_the_version_of_torchtitan() -> None:
+def test_one_package_knows_a_version_of_torchtitan() -> None:
     """Besides the examples' data and the entry points, which name torchtitan's own classes."""
     for name in MODULES:
-        if name.startswith(f"{PACKAGE}.integration.") and not name.startswith(f"{PACKAGE}.integration.torchtitan_v0_2"):
+        if name.startswith(f"{PACKAGE}.integration.") and not name.startswith(ADAPTERS):
             for target in _imports(name):
                 assert target.split(".")[0] != "torchtitan", f"{name} imports {target}"
-                assert "torchtitan_v0_2" not in target, f"{name} imports {target}"
+                assert "torchtitan_v0" not in target, f"{name} imports {target}"
             named = {node.attr for node in ast.walk(_parse(name)) if isinstance(node, ast.Attribute)}
             assert not named & PARTS_OF_BLOCKS, f"{name} names {named & PARTS_OF_BLOCKS} of a block"
+
+
+def test_adapters_share_no_code_of_their_own() -> None:
+    for own, other in (ADAPTERS, ADAPTERS[::-1]):
+        for name in MODULES:
+            if name.startswith(own):
+                assert not any(target.startswith(other) for target in _imports(name)), name
 
 
 def test_nothing_that_trains_imports_tools() -> None:

@@ -49,8 +49,9 @@ PLAN = """
 
     enable_cpu()  # before torchtitan is imported
     import torchtitan_cad
+    OTHER_VERSION = "torchtitan_cad.integration.torchtitan_v0_3."
     for module in pkgutil.walk_packages(torchtitan_cad.__path__, "torchtitan_cad."):
-        if not module.name.startswith(("torchtitan_cad.runtime.triton", "torchtitan_cad.demo")):
+        if not module.name.startswith(("torchtitan_cad.runtime.triton", "torchtitan_cad.demo", OTHER_VERSION)):
             importlib.import_module(module.name)
     from torchtitan_cad.planning import AttentionShape, TokenLayout, jit, make_plan
 

@@ -9,7 +9,11 @@ lets ``plugin.on_config`` (integration/torchtitan_v0_2) see the parsed config.
 from dataclasses import dataclass, field
 
 from torchtitan_cad.integration.config import Cad
-from torchtitan_cad.integration.torchtitan_v0_2 import plugin
+from torchtitan_cad.titan import check_has_toml
+
+check_has_toml()
+
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
 
 
 @dataclass

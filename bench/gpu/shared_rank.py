@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.integration.torchtitan_v0_2.cpu import _force_sum_reduction_in_fsdp, enable_cpu
+from torchtitan_cad.integration.cpu import force_sum_reduction_in_fsdp
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools.compare import measured
 
 START = "start"
@@ -44,7 +45,7 @@ def main() -> None:
 def share_one_device() -> None:
     """Let ranks of one device form groups: gloo in place of NCCL, which has no other reduction than a sum."""
     dist.Backend.default_device_backend_map["cuda"] = "gloo"
-    _force_sum_reduction_in_fsdp()
+    force_sum_reduction_in_fsdp()
 
 
 def _register_flavor() -> None:

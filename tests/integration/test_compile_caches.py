@@ -7,7 +7,6 @@ Stock torchtitan runs with patches/compile_caches.patch.
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,8 +24,8 @@ enable_cpu()
 
 from torchtitan.distributed import ParallelDims  # noqa: E402
 
+from torchtitan_cad.integration.compile_caches import graph_place, separate_compile_caches  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.compile_caches import graph_place, separate_compile_caches  # noqa: E402
 
 matrix, slow = pytest.mark.matrix, pytest.mark.slow
 STEPS = ("--training.steps=2",)
@@ -142,7 +141,9 @@ def places(**degrees: int) -> list[str]:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
         try:
             degree = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1) | degrees
-            found.append(graph_place(ParallelDims(dp_shard=-1, **degree, world_size=8)))
+            found.append(
+                graph_place(ParallelDims(dp_shard=-1, **degree, world_size=8).get_all_one_dimensional_meshes())
+            )
         finally:
             dist.destroy_process_group()
     return found
@@ -168,13 +169,12 @@ def test_other_ranks_do_not(degrees: dict[str, int]) -> None:
 
 def test_a_later_job_gets_the_tag_that_was_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    alone = SimpleNamespace(get_all_one_dimensional_meshes=dict)
     # pytest's monkeypatch would leave torch's configuration without this key.
     with torch.compiler.config.patch(cache_key_tag="a user's|second"):
         plugin.on_config(parse_job(tmp_path))
         tags = set[str]()
         for _ in range(2):
-            separate_compile_caches(alone)
+            separate_compile_caches({})
             tags.add(torch.compiler.config.cache_key_tag)
         (tag,) = tags
         assert tag.startswith("a user's|second|torchtitan_cad ")

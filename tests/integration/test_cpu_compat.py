@@ -12,6 +12,7 @@ import torch
 from tests.lib.jobs.compositions import DEFAULTS, FAST, PLACED, PROFILED, SLOW, TOLERANCE, global_batch
 from tests.lib.jobs.harness import read_scalars, run
 from tests.lib.jobs.launched import TORCHRUN, launched
+from torchtitan_cad.integration import cpu as any_cpu
 from torchtitan_cad.integration.torchtitan_v0_2 import cpu
 
 EXPERTS = ("--model.name=qwen3", "--model.flavor=tiny_moe", "--parallelism.expert_parallel_degree=2")
@@ -136,7 +137,7 @@ def test_integers_are_counted() -> None:
 
 
 def test_device_module_names_what_is_missing() -> None:
-    device = cpu._CpuDeviceModule("cpu_device")
+    device = any_cpu._CpuDeviceModule("cpu_device")
     assert device.current_device() == 0
     assert device.memory_stats()["active_bytes.all.peak"] > 0
     device.synchronize()  # from torch.cpu

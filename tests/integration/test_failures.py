@@ -58,7 +58,7 @@ class Checkpointer:
 
 def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
     enable_cpu()
-    from torchtitan_cad.integration.torchtitan_v0_2 import failure
+    from torchtitan_cad.integration import failure
 
     looked_at: list[int] = []
 

@@ -27,6 +27,7 @@ enable_cpu()
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
 
 from tests.lib.jobs.loaders import CPU, EOS, CountingLoader  # noqa: E402
+from torchtitan_cad.integration.failure import _may_be_caused_by_a_peer  # noqa: E402
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules  # noqa: E402
 from torchtitan_cad.integration.loading.documents import DocumentRule, cut_for_nano_batches, document_starts  # noqa: E402
@@ -39,7 +40,6 @@ from torchtitan_cad.integration.loading.loader import (  # noqa: E402
     _Producer,
 )
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.failure import _may_be_caused_by_a_peer  # noqa: E402
 from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
 from torchtitan_cad.planning.model.batch import (  # noqa: E402
     BatchShape,

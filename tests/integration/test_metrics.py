@@ -15,6 +15,8 @@ import torch
 
 from tests.lib.jobs.compositions import CAD, COMMON
 from tests.lib.jobs.harness import REPOSITORY, read_scalars, run
+from torchtitan_cad.integration.report import metrics as report_metrics
+from torchtitan_cad.integration.report.metrics import scalars_of
 from torchtitan_cad.integration.session import CadSession
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
@@ -26,7 +28,7 @@ enable_cpu()
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 
 from torchtitan_cad.integration.torchtitan_v0_2 import metrics  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.metrics import CadMetricsProcessor, scalars_of  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.metrics import CadMetricsProcessor  # noqa: E402
 
 OTHER_JOBS = {
     f"cad/{tag}" for tag in (*("placement/total(%)", "placement/worst(%)", "hosts/sent(MB)", "hosts/link(Gbit_s)"),)
@@ -111,7 +113,7 @@ def new_processor(monkeypatch: pytest.MonkeyPatch, dump_folder: Path) -> CadMetr
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(metrics.logger, "warning", warnings.append)
+    monkeypatch.setattr(report_metrics.logger, "warning", warnings.append)
     (tmp_path / "file").touch()
     processor = new_processor(monkeypatch, tmp_path / "file")
     for step in range(3):
@@ -126,7 +128,7 @@ def test_validation_does_not_count_as_exchange_of_the_next_steps(
     processor, clock = new_processor(monkeypatch, tmp_path), ExchangeClock()
     engine = types.SimpleNamespace(clock=clock)
     session = types.SimpleNamespace(engine=engine, confirm_exchanges=lambda: None)
-    monkeypatch.setattr(metrics, "current_session", lambda: session)
+    monkeypatch.setattr(report_metrics, "current_session", lambda: session)
     with clock.measure("waiting"):
         pass
     assert clock.waiting > 0
@@ -150,7 +152,7 @@ def test_a_loss_computed_after_a_failed_exchange_is_not_logged(tmp_path: Path, m
     )
     session.confirm_exchanges = functools.partial(CadSession.confirm_exchanges, session)
     processor = new_processor(monkeypatch, tmp_path)
-    monkeypatch.setattr(metrics, "current_session", lambda: session)
+    monkeypatch.setattr(report_metrics, "current_session", lambda: session)
     monkeypatch.setattr(MetricsProcessor, "log", lambda *_, **__: said.append("step"))
     monkeypatch.setattr(MetricsProcessor, "log_validation", lambda *_, **__: said.append("validation"))
     processor.time_last_log = 0.0
@@ -191,7 +193,7 @@ def test_figures_after_a_resume_are_those_of_the_steps_since_its_start(
         ranks=[0, 1],
         confirm_exchanges=lambda: None,
     )
-    monkeypatch.setattr(metrics, "current_session", lambda: session)
+    monkeypatch.setattr(report_metrics, "current_session", lambda: session)
     monkeypatch.setattr(MetricsProcessor, "log", log)
     for validated, steps in ((None, 4), (8, 2)):
         processor = new_processor(monkeypatch, tmp_path)
@@ -222,8 +224,8 @@ def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, mo
         link_between_hosts=0.05,
         confirm_exchanges=lambda: None,
     )
-    monkeypatch.setattr(metrics, "current_session", lambda: session)
-    monkeypatch.setattr(metrics.LinesFile, "append", append)
+    monkeypatch.setattr(report_metrics, "current_session", lambda: session)
+    monkeypatch.setattr(report_metrics.LinesFile, "append", append)
     monkeypatch.setattr(MetricsProcessor, "log", lambda self, step, *_, **__: said.append(f"step {step}"))
     monkeypatch.setattr(MetricsProcessor, "close", lambda self: said.append("closed"))
     processor = new_processor(monkeypatch, tmp_path)

@@ -7,6 +7,7 @@ Trainer per process, hence one session.
 
 import logging
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -77,7 +78,7 @@ class CadSession:
         self._loader: PlanningLoader | None = None
         self._batches = 0
         self.times: LayerTimes | None = None
-        self._validated: PlannedBatch | None = None
+        self._validated: deque[PlannedBatch] = deque()
 
         self._train_group = self._planning_group(self.ranks)
         self._config = self.cad.planner_config(self.topology)
@@ -298,13 +299,14 @@ class CadSession:
         rule = self.job.documents
         if OWN_POSITIONS not in inputs:  # a token's column is its position then
             rule = replace(rule, by_positions=False)
-        if self._validated is not None:
-            self.validation.drop(self._validated)
+        while len(self._validated) >= self.job.accumulation:  # a pipeline may be given several microbatches at once
+            self.validation.drop(self._validated.popleft())
         rows, seq_len = inputs["input"].shape
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch(rows))
         starts = rule.starts(inputs)
-        (self._validated,), _ = self.validation.plan(starts, shape)
-        return HostTensor.wrap(self._validated.keys)
+        (planned,), _ = self.validation.plan(starts, shape)
+        self._validated.append(planned)
+        return HostTensor.wrap(planned.keys)
 
     def confirm_exchanges(self) -> None:
         """Wait until the device is idle; raises ``PeerError`` if an exchange so far has failed there."""
@@ -338,7 +340,8 @@ def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:
 
 def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Bound every wait on ``group``, which torchtitan's own ``set_pg_timeouts`` does not know."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # the first is of torch 2.15
+    set_timeout(timedelta(seconds=seconds), group)
 
 
 _session: CadSession | None = None

@@ -11,12 +11,17 @@ from pathlib import Path
 
 from torchtitan_cad.planning.files import kind_of
 from torchtitan_cad.planning.text import printable
+from torchtitan_cad.titan import check_has_toml
 
 PICTURES = (".png", ".pdf", ".svg")
 
 
 def check_job(path: Path) -> None:
-    """Raise ValueError if there is no such file; make torchtitan, not imported before, run on CPU without a GPU."""
+    """Raise ValueError if there is no such file, or the installed torchtitan reads none.
+
+    Makes torchtitan, not imported before, run on CPU without a GPU.
+    """
+    check_has_toml()
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu

@@ -1,152 +1,43 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""CAD in torchtitan's log line, in TensorBoard (docs/operations.md), and in the file that `report` reads."""
+"""torchtitan 0.2.2's metrics with CAD's, and those of a job with ``cad.shadow``."""
 
 import os
-import threading
-import time
 from datetime import datetime
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.components.metrics import BaseLogger, MetricsProcessor, TensorBoardLogger, _get_metrics_rank
+from torchtitan.components.metrics import MetricsProcessor, TensorBoardLogger, _get_metrics_rank
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
-from torchtitan_cad.integration.report.steps_file import LinesFile, new_steps_file, to_json
-from torchtitan_cad.integration.session import current_session
-
-TAGS: dict[str, tuple[str, float]] = {
-    "cad/exchange/host(s)": ("exchange_seconds", 1),
-    "cad/exchange/exposed(%)": ("exposed_percent", 1),
-    "cad/imbalance/before": ("imbalance_before", 1),
-    "cad/imbalance/after": ("imbalance_after", 1),
-    "cad/sent/mean(MB)": ("bytes_per_rank_mean", 1e-6),
-    "cad/sent/max(MB)": ("bytes_per_rank_max", 1e-6),
-    "cad/hosts/sent(MB)": ("bytes_between_hosts", 1e-6),
-    "cad/hosts/link(Gbit_s)": ("link_between_hosts", 1),
-    "cad/copied(MB)": ("bytes_copied", 1e-6),
-    "cad/tasks/all": ("tasks", 1),
-    "cad/tasks/moved": ("tasks_moved", 1),
-    "cad/plan/time(s)": ("plan_seconds", 1),
-    "cad/plan/tolerance": ("tolerance", 1),
-    "cad/placement/total(%)": ("placed_total", 100),
-    "cad/placement/worst(%)": ("placed_worst", 100),
-}
-"""Tags of scalars, with the figure that each shows and the factor to its unit."""
-MOST_LOAD_SCALARS = 16
-"""Ranks of a group whose loads are scalars; the steps file has the loads of all groups."""
+from torchtitan_cad.integration.report.metrics import CadMetrics, ShadowMetrics
+from torchtitan_cad.integration.shadow import Shadow
 
 
-class CadMetricsProcessor(MetricsProcessor):
-    """torchtitan's metrics plus CAD's; the rank with the loss writes them to the run's own folder."""
+class CadMetricsProcessor(CadMetrics, MetricsProcessor):
+    """torchtitan's metrics plus CAD's."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None) -> None:
         super().__init__(job_config, parallel_dims)
-        self._last_step: int | None = None
-        """The step of this process's last log line; before the first, the step before the process's own first one."""
-        self._steps_file: LinesFile | None = None
-        self._write_failed = False
-        self._writing = threading.Lock()  # a signal closes from another thread, perhaps in the middle of a step's log
-        self._closed = False
-        # The rank whose loss torchtitan reports: under PP the others hold a placeholder.
-        self._writes_steps = dist.get_rank() == _get_metrics_rank(parallel_dims, job_config)
+        self.begin(writes_steps=dist.get_rank() == _get_metrics_rank(parallel_dims, job_config))
+
+    def run_folder(self) -> str:
+        """TensorBoard's folder of this run; without TensorBoard one that torchtitan would have made for it."""
+        for one in getattr(self.logger, "_loggers", []):
+            if isinstance(one, TensorBoardLogger):
+                return one.writer.log_dir
+        name = datetime.now().strftime("%Y%m%d-%H%M")
+        return os.path.join(self.job_config.job.dump_folder, self.job_config.metrics.save_tb_folder, name)
+
+
+class ShadowMetricsProcessor(ShadowMetrics, MetricsProcessor):
+    """torchtitan's metrics plus the imbalance as loaded."""
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, shadow: Shadow) -> None:
+        super().__init__(job_config, parallel_dims)
+        self.shadow = shadow
 
     def should_log(self, step: int) -> bool:
-        """Tell whether a step is logged; torchtitan asks once a step, the first time of the process's first step."""
-        if self._last_step is None:
-            self._last_step = step - 1
+        """Record a step, and tell whether it is logged; torchtitan asks at the end of every step, on all ranks."""
+        self.shadow.end_step(step)
         return super().should_log(step)
-
-    def log(self, step: int, global_avg_loss: float, *others: float, extra_metrics: Any = None, **named: float) -> None:
-        """Log a step, unless an exchange of it has failed: then raise ``PeerError``, as its loss means nothing."""
-        session = current_session()
-        session.confirm_exchanges()
-        last_step = step - 1 if self._last_step is None else self._last_step
-        steps, elapsed = step - last_step, time.perf_counter() - self.time_last_log
-        figures = session.statistics.drain()
-        starting, waiting = session.engine.clock.reset()
-        figures["exchange_seconds"] = (starting + waiting) / steps
-        if session.device.type == "cpu":  # elsewhere the host does not wait
-            figures["exposed_percent"] = 100 * waiting / elapsed
-        if "bytes_between_hosts" in figures and session.link_between_hosts:
-            figures["link_between_hosts"] = session.link_between_hosts
-        self._last_step = step
-        scalars = scalars_of(figures, session.ranks)
-        with self._writing:
-            if self._closed:
-                return
-            super().log(step, global_avg_loss, *others, extra_metrics={**(extra_metrics or {}), **scalars}, **named)
-            if "imbalance_before" in figures:
-                logger.info(_log_line(figures))
-                if self._writes_steps:
-                    self._write_step({"step": step, "loss": float(global_avg_loss), **figures})
-
-    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Log a validation; raises ``PeerError`` in place of it if an exchange so far has failed."""
-        session = current_session()
-        session.confirm_exchanges()
-        with self._writing:
-            if not self._closed:
-                super().log_validation(loss, step, extra_metrics)
-        # As for torchtitan's own times, what comes before and the validation itself do not count for the next log line.
-        session.engine.clock.reset()
-        self._last_step = step
-
-    def close(self) -> None:
-        """Close the loggers, once. ``log`` does nothing from then on."""
-        with self._writing:
-            if not self._closed:
-                super().close()
-            self._closed = True
-
-    def _write_step(self, figures: dict[str, Any]) -> None:
-        try:
-            if self._steps_file is None:
-                self._steps_file = new_steps_file(_run_folder(self.logger, self.job_config))
-                logger.info(f"CAD writes figures to {self._steps_file.path}, which `torchtitan-cad report` sums up")
-            self._steps_file.append(to_json(figures))
-        except OSError as error:  # a full disk is no reason to stop training
-            if not self._write_failed:
-                logger.warning(f"CAD cannot write the figures of this step, and tries again at every log line: {error}")
-            self._write_failed = True
-
-
-def _run_folder(loggers: BaseLogger, job_config: JobConfig) -> str:
-    """TensorBoard's folder of this run; without TensorBoard one that torchtitan would have made for it."""
-    for one in getattr(loggers, "_loggers", []):
-        if isinstance(one, TensorBoardLogger):
-            return one.writer.log_dir
-    name = datetime.now().strftime("%Y%m%d-%H%M")
-    return os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder, name)
-
-
-def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
-    """Return the scalars of docs/operations.md by tag; ``ranks`` are the global ranks of the CAD group."""
-    scalars = {tag: unit * figures[name] for tag, (name, unit) in TAGS.items() if name in figures}
-    if "imbalance_before" in figures and len(ranks) <= MOST_LOAD_SCALARS:
-        for when in ("before", "after"):
-            loads = figures[f"loads_{when}"]
-            mean = sum(loads) / len(loads) or 1.0
-            scalars |= {f"cad/load/{when}/rank{rank}": load / mean for rank, load in zip(ranks, loads, strict=True)}
-    return scalars
-
-
-def _log_line(figures: dict[str, Any]) -> str:
-    exposed = placed = hosts = ""
-    if "placed_total" in figures:
-        total, worst = (100 * figures[name] for name in ("placed_total", "placed_worst"))
-        placed = f"; {total:.0f}% of what the loader's homes would move, worst rank {worst:.0f}%"
-    if "bytes_between_hosts" in figures:
-        hosts = f"; {figures['bytes_between_hosts'] / 1e6:.2f} MB between hosts"
-        if "link_between_hosts" in figures:
-            hosts += f" at {figures['link_between_hosts']:.3g} Gbit/s a rank"
-    if "exposed_percent" in figures:
-        exposed = f" (exposed wait {figures['exposed_percent']:.1f}% of the step)"
-    return (
-        f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  "
-        f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks, "
-        f"{figures['bytes_per_rank_mean'] / 1e6:.2f} MB per rank and forward layer "
-        f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f}{placed}{hosts})  "
-        f"plan {figures['plan_seconds'] * 1e3:.1f} ms  exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}"
-    )

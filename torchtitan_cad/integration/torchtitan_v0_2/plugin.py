@@ -30,7 +30,9 @@ from torchtitan.models.attention import VarlenMetadata
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
+from torchtitan_cad.integration.compile_caches import separate_compile_caches
 from torchtitan_cad.integration.engines import ENGINE, engine_name
+from torchtitan_cad.integration.failure import name_dead_peers
 from torchtitan_cad.integration.loading.documents import cut_for_nano_batches
 from torchtitan_cad.integration.pingpong.fsdp_hooks import adopt_hooks
 from torchtitan_cad.integration.pingpong.loop import PingPong
@@ -40,9 +42,7 @@ from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.integration.torchtitan_v0_2 import upstream
 from torchtitan_cad.integration.torchtitan_v0_2.blocks import apply_ac, apply_compile, checkpointing, selects_operators
 from torchtitan_cad.integration.torchtitan_v0_2.checks import choose_streams, validate
-from torchtitan_cad.integration.torchtitan_v0_2.compile_caches import separate_compile_caches
 from torchtitan_cad.integration.torchtitan_v0_2.experts import check_experts
-from torchtitan_cad.integration.torchtitan_v0_2.failure import name_dead_peers
 from torchtitan_cad.integration.torchtitan_v0_2.folders import check_folders
 from torchtitan_cad.integration.torchtitan_v0_2.inputs import (
     add_demo,
@@ -238,7 +238,7 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         return session.wrap_loader(loader)
 
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-        separate_compile_caches(parallel_dims)
+        separate_compile_caches(parallel_dims.get_all_one_dimensional_meshes())
         apply_cad(model, parallel_dims, job_config)
         with _left_to_cad(spec, model, job_config), upstream.sharding_ties_together(model):
             parallelized = spec.parallelize_fn(model, parallel_dims, job_config)

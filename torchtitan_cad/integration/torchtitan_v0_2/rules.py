@@ -15,9 +15,8 @@ import torch
 from torchtitan.config import JobConfig
 from torchtitan.tools import utils
 
+from torchtitan_cad.integration.choices import CHOICES
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
-from torchtitan_cad.runtime.kernels.select import KERNELS
-from torchtitan_cad.runtime.transport.build import TRANSPORTS
 
 MAX_SECONDS = 10**9
 """seconds: the most that a timeout may be, which torch counts in nanoseconds"""
@@ -208,13 +207,7 @@ def _is_backend(name: str) -> bool:
 
 
 RULES = (
-    one_of("cad.transport", *TRANSPORTS, applies=has_cad),
-    one_of("cad.kernel", *KERNELS, applies=has_cad),
-    one_of("cad.backward", "auto", "resend", "keep", applies=has_cad),
-    one_of("cad.placement", "auto", "balanced", "loader", applies=has_cad),
-    one_of("cad.documents", "eos", "row", "positions", applies=has_cad),
-    one_of("cad.nano_batches", 1, 2, applies=has_cad),
-    one_of("cad.streams", "auto", "traced", "opaque", applies=has_cad),
+    *(one_of(f"cad.{key}", *choices, applies=has_cad) for key, choices in CHOICES.items()),
     Rule(
         "cad.heartbeat_seconds",
         lambda number: 0 < number < math.inf,

@@ -9,10 +9,11 @@ backward. ``torch.compiler.config.cache_key_tag`` is a part of the keys of all c
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torchtitan.distributed import ParallelDims
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_cad import runtime
 
@@ -22,18 +23,20 @@ REPLICAS = frozenset({"batch", "loss", "dp_replicate", "fsdp", "efsdp"})
 _MARK = "|torchtitan_cad "
 
 
-def separate_compile_caches(parallel_dims: ParallelDims) -> None:
+def separate_compile_caches(meshes: Mapping[str, DeviceMesh]) -> None:
     """Let this process share compiled graphs only with its replicas, now and in later runs; idempotent.
 
     What was in the tag before, such as a user's own, stays in front.
+
+    Args:
+        meshes: those of one dimension and more than one rank, by torchtitan's names.
     """
     of_others, *_ = torch.compiler.config.cache_key_tag.partition(_MARK)
-    torch.compiler.config.cache_key_tag = f"{of_others}{_MARK}{_operators_digest()}, {graph_place(parallel_dims)}"
+    torch.compiler.config.cache_key_tag = f"{of_others}{_MARK}{_operators_digest()}, {graph_place(meshes)}"
 
 
-def graph_place(parallel_dims: ParallelDims) -> str:
+def graph_place(meshes: Mapping[str, DeviceMesh]) -> str:
     """Return what graphs may hold of this rank: per dimension that is not of replicas its place, size and group."""
-    meshes = parallel_dims.get_all_one_dimensional_meshes()
     places = (
         f"{name} {mesh.get_local_rank()} of {mesh.size()} in group {mesh.get_group().group_name}"
         for name, mesh in sorted(meshes.items())

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is said in one line where another version of torchtitan is installed than a job is for."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from torchtitan_cad import titan, train
+from torchtitan_cad.recipes import cad, llama3
+
+Refuses = Callable[[], Any]
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(titan, "version", lambda name: version)
+
+
+@pytest.mark.parametrize(("version", "recipes"), [("0.2.2", False), ("0.3.0", True), ("0.10.1.dev1", True)])
+def test_versions(version: str, recipes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, version)
+    assert titan.has_recipes() == recipes
+
+
+@pytest.mark.parametrize("ask", [lambda: cad(None), lambda: llama3.llama3_8b], ids=["cad", "module"])
+def test_recipes_under_toml(ask: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "0.2.2")
+    with pytest.raises(
+        ValueError, match=r"torchtitan 0.2.2 is installed, whose jobs are TOML files: .*parallelism.cad"
+    ):
+        ask()
+
+
+@pytest.mark.parametrize(
+    ("version", "option", "remedy"),
+    [
+        ("0.2.2", "--module=torchtitan_cad.recipes.llama3", "--job.config_file"),
+        ("0.3.0", "--job.config_file=a.toml", "--module"),
+    ],
+)
+def test_a_job_of_another_version(
+    version: str, option: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed(monkeypatch, version)
+    monkeypatch.setattr(sys, "argv", ["train", option])
+    with pytest.raises(SystemExit) as stopped:
+        train.main()
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: torchtitan {version} is installed")
+    assert remedy in line

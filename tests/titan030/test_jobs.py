@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Shadow, checkpoints, and what is refused, with torchtitan 0.3.0."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.titan030 import tiny
+from tests.titan030.harness import run
+from torchtitan_cad.integration.torchtitan_v0_3 import entry
+from torchtitan_cad.integration.torchtitan_v0_3.checks import check_recipe
+from torchtitan_cad.recipes import cad, deepseek_v3, gpt_oss, llama3, qwen3
+
+CHECKPOINTS = (
+    "--checkpoint.enable",
+    "--checkpoint.interval=2",
+    "--training.steps=4",
+    "--checkpoint.no-last_save_model_only",
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--parallelism.pipeline_parallel_degree=2",), marks=pytest.mark.matrix)],
+    ids=["fsdp2", "pp2"],
+)
+def test_a_shadow_trains_as_stock_to_the_bit(options: tuple[str, ...], tmp_path: Path) -> None:
+    stock = run("llama3_deep", *options, with_cad=False)
+    shadow = run("llama3_deep", "--cad.shadow", *options, dump_folder=tmp_path)
+    assert (shadow.losses, shadow.grad_norms) == (stock.losses, stock.grad_norms)
+    (record,) = tmp_path.rglob("steps.jsonl")
+    steps = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    microbatches = len(steps[0]["microbatches"])
+    assert microbatches == (2 if options else 1)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["stock_then_cad", "cad_then_stock"])
+def test_a_checkpoint_of_one_resumes_in_the_other(first: bool, tmp_path: Path) -> None:
+    whole = run("llama3", *CHECKPOINTS, with_cad=first, dump_folder=tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint" / "step-4")
+    rest = run("llama3", *CHECKPOINTS, with_cad=not first, dump_folder=tmp_path)
+    assert len(rest.losses) == 2
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-5)
+    assert [rest.gradients[step] for step in (3, 4)] == pytest.approx(
+        [whole.gradients[step] for step in (3, 4)], rel=2e-5
+    )
+
+
+def test_recipes_are_upstreams_with_cad() -> None:
+    for module in (llama3, qwen3, deepseek_v3, gpt_oss):
+        names = [name for name in dir(module) if name.endswith("debugmodel")]
+        assert names, module
+        config = getattr(module, names[0])()
+        assert config.cad.documents == "positions"
+        assert not config.cad.shadow
+    with pytest.raises(AttributeError):
+        _ = llama3.llama3_of_nobody
+
+
+def set_schedule(config: Any) -> None:
+    config.parallelism.pipeline_parallel_schedule = "CAD1F1B"
+
+
+def set_tensor_parallel(config: Any) -> None:
+    config.parallelism.tensor_parallel_degree = 3
+
+
+def set_context_parallel(config: Any) -> None:
+    config.parallelism.context_parallel_degree = 2
+    config.parallelism.spmd_backend = "partial_dtensor"
+
+
+def set_whole_validation(config: Any) -> None:
+    config.validator.enable = True
+    config.validator.steps = -1
+
+
+def leave_out_attention(config: Any) -> None:
+    config.model_spec.model.layers[0].attention = None
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "message"),
+    [
+        ({"nano_batches": 2}, None, "cad.nano_batches = 2: .*torchtitan 0.2.2 only.*leave it out"),
+        ({"streams": "traced"}, None, "cad.streams = 'traced'"),
+        ({"documents": "eos"}, None, "cad.documents = 'eos'.*leave it out"),
+        ({"eos_id": 3}, None, "cad.eos_id = 3"),
+        ({"kernel": "fast"}, None, "cad.kernel = 'fast': set it to one of"),
+        ({"tolerance": -1.0}, None, "cad.tolerance"),
+        ({"heartbeat_seconds": 0.0}, None, "cad.heartbeat_seconds = 0.0"),
+        ({"rank_speeds": [1.0]}, None, "cad.rank_speeds has 1 entries for CAD groups of 2 ranks"),
+        ({}, set_schedule, "pipeline_parallel_schedule = 'CAD1F1B'.*'1F1B'"),
+        ({}, set_tensor_parallel, "tensor_parallel_degree = 3 does not divide"),
+        ({}, set_context_parallel, "spmd_backend = 'partial_dtensor'"),
+        ({}, set_whole_validation, "validator.steps = -1"),
+        ({}, leave_out_attention, "attention that CAD does not know"),
+    ],
+    ids=str,
+)
+def test_refused_in_one_line(
+    table: dict[str, Any], change: Callable[[Any], None] | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = cad(tiny.recipe("llama3"), **table)
+    if change is not None:
+        change(config)
+    with pytest.raises(ValueError, match=message) as refused:
+        check_recipe(config, config.cad)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_key_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"cad\(tolerence=...\): no such key; did you mean tolerance\?"):
+        cad(tiny.recipe("llama3"), tolerence=0.02)
+
+
+def test_an_option_that_does_not_exist() -> None:
+    options = ["--module=torchtitan_cad.recipes.llama3", "--config=llama3_debugmodel"]
+    assert entry.parse([*options, "--cad.tolerance=0.1"]).cad.tolerance == 0.1
+    with pytest.raises(ValueError, match=r"cad\.tolerence") as refused:
+        entry.parse([*options, "--cad.tolerence=0.1"])
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What torchtitan of any version needs to train on CPU ranks over gloo.
+
+Nothing here changes what is computed. An adapter's ``enable_cpu`` calls ``import_with_cpu_device`` before anything of
+torchtitan is imported, and ``adapt_torch``.
+"""
+
+import functools
+import importlib
+import os
+import resource
+import warnings
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+def adapt_torch() -> None:
+    """Let torch do on CPU ranks what torchtitan asks of it."""
+    _count_integers()
+    _offload_to_memory_that_is_not_pinned()
+    force_sum_reduction_in_fsdp()
+    _drop_missing_profiler_activity()
+    # `torch.nn.attention.varlen` has no CPU kernel, and varlen is torchtitan's attention for packed documents.
+    from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
+
+    register_cpu_varlen()
+    # Every rank would warn at every start; random operators on CPU ranks have the support that torchtitan needs.
+    warnings.filterwarnings("ignore", r"DTensor .* may not have complete support on cpu device mesh")
+
+
+def import_with_cpu_device() -> None:
+    """torchtitan has no setting for the device: it binds `device_type`, "cuda" by default, when first imported.
+
+    The patch ends with that import, because torch itself asks the same functions what hardware is present.
+    """
+    device_module = _CpuDeviceModule("torchtitan_cad.cpu_device")
+    with (
+        mock.patch("torch._utils._get_available_device_type", return_value="cpu"),
+        mock.patch("torch._utils._get_device_module", return_value=device_module),
+    ):
+        importlib.import_module("torchtitan.tools.utils")
+
+
+class _CpuDeviceModule(ModuleType):
+    """`torch.cpu` plus the device queries torchtitan makes of `torch.cuda`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(torch.cpu, name)
+        except AttributeError:
+            raise AttributeError(f"torch.cpu has no {name!r}: this torchtitan feature needs an accelerator") from None
+
+    @staticmethod
+    def current_device() -> int:
+        """0, not `torch.cpu`'s "cpu": it is passed to `barrier(device_ids=...)`, which wants integers."""
+        return 0
+
+    @staticmethod
+    def set_device(device: torch.device | int) -> None:
+        """Nothing to do: there is one."""
+
+    @staticmethod
+    def device_count() -> int:
+        """1, as every rank sees the same device."""
+        return 1
+
+    @staticmethod
+    def get_device_name(device: torch.device | str | None = None) -> str:
+        return "CPU"
+
+    @staticmethod
+    def get_device_properties(device: torch.device | str | None = None) -> SimpleNamespace:
+        """Return the one field that torchtitan reads, bytes of memory."""
+        return SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+    @staticmethod
+    def memory_stats(device: torch.device | str | None = None) -> dict[str, int]:
+        """Return the process's peak resident set as the caching allocator's peaks (ru_maxrss is in KiB)."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {
+            "active_bytes.all.peak": peak,
+            "reserved_bytes.all.peak": peak,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+    @staticmethod
+    def reset_peak_memory_stats(device: torch.device | str | None = None) -> None:
+        """Nothing to do: the kernel keeps one peak for the life of the process."""
+
+    @staticmethod
+    def empty_cache() -> None:
+        """Nothing to do: CPU memory is not cached by torch."""
+
+
+def _offload_to_memory_that_is_not_pinned() -> None:
+    """`training.enable_cpu_offload` takes FSDP2's default, memory that an accelerator has pinned."""
+    from torch.distributed import fsdp
+
+    @dataclass
+    class NotPinned(fsdp.CPUOffloadPolicy):
+        pin_memory: bool = False
+
+    fsdp.CPUOffloadPolicy = NotPinned  # type: ignore[misc]
+
+
+def _count_integers() -> None:
+    """torchtitan counts the tokens of experts by `torch.histc` of integers, which has no CPU kernel.
+
+    fp64 holds every integer below 2^53, so the counts are the same.
+    """
+    original = torch.histc
+
+    def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+        if input.is_floating_point() or input.device.type != "cpu":
+            return original(input, bins, min, max)
+        return original(input.double(), bins, min, max).to(input.dtype)
+
+    torch.histc = histc  # type: ignore[assignment]
+
+
+def force_sum_reduction_in_fsdp() -> None:
+    """torchtitan divides gradients itself and sets FSDP2's factor, for which FSDP2 uses PREMUL_SUM; gloo has only SUM.
+
+    Every `apply_fsdp` of torchtitan calls `set_gradient_divide_factor` on every FSDP module, so that is where the
+    public switch is turned. The arithmetic is the same: the factor is 1.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    original = FSDPModule.set_gradient_divide_factor
+
+    @functools.wraps(original)
+    def set_gradient_divide_factor(self: FSDPModule, factor: float) -> None:
+        original(self, factor)
+        self.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = set_gradient_divide_factor  # type: ignore[method-assign]
+
+
+def _drop_missing_profiler_activity() -> None:
+    """Without CUDA or XPU torchtitan profiles the activities [CPU, None]; torch 2.13 rejects the None."""
+    original = torch.profiler.profile.__init__
+
+    @functools.wraps(original)
+    def init(self: torch.profiler.profile, *, activities: Any = None, **kwargs: Any) -> None:
+        if activities is not None:
+            activities = [activity for activity in activities if activity is not None]
+        original(self, activities=activities, **kwargs)
+
+    torch.profiler.profile.__init__ = init  # type: ignore[method-assign]

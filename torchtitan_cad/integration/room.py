@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The memory of a rank that a job leaves for rows that servers keep (``cad.backward = "auto"``)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_cad.integration.job import Job
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, buffer_bytes
+from torchtitan_cad.planning.keeping import (
+    FILLED,
+    GRADIENT_BYTES,
+    WORKING,
+    Checkpointing,
+    KeepCapacity,
+    Stage,
+    kept_calls,
+)
+from torchtitan_cad.planning.memory import stock_memory
+
+_STATES = 4
+"""Tensors as large as a weight, with it: the gradient and Adam's two moments."""
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """What a rank runs of a model, and how.
+
+    Attributes:
+        modules: of the model, parallelized, each with its blocks in ``layers``.
+        hidden: width of the model.
+        vocabulary: tokens that it knows.
+        shards: ranks that FSDP2 shards parameters over.
+        row_tokens: tokens of a row.
+        checkpointing: what activation checkpointing computes again.
+        flying: microbatches between forward and backward, at most.
+    """
+
+    modules: Sequence[Any]
+    hidden: int
+    vocabulary: int
+    shards: int
+    row_tokens: int
+    checkpointing: Checkpointing
+    flying: int
+
+
+def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
+    """Return the room of this rank, whose device has ``device_bytes`` of memory."""
+    topology = job.topology
+    nano_batches = job.cad.nano_batches
+    blocks = [block for module in parts.modules for block in module.layers.values()]
+    tokens = job.rows // job.microbatches * parts.row_tokens // topology.cp
+    heads = job.shape.num_heads * topology.tp
+    key_heads = job.shape.num_kv_heads * topology.tp
+    stage = Stage(
+        layers=len(blocks),
+        hidden=parts.hidden,
+        ffn=_ffn(blocks, parts.hidden, job.experts_per_token),
+        vocabulary=parts.vocabulary,
+        shape=replace(job.shape, num_heads=heads, num_kv_heads=key_heads),
+        tp=topology.tp,
+        in_pipeline=topology.pp > 1,
+    )
+    states = _state_bytes(parts.modules, blocks, parts.shards, job.dtype.itemsize, in_pipeline=stage.in_pipeline)
+    used = sum(
+        (
+            states,
+            tokens * stage.token_bytes(parts.checkpointing, parts.flying, nano_batches),
+            nano_batches * BUFFERS_PER_CALL * buffer_bytes(job.cad.receive_buffer_gb, nano_batches),
+            WORKING * max(stock_memory(job.shape, tokens, tokens, job.rows)),
+        )
+    )
+    calls = kept_calls(len(blocks), parts.flying, nano_batches, parts.checkpointing)
+    return KeepCapacity(FILLED * device_bytes, used, calls)
+
+
+def _state_bytes(
+    parts: Sequence[nn.Module], blocks: Sequence[nn.Module], shards: int, itemsize: int, *, in_pipeline: bool
+) -> float:
+    """Return the bytes of weights, gradients and optimizer, and of what FSDP2 gathers.
+
+    It gathers two layers at a time, or all in a pipeline.
+
+    Args:
+        shards: ranks that FSDP2 shards parameters over.
+        itemsize: bytes of an element of gathered parameters.
+    """
+    own = sum(_STATES * parameter.itemsize * _count(parameter) for part in parts for parameter in part.parameters())
+    if shards == 1:
+        return own
+    if in_pipeline:
+        return own + shards * (itemsize + GRADIENT_BYTES) * sum(_parameters(part) for part in parts)
+    return own + 2 * shards * itemsize * max(map(_parameters, blocks), default=0)
+
+
+def _parameters(module: nn.Module) -> int:
+    """Count the parameters that this rank holds of a module."""
+    return sum(_count(parameter) for parameter in module.parameters())
+
+
+def _count(parameter: torch.Tensor) -> int:
+    """Count the elements that this rank holds of a parameter."""
+    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+
+
+def _ffn(blocks: Sequence[nn.Module], hidden: int, experts_per_token: int) -> float:
+    """Return the width of the gated MLP that has as many parameters as a token is multiplied by in the mean block."""
+    count = 0.0
+    for block in blocks:
+        for name, parameter in block.named_parameters():
+            if name.startswith("attention.") or parameter.ndim < 2:
+                continue
+            share = experts_per_token / parameter.shape[0] if parameter.ndim == 3 else 1.0
+            count += share * parameter.numel()
+    return count / (3 * hidden * max(1, len(blocks)))

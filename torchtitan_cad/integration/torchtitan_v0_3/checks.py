@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks of a recipe with CAD, made on every rank before anything is built: each says in one line what to set."""
+
+import math
+import os
+from typing import Any
+
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
+from torchtitan.models.gpt_oss.model import Attention as SinkAttention
+from torchtitan.tools import utils
+from torchtitan.trainer import Trainer
+
+from torchtitan_cad.integration.choices import CHOICES
+from torchtitan_cad.integration.config import Cad
+from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
+from torchtitan_cad.runtime.kernels.select import get_kernel
+
+KNOWN = (GQAttention.Config, SinkAttention.Config, LatentAttention.Config)
+"""Attention that hands queries, keys and values to an inner attention as CAD takes them."""
+
+
+def check_recipe(config: Trainer.Config, cad: Cad) -> None:
+    """Raise ValueError, naming option, value and remedy, for what this version or CAD cannot do."""
+    _check_table(cad)
+    _check_model(config.model_spec.model, config)
+    _check_job(config, cad)
+    if (ranks := os.environ.get("WORLD_SIZE")) is not None:
+        _check_ranks(config, cad, int(ranks))
+
+
+def _check_table(cad: Cad) -> None:
+    for key, choices in CHOICES.items():
+        value = getattr(cad, key)
+        if value not in choices:
+            raise ValueError(f"cad.{key} = {value!r}: set it to one of: {', '.join(map(repr, choices))}")
+    if cad.nano_batches != 1 or cad.streams != "auto":
+        key = "nano_batches" if cad.nano_batches != 1 else "streams"
+        raise ValueError(
+            f"cad.{key} = {getattr(cad, key)!r}: halves of a microbatch take turns with torchtitan 0.2.2 only "
+            "(docs/models.md); leave it out"
+        )
+    if cad.documents != "positions" or cad.eos_id is not None:
+        key = "eos_id" if cad.documents == "positions" else "documents"
+        raise ValueError(
+            f"cad.{key} = {getattr(cad, key)!r}: torchtitan 0.3.0's loaders give positions, by which its own attention "
+            "goes as well; leave it out"
+        )
+    if not 0 < cad.heartbeat_seconds < math.inf:
+        raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")
+    cad.planner_config()
+    cad.read_profile()
+    _ = cad.buffer_bytes
+    if utils.device_type == "cpu":
+        cad.profile_of(get_kernel(cad.kernel, "cpu").name)
+
+
+def _check_model(model: Any, config: Trainer.Config) -> None:
+    name = f"{config.model_spec.name} {config.model_spec.flavor}"
+    layers = getattr(model, "layers", [])
+    if not layers or not all(type(getattr(layer, "attention", None)) in KNOWN for layer in layers):
+        raise ValueError(
+            f"the model {name} has attention that CAD does not know; take a recipe of llama3, qwen3, deepseek_v3 or "
+            "gpt_oss, or this one without cad"
+        )
+    if getattr(model, "mtp_layers", []):
+        raise ValueError(f"the model {name} predicts several tokens, which CAD does not know; take a recipe without")
+    if has_quantization(model):
+        raise ValueError(f"the model {name} is quantized, which no test has tried with CAD; take a recipe without")
+    tp = config.parallelism.tensor_parallel_degree
+    attention = model.layers[0].attention
+    for what, heads in (("query", attention.n_heads), ("key", getattr(attention, "n_kv_heads", None))):
+        if heads and heads % tp:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} {what} heads of {name}; set it "
+                f"to a divisor of {heads}"
+            )
+
+
+def _check_job(config: Trainer.Config, cad: Cad) -> None:
+    parallelism = config.parallelism
+    checkpointing = config.activation_checkpoint
+    schedule = parallelism.pipeline_parallel_schedule
+    if schedule in TICK_SCHEDULES:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule = {schedule!r}: schedules in ticks run with torchtitan 0.2.2 only "
+            "(docs/models.md); set it to one of torch's, such as '1F1B'"
+        )
+    if config.comm.mode != "default":
+        raise ValueError(f"comm.mode = {config.comm.mode!r} cannot play CAD's exchanges; leave it out")
+    if parallelism.context_parallel_degree > 1 and parallelism.spmd_backend == "partial_dtensor":
+        raise ValueError(
+            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} with CAD needs another "
+            "backend than parallelism.spmd_backend = 'partial_dtensor'; leave that out"
+        )
+    if cad.transport == "nvshmem" and (config.compile.enable_async_tensor_parallel or parallelism.enable_fsdp_symm_mem):
+        raise ValueError(
+            "cad.transport = 'nvshmem' does not go with compile.enable_async_tensor_parallel or "
+            "parallelism.enable_fsdp_symm_mem, as torch's symmetric memory has one backend in a process; set it to "
+            "'auto'"
+        )
+    if not cad.recompute_attention and not isinstance(checkpointing, FullAC.Config | SelectiveAC.Config | None):
+        raise ValueError(
+            "cad.recompute_attention = false does not go with activation-checkpoint:memory-budget; leave one out"
+        )
+    if config.validator.enable and config.validator.steps == -1 and not cad.shadow:
+        raise ValueError(
+            "validator.steps = -1: ranks with more batches than others would wait for ever; set a positive integer"
+        )
+
+
+def _check_ranks(config: Trainer.Config, cad: Cad, ranks: int) -> None:
+    parallelism = config.parallelism
+    degrees = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
+    product = math.prod(getattr(parallelism, degree) for degree in degrees)
+    if ranks % product:
+        listed = ", ".join(f"parallelism.{degree} = {getattr(parallelism, degree)}" for degree in degrees)
+        raise ValueError(f"{listed}: their product does not divide the {ranks} ranks; set others")
+    topology = Topology.from_job(parallelism, ranks)
+    cad.planner_config(topology)
+    if cad.rank_speeds is not None and len(cad.rank_speeds) != topology.group_size:
+        raise ValueError(
+            f"cad.rank_speeds has {len(cad.rank_speeds)} entries for CAD groups of {topology.group_size} ranks (data "
+            f"parallel {topology.dp} x context parallel {topology.cp}): set one per rank, or leave it out"
+        )

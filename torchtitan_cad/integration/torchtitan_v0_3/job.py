@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Reads a ``Job`` from torchtitan 0.3.0's config."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
+from torchtitan.trainer import Trainer
+
+from torchtitan_cad.integration.config import Cad
+from torchtitan_cad.integration.job import Job
+from torchtitan_cad.integration.loading.documents import DocumentRule
+from torchtitan_cad.integration.topology import Topology
+from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.model.kind import AttentionKind
+
+KindName = Literal["full", "window"]
+
+
+def read_job(config: Trainer.Config, cad: Cad, device: torch.device) -> Job:
+    """Return the job of this process, whose default process group is there."""
+    training = config.training
+    topology = Topology.from_job(config.parallelism, dist.get_world_size())
+    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    model = config.model_spec.model
+    microbatches = microbatches_of(config)
+    batches = max(1, training.global_batch_size // (training.local_batch_size * topology.dp))
+    return Job(
+        cad=cad.deterministic() if config.debug.deterministic else cad,
+        topology=topology,
+        kinds=recipe_kinds(model, training.seq_len, topology.tp, dtype.itemsize),
+        dtype=dtype,
+        experts_per_token=max((layer.moe.router.top_k for layer in model.layers if layer.moe is not None), default=0),
+        device=device,
+        documents=DocumentRule(by_positions=True),
+        # The loader gives one microbatch at a time, and a step has those of all its batches.
+        rows=training.local_batch_size // microbatches,
+        microbatches=1,
+        accumulation=batches * microbatches,
+        checkpoints=config.checkpoint.enable,
+        deterministic=config.debug.deterministic,
+        async_tp=config.compile.enable_async_tensor_parallel,
+        dry_run=False,
+        start_timeout_s=config.comm.init_timeout_seconds,
+        step_timeout_s=config.comm.train_timeout_seconds,
+    )
+
+
+def microbatches_of(config: Trainer.Config) -> int:
+    """Count the microbatches that a pipeline makes of a batch; 1 without one."""
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree == 1:
+        return 1
+    return config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+
+
+def recipe_kinds(model: Any, seq_len: int, tp: int, dtype_bytes: int) -> tuple[AttentionKind, ...]:
+    """Return the kinds of a model's attention in a TP rank, for rows of ``seq_len`` tokens."""
+    layers = Counter(layer_kind(layer.attention, seq_len) for layer in model.layers)
+    kinds = []
+    names: tuple[KindName, ...] = ("full", "window")
+    for name in names:
+        if layers[name]:
+            attention = next(x.attention for x in model.layers if layer_kind(x.attention, seq_len) == name)
+            shape = attention_shape(attention, tp, dtype_bytes)
+            if name == "window":
+                shape = replace(shape, window=attention.sliding_window_size)
+            kinds.append(AttentionKind(name, layers[name], shape, scale=score_scale(attention)))
+    return tuple(kinds)
+
+
+def layer_kind(attention: Any, seq_len: int) -> KindName:
+    """Name the kind of attention of a layer, on rows of ``seq_len`` tokens."""
+    window = getattr(attention, "sliding_window_size", None)
+    return "full" if window is None or seq_len <= window else "window"
+
+
+def attention_shape(attention: Any, tp: int, dtype_bytes: int) -> AttentionShape:
+    """Return a layer's attention shape in a TP rank, without a window."""
+    heads = attention.n_heads // tp
+    if isinstance(attention, LatentAttention.Config):
+        return AttentionShape(
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=_head_dim(attention),
+            dtype_bytes=dtype_bytes,
+            value_dim=attention.v_head_dim,
+            shared_dim=attention.qk_rope_head_dim,
+        )
+    return AttentionShape(
+        num_heads=heads,
+        num_kv_heads=(attention.n_kv_heads or attention.n_heads) // tp,
+        head_dim=_head_dim(attention),
+        dtype_bytes=dtype_bytes,
+    )
+
+
+def score_scale(attention: Any) -> float | None:
+    """Return the factor on a layer's scores, as its module computes it; None: 1 / sqrt(head_dim)."""
+    rope = attention.rope
+    if isinstance(attention, GQAttention.Config) or rope.scaling != "yarn" or rope.rope_factor <= 1.0:
+        return None
+    mscale = 0.1 * getattr(attention, "mscale", 1.0) * math.log(rope.rope_factor) + 1.0
+    return _head_dim(attention) ** -0.5 * mscale * mscale
+
+
+def _head_dim(attention: Any) -> int:
+    if isinstance(attention, LatentAttention.Config):
+        return attention.qk_nope_head_dim + attention.qk_rope_head_dim
+    return attention.head_dim or attention.dim // attention.n_heads

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Components of a trainer that CAD wraps: the data loader, metrics, validation and activation checkpointing."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import torch.distributed as dist
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.metrics import TensorBoardLogger, _get_metrics_rank
+
+from torchtitan_cad.integration.report.metrics import CadMetrics, ShadowMetrics
+from torchtitan_cad.integration.session import current_session
+from torchtitan_cad.runtime import ops
+
+
+@dataclass(kw_only=True, slots=True)
+class WrappedLoader(BaseDataLoader.Config):
+    """Config of a recipe's own loader within another one."""
+
+    inner: BaseDataLoader.Config
+    wrap: Callable[[Any], Any]
+
+    def build(self, **options: Any) -> Any:
+        return self.wrap(self.inner.build(**options))
+
+
+class PlannedMetrics(CadMetrics):
+    """torchtitan's metrics plus CAD's."""
+
+    logger: Any
+
+    def __init__(self, config: Any, *, parallel_dims: Any, dump_folder: str, pp_schedule: str, **options: Any) -> None:
+        own: dict[str, Any] = {"parallel_dims": parallel_dims, "dump_folder": dump_folder, "pp_schedule": pp_schedule}
+        super().__init__(config, **own, **options)  # type: ignore[call-arg]
+        self._folder = os.path.join(dump_folder, config.save_tb_folder, datetime.now().strftime("%Y%m%d-%H%M"))
+        rank = _get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule)
+        self.begin(writes_steps=dist.get_rank() == rank)
+
+    def run_folder(self) -> str:
+        """TensorBoard's folder of this run; without TensorBoard one that torchtitan would have made for it."""
+        for one in getattr(self.logger, "_loggers", []):
+            if isinstance(one, TensorBoardLogger):
+                return one.writer.log_dir
+        return self._folder
+
+
+class RecordedMetrics(ShadowMetrics):
+    """torchtitan's metrics plus the imbalance as loaded."""
+
+
+class PlannedValidator:
+    """torchtitan's validator with plans that are made as batches come."""
+
+    def post_dataloading_process(self, input_dict: Any, labels: Any, model_parts: Any) -> tuple[Any, Any, Any]:
+        """Return tokens, labels and the models' arguments, the plan's key in place of a mask."""
+        key = current_session().plan_now(input_dict)
+        tokens, labels, others = super().post_dataloading_process(input_dict, labels, model_parts)  # type: ignore[misc]
+        return tokens, labels, {**others, "attention_masks": key}
+
+
+class KeptAttention:
+    """torchtitan's activation checkpointing by operator that keeps the output of core attention."""
+
+    def get_save_ops(self) -> set[Any]:
+        """Return the operators whose outputs are kept."""
+        return {*super().get_save_ops(), ops._core_attention._opoverload}  # type: ignore[misc]

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torchtitan 0.3.0's trainer with CAD.
+
+Its config is what the recipe and the command line say. Before anything is built, ``_with_cad`` replaces the inner
+attention, the data loader, metrics, the validator and activation checkpointing by those of CAD.
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+from torch import Tensor, nn
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from torchtitan_cad.integration.compile_caches import separate_compile_caches
+from torchtitan_cad.integration.engines import engine_name
+from torchtitan_cad.integration.failure import close_job, train_and_name_peers
+from torchtitan_cad.integration.loading.loader import PLAN_KEYS
+from torchtitan_cad.integration.loading.redistribution import POSITIONS
+from torchtitan_cad.integration.room import RankParts, room_of
+from torchtitan_cad.integration.run_state import begin_run
+from torchtitan_cad.integration.session import current_session, open_session
+from torchtitan_cad.integration.shadow import open_shadow
+from torchtitan_cad.integration.torchtitan_v0_3.attention import CadAttention
+from torchtitan_cad.integration.torchtitan_v0_3.checks import check_recipe
+from torchtitan_cad.integration.torchtitan_v0_3.derived import derived
+from torchtitan_cad.integration.torchtitan_v0_3.job import layer_kind, microbatches_of, read_job, recipe_kinds
+from torchtitan_cad.integration.torchtitan_v0_3.parts import (
+    KeptAttention,
+    PlannedMetrics,
+    PlannedValidator,
+    RecordedMetrics,
+    WrappedLoader,
+)
+from torchtitan_cad.planning.keeping import Checkpointing
+
+
+class CadTrainer(Trainer):
+    """torchtitan's trainer with core attention disaggregated; with ``cad.shadow`` it records documents and no more."""
+
+    def __init__(self, config: Any) -> None:
+        self.shadow = config.cad.shadow
+        self._recorded_step = 0
+        check_recipe(config, config.cad)
+        begin_run()
+        super().__init__(self._recorded(config) if self.shadow else _with_cad(config))
+        if self.shadow:
+            self.metrics_processor.shadow = self.dataloader
+            return
+        separate_compile_caches(self.parallel_dims.get_all_one_dimensional_meshes())
+        for part in self.model_parts:
+            part.register_forward_pre_hook(_unwrap_key, with_kwargs=True)
+        self._build_engine()
+
+    def init_distributed(self) -> ParallelDims:
+        """Open CAD's session as soon as there are process groups."""
+        parallel_dims = super().init_distributed()
+        self.job = read_job(self.config, self.config.cad, self.device)
+        if not self.shadow:
+            open_session(self.job)
+        return parallel_dims
+
+    def _recorded(self, config: Any) -> Any:
+        """Return a config that trains as ``config`` does, while a ``Shadow`` sees the batches."""
+        loader = WrappedLoader(
+            inner=config.dataloader, wrap=lambda inner: open_shadow(inner, self.job, config.dump_folder)
+        )
+        return dataclasses.replace(config, dataloader=loader, metrics=derived(config.metrics, RecordedMetrics))
+
+    def _build_engine(self) -> None:
+        session = current_session()
+        config = self.config
+        mesh = session.build_mesh(self.parallel_dims.world_mesh)
+        parts: list[Any] = self.model_parts
+        microbatches = microbatches_of(config)
+        in_turns = config.parallelism.pipeline_parallel_schedule == "1F1B"
+        of_rank = RankParts(
+            modules=parts,
+            hidden=self.model_config.dim,
+            vocabulary=self.model_config.vocab_size,
+            shards=self.parallel_dims.dp_shard * self.parallel_dims.cp,
+            row_tokens=config.training.seq_len,
+            checkpointing=_checkpointing_kind(config),
+            flying=min(microbatches, session.topology.pp) if in_turns else microbatches,
+        )
+        room = room_of(of_rank, session.job, session.device_bytes)
+        blocks = [block for part in parts for block in part.layers.values()]
+        session.build(mesh, blocks, room, two_rounds=False)
+        logger.info(f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks")
+
+    def post_dataloading_process(self, input_dict: Any, labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Return tokens, labels and the model's arguments, the plan's key in place of a mask."""
+        if self.shadow:
+            return super().post_dataloading_process(input_dict, labels)
+        inputs = dict(input_dict)
+        key = inputs.pop(PLAN_KEYS)
+        redistributed = inputs.pop(POSITIONS, None)
+        if redistributed is not None:
+            inputs["positions"] = redistributed.long()
+        tokens, labels, others = super().post_dataloading_process(inputs, labels)
+        return tokens, labels, {**others, "attention_masks": key}
+
+    def forward_backward_step(self, **batch: Any) -> Tensor:
+        """Compute the gradients of a batch, before the first of which a shadow has seen all of the step's."""
+        if self.shadow and self._recorded_step != self.step:
+            self._recorded_step = self.step
+            self.dataloader.end_step(self.step)
+        return super().forward_backward_step(**batch)
+
+    def train(self) -> None:
+        """Train; errors that peers cause name them."""
+        if self.shadow:
+            super().train()
+        else:
+            train_and_name_peers(self, super().train)
+
+    def close(self) -> None:
+        """End the session, too."""
+        if self.shadow:
+            super().close()
+        else:
+            close_job(super().close)
+
+
+def _unwrap_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Make the key a plain host tensor, once FSDP2's root has moved the other arguments to the device."""
+    return args, {**kwargs, "attention_masks": kwargs["attention_masks"].unwrap()}
+
+
+def _with_cad(config: Any) -> Any:
+    """Return a config of the same job with CAD's components."""
+    changes: dict[str, Any] = {
+        "model_spec": dataclasses.replace(config.model_spec, model=_with_cad_attention(config)),
+        "dataloader": WrappedLoader(inner=config.dataloader, wrap=lambda inner: current_session().wrap_loader(inner)),
+        "metrics": derived(config.metrics, PlannedMetrics),
+        "activation_checkpoint": _keeping_attention(config),
+        # Rows go where documents are: plans balance, so nothing has to be reordered for that.
+        "parallelism": dataclasses.replace(config.parallelism, context_parallel_load_balancer=None),
+        "training": dataclasses.replace(config.training, disable_cuda_graphs=True),
+    }
+    if config.validator.enable:
+        changes["validator"] = derived(config.validator, PlannedValidator)
+    if not config.training.disable_cuda_graphs:
+        logger.info("CUDA graphs of the whole step are off with CAD, whose exchanges differ from batch to batch")
+    return dataclasses.replace(config, **changes)
+
+
+def _with_cad_attention(config: Any) -> Any:
+    """Return the model's config with CAD's inner attention in every layer."""
+    model = copy.deepcopy(config.model_spec.model)
+    row_tokens = config.training.seq_len
+    kinds = recipe_kinds(model, row_tokens, 1, 1)
+    for layer in model.layers:
+        name = layer_kind(layer.attention, row_tokens)
+        kind = next(kind for kind in kinds if kind.name == name)
+        layer.attention.inner_attention = CadAttention.Config(
+            engine=engine_name(kinds, name), scale=kind.score_scale, shared=kind.shape.shared_dim
+        )
+    return model
+
+
+def _keeping_attention(config: Any) -> Any:
+    """Return the config of activation checkpointing that does not repeat core attention where it need not."""
+    own = config.activation_checkpoint
+    if isinstance(own, FullAC.Config) and not config.cad.recompute_attention:
+        common = {one.name: getattr(own, one.name) for one in dataclasses.fields(own)}
+        own = SelectiveAC.Config(**common)
+    return derived(own, KeptAttention) if isinstance(own, SelectiveAC.Config) else own
+
+
+def _checkpointing_kind(config: Any) -> Checkpointing:
+    """Return what activation checkpointing computes again; what is neither all nor nothing counts as "selective"."""
+    own = config.activation_checkpoint
+    if own is None:
+        return "none"
+    return "full" if isinstance(own, FullAC.Config) else "selective"

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torchtitan's recipes of qwen3 with CAD."""
+
+from torchtitan_cad.recipes import registry_of
+
+__getattr__, __dir__ = registry_of("qwen3")
