@@ -101,7 +101,7 @@ def leave_out_attention(config: Any) -> None:
         ({}, set_whole_validation, "validator.steps = -1"),
         ({}, leave_out_attention, "attention that CAD does not know"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_refused_in_one_line(
     table: dict[str, Any], change: Callable[[Any], None] | None, message: str, monkeypatch: pytest.MonkeyPatch
