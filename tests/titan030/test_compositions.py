@@ -12,6 +12,7 @@ from tests.titan030.harness import Result, run
 CP2, TP2, EP2, PP2 = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("context", "tensor", "expert", "pipeline"))
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
 COMPILE = ("--compile.enable", "--compile.components=model")
+EAGER = (*COMPILE, "--compile.backend=aot_eager")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Case:
     own: tuple[str, ...] = ()
     nranks: int = 2
     reference_nranks: int = 2
+    tolerance: float = 1e-5
 
 
 DENSE = ("llama3", "qwen3")
@@ -35,7 +37,8 @@ CASES = [
     *(Case(f"{model}_fsdp2xtp2", model, both=(TP2,), nranks=4, reference_nranks=4) for model in MODELS),
     *(Case(f"{model}_ep2", model, both=(EP2,)) for model in EXPERTS),
     *(Case(f"{model}_compile", model, own=COMPILE) for model in DENSE),
-    *(Case(f"{model}_compile", model, both=(*COMPILE, "--compile.backend=aot_eager")) for model in EXPERTS),
+    *(Case(f"{model}_compile", model, both=EAGER) for model in EXPERTS if model != "gpt_oss"),
+    Case("gpt_oss_compile", "gpt_oss", both=EAGER, tolerance=1e-3),  # its experts round to bfloat16
     Case("hsdp", both=(HSDP,), nranks=4, reference_nranks=4),
     Case("replicas", both=(HSDP,)),
     Case("fsdp2xcp2", own=(CP2,), nranks=4),
@@ -70,10 +73,10 @@ def reference(case: Case) -> Result:
     return run(case.model, *case.both, nranks=case.reference_nranks, with_cad=False)
 
 
-def assert_alike(result: Result, other: Result) -> None:
+def assert_alike(result: Result, other: Result, tolerance: float = 1e-5) -> None:
     assert len(result.losses) == 3
     assert result.losses == pytest.approx(other.losses, rel=1e-5)
-    assert result.gradients == pytest.approx(other.gradients, rel=2e-5)  # squares
+    assert result.gradients == pytest.approx(other.gradients, rel=2 * tolerance)  # squares
     assert result.validation == pytest.approx(other.validation, rel=1e-5)
 
 
@@ -99,7 +102,7 @@ def cases() -> Iterator[object]:
 @pytest.mark.parametrize(("case", "homes"), list(cases()))
 def test_trains_like_the_recipe_without_cad(case: Case, homes: str) -> None:
     result = run(case.model, f"--cad.placement={homes}", *case.both, *case.own, nranks=case.nranks)
-    assert_alike(result, reference(case))
+    assert_alike(result, reference(case), case.tolerance)
     assert result.graphs == [result.graphs[0]] * 3, "compiled anew"
     if homes == "loader":
         assert sum(result.moved) > 0
