@@ -38,8 +38,14 @@ def measure() -> str:
 
     torch.set_num_threads(1)
     triton.runs_on = lambda device: True  # type: ignore[assignment]
-    varlen._forward_op = lambda q, *_, **__: (torch.empty_like(q), torch.empty(q.shape[1::-1]), None)
-    varlen._backward_op = lambda dout, q, k, v, *_, **__: tuple(map(torch.empty_like, (q, k, v)))
+    varlen._forward_op = lambda q, *_, **__: (
+        torch.empty_like(q),
+        torch.empty(q.shape[1::-1]),
+        None,
+    )
+    varlen._backward_op = lambda dout, q, k, v, *_, **__: tuple(
+        map(torch.empty_like, (q, k, v))
+    )
     varlen._takes = lambda *_: False
 
     def allocate(num_bytes: int) -> DeviceMemory:
@@ -49,8 +55,15 @@ def measure() -> str:
     layout, tasks = COUNTED[2]
     shape, device = AttentionShape(32, 8, 128, 2), torch.device("cpu")
     transport = SymmetricTransport(range(2), 0, allocate, lambda: 600.0, 2**24)
-    engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=0, device=device, scale=0.1)
-    engine.add_plan(0, Plan.from_tasks(layout, shape, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE)))
+    engine = CoreAttentionEngine(
+        varlen.VarlenKernel(), transport, rank=0, device=device, scale=0.1
+    )
+    engine.add_plan(
+        0,
+        Plan.from_tasks(
+            layout, shape, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE)
+        ),
+    )
     q, k, v, dout, shared = empty_rows(int(layout.tokens_per_rank[0]), shape)
 
     def run_layer() -> float:
@@ -66,7 +79,9 @@ def measure() -> str:
     launches = sum(mock_driver.launches.values()) // LAYERS
     median = statistics.median(times)
     of_layer = f"{median:.0f} us a layer (least {min(times):.0f})"
-    return f"{launches} launches of Triton, {of_layer}, {median / launches:.0f} a launch"
+    return (
+        f"{launches} launches of Triton, {of_layer}, {median / launches:.0f} a launch"
+    )
 
 
 def main(checkouts: list[Path] | None = None) -> None:
@@ -75,7 +90,14 @@ def main(checkouts: list[Path] | None = None) -> None:
         for checkout in checkouts or [Path()]:
             environment = os.environ | {"PYTHONPATH": str(checkout.resolve())}
             command = [sys.executable, str(Path(__file__).resolve()), "--measure"]
-            run = subprocess.run(command, cwd=checkout, env=environment, check=True, capture_output=True, text=True)
+            run = subprocess.run(
+                command,
+                cwd=checkout,
+                env=environment,
+                check=True,
+                capture_output=True,
+                text=True,
+            )
             print(f"{checkout}: {run.stdout.strip()}", flush=True)
 
 

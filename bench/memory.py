@@ -36,8 +36,12 @@ def main(options: Options) -> None:
         case = {"layout": name, "ranks": num_ranks, "nano_batches": nano_batches}
         records.append(case | dataclasses.asdict(memory))
         row: Record = case | {"buffers, GB": f"{memory.buffers / 1e9:.2f}"}
-        row["forward (stock), GB"] = f"{memory.forward / 1e9:.2f} ({memory.stock_forward / 1e9:.2f})"
-        row["backward (stock), GB"] = f"{memory.backward / 1e9:.2f} ({memory.stock_backward / 1e9:.2f})"
+        row["forward (stock), GB"] = (
+            f"{memory.forward / 1e9:.2f} ({memory.stock_forward / 1e9:.2f})"
+        )
+        row["backward (stock), GB"] = (
+            f"{memory.backward / 1e9:.2f} ({memory.stock_backward / 1e9:.2f})"
+        )
         row["backward / stock"] = f"{memory.backward / memory.stock_backward:.1f}"
         rows.append(row | {"kept, GB": f"{memory.kept / 1e9:.2f}"})
     conclude(options.output, "bench.memory", records, rows)

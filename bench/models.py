@@ -53,24 +53,32 @@ def step_of(name: str, options: Options) -> Step:
         "parallelism.context_parallel_degree": CP,
         "cad.nano_batches": 1,
     }
-    job = read_simulated_job([f"--{key}={value}" for key, value in settings.items()], options.ranks * TP)
+    job = read_simulated_job(
+        [f"--{key}={value}" for key, value in settings.items()], options.ranks * TP
+    )
     ends = np.cumsum(document_lengths(options.workload, options.ranks, options.seed))
     rows = np.arange(SEQ_LEN, ends[-1] + 1, SEQ_LEN)
     lengths = np.diff(cuts := np.union1d(ends, rows), prepend=0)
-    batch = Batch(tuple(np.split(lengths, np.searchsorted(cuts, rows[:-1]) + 1)), SEQ_LEN)
+    batch = Batch(
+        tuple(np.split(lengths, np.searchsorted(cuts, rows[:-1]) + 1)), SEQ_LEN
+    )
     return Step(Costs(job.model, job.cluster, Rates()), batch, job.configuration)
 
 
 def measure(name: str, options: Options) -> list[Record]:
     """A record for every kind of a model's attention, and one for all of its layers."""
     step = step_of(name, options)
-    loaded = replace(step, configuration=replace(step.configuration, placement="loader"))
+    loaded = replace(
+        step, configuration=replace(step.configuration, placement="loader")
+    )
     (before, after), times = (
         (Disaggregated(loaded, "home"), Disaggregated(step)),
         step.costs.layer_times(options.ranks, False),
     )
     records, total = [], np.zeros(2)
-    for kind, (home,), (plan,) in zip(step.costs.kinds, before.plans((0,)), after.plans((0,)), strict=True):
+    for kind, (home,), (plan,) in zip(
+        step.costs.kinds, before.plans((0,)), after.plans((0,)), strict=True
+    ):
         seconds = np.array([times.layer_seconds(each) for each in (home, plan)])
         total += kind.layers * seconds
         records.append(
@@ -86,8 +94,16 @@ def measure(name: str, options: Options) -> list[Record]:
                 "with": float(seconds[1]) * 1e3,
             }
         )
-    every = {"kind": "all", "layers": step.layers, "layer ms without CAD": total[0] * 1e3, "with": total[1] * 1e3}
-    return [*records, dict.fromkeys(records[0], "") | {"model": records[0]["model"]} | every]
+    every = {
+        "kind": "all",
+        "layers": step.layers,
+        "layer ms without CAD": total[0] * 1e3,
+        "with": total[1] * 1e3,
+    }
+    return [
+        *records,
+        dict.fromkeys(records[0], "") | {"model": records[0]["model"]} | every,
+    ]
 
 
 def main(options: Options) -> int:

@@ -73,36 +73,70 @@ class Job(TurnTaker):
     Raises RuntimeError, as ``turn``, which lets it run for its first steps.
     """
 
-    def __init__(self, options: Options, nodes: Nodes, rate: float, mode: str, overrides: Sequence[str]) -> None:
+    def __init__(
+        self,
+        options: Options,
+        nodes: Nodes,
+        rate: float,
+        mode: str,
+        overrides: Sequence[str],
+    ) -> None:
         super().__init__(options.folder / f"{rate:.0f}-{mode.replace(' ', '-')}", NODES)
-        command = ["-m", measured.__name__, str(self.folder), f"--job.config_file={options.job}", *MODES[mode]]
+        command = [
+            "-m",
+            measured.__name__,
+            str(self.folder),
+            f"--job.config_file={options.job}",
+            *MODES[mode],
+        ]
         # One step more: the end of a job would be in another's turn.
-        command += [f"--training.steps={options.warmup + options.steps + 1}", f"--job.dump_folder={self.folder}"]
+        command += [
+            f"--training.steps={options.warmup + options.steps + 1}",
+            f"--job.dump_folder={self.folder}",
+        ]
         command += ["--metrics.log_freq=1", *overrides]
         nodes.limit(rate or None)
         cores = sorted(os.sched_getaffinity(0))
         for node in range(NODES):
             log = self.log(node).open("w")
             core = cores[node % len(cores)]
-            self.processes.append(nodes.torchrun(node, 1, command, core=core, stdout=log, stderr=subprocess.STDOUT))
+            self.processes.append(
+                nodes.torchrun(
+                    node, 1, command, core=core, stdout=log, stderr=subprocess.STDOUT
+                )
+            )
         self.turn(options.warmup)
 
     def link(self) -> dict[str, float]:
         """Return the link as the job measured it when it started, for ``Runs.simulated``; without CAD it has none."""
         found = LINK.search(self.log(0).read_text())
-        return {"net": 1e9 / 8 * float(found[1]), "latency": 1e-6 * float(found[2])} if found else {}
+        return (
+            {"net": 1e9 / 8 * float(found[1]), "latency": 1e-6 * float(found[2])}
+            if found
+            else {}
+        )
 
 
 def measure(options: Options, overrides: Sequence[str]) -> list[Record]:
     """Return one record per rate and mode."""
-    simulated = read_simulated_job([f"--job.config_file={options.job}", "--parallelism.cad", *overrides], NODES)
+    simulated = read_simulated_job(
+        [f"--job.config_file={options.job}", "--parallelism.cad", *overrides], NODES
+    )
     runs: dict[tuple[float, str], Runs] = {}
     links: dict[tuple[float, str], dict[str, float]] = {}
     for rate in tqdm(options.rates, unit="rate", disable=None):
         with contextlib.ExitStack() as stack:
-            nodes = [stack.enter_context(Nodes(NODES, f"-{number}")) for number in range(len(options.modes))]
-            jobs = [Job(options, *each, overrides) for each in zip(nodes, repeat(rate), options.modes)]
-            for number in tqdm(range(options.steps), unit="step", leave=False, disable=None):
+            nodes = [
+                stack.enter_context(Nodes(NODES, f"-{number}"))
+                for number in range(len(options.modes))
+            ]
+            jobs = [
+                Job(options, *each, overrides)
+                for each in zip(nodes, repeat(rate), options.modes)
+            ]
+            for number in tqdm(
+                range(options.steps), unit="step", leave=False, disable=None
+            ):
                 for job in jobs if number % 2 == 0 else jobs[::-1]:
                     job.turn()
         for mode, job in zip(options.modes, jobs, strict=True):
@@ -112,30 +146,49 @@ def measure(options: Options, overrides: Sequence[str]) -> list[Record]:
 
 
 def tabulate(
-    runs: dict[tuple[float, str], Runs], links: dict[tuple[float, str], dict[str, float]], job: SimulatedJob
+    runs: dict[tuple[float, str], Runs],
+    links: dict[tuple[float, str], dict[str, float]],
+    job: SimulatedJob,
 ) -> list[Record]:
     """Return one record per rate and mode, with a prediction for those with CAD."""
     compute = runs[next(iter(runs))[0], "stock"]
     records: list[Record] = []
     for (rate, mode), run in runs.items():
         mine, stock = run.step_seconds, runs[rate, "stock"].step_seconds
-        record: Record = {"Mbit/s": rate / 1e6 or "no limit", "mode": mode, "ms per step": 1e3 * float(mine.mean())}
+        record: Record = {
+            "Mbit/s": rate / 1e6 or "no limit",
+            "mode": mode,
+            "ms per step": 1e3 * float(mine.mean()),
+        }
         record |= {"predicted ms": "", "exposed wait, %": ""}
         if mode != "stock":
-            more = np.subtract(*(predicted_seconds(compute, job, links[rate, mode], each) for each in (mode, "stock")))
+            more = np.subtract(
+                *(
+                    predicted_seconds(compute, job, links[rate, mode], each)
+                    for each in (mode, "stock")
+                )
+            )
             record["predicted ms"] = 1e3 * float(stock.mean() + more)
-            record["exposed wait, %"] = 100 * float(run.waiting.mean() / run.seconds.mean())
+            record["exposed wait, %"] = 100 * float(
+                run.waiting.mean() / run.seconds.mean()
+            )
         record["speed over stock"] = float(stock.sum() / mine.sum())
         record["standard error"] = float((stock / mine).std() / len(mine) ** 0.5)
         records.append(record)
     return records
 
 
-def predicted_seconds(stock: Runs, job: SimulatedJob, link: dict[str, float], mode: str) -> float:
+def predicted_seconds(
+    stock: Runs, job: SimulatedJob, link: dict[str, float], mode: str
+) -> float:
     """Return the mean step's seconds of a mode by the simulation, with compute as in the runs of ``stock``."""
     search = stock.simulated(job, ranks_per_node=1, **link)
-    configuration = dataclasses.replace(job.configuration, nano_batches=2 if mode == "two nano-batches" else 1)
-    return search.run("packed" if mode == "stock" else configuration.planner.planner, configuration).seconds
+    configuration = dataclasses.replace(
+        job.configuration, nano_batches=2 if mode == "two nano-batches" else 1
+    )
+    return search.run(
+        "packed" if mode == "stock" else configuration.planner.planner, configuration
+    ).seconds
 
 
 def draw(records: list[Record], path: Path) -> None:
@@ -144,13 +197,20 @@ def draw(records: list[Record], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     modes = dict.fromkeys(record["mode"] for record in records)
-    for mode, color, marker in zip(modes, ("#444444", "#d55e00", "#56b4e9", "#009e73"), "os^v", strict=False):
+    for mode, color, marker in zip(
+        modes, ("#444444", "#d55e00", "#56b4e9", "#009e73"), "os^v", strict=False
+    ):
         mine = [record for record in records if record["mode"] == mode]
-        rates, times, guesses = ([record[key] for record in mine] for key in ("Mbit/s", "ms per step", "predicted ms"))
+        rates, times, guesses = (
+            [record[key] for record in mine]
+            for key in ("Mbit/s", "ms per step", "predicted ms")
+        )
         names = [rate if isinstance(rate, str) else f"{rate:g}" for rate in rates]
         axes.plot(names, times, color=color, marker=marker, label=mode)
         if mode != "stock":
-            axes.plot(names, guesses, linestyle=":", color=color, label=f"{mode}, predicted")
+            axes.plot(
+                names, guesses, linestyle=":", color=color, label=f"{mode}, predicted"
+            )
     axes.set_xlabel("rate of the link between two nodes, Mbit/s")
     axes.set_ylabel("ms per step")
     axes.set_ylim(bottom=0)
@@ -168,7 +228,9 @@ def main(options: Options, overrides: Sequence[str] = ()) -> None:
     if (reason := missing()) is not None:
         raise ValueError(f"no nodes on this machine: {reason}")
     if "stock" not in options.modes or set(options.modes) - set(MODES):
-        raise ValueError(f"--modes {' '.join(options.modes)}: set some of {', '.join(MODES)}, stock among them")
+        raise ValueError(
+            f"--modes {' '.join(options.modes)}: set some of {', '.join(MODES)}, stock among them"
+        )
     records = measure(options, overrides)
     conclude(options.output, "bench.network", records, records)
     if options.output is not None:

@@ -48,13 +48,25 @@ from bench.record import conclude  # noqa: E402
 from tests.lib.processes import run_processes, values  # noqa: E402
 from torchtitan_cad.integration.pingpong.loop import PingPong  # noqa: E402
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH  # noqa: E402
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan  # noqa: E402
+from torchtitan_cad.planning import (  # noqa: E402
+    AttentionShape,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+)
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.packing import RowFormat  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStream, Work  # noqa: E402
-from torchtitan_cad.runtime.transport import CollectiveTransport, Pending, Route, Routes, Transport  # noqa: E402
+from torchtitan_cad.runtime.transport import (  # noqa: E402
+    CollectiveTransport,
+    Pending,
+    Route,
+    Routes,
+    Transport,
+)
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, dtype_bytes=4)
@@ -116,16 +128,31 @@ class Link:
     busy: float = 0.0
 
     def __post_init__(self) -> None:
-        self.prepare, self.begin, self.buffer_bytes = self.inner.prepare, self.inner.begin, self.inner.buffer_bytes
+        self.prepare, self.begin, self.buffer_bytes = (
+            self.inner.prepare,
+            self.inner.begin,
+            self.inner.buffer_bytes,
+        )
 
-    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
+    def start(
+        self,
+        messages: Sequence[Sequence[Tensor]],
+        routes: Routes,
+        phase: str,
+        call: int,
+    ) -> Pending:
         total = [route.num_received for route in routes]
         if self.mode.endswith(SIGNAL_ONLY):
             routes = Routes(one_row_each(route) for route in routes)
         pending = self.inner.start(messages, routes, phase, call)
         for parts, route in zip(messages, routes, strict=True):
-            num_bytes = max(sum(route.send_counts), route.num_received) * RowFormat(parts).row_bytes
-            self.free_at = max(self.free_at, CLOCK.now()) + num_bytes * self.seconds_per_byte
+            num_bytes = (
+                max(sum(route.send_counts), route.num_received)
+                * RowFormat(parts).row_bytes
+            )
+            self.free_at = (
+                max(self.free_at, CLOCK.now()) + num_bytes * self.seconds_per_byte
+            )
             self.busy += num_bytes * self.seconds_per_byte
         arriving = _Arriving(pending, self.free_at, total)
         if self.mode == "single stream":
@@ -135,9 +162,14 @@ class Link:
 
 def one_row_each(route: Route) -> Route:
     """At most one row from every rank to every other."""
-    sent, received = ([min(count, 1) for count in counts] for counts in (route.send_counts, route.recv_counts))
+    sent, received = (
+        [min(count, 1) for count in counts]
+        for counts in (route.send_counts, route.recv_counts)
+    )
     rows = torch.zeros(sum(sent), dtype=torch.int64)
-    return Route(route.kind, rows, sent, received, [0] * len(sent), len(received), route.buffer)
+    return Route(
+        route.kind, rows, sent, received, [0] * len(sent), len(received), route.buffer
+    )
 
 
 class _Arriving:
@@ -146,8 +178,12 @@ class _Arriving:
         self.received: list[Tensor] = []
         self._at = torch.tensor(at, dtype=torch.float64)
         self._last_sent: dist.Work | None = None
-        if CLOCK.counted is not None:  # such a clock knows nothing of other ranks, so they say when they have sent
-            self._last_sent = dist.all_reduce(self._at, dist.ReduceOp.MAX, async_op=True)
+        if (
+            CLOCK.counted is not None
+        ):  # such a clock knows nothing of other ranks, so they say when they have sent
+            self._last_sent = dist.all_reduce(
+                self._at, dist.ReduceOp.MAX, async_op=True
+            )
 
     def wait(self) -> list[Tensor]:
         if not self.received:
@@ -156,7 +192,9 @@ class _Arriving:
                 self._last_sent.wait()
             CLOCK.sleep(float(self._at) - CLOCK.now())
             for x, rows in zip(received, self.rows, strict=True):
-                self.received.append(x if len(x) == rows else x.new_zeros(rows, x.shape[1]))
+                self.received.append(
+                    x if len(x) == rows else x.new_zeros(rows, x.shape[1])
+                )
         return self.received
 
     def release(self) -> None:
@@ -173,12 +211,20 @@ class SleepingKernel:
 
     def check(self, dtype: torch.dtype, head_dim: int, value_dim: int) -> None: ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor]:
         self._sleep(call, 1)
         return torch.zeros_like(q), q.new_zeros(q.shape[:2])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        merged: Merged,
+        call: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._sleep(call, 2)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -206,7 +252,10 @@ def _sleep_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> No
     _, ctx.seconds = inputs
 
 
-sleep.register_autograd(lambda ctx, gradient: (sleep(gradient, 2 * ctx.seconds), None), setup_context=_sleep_context)
+sleep.register_autograd(
+    lambda ctx, gradient: (sleep(gradient, 2 * ctx.seconds), None),
+    setup_context=_sleep_context,
+)
 
 
 class SleepingBlock(nn.Module):
@@ -219,12 +268,17 @@ class SleepingBlock(nn.Module):
         dim = HEADS * HEAD_DIM
         self.block, self.seconds = nn.Module(), seconds
         self.wq, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(2))
-        self.wk, self.wv = (nn.Linear(dim, KV_HEADS * HEAD_DIM, bias=False) for _ in range(2))
+        self.wk, self.wv = (
+            nn.Linear(dim, KV_HEADS * HEAD_DIM, bias=False) for _ in range(2)
+        )
         self.norm = nn.RMSNorm(dim, eps=1e-5)
 
-    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, rope: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (
-            linear(x).view(-1, linear.out_features // HEAD_DIM, HEAD_DIM) for linear in (self.wq, self.wk, self.wv)
+            linear(x).view(-1, linear.out_features // HEAD_DIM, HEAD_DIM)
+            for linear in (self.wq, self.wk, self.wv)
         )
         return q, k, v
 
@@ -246,7 +300,9 @@ class SleepingBlock(nn.Module):
     def contract(self, hidden: Tensor) -> Tensor:
         return sleep(hidden, 0.27 * self.seconds)
 
-    def project_normed(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project_normed(
+        self, x: Tensor, rope: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         x = sleep(x, 0.11 * self.seconds)
         q = x.view(-1, HEADS, HEAD_DIM)
         return q, q[:, :KV_HEADS], q[:, :KV_HEADS]
@@ -273,8 +329,12 @@ class SlowSideStream(SideStream):
 def make_half(ranks: int) -> Plan:
     """The plan of either half."""
     short = TOKENS // 8
-    others = [[(1 + 8 * rank + i, 0, short) for i in range(8)] for rank in range(ranks - 1)]
-    return make_plan(TokenLayout.from_segments([[(0, 0, TOKENS)], *others]), SHAPE, PlannerConfig())
+    others = [
+        [(1 + 8 * rank + i, 0, short) for i in range(8)] for rank in range(ranks - 1)
+    ]
+    return make_plan(
+        TokenLayout.from_segments([[(0, 0, TOKENS)], *others]), SHAPE, PlannerConfig()
+    )
 
 
 def dispatched_bytes(plan: Plan) -> int:
@@ -293,25 +353,39 @@ def run_rank(group: dist.ProcessGroup, options: Options) -> list[dict[str, Any]]
     """One rank's figures, every mode at every speed; see ``measure``."""
     rank = group.rank()
     seconds, plan = options.work_ms / 1e3, make_half(options.ranks)
-    pairs = sum(n * (n + 1) / 2 for n in plan.layout.doc_lengths.tolist()) / options.ranks
-    kernel, link = SleepingKernel(seconds, pairs), Link(CollectiveTransport(group), 0.0, "")
+    pairs = (
+        sum(n * (n + 1) / 2 for n in plan.layout.doc_lengths.tolist()) / options.ranks
+    )
+    kernel, link = (
+        SleepingKernel(seconds, pairs),
+        Link(CollectiveTransport(group), 0.0, ""),
+    )
     for name, two_rounds in ((ENGINE, False), (HALVING, True)):
         engine = CoreAttentionEngine(
-            kernel, link, rank=rank, device=torch.device("cpu"), scale=1.0, two_rounds=two_rounds
+            kernel,
+            link,
+            rank=rank,
+            device=torch.device("cpu"),
+            scale=1.0,
+            two_rounds=two_rounds,
         )
         for key in range(2):
             engine.add_plan(key, plan)
         register_engine(name, engine)
     torch.manual_seed(0)
     CLOCK.counted = 0.0 if options.counted else None
-    return run_link(options, link, dispatched_bytes(plan)) + run_tensor_parallel(options, link)
+    return run_link(options, link, dispatched_bytes(plan)) + run_tensor_parallel(
+        options, link
+    )
 
 
 def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any]]:
     """Every mode of the exchange of core attention, of which the largest has ``num_bytes``, at every speed."""
     seconds = options.work_ms / 1e3
     blocks = [SleepingBlock(seconds) for _ in range(options.layers)]
-    loops = dict.fromkeys((SIGNAL_ONLY, "single stream", "ping-pong"), PingPong(blocks, ENGINE))
+    loops = dict.fromkeys(
+        (SIGNAL_ONLY, "single stream", "ping-pong"), PingPong(blocks, ENGINE)
+    )
     if TorchVersion(torch.__version__) >= FIRST_TORCH:
         traced = PingPong(blocks, ENGINE, traced_on=torch.device("cpu"))
         traced.compile("inductor")
@@ -330,13 +404,19 @@ def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
     groups = [dist.new_group([rank]) for rank in range(options.ranks)]
     seconds, link.seconds_per_byte = options.work_ms / 1e3, 0.0
     side_streams = {
-        mode: SlowSideStream(options.tp_share * seconds * (mode != NO_TP), exposed=mode == "tp exposed")
+        mode: SlowSideStream(
+            options.tp_share * seconds * (mode != NO_TP), exposed=mode == "tp exposed"
+        )
         for mode in (NO_TP, "tp exposed", "tp in turns")
     }
     loops = {}
     for mode, side_stream in side_streams.items():
         new_boundary = partial(Boundary, side_stream, groups[dist.get_rank()])
-        loops[mode] = PingPong([SleepingBlock(seconds) for _ in range(options.layers)], HALVING, new_boundary)
+        loops[mode] = PingPong(
+            [SleepingBlock(seconds) for _ in range(options.layers)],
+            HALVING,
+            new_boundary,
+        )
     figures = measure(loops, link, options.repeats, options.tp_share)
     exchanges = 2 * 2 * (2 * options.layers + 1)  # of both halves, forward and backward
     for row in figures:
@@ -346,7 +426,9 @@ def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
     return figures
 
 
-def measure(loops: Mapping[str, PingPong], link: Link, repeats: int, share: float) -> list[dict[str, Any]]:
+def measure(
+    loops: Mapping[str, PingPong], link: Link, repeats: int, share: float
+) -> list[dict[str, Any]]:
     """Take a step of every mode in each of ``repeats`` rounds, so that what disturbs the machine disturbs all of them.
 
     Returns: a row for every mode: medians over the rounds of the step's seconds (``step``), of those above the mode
@@ -366,7 +448,13 @@ def measure(loops: Mapping[str, PingPong], link: Link, repeats: int, share: floa
         exposed = np.subtract(times, bare)[1:]
         low, median, high = np.quantile(exposed, (0.25, 0.5, 0.75)).tolist()
         step = statistics.median(times[1:])
-        row = {"share": share, "mode": mode, "step": step, "link": busy[mode], "exposed": median}
+        row = {
+            "share": share,
+            "mode": mode,
+            "step": step,
+            "link": busy[mode],
+            "exposed": median,
+        }
         rows.append(row | {"quartiles": [low, high]})
     return rows
 
@@ -384,12 +472,21 @@ def one_step(loop: PingPong, link: Link) -> float:
 
 def main(options: Options) -> None:
     """Runs the ranks and prints a table."""
-    figures = values(run_processes(options.ranks, run_rank, options, timeout_s=LONGEST_S))[0]
-    print(f"{options.ranks} ranks, {options.layers} layers, medians of {options.repeats} steps of each mode, in turns")
+    figures = values(
+        run_processes(options.ranks, run_rank, options, timeout_s=LONGEST_S)
+    )[0]
+    print(
+        f"{options.ranks} ranks, {options.layers} layers, medians of {options.repeats} steps of each mode, in turns"
+    )
     rows = []
     for figure in figures:
-        times = {f"{name} ms": 1e3 * figure[name] for name in ("step", "link", "exposed")}
-        shares = [f"{each / (figure['link'] or 1.0):.1%}" for each in (figure["exposed"], *figure["quartiles"])]
+        times = {
+            f"{name} ms": 1e3 * figure[name] for name in ("step", "link", "exposed")
+        }
+        shares = [
+            f"{each / (figure['link'] or 1.0):.1%}"
+            for each in (figure["exposed"], *figure["quartiles"])
+        ]
         row = {"share": figure["share"], "mode": figure["mode"], **times}
         rows.append(row | {"exposed of link": shares[0], "its quartiles": shares[1:]})
     conclude(options.output, "bench.overlap", figures, rows)

@@ -17,7 +17,15 @@ from tqdm import tqdm
 
 from bench.record import Record, conclude
 from torchtitan_cad.planning import warm_up
-from torchtitan_cad.tools.simulation import MODELS, OPEN, Cluster, Configuration, Documents, named_lengths, simulate
+from torchtitan_cad.tools.simulation import (
+    MODELS,
+    OPEN,
+    Cluster,
+    Configuration,
+    Documents,
+    named_lengths,
+    simulate,
+)
 
 NET, MEMORY = 50e9, 127e9
 """Bytes a second and GPU between nodes; nine tenths of the 141 GB of an H200."""
@@ -48,11 +56,15 @@ def run(options: Options) -> list[Record]:
         model, gpus, *pp = case.split(":")
         cluster = Cluster(int(gpus), tp=8, net=NET, memory=MEMORY, fsdp=False)
         step = options.tokens_per_gpu * cluster.ranks * (2 if pp else 1)
-        documents = Documents(lengths, options.row_tokens, step, options.batches, seed=0)
+        documents = Documents(
+            lengths, options.row_tokens, step, options.batches, seed=0
+        )
         stages = int(pp[0]) if pp else 1
         asked = Configuration(pp=stages, tolerance="auto", placement="balanced")
         report = simulate(MODELS[model], cluster, documents, asked, open=OPEN - {"pp"})
-        records.append({"model": model, "gpus": cluster.ranks, "pp": stages, **report.to_dict()})
+        records.append(
+            {"model": model, "gpus": cluster.ranks, "pp": stages, **report.to_dict()}
+        )
     return records
 
 
@@ -60,12 +72,24 @@ def table(records: list[Record]) -> list[Record]:
     """Seconds per step, share of perfect, speed-up over packing."""
     rows = []
     for record in records:
-        row: Record = {"model": record["model"], "GPUs": record["gpus"], "PP": record["pp"]}
+        row: Record = {
+            "model": record["model"],
+            "GPUs": record["gpus"],
+            "PP": record["pp"],
+        }
         systems = record["systems"]
-        row |= {f"{name}, s": system["seconds_per_step"] or "does not fit" for name, system in systems.items()}
-        cad, greedy = (systems[name].get("speedup_over", {}).get("packing_cp") or {} for name in ("cad", "greedy"))
+        row |= {
+            f"{name}, s": system["seconds_per_step"] or "does not fit"
+            for name, system in systems.items()
+        }
+        cad, greedy = (
+            systems[name].get("speedup_over", {}).get("packing_cp") or {}
+            for name in ("cad", "greedy")
+        )
         row["perfect / cad"] = systems["cad"]["share_of_perfect"] or "-"
-        row["cad over packing: min, mean, max"] = [cad.get(key, "-") for key in ("min", "mean", "max")]
+        row["cad over packing: min, mean, max"] = [
+            cad.get(key, "-") for key in ("min", "mean", "max")
+        ]
         row["greedy over packing"] = greedy.get("mean", "-")
         rows.append(row)
     return rows

@@ -28,9 +28,20 @@ from tqdm import tqdm
 
 from bench.record import Record, conclude
 from tests.lib.workloads import SHAPE, TOKENS_PER_RANK, known_workloads, workload_layout
-from torchtitan_cad.planning import AttentionKind, Plan, PlannerConfig, TokenLayout, make_plan, plan_step
+from torchtitan_cad.planning import (
+    AttentionKind,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+    plan_step,
+)
 from torchtitan_cad.planning.model.layout import stack
-from torchtitan_cad.planning.pipeline.one_f_one_b import best_profile, in_stages, one_f_one_b
+from torchtitan_cad.planning.pipeline.one_f_one_b import (
+    best_profile,
+    in_stages,
+    one_f_one_b,
+)
 from torchtitan_cad.planning.pipeline.ticks import Tick, tick_schedule
 from torchtitan_cad.planning.timed import LayerTimes
 
@@ -62,7 +73,13 @@ class Options:
     """Data-parallel ranks."""
     rounds: tuple[int, ...] = (1, 2, 4)
     """Microbatches per step, in multiples of pp."""
-    workloads: tuple[str, ...] = ("lognormal", "one big", "uniform", "pretrain", "pretrain x4")
+    workloads: tuple[str, ...] = (
+        "lognormal",
+        "one big",
+        "uniform",
+        "pretrain",
+        "pretrain x4",
+    )
     """See tests/lib/workloads.py; those named pretrain need --pretrain and are left out without it."""
     seeds: tuple[int, ...] = (11, 12, 13)
     pretrain: Path | None = None
@@ -85,20 +102,38 @@ class Step:
 
     def shared_loads(self, place: bool) -> np.ndarray:
         """[microbatches, ranks] attention time where the ranks of a stage share it."""
-        given = [[replace(each, seg_doc=each.seg_doc + (i << 32))] for i, each in enumerate(self.layouts)]
-        step = plan_step(given, [AttentionKind("full", 1, SHAPE)], PlannerConfig(), TIMES, place=place, stages=self.pp)
+        given = [
+            [replace(each, seg_doc=each.seg_doc + (i << 32))]
+            for i, each in enumerate(self.layouts)
+        ]
+        step = plan_step(
+            given,
+            [AttentionKind("full", 1, SHAPE)],
+            PlannerConfig(),
+            TIMES,
+            place=place,
+            stages=self.pp,
+        )
         return np.stack([seconds(microbatch.plans[0][0]) for microbatch in step])
 
     def ideal(self, attention_waits: bool = False) -> float:
         """All attention divided evenly, and the linear work with its bubble, in which attention may wait, too."""
-        attention = sum(float(self.loads(layout, "home").mean()) for layout in self.layouts)
+        attention = sum(
+            float(self.loads(layout, "home").mean()) for layout in self.layouts
+        )
         bubble = (self.pp - 1) / len(self.layouts)
         linear = len(self.layouts) * (1 + BACKWARD_LINEAR) * (1 + bubble)
-        return linear + attention * (1 + BACKWARD_ATTENTION) * (1 + bubble * attention_waits)
+        return linear + attention * (1 + BACKWARD_ATTENTION) * (
+            1 + bubble * attention_waits
+        )
 
     def allowed(self) -> float:
-        lengths = np.concatenate([layout.doc_lengths for layout in self.layouts]).astype(np.float64)
-        attention = self.ideal() - len(self.layouts) * (1 + BACKWARD_LINEAR) * (1 + (self.pp - 1) / len(self.layouts))
+        lengths = np.concatenate(
+            [layout.doc_lengths for layout in self.layouts]
+        ).astype(np.float64)
+        attention = self.ideal() - len(self.layouts) * (1 + BACKWARD_LINEAR) * (
+            1 + (self.pp - 1) / len(self.layouts)
+        )
         documents = lengths**2 * attention / (lengths**2).sum()
         how = self.pp, 1 + BACKWARD_LINEAR
         return in_stages(best_profile(documents, len(self.layouts), *how), *how)
@@ -112,33 +147,51 @@ def seconds(plan: Plan) -> np.ndarray:
 def simulate(step: Step, schedule: str) -> float:
     """Time the step under one of SCHEDULES."""
     if schedule == "CAD1F1B":
-        return sum(_tick_seconds(step, tick) for tick in tick_schedule(step.pp, len(step.layouts)))
+        return sum(
+            _tick_seconds(step, tick)
+            for tick in tick_schedule(step.pp, len(step.layouts))
+        )
     if shared := "CAD" in schedule:
         loads = step.shared_loads(place="placed" in schedule)
     else:
         loads = np.stack([step.loads(layout, "home") for layout in step.layouts])
     # The ranks of a stage that share attention wait for each other in every layer.
     together = [shared] * len(loads)
-    return one_f_one_b(step.pp, 1 + loads, BACKWARD_LINEAR + BACKWARD_ATTENTION * loads, together)
+    return one_f_one_b(
+        step.pp, 1 + loads, BACKWARD_LINEAR + BACKWARD_ATTENTION * loads, together
+    )
 
 
 def _tick_seconds(step: Step, tick: Tick) -> float:
     live = [step.layouts[work.microbatch] if work else None for work in tick.work]
-    linear, attention = (1.0, 1.0) if tick.forward else (BACKWARD_LINEAR, BACKWARD_ATTENTION)
-    return linear + attention * float(step.loads(stack(live, step.dp), "local_search").max())
+    linear, attention = (
+        (1.0, 1.0) if tick.forward else (BACKWARD_LINEAR, BACKWARD_ATTENTION)
+    )
+    return linear + attention * float(
+        step.loads(stack(live, step.dp), "local_search").max()
+    )
 
 
-def make_step(options: Options, workload: str, num_microbatches: int, seed: int) -> Step:
+def make_step(
+    options: Options, workload: str, num_microbatches: int, seed: int
+) -> Step:
     """Documents drawn anew for every microbatch."""
     seeds = range(1000 * seed, 1000 * seed + num_microbatches)
-    layouts = [workload_layout(workload, options.dp, each, options.pretrain) for each in seeds]
+    layouts = [
+        workload_layout(workload, options.dp, each, options.pretrain) for each in seeds
+    ]
     return Step(layouts, options.pp, options.dp)
 
 
 def run(options: Options) -> list[Record]:
     """One record per workload, number of microbatches, seed and schedule."""
     workloads = known_workloads(options.workloads, options.pretrain)
-    cases = [(w, r * options.pp, s) for w in workloads for r in options.rounds for s in options.seeds]
+    cases = [
+        (w, r * options.pp, s)
+        for w in workloads
+        for r in options.rounds
+        for s in options.seeds
+    ]
     records = []
     for workload, microbatches, seed in tqdm(cases, desc="simulating", unit="step"):
         step = make_step(options, workload, microbatches, seed)
@@ -146,8 +199,17 @@ def run(options: Options) -> list[Record]:
         allowed = step.allowed() / equal
         for schedule in SCHEDULES:
             makespan = simulate(step, schedule)
-            case = {"workload": workload, "microbatches": microbatches, "seed": seed, "schedule": schedule}
-            over = {"over_ideal": makespan / ideal, "over_equal": makespan / equal, "allowed": allowed}
+            case = {
+                "workload": workload,
+                "microbatches": microbatches,
+                "seed": seed,
+                "schedule": schedule,
+            }
+            over = {
+                "over_ideal": makespan / ideal,
+                "over_equal": makespan / equal,
+                "allowed": allowed,
+            }
             records.append(case | {"makespan": makespan} | over)
     return records
 
@@ -155,13 +217,27 @@ def run(options: Options) -> list[Record]:
 def table(records: list[Record]) -> list[Record]:
     """Means over the seeds, one line per workload and number of microbatches."""
     rows = []
-    for workload, microbatches in dict.fromkeys((r["workload"], r["microbatches"]) for r in records):
-        mine = [r for r in records if (r["workload"], r["microbatches"]) == (workload, microbatches)]
+    for workload, microbatches in dict.fromkeys(
+        (r["workload"], r["microbatches"]) for r in records
+    ):
+        mine = [
+            r
+            for r in records
+            if (r["workload"], r["microbatches"]) == (workload, microbatches)
+        ]
         row: Record = {"documents": workload, "microbatches": microbatches}
         for name in SCHEDULES:
-            over, against = ("over_ideal", "ideal") if name == "CAD1F1B" else ("over_equal", "equal microbatches")
-            row[f"{name} / {against}"] = statistics.fmean(r[over] for r in mine if r["schedule"] == name)
-        row["allowed / equal microbatches"] = statistics.fmean(r["allowed"] for r in mine)
+            over, against = (
+                ("over_ideal", "ideal")
+                if name == "CAD1F1B"
+                else ("over_equal", "equal microbatches")
+            )
+            row[f"{name} / {against}"] = statistics.fmean(
+                r[over] for r in mine if r["schedule"] == name
+            )
+        row["allowed / equal microbatches"] = statistics.fmean(
+            r["allowed"] for r in mine
+        )
         rows.append(row)
     return rows
 

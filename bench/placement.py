@@ -56,10 +56,18 @@ def dealt(layout: TokenLayout, homes: TokenLayout) -> tuple[float, int]:
     """(part of the tokens that change ranks, bytes of ids and labels that the busiest rank sends or receives)."""
     cuts = np.union1d(layout.run_start, homes.run_start)
     lengths = np.diff(cuts, append=layout.num_tokens)
-    old, new = (each.run_rank[np.searchsorted(each.run_start, cuts, side="right") - 1] for each in (layout, homes))
+    old, new = (
+        each.run_rank[np.searchsorted(each.run_start, cuts, side="right") - 1]
+        for each in (layout, homes)
+    )
     moved = old != new
-    ways = (np.bincount(rank[moved], lengths[moved], layout.num_ranks) for rank in (old, new))
-    return float(lengths[moved].sum() / layout.num_tokens), TOKEN_BYTES * int(max(way.max() for way in ways))
+    ways = (
+        np.bincount(rank[moved], lengths[moved], layout.num_ranks)
+        for rank in (old, new)
+    )
+    return float(lengths[moved].sum() / layout.num_tokens), TOKEN_BYTES * int(
+        max(way.max() for way in ways)
+    )
 
 
 def measure(layout: TokenLayout) -> Record:
@@ -99,7 +107,9 @@ def free_homes_bound(plan: Plan) -> float:
     if most <= 0:
         return 0.0
     c_q, c_kv = plan.shape.query_bytes, plan.shape.kv_bytes
-    keys = float(np.clip(np.sqrt(c_q / c_kv * (most + held**2)) - held, 0.0, most / held))
+    keys = float(
+        np.clip(np.sqrt(c_q / c_kv * (most + held**2)) - held, 0.0, most / held)
+    )
     price = c_q * (most - held * keys) / (keys + held) + c_kv * keys
     return needed / ranks * price / most
 
@@ -116,7 +126,9 @@ def run(options: Options) -> list[Record]:
     records = []
     for ranks, workload, seed in tqdm(cases, unit="layout", desc="placing"):
         layout = workload_layout(workload, ranks, seed, options.pretrain)
-        records.append({"ranks": ranks, "workload": workload, "seed": seed, **measure(layout)})
+        records.append(
+            {"ranks": ranks, "workload": workload, "seed": seed, **measure(layout)}
+        )
     return records
 
 
@@ -132,12 +144,23 @@ def table(records: list[Record]) -> list[Record]:
         rows = list(group)
         for name in [*dict.fromkeys(row["workload"] for row in rows), "all"]:
             some = [row for row in rows if name in (row["workload"], "all")]
-            means = {column: statistics.fmean(row[column] for row in some) for column in COLUMNS}
+            means = {
+                column: statistics.fmean(row[column] for row in some)
+                for column in COLUMNS
+            }
             # A bound may be next to nothing: the bytes' mean over that of the bounds.
-            bounds = sum(row["worst"] / row["worst_over_bound"] for row in some if row["worst_over_bound"])
-            means["worst_over_bound"] = sum(row["worst"] for row in some) / max(1.0, bounds)
+            bounds = sum(
+                row["worst"] / row["worst_over_bound"]
+                for row in some
+                if row["worst_over_bound"]
+            )
+            means["worst_over_bound"] = sum(row["worst"] for row in some) / max(
+                1.0, bounds
+            )
             most = [max(row[column] for row in some) for column in COLUMNS[:2]]
-            lines.append({"ranks": ranks, "workload": name, **means, "largest ratios": most})
+            lines.append(
+                {"ranks": ranks, "workload": name, **means, "largest ratios": most}
+            )
     return lines
 
 
@@ -147,7 +170,9 @@ def problems(records: list[Record]) -> list[str]:
     for row in records:
         case = f"{row['ranks']} ranks, {row['workload']}, seed {row['seed']}"
         if row["max_over_mean"] > row["guaranteed"] * (1 + 1e-6):
-            found.append(f"{case}: max/mean {row['max_over_mean']} exceeds the guaranteed {row['guaranteed']}")
+            found.append(
+                f"{case}: max/mean {row['max_over_mean']} exceeds the guaranteed {row['guaranteed']}"
+            )
         for column, limit in zip(COLUMNS, CASE_LIMITS, strict=False):
             if row[column] > limit:
                 found.append(f"{case}: {column} {row[column]:.3f} exceeds {limit}")

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,13 @@ import tyro
 from tqdm import tqdm
 
 from bench.record import Record, conclude, markdown_table
-from tests.lib.workloads import SEEDS, SHAPE, WORKLOADS, known_workloads, workload_layout
+from tests.lib.workloads import (
+    SEEDS,
+    SHAPE,
+    WORKLOADS,
+    known_workloads,
+    workload_layout,
+)
 from torchtitan_cad.planning import (
     Plan,
     PlannerConfig,
@@ -92,10 +99,15 @@ class Options:
 
 def _search(evaluated: float) -> Planner:
     """The default planner, which evaluates a multiple of the moves for fewer bytes."""
-    return lambda layout, shape, config, cost: search(layout, shape, config, cost, evaluated)[1]()
+    return lambda layout, shape, config, cost: search(
+        layout, shape, config, cost, evaluated
+    )[1]()
 
 
-for _name, _evaluated in (("within the limits alone", 0.0), ("ten times the moves", 10.0)):
+for _name, _evaluated in (
+    ("within the limits alone", 0.0),
+    ("ten times the moves", 10.0),
+):
     register_planner(_name)(_search(_evaluated))
 
 
@@ -104,11 +116,17 @@ def seeds_for(ranks: int, seeds: tuple[int, ...]) -> tuple[int, ...]:
     return seeds if ranks <= LARGE else seeds[: 2 if ranks <= HUGE else 1]
 
 
-def placed_layout(workload: str, ranks: int, seed: int, pretrain: Path | None = None) -> TokenLayout:
+def placed_layout(
+    workload: str, ranks: int, seed: int, pretrain: Path | None = None
+) -> TokenLayout:
     """Documents laid end to end, and then where ``place`` puts them, as training plans them by default."""
     layout = workload_layout(workload, ranks, seed, pretrain)
     plan, _ = place_and_plan(layout, SHAPE, PlannerConfig(tolerance=TOLERANCE))
     return plan.layout
+
+
+def _plan_anew(layout: TokenLayout, config: PlannerConfig) -> Plan:
+    return make_plan(fresh(layout), SHAPE, config)
 
 
 def fresh(layout: TokenLayout) -> TokenLayout:
@@ -149,10 +167,22 @@ def measure(plan: Callable[[], Plan], repeats: int) -> Record:
 def cases(options: Options) -> Iterator[Record]:
     """Names of all plans to make."""
     for ranks in options.ranks:
-        planners = [p for p in options.planners if ranks <= HUGE or p != "local_search, whole keys"]
-        workloads, seeds = known_workloads(options.workloads, options.pretrain), seeds_for(ranks, options.seeds)
+        planners = [
+            p
+            for p in options.planners
+            if ranks <= HUGE or p != "local_search, whole keys"
+        ]
+        workloads, seeds = (
+            known_workloads(options.workloads, options.pretrain),
+            seeds_for(ranks, options.seeds),
+        )
         for workload, planner, seed in product(workloads, planners, seeds):
-            yield {"ranks": ranks, "workload": workload, "seed": seed, "planner": planner}
+            yield {
+                "ranks": ranks,
+                "workload": workload,
+                "seed": seed,
+                "planner": planner,
+            }
 
 
 def run(options: Options) -> list[Record]:
@@ -160,9 +190,11 @@ def run(options: Options) -> list[Record]:
     warm_up()  # compiles, once per machine
     records = []
     for case in tqdm(list(cases(options)), unit="plan", desc="planning"):
-        layout = placed_layout(case["workload"], case["ranks"], case["seed"], options.pretrain)
+        layout = placed_layout(
+            case["workload"], case["ranks"], case["seed"], options.pretrain
+        )
         config = PlannerConfig(tolerance=TOLERANCE, **PLANNERS[case["planner"]])
-        plan = lambda layout=layout, config=config: make_plan(fresh(layout), SHAPE, config)  # noqa: E731
+        plan = partial(_plan_anew, layout, config)
         records.append({**case, **measure(plan, options.repeats)})
     return records
 
@@ -173,8 +205,12 @@ def table(records: list[Record]) -> list[Record]:
     for key, group in groupby(records, key=lambda r: tuple(r[k] for k in keys)):
         same, row = list(group), dict(zip(keys, key, strict=True))
         for title, name in COLUMNS.items():
-            values = [each[name] / (1e9 if name.endswith("bytes") else 1) for each in same]
-            row[title] = max(values) if name == "max_over_mean" else statistics.mean(values)
+            values = [
+                each[name] / (1e9 if name.endswith("bytes") else 1) for each in same
+            ]
+            row[title] = (
+                max(values) if name == "max_over_mean" else statistics.mean(values)
+            )
         rows.append(row)
     return rows
 
@@ -184,12 +220,26 @@ def relative(records: list[Record]) -> list[Record]:
     rows = []
     for planner in dict.fromkeys(r["planner"] for r in records):
         row: Record = {"planner": planner}
-        for ranks in dict.fromkeys(r["ranks"] for r in records if r["planner"] == planner):
+        for ranks in dict.fromkeys(
+            r["ranks"] for r in records if r["planner"] == planner
+        ):
             some = [r for r in records if r["ranks"] == ranks]
-            for title, figure in (("total", "total_bytes"), ("worst rank", "rank_bytes")):
-                mine, default = (_by_workload(some, name, figure) for name in (planner, "local_search"))
-                ratios = [sum(mine[key]) / sum(of_key) for key, of_key in default.items() if sum(of_key)]
-                row[f"{ranks}: {title}"] = f"{100 * (statistics.fmean(ratios) - 1):+.1f} %"
+            for title, figure in (
+                ("total", "total_bytes"),
+                ("worst rank", "rank_bytes"),
+            ):
+                mine, default = (
+                    _by_workload(some, name, figure)
+                    for name in (planner, "local_search")
+                )
+                ratios = [
+                    sum(mine[key]) / sum(of_key)
+                    for key, of_key in default.items()
+                    if sum(of_key)
+                ]
+                row[f"{ranks}: {title}"] = (
+                    f"{100 * (statistics.fmean(ratios) - 1):+.1f} %"
+                )
         rows.append(row)
     return rows
 
@@ -198,39 +248,66 @@ def wrong_cases(records: list[Record]) -> list[str]:
     """Plans above their guarantee or below their bound; workloads for which the default planner moves more bytes than
     the greedy one, in total or for the worst rank, on average over the seeds."""
     problems = []
-    bounds = (("total_bytes", "bound_bytes"), ("rank_bytes", "bound_rank_bytes"), ("rank_bytes", "forced_export_bytes"))
+    bounds = (
+        ("total_bytes", "bound_bytes"),
+        ("rank_bytes", "bound_rank_bytes"),
+        ("rank_bytes", "forced_export_bytes"),
+    )
     for record in records:
-        name = ", ".join(f"{key} {record[key]}" for key in ("ranks", "workload", "seed", "planner"))
-        if record["planner"] != "home" and record["max_over_mean"] > record["guaranteed"] * (1 + 1e-6):
-            problems.append(f"{name}: max/mean {record['max_over_mean']} exceeds the guaranteed {record['guaranteed']}")
+        name = ", ".join(
+            f"{key} {record[key]}" for key in ("ranks", "workload", "seed", "planner")
+        )
+        if record["planner"] != "home" and record["max_over_mean"] > record[
+            "guaranteed"
+        ] * (1 + 1e-6):
+            problems.append(
+                f"{name}: max/mean {record['max_over_mean']} exceeds the guaranteed {record['guaranteed']}"
+            )
         for figure, bound in bounds:
             if record[figure] < record[bound]:
-                problems.append(f"{name}: {figure} {record[figure]} is below {bound} {record[bound]}")
+                problems.append(
+                    f"{name}: {figure} {record[figure]} is below {bound} {record[bound]}"
+                )
     for figure in ("total_bytes", "rank_bytes"):
-        ours, greedy = (_by_workload(records, planner, figure) for planner in ("local_search", "greedy"))
+        ours, greedy = (
+            _by_workload(records, planner, figure)
+            for planner in ("local_search", "greedy")
+        )
         for key in ours.keys() & greedy.keys():
             ratio = statistics.fmean(ours[key]) / max(1, statistics.fmean(greedy[key]))
             if ratio > 1:
-                problems.append(f"ranks {key[0]}, workload {key[1]}: {figure} is {ratio:.3f} of the greedy's")
+                problems.append(
+                    f"ranks {key[0]}, workload {key[1]}: {figure} is {ratio:.3f} of the greedy's"
+                )
     return problems
 
 
-def slow_cases(records: list[Record], limits: dict[int, float] = TIME_LIMITS) -> list[str]:
+def slow_cases(
+    records: list[Record], limits: dict[int, float] = TIME_LIMITS
+) -> list[str]:
     """Numbers of ranks and workloads whose median time over the seeds exceeds the limit."""
-    timed = [record | {"ms": record["plan_ms"] + record["tables_ms"]} for record in records]
+    timed = [
+        record | {"ms": record["plan_ms"] + record["tables_ms"]} for record in records
+    ]
     return [
         f"{ranks} ranks, {workload}: {statistics.median(values):.1f} ms, limit {limits[ranks]:.0f} ms"
-        for (ranks, workload), values in _by_workload(timed, "local_search", "ms").items()
+        for (ranks, workload), values in _by_workload(
+            timed, "local_search", "ms"
+        ).items()
         if ranks in limits and statistics.median(values) > limits[ranks]
     ]
 
 
-def _by_workload(records: list[Record], planner: str, figure: str) -> dict[tuple[Any, ...], list[float]]:
+def _by_workload(
+    records: list[Record], planner: str, figure: str
+) -> dict[tuple[Any, ...], list[float]]:
     """A planner's figure for the seeds of every workload."""
     values: dict[tuple[Any, ...], list[float]] = {}
     for record in records:
         if record["planner"] == planner:
-            values.setdefault((record["ranks"], record["workload"]), []).append(record[figure])
+            values.setdefault((record["ranks"], record["workload"]), []).append(
+                record[figure]
+            )
     return values
 
 

@@ -23,14 +23,20 @@ def save(path: Path, module: str, content: Record) -> None:
 def save_records(path: Path, module: str, records: list[Record]) -> None:
     """Write a line of JSON for every record, all with the same keys."""
     columns = list(records[0])
-    rows = [json.dumps([_rounded(record[name]) for name in columns]) for record in records]
+    rows = [
+        json.dumps([_rounded(record[name]) for name in columns]) for record in records
+    ]
     head = json.dumps(_head(module) | {"columns": columns}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head[:-2] + ',\n "rows": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")
 
 
 def conclude(
-    path: Path | None, module: str, records: list[Record], rows: list[Record], problems: Sequence[str] = ()
+    path: Path | None,
+    module: str,
+    records: list[Record],
+    rows: list[Record],
+    problems: Sequence[str] = (),
 ) -> int:
     """Write a bench's records, print the table of ``rows`` and what is wrong; returns the exit code."""
     if path is not None:
@@ -53,7 +59,9 @@ def markdown_table(rows: list[Record]) -> list[str]:
         return ["none"]
     names = list(rows[0])
     lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
-    return lines + [f"| {' | '.join(cell(row.get(name, '')) for name in names)} |" for row in rows]
+    return lines + [
+        f"| {' | '.join(cell(row.get(name, '')) for name in names)} |" for row in rows
+    ]
 
 
 def cell(value: Any) -> str:
@@ -73,15 +81,24 @@ def installed_version(package: str) -> str:
 
 
 def _head(module: str) -> Record:
-    arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    arguments = [
+        Path(word).name if word.startswith("/") else word for word in sys.argv[1:]
+    ]
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    cpus = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cpus = [
+        line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+    ]
     return {
         "date": datetime.date.today().isoformat(),
-        "cpu": f"{cpus[0]}, {len(cpus)} cores" if cpus else platform.processor() or platform.machine(),
+        "cpu": f"{cpus[0]}, {len(cpus)} cores"
+        if cpus
+        else platform.processor() or platform.machine(),
         "python": platform.python_version(),
-        **{name: installed_version(name) for name in ("torch", "numpy", "numba", "torchtitan_cad")},
+        **{
+            name: installed_version(name)
+            for name in ("torch", "numpy", "numba", "torchtitan_cad")
+        },
         "command": " ".join([f"python -m {module}", *arguments]),
     }
 

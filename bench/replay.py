@@ -21,7 +21,13 @@ from torch import Tensor
 
 from bench.record import Record, markdown_table, save
 from tests.lib.workloads import document_lengths, spanning_layout
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import (
+    AttentionShape,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+)
 from torchtitan_cad.planning.timed import link_seconds
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionCall, Direction
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -59,7 +65,9 @@ class Options:
 def make_layout(options: Options, num_ranks: int) -> TokenLayout:
     """Documents laid end to end over the ranks, in the workload's order."""
     total, lengths = num_ranks * options.tokens_per_rank, []
-    for length in document_lengths(options.workload, num_ranks, options.seed, options.pretrain):
+    for length in document_lengths(
+        options.workload, num_ranks, options.seed, options.pretrain
+    ):
         lengths.append(min(length, options.longest, total - sum(lengths)))
         if sum(lengths) == total:
             break
@@ -67,7 +75,11 @@ def make_layout(options: Options, num_ranks: int) -> TokenLayout:
 
 
 def replay_rank(
-    tables: PlanTables, kernel: AttentionKernel, shape: AttentionShape, dtype: torch.dtype, options: Options
+    tables: PlanTables,
+    kernel: AttentionKernel,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    options: Options,
 ) -> tuple[float, float]:
     """Milliseconds of one rank's forward and backward."""
     device = torch.device(options.device)
@@ -83,19 +95,34 @@ def replay_rank(
     k, v = (rows(n_kv + tables.keys.num_remote, shape.num_kv_heads) for _ in range(2))
     statistic = torch.zeros(q.shape[:2], device=device, dtype=compute_dtype(dtype))
     returned = rows(sum(q_out.send_counts), shape.num_heads)
-    returned_keys = [rows(sum(kv_out.send_counts), shape.num_kv_heads) for _ in range(2)]
+    returned_keys = [
+        rows(sum(kv_out.send_counts), shape.num_kv_heads) for _ in range(2)
+    ]
     returned_lse = torch.zeros(returned.shape[:2], device=device, dtype=statistic.dtype)
 
     engine = CoreAttentionEngine(kernel, None, rank=0, device=device, scale=1.0)
 
-    def run(direction: Direction, queries: list[Tensor], back: dict[str, list[Tensor]]) -> object:
-        local = {"queries": [x[:n_q] for x in queries], "keys": [x[:n_kv] for x in (k, v)]}
-        received = {"queries": [x[n_q:] for x in queries], "keys": [x[n_kv:] for x in (k, v)]}
+    def run(
+        direction: Direction, queries: list[Tensor], back: dict[str, list[Tensor]]
+    ) -> object:
+        local = {
+            "queries": [x[:n_q] for x in queries],
+            "keys": [x[:n_kv] for x in (k, v)],
+        }
+        received = {
+            "queries": [x[n_q:] for x in queries],
+            "keys": [x[n_kv:] for x in (k, v)],
+        }
         call = AttentionCall(engine, direction, 0, tables, local)
         call.combine_results(call.begin_tasks(received))
         for _, chunks in tables.home[direction.name] if tables.moves else ():
             for chunk in chunks:
-                call.combine(chunk.kind, chunk.combination, back[chunk.kind], is_last=chunk.is_last)
+                call.combine(
+                    chunk.kind,
+                    chunk.combination,
+                    back[chunk.kind],
+                    is_last=chunk.is_last,
+                )
         return call.finish()
 
     def forward() -> object:
@@ -110,7 +137,9 @@ def replay_rank(
     return times[0], times[1]
 
 
-def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+def milliseconds(
+    run: Callable[[], object], device: torch.device, repeats: int
+) -> float:
     """Median over ``repeats`` runs: device time on a GPU; elsewhere CPU time, which other processes do not prolong."""
     if device.type == "cuda":
         return median_milliseconds(run, device, repeats)
@@ -123,22 +152,35 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) 
     return statistics.median(times)
 
 
-def replay(plan: Plan, kernel: AttentionKernel, dtype: torch.dtype, options: Options) -> Record:
+def replay(
+    plan: Plan, kernel: AttentionKernel, dtype: torch.dtype, options: Options
+) -> Record:
     """Times of every rank of the plan, and what follows from them."""
     device = torch.device(options.device)
     times, copied = [], []
     for rank in range(plan.layout.num_ranks):
-        tables = PlanTables.from_exchange(plan.exchange(rank), plan.moves_rows, device, plan.shape.head_dim**-0.5)
+        tables = PlanTables.from_exchange(
+            plan.exchange(rank), plan.moves_rows, device, plan.shape.head_dim**-0.5
+        )
         times.append(replay_rank(tables, kernel, plan.shape, dtype, options))
         copied.append(tables.copied_bytes(plan.shape))
     figures: Record = {"max_over_mean_planned": plan.stats.max_over_mean}
     for name, column in (("forward", 0), ("backward", 1)):
         of_ranks = [rank_times[column] for rank_times in times]
         mean = sum(of_ranks) / len(of_ranks)
-        figures[name] = {"milliseconds": of_ranks, "mean": mean, "makespan": max(of_ranks)}
+        figures[name] = {
+            "milliseconds": of_ranks,
+            "mean": mean,
+            "makespan": max(of_ranks),
+        }
     rate = 1e9 * options.gigabytes_per_second
-    for name, shape in (("forward", plan.shape), ("backward", plan.shape.for_backward())):
-        seconds = link_seconds(plan, (shape.query_bytes, shape.kv_bytes), (), rate, rate)
+    for name, shape in (
+        ("forward", plan.shape),
+        ("backward", plan.shape.for_backward()),
+    ):
+        seconds = link_seconds(
+            plan, (shape.query_bytes, shape.kv_bytes), (), rate, rate
+        )
         figures[f"{name}_network_milliseconds"] = 1e3 * float(seconds.max())
     figures["copied_bytes_max"] = max(copied)
     return figures
@@ -152,10 +194,18 @@ def measure(num_ranks: int, options: Options) -> Record:
     layout = make_layout(options, num_ranks)
     home = make_plan(layout, shape, PlannerConfig(planner="home"))
     planned = make_plan(layout, shape, PlannerConfig(tolerance=options.tolerance))
-    row: Record = {"ranks": num_ranks, "documents": len(layout.docs), "kernel": str(kernel)}
-    row["home"], row["planned"] = (replay(plan, kernel, dtype, options) for plan in (home, planned))
+    row: Record = {
+        "ranks": num_ranks,
+        "documents": len(layout.docs),
+        "kernel": str(kernel),
+    }
+    row["home"], row["planned"] = (
+        replay(plan, kernel, dtype, options) for plan in (home, planned)
+    )
     for name in ("forward", "backward"):
-        row[f"{name}_speedup"] = row["home"][name]["makespan"] / row["planned"][name]["makespan"]
+        row[f"{name}_speedup"] = (
+            row["home"][name]["makespan"] / row["planned"][name]["makespan"]
+        )
     return row
 
 
@@ -183,12 +233,18 @@ def main(options: Options) -> None:
     if options.device == "cpu":
         torch.set_num_threads(1)
     where = device_name(torch.device(options.device))
-    print(f"torch {torch.__version__}, {where}; {options.workload}, {options.tokens_per_rank} tokens per rank")
+    print(
+        f"torch {torch.__version__}, {where}; {options.workload}, {options.tokens_per_rank} tokens per rank"
+    )
     rows = [measure(num_ranks, options) for num_ranks in options.ranks]
     print("\n".join(markdown_table([line for row in rows for line in passes(row)])))
     if options.output:
         settings = dataclasses.asdict(options) | {"output": None, "pretrain": None}
-        save(options.output, "bench.replay", {"device": where, "options": settings, "rows": rows})
+        save(
+            options.output,
+            "bench.replay",
+            {"device": where, "options": settings, "rows": rows},
+        )
 
 
 if __name__ == "__main__":

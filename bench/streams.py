@@ -47,7 +47,9 @@ class Options:
 
 def main(options: Options, overrides: Sequence[str] = ()) -> None:
     """Train, print and write the figures; ``overrides`` are further arguments of the job."""
-    with tqdm(total=2 * options.rounds * options.steps, unit="step", leave=False, disable=None) as bar:
+    with tqdm(
+        total=2 * options.rounds * options.steps, unit="step", leave=False, disable=None
+    ) as bar:
         result = comparison.run(
             [f"--job.config_file={options.job}", *TWO_HALVES, *overrides],
             options.folder,
@@ -60,12 +62,16 @@ def main(options: Options, overrides: Sequence[str] = ()) -> None:
         )
     opaque, traced = result.off.step_seconds, result.on.step_seconds
     difference = result.report()["largest_relative_loss_difference"]
-    print(f"{options.ranks} ranks, {len(opaque)} steps, {options.rounds} runs of each, in turns")
+    print(
+        f"{options.ranks} ranks, {len(opaque)} steps, {options.rounds} runs of each, in turns"
+    )
     for name, seconds in zip(SWITCHES, (opaque, traced), strict=True):
         print(f"  {name:24} {1e3 * seconds.mean():9.1f} ms a step")
     longer = traced.sum() / opaque.sum()
     low, high = 100 * (np.quantile(traced / opaque, (0.25, 0.75)) - 1)
-    print(f"  traced over opaque {100 * longer - 100:+15.1f} % (half of the steps: {low:+.1f} to {high:+.1f} %)")
+    print(
+        f"  traced over opaque {100 * longer - 100:+15.1f} % (half of the steps: {low:+.1f} to {high:+.1f} %)"
+    )
     print(f"  losses differ by at most {difference:9.1e} of the loss")
     if options.output is not None:
         figures = {

@@ -27,18 +27,38 @@ LINKS = (20e9, 50e9, 200e9)
 """Bytes per second into a rank."""
 
 
-def measure(ranks: int, workload: str, link: float, nano_batches: int, layouts: list[TokenLayout]) -> Record:
+def measure(
+    ranks: int,
+    workload: str,
+    link: float,
+    nano_batches: int,
+    layouts: list[TokenLayout],
+) -> Record:
     """Means over some layouts: seconds of a layer by both tolerances, bytes of its forward, and what "auto" took."""
     costs = Costs(MODELS["llama-8b"], Cluster(ranks, net=link, node=link), Rates())
     times = costs.layer_times(ranks, overlaps=nano_batches == 2)
     plans = {
-        "fixed": [make_plan(layout, costs.shape, PlannerConfig()) for layout in layouts],
-        "auto": [plan_by_time([layout], costs.shape, PlannerConfig(), times).plans[0][0] for layout in layouts],
+        "fixed": [
+            make_plan(layout, costs.shape, PlannerConfig()) for layout in layouts
+        ],
+        "auto": [
+            plan_by_time([layout], costs.shape, PlannerConfig(), times).plans[0][0]
+            for layout in layouts
+        ],
     }
-    case: Record = {"ranks": ranks, "workload": workload, "bytes_per_second": link, "nano_batches": nano_batches}
+    case: Record = {
+        "ranks": ranks,
+        "workload": workload,
+        "bytes_per_second": link,
+        "nano_batches": nano_batches,
+    }
     for name, made in plans.items():
-        case[f"{name}_seconds"] = statistics.fmean(times.layer_seconds(plan) for plan in made)
-        case[f"{name}_bytes"] = statistics.fmean(plan.stats.total_bytes for plan in made)
+        case[f"{name}_seconds"] = statistics.fmean(
+            times.layer_seconds(plan) for plan in made
+        )
+        case[f"{name}_bytes"] = statistics.fmean(
+            plan.stats.total_bytes for plan in made
+        )
     case["gain"] = case["fixed_seconds"] / case["auto_seconds"] - 1
     case["bytes_saved"] = 1 - case["auto_bytes"] / case["fixed_bytes"]
     case["tolerances"] = [plan.config.tolerance for plan in plans["auto"]]
@@ -52,7 +72,10 @@ def table(cases: list[Record]) -> list[Record]:
             "documents": case["workload"],
             "GB/s": case["bytes_per_second"] / 1e9,
             "nano_batches": case["nano_batches"],
-            "ms by 0.02, by auto": [1e3 * case["fixed_seconds"], 1e3 * case["auto_seconds"]],
+            "ms by 0.02, by auto": [
+                1e3 * case["fixed_seconds"],
+                1e3 * case["auto_seconds"],
+            ],
             "gain": f"{100 * case['gain']:.1f} %",
             "bytes saved": f"{100 * case['bytes_saved']:.0f} %",
             "auto took": sorted(set(case["tolerances"])),
@@ -70,7 +93,9 @@ def main(output: Path = Path("bench/results/tolerance.json"), seeds: int = 3) ->
     """
     warm_up()
     cases = []
-    for ranks, workload in tqdm(list(product(RANKS, WORKLOADS)), unit="workload", leave=False):
+    for ranks, workload in tqdm(
+        list(product(RANKS, WORKLOADS)), unit="workload", leave=False
+    ):
         layouts = [workload_layout(workload, ranks, s) for s in SEEDS[:seeds]]
         for link, nano_batches in product(LINKS, (1, 2)):
             cases.append(measure(ranks, workload, link, nano_batches, layouts))

@@ -75,10 +75,18 @@ def find_traces(folder: Path) -> dict[int, Path]:
         ValueError: there are none.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; name one that --profiling.enable_profiling has written")
-    found = {int(m[1]): path for path in folder.iterdir() if (m := re.fullmatch(r"rank(\d+)_trace\.json", path.name))}
+        raise ValueError(
+            f"{folder} is not a folder; name one that --profiling.enable_profiling has written"
+        )
+    found = {
+        int(m[1]): path
+        for path in folder.iterdir()
+        if (m := re.fullmatch(r"rank(\d+)_trace\.json", path.name))
+    }
     if not found:
-        raise ValueError(f"{folder} has no rank*_trace.json; name an iteration_N folder below profile_traces")
+        raise ValueError(
+            f"{folder} has no rank*_trace.json; name an iteration_N folder below profile_traces"
+        )
     return dict(sorted(found.items()))
 
 
@@ -92,17 +100,46 @@ def read_spans(path: Path) -> list[Span]:
     try:
         events = read_events(path.read_text())
         if phases := phases_of(events):
-            return _forward_spans(phases) + _backward_work(events, phases) + _work_of_graphs(events)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a trace of torch.profiler ({type(error).__name__})") from error
-    raise ValueError(f"{path} has no phases of core attention; trace a run with parallelism.cad = true")
+            return (
+                _forward_spans(phases)
+                + _backward_work(events, phases)
+                + _work_of_graphs(events)
+            )
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise ValueError(
+            f"{path} is not a trace of torch.profiler ({type(error).__name__})"
+        ) from error
+    raise ValueError(
+        f"{path} has no phases of core attention; trace a run with parallelism.cad = true"
+    )
 
 
 def _forward_spans(phases: list[Event]) -> list[Span]:
-    spans, flying, nano_batch = [], defaultdict[str, list[tuple[float, int]]](list), defaultdict[str, int](int)
-    nano_batches = 2 if any(re.search(r"\.nano_batch_1$|^cad/segments ", event["name"]) for event in phases) else 1
+    spans, flying, nano_batch = (
+        [],
+        defaultdict[str, list[tuple[float, int]]](list),
+        defaultdict[str, int](int),
+    )
+    nano_batches = (
+        2
+        if any(
+            re.search(r"\.nano_batch_1$|^cad/segments ", event["name"])
+            for event in phases
+        )
+        else 1
+    )
     for event in phases:
-        name, start, end = event["name"][4:], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
+        name, start, end = (
+            event["name"][4:],
+            event["ts"] / 1e3,
+            (event["ts"] + event["dur"]) / 1e3,
+        )
         phase, _, exchange = name.partition(" ")
         if phase == "exchange":  # nano-batches take turns
             flying[exchange].append((start, nano_batch[exchange]))
@@ -126,17 +163,24 @@ def read_events(trace: str) -> list[Event]:
     Raises:
         ValueError, LookupError, TypeError, AttributeError, RecursionError: it is no trace of torch.profiler.
     """
-    complete = [event for event in json.loads(trace)["traceEvents"] if event["ph"] == "X"]
+    complete = [
+        event for event in json.loads(trace)["traceEvents"] if event["ph"] == "X"
+    ]
     return [
         event
         for event in complete
-        if "Sequence number" in event.get("args", {}) or event["name"].startswith(("cad/", OPERATOR))
+        if "Sequence number" in event.get("args", {})
+        or event["name"].startswith(("cad/", OPERATOR))
     ]
 
 
 def phases_of(events: list[Event]) -> list[Event]:
     """Return those that are phases of CAD, ``cad/...``, by their start."""
-    phases = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("cad/")]
+    phases = [
+        e
+        for e in events
+        if e.get("cat") == "user_annotation" and e["name"].startswith("cad/")
+    ]
     return sorted(phases, key=lambda e: e["ts"])
 
 
@@ -147,7 +191,13 @@ def is_linear(phase: Event) -> bool:
 
 def _linear(name: str, start: float, end: float) -> Span:
     """Linear work of a nano-batch, by the name of its phase without "cad/"; times in microseconds of the trace."""
-    return Span(start / 1e3, end / 1e3, "linear backward" if name.endswith(" backward") else "linear", 0, name)
+    return Span(
+        start / 1e3,
+        end / 1e3,
+        "linear backward" if name.endswith(" backward") else "linear",
+        0,
+        name,
+    )
 
 
 def _backward_work(events: list[Event], phases: list[Event]) -> list[Span]:
@@ -164,7 +214,11 @@ def _backward_work(events: list[Event], phases: list[Event]) -> list[Span]:
             nodes.append(event)
             continue
         i = bisect_right(starts, event["ts"]) - 1
-        if i >= 0 and event["tid"] == linear[i]["tid"] and event["ts"] < linear[i]["ts"] + linear[i]["dur"]:
+        if (
+            i >= 0
+            and event["tid"] == linear[i]["tid"]
+            and event["ts"] < linear[i]["ts"] + linear[i]["dur"]
+        ):
             name_of.setdefault(number, linear[i]["name"][4:])
     nodes.sort(key=lambda e: e["ts"])
     times = [event["ts"] for event in phases]
@@ -172,8 +226,13 @@ def _backward_work(events: list[Event], phases: list[Event]) -> list[Span]:
     phases_before = -1
     for node in nodes:
         begin, end = node["ts"], node["ts"] + node["dur"]
-        name, before = name_of.get(node["args"]["Sequence number"]), bisect_right(times, begin)
-        if name is None or bisect_right(times, end) > before:  # what holds phases of its own is no linear work
+        name, before = (
+            name_of.get(node["args"]["Sequence number"]),
+            bisect_right(times, begin),
+        )
+        if (
+            name is None or bisect_right(times, end) > before
+        ):  # what holds phases of its own is no linear work
             continue
         name += " backward"
         if work and work[-1][0] == name and before == phases_before:
@@ -186,27 +245,44 @@ def _backward_work(events: list[Event], phases: list[Event]) -> list[Span]:
 def _work_of_graphs(events: list[Event]) -> list[Span]:
     """Return the linear work in traced graphs: of a nano-batch, between its ``combine`` and its ``prepare``."""
     phases = [event for event in events if event["name"].startswith("cad/segments ")]
-    compiled = [event for event in events if event["name"] in ("CompiledFunction", "CompiledFunctionBackward")]
-    operators = sorted((e for e in events if e["name"].startswith(OPERATOR)), key=lambda e: e["ts"])
+    compiled = [
+        event
+        for event in events
+        if event["name"] in ("CompiledFunction", "CompiledFunctionBackward")
+    ]
+    operators = sorted(
+        (e for e in events if e["name"].startswith(OPERATOR)), key=lambda e: e["ts"]
+    )
     times = [event["ts"] for event in operators]
     number_of = {
         graph["args"]["Sequence number"]: int(phase["name"].split()[1])
         for phase in phases
         for graph in compiled
-        if phase["ts"] <= graph["ts"] < phase["ts"] + phase["dur"] and graph["tid"] == phase["tid"]
+        if phase["ts"] <= graph["ts"] < phase["ts"] + phase["dur"]
+        and graph["tid"] == phase["tid"]
     }
     work = []
     for graph in compiled:
-        number, end = number_of.get(graph["args"].get("Sequence number")), graph["ts"] + graph["dur"]
+        number, end = (
+            number_of.get(graph["args"].get("Sequence number")),
+            graph["ts"] + graph["dur"],
+        )
         inside = operators[bisect_right(times, graph["ts"]) : bisect_right(times, end)]
         inside = [event for event in inside if event["tid"] == graph["tid"]]
         names = [event["name"].removeprefix(OPERATOR) for event in inside]
         backward = graph["name"].endswith("Backward")
-        last, first = ("prepare_backward", "combine_backward") if backward else ("combine", "prepare")
+        last, first = (
+            ("prepare_backward", "combine_backward")
+            if backward
+            else ("combine", "prepare")
+        )
         if number is None or not {last, first} & set(names):
             continue
         begins, ends = (last, first) if backward else (first, last)
-        name = " ".join([f"post {number - 1}"] * (ends in names) + [f"pre {number}"] * (begins in names))
+        name = " ".join(
+            [f"post {number - 1}"] * (ends in names)
+            + [f"pre {number}"] * (begins in names)
+        )
         gaps = zip(
             [None, *names],
             [*names, None],
@@ -216,9 +292,19 @@ def _work_of_graphs(events: list[Event]) -> list[Span]:
         )
         for i, (before, after, start, stop) in enumerate(gaps):
             if before == last or after == first:
-                nano_batch = names[:i].count(last) - 1 if before == last else names[:i].count(first)
+                nano_batch = (
+                    names[:i].count(last) - 1
+                    if before == last
+                    else names[:i].count(first)
+                )
                 number = 1 - nano_batch if backward else nano_batch
-                work.append(_linear(f"{name}.nano_batch_{number}{' backward' * backward}", start, stop))
+                work.append(
+                    _linear(
+                        f"{name}.nano_batch_{number}{' backward' * backward}",
+                        start,
+                        stop,
+                    )
+                )
     return work
 
 
@@ -226,16 +312,32 @@ def draw(traces: dict[int, list[Span]], title: str, options: Options) -> None:
     """One group of rows per rank."""
     first = min(span.start for spans in traces.values() for span in spans)
     stop = max(span.end for spans in traces.values() for span in spans)
-    figure, ax = plt.subplots(figsize=(15, 1.6 + 1.3 * len(traces)), layout="constrained")
+    figure, ax = plt.subplots(
+        figsize=(15, 1.6 + 1.3 * len(traces)), layout="constrained"
+    )
     labels: dict[float, str] = {}
     for i, (rank, spans) in enumerate(traces.items()):
         for span in spans:
             row = 4.0 * i + (1 + span.nano_batch if span.kind == "in flight" else 0)
             length, begin = span.end - span.start, span.start - first
-            ax.barh(row, length, left=begin, height=0.8, color=COLORS[span.kind], linewidth=0)
+            ax.barh(
+                row,
+                length,
+                left=begin,
+                height=0.8,
+                color=COLORS[span.kind],
+                linewidth=0,
+            )
             # A letter takes about a 220th of the width.
             if span.kind in NAMED and length > (stop - first) * len(span.name) / 220:
-                ax.text(begin + length / 2, row, span.name, ha="center", va="center", fontsize=7)
+                ax.text(
+                    begin + length / 2,
+                    row,
+                    span.name,
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                )
         labels[4.0 * i] = f"rank {rank}"
         nano_batches = {span.nano_batch for span in spans if span.kind == "in flight"}
         labels |= (
@@ -250,9 +352,15 @@ def draw(traces: dict[int, list[Span]], title: str, options: Options) -> None:
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     kinds = {span.kind for spans in traces.values() for span in spans}
-    handles: list[Any] = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in kinds]
+    handles: list[Any] = [
+        Patch(color=color, label=kind)
+        for kind, color in COLORS.items()
+        if kind in kinds
+    ]
     figure.suptitle(title, fontweight="bold")
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False
+    )
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format=options.output.suffix[1:] or "png")
     plt.close(figure)
@@ -270,7 +378,9 @@ def main(options: Options) -> None:
     paths = find_traces(options.folder)
     chosen = options.ranks or tuple(paths)[:MOST_RANKS]
     if missing := sorted(set(chosen) - set(paths)):
-        raise ValueError(f"--ranks {missing[0]}: {options.folder} has no trace of it, only of {_listed(paths)}")
+        raise ValueError(
+            f"--ranks {missing[0]}: {options.folder} has no trace of it, only of {_listed(paths)}"
+        )
     which = f"ranks {_listed(chosen)} of {len(paths)}"
     traces = {rank: read_spans(paths[rank]) for rank in chosen}
     draw(traces, f"Core attention in {options.folder.resolve().name}, {which}", options)

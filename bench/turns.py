@@ -51,7 +51,9 @@ class TurnTaker:
         """
         while not all(map(self._has_recorded, self._records)):
             for number, process in enumerate(self.processes):
-                if process.poll() is not None and not self._has_recorded(self._records[number]):
+                if process.poll() is not None and not self._has_recorded(
+                    self._records[number]
+                ):
                     self._raise_early_end(number)
             time.sleep(measured.POLL_S)
 
@@ -60,6 +62,12 @@ class TurnTaker:
 
     def _raise_early_end(self, number: int) -> None:
         path = self.log(number)
-        lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in path.read_text(errors="replace").splitlines()
+            if line.strip()
+        ]
         last_line = lines[-1] if lines else "it said nothing"
-        raise RuntimeError(f"a job ended early: see {path} and those beside it: {last_line}")
+        raise RuntimeError(
+            f"a job ended early: see {path} and those beside it: {last_line}"
+        )

@@ -8,7 +8,13 @@
 import sys
 from pathlib import Path
 
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, validate_plan
+from torchtitan_cad.planning import (
+    AttentionShape,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+    validate_plan,
+)
 from torchtitan_cad.tools.plan.plot import draw_plan
 
 # %% Four ranks of 16,384 tokens: one document lies on the first three, short ones on the last.
@@ -20,7 +26,9 @@ shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2
 # %% Every rank makes the same plan; `validate_plan` proves that each (query, key) pair is computed exactly once.
 plan = make_plan(layout, shape, PlannerConfig(tolerance=0.02))
 validate_plan(plan)
-print(f"busiest rank over mean: {plan.stats.max_over_mean_before:.2f} before, {plan.stats.max_over_mean:.2f} after")
+print(
+    f"busiest rank over mean: {plan.stats.max_over_mean_before:.2f} before, {plan.stats.max_over_mean:.2f} after"
+)
 
 # %% The pale parts of the triangles stay at home; numbered rectangles go to the rank of that number.
 picture = Path(sys.argv[1] if len(sys.argv) > 1 else "plan.png")

@@ -6,12 +6,29 @@ The documents are packed end to end into the ranks' tokens, as a loader packs th
 
 import sys
 
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan, place_and_plan
+from torchtitan_cad.planning import (
+    AttentionShape,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+    place_and_plan,
+)
 
 RANKS, TOKENS = 8, 32_768
-lengths = [int(text) for text in sys.argv[1:]] or [131_072, 40_000, 20_000, 30_000, 9_000, 4_000, 2_000, 26_108]
+lengths = [int(text) for text in sys.argv[1:]] or [
+    131_072,
+    40_000,
+    20_000,
+    30_000,
+    9_000,
+    4_000,
+    2_000,
+    26_108,
+]
 
-ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(RANKS)]  # (document, start, length) per rank
+ranks: list[list[tuple[int, int, int]]] = [
+    [] for _ in range(RANKS)
+]  # (document, start, length) per rank
 position = 0
 for document, length in enumerate(lengths):
     start = 0

@@ -53,9 +53,13 @@ class Source:
                 and isinstance(node.value, ast.Constant)
                 and isinstance(node.value.value, str)
             ):
-                docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+                docstrings.update(
+                    range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                )
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
+            is_docstring = (
+                token.type == tokenize.STRING and token.start[0] in docstrings
+            )
             if token.type not in LAYOUT and not is_docstring:
                 self.tokens[token.start[0]] += 1
 
@@ -63,9 +67,16 @@ class Source:
         """Yield the place of every function, whether it is compiled, and its tokens."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                names = {ast.unparse(x.func if isinstance(x, ast.Call) else x) for x in node.decorator_list}
+                names = {
+                    ast.unparse(x.func if isinstance(x, ast.Call) else x)
+                    for x in node.decorator_list
+                }
                 lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                yield f"{self.place}:{node.name}", bool(names & COMPILED), sum(self.tokens[line] for line in lines)
+                yield (
+                    f"{self.place}:{node.name}",
+                    bool(names & COMPILED),
+                    sum(self.tokens[line] for line in lines),
+                )
 
 
 def sources(folder: Path) -> list[Source]:
@@ -79,12 +90,18 @@ def splats(source: Source) -> Iterator[ast.AST]:
     """Arguments that are unpacked from a tuple which the same file puts together."""
     assigned = (node for node in ast.walk(source.tree) if isinstance(node, ast.Assign))
     tuples = {
-        x.id for node in assigned if isinstance(node.value, ast.Tuple) for x in node.targets if isinstance(x, ast.Name)
+        x.id
+        for node in assigned
+        if isinstance(node.value, ast.Tuple)
+        for x in node.targets
+        if isinstance(x, ast.Name)
     }
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call):
             starred = (x.value for x in node.args if isinstance(x, ast.Starred))
-            yield from (x for x in starred if isinstance(x, ast.Name) and x.id in tuples)
+            yield from (
+                x for x in starred if isinstance(x, ast.Name) and x.id in tuples
+            )
 
 
 def walruses_in_and(source: Source) -> Iterator[ast.AST]:
@@ -133,7 +150,11 @@ def places(rule: str, package: Path) -> list[str]:
     """Return the places in a package that break a rule."""
     if rule == "repeated_names":
         return repeated_names(package)
-    return [f"{source.place}:{node.lineno}" for source in sources(package) for node in RULES[rule](source)]
+    return [
+        f"{source.place}:{node.lineno}"
+        for source in sources(package)
+        for node in RULES[rule](source)
+    ]
 
 
 def repeated_names(package: Path) -> list[str]:
@@ -141,13 +162,21 @@ def repeated_names(package: Path) -> list[str]:
     files: dict[str, list[str]] = defaultdict(list)
     for source in sources(package):
         for node in source.tree.body:
-            names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            names = (
+                [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            )
             if isinstance(node, ast.Assign):
-                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                names = [
+                    target.id for target in node.targets if isinstance(target, ast.Name)
+                ]
             for name in names:
                 if not name.startswith("_"):
                     files[name].append(source.place)
-    return [f"{name}: {', '.join(found)}" for name, found in sorted(files.items()) if len(found) > 1]
+    return [
+        f"{name}: {', '.join(found)}"
+        for name, found in sorted(files.items())
+        if len(found) > 1
+    ]
 
 
 # Budgets --------------------------------------------------------------------------------------------------------------
@@ -179,7 +208,9 @@ def room_problems(package: Path, limits: dict) -> Iterator[str]:
     if overall > limits["line"]["overall"]:
         yield f"a line of code has {overall:.2f} tokens, {limits['line']['overall']} are allowed"
     for folder in limits["beside"]:
-        tokens[folder] = sum(source.tokens.total() for source in sources(package.parent / folder))
+        tokens[folder] = sum(
+            source.tokens.total() for source in sources(package.parent / folder)
+        )
     budgets = {**limits["rooms"], **limits["beside"]}
     for room, count in tokens.items():
         if count > budgets.get(room, 0):
@@ -190,7 +221,9 @@ def function_problems(package: Path, limits: dict) -> Iterator[str]:
     """Check the tokens of functions."""
     for source in sources(package):
         for place, is_compiled, count in source.functions():
-            most = limits["heavier"].get(place, limits["compiled" if is_compiled else "most"])
+            most = limits["heavier"].get(
+                place, limits["compiled" if is_compiled else "most"]
+            )
             if count > most:
                 yield f"{place} has {count} tokens, {most} are allowed"
 

@@ -15,7 +15,11 @@ from tests.lib.cpp import build, find_compiler
 from tests.lib.ledger import SOURCE
 
 # Times of examples say nothing here: the first one may compile, and other processes run beside.
-COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+COMMON = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+    "print_blob": True,
+}
 settings.register_profile("short", max_examples=50, derandomize=True, **COMMON)
 settings.register_profile("all", max_examples=300, **COMMON)
 settings.load_profile("short")  # unless pytest is given --hypothesis-profile
@@ -30,7 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):  # of the processes of pytest-xdist, each has a core
+    if hasattr(
+        config, "workerinput"
+    ):  # of the processes of pytest-xdist, each has a core
         torch.set_num_threads(1)
     minutes = config.getoption("--minutes")
     if minutes is not None:
@@ -41,7 +47,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the servers of ranks, which import what they need while other tests run, and a compiler likewise."""
     if session.config.option.collectonly:
         return
-    if any("test_stream_order.py" in item.nodeid for item in session.items) and find_compiler():
+    if (
+        any("test_stream_order.py" in item.nodeid for item in session.items)
+        and find_compiler()
+    ):
         Thread(target=build, args=(SOURCE,), daemon=True).start()
     if any("test_cad.py" in item.nodeid for item in session.items):
         from tests.lib.jobs.harness import start_server
@@ -79,7 +88,9 @@ class Budget:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         files = list(dict.fromkeys(item.path for item in items))
         first = date.today().toordinal() % max(1, len(files))
-        place = {path: index for index, path in enumerate(files[first:] + files[:first])}
+        place = {
+            path: index for index, path in enumerate(files[first:] + files[:first])
+        }
         items.sort(key=lambda item: place[item.path])
 
     @pytest.hookimpl(tryfirst=True)

@@ -26,7 +26,10 @@ from tqdm import tqdm
 
 from tests.lib.jobs import rank_server, tiny_models
 from torchtitan_cad import train
-from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager, job_keys
+from torchtitan_cad.integration.torchtitan_v0_2.manager import (
+    CadConfigManager,
+    job_keys,
+)
 from torchtitan_cad.planning import warm_up
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.tools.doctor.examine import examine
@@ -38,7 +41,13 @@ TIMEOUT_S = 240.0
 INTEGERS = (-7, -2, -1, 0, 1, 2, 3, 5, 64, 1000, 2**31, 2**63)
 NUMBERS = (-1.0, 0.0, 0.5, 1.0, 2.0, 1e30, float("inf"), float("nan"))
 TEXTS = ("", "x", "none/none", "/proc/none", "a" * 300, "2", "0", "op", "fixed:64")
-LARGEST = {"num_workers": 5, "steps": 5, "seq_len": 1000, "local_batch_size": 64, "global_batch_size": 64}
+LARGEST = {
+    "num_workers": 5,
+    "steps": 5,
+    "seq_len": 1000,
+    "local_batch_size": 64,
+    "global_batch_size": 64,
+}
 """By the last part of a key: values above it are right, and take a test's time or the machine's memory."""
 DATA_ENDS = "Ran out of data"
 
@@ -50,7 +59,12 @@ def base_jobs(folder: Path) -> dict[str, Job]:
     """Return six small jobs of two ranks, each of which trains."""
     text = folder / "c4_test" / "documents.json"
     text.parent.mkdir()
-    text.write_text("".join(json.dumps({"text": f"document {index} " * 40}) + "\n" for index in range(400)))
+    text.write_text(
+        "".join(
+            json.dumps({"text": f"document {index} " * 40}) + "\n"
+            for index in range(400)
+        )
+    )
     common: Job = {
         "model.name": "llama3",
         "model.flavor": "debugmodel_cpu",
@@ -116,23 +130,38 @@ def draw_value(rng: Random, kind: Any) -> Any:
     if origin is Literal:
         return rng.choice([*args, "x"])
     if origin in (Union, types.UnionType):
-        return draw_value(rng, rng.choice([arg for arg in args if arg is not types.NoneType]))
+        return draw_value(
+            rng, rng.choice([arg for arg in args if arg is not types.NoneType])
+        )
     if origin is list:
         return [draw_value(rng, args[0]) for _ in range(rng.randrange(3))]
-    choices: dict[Any, Sequence[Any]] = {bool: (True, False), int: INTEGERS, float: NUMBERS, str: TEXTS}
+    choices: dict[Any, Sequence[Any]] = {
+        bool: (True, False),
+        int: INTEGERS,
+        float: NUMBERS,
+        str: TEXTS,
+    }
     return rng.choice(choices[kind])
 
 
 def changeable_keys() -> Iterator[tuple[str, Any]]:
     """Yield every key of a job with CAD, and its type, but for those that name the file or modules."""
     config_cls = CadConfigManager()._maybe_add_custom_config([], None)
-    left_out = ("job.config_file", "job.custom_config_module", "experimental.custom_args_module", "quantize.")
+    left_out = (
+        "job.config_file",
+        "job.custom_config_module",
+        "experimental.custom_args_module",
+        "quantize.",
+    )
     return (item for item in job_keys(config_cls) if not item[0].startswith(left_out))
 
 
 def toml_of(job: Job) -> str:
     """Return the job as lines of TOML, of which numbers, texts and lists are those of JSON (and inf and nan)."""
-    lines = (f"{key} = {value if isinstance(value, float) else json.dumps(value)}" for key, value in job.items())
+    lines = (
+        f"{key} = {value if isinstance(value, float) else json.dumps(value)}"
+        for key, value in job.items()
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -162,10 +191,16 @@ def train_job(toml: Path, folder: Path, stores: subprocess.Popen[str]) -> Outcom
     assert stores.stdout is not None
     print(file=stores.stdin, flush=True)
     port = stores.stdout.readline().strip()
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     env |= {"LOCAL_WORLD_SIZE": str(RANKS), "TORCHELASTIC_RUN_ID": folder.name}
     logs = [str(folder / f"rank{rank}.log") for rank in range(RANKS)]
-    codes = rank_server.run_job([f"--job.config_file={toml}"], env, logs, TIMEOUT_S, _train)
+    codes = rank_server.run_job(
+        [f"--job.config_file={toml}"], env, logs, TIMEOUT_S, _train
+    )
     text = "".join(Path(log).read_text(errors="replace") for log in logs)
     if codes == [0] * RANKS:
         return Outcome(True, DATA_ENDS if DATA_ENDS in text else "", True)
@@ -184,7 +219,9 @@ def _train(arguments: list[str]) -> None:
     sys.argv = ["train", *arguments]
     # The default of parse_args() was bound to this script's sys.argv when torchtitan was imported.
     CadConfigManager.parse_args.__defaults__ = (arguments,)
-    titan_train.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    titan_train.time = types.SimpleNamespace(
+        perf_counter=time.perf_counter, sleep=lambda seconds: None
+    )
     train.main()
 
 
@@ -224,14 +261,25 @@ class Options:
     """In place of them, such as data:training.steps=-1; values are JSON."""
 
 
-def agree(base: str, key: str, value: Any, bases: dict[str, Job], folder: Path, stores: subprocess.Popen[str]) -> bool:
+def agree(
+    base: str,
+    key: str,
+    value: Any,
+    bases: dict[str, Job],
+    folder: Path,
+    stores: subprocess.Popen[str],
+) -> bool:
     """Print what both say of a base with one other value, and tell whether they agree."""
     folder.mkdir()
     toml = folder / "job.toml"
-    toml.write_text(toml_of({"job.dump_folder": str(folder / "outputs"), **bases[base], key: value}))
+    toml.write_text(
+        toml_of({"job.dump_folder": str(folder / "outputs"), **bases[base], key: value})
+    )
     doctor = examine_job(toml, folder)
     training = train_job(toml, folder, stores)
-    both = doctor.passes == training.passes and doctor.is_readable and training.is_readable
+    both = (
+        doctor.passes == training.passes and doctor.is_readable and training.is_readable
+    )
     print(f"{'agree' if both else 'DISAGREE'} {base}: {key} = {value!r:.60}")
     print(f"    doctor:   {'passes' * doctor.passes}{doctor.said}")
     print(f"    training: {'passes ' * training.passes}{training.said}", flush=True)
@@ -251,7 +299,10 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory() as name,
         subprocess.Popen(
-            [sys.executable, "-c", STORES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", STORES],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         ) as stores,
     ):
         os.chdir(name)  # where jobs with relative folders leave what they write
@@ -264,8 +315,12 @@ def main() -> int:
             if largest is None or value <= largest:
                 cases.append((base, key, value))
         disagreements = 0
-        for index, (base, key, value) in enumerate(tqdm(cases, disable=not sys.stderr.isatty())):
-            disagreements += not agree(base, key, value, bases, Path(name) / str(index), stores)
+        for index, (base, key, value) in enumerate(
+            tqdm(cases, disable=not sys.stderr.isatty())
+        ):
+            disagreements += not agree(
+                base, key, value, bases, Path(name) / str(index), stores
+            )
         assert stores.stdin is not None
         stores.stdin.close()
     print(f"{disagreements} of {len(cases)} disagree")

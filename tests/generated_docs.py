@@ -11,14 +11,23 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "torchtitan_cad/integration/config.py"
 SETTINGS, API = ROOT / "docs/settings.md", ROOT / "docs/api.md"
-OPERATORS = ("core_attention", "core_attention_with_lse", "register_engine", "CoreAttentionEngine")
+OPERATORS = (
+    "core_attention",
+    "core_attention_with_lse",
+    "register_engine",
+    "CoreAttentionEngine",
+)
 TRANSPORTS = ("Transport", "Route", "Pending", "build_transport")
 
 
 def options() -> str:
     """The keys of ``[cad]``: type, default, and what the dataclass says of each."""
     tree = ast.parse(CONFIG.read_text())
-    cad = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Cad")
+    cad = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "Cad"
+    )
     lines: list[str] = []
     for field, text in zip(cad.body, cad.body[1:], strict=False):
         if not isinstance(field, ast.AnnAssign) or not isinstance(text, ast.Expr):
@@ -27,7 +36,10 @@ def options() -> str:
         assert field.value is not None
         name, kind = ast.unparse(field.target), ast.unparse(field.annotation)
         lines += [f"**`{name}`** ({kind}, default {_default(field.value)})", ""]
-        lines += [*(line.strip() for line in str(text.value.value).strip().splitlines()), ""]
+        lines += [
+            *(line.strip() for line in str(text.value.value).strip().splitlines()),
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -39,7 +51,9 @@ def _default(value: ast.expr) -> str:
         text = repr(eval(ast.unparse(value), vars(config)))
     else:
         text = ast.unparse(value)
-    return {"None": "none", "True": "`true`", "False": "`false`"}.get(text, f"`{text}`".replace("'", '"'))
+    return {"None": "none", "True": "`true`", "False": "`false`"}.get(
+        text, f"`{text}`".replace("'", '"')
+    )
 
 
 def api() -> str:
@@ -50,7 +64,11 @@ def api() -> str:
     parts = [("torchtitan_cad.planning", planning, planning.__all__)]
     parts += [
         (f"torchtitan_cad.runtime.{module.__name__.rsplit('.', 1)[1]}", module, names)
-        for module, names in ((ops, OPERATORS[:2]), (engine, OPERATORS[2:]), (transport, TRANSPORTS))
+        for module, names in (
+            (ops, OPERATORS[:2]),
+            (engine, OPERATORS[2:]),
+            (transport, TRANSPORTS),
+        )
     ]
     return "\n".join(_module(*part) for part in parts)
 
@@ -73,19 +91,35 @@ def _parameters(value: Any) -> str:
         return ""
     if getattr(value, "_is_protocol", False):
         return "protocol"
-    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    named = [
+        each
+        for each in parameters
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
     return ", ".join(
-        each.name if each.default is each.empty else f"{each.name}={_value(each.default)}" for each in named
+        each.name
+        if each.default is each.empty
+        else f"{each.name}={_value(each.default)}"
+        for each in named
     )
 
 
 def _value(default: Any) -> str:
-    return repr(default) if isinstance(default, int | float | str | bool | tuple) or default is None else "..."
+    return (
+        repr(default)
+        if isinstance(default, int | float | str | bool | tuple) or default is None
+        else "..."
+    )
 
 
 def _summary(value: Any) -> str:
     """The first paragraph of the docstring, as Markdown."""
-    text = (inspect.getdoc(value) or "").split("\n\n")[0].replace("``", "`").replace("\n", " ")
+    text = (
+        (inspect.getdoc(value) or "")
+        .split("\n\n")[0]
+        .replace("``", "`")
+        .replace("\n", " ")
+    )
     return re.sub(r":\w+:`", "`", text)
 
 
@@ -93,7 +127,9 @@ def up_to_date(page: Path) -> str:
     """Return the page with its generated part as the code has it."""
     make = {SETTINGS: options, API: api}[page]
     part = re.compile(r"(<!-- generated -->\n).*?(<!-- end -->)", re.DOTALL)
-    text, count = part.subn(lambda match: f"{match[1]}\n{make()}\n{match[2]}", page.read_text())
+    text, count = part.subn(
+        lambda match: f"{match[1]}\n{make()}\n{match[2]}", page.read_text()
+    )
     assert count == 1, f"{page} has no generated part"
     return text
 

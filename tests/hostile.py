@@ -27,40 +27,228 @@ from torchtitan_cad.tools.main import main
 ADDRESS_SPACE = 8 * 2**30
 """Bytes; what asks for more gets a MemoryError instead of the machine's memory."""
 
-NUMBERS = ["0", "-1", "1", "3", "128", "1e18", "1e100", "1e300", "-1e300", "nan", "inf", "two", "", "1_000", "0x10"]
-NUMBERS += [str(2**31), str(2**31 + 1), str(2**63), str(2**70), "9" * 400, "9" * 5000, "1.5", "True", "None", "١٢"]
-VALUES: list[Any] = [None, True, False, "no", "128", "", 128.9, 0, -1, 1, 2**31, 2**62, 2**63, 2**70, 10**400, 1e18]
-VALUES += [1e100, 1e308, float("nan"), float("inf"), [], {}, [[]], {"doc": 0}, "a\nb", "\x00", "é" * 300]
+NUMBERS = [
+    "0",
+    "-1",
+    "1",
+    "3",
+    "128",
+    "1e18",
+    "1e100",
+    "1e300",
+    "-1e300",
+    "nan",
+    "inf",
+    "two",
+    "",
+    "1_000",
+    "0x10",
+]
+NUMBERS += [
+    str(2**31),
+    str(2**31 + 1),
+    str(2**63),
+    str(2**70),
+    "9" * 400,
+    "9" * 5000,
+    "1.5",
+    "True",
+    "None",
+    "١٢",
+]
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    "no",
+    "128",
+    "",
+    128.9,
+    0,
+    -1,
+    1,
+    2**31,
+    2**62,
+    2**63,
+    2**70,
+    10**400,
+    1e18,
+]
+VALUES += [
+    1e100,
+    1e308,
+    float("nan"),
+    float("inf"),
+    [],
+    {},
+    [[]],
+    {"doc": 0},
+    "a\nb",
+    "\x00",
+    "é" * 300,
+]
 VALUES += [list(range(99))]
-TEXTS = [b"", b"{", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{}", b"9" * 5000, b"NaN", b"[1e999]"]
-TEXTS += [b'{"attention": 1, "attention": 2}', b"\x00" * 1000, b'"' + b"a" * 100_000, b"{}" * 3]
+TEXTS = [
+    b"",
+    b"{",
+    b"null",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b"\xff\xfe{}",
+    b"9" * 5000,
+    b"NaN",
+    b"[1e999]",
+]
+TEXTS += [
+    b'{"attention": 1, "attention": 2}',
+    b"\x00" * 1000,
+    b'"' + b"a" * 100_000,
+    b"{}" * 3,
+]
 TEXTS += [b"[" * 900 + b"]" * 900]
-PATHS = ["/", "/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "", "\x00", "a" * 300, "none/none", ".", "--"]
-PICTURES = ["/dev/null", "none/plan.png", ".", "", "plan", "plan.docx", "plan.png", "plan.svg", ".png"]
+PATHS = [
+    "/",
+    "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "/proc/self/mem",
+    "",
+    "\x00",
+    "a" * 300,
+    "none/none",
+    ".",
+    "--",
+]
+PICTURES = [
+    "/dev/null",
+    "none/plan.png",
+    ".",
+    "",
+    "plan",
+    "plan.docx",
+    "plan.png",
+    "plan.svg",
+    ".png",
+]
 JOB = Path(__file__).resolve().parents[1] / "train_configs" / "llama3_debug_cpu.toml"
-SMALL = ["--ranks=8", "--layers=2", "--hidden=512", "--heads=4", "--kv-heads=2", "--head-dim=128", "--ffn=1024"]
-SMALL += ["--vocabulary=512", "--tokens-per-rank=4096", "--batches=1", "--pp=1", "--checkpointing=none"]
+SMALL = [
+    "--ranks=8",
+    "--layers=2",
+    "--hidden=512",
+    "--heads=4",
+    "--kv-heads=2",
+    "--head-dim=128",
+    "--ffn=1024",
+]
+SMALL += [
+    "--vocabulary=512",
+    "--tokens-per-rank=4096",
+    "--batches=1",
+    "--pp=1",
+    "--checkpointing=none",
+]
 SMALL += ["--nano-batches=1"]
 """Without choices among which every system would search for its best."""
-SIMULATED = ["--layers", "--hidden", "--heads", "--kv-heads", "--head-dim", "--ffn", "--vocabulary", "--dtype-bytes"]
-SIMULATED += ["--ranks", "--ranks-per-node", "--tp", "--pp", "--cp", "--net", "--node", "--latency", "--memory"]
+SIMULATED = [
+    "--layers",
+    "--hidden",
+    "--heads",
+    "--kv-heads",
+    "--head-dim",
+    "--ffn",
+    "--vocabulary",
+    "--dtype-bytes",
+]
+SIMULATED += [
+    "--ranks",
+    "--ranks-per-node",
+    "--tp",
+    "--pp",
+    "--cp",
+    "--net",
+    "--node",
+    "--latency",
+    "--memory",
+]
 SIMULATED += ["--linear-flops", "--attention-flops", "--backward-flops", "--row-tokens"]
-SIMULATED += ["--tokens-per-rank", "--microbatches", "--batches", "--seed", "--tolerance", "--nano-batches", "--model"]
+SIMULATED += [
+    "--tokens-per-rank",
+    "--microbatches",
+    "--batches",
+    "--seed",
+    "--tolerance",
+    "--nano-batches",
+    "--model",
+]
 SIMULATED += ["--checkpointing", "--fsdp"]
-DOCUMENTS = ["lognormal", "lognormal:median=0", "lognormal:median=1,sigma=1e300", "uniform:min=9,max=1", "zipf:a=2"]
-DOCUMENTS += ["fixed:length=1e18", "fixed:length=nan", "pretrain:scale=0", "pretrain:long=2", "uniform:min=1,max=1e99"]
-DOCUMENTS += ["", ":", "fixed:", "fixed:length", "fixed:length=1", "none.json", ".", "lognormal:median=inf"]
-KEYS = ["--training.seq_len", "--training.local_batch_size", "--training.global_batch_size", "--training.steps"]
-KEYS += ["--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree", "--cad.min_shard"]
-KEYS += ["--parallelism.pipeline_parallel_degree", "--parallelism.data_parallel_shard_degree", "--cad.tolerance"]
-KEYS += ["--cad.rank_speeds", "--cad.ranks_per_node", "--cad.nano_batches", "--cad.profile"]
-KEYS += ["--cad.heartbeat_seconds", "--training.dataset_path", "--model.flavor", "--comm.mode", "--checkpoint.folder"]
+DOCUMENTS = [
+    "lognormal",
+    "lognormal:median=0",
+    "lognormal:median=1,sigma=1e300",
+    "uniform:min=9,max=1",
+    "zipf:a=2",
+]
+DOCUMENTS += [
+    "fixed:length=1e18",
+    "fixed:length=nan",
+    "pretrain:scale=0",
+    "pretrain:long=2",
+    "uniform:min=1,max=1e99",
+]
+DOCUMENTS += [
+    "",
+    ":",
+    "fixed:",
+    "fixed:length",
+    "fixed:length=1",
+    "none.json",
+    ".",
+    "lognormal:median=inf",
+]
+KEYS = [
+    "--training.seq_len",
+    "--training.local_batch_size",
+    "--training.global_batch_size",
+    "--training.steps",
+]
+KEYS += [
+    "--parallelism.tensor_parallel_degree",
+    "--parallelism.context_parallel_degree",
+    "--cad.min_shard",
+]
+KEYS += [
+    "--parallelism.pipeline_parallel_degree",
+    "--parallelism.data_parallel_shard_degree",
+    "--cad.tolerance",
+]
+KEYS += [
+    "--cad.rank_speeds",
+    "--cad.ranks_per_node",
+    "--cad.nano_batches",
+    "--cad.profile",
+]
+KEYS += [
+    "--cad.heartbeat_seconds",
+    "--training.dataset_path",
+    "--model.flavor",
+    "--comm.mode",
+    "--checkpoint.folder",
+]
 
 
 def case(seed: int, folder: Path) -> list[str]:
     """Arguments of the case of that seed, whose files are in ``folder``."""
     kinds: list[Callable[[Random, Path], list[str]]]
-    kinds = [_doctor_job, _simulate, _doctor_options, _simulate_job, _doctor_options, _doctor_job, _simulate, _advise]
+    kinds = [
+        _doctor_job,
+        _simulate,
+        _doctor_options,
+        _simulate_job,
+        _doctor_options,
+        _doctor_job,
+        _simulate,
+        _advise,
+    ]
     return kinds[seed % len(kinds)](Random(seed), folder)
 
 
@@ -83,7 +271,9 @@ def _mutate(rng: Random, data: Any) -> Any:
             elif action < 0.9:
                 del node[key]
             elif isinstance(node, dict):
-                node[rng.choice(["attend", "attends", "spread", "", "doc "])] = rng.choice(VALUES)
+                node[rng.choice(["attend", "attends", "spread", "", "doc "])] = (
+                    rng.choice(VALUES)
+                )
             else:
                 node.append(copy.deepcopy(node[key]))
             break
@@ -98,9 +288,19 @@ def _toml(value: Any) -> str:
     """Tables are inline ones, which all other values may contain."""
     match value:
         case dict():
-            return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items() if v is not None) + "}"
+            return (
+                "{"
+                + ", ".join(
+                    f"{json.dumps(k)} = {_toml(v)}"
+                    for k, v in value.items()
+                    if v is not None
+                )
+                + "}"
+            )
         case list():
-            return "[" + ", ".join(_toml(item) for item in value if item is not None) + "]"
+            return (
+                "[" + ", ".join(_toml(item) for item in value if item is not None) + "]"
+            )
         case float():
             return str(value)
     return json.dumps(value)
@@ -113,38 +313,68 @@ def _job(rng: Random, folder: Path) -> str:
         path.write_bytes(rng.choice(TEXTS))
         return str(path)
     tables = _mutate(rng, tomllib.loads(JOB.read_text()))
-    path.write_text("\n".join(f"{json.dumps(k)} = {_toml(value)}" for k, value in tables.items() if value is not None))
+    path.write_text(
+        "\n".join(
+            f"{json.dumps(k)} = {_toml(value)}"
+            for k, value in tables.items()
+            if value is not None
+        )
+    )
     return str(path)
 
 
 def _assets(folder: Path) -> list[str]:
-    return [f"--model.hf_assets_path={folder.parent / 'assets'}", f"--job.dump_folder={folder / 'outputs'}"]
+    return [
+        f"--model.hf_assets_path={folder.parent / 'assets'}",
+        f"--job.dump_folder={folder / 'outputs'}",
+    ]
 
 
 def _overrides(rng: Random) -> list[str]:
-    return [f"{key}={rng.choice(NUMBERS)}" for key in rng.sample(KEYS, rng.randint(1, 2))]
+    return [
+        f"{key}={rng.choice(NUMBERS)}" for key in rng.sample(KEYS, rng.randint(1, 2))
+    ]
 
 
 def _doctor_job(rng: Random, folder: Path) -> list[str]:
-    return ["doctor", _job(rng, folder), "--nproc", rng.choice(["1", "2", "4"]), *_assets(folder)]
+    return [
+        "doctor",
+        _job(rng, folder),
+        "--nproc",
+        rng.choice(["1", "2", "4"]),
+        *_assets(folder),
+    ]
 
 
 def _doctor_options(rng: Random, folder: Path) -> list[str]:
     words = ["doctor", str(JOB), "--nproc", "2", *_assets(folder)]
-    words += [rng.choice(["--nproc", "--nnodes"]), rng.choice(NUMBERS)] if rng.random() < 0.3 else []
+    words += (
+        [rng.choice(["--nproc", "--nnodes"]), rng.choice(NUMBERS)]
+        if rng.random() < 0.3
+        else []
+    )
     return [*words, *_overrides(rng)]
 
 
 def _numbers(rng: Random) -> list[str]:
-    return [f"{key}={rng.choice(NUMBERS)}" for key in rng.sample(SIMULATED, rng.randint(1, 2))]
+    return [
+        f"{key}={rng.choice(NUMBERS)}"
+        for key in rng.sample(SIMULATED, rng.randint(1, 2))
+    ]
 
 
 def _simulate(rng: Random, folder: Path) -> list[str]:
     words = ["simulate", *SMALL, *_numbers(rng)]
     words += [f"--documents={rng.choice(DOCUMENTS)}"] if rng.random() < 0.4 else []
-    words += ["--output", _place(folder, rng.choice(PATHS))] if rng.random() < 0.1 else []
-    words += ["--plot", _place(folder, rng.choice(PICTURES))] if rng.random() < 0.1 else []
-    words += ["--profile", _place(folder, rng.choice(PATHS))] if rng.random() < 0.1 else []
+    words += (
+        ["--output", _place(folder, rng.choice(PATHS))] if rng.random() < 0.1 else []
+    )
+    words += (
+        ["--plot", _place(folder, rng.choice(PICTURES))] if rng.random() < 0.1 else []
+    )
+    words += (
+        ["--profile", _place(folder, rng.choice(PATHS))] if rng.random() < 0.1 else []
+    )
     return words
 
 
@@ -160,7 +390,11 @@ def _advise(rng: Random, folder: Path) -> list[str]:
 
 def _peak_bytes() -> int:
     """Peak resident memory of this program; ``ru_maxrss`` would begin with that of the process which started it."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    ]
     return 1024 * int(line.split()[1])
 
 
@@ -190,5 +424,9 @@ if __name__ == "__main__":
         for seed in range(*map(int, sys.argv[3:])):
             (parent / str(seed)).mkdir()
             arguments = case(seed, parent / str(seed))
-            print(json.dumps({"seed": seed, "arguments": arguments}), file=file, flush=True)
+            print(
+                json.dumps({"seed": seed, "arguments": arguments}),
+                file=file,
+                flush=True,
+            )
             print(json.dumps(run(arguments)), file=file, flush=True)

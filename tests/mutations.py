@@ -33,7 +33,9 @@ class Fault:
         path = repository / PACKAGE / self.file
         text = path.read_text()
         if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: {self.file} has {text.count(self.old)} times {self.old!r}, not once")
+            raise ValueError(
+                f"{self.name}: {self.file} has {text.count(self.old)} times {self.old!r}, not once"
+            )
         path.write_text(text.replace(self.old, self.new))
         if "jit" in text:  # numba looks for changes in the file of the entry point only
             for compiled in (repository / PACKAGE).rglob("*.nbi"):
@@ -53,7 +55,11 @@ FAULTS = [
         "planning/model/tasks.py",
         'for column in (tasks["doc"], tasks["server"], tasks["kv_start"], key_end):',
         'for column in (tasks["doc"], tasks["kv_start"], key_end):',
-        ("planning/test_plan.py", "planning/test_planner.py", "planning/test_properties.py"),
+        (
+            "planning/test_plan.py",
+            "planning/test_planner.py",
+            "planning/test_properties.py",
+        ),
     ),
     Fault(
         "exchange: the offset at a server counts the rank's own rows",
@@ -121,12 +127,25 @@ def first_failure(repository: Path, tests: tuple[str, ...]) -> str | None:
         RuntimeError: the tests cannot run.
     """
     files = [f"tests/{each}" for each in tests]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *files,
+    ]
     env = {**os.environ, "PYTHONPATH": str(repository)}
-    done = subprocess.run(command, cwd=repository, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=repository, env=env, capture_output=True, text=True
+    )
     if done.returncode == 0:
         return None
-    found = re.search(r"^(?:FAILED|ERROR) (tests/\S+::\S.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    found = re.search(
+        r"^(?:FAILED|ERROR) (tests/\S+::\S.*?)(?: - .*)?$", done.stdout, re.MULTILINE
+    )
     if done.returncode != 1 or not found:
         said = f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
         raise RuntimeError(f"pytest ended with exit code {done.returncode}:\n{said}")
@@ -141,7 +160,9 @@ def main() -> int:
             shutil.copytree(
                 REPOSITORY,
                 copy,
-                ignore=shutil.ignore_patterns(".*", "outputs", "build", "*.egg-info", "*.pyc"),
+                ignore=shutil.ignore_patterns(
+                    ".*", "outputs", "build", "*.egg-info", "*.pyc"
+                ),
                 symlinks=True,
             )
             fault.plant(copy)
@@ -149,7 +170,10 @@ def main() -> int:
             found = first_failure(copy, fault.tests)
             missed += found is None
             seconds = time.monotonic() - begin
-            print(f"{fault.name}\n    {found or 'NOT FOUND'}  ({seconds:.0f} s)", flush=True)
+            print(
+                f"{fault.name}\n    {found or 'NOT FOUND'}  ({seconds:.0f} s)",
+                flush=True,
+            )
             shutil.rmtree(copy)
     print(f"{len(FAULTS) - missed} of {len(FAULTS)} faults found")
     return int(missed > 0)

@@ -34,7 +34,9 @@ def test_layout_and_words_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "long.py").write_text(
         f'{LICENCE}"""Text."""\n\ndef f(\n    a\n):\n    """Text."""  # text\n    return a + 1\n'
     )
-    short, long = (Source(tmp_path / f"{name}.py", tmp_path) for name in ("short", "long"))
+    short, long = (
+        Source(tmp_path / f"{name}.py", tmp_path) for name in ("short", "long")
+    )
     assert short.tokens.total() == long.tokens.total() == 10
     assert list(long.functions()) == [("long.py:f", False, 10)]
 
@@ -44,7 +46,9 @@ def test_what_exceeds_a_budget_is_named(tmp_path: Path) -> None:
     (package / "room").mkdir(parents=True)
     (package / "room" / "file.py").write_text("def f(a):\n    return a + 1\n")
     limits = "[rooms]\nroom = {}\n[beside]\n[line]\noverall = {}\nfile = {}\n[line.heavier]\n"
-    limits += "[function]\nmost = {}\ncompiled = 0\n[function.heavier]\n[rules]\nsplats = 0\n"
+    limits += (
+        "[function]\nmost = {}\ncompiled = 0\n[function.heavier]\n[rules]\nsplats = 0\n"
+    )
     budgets.write_text(limits.format(10, 5, 5, 10))
     assert list(problems(package, budgets)) == []
     budgets.write_text(limits.format(9, 4.9, 4.9, 9))

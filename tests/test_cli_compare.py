@@ -35,7 +35,9 @@ ATTENTION = [(1.0, 3.0), (2.0, 2.0), (5.0, 1.0)]
 """seconds of two ranks without CAD, by step; with it, half of the sum each"""
 
 
-def write_run(folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes: Any) -> Path:
+def write_run(
+    folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes: Any
+) -> Path:
     folder.mkdir()
     for rank in range(2):
         with (folder / f"rank{rank}.jsonl").open("w") as file:
@@ -52,7 +54,9 @@ def write_run(folder: Path, *, balanced: bool, slowdown: float = 1.0, **changes:
                     loss=-1.0 if rank == 0 else 8.0 - number + 0.25 * balanced,
                     gradient_norm=1.0,
                     rows=[[60, 40]],
-                    imbalance_before=max(works) / (sum(works) / 2) if balanced else None,
+                    imbalance_before=max(works) / (sum(works) / 2)
+                    if balanced
+                    else None,
                     imbalance_after=1.0 if balanced else None,
                     bytes_per_rank_mean=1000.0 if balanced else None,
                 )
@@ -65,8 +69,12 @@ def compared(tmp_path: Path, warmup: int = 0, **changes: Any) -> Comparison:
     runs = []
     for mode, balanced in (("off", False), ("on", True)):
         folders = [
-            write_run(tmp_path / f"{mode}{i}", balanced=balanced, slowdown=slowdown, **changes)
-            for i, slowdown in enumerate([1.0, 1.0, 7.0])  # the median is of an undisturbed run
+            write_run(
+                tmp_path / f"{mode}{i}", balanced=balanced, slowdown=slowdown, **changes
+            )
+            for i, slowdown in enumerate(
+                [1.0, 1.0, 7.0]
+            )  # the median is of an undisturbed run
         ]
         runs.append(Runs.read(folders, 2, warmup))
     return Comparison(*runs)
@@ -84,16 +92,27 @@ def test_speed_up_and_prediction_are_those_of_the_work(tmp_path: Path) -> None:
     assert figures["largest_loss_difference"] == 0.25
     assert figures["largest_relative_loss_difference"] == pytest.approx(0.25 / 6)
     assert figures["rank_seconds"]["off"]["attention"] == pytest.approx([8 / 3, 2.0])
-    assert (figures["ranks"], figures["rounds"], figures["steps"], figures["first_step"]) == (2, 3, 3, 1)
+    assert (
+        figures["ranks"],
+        figures["rounds"],
+        figures["steps"],
+        figures["first_step"],
+    ) == (2, 3, 3, 1)
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_the_prediction_is_the_simulations_of_the_same_documents(tmp_path: Path, known: bool) -> None:
+def test_the_prediction_is_the_simulations_of_the_same_documents(
+    tmp_path: Path, known: bool
+) -> None:
     """One rank has a row of one document, the other one of eight; the shares of the work are measured, or a GPU's."""
     rows = [[[16384]], [[2048] * 8]]
     result = compared(tmp_path, **({} if known else {"busy": None, "attention": None}))
-    off, on = (dataclasses.replace(runs, rows=[rows] * 3) for runs in (result.off, result.on))
-    job = read_simulated_job([f"--job.config_file={JOB}", "--training.seq_len=16384"], 2)
+    off, on = (
+        dataclasses.replace(runs, rows=[rows] * 3) for runs in (result.off, result.on)
+    )
+    job = read_simulated_job(
+        [f"--job.config_file={JOB}", "--training.seq_len=16384"], 2
+    )
     predicted = Comparison(off, on).predicted(job)
     if known:  # 14 of 26 parts are attention, of which the longer row's rank has 1.7 or so times the mean
         assert 1.3 < predicted["overall"] < 1.5
@@ -101,7 +120,10 @@ def test_the_prediction_is_the_simulations_of_the_same_documents(tmp_path: Path,
         assert Comparison(untimed, on).predicted(job) == pytest.approx(predicted)
         assert sum(untimed.parts()["attention"]) == 0
     assert predicted["reordering_alone"] == pytest.approx(1)  # each rank has one row
-    balanced = [dataclasses.replace(runs, rows=[[[[16384]], [[16384]]]] * 3) for runs in (off, on)]
+    balanced = [
+        dataclasses.replace(runs, rows=[[[[16384]], [[16384]]]] * 3)
+        for runs in (off, on)
+    ]
     assert Comparison(*balanced).predicted(job)["overall"] == pytest.approx(1, rel=0.05)
 
 
@@ -123,25 +145,41 @@ def test_first_steps_are_left_out(tmp_path: Path) -> None:
     figures = compared(tmp_path, warmup=2).report()
     assert figures["seconds_per_step"] == {"off": [7.0], "on": [5.0]}
     assert figures["first_step"] == 3
-    with pytest.raises(ValueError, match="only 3 steps were recorded: set more than --warmup = 3"):
+    with pytest.raises(
+        ValueError, match="only 3 steps were recorded: set more than --warmup = 3"
+    ):
         Runs.read([tmp_path / "off0"], 2, 3)
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_figures_that_are_not_known_are_null_in_json(known: bool, tmp_path, monkeypatch, capsys) -> None:
+def test_figures_that_are_not_known_are_null_in_json(
+    known: bool, tmp_path, monkeypatch, capsys
+) -> None:
     result = compared(tmp_path, **({} if known else {"busy": None, "attention": None}))
     monkeypatch.setattr(comparison, "run", lambda *args, **options: result)
-    predicted = {"least": 1.0, "overall": 1.2, "most": 1.4, "reordering_alone": 1.1} if known else None
+    predicted = (
+        {"least": 1.0, "overall": 1.2, "most": 1.4, "reordering_alone": 1.1}
+        if known
+        else None
+    )
     monkeypatch.setattr(Comparison, "predicted", lambda *args: predicted)
     compare.run(JOB, nproc=2, output=tmp_path)
-    figures = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
-    assert (figures["attention_share"] is None) == (figures["predicted_speedup"] is None) == (not known)
+    figures = json.loads(
+        (tmp_path / "compare.json").read_text(), parse_constant=pytest.fail
+    )
+    assert (
+        (figures["attention_share"] is None)
+        == (figures["predicted_speedup"] is None)
+        == (not known)
+    )
     printed = capsys.readouterr().out
     assert ("predicted" in printed) == ("of the work" in printed) == known
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_ranks_add_up_to_the_global_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All 2 x 4 context- and tensor-parallel ranks of a data-parallel coordinate count the same 4,096 labels."""
     from torchtitan.train import Trainer
 
@@ -157,8 +195,15 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(CpuKernel, name, getattr(CpuKernel, name))
     monkeypatch.setattr(measured.dist, "barrier", lambda: None)
     measured._record_steps(tmp_path / "rank0.jsonl", on_cpu=True)
-    processor, dims = SimpleNamespace(log=lambda *args: None), SimpleNamespace(non_data_parallel_size=8)
-    Trainer.train_step(SimpleNamespace(step=1, ntokens_seen=100, metrics_processor=processor, parallel_dims=dims))
+    processor, dims = (
+        SimpleNamespace(log=lambda *args: None),
+        SimpleNamespace(non_data_parallel_size=8),
+    )
+    Trainer.train_step(
+        SimpleNamespace(
+            step=1, ntokens_seen=100, metrics_processor=processor, parallel_dims=dims
+        )
+    )
     (record,) = (tmp_path / "rank0.jsonl").read_text().splitlines()
     figures = json.loads(record)
     assert 8 * figures["tokens"] == 4096
@@ -190,7 +235,9 @@ def test_waits_of_streams_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -
     assert seconds_of_waits() is None, "a step without waits"
 
 
-def test_a_step_waits_for_its_turn_and_its_clock_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_its_turn_and_its_clock_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(time, "perf_counter", clock := time.perf_counter)
     (turn := tmp_path / measured.TURN).write_text("1")
     wait = measured.take_turns(turn)
@@ -207,13 +254,24 @@ def test_a_step_waits_for_its_turn_and_its_clock_with_it(tmp_path: Path, monkeyp
         (["missing.toml"], "missing.toml: there is no such file"),
         ([str(JOB), "--steps", "3"], "--steps 3: set 4 or more"),
         ([str(JOB), "--rounds", "0"], "--rounds 0: set 1 or more"),
-        ([str(JOB), "--nproc", "1"], "--nproc 1: core attention moves between ranks; set 2 or more"),
+        (
+            [str(JOB), "--nproc", "1"],
+            "--nproc 1: core attention moves between ranks; set 2 or more",
+        ),
         ([str(JOB), "--nproc", "1000000"], "are too few for that; set at most"),
-        ([str(JOB), "--output", "\x00"], "embedded null byte; name a folder that can be written to"),
-        ([str(JOB), "--output", str(JOB)], "File exists; name a folder that can be written to"),
+        (
+            [str(JOB), "--output", "\x00"],
+            "embedded null byte; name a folder that can be written to",
+        ),
+        (
+            [str(JOB), "--output", str(JOB)],
+            "File exists; name a folder that can be written to",
+        ),
     ],
 )
-def test_mistakes_are_one_line(args: list[str], message: str, tmp_path, monkeypatch, refused) -> None:
+def test_mistakes_are_one_line(
+    args: list[str], message: str, tmp_path, monkeypatch, refused
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in refused("compare", *args)
 
@@ -221,9 +279,25 @@ def test_mistakes_are_one_line(args: list[str], message: str, tmp_path, monkeypa
 @pytest.mark.slow
 def test_a_job_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "results"
-    options = ["--steps", "3", "--rounds", "1", "--warmup", "0", "--nproc", "2", "--output", str(output)]
-    overrides = [f"--model.hf_assets_path={tokenizer_folder()}", "--training.seq_len=8192"]
-    assert main(["compare", str(JOB), *options, *overrides]) == 0, (output / "off1" / "log.txt").read_text()[-2000:]
+    options = [
+        "--steps",
+        "3",
+        "--rounds",
+        "1",
+        "--warmup",
+        "0",
+        "--nproc",
+        "2",
+        "--output",
+        str(output),
+    ]
+    overrides = [
+        f"--model.hf_assets_path={tokenizer_folder()}",
+        "--training.seq_len=8192",
+    ]
+    assert main(["compare", str(JOB), *options, *overrides]) == 0, (
+        output / "off1" / "log.txt"
+    ).read_text()[-2000:]
     figures = json.loads((output / "compare.json").read_text())
     assert figures["steps"] == 3
     assert figures["largest_relative_loss_difference"] < TOLERANCE
@@ -232,11 +306,18 @@ def test_a_job_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert figures["predicted_speedup"]["overall"] > 1
     for mode in ("off", "on"):
         assert figures["tokens_per_second"][mode] > 0
-        assert all(seconds > 0 for part in figures["rank_seconds"][mode].values() for seconds in part)
+        assert all(
+            seconds > 0
+            for part in figures["rank_seconds"][mode].values()
+            for seconds in part
+        )
     assert (output / "compare.png").exists()
     assert "speed-up" in capsys.readouterr().out
 
-    assert main(["compare", str(JOB), *options, *overrides, "--training.seq_len=513x"]) == 2
+    assert (
+        main(["compare", str(JOB), *options, *overrides, "--training.seq_len=513x"])
+        == 2
+    )
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "the run in" in error
     assert "513x" in error

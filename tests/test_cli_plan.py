@@ -22,10 +22,23 @@ from torchtitan_cad.tools.plan.plot import BARS, FEW
 
 SEGMENT = {"doc": 0, "start": 0, "length": 9}
 LAYOUT: dict[str, Any] = {
-    "attention": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype_bytes": 2},
-    "ranks": [[{"doc": 0, "start": 0, "length": 32768}], [{"doc": 1, "start": 0, "length": 5000}], []],
+    "attention": {
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "dtype_bytes": 2,
+    },
+    "ranks": [
+        [{"doc": 0, "start": 0, "length": 32768}],
+        [{"doc": 1, "start": 0, "length": 5000}],
+        [],
+    ],
 }
-SHELL = [sys.executable, "-c", "import sys; from torchtitan_cad.tools.main import main; sys.exit(main())"]
+SHELL = [
+    sys.executable,
+    "-c",
+    "import sys; from torchtitan_cad.tools.main import main; sys.exit(main())",
+]
 
 
 def write_layout(folder: Path, **changes: Any) -> str:
@@ -45,7 +58,10 @@ def plan(layout_file: str, tmp_path: Path) -> Callable[..., Plan]:
 
     def run(*options: str) -> Plan:
         output = tmp_path / "plan.json"
-        assert main(["plan", layout_file, *options, "--output", str(output), "--validate"]) == 0
+        assert (
+            main(["plan", layout_file, *options, "--output", str(output), "--validate"])
+            == 0
+        )
         return Plan.from_json(output.read_text())
 
     return run
@@ -55,11 +71,15 @@ def plan(layout_file: str, tmp_path: Path) -> Callable[..., Plan]:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that were drawn, none of which is written."""
     figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *_, **__: figures.append(figure)
+    )
     return figures
 
 
-def test_writes_the_plan_and_prints_its_figures(plan, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writes_the_plan_and_prints_its_figures(
+    plan, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = plan("--tolerance", "0.05")
     validate_plan(found)
     assert found.config.tolerance == 0.05
@@ -67,17 +87,46 @@ def test_writes_the_plan_and_prints_its_figures(plan, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert f"{found.stats.max_over_mean:.4f}" in printed
     assert found.fingerprint() in printed
-    memory = [line.split(":")[1] for line in printed.splitlines() if line.startswith("memory of a layer")]
-    assert [line.split()[0] for line in memory] == ["buffers", "forward", "backward", "kept"]
+    memory = [
+        line.split(":")[1]
+        for line in printed.splitlines()
+        if line.startswith("memory of a layer")
+    ]
+    assert [line.split()[0] for line in memory] == [
+        "buffers",
+        "forward",
+        "backward",
+        "kept",
+    ]
     assert ["without CAD" in line for line in memory] == [False, True, True, False]
 
 
 def test_options_reach_the_planner(plan, capsys: pytest.CaptureFixture[str]) -> None:
-    config = plan("--planner", "home", "--min-shard", "256", "--no-split-kv", "--tile", "64").config
-    assert (config.planner, config.min_shard, config.split_kv, config.tile) == ("home", 256, False, 64)
-    found = plan("--rank-speeds", "1", "0.5", "0.75", "--ranks-per-node", "2", "--inter-node-weight", "3")
+    config = plan(
+        "--planner", "home", "--min-shard", "256", "--no-split-kv", "--tile", "64"
+    ).config
+    assert (config.planner, config.min_shard, config.split_kv, config.tile) == (
+        "home",
+        256,
+        False,
+        64,
+    )
+    found = plan(
+        "--rank-speeds",
+        "1",
+        "0.5",
+        "0.75",
+        "--ranks-per-node",
+        "2",
+        "--inter-node-weight",
+        "3",
+    )
     config = found.config
-    assert (config.rank_speeds, config.ranks_per_node, config.inter_node_weight) == ((1, 0.5, 0.75), 2, 3)
+    assert (config.rank_speeds, config.ranks_per_node, config.inter_node_weight) == (
+        (1, 0.5, 0.75),
+        2,
+        3,
+    )
     assert f"{found.stats.inter_node_bytes / 1e6:.4f} MB" in capsys.readouterr().out
 
 
@@ -89,17 +138,34 @@ def test_options_reach_the_planner(plan, capsys: pytest.CaptureFixture[str]) -> 
         ("[" * 100_000, "nested too deeply"),
         ({**LAYOUT, "ranks": 3}, "'ranks' must be a list"),
         ({**LAYOUT, "ranks": [3]}, "'ranks'[0] must be a list of segments"),
-        ({**LAYOUT, "ranks": [[{"doc": 0, "start": 0}]]}, "'ranks'[0]: missing key 'length'"),
-        ({**LAYOUT, "ranks": [[{**SEGMENT, "length": "9"}]]}, "'length' must be an integer"),
-        ({**LAYOUT, "ranks": [[{**SEGMENT, "start": 5}]]}, "a document starts at position 0"),
-        ({**LAYOUT, "ranks": [[{**SEGMENT, "attends": "no"}]]}, "'attends' must be true or"),
+        (
+            {**LAYOUT, "ranks": [[{"doc": 0, "start": 0}]]},
+            "'ranks'[0]: missing key 'length'",
+        ),
+        (
+            {**LAYOUT, "ranks": [[{**SEGMENT, "length": "9"}]]},
+            "'length' must be an integer",
+        ),
+        (
+            {**LAYOUT, "ranks": [[{**SEGMENT, "start": 5}]]},
+            "a document starts at position 0",
+        ),
+        (
+            {**LAYOUT, "ranks": [[{**SEGMENT, "attends": "no"}]]},
+            "'attends' must be true or",
+        ),
         ({**LAYOUT, "ranks": [[{**SEGMENT, "attend": 1}]]}, "unknown key 'attend'"),
         ({"ranks": LAYOUT["ranks"]}, "missing key 'attention'"),
         ({**LAYOUT, "attention": {"num_heads": 32}}, "missing key 'num_kv_heads'"),
-        ({**LAYOUT, "attention": {**LAYOUT["attention"], "bits": 8}}, "unknown key 'bits'"),
+        (
+            {**LAYOUT, "attention": {**LAYOUT["attention"], "bits": 8}},
+            "unknown key 'bits'",
+        ),
     ],
 )
-def test_bad_layouts_are_one_line(content: object, message: str, tmp_path: Path, refused) -> None:
+def test_bad_layouts_are_one_line(
+    content: object, message: str, tmp_path: Path, refused
+) -> None:
     path = tmp_path / "layout.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     assert message in refused("plan", str(path))
@@ -109,8 +175,14 @@ def test_bad_layouts_are_one_line(content: object, message: str, tmp_path: Path,
     ("options", "message"),
     [
         (["--tolerance", "-1"], "tolerance = -1.0"),
-        (["--rank-speeds", "1e300", "1e-300", "1"], "rank_speeds = (1e+300, 1e-300, 1.0): set"),
-        (["--planner", "magic"], "--planner magic: choose one of greedy, home, local_search"),
+        (
+            ["--rank-speeds", "1e300", "1e-300", "1"],
+            "rank_speeds = (1e+300, 1e-300, 1.0): set",
+        ),
+        (
+            ["--planner", "magic"],
+            "--planner magic: choose one of greedy, home, local_search",
+        ),
         (["--output", "/no/such/directory/plan.json"], "there is no folder /no/such"),
         (["--plot", "plan.docx"], "docx"),
         (["--profile", "none.json"], "none.json: No such file"),
@@ -118,13 +190,17 @@ def test_bad_layouts_are_one_line(content: object, message: str, tmp_path: Path,
         (["--to", "1"], "--to"),
     ],
 )
-def test_bad_options_are_one_line(options: list[str], message: str, layout_file: str, refused) -> None:
+def test_bad_options_are_one_line(
+    options: list[str], message: str, layout_file: str, refused
+) -> None:
     assert message in refused("plan", layout_file, *options)
 
 
 @pytest.mark.parametrize("option", ["--output", "--plot"])
 @pytest.mark.parametrize("path", [".", "none/plan.png"])
-def test_paths_that_no_file_can_have(layout_file: str, option: str, path: str, tmp_path: Path, refused) -> None:
+def test_paths_that_no_file_can_have(
+    layout_file: str, option: str, path: str, tmp_path: Path, refused
+) -> None:
     before = sorted(tmp_path.iterdir())
     line = refused("plan", layout_file, option, str(tmp_path / path))
     assert line.startswith(f"torchtitan-cad: error: {option} {tmp_path / path}: ")
@@ -137,7 +213,10 @@ def test_paths_that_no_file_can_have(layout_file: str, option: str, path: str, t
         ([], ""),
         (["fly"], "fly"),
         (["plan"], "PATH"),
-        (["doctor", "job.toml", "--nproc", str(2**70)], "of which the product is at most 65536"),
+        (
+            ["doctor", "job.toml", "--nproc", str(2**70)],
+            "of which the product is at most 65536",
+        ),
     ],
 )
 def test_usage_errors_are_one_line(argv: list[str], message: str, refused) -> None:
@@ -148,16 +227,24 @@ def test_usage_errors_are_one_line(argv: list[str], message: str, refused) -> No
 def test_nested_brackets_are_one_line(command: str, tmp_path: Path, refused) -> None:
     path = tmp_path / "job.toml"
     path.write_text("a = " + "[" * 100_000)
-    assert refused(command, str(path)).endswith("nested too deeply: write it with fewer brackets within brackets")
+    assert refused(command, str(path)).endswith(
+        "nested too deeply: write it with fewer brackets within brackets"
+    )
 
 
 def _without_progress(text: bytes) -> bytes:
     """A slow machine takes longer than a moment to load the planner, which is then announced."""
-    return b"".join(line for line in text.splitlines(keepends=True) if not line.startswith(b"compiling the planner"))
+    return b"".join(
+        line
+        for line in text.splitlines(keepends=True)
+        if not line.startswith(b"compiling the planner")
+    )
 
 
 def test_console_script_into_a_closed_pipe(layout_file: str) -> None:
-    with subprocess.Popen([*SHELL, "plan", layout_file], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*SHELL, "plan", layout_file], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         process.stdout.close()
         assert _without_progress(process.stderr.read()) == b""
     assert process.returncode == 0
@@ -166,7 +253,12 @@ def test_console_script_into_a_closed_pipe(layout_file: str) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
 def test_a_full_disk_is_one_line(layout_file: str) -> None:
     with open("/dev/full", "w") as full:
-        found = subprocess.run([*SHELL, "plan", layout_file], stdout=full, stderr=subprocess.PIPE, check=False)
+        found = subprocess.run(
+            [*SHELL, "plan", layout_file],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
     assert found.returncode == 2
     assert _without_progress(found.stderr).count(b"\n") == 1
     assert b"No space left on device" in found.stderr
@@ -177,10 +269,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"torchtitan-cad {torchtitan_cad.__version__}\n"
 
 
-def test_memory_of_many_rows_is_not_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_many_rows_is_not_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It takes the tables of all ranks: minutes for a long document over hundreds of them."""
     share = 2**18
-    ranks = [[{"doc": 0, "start": rank * share, "length": share}] for rank in range(512)]
+    ranks = [
+        [{"doc": 0, "start": rank * share, "length": share}] for rank in range(512)
+    ]
     begin = time.process_time()
     assert main(["plan", write_layout(tmp_path, ranks=ranks)]) == 0
     assert time.process_time() - begin < 20
@@ -192,9 +288,18 @@ def test_memory_of_many_rows_is_not_computed(tmp_path: Path, capsys: pytest.Capt
     [
         ("doctor a.toml --nproc 4", "doctor a.toml --nproc 4"),
         ("doctor a.toml --training.steps 5", "doctor -- a.toml --training.steps 5"),
-        ("simulate a.toml --training.steps 5 --net 1 --tp 2", "simulate --net 1 --tp 2 -- a.toml --training.steps 5"),
-        ("simulate --ranks 8 a.toml --cad.tile=64", "simulate --ranks 8 -- a.toml --cad.tile=64"),
-        ("advise a.toml --a.b 1 --ranks 4 --c.d 2", "advise --ranks 4 -- a.toml --a.b 1 --c.d 2"),
+        (
+            "simulate a.toml --training.steps 5 --net 1 --tp 2",
+            "simulate --net 1 --tp 2 -- a.toml --training.steps 5",
+        ),
+        (
+            "simulate --ranks 8 a.toml --cad.tile=64",
+            "simulate --ranks 8 -- a.toml --cad.tile=64",
+        ),
+        (
+            "advise a.toml --a.b 1 --ranks 4 --c.d 2",
+            "advise --ranks 4 -- a.toml --a.b 1 --c.d 2",
+        ),
         ("doctor a.toml -- --training.steps 5", "doctor a.toml -- --training.steps 5"),
     ],
 )
@@ -202,15 +307,24 @@ def test_arguments_of_the_job_may_stand_anywhere(given: str, wanted: str) -> Non
     assert separate_overrides(given.split()) == wanted.split()
 
 
-def test_place_assigns_the_tokens_anew(plan, tmp_path: Path, capsys: pytest.CaptureFixture[str], drawn) -> None:
+def test_place_assigns_the_tokens_anew(
+    plan, tmp_path: Path, capsys: pytest.CaptureFixture[str], drawn
+) -> None:
     ranks = [[{"doc": 0, "start": 8192 * rank, "length": 8192}] for rank in range(4)]
-    ranks += [[{"doc": 8 * rank + i, "start": 0, "length": 1024} for i in range(8)] for rank in range(4, 8)]
+    ranks += [
+        [{"doc": 8 * rank + i, "start": 0, "length": 1024} for i in range(8)]
+        for rank in range(4, 8)
+    ]
     write_layout(tmp_path, ranks=ranks)
     placed = plan("--place", "--plot", str(tmp_path / "plan.png"))
     assert placed.layout.tokens_per_rank.tolist() == [8192] * 8
-    before = make_plan(layout_from_dict({"ranks": ranks}), placed.shape, placed.config).stats.max_rank_bytes
+    before = make_plan(
+        layout_from_dict({"ranks": ranks}), placed.shape, placed.config
+    ).stats.max_rank_bytes
     assert placed.stats.max_rank_bytes < before
-    assert re.search(rf"worst rank bytes with them +{before / 1e6:.4f} MB", capsys.readouterr().out)
+    assert re.search(
+        rf"worst rank bytes with them +{before / 1e6:.4f} MB", capsys.readouterr().out
+    )
     texts = {text.get_text() for axes in drawn[0].axes for text in axes.texts}
     assert {"home", "before"} <= texts
 
@@ -218,11 +332,26 @@ def test_place_assigns_the_tokens_anew(plan, tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize("num_ranks", [FEW, FEW + 1, BARS + 1])
 def test_plots_of_many_ranks(num_ranks: int, tmp_path: Path, drawn) -> None:
     """Few ranks have colours of their own; very many have no single bars."""
-    ranks = [[{"doc": i, "start": 0, "length": 9000 if i == 0 else 500}] for i in range(num_ranks)]
-    assert main(["plan", write_layout(tmp_path, ranks=ranks), "--plot", str(tmp_path / "plan.png")]) == 0
+    ranks = [
+        [{"doc": i, "start": 0, "length": 9000 if i == 0 else 500}]
+        for i in range(num_ranks)
+    ]
+    assert (
+        main(
+            [
+                "plan",
+                write_layout(tmp_path, ranks=ranks),
+                "--plot",
+                str(tmp_path / "plan.png"),
+            ]
+        )
+        == 0
+    )
     *_, loads, volume = drawn[0].axes
     assert len(volume.containers) == (0 if num_ranks > BARS else 2)
-    assert len({patch.get_facecolor() for patch in loads.patches}) == (num_ranks + 2 if num_ranks == FEW else 2)
+    assert len({patch.get_facecolor() for patch in loads.patches}) == (
+        num_ranks + 2 if num_ranks == FEW else 2
+    )
 
 
 def test_plot_shows_the_plan(plan, tmp_path: Path, drawn) -> None:
@@ -230,19 +359,30 @@ def test_plot_shows_the_plan(plan, tmp_path: Path, drawn) -> None:
     found = plan("--plot", str(tmp_path / "x.png"))
     triangle, loads, volume = drawn[0].axes
     tasks = found.tasks[found.tasks["doc"] == 0]
-    assert len(triangle.patches) == len(tasks) + 1  # the home of the document's only run
+    assert (
+        len(triangle.patches) == len(tasks) + 1
+    )  # the home of the document's only run
     numbers = {text.get_text() for text in triangle.texts}
     assert {str(server) for server in tasks["server"].tolist()} <= numbers
     stats = found.stats
-    heights = [[bar.get_height() for bar in bars] for axes in (loads, volume) for bars in axes.containers[:2]]
+    heights = [
+        [bar.get_height() for bar in bars]
+        for axes in (loads, volume)
+        for bars in axes.containers[:2]
+    ]
     wanted = [stats.loads_before / stats.mean_load, stats.loads / stats.mean_load]
     wanted += [stats.bytes_in / 1e6, -stats.bytes_out / 1e6]
     assert heights == [each.tolist() for each in wanted]
 
 
-def test_plot_without_matplotlib(layout_file: str, monkeypatch: pytest.MonkeyPatch, refused) -> None:
+def test_plot_without_matplotlib(
+    layout_file: str, monkeypatch: pytest.MonkeyPatch, refused
+) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "torchtitan_cad.tools.shared.find_spec", lambda name: None if name == "matplotlib" else find(name)
+        "torchtitan_cad.tools.shared.find_spec",
+        lambda name: None if name == "matplotlib" else find(name),
     )
-    assert "--plot plan.png: matplotlib is not installed" in refused("plan", layout_file, "--plot", "plan.png")
+    assert "--plot plan.png: matplotlib is not installed" in refused(
+        "plan", layout_file, "--plot", "plan.png"
+    )

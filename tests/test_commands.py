@@ -30,7 +30,9 @@ from torchtitan_cad.tools import main as cli
 
 FIRST = [ROOT / "README.md", ROOT / "docs/tutorial.md"]
 """What a new user reads before the other pages."""
-PROGRAM = re.compile(r"(?:\S*/)?(?:torchtitan-cad|make|torchrun|python -m|python \S+\.py)(?: |$)|--\w+\.\w+ ")
+PROGRAM = re.compile(
+    r"(?:\S*/)?(?:torchtitan-cad|make|torchrun|python -m|python \S+\.py)(?: |$)|--\w+\.\w+ "
+)
 JOB = "train_configs/llama3_debug_cpu.toml"
 """Takes the place of a reader's own train.toml."""
 LONG = re.compile(
@@ -52,12 +54,19 @@ def commands_of(page: Path) -> Iterator[str]:
     text = re.sub(r"\s*\\\n\s*", " ", page.read_text())
     for block, span in re.findall(r"^ {4,}(\S.*)$|`([^`]+)`", text, re.MULTILINE):
         for command in re.split(r" +#| && ", " ".join((block or span).split())):
-            command = command.removeprefix("srun ").removesuffix(" ...").replace(" ... ", " ")
-            if PROGRAM.match(command) and command not in ("torchtitan-cad", "torchtitan-cad COMMAND"):
+            command = (
+                command.removeprefix("srun ").removesuffix(" ...").replace(" ... ", " ")
+            )
+            if PROGRAM.match(command) and command not in (
+                "torchtitan-cad",
+                "torchtitan-cad COMMAND",
+            ):
                 yield command
 
 
-COMMANDS = list(dict.fromkeys(command for page in [*FIRST, *PAGES] for command in commands_of(page)))
+COMMANDS = list(
+    dict.fromkeys(command for page in [*FIRST, *PAGES] for command in commands_of(page))
+)
 
 
 class Parsed(Exception):
@@ -77,7 +86,11 @@ def parsed(start: Callable[[], Any], *arguments: str) -> Any:
 
     with (
         mock.patch.object(tyro, "cli", stopping(tyro.cli)),
-        mock.patch.object(argparse.ArgumentParser, "parse_args", stopping(argparse.ArgumentParser.parse_args)),
+        mock.patch.object(
+            argparse.ArgumentParser,
+            "parse_args",
+            stopping(argparse.ArgumentParser.parse_args),
+        ),
         mock.patch.object(sys, "argv", ["", *arguments]),
         pytest.raises(Parsed) as stopped,
     ):
@@ -87,14 +100,20 @@ def parsed(start: Callable[[], Any], *arguments: str) -> Any:
 
 def run_main(name: str) -> None:
     """Run what a module does as a program, in the module as others import it."""
-    module = import_module(name if getattr(import_module(name), "__path__", None) is None else f"{name}.__main__")
+    module = import_module(
+        name
+        if getattr(import_module(name), "__path__", None) is None
+        else f"{name}.__main__"
+    )
     block = ast.parse(inspect.getsource(module)).body[-1]
     assert isinstance(block, ast.If)
     exec(compile(ast.Module(block.body, []), name, "exec"), vars(module))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_documented_commands_are_taken(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_commands_are_taken(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enable_cpu()
     from torchtitan_cad.integration.torchtitan_v0_2.manager import read_config
 
@@ -102,12 +121,20 @@ def test_documented_commands_are_taken(command: str, monkeypatch: pytest.MonkeyP
     mine = {"train.toml": JOB, "outputs/assets": str(tokenizer_folder())}
     words = [mine.get(word, word) for word in shlex.split(command)]
     for word in words:
-        assert not re.match(r"(bench|docs|examples|patches|tests|train_configs)/", word) or Path(word).exists(), word
+        assert (
+            not re.match(r"(bench|docs|examples|patches|tests|train_configs)/", word)
+            or Path(word).exists()
+        ), word
     match [Path(words[0]).name, *words[1:]]:
         case [option, *_] if option.startswith("--"):
             read_config(words)
         case ["make", *arguments]:
-            done = subprocess.run(["make", "--dry-run", *arguments], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                ["make", "--dry-run", *arguments],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             assert done.returncode == 0, done.stderr
             for name in re.findall(r"(\w+)=", command):
                 assert f"$({name})" in Path("Makefile").read_text(), name
@@ -118,7 +145,9 @@ def test_documented_commands_are_taken(command: str, monkeypatch: pytest.MonkeyP
             if overrides := options.get("overrides"):
                 read_config([f"--job.config_file={options['job']}", *overrides])
         case ["torchrun", _, *_] | ["python", "-m", "torchtitan_cad.launch", _, *_]:
-            options = parsed(launch.main, *words[1 if words[0].endswith("torchrun") else 3 :])
+            options = parsed(
+                launch.main, *words[1 if words[0].endswith("torchrun") else 3 :]
+            )
             assert find_spec(options.training_script) is not None
             read_config(options.training_script_args)
         case ["python", "-m", "torchtitan_cad.launch" | "pytest", *_]:
@@ -143,15 +172,25 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shorter(text: str) -> str:
-    return functools.reduce(lambda result, pair: result.replace(*pair), SHORTER.items(), text)
+    return functools.reduce(
+        lambda result, pair: result.replace(*pair), SHORTER.items(), text
+    )
 
 
 @matrix
-@pytest.mark.parametrize("command", [command for command in COMMANDS if not LONG.search(command)])
+@pytest.mark.parametrize(
+    "command", [command for command in COMMANDS if not LONG.search(command)]
+)
 def test_documented_commands_run(command: str, clone: Path) -> None:
     """In the order in which they are read; two ranks stand for a machine of eight GPUs."""
     command = shorter(command.replace("make ", "make --old-file=.venv/.installed "))
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {**os.environ, "PATH": search, "PYTHONPATH": str(clone)}
-    done = subprocess.run(["timeout", "300", "bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        ["timeout", "300", "bash", "-c", command],
+        cwd=clone,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

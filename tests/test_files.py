@@ -16,7 +16,12 @@ from torchtitan_cad.tools import main as cli
 from torchtitan_cad.tools.main import main
 
 LAYOUT = {
-    "attention": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype_bytes": 2},
+    "attention": {
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "dtype_bytes": 2,
+    },
     "ranks": [[{"doc": 0, "start": 0, "length": 256}]],
 }
 STEP = {"step": 1, "ranked_before": [1.5, 0.5], "ranked_after": [1.0, 1.0]}
@@ -75,9 +80,16 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize(("make", "message"), KINDS, ids=[make.__name__ for make, _ in KINDS])
+@pytest.mark.parametrize(
+    ("make", "message"), KINDS, ids=[make.__name__ for make, _ in KINDS]
+)
 def test_kinds_of_files(
-    reader: str, make: Callable[[Path], None], message: str, layout: str, tmp_path: Path, refused
+    reader: str,
+    make: Callable[[Path], None],
+    message: str,
+    layout: str,
+    tmp_path: Path,
+    refused,
 ) -> None:
     path = tmp_path / (STEPS_NAME if reader == "steps" else "file.json")
     make(path)
@@ -88,8 +100,12 @@ def test_kinds_of_files(
     assert str(path) in line
 
 
-@pytest.mark.parametrize(("make", "message"), KINDS, ids=[make.__name__ for make, _ in KINDS])
-def test_training_reads_by_the_same_reader(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "message"), KINDS, ids=[make.__name__ for make, _ in KINDS]
+)
+def test_training_reads_by_the_same_reader(
+    make: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "file.json"
     make(path)
     with pytest.raises(ValueError, match=message):
@@ -101,10 +117,14 @@ def test_training_reads_by_the_same_reader(make: Callable[[Path], None], message
 def test_unknown_keys_of_a_layout(tmp_path: Path, refused) -> None:
     path = tmp_path / "layout.json"
     path.write_text(json.dumps({**LAYOUT, "rank": []}))
-    assert f"{path}: unknown key 'rank' in a layout: set attention, ranks" in refused("plan", str(path))
+    assert f"{path}: unknown key 'rank' in a layout: set attention, ranks" in refused(
+        "plan", str(path)
+    )
 
 
-def test_too_little_memory_is_one_line(layout: str, monkeypatch: pytest.MonkeyPatch, refused) -> None:
+def test_too_little_memory_is_one_line(
+    layout: str, monkeypatch: pytest.MonkeyPatch, refused
+) -> None:
     def allocate(*_: object) -> None:
         raise MemoryError
 
@@ -136,7 +156,12 @@ def test_too_little_memory_is_one_line(layout: str, monkeypatch: pytest.MonkeyPa
     ids=lambda words: f"{words[0]} {words[-1][:8]}",
 )
 def test_outputs_are_tried_before_the_work(
-    words: list[str], make: Callable[[Path], None], message: str, layout: str, tmp_path: Path, refused
+    words: list[str],
+    make: Callable[[Path], None],
+    message: str,
+    layout: str,
+    tmp_path: Path,
+    refused,
 ) -> None:
     path = tmp_path / "output.png"
     make(path)
@@ -163,20 +188,29 @@ def test_outputs_are_tried_before_the_work(
     ],
 )
 def test_no_output_takes_the_place_of_an_input_or_another(
-    words: list[str], option: str, linked: Callable[[Path, Path], None] | None, layout: str, tmp_path: Path, refused
+    words: list[str],
+    option: str,
+    linked: Callable[[Path, Path], None] | None,
+    layout: str,
+    tmp_path: Path,
+    refused,
 ) -> None:
     path, other = tmp_path / "same.png", tmp_path / "other.png"
     path.write_text(content := json.dumps(LAYOUT))
     if linked:
         linked(path, other)
     target = other if linked else path
-    line = refused(*(word.format(input=path, other=target, layout=layout) for word in words))
+    line = refused(
+        *(word.format(input=path, other=target, layout=layout) for word in words)
+    )
     assert line.endswith("this file, too; name another one")
     assert f"{option} {target}: " in line
     assert path.read_text() == content
 
 
-def test_what_was_there_stays_until_it_is_written(layout: str, tmp_path: Path, refused) -> None:
+def test_what_was_there_stays_until_it_is_written(
+    layout: str, tmp_path: Path, refused
+) -> None:
     output = tmp_path / "plan.json"
     output.write_text("before")
     refused("plan", layout, "--output", str(output), "--profile", "none.json")
@@ -184,9 +218,16 @@ def test_what_was_there_stays_until_it_is_written(layout: str, tmp_path: Path, r
 
 
 @pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "a\udcff"])
-def test_names_are_shown_as_escapes(name: str, tmp_path: Path, refused, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_shown_as_escapes(
+    name: str, tmp_path: Path, refused, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / f"{name}.json"
-    for words in (["plan", path], ["report", path], ["doctor", path], [*SIMULATED, f"--documents={path}"]):
+    for words in (
+        ["plan", path],
+        ["report", path],
+        ["doctor", path],
+        [*SIMULATED, f"--documents={path}"],
+    ):
         assert refused(*map(str, words)).isprintable()
     path.write_text(json.dumps(LAYOUT))
     assert main(["plan", str(path), "--output", str(tmp_path / f"{name}.plan")]) == 0
@@ -201,7 +242,11 @@ BAD_LINES = [
     ("step", 10**30),
     ("step", -1),
     ("step", None),
-    *((key, value) for key in ("ranked_before", "ranked_after") for value in ([], [None, 1], "1234", {"a": 1}, [[1]])),
+    *(
+        (key, value)
+        for key in ("ranked_before", "ranked_after")
+        for value in ([], [None, 1], "1234", {"a": 1}, [[1]])
+    ),
     ("ranked_before", [1.0]),
     ("ranked_before", [1e999, 1]),
     ("ranked_before", [1e308, 1e308]),
@@ -214,7 +259,9 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("key", "value"), BAD_LINES)
-def test_a_line_of_another_kind_is_named(key: str, value: object, tmp_path: Path, refused) -> None:
+def test_a_line_of_another_kind_is_named(
+    key: str, value: object, tmp_path: Path, refused
+) -> None:
     path = tmp_path / STEPS_NAME
     changed = json.dumps({**STEP, "step": 2, key: value}).replace("Infinity", "1e999")
     path.write_text(f"{json.dumps(STEP)}\n\n{changed}\n")
@@ -224,42 +271,68 @@ def test_a_line_of_another_kind_is_named(key: str, value: object, tmp_path: Path
     assert list(tmp_path.iterdir()) == [path]
 
 
-def reported(capsys: pytest.CaptureFixture[str], path: Path, *lines: str) -> tuple[dict, str]:
+def reported(
+    capsys: pytest.CaptureFixture[str], path: Path, *lines: str
+) -> tuple[dict, str]:
     """Return the summary of a file of these lines, and what stderr says of it."""
     path.write_text("".join(f"{line}\n" for line in lines))
     assert main(["report", str(path)]) == 0
-    return json.loads(path.with_name("cad_summary.json").read_text()), capsys.readouterr().err
+    return json.loads(
+        path.with_name("cad_summary.json").read_text()
+    ), capsys.readouterr().err
 
 
 def step(number: int, **changes: object) -> str:
     return json.dumps({**STEP, "step": number, "loss": float(number), **changes})
 
 
-def test_lines_of_a_run_that_was_killed_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_run_that_was_killed_and_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / STEPS_NAME
-    summary, said = reported(capsys, path, step(1), step(2), step(3), step(4)[:-9], "", step(2, loss=9.0))
+    summary, said = reported(
+        capsys, path, step(1), step(2), step(3), step(4)[:-9], "", step(2, loss=9.0)
+    )
     assert (summary["steps"], summary["last_step"], summary["loss_last"]) == (2, 2, 9.0)
     cut, resumed = said.splitlines()
     assert cut == f"{path}: line 4 is cut off, as by a kill: it is left out"
-    assert resumed.startswith(f"{path}: line 6 goes back to step 2, as a resumed run does: 2 earlier lines")
+    assert resumed.startswith(
+        f"{path}: line 6 goes back to step 2, as a resumed run does: 2 earlier lines"
+    )
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_largest_figures_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_figures_are_summed_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     most = {"ranked_before": [1e30, -1e30], "imbalance_before": 1e30}
-    summary, _ = reported(capsys, tmp_path / STEPS_NAME, step(1, **most), step(2**53, **most))
+    summary, _ = reported(
+        capsys, tmp_path / STEPS_NAME, step(1, **most), step(2**53, **most)
+    )
     assert summary["imbalance_before"] == 1e30
 
 
-def test_another_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused) -> None:
-    path, three = tmp_path / STEPS_NAME, {"ranked_before": [1.0] * 3, "ranked_after": [1.0] * 3}
+def test_another_number_of_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused
+) -> None:
+    path, three = (
+        tmp_path / STEPS_NAME,
+        {"ranked_before": [1.0] * 3, "ranked_after": [1.0] * 3},
+    )
     path.write_text(f"{step(1)}\n{step(2, **three)}\n")
-    assert "line 2 has 3 ranks and line 1 has 2: leave the lines of one run in it" in refused("report", str(tmp_path))
-    summary, _ = reported(capsys, path, step(1), step(1, **three))  # the first is no longer of the run
+    assert (
+        "line 2 has 3 ranks and line 1 has 2: leave the lines of one run in it"
+        in refused("report", str(tmp_path))
+    )
+    summary, _ = reported(
+        capsys, path, step(1), step(1, **three)
+    )  # the first is no longer of the run
     assert (summary["steps"], summary["ranks"]) == (1, 3)
 
 
-def test_the_newest_run_is_found_behind_links_and_beside_folders(tmp_path: Path, capsys) -> None:
+def test_the_newest_run_is_found_behind_links_and_beside_folders(
+    tmp_path: Path, capsys
+) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     (run / "newest" / STEPS_NAME).mkdir(parents=True)
     elsewhere.mkdir()
@@ -271,7 +344,9 @@ def test_the_newest_run_is_found_behind_links_and_beside_folders(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["cad_summary.json", "imbalance.png"])
-def test_report_follows_no_link_that_it_writes(name: str, tmp_path: Path, refused) -> None:
+def test_report_follows_no_link_that_it_writes(
+    name: str, tmp_path: Path, refused
+) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     run.mkdir()
     other.write_text("before")
@@ -284,7 +359,10 @@ def test_report_follows_no_link_that_it_writes(name: str, tmp_path: Path, refuse
 @pytest.mark.parametrize("columns", ["1", "5"])
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_ends_in_a_narrow_terminal(
-    command: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    columns: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert main([command, "--help"]) == 0

@@ -40,14 +40,25 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def output_of(name: str, *arguments: str | Path) -> str:
-    done = subprocess.run([sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_every_example_is_tested() -> None:
     names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert names == {"layout.json", "plan_a_batch.py", "plan_from_lengths.py", "draw_a_plan.py", "two_ranks.py"}
+    assert names == {
+        "layout.json",
+        "plan_a_batch.py",
+        "plan_from_lengths.py",
+        "draw_a_plan.py",
+        "two_ranks.py",
+    }
 
 
 def test_plan_a_batch() -> None:
@@ -58,20 +69,37 @@ def test_plan_a_batch() -> None:
 
 def test_plan_from_lengths() -> None:
     lines = output_of("plan_from_lengths.py").splitlines()
-    (before, after), (_, placed) = [[float(x) for x in re.findall(r"(?:mean|->) ([\d.]+)", line)] for line in lines]
+    (before, after), (_, placed) = [
+        [float(x) for x in re.findall(r"(?:mean|->) ([\d.]+)", line)] for line in lines
+    ]
     assert before > 1.5 > 1.05 > after
     assert placed < 1.05
-    given, chosen = [float(re.findall(r"([\d.]+) GB a layer", line)[0]) for line in lines]
+    given, chosen = [
+        float(re.findall(r"([\d.]+) GB a layer", line)[0]) for line in lines
+    ]
     assert chosen < given
 
 
 def test_draw_a_plan(tmp_path: Path) -> None:
-    assert f"wrote {tmp_path / 'plan.png'}" in output_of("draw_a_plan.py", tmp_path / "plan.png")
+    assert f"wrote {tmp_path / 'plan.png'}" in output_of(
+        "draw_a_plan.py", tmp_path / "plan.png"
+    )
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
 def test_plan_a_layout_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(EXAMPLES / "layout.json"), "--plot", str(tmp_path / "plan.png"), "--validate"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                str(EXAMPLES / "layout.json"),
+                "--plot",
+                str(tmp_path / "plan.png"),
+                "--validate",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert f"wrote {tmp_path / 'plan.png'}" in printed
     assert "4, 7, 131072" in printed

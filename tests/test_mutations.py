@@ -16,6 +16,8 @@ def test_what_a_fault_replaces_is_there(fault: Fault) -> None:
 
 
 def test_what_does_not_fit_into_the_minutes_is_skipped_and_says_so() -> None:
-    with pytest.raises(pytest.skip.Exception, match=r"the budget of 0 minutes \(--minutes\) is spent"):
+    with pytest.raises(
+        pytest.skip.Exception, match=r"the budget of 0 minutes \(--minutes\) is spent"
+    ):
         Budget(0).pytest_runtest_setup()
     Budget(1).pytest_runtest_setup()

@@ -66,12 +66,18 @@ def numeric_options(command: str) -> Iterator[str]:
         yield from (field for field, hint in found.items() if is_numeric(hint))
 
 
-CASES = [(command, option) for command in cli.COMMANDS for option in numeric_options(command)]
+CASES = [
+    (command, option) for command in cli.COMMANDS for option in numeric_options(command)
+]
 
 
 def test_the_tables_are_found() -> None:
     assert {command for command, _ in CASES} == set(cli.COMMANDS) - {"report"}
-    assert {("simulate", "tokens_per_rank"), ("plan", "rank_speeds"), ("profile", "q_lengths")} <= set(CASES)
+    assert {
+        ("simulate", "tokens_per_rank"),
+        ("plan", "rank_speeds"),
+        ("profile", "q_lengths"),
+    } <= set(CASES)
 
 
 @pytest.fixture
@@ -89,7 +95,10 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", params(CASES, CASES[::4]), ids=" ".join)
 @pytest.mark.usefixtures("stopped")
 def test_numbers_that_mean_nothing_are_refused(
-    case: tuple[str, str], tmp_path: Path, refused: Callable[..., str], capsys: pytest.CaptureFixture[str]
+    case: tuple[str, str],
+    tmp_path: Path,
+    refused: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     command, option = case
     (tmp_path / "layout.json").write_text(json.dumps(LAYOUT))
@@ -118,10 +127,24 @@ def test_numbers_that_mean_nothing_are_refused(
         "lognormal:median=2,median=3",
         *(
             f"{kind}={value}"
-            for kind in ("lognormal:median", "lognormal:sigma", "uniform:min", "uniform:max", "pretrain:scale")
+            for kind in (
+                "lognormal:median",
+                "lognormal:sigma",
+                "uniform:min",
+                "uniform:max",
+                "pretrain:scale",
+            )
             for value in ("-1", "nan", "inf", "1e99", "")
         ),
-        *(f"{kind}=0" for kind in ("lognormal:median", "lognormal:max", "uniform:min", "fixed:length")),
+        *(
+            f"{kind}=0"
+            for kind in (
+                "lognormal:median",
+                "lognormal:max",
+                "uniform:min",
+                "fixed:length",
+            )
+        ),
         "fixed:length=1e18",
     ],
 )

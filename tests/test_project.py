@@ -20,14 +20,19 @@ NAMED = re.compile(r"`((?:docs|bench|tests|patches|train_configs|examples)/[\w/.
 
 
 def run(*command: str | Path, **options: object) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, **options
+    )  # type: ignore[call-overload]
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def anchors(page: Path) -> set[str]:
     """Anchors of headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -44,10 +49,15 @@ def test_links_resolve(page: Path) -> None:
 
 
 def test_sources_name_their_licence() -> None:
-    assert f"{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['license']}\n" in LICENCE
+    assert (
+        f"{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['license']}\n"
+        in LICENCE
+    )
     for folder in ("torchtitan_cad", "bench", "examples", "tests", "patches"):
         for path in (ROOT / folder).rglob("*.py"):
-            assert path.read_text().startswith(LICENCE), f"{path}: begin it with {LICENCE}"
+            assert path.read_text().startswith(LICENCE), (
+                f"{path}: begin it with {LICENCE}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -62,20 +72,41 @@ def test_sources_name_their_licence() -> None:
 def test_files_of_hosts(schema: str, pattern: str) -> None:
     files = sorted(ROOT.glob(pattern))
     assert files
-    run(Path(sys.executable).with_name("check-jsonschema"), "--builtin-schema", f"vendor.{schema}", *files)
+    run(
+        Path(sys.executable).with_name("check-jsonschema"),
+        "--builtin-schema",
+        f"vendor.{schema}",
+        *files,
+    )
 
 
 @pytest.mark.matrix
 def test_wheel_is_typed_and_complete(tmp_path: Path) -> None:
     """`make wheel` also runs it in an environment of its own, for which it needs a package index."""
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "torchtitan_cad", source / "torchtitan_cad", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "torchtitan_cad",
+        source / "torchtitan_cad",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+        source,
+    )
     (wheel,) = tmp_path.glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "unpacked", "zip")
-    written = {path.relative_to(ROOT) for path in (ROOT / "torchtitan_cad").rglob("*.py")}
+    written = {
+        path.relative_to(ROOT) for path in (ROOT / "torchtitan_cad").rglob("*.py")
+    }
     packed = tmp_path / "unpacked"
     assert {path.relative_to(packed) for path in packed.rglob("*.py")} == written
     assert (packed / "torchtitan_cad" / "py.typed").exists()

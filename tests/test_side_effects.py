@@ -71,15 +71,26 @@ def test_importing_and_planning_leave_the_process_as_it_was(tmp_path: Path) -> N
     """A new entry point is compiled; the planner's own may come from the disk."""
     script = tmp_path / "plan.py"  # numba keeps what it compiles beside a file
     script.write_text(textwrap.dedent(PLAN))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1:] == ["[]"]
 
 
 def test_files_that_change_the_process_are_listed() -> None:
     """The sections of docs/seams.md name every file of the package that holds code of ``CHANGES``."""
-    page, pattern = (ROOT / "docs" / "seams.md").read_text(), re.compile("|".join(CHANGES))
-    files = [path for path in (ROOT / "torchtitan_cad").rglob("*.py") if pattern.search(path.read_text())]
+    page, pattern = (
+        (ROOT / "docs" / "seams.md").read_text(),
+        re.compile("|".join(CHANGES)),
+    )
+    files = [
+        path
+        for path in (ROOT / "torchtitan_cad").rglob("*.py")
+        if pattern.search(path.read_text())
+    ]
     assert len(files) > 10
     missing = [path.name for path in files if not re.search(rf"\b{path.name}\b", page)]
-    assert not missing, f"say in docs/seams.md what these files change, from when and until when: {missing}"
+    assert not missing, (
+        f"say in docs/seams.md what these files change, from when and until when: {missing}"
+    )

@@ -17,17 +17,22 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(titan, "version", lambda name: version)
 
 
-@pytest.mark.parametrize(("version", "recipes"), [("0.2.2", False), ("0.3.0", True), ("0.10.1.dev1", True)])
+@pytest.mark.parametrize(
+    ("version", "recipes"), [("0.2.2", False), ("0.3.0", True), ("0.10.1.dev1", True)]
+)
 def test_versions(version: str, recipes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, version)
     assert titan.has_recipes() == recipes
 
 
-@pytest.mark.parametrize("ask", [lambda: cad(None), lambda: llama3.llama3_8b], ids=["cad", "module"])
+@pytest.mark.parametrize(
+    "ask", [lambda: cad(None), lambda: llama3.llama3_8b], ids=["cad", "module"]
+)
 def test_recipes_under_toml(ask: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "0.2.2")
     with pytest.raises(
-        ValueError, match=r"torchtitan 0.2.2 is installed, whose jobs are TOML files: .*parallelism.cad"
+        ValueError,
+        match=r"torchtitan 0.2.2 is installed, whose jobs are TOML files: .*parallelism.cad",
     ):
         ask()
 
@@ -40,7 +45,11 @@ def test_recipes_under_toml(ask: Refuses, monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_a_job_of_another_version(
-    version: str, option: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    version: str,
+    option: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     installed(monkeypatch, version)
     monkeypatch.setattr(sys, "argv", ["train", option])

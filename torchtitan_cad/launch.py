@@ -35,42 +35,78 @@ _ENDED_BY_TORCHRUN = (-signal.SIGTERM, _SIGNAL_EXIT + signal.SIGTERM)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun on `arguments`, by default the command line's; return the exit code."""
-    for module in ("agent.server.api", "multiprocessing.api"):  # report each rank that is ended because another failed
-        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
+    for module in (
+        "agent.server.api",
+        "multiprocessing.api",
+    ):  # report each rank that is ended because another failed
+        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(
+            logging.CRITICAL
+        )
     options = run.parse_args(sys.argv[1:] if arguments is None else arguments)
     try:
         ranks_per_node = run.determine_local_world_size(options.nproc_per_node)
-    except ValueError:  # torchrun's own says neither which option it is nor what else to give
+    except (
+        ValueError
+    ):  # torchrun's own says neither which option it is nor what else to give
         print(
             f"launch: --nproc_per_node={options.nproc_per_node}: torch finds no such devices on this machine; set it "
             "to the number of ranks that this machine is to run",
             file=sys.stderr,
         )
         return _MISTAKE_EXIT
-    if options.max_restarts > 0:  # else they find in the one store what those before have left (torch 2.11 to 2.15)
+    if (
+        options.max_restarts > 0
+    ):  # else they find in the one store what those before have left (torch 2.11 to 2.15)
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if ranks_per_node > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does it, too, with a warning of four lines
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", "1"
+        )  # torchrun does it, too, with a warning of four lines
     try:
         with tempfile.TemporaryDirectory(prefix="torchelastic_") as logs:
-            if options.redirects == options.tee == "0":  # torchrun would make a folder, write nothing and leave it
+            if (
+                options.redirects == options.tee == "0"
+            ):  # torchrun would make a folder, write nothing and leave it
                 options.log_dir = options.log_dir or logs
-            threading.Thread(target=_end_if_stuck, args=(options, logs), daemon=True).start()
+            threading.Thread(
+                target=_end_if_stuck, args=(options, logs), daemon=True
+            ).start()
             run.run(options)
     except ChildFailedError as error:
         # torchrun knows times to the second, and a signal comes before the errors that follow from it.
         rank, failure = min(
             error.failures.items(),
-            key=lambda item: (item[1].exitcode in _ENDED_BY_TORCHRUN, item[1].exitcode > 0, item[1].timestamp),
+            key=lambda item: (
+                item[1].exitcode in _ENDED_BY_TORCHRUN,
+                item[1].exitcode > 0,
+                item[1].timestamp,
+            ),
         )
-        how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
-        print(f"launch: rank {rank} (pid {failure.pid}) was the first to end, with {how}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else _SIGNAL_EXIT - failure.exitcode
+        how = (
+            f"exit code {failure.exitcode}"
+            if failure.exitcode > 0
+            else failure.signal_name()
+        )
+        print(
+            f"launch: rank {rank} (pid {failure.pid}) was the first to end, with {how}",
+            file=sys.stderr,
+        )
+        return (
+            failure.exitcode
+            if failure.exitcode > 0
+            else _SIGNAL_EXIT - failure.exitcode
+        )
     except RendezvousConnectionError:
-        print(f"launch: {_no_answer(options)}; this has ended all ranks of this node", file=sys.stderr)
+        print(
+            f"launch: {_no_answer(options)}; this has ended all ranks of this node",
+            file=sys.stderr,
+        )
         return 1
     except SignalException as error:
-        print(f"launch: {signal.Signals(error.sigval).name} has ended all ranks", file=sys.stderr)
+        print(
+            f"launch: {signal.Signals(error.sigval).name} has ended all ranks",
+            file=sys.stderr,
+        )
         return _SIGNAL_EXIT + int(error.sigval)
     return 0
 
@@ -86,11 +122,17 @@ def _end_if_stuck(options: Namespace, logs: str) -> None:
         time.sleep(_POLL_S)
         ended = None
         with contextlib.suppress(ChildProcessError):  # no rank has been started
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # torchrun has not asked for it yet
+            ended = os.waitid(
+                os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT
+            )  # torchrun has not asked for it yet
         if ended is None or ended.si_pid != pid:
             pid, since = 0 if ended is None else ended.si_pid, time.monotonic()
         elif time.monotonic() - since > _STUCK_S:
-            print(f"launch: pid {pid} has ended, and {_no_answer(options)}", file=sys.stderr, flush=True)
+            print(
+                f"launch: pid {pid} has ended, and {_no_answer(options)}",
+                file=sys.stderr,
+                flush=True,
+            )
             shutil.rmtree(logs, ignore_errors=True)
             os._exit(1)
 

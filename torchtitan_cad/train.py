@@ -25,7 +25,10 @@ def main() -> None:
     with one_line_errors(arguments) as progress:
         if any(argument.split("=")[0] == "--module" for argument in arguments):
             check_has_recipes()
-        if any(argument.split("=")[0] in ("--job.config_file", "--job.config-file") for argument in arguments):
+        if any(
+            argument.split("=")[0] in ("--job.config_file", "--job.config-file")
+            for argument in arguments
+        ):
             check_has_toml()
         if has_recipes():
             _run_recipe(arguments, progress)

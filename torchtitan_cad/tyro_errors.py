@@ -16,7 +16,11 @@ def say_error(box: str) -> str:
     what = re.split(r"\s*(?:Argument helptext:|For full helptext)", " ".join(first))[0]
     # Of options in a dataclass, tyro names a parameter of its own.
     what = re.sub(r"^Error parsing (?:\S*__tyro\S*: |--)", "", what)
-    nearest = [f"perhaps you meant {other[1]}" for other in others if other[0] == "Perhaps you meant:" and other[1:]]
+    nearest = [
+        f"perhaps you meant {other[1]}"
+        for other in others
+        if other[0] == "Perhaps you meant:" and other[1:]
+    ]
     return "; ".join([what.rstrip(". "), *nearest[:1]])
 
 

@@ -27,28 +27,57 @@ def main(arguments: Sequence[str]) -> int:
         type=Path,
         help="folder for a file of each part and their page (default: bench/results/gpu; of a dry run a temporary one)",
     )
-    parser.add_argument("--run", type=int, choices=RUNS, help="the parts of one of the two runs (default: of both)")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
-    parser.add_argument("--resume", action="store_true", help="leave out what is done for this GPU, torch and sources")
-    parser.add_argument("--minutes", type=float, help="for everything (default: 8 a run)")
-    parser.add_argument("--dry-run", action="store_true", help="CPU stand-ins at toy sizes")
     parser.add_argument(
-        "--packages", type=Path, help="folder with what is not installed (default: gpu_packages, if it is there)"
+        "--run",
+        type=int,
+        choices=RUNS,
+        help="the parts of one of the two runs (default: of both)",
+    )
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="leave out what is done for this GPU, torch and sources",
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="for everything (default: 8 a run)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="CPU stand-ins at toy sizes"
+    )
+    parser.add_argument(
+        "--packages",
+        type=Path,
+        help="folder with what is not installed (default: gpu_packages, if it is there)",
     )
     options = parser.parse_args(arguments)
     names = [part.name for part in PARTS]
     if unknown := set(options.only or ()) - set(names):
-        parser.error(f"--only {unknown.pop()}: there is no such part, choose among {', '.join(names)}")
+        parser.error(
+            f"--only {unknown.pop()}: there is no such part, choose among {', '.join(names)}"
+        )
     runs = RUNS if options.run is None else (options.run,)
-    chosen = [part for part in PARTS if part.run in runs and (options.only is None or part.name in options.only)]
+    chosen = [
+        part
+        for part in PARTS
+        if part.run in runs and (options.only is None or part.name in options.only)
+    ]
     if not chosen:
-        parser.error(f"--run {options.run} has none of --only {' '.join(options.only)}: leave out one of them")
+        parser.error(
+            f"--run {options.run} has none of --only {' '.join(options.only)}: leave out one of them"
+        )
     if options.minutes is not None and not options.minutes > 0:
         parser.error(f"--minutes {options.minutes}: set a number greater than 0")
     packages = options.packages or ROOT / "gpu_packages"
     if options.packages and not packages.is_dir():
-        parser.error(f"--packages {packages}: there is no such folder; docs/performance.md says how to make it")
-    output = options.output or (Path(tempfile.mkdtemp(prefix="bench_gpu_")) if options.dry_run else results.RESULTS)
+        parser.error(
+            f"--packages {packages}: there is no such folder; docs/performance.md says how to make it"
+        )
+    output = options.output or (
+        Path(tempfile.mkdtemp(prefix="bench_gpu_"))
+        if options.dry_run
+        else results.RESULTS
+    )
     budget_s = 60 * options.minutes if options.minutes else len(runs) * RUN_S
     session = Session(
         output,
@@ -59,7 +88,11 @@ def main(arguments: Sequence[str]) -> int:
     )
     print(f"{expected_seconds(chosen):.0f} s expected of {budget_s:.0f}", flush=True)
     good = session.run(chosen, options.resume)
-    found = [result for result in results.read(session.folder) if results.same_code(result, session.identity)]
+    found = [
+        result
+        for result in results.read(session.folder)
+        if results.same_code(result, session.identity)
+    ]
     if found:
         print(f"\n{summary(found)}\n{session.folder / results.PAGE}")
     return 0 if good else 1

@@ -54,7 +54,14 @@ def sizes_of(device: str) -> Sizes:
     """Sizes that say something on a GPU, and toy ones on the CPU."""
     if device == "cuda":
         return Sizes(torch.device(device, 0))
-    return Sizes(torch.device(device), AttentionShape(4, 2, 16, 4), 256, (64, 128), rows=64, repeats=1)
+    return Sizes(
+        torch.device(device),
+        AttentionShape(4, 2, 16, 4),
+        256,
+        (64, 128),
+        rows=64,
+        repeats=1,
+    )
 
 
 def attention(device: str, emit: Emit) -> None:
@@ -81,18 +88,31 @@ def bandwidth(device: str, emit: Emit) -> None:
     sizes = sizes_of(device)
     rows = measure_bandwidth(sizes)
     emit("kernels", _with_shares(rows))
-    everywhere = 4 * torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 2
+    everywhere = (
+        4 * torch.cuda.get_device_properties(0).multi_processor_count
+        if device == "cuda"
+        else 2
+    )
     putting = Putting(sizes.rows, sizes.device)
     for name, most in (("pack", put.PROGRAMS), ("pack on all SMs", everywhere)):
         with programs(most):
             milliseconds = median_milliseconds(putting.run, sizes.device, sizes.repeats)
-        rows.append({"name": name, "ms": milliseconds, "gigabytes_per_second": putting.num_bytes / milliseconds / 1e6})
+        rows.append(
+            {
+                "name": name,
+                "ms": milliseconds,
+                "gigabytes_per_second": putting.num_bytes / milliseconds / 1e6,
+            }
+        )
     emit("kernels", _with_shares(rows))
 
 
 def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every row with its share of the first one's rate, the copy's."""
-    return [{**row, "share": row["gigabytes_per_second"] / rows[0]["gigabytes_per_second"]} for row in rows]
+    return [
+        {**row, "share": row["gigabytes_per_second"] / rows[0]["gigabytes_per_second"]}
+        for row in rows
+    ]
 
 
 def visible_pairs(num_q: int, num_k: int, causal: bool = True) -> int:
@@ -103,17 +123,27 @@ def visible_pairs(num_q: int, num_k: int, causal: bool = True) -> int:
 def shard_call(kernel: AttentionKernel, shard: int, sizes: Sizes) -> VarlenArgs:
     """As many shards as have the pairs of the undivided document; unmasked if they are no squares but must be."""
     length, causal = sizes.length, shard == sizes.length or not kernel.squares_only
-    tasks = max(1, round(visible_pairs(length, length) / visible_pairs(shard, length, causal)))
-    cu_q, cu_k = ([step * task for task in range(tasks + 1)] for step in (shard, length))
-    return VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=sizes.shape.head_dim**-0.5, device=sizes.device)
+    tasks = max(
+        1, round(visible_pairs(length, length) / visible_pairs(shard, length, causal))
+    )
+    cu_q, cu_k = (
+        [step * task for task in range(tasks + 1)] for step in (shard, length)
+    )
+    return VarlenArgs.from_numpy(
+        cu_q, cu_k, causal=causal, scale=sizes.shape.head_dim**-0.5, device=sizes.device
+    )
 
 
-def measure_attention(kernel: AttentionKernel, shard: int, sizes: Sizes) -> dict[str, Any]:
+def measure_attention(
+    kernel: AttentionKernel, shard: int, sizes: Sizes
+) -> dict[str, Any]:
     """TFLOP/s of one call of shards; ``shard`` = the document's length is the undivided document."""
     call, shape = shard_call(kernel, shard, sizes), sizes.shape
 
     def rows(count: int, heads: int) -> Tensor:
-        return torch.randn(count, heads, shape.head_dim, device=sizes.device, dtype=sizes.dtype)
+        return torch.randn(
+            count, heads, shape.head_dim, device=sizes.device, dtype=sizes.dtype
+        )
 
     def median(run: Callable[[], object]) -> float:
         return median_milliseconds(run, sizes.device, sizes.repeats)
@@ -125,7 +155,12 @@ def measure_attention(kernel: AttentionKernel, shard: int, sizes: Sizes) -> dict
     merged = Merged(lse, row_delta(dout, out))
     forward = median(lambda: kernel.forward(q, k, v, call))
     backward = median(lambda: kernel.backward(dout, q, k, v, merged, call))
-    work = tasks * visible_pairs(shard, sizes.length, call.causal) * shape.num_heads * shape.head_dim
+    work = (
+        tasks
+        * visible_pairs(shard, sizes.length, call.causal)
+        * shape.num_heads
+        * shape.head_dim
+    )
     return {
         "shard": shard,
         "tasks": tasks,
@@ -144,15 +179,23 @@ def measure_bandwidth(sizes: Sizes) -> list[dict[str, Any]]:
     narrow = torch.randn(2 * rows, *tail, device=device, dtype=torch.bfloat16)
     lse = torch.randn(2 * rows, tail[0], device=device)
     order = np.random.default_rng(0).permutation(2 * rows)
-    space, picked = RowSpace([narrow[:rows]], [narrow[rows:]]), torch.from_numpy(order).to(device)
-    combination = Combination.build([order[:rows] % rows, order[rows:] % rows], rows, device)
+    space, picked = (
+        RowSpace([narrow[:rows]], [narrow[rows:]]),
+        torch.from_numpy(order).to(device),
+    )
+    combination = Combination.build(
+        [order[:rows] % rows, order[rows:] % rows], rows, device
+    )
     target = torch.empty_like(narrow)
     parts, lses = [narrow[:rows], narrow[rows:]], [lse[:rows], lse[rows:]]
     delta = row_delta(*parts)
     runs: dict[str, tuple[Callable[[], object], int]] = {
         "copy": (lambda: target.copy_(narrow), 2 * narrow.nbytes),
         "gather": (lambda: space.take(picked), 2 * narrow.nbytes),
-        "merge": (lambda: combination.merge([parts, lses], narrow), (narrow.nbytes + lse.nbytes) * 3 // 2),
+        "merge": (
+            lambda: combination.merge([parts, lses], narrow),
+            (narrow.nbytes + lse.nbytes) * 3 // 2,
+        ),
         "sum": (lambda: combination.add([parts], [narrow]), narrow.nbytes * 3 // 2),
         "delta": (lambda: row_delta(*parts), narrow.nbytes + delta.nbytes),
     }
@@ -166,5 +209,11 @@ def measure_bandwidth(sizes: Sizes) -> list[dict[str, Any]]:
     figures = []
     for name, (run, num_bytes) in runs.items():
         milliseconds = median_milliseconds(run, device, sizes.repeats)
-        figures.append({"name": name, "ms": milliseconds, "gigabytes_per_second": num_bytes / milliseconds / 1e6})
+        figures.append(
+            {
+                "name": name,
+                "ms": milliseconds,
+                "gigabytes_per_second": num_bytes / milliseconds / 1e6,
+            }
+        )
     return figures

@@ -32,7 +32,16 @@ from packaging.utils import canonicalize_name
 from bench.gpu.process import ROOT
 from bench.record import markdown_table
 
-WANTED = ("torchtitan==0.2.2", "torchdata==0.11.0", "tyro", "tqdm", "filelock", "numba", "pytest-timeout", "hypothesis")
+WANTED = (
+    "torchtitan==0.2.2",
+    "torchdata==0.11.0",
+    "tyro",
+    "tqdm",
+    "filelock",
+    "numba",
+    "pytest-timeout",
+    "hypothesis",
+)
 """What the package and its tests import."""
 FLASH_ATTENTION_4 = ("nvidia-cutlass-dsl[cu13]", "flash-attn-4==4.0.0b36")
 LEFT_OUT = ("nvidia-cutlass-dsl-libs-cu12",)
@@ -102,7 +111,10 @@ def main(options: Options) -> int:
     try:
         return collect(options)
     except subprocess.CalledProcessError as error:
-        print(f"error: {Path(error.cmd[0]).name} ended with code {error.returncode}, as it says above", file=sys.stderr)
+        print(
+            f"error: {Path(error.cmd[0]).name} ended with code {error.returncode}, as it says above",
+            file=sys.stderr,
+        )
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
     return 2
@@ -121,7 +133,9 @@ def collect(options: Options) -> int:
     if options.flash_attn_4:
         folders.append(options.flash_attn_4)
         print("\n".join(add_flash_attention_4(*folders, present)))
-    return 0 if all([within_limit(folder, options.limit_mib) for folder in folders]) else 1
+    return (
+        0 if all([within_limit(folder, options.limit_mib) for folder in folders]) else 1
+    )
 
 
 def fill(folder: Path, wanted: Iterable[str], present: Mapping[str, str]) -> Collection:
@@ -136,12 +150,16 @@ def fill(folder: Path, wanted: Iterable[str], present: Mapping[str, str]) -> Col
         collection = resolve(wanted, present, Path(downloads))
         installed = Path(downloads, "installed")
         install([wheel.path for wheel in collection.wheels], installed)
-        shutil.rmtree(folder, ignore_errors=True)  # only now, so that an earlier one is there if something fails
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # only now, so that an earlier one is there if something fails
         shutil.copytree(installed, folder)
     return collection
 
 
-def add_flash_attention_4(first: Path, second: Path, present: Mapping[str, str]) -> list[str]:
+def add_flash_attention_4(
+    first: Path, second: Path, present: Mapping[str, str]
+) -> list[str]:
     """Writes halves of an archive of FlashAttention-4 into two folders; returns what to tell the user.
 
     Raises:
@@ -163,14 +181,27 @@ def add_flash_attention_4(first: Path, second: Path, present: Mapping[str, str])
     Path(first, f"{ARCHIVE}.1").write_bytes(content[:half])
     Path(second, f"{ARCHIVE}.2").write_bytes(content[half:])
     halves = f"{first}/{ARCHIVE}.1 {second}/{ARCHIVE}.2"
-    unpack = f"cat {halves} > /tmp/{ARCHIVE} && python3 -m tarfile -e /tmp/{ARCHIVE} {first}"
-    return ["", *lines, "", f"Two halves of {half / MIB:.1f} MiB. Where both have arrived: {unpack}"]
+    unpack = (
+        f"cat {halves} > /tmp/{ARCHIVE} && python3 -m tarfile -e /tmp/{ARCHIVE} {first}"
+    )
+    return [
+        "",
+        *lines,
+        "",
+        f"Two halves of {half / MIB:.1f} MiB. Where both have arrived: {unpack}",
+    ]
 
 
 def compress(folder: Path, archive: Path) -> None:
     """Writes what is in ``folder`` as a tar file, compressed for machine code of x86."""
-    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 256 * MIB}]
-    with lzma.open(archive, "wb", filters=filters) as file, tarfile.open(fileobj=file, mode="w|") as tar:
+    filters = [
+        {"id": lzma.FILTER_X86},
+        {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 256 * MIB},
+    ]
+    with (
+        lzma.open(archive, "wb", filters=filters) as file,
+        tarfile.open(fileobj=file, mode="w|") as tar,
+    ):
         for path in sorted(folder.iterdir()):
             tar.add(path, path.name)
 
@@ -199,7 +230,9 @@ def read_present(path: Path) -> dict[str, str]:
     return present
 
 
-def resolve(wanted: Iterable[str], present: Mapping[str, str], downloads: Path) -> Collection:
+def resolve(
+    wanted: Iterable[str], present: Mapping[str, str], downloads: Path
+) -> Collection:
     """Downloads ``wanted`` and what it requires, as far as the machine lacks it, into the folder ``downloads``.
 
     Of a package that several require, the first requirement decides the version.
@@ -219,12 +252,20 @@ def resolve(wanted: Iterable[str], present: Mapping[str, str], downloads: Path) 
             continue
         if name in present:
             if requirer:
-                relied_on.setdefault(name, []).append(f"{requirement.specifier or 'any'} ({requirer})")
-            if present[name] and not requirement.specifier.contains(present[name], prereleases=True):
-                unmet.append(f"{requirer or 'this command'} requires {requirement}, the machine has {present[name]}")
+                relied_on.setdefault(name, []).append(
+                    f"{requirement.specifier or 'any'} ({requirer})"
+                )
+            if present[name] and not requirement.specifier.contains(
+                present[name], prereleases=True
+            ):
+                unmet.append(
+                    f"{requirer or 'this command'} requires {requirement}, the machine has {present[name]}"
+                )
             continue
         if name not in wheels:
-            wheels[name] = wheel = read_wheel(download(requirement, downloads), requirement.extras)
+            wheels[name] = wheel = read_wheel(
+                download(requirement, downloads), requirement.extras
+            )
             waiting += [(wheel.name, needed) for needed in wheel.requirements]
         elif not requirement.specifier.contains(wheels[name].version, prereleases=True):
             raise ValueError(
@@ -235,9 +276,16 @@ def resolve(wanted: Iterable[str], present: Mapping[str, str], downloads: Path) 
 
 def _platforms() -> list[str]:
     """Arguments by which pip takes wheels for the machine instead of this one."""
-    tags = [f"manylinux_2_{minor}_x86_64" for minor in range(NEWEST_GLIBC, OLDEST_GLIBC - 1, -1)]
+    tags = [
+        f"manylinux_2_{minor}_x86_64"
+        for minor in range(NEWEST_GLIBC, OLDEST_GLIBC - 1, -1)
+    ]
     tags += ["manylinux2014_x86_64", "manylinux1_x86_64"]
-    arguments = ["--only-binary=:all:", f"--python-version={PYTHON}", "--implementation=cp"]
+    arguments = [
+        "--only-binary=:all:",
+        f"--python-version={PYTHON}",
+        "--implementation=cp",
+    ]
     return [*arguments, *(f"--platform={tag}" for tag in tags)]
 
 
@@ -261,22 +309,35 @@ def download(requirement: Requirement, downloads: Path) -> Path:
 def read_wheel(path: Path, extras: Iterable[str] = ()) -> Wheel:
     """Name, version and requirements of a wheel; those of other systems and of other extras are left out."""
     with zipfile.ZipFile(path) as archive:
-        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        (metadata,) = (
+            name for name in archive.namelist() if name.endswith(".dist-info/METADATA")
+        )
         head = HeaderParser().parsestr(archive.read(metadata).decode())
     requirements = [Requirement(text) for text in head.get_all("Requires-Dist", [])]
-    held = tuple(requirement for requirement in requirements if _holds(requirement, extras))
+    held = tuple(
+        requirement for requirement in requirements if _holds(requirement, extras)
+    )
     return Wheel(path, canonicalize_name(head["Name"]), head["Version"], held)
 
 
 def _holds(requirement: Requirement, extras: Iterable[str]) -> bool:
     marker = requirement.marker
-    return marker is None or any(marker.evaluate({**MARKERS, "extra": extra}) for extra in ("", *extras))
+    return marker is None or any(
+        marker.evaluate({**MARKERS, "extra": extra}) for extra in ("", *extras)
+    )
 
 
 def install(wheels: Sequence[Path], folder: Path) -> None:
     """Unpacks wheels into ``folder``, without the scripts, which name this machine's Python."""
     _pip(
-        "install", "--no-deps", "--no-index", "--no-compile", *_platforms(), "--target", str(folder), *map(str, wheels)
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        *_platforms(),
+        "--target",
+        str(folder),
+        *map(str, wheels),
     )
     shutil.rmtree(folder / "bin", ignore_errors=True)
 
@@ -296,9 +357,13 @@ def extract_mps(source: Path, folder: Path) -> None:
             subprocess.run(["dpkg-deb", "--extract", str(source), unpacked], check=True)
             where = Path(unpacked)
         for program in MPS_PROGRAMS:
-            found = next((path for path in sorted(where.rglob(program)) if path.is_file()), None)
+            found = next(
+                (path for path in sorted(where.rglob(program)) if path.is_file()), None
+            )
             if found is None:
-                raise ValueError(f"{source} has no {program}; NVIDIA's nvidia-compute-utils packages do")
+                raise ValueError(
+                    f"{source} has no {program}; NVIDIA's nvidia-compute-utils packages do"
+                )
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(found, folder / program)
             (folder / program).chmod(0o755)
@@ -327,18 +392,32 @@ def within_limit(folder: Path, limit_mib: float | None) -> bool:
 
 def describe(folder: Path, collection: Collection) -> list[str]:
     """A table of what was gathered with sizes, and what it expects of the machine."""
-    rows = [{"package": wheel.name, "version": wheel.version, **_sizes(wheel, folder)} for wheel in collection.wheels]
+    rows = [
+        {"package": wheel.name, "version": wheel.version, **_sizes(wheel, folder)}
+        for wheel in collection.wheels
+    ]
     if programs := sorted(folder.glob("bin/*")):
         size = sum(path.stat().st_size for path in programs)
-        rows.append({"package": ", ".join(path.name for path in programs), "version": "", "MiB": f"{size / MIB:.2f}"})
+        rows.append(
+            {
+                "package": ", ".join(path.name for path in programs),
+                "version": "",
+                "MiB": f"{size / MIB:.2f}",
+            }
+        )
     lines = [*markdown_table(rows), "", "Expected of the machine:", ""]
-    lines += [f"- {name} {', '.join(needs)}" for name, needs in sorted(collection.relied_on.items())]
+    lines += [
+        f"- {name} {', '.join(needs)}"
+        for name, needs in sorted(collection.relied_on.items())
+    ]
     return [*lines, *(f"**not met**: {reason}" for reason in collection.unmet)]
 
 
 def _sizes(wheel: Wheel, folder: Path) -> dict[str, str]:
     """The size of an installed package, by its list of files."""
-    (record,) = folder.glob(f"{wheel.path.name.split('-')[0]}-{wheel.version}.dist-info/RECORD")
+    (record,) = folder.glob(
+        f"{wheel.path.name.split('-')[0]}-{wheel.version}.dist-info/RECORD"
+    )
     files = [folder / line.split(",")[0] for line in record.read_text().splitlines()]
     size = sum(path.stat().st_size for path in files if path.is_file())
     return {"MiB": f"{size / MIB:.2f}"}

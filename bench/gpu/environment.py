@@ -15,11 +15,29 @@ from bench.gpu.parts import Emit
 from bench.record import installed_version
 
 PACKAGES = (
-    *("torch", "triton", "numpy", "numba", "pytest", "pytest-timeout", "hypothesis", "tyro", "tqdm"),
+    *(
+        "torch",
+        "triton",
+        "numpy",
+        "numba",
+        "pytest",
+        "pytest-timeout",
+        "hypothesis",
+        "tyro",
+        "tqdm",
+    ),
     *("torchtitan", "flash-attn", "flash-attn-4", "nvidia-nvshmem-cu13"),
 )
 QUERIES = (
-    *("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu"),
+    *(
+        "driver_version",
+        "clocks.sm",
+        "clocks.max.sm",
+        "clocks.mem",
+        "power.draw",
+        "power.limit",
+        "temperature.gpu",
+    ),
     *("memory.used", "utilization.gpu", "mig.mode.current", "compute_mode"),
 )
 
@@ -30,13 +48,18 @@ def describe(device: str, emit: Emit) -> None:
     emit("torch", torch.__version__)
     emit("python", platform.python_version())
     emit("packages", {name: installed_version(name) for name in PACKAGES})
-    parts: dict[str, Callable[[], object]] = {"host": _host, "triton": lambda: _launch(device)}
+    parts: dict[str, Callable[[], object]] = {
+        "host": _host,
+        "triton": lambda: _launch(device),
+    }
     if device == "cuda":
         parts |= {"device": _device, "nvidia-smi": _nvidia_smi, "links": _links}
     for name, describe_part in parts.items():
         try:
             emit(name, describe_part())
-        except Exception as error:  # what cannot be found out here keeps nothing from being measured
+        except (
+            Exception
+        ) as error:  # what cannot be found out here keeps nothing from being measured
             emit(name, f"{type(error).__name__}: {error}")
 
 
@@ -55,7 +78,9 @@ def _host() -> dict[str, Any]:
         "system": platform.platform(),
         "gVisor": platform.release() == "4.4.0",
         "cpus": len(os.sched_getaffinity(0)),
-        "memory_gigabytes": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
+        "memory_gigabytes": round(
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1
+        ),
         "compilers": [name for name in ("gcc", "g++", "nvcc") if shutil.which(name)],
         "torchtitan": importlib.util.find_spec("torchtitan") is not None,
     }
@@ -81,25 +106,49 @@ def _launch(device: str) -> str:
 
     rows = torch.ones(1, 2, 64, device=device)
     delta = row_delta(rows, rows, torch.float32).tolist()
-    return "compiles and launches" if delta == [[64, 64]] else f"gives {delta} for [[64, 64]]"
+    return (
+        "compiles and launches"
+        if delta == [[64, 64]]
+        else f"gives {delta} for [[64, 64]]"
+    )
 
 
 def _nvidia_smi() -> dict[str, str]:
-    line = _output("nvidia-smi", f"--query-gpu={','.join(QUERIES)}", "--format=csv,noheader", "--id=0")
+    line = _output(
+        "nvidia-smi",
+        f"--query-gpu={','.join(QUERIES)}",
+        "--format=csv,noheader",
+        "--id=0",
+    )
     values = [value.strip() for value in line.split(",")]
-    return dict(zip(QUERIES, values, strict=True)) if len(values) == len(QUERIES) else {"answer": line}
+    return (
+        dict(zip(QUERIES, values, strict=True))
+        if len(values) == len(QUERIES)
+        else {"answer": line}
+    )
 
 
 def _links() -> dict[str, Any]:
     count = torch.cuda.device_count()
-    peers = [(a, b) for a in range(count) for b in range(count) if a != b and torch.cuda.can_device_access_peer(a, b)]
-    return {"gpus": count, "peer_to_peer": peers, "nvlink": _output("nvidia-smi", "nvlink", "--status")[:500]}
+    peers = [
+        (a, b)
+        for a in range(count)
+        for b in range(count)
+        if a != b and torch.cuda.can_device_access_peer(a, b)
+    ]
+    return {
+        "gpus": count,
+        "peer_to_peer": peers,
+        "nvlink": _output("nvidia-smi", "nvlink", "--status")[:500],
+    }
 
 
 def _output(*command: str) -> str:
     """A command's output, or the reason why there is none."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
     return (result.stdout or result.stderr).strip()

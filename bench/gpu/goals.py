@@ -29,7 +29,9 @@ class _Result(NamedTuple):
     figure: str
 
 
-def verdicts(figures: Figures, statuses: dict[str, str], stand_ins: bool = False) -> list[Verdict]:
+def verdicts(
+    figures: Figures, statuses: dict[str, str], stand_ins: bool = False
+) -> list[Verdict]:
     """One for every goal, from what has been measured; ``statuses`` of all parts by name.
 
     What was measured in part can miss a goal, but not reach it; and stand-ins do neither.
@@ -41,24 +43,53 @@ def verdicts(figures: Figures, statuses: dict[str, str], stand_ins: bool = False
             _sharing(figures, statuses),
         ),
         ("the tests of tests/gpu pass", "", _tests(figures, statuses)),
-        ("shards of 128 to 2048 tokens: at least 95% of the undivided kernel", "attention", _shards(figures)),
-        ("memory-bound kernels: at least 75% of the bandwidth of a copy", "bandwidth", _bandwidth(figures)),
+        (
+            "shards of 128 to 2048 tokens: at least 95% of the undivided kernel",
+            "attention",
+            _shards(figures),
+        ),
+        (
+            "memory-bound kernels: at least 75% of the bandwidth of a copy",
+            "bandwidth",
+            _bandwidth(figures),
+        ),
         ("planned/mean at most 1.08 in replay", "replay", _replay(figures)),
-        ("no synchronisation and no allocation in a layer, in the steady state", "layer", _steady(figures)),
-        ("a layer that moves rows: CAD's own kernels at most 6% of its attention", "layer", _own_kernels(figures)),
-        ("a layer with nothing to move: at most 2% slower than stock varlen attention", "plain", _plain(figures)),
+        (
+            "no synchronisation and no allocation in a layer, in the steady state",
+            "layer",
+            _steady(figures),
+        ),
+        (
+            "a layer that moves rows: CAD's own kernels at most 6% of its attention",
+            "layer",
+            _own_kernels(figures),
+        ),
+        (
+            "a layer with nothing to move: at most 2% slower than stock varlen attention",
+            "plain",
+            _plain(figures),
+        ),
     ]
-    return [Verdict(goal, *_judge(result, part, statuses, stand_ins)) for goal, part, result in goals]
+    return [
+        Verdict(goal, *_judge(result, part, statuses, stand_ins))
+        for goal, part, result in goals
+    ]
 
 
-def _judge(result: _Result | None, part: str, statuses: dict[str, str], stand_ins: bool) -> tuple[str, str]:
+def _judge(
+    result: _Result | None, part: str, statuses: dict[str, str], stand_ins: bool
+) -> tuple[str, str]:
     if result is None:
         return NOT_MEASURED, f"{part} {statuses[part]}" if part in statuses else "-"
     if stand_ins:
         return NOT_MEASURED, f"stand-ins: {result.figure}"
     if not result.reached:
         return NOT_MET, result.figure
-    return (MET, result.figure) if result.whole else (NOT_MEASURED, f"in part: {result.figure}")
+    return (
+        (MET, result.figure)
+        if result.whole
+        else (NOT_MEASURED, f"in part: {result.figure}")
+    )
 
 
 def _sharing(figures: Figures, statuses: dict[str, str]) -> _Result | None:
@@ -67,10 +98,17 @@ def _sharing(figures: Figures, statuses: dict[str, str]) -> _Result | None:
     rows = {row["mode"]: row for row in sharing.get("modes", [])}
     if "cad" not in rows:
         return None
-    text = ", ".join(f"{mode} {row['speed_up']:.2f}" for mode, row in rows.items() if mode != "stock")
+    text = ", ".join(
+        f"{mode} {row['speed_up']:.2f}" for mode, row in rows.items() if mode != "stock"
+    )
     text += f"; {rows['cad']['ideal_speed_up']:.2f} if at no cost"
-    whole_gpu = figures.get("environment", {}).get("device", {}).get("multiprocessors", 0)
-    widest_share = max((share for job in sharing.get("multiprocessors", []) for share in job), default=0)
+    whole_gpu = (
+        figures.get("environment", {}).get("device", {}).get("multiprocessors", 0)
+    )
+    widest_share = max(
+        (share for job in sharing.get("multiprocessors", []) for share in job),
+        default=0,
+    )
     reasons = []
     if statuses.get("sharing") != "done":
         reasons.append(f"the part {statuses.get('sharing')}")
@@ -85,19 +123,29 @@ def _sharing(figures: Figures, statuses: dict[str, str]) -> _Result | None:
 def _tests(figures: Figures, statuses: dict[str, str]) -> _Result | None:
     names = [part.name for part in PARTS if part.name.startswith("test-")]
     counts = [figures.get(name, {}).get("tests", {}) for name in names]
-    passed, failed, skipped = (sum(c.get(key, 0) for c in counts) for key in ("passed", "failed", "skipped"))
+    passed, failed, skipped = (
+        sum(c.get(key, 0) for c in counts) for key in ("passed", "failed", "skipped")
+    )
     cut = [name for name in names if statuses.get(name) in ("failed", "timed out")]
     left = [name for name in names if statuses.get(name, "skipped") == "skipped"]
     if not passed and not cut:
         return None
     text = f"{passed} passed, {failed} failed, {skipped} skipped"
     text += f"; failed or timed out: {', '.join(cut)}" if cut else ""
-    return _Result(not cut, not left and not skipped, text + (f"; not run: {', '.join(left)}" if left else ""))
+    return _Result(
+        not cut,
+        not left and not skipped,
+        text + (f"; not run: {', '.join(left)}" if left else ""),
+    )
 
 
 def _shards(figures: Figures) -> _Result | None:
     rows = figures.get("attention", {}).get("shards", [])
-    shares = [(row[f"{name}_share"], row["shard"], name) for row in rows for name in ("forward", "backward")]
+    shares = [
+        (row[f"{name}_share"], row["shard"], name)
+        for row in rows
+        for name in ("forward", "backward")
+    ]
     if not shares:
         return None
     share, shard, name = min(shares)
@@ -106,13 +154,18 @@ def _shards(figures: Figures) -> _Result | None:
 
 
 def _bandwidth(figures: Figures) -> _Result | None:
-    shares = {row["name"]: row["share"] for row in figures.get("bandwidth", {}).get("kernels", [])}
+    shares = {
+        row["name"]: row["share"]
+        for row in figures.get("bandwidth", {}).get("kernels", [])
+    }
     judged = {name: share for name, share in shares.items() if name in KERNELS}
     if not judged:
         return None
     lowest = min(judged.values())
     text = ", ".join(f"{name} {share:.3f}" for name, share in judged.items())
-    return _Result(lowest >= 0.75, set(judged) == KERNELS, f"lowest {lowest:.3f}: {text}")
+    return _Result(
+        lowest >= 0.75, set(judged) == KERNELS, f"lowest {lowest:.3f}: {text}"
+    )
 
 
 def _replay(figures: Figures) -> _Result | None:
@@ -120,13 +173,24 @@ def _replay(figures: Figures) -> _Result | None:
     if not rows:
         return None
     highest = max(row["planned_over_mean"] for row in rows)
-    cells = ", ".join(f"{row['ranks']} ranks {row['pass']} {row['planned_over_mean']:.3f}" for row in rows)
-    return _Result(highest <= 1.08, {row["ranks"] for row in rows} >= RANKS, f"highest {highest:.3f}: {cells}")
+    cells = ", ".join(
+        f"{row['ranks']} ranks {row['pass']} {row['planned_over_mean']:.3f}"
+        for row in rows
+    )
+    return _Result(
+        highest <= 1.08,
+        {row["ranks"] for row in rows} >= RANKS,
+        f"highest {highest:.3f}: {cells}",
+    )
 
 
 def _steady(figures: Figures) -> _Result | None:
     layer = figures.get("layer", {})
-    counts, warned, asked = layer.get("counts"), layer.get("warnings"), layer.get("device_allocations")
+    counts, warned, asked = (
+        layer.get("counts"),
+        layer.get("warnings"),
+        layer.get("device_allocations"),
+    )
     if counts is None:
         return None
     text = f"{counts['launches']:g} launches, {counts['synchronisations']:g} synchronisations and "
@@ -134,8 +198,14 @@ def _steady(figures: Figures) -> _Result | None:
     text += "" if counts["on_device"] else ", which saw nothing on the device"
     if warned is not None:
         text += f"; {len(warned)} warnings of torch; the allocator asked the device {asked} times"
-    reached = not (counts["synchronisations"] or counts["allocations"] or warned or asked)
-    return _Result(reached, bool(counts["on_device"]) and warned is not None and asked is not None, text)
+    reached = not (
+        counts["synchronisations"] or counts["allocations"] or warned or asked
+    )
+    return _Result(
+        reached,
+        bool(counts["on_device"]) and warned is not None and asked is not None,
+        text,
+    )
 
 
 def _own_kernels(figures: Figures) -> _Result | None:

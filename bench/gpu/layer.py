@@ -23,10 +23,16 @@ SPAN = "layer"
 SHOWN = 25
 """Kernels listed, those that take longest."""
 
-LAUNCH = re.compile(r"(cuda|cu)(LaunchKernel|LaunchCooperativeKernel|GraphLaunch)|(cuda|cu)(Memcpy|Memset).*Async")
+LAUNCH = re.compile(
+    r"(cuda|cu)(LaunchKernel|LaunchCooperativeKernel|GraphLaunch)|(cuda|cu)(Memcpy|Memset).*Async"
+)
 SYNCHRONISE = re.compile(r"(cuda|cu).*Synchronize|(cuda|cu)(Memcpy|Memset)(?!.*Async)")
-ALLOCATE = re.compile(r"cuda(Malloc|Free|Host(Alloc|Register))|cuMem(Create|Alloc|Map|Unmap|Release|Free|Host|Address)")
-ATTENTION = re.compile(r"flash|fmha|attention_(fwd|bwd)|sdpa|at::native::reduce_kernel", re.IGNORECASE)
+ALLOCATE = re.compile(
+    r"cuda(Malloc|Free|Host(Alloc|Register))|cuMem(Create|Alloc|Map|Unmap|Release|Free|Host|Address)"
+)
+ATTENTION = re.compile(
+    r"flash|fmha|attention_(fwd|bwd)|sdpa|at::native::reduce_kernel", re.IGNORECASE
+)
 """Kernels of the attention libraries, by name; FlashAttention-2 sums a group's key gradients by torch's reduction."""
 LAYERS = 4
 """Profiled, after WARM_UP."""
@@ -66,9 +72,14 @@ def measure(device: str, emit: Emit) -> None:
         emit("warnings", _synchronisation_warnings(layer))
     num_layers = LAYERS if on_gpu else 1
     events = trace(layer, num_layers, on_gpu)
-    emit("counts", {name: count / num_layers / 2 for name, count in counts(events).items()})
+    emit(
+        "counts",
+        {name: count / num_layers / 2 for name, count in counts(events).items()},
+    )
     emit("kernels", longest(events, 2 * num_layers))
-    attention, own = (microseconds / num_layers / 2 for microseconds in attention_and_rest(events))
+    attention, own = (
+        microseconds / num_layers / 2 for microseconds in attention_and_rest(events)
+    )
     emit("attention_microseconds", attention)
     emit("own_microseconds", own)
     emit("own_over_attention", own / attention if attention else None)
@@ -84,7 +95,9 @@ def checked_errors(layer: Layer, key: int = KEY) -> dict[str, float]:
     _synchronise(layer.rows[0][0].is_cuda)  # ranks may have streams of their own
     layer.raise_if_late()
     errors = {}
-    for name, *parts, wanted in zip(("out", "lse", "dq", "dk", "dv"), *of_ranks, layer.undivided(), strict=True):
+    for name, *parts, wanted in zip(
+        ("out", "lse", "dq", "dk", "dv"), *of_ranks, layer.undivided(), strict=True
+    ):
         result, reference = torch.cat(parts).double(), wanted.double()
         errors[name] = float((result - reference).norm() / reference.norm())
     if not max(errors.values()) <= MOST_ERROR:
@@ -113,7 +126,11 @@ def _device_allocations(layer: Callable[[], object]) -> int | None:
     for _ in range(LAYERS):
         layer()
     torch.cuda.synchronize()
-    return None if before is None else torch.cuda.memory_stats()["num_device_alloc"] - before
+    return (
+        None
+        if before is None
+        else torch.cuda.memory_stats()["num_device_alloc"] - before
+    )
 
 
 def _synchronisation_warnings(layer: Callable[[], object]) -> list[str]:
@@ -126,7 +143,11 @@ def _synchronisation_warnings(layer: Callable[[], object]) -> list[str]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    return [f"{w.filename}:{w.lineno}: {w.message}" for w in caught if "called a synchronizing" in str(w.message)]
+    return [
+        f"{w.filename}:{w.lineno}: {w.message}"
+        for w in caught
+        if "called a synchronizing" in str(w.message)
+    ]
 
 
 def trace(layer: Callable[[], object], num_layers: int, on_gpu: bool) -> list[Event]:
@@ -140,7 +161,12 @@ def trace(layer: Callable[[], object], num_layers: int, on_gpu: bool) -> list[Ev
                 layer()
         _synchronise(on_gpu)
     return [
-        Event(e.name, e.device_type == DeviceType.CUDA, e.time_range.start, e.time_range.end)
+        Event(
+            e.name,
+            e.device_type == DeviceType.CUDA,
+            e.time_range.start,
+            e.time_range.end,
+        )
         for e in profiler.events() or ()
     ]
 
@@ -148,9 +174,16 @@ def trace(layer: Callable[[], object], num_layers: int, on_gpu: bool) -> list[Ev
 def counts(events: Sequence[Event]) -> dict[str, int]:
     """Launches, synchronisations and allocations that the host makes within the spans, and what runs on the device."""
     spans = _spans(events)
-    found = {"launches": 0, "synchronisations": 0, "allocations": 0, "on_device": len(_work(events))}
+    found = {
+        "launches": 0,
+        "synchronisations": 0,
+        "allocations": 0,
+        "on_device": len(_work(events)),
+    }
     for event in events:
-        if not event.on_device and any(begin <= event.begin < end for begin, end in spans):
+        if not event.on_device and any(
+            begin <= event.begin < end for begin, end in spans
+        ):
             found["launches"] += bool(LAUNCH.match(event.name))
             found["synchronisations"] += bool(SYNCHRONISE.match(event.name))
             found["allocations"] += bool(ALLOCATE.match(event.name))
@@ -163,7 +196,14 @@ def longest(events: Sequence[Event], num_layers: int) -> list[dict[str, Any]]:
     for event in _work(events):
         times[event.name[:90]].append(event.end - event.begin)
     rows = sorted(times.items(), key=lambda item: -sum(item[1]))[:SHOWN]
-    return [{"kernel": name, "per_layer": len(x) / num_layers, "microseconds": sum(x) / num_layers} for name, x in rows]
+    return [
+        {
+            "kernel": name,
+            "per_layer": len(x) / num_layers,
+            "microseconds": sum(x) / num_layers,
+        }
+        for name, x in rows
+    ]
 
 
 def attention_and_rest(events: Sequence[Event]) -> tuple[float, float]:
@@ -187,4 +227,11 @@ def _spans(events: Sequence[Event]) -> list[tuple[float, float]]:
 def _work(events: Sequence[Event]) -> list[Event]:
     """Work of the device from the first span on, without the spans, which the profiler repeats for the device."""
     first = min((begin for begin, _ in _spans(events)), default=0.0)
-    return [e for e in events if e.on_device and e.begin >= first and e.name != SPAN and not e.name.startswith("cad/")]
+    return [
+        e
+        for e in events
+        if e.on_device
+        and e.begin >= first
+        and e.name != SPAN
+        and not e.name.startswith("cad/")
+    ]

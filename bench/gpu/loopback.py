@@ -46,7 +46,11 @@ class RankStreams(NamedTuple):
 
     def on_computing(self) -> AbstractContextManager[object]:
         """A context in which the computing stream is the current one."""
-        return nullcontext() if self.computing is None else torch.cuda.stream(self.computing)
+        return (
+            nullcontext()
+            if self.computing is None
+            else torch.cuda.stream(self.computing)
+        )
 
 
 class PlayedMemory(DeviceMemory):
@@ -59,7 +63,11 @@ class PlayedMemory(DeviceMemory):
     """
 
     def __init__(
-        self, memories: "Memories", own: Tensor, addresses: Sequence[int], sending: "torch.cuda.Stream | None"
+        self,
+        memories: "Memories",
+        own: Tensor,
+        addresses: Sequence[int],
+        sending: "torch.cuda.Stream | None",
     ) -> None:
         super().__init__(own, addresses, sending)
         self._memories, self._sending = memories, False
@@ -74,11 +82,20 @@ class PlayedMemory(DeviceMemory):
         yield
         self._sending = False
 
-    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
+    def send(
+        self,
+        messages: Sequence[Message],
+        routes: Routes,
+        begins: Sequence[int],
+        word: int,
+        epoch: Epoch,
+    ) -> None:
         send = partial(super().send, messages, routes, begins, word, epoch)
         self._memories.later.append(send) if self._sending else send()
 
-    def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
+    def wait(
+        self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float
+    ) -> list[int]:
         wait = partial(super().wait, peers, first_word, epoch, timeout_s)
         if self._sending:
             self._memories.later.append(wait)
@@ -107,7 +124,10 @@ class Memories:
         number = self._calls[rank]
         self._calls[rank] += 1
         if number == len(self._rounds):
-            buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.num_ranks)]
+            buffers = [
+                torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+                for _ in range(self.num_ranks)
+            ]
             self._rounds.append(buffers)
         buffers = self._rounds[number]
         addresses = [buffer.data_ptr() for buffer in buffers]
@@ -138,25 +158,57 @@ class Layer:
         room: int | None = None,
         puts_off: bool = False,
     ) -> None:
-        shape, dtype = plan.shape, torch.bfloat16 if device.type == "cuda" else torch.float32
+        shape, dtype = (
+            plan.shape,
+            torch.bfloat16 if device.type == "cuda" else torch.float32,
+        )
         num_ranks = plan.layout.num_ranks
         if streams is None:
-            shared = RankStreams(None, sending_stream(device) if device.type == "cuda" else None)
+            shared = RankStreams(
+                None, sending_stream(device) if device.type == "cuda" else None
+            )
             streams = [shared] * num_ranks
-        self._layout, self._streams, self._device, self._puts_off = plan.layout, streams, device, puts_off
+        self._layout, self._streams, self._device, self._puts_off = (
+            plan.layout,
+            streams,
+            device,
+            puts_off,
+        )
         self._keys: list[int] = []
         self._memories = Memories(streams, device)
         self.engines, self.rows = [], []
         if room is None:
-            room = buffer_bytes() if device.type == "cuda" else buffer_bytes(TOY_BUFFERS_GB)
+            room = (
+                buffer_bytes()
+                if device.type == "cuda"
+                else buffer_bytes(TOY_BUFFERS_GB)
+            )
         for rank, tokens in enumerate(plan.layout.tokens_per_rank.tolist()):
             allocate = partial(self._memories.allocate, rank)
-            transport = SymmetricTransport(range(num_ranks), rank, allocate, lambda: TIMEOUT_S, room)
+            transport = SymmetricTransport(
+                range(num_ranks), rank, allocate, lambda: TIMEOUT_S, room
+            )
             attention = get_kernel(kernel, device, shape)
-            engine = CoreAttentionEngine(attention, transport, rank=rank, device=device, scale=shape.head_dim**-0.5)
+            engine = CoreAttentionEngine(
+                attention,
+                transport,
+                rank=rank,
+                device=device,
+                scale=shape.head_dim**-0.5,
+            )
             self.engines.append(engine)
-            heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads
-            self.rows.append([torch.randn(tokens, n, shape.head_dim, device=device, dtype=dtype) for n in heads])
+            heads = (
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.num_kv_heads,
+                shape.num_heads,
+            )
+            self.rows.append(
+                [
+                    torch.randn(tokens, n, shape.head_dim, device=device, dtype=dtype)
+                    for n in heads
+                ]
+            )
         self.add_plan(KEY, plan)
 
     def add_plan(self, key: int, plan: Plan) -> None:
@@ -175,7 +227,9 @@ class Layer:
     def __call__(self, key: int = KEY) -> list[tuple[Tensor, ...]]:
         """out, lse, dq, dk and dv of every rank, by the plan under ``key``."""
         calls = []
-        for engine, streams, (q, k, v, _) in zip(self.engines, self._streams, self.rows, strict=True):
+        for engine, streams, (q, k, v, _) in zip(
+            self.engines, self._streams, self.rows, strict=True
+        ):
             with streams.on_computing():
                 calls.append(engine.begin_forward(q, k, v, key).send())
         forward = self._finish(calls)
@@ -184,14 +238,23 @@ class Layer:
             self.engines, self._streams, self.rows, forward, strict=True
         ):
             with streams.on_computing():
-                calls.append(engine.begin_backward(dout, Saved(q, k, v, *results), key).send())
+                calls.append(
+                    engine.begin_backward(dout, Saved(q, k, v, *results), key).send()
+                )
         backward = self._finish(calls)
-        return [(*results[:2], *gradients) for results, gradients in zip(forward, backward, strict=True)]
+        return [
+            (*results[:2], *gradients)
+            for results, gradients in zip(forward, backward, strict=True)
+        ]
 
     def _finish(self, calls: Sequence[AttentionCall]) -> list[tuple[Tensor, ...]]:
         # First what every rank serves is computed: results return into buffers that their homes have to free before.
         results = []
-        for step in (AttentionCall.attend_first, AttentionCall.attend, AttentionCall.finish):
+        for step in (
+            AttentionCall.attend_first,
+            AttentionCall.attend,
+            AttentionCall.finish,
+        ):
             results = []
             for streams, call in zip(self._streams, calls, strict=True):
                 with streams.on_computing():
@@ -201,10 +264,21 @@ class Layer:
     def undivided(self) -> list[Tensor]:
         """out, lse, dq, dk and dv by one kernel call over whole documents, of both ranks one after the other."""
         q, k, v, dout = (torch.cat(column) for column in zip(*self.rows, strict=True))
-        engine, offsets = self.engines[0], [0, *self._layout.doc_lengths.cumsum().tolist()]
-        call = VarlenArgs.from_numpy(offsets, offsets, causal=True, scale=engine.scale, device=engine.device)
+        engine, offsets = (
+            self.engines[0],
+            [0, *self._layout.doc_lengths.cumsum().tolist()],
+        )
+        call = VarlenArgs.from_numpy(
+            offsets, offsets, causal=True, scale=engine.scale, device=engine.device
+        )
         out, lse = engine.kernel.forward(q, k, v, call)
-        return [out, lse, *engine.kernel.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call)]
+        return [
+            out,
+            lse,
+            *engine.kernel.backward(
+                dout, q, k, v, Merged(lse, row_delta(dout, out)), call
+            ),
+        ]
 
     def raise_if_late(self) -> None:
         """Raises PeerError if an exchange has failed on the device."""

@@ -17,7 +17,11 @@ from pathlib import Path
 from bench.gpu.parts import Skip
 
 CONTROL, SERVER = "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
-PIPES, LOGS, SHARE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+PIPES, LOGS, SHARE = (
+    "CUDA_MPS_PIPE_DIRECTORY",
+    "CUDA_MPS_LOG_DIRECTORY",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+)
 PLACES = ("/usr/local/nvidia/bin", "/usr/bin", "/usr/sbin")
 """Folders that are searched beside PATH and the ``bin`` of every folder of packages."""
 ANSWER_S = 20.0
@@ -59,7 +63,10 @@ class Service:
 
     def log(self, most: int = 2000) -> str:
         """Return the end of what the daemon and its server have logged, ``most`` characters of each."""
-        return "\n".join(path.read_text(errors="replace")[-most:] for path in sorted(self.logs.glob("*.log")))
+        return "\n".join(
+            path.read_text(errors="replace")[-most:]
+            for path in sorted(self.logs.glob("*.log"))
+        )
 
 
 def find_programs(folders: Sequence[str] | None = None) -> dict[str, str]:
@@ -78,7 +85,9 @@ def find_programs(folders: Sequence[str] | None = None) -> dict[str, str]:
     found = {name: shutil.which(name, path=search) for name in (CONTROL, SERVER)}
     for name, path in found.items():
         if path is None:
-            raise Skip(f"{name} is not on PATH, nor in {', '.join(PLACES)}, nor in a folder of packages")
+            raise Skip(
+                f"{name} is not on PATH, nor in {', '.join(PLACES)}, nor in a folder of packages"
+            )
     return {name: str(path) for name, path in found.items()}
 
 
@@ -99,7 +108,9 @@ def service(programs: dict[str, str] | None = None) -> Iterator[Service]:
         logs.mkdir()
         environment = {PIPES: str(pipes), LOGS: str(logs)}
         # The daemon starts its server by name.
-        path = os.pathsep.join([str(Path(programs[SERVER]).parent), os.environ.get("PATH", "")])
+        path = os.pathsep.join(
+            [str(Path(programs[SERVER]).parent), os.environ.get("PATH", "")]
+        )
         daemon = subprocess.Popen(
             [programs[CONTROL], "-f"],
             env={**os.environ, **environment, "PATH": path},
@@ -124,7 +135,9 @@ def _await_answer(running: Service, daemon: subprocess.Popen) -> None:
     for _ in range(int(ANSWER_S)):
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = daemon.wait(1.0)
-            raise Skip(f"{CONTROL} ended with code {code}: {running.log() or 'it said nothing'}")
+            raise Skip(
+                f"{CONTROL} ended with code {code}: {running.log() or 'it said nothing'}"
+            )
         try:
             running.command("get_server_list")
             return

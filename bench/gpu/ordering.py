@@ -74,24 +74,35 @@ class Litmus:
         mismatches: those of them whose rows were wrong when their word was there.
     """
 
-    def __init__(self, num_rows: int, row_words: int, batch: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, row_words: int, batch: int, device: torch.device
+    ) -> None:
         on_gpu = device.type == "cuda"
         self._device, self._batch = device, batch
         self.rounds, self.mismatches = 0, list[Mismatch]()
         self.round_bytes = 8 * num_rows * row_words
-        host = torch.zeros(batch, num_rows, row_words, dtype=torch.int64, pin_memory=on_gpu)
+        host = torch.zeros(
+            batch, num_rows, row_words, dtype=torch.int64, pin_memory=on_gpu
+        )
         words = torch.zeros(batch, WORDS_PER_LINE, dtype=torch.int64, pin_memory=on_gpu)
         self._received, self._words = host.numpy(), words.numpy()
-        pattern = np.random.default_rng(0).integers(0, 2**63, (num_rows, row_words), dtype=np.int64)
+        pattern = np.random.default_rng(0).integers(
+            0, 2**63, (num_rows, row_words), dtype=np.int64
+        )
         self._pattern, self._keep_alive = pattern.view(np.uint64), (host, words)
         self._source = torch.from_numpy(pattern).to(device)
         self._sent = torch.empty_like(self._source)
-        self._blocks = put.Blocks.of([put.split_into_blocks([num_rows], [0])], [None], device)
+        self._blocks = put.Blocks.of(
+            [put.split_into_blocks([num_rows], [0])], [None], device
+        )
         self._host_addresses, self._word_addresses = (
-            [torch.tensor([x[number].data_ptr()]).to(device) for number in range(batch)] for x in (host, words)
+            [torch.tensor([x[number].data_ptr()]).to(device) for number in range(batch)]
+            for x in (host, words)
         )
         self._peers = torch.zeros(1, dtype=torch.int32, device=device)
-        self._counter, self._failed = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self._counter, self._failed = (
+            torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)
+        )
 
     def run_batch(self) -> None:
         """Launch a batch of rounds and check them in order.
@@ -133,7 +144,13 @@ class Litmus:
 
     def put(self, number: int) -> None:
         addresses = self._host_addresses[number % self._batch]
-        put.put_rows([([self._sent], RowFormat.of([self._sent]))], self._blocks, [0], addresses, self._failed)
+        put.put_rows(
+            [([self._sent], RowFormat.of([self._sent]))],
+            self._blocks,
+            [0],
+            addresses,
+            self._failed,
+        )
 
     def post(self, number: int) -> None:
         addresses = self._word_addresses[number % self._batch]
@@ -149,14 +166,20 @@ class Litmus:
         deadline = time.monotonic() + PATIENCE_S
         while word[0] != number:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the word of round {number} is {word[0]} after {PATIENCE_S:.0f} s")
+                raise TimeoutError(
+                    f"the word of round {number} is {word[0]} after {PATIENCE_S:.0f} s"
+                )
         if not np.array_equal(received, expected):
             found = received.copy()  # what differs by now, which may be nothing
             wrong = found.view(np.uint8) != expected.view(np.uint8)
             rows = np.flatnonzero(wrong.any(axis=1))
             time.sleep(0.01)
             mended = np.array_equal(received, expected)
-            self.mismatches.append(Mismatch(number, int(rows[0]) if len(rows) else -1, int(wrong.sum()), mended))
+            self.mismatches.append(
+                Mismatch(
+                    number, int(rows[0]) if len(rows) else -1, int(wrong.sum()), mended
+                )
+            )
         self.rounds += 1
 
 
@@ -177,12 +200,24 @@ def measure(device: str, emit: Emit, make: Callable[..., Litmus] = Litmus) -> No
         seconds = time.monotonic() - begin
         if seconds >= sizes.seconds or any(litmus.mismatches for litmus in litmuses):
             break
-    mismatches = [mismatch._asdict() for litmus in litmuses for mismatch in litmus.mismatches]
+    mismatches = [
+        mismatch._asdict() for litmus in litmuses for mismatch in litmus.mismatches
+    ]
     emit("rounds", sum(litmus.rounds for litmus in litmuses))
-    emit("rows", sum(litmus.rounds * shape[0] for litmus, shape in zip(litmuses, sizes.row_shapes, strict=True)))
-    emit("bytes_checked", sum(litmus.rounds * litmus.round_bytes for litmus in litmuses))
+    emit(
+        "rows",
+        sum(
+            litmus.rounds * shape[0]
+            for litmus, shape in zip(litmuses, sizes.row_shapes, strict=True)
+        ),
+    )
+    emit(
+        "bytes_checked", sum(litmus.rounds * litmus.round_bytes for litmus in litmuses)
+    )
     emit("seconds", seconds)
     emit("mismatches", len(mismatches))
     if mismatches:
         emit("first_mismatches", mismatches[:10])
-        raise RuntimeError(f"{len(mismatches)} rounds had other rows than were sent when their word was there")
+        raise RuntimeError(
+            f"{len(mismatches)} rounds had other rows than were sent when their word was there"
+        )

@@ -21,7 +21,12 @@ from bench.gpu.loopback import KEY, Layer, RankStreams
 from bench.gpu.parts import Emit, Skip
 from bench.gpu.putting import Putting, programs
 from tests.lib.workloads import SHAPE
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import (
+    AttentionShape,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+)
 
 PLANNED, HOME = KEY, KEY + 1
 """Keys of the two plans of a layer."""
@@ -54,7 +59,14 @@ class Sizes(NamedTuple):
 
 
 CUDA = Sizes(SHAPE, PlannerConfig(), 32_768, (4096, 14_336), {2: 6, 4: 3}, 16_384)
-CPU = Sizes(AttentionShape(2, 1, 8, 4), PlannerConfig(min_shard=8, tile=8), 64, (16, 32), {2: 1, 4: 1}, 40)
+CPU = Sizes(
+    AttentionShape(2, 1, 8, 4),
+    PlannerConfig(min_shard=8, tile=8),
+    64,
+    (16, 32),
+    {2: 1, 4: 1},
+    40,
+)
 
 
 class Partition(NamedTuple):
@@ -67,21 +79,31 @@ class Partition(NamedTuple):
 def measure(device: str, emit: Emit) -> None:
     """For 2 and for 4 partitions: times, speed-up, differences to undivided attention, and who shares what."""
     if device == "cuda":
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = CONNECTIONS  # which the driver reads when it begins
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = (
+            CONNECTIONS  # which the driver reads when it begins
+        )
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    torch.zeros(1, device=where)  # makes the primary context, to which green ones belong
+    torch.zeros(
+        1, device=where
+    )  # makes the primary context, to which green ones belong
     sizes = CUDA if device == "cuda" else CPU
     rows: list[dict[str, Any]] = []
     errors, shared = {}, {}
     for count in sizes.rounds:
-        partitions = split_gpu(count) if device == "cuda" else [Partition(None, RankStreams())] * count
+        partitions = (
+            split_gpu(count)
+            if device == "cuda"
+            else [Partition(None, RankStreams())] * count
+        )
         emit(f"sms_of_{count}_partitions", [partition.sms for partition in partitions])
         bench = Bench(partitions, where, sizes)
         errors[f"{count} partitions"] = checked_errors(bench.layer, PLANNED)
         emit("errors", errors)
         for work, with_mlp in (("attention", False), ("attention and MLP", True)):
             row = bench.compare(sizes.rounds[count], with_mlp)
-            rows.append({"partitions": count, "sms": partitions[0].sms, "work": work, **row})
+            rows.append(
+                {"partitions": count, "sms": partitions[0].sms, "work": work, **row}
+            )
             emit("layers", rows)
         shared[f"{count} partitions"] = bench.shared()
         emit("shared", shared)
@@ -101,23 +123,37 @@ def split_gpu(count: int) -> list[Partition]:
     except ImportError as error:
         raise Skip(f"green contexts need the package cuda-bindings: {error}") from error
     gpu = _call(driver.cuDeviceGet, 0)
-    whole = _call(driver.cuDeviceGetDevResource, gpu, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+    whole = _call(
+        driver.cuDeviceGetDevResource,
+        gpu,
+        driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM,
+    )
     step = whole.sm.smCoscheduledAlignment or 8
     for sms in range(whole.sm.smCount // count // step * step, 0, -step):
-        error, groups, num_groups, _ = driver.cuDevSmResourceSplitByCount(count, whole, 0, sms)
+        error, groups, num_groups, _ = driver.cuDevSmResourceSplitByCount(
+            count, whole, 0, sms
+        )
         if not int(error) and num_groups == count:
             return [_partition(driver, gpu, group) for group in groups]
-    raise Skip(f"the driver does not split {whole.sm.smCount} SMs into {count} partitions")
+    raise Skip(
+        f"the driver does not split {whole.sm.smCount} SMs into {count} partitions"
+    )
 
 
 def _partition(driver: Any, gpu: Any, group: Any) -> Partition:
     description = _call(driver.cuDevResourceGenerateDesc, [group], 1)
     context = _call(
-        driver.cuGreenCtxCreate, description, gpu, int(driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
+        driver.cuGreenCtxCreate,
+        description,
+        gpu,
+        int(driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM),
     )
     flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
     computing, sending = (
-        torch.cuda.ExternalStream(int(_call(driver.cuGreenCtxStreamCreate, context, flags, priority)), device=0)
+        torch.cuda.ExternalStream(
+            int(_call(driver.cuGreenCtxStreamCreate, context, flags, priority)),
+            device=0,
+        )
         for priority in (0, -1)
     )
     return Partition(int(group.sm.smCount), RankStreams(computing, sending))
@@ -137,11 +173,17 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 class Mlp:
     """The matrix products of one rank's MLP (three matrices), without what is between them."""
 
-    def __init__(self, tokens: int, dims: tuple[int, int], device: torch.device) -> None:
+    def __init__(
+        self, tokens: int, dims: tuple[int, int], device: torch.device
+    ) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model_dim, hidden_dim = dims
-        self._x, self._grad_x = (torch.randn(tokens, model_dim, device=device, dtype=dtype) for _ in range(2))
-        self._weight, self._grad_weight = (torch.randn(dims, device=device, dtype=dtype) for _ in range(2))
+        self._x, self._grad_x = (
+            torch.randn(tokens, model_dim, device=device, dtype=dtype) for _ in range(2)
+        )
+        self._weight, self._grad_weight = (
+            torch.randn(dims, device=device, dtype=dtype) for _ in range(2)
+        )
         self._hidden = torch.randn(tokens, hidden_dim, device=device, dtype=dtype)
 
     def forward(self) -> None:
@@ -161,8 +203,13 @@ class Bench:
         layer: knows the plans ``HOME`` and ``PLANNED``.
     """
 
-    def __init__(self, partitions: Sequence[Partition], device: torch.device, sizes: Sizes) -> None:
-        self._device, self._streams = device, [partition.streams for partition in partitions]
+    def __init__(
+        self, partitions: Sequence[Partition], device: torch.device, sizes: Sizes
+    ) -> None:
+        self._device, self._streams = (
+            device,
+            [partition.streams for partition in partitions],
+        )
         layout = uneven_layout(len(partitions), sizes.tokens)
         home = make_plan(layout, sizes.shape, PlannerConfig(planner="home"))
         planned = make_plan(layout, sizes.shape, sizes.config)
@@ -178,7 +225,13 @@ class Bench:
         times: dict[int, list[float]] = {HOME: [], PLANNED: []}
         for _ in range(rounds):
             for key, of_plan in times.items():
-                of_plan.append(max(self._milliseconds(lambda key=key: self._run_layer(key, with_mlp))))
+                of_plan.append(
+                    max(
+                        self._milliseconds(
+                            lambda key=key: self._run_layer(key, with_mlp)
+                        )
+                    )
+                )
         if rounds > 1:
             times = {key: of_plan[1:] for key, of_plan in times.items()}
         home, planned = (statistics.median(times[key]) for key in (HOME, PLANNED))
@@ -188,7 +241,9 @@ class Bench:
             "speed_up": home / planned,
             "predicted_speed_up_of_attention": self._predicted,
             "megabytes_of_busiest_rank": self._sent_bytes / 1e6,
-            "spread": max((max(x) - min(x)) / statistics.median(x) for x in times.values()),
+            "spread": max(
+                (max(x) - min(x)) / statistics.median(x) for x in times.values()
+            ),
             "host_ms": self._host_milliseconds,
         }
 
@@ -206,7 +261,10 @@ class Bench:
         """SMs on which programs of every partition run, and how many SMs are of more than one partition."""
         found = []
         for streams in self._streams:
-            with streams.on_computing(), programs(8 * torch.cuda.get_device_properties(0).multi_processor_count):
+            with (
+                streams.on_computing(),
+                programs(8 * torch.cuda.get_device_properties(0).multi_processor_count),
+            ):
                 found.append(set(self._putting.multiprocessors()))
         used = set().union(*found)
         return {"used_sms": len(used), "shared_sms": sum(map(len, found)) - len(used)}
@@ -232,7 +290,9 @@ class Bench:
             run()
             self._host_milliseconds = 1e3 * (time.perf_counter() - begin)
             return [self._host_milliseconds]
-        begin, *ends = (torch.cuda.Event(enable_timing=True) for _ in range(len(self._streams) + 1))
+        begin, *ends = (
+            torch.cuda.Event(enable_timing=True) for _ in range(len(self._streams) + 1)
+        )
         torch.cuda._sleep(GATE_CYCLES)
         begin.record()
         for streams in self._streams:
@@ -252,5 +312,7 @@ def uneven_layout(num_ranks: int, tokens: int) -> TokenLayout:
     segments = [[(0, 0, tokens)]]
     for rank in range(1, num_ranks):
         first = 1 + SHORT_DOCUMENTS * (rank - 1)
-        segments.append([(first + number, 0, short) for number in range(SHORT_DOCUMENTS)])
+        segments.append(
+            [(first + number, 0, short) for number in range(SHORT_DOCUMENTS)]
+        )
     return TokenLayout.from_segments(segments)

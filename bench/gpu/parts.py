@@ -46,11 +46,29 @@ AT_ONCE = 4
 
 def _test(name: str, seconds: float, *, timed: bool = False, run: int = 1) -> Part:
     file, needs = f"tests/gpu/test_{name}_gpu.py", ("pytest", "hypothesis")
-    return Part(f"test-{name}", file, "bench.gpu.pytest_part:run", seconds, (file,), needs, timed, run)
+    return Part(
+        f"test-{name}",
+        file,
+        "bench.gpu.pytest_part:run",
+        seconds,
+        (file,),
+        needs,
+        timed,
+        run,
+    )
 
 
-def _sharing(name: str, title: str, seconds: float, arguments: tuple[str, str, str]) -> Part:
-    return Part(name, title, "bench.gpu.sharing:measure", seconds, arguments, ("bench.gpu.sharing", "triton"))
+def _sharing(
+    name: str, title: str, seconds: float, arguments: tuple[str, str, str]
+) -> Part:
+    return Part(
+        name,
+        title,
+        "bench.gpu.sharing:measure",
+        seconds,
+        arguments,
+        ("bench.gpu.sharing", "triton"),
+    )
 
 
 def in_groups(parts: Sequence[Part]) -> Iterator[list[Part]]:
@@ -65,23 +83,74 @@ def in_groups(parts: Sequence[Part]) -> Iterator[list[Part]]:
 def expected_seconds(parts: Sequence[Part]) -> float:
     """Return the seconds that parts should take together."""
     return sum(
-        max(max(part.seconds for part in group), sum(part.seconds for part in group) / AT_ONCE)
+        max(
+            max(part.seconds for part in group),
+            sum(part.seconds for part in group) / AT_ONCE,
+        )
         for group in in_groups(parts)
     )
 
 
-ENVIRONMENT = Part("environment", "GPU, driver, packages", "bench.gpu.environment:describe", 15)
+ENVIRONMENT = Part(
+    "environment", "GPU, driver, packages", "bench.gpu.environment:describe", 15
+)
 
 PARTS = (
     ENVIRONMENT,
-    Part("planner", "The planner's compiled code", "bench.gpu.speed:warm_planner", 45, needs=("numba",)),
-    Part("shares", "Halves of the GPU at once", "bench.gpu.share_probe:measure", 25, ("2",), ("bench.gpu.sharing",)),
-    _sharing("sharing", "Two ranks on halves of the GPU, DDP", 80, ("2", "ddp", "stock,cad,two nano-batches")),
-    _sharing("sharing-fsdp2", "Two ranks on halves, FSDP2", 70, ("2", "fsdp2", "stock,cad,loader's homes")),
-    _sharing("sharing-of-4", "Four ranks on quarters of the GPU, DDP", 60, ("4", "ddp", "stock,cad")),
-    Part("partition", "Ranks on partitions of the GPU", "bench.gpu.partition:measure", 40, needs=("triton",)),
-    Part("ordering", "Rows and their word through host memory", "bench.gpu.ordering:measure", 18, needs=("triton",)),
-    Part("sending", "An exchange beside other work", "bench.gpu.sending:measure", 25, needs=("triton",)),
+    Part(
+        "planner",
+        "The planner's compiled code",
+        "bench.gpu.speed:warm_planner",
+        45,
+        needs=("numba",),
+    ),
+    Part(
+        "shares",
+        "Halves of the GPU at once",
+        "bench.gpu.share_probe:measure",
+        25,
+        ("2",),
+        ("bench.gpu.sharing",),
+    ),
+    _sharing(
+        "sharing",
+        "Two ranks on halves of the GPU, DDP",
+        80,
+        ("2", "ddp", "stock,cad,two nano-batches"),
+    ),
+    _sharing(
+        "sharing-fsdp2",
+        "Two ranks on halves, FSDP2",
+        70,
+        ("2", "fsdp2", "stock,cad,loader's homes"),
+    ),
+    _sharing(
+        "sharing-of-4",
+        "Four ranks on quarters of the GPU, DDP",
+        60,
+        ("4", "ddp", "stock,cad"),
+    ),
+    Part(
+        "partition",
+        "Ranks on partitions of the GPU",
+        "bench.gpu.partition:measure",
+        40,
+        needs=("triton",),
+    ),
+    Part(
+        "ordering",
+        "Rows and their word through host memory",
+        "bench.gpu.ordering:measure",
+        18,
+        needs=("triton",),
+    ),
+    Part(
+        "sending",
+        "An exchange beside other work",
+        "bench.gpu.sending:measure",
+        25,
+        needs=("triton",),
+    ),
     _test("training", 90),
     _test("transport", 30),
     _test("nvshmem", 45),
@@ -90,17 +159,69 @@ PARTS = (
     _test("graphs", 45, run=2),
     _test("kernels", 40, run=2),
     _test("engine", 30, run=2),
-    Part("sanitizer", "compute-sanitizer", "bench.gpu.sanitizer:measure", 60, (), ("triton",), timed=False, run=2),
-    Part("layer", "Launches, synchronisations, allocations", "bench.gpu.layer:measure", 30, needs=("triton",), run=2),
-    Part("plain", "A layer with nothing to move", "bench.gpu.plain_layer:measure", 30, run=2),
-    Part("choice", "Attention kernels that auto chooses from", "bench.gpu.speed:kernels", 20, run=2),
-    Part("attention", "Shards against the undivided document", "bench.gpu.attention:attention", 20, run=2),
     Part(
-        *("bandwidth", "Memory-bound kernels against a copy", "bench.gpu.attention:bandwidth", 20),
+        "sanitizer",
+        "compute-sanitizer",
+        "bench.gpu.sanitizer:measure",
+        60,
+        (),
+        ("triton",),
+        timed=False,
+        run=2,
+    ),
+    Part(
+        "layer",
+        "Launches, synchronisations, allocations",
+        "bench.gpu.layer:measure",
+        30,
+        needs=("triton",),
+        run=2,
+    ),
+    Part(
+        "plain",
+        "A layer with nothing to move",
+        "bench.gpu.plain_layer:measure",
+        30,
+        run=2,
+    ),
+    Part(
+        "choice",
+        "Attention kernels that auto chooses from",
+        "bench.gpu.speed:kernels",
+        20,
+        run=2,
+    ),
+    Part(
+        "attention",
+        "Shards against the undivided document",
+        "bench.gpu.attention:attention",
+        20,
+        run=2,
+    ),
+    Part(
+        *(
+            "bandwidth",
+            "Memory-bound kernels against a copy",
+            "bench.gpu.attention:bandwidth",
+            20,
+        ),
         needs=("triton",),
         run=2,
     ),
     _test("profiling", 40, timed=True, run=2),
-    Part("profile", "torchtitan-cad profile", "bench.gpu.speed:profile", 25, needs=("tqdm",), run=2),
-    Part("replay", "All ranks of a plan, one after another", "bench.gpu.speed:replayed", 130, run=2),
+    Part(
+        "profile",
+        "torchtitan-cad profile",
+        "bench.gpu.speed:profile",
+        25,
+        needs=("tqdm",),
+        run=2,
+    ),
+    Part(
+        "replay",
+        "All ranks of a plan, one after another",
+        "bench.gpu.speed:replayed",
+        130,
+        run=2,
+    ),
 )

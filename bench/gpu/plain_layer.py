@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from bench.gpu.parts import Emit
-from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
+from torchtitan_cad.planning import (
+    TASK_DTYPE,
+    AttentionShape,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+)
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels import get_kernel
 from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
@@ -33,8 +39,16 @@ def measure(device: str, emit: Emit) -> None:
     unit = 1024 if on_gpu else 16
     lengths = [16 * unit, *[4 * unit] * 2, *[unit] * 8]
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    tokens, heads = sum(lengths), (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    qkv = [torch.randn(tokens, n, shape.head_dim, device=where, dtype=dtype, requires_grad=True) for n in heads]
+    tokens, heads = (
+        sum(lengths),
+        (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads),
+    )
+    qkv = [
+        torch.randn(
+            tokens, n, shape.head_dim, device=where, dtype=dtype, requires_grad=True
+        )
+        for n in heads
+    ]
     dout = torch.randn_like(qkv[0])
     kernel = _register(lengths, shape, where)
     ours, stock = _ours, _stock(lengths, where)
@@ -50,7 +64,9 @@ def measure(device: str, emit: Emit) -> None:
     times: dict[str, list[float]] = {"ours": [], "stock": []}
     for _ in range(ROUNDS if on_gpu else 1):
         for name, attend in (("ours", ours), ("stock", stock)):
-            milliseconds = median_milliseconds(lambda attend=attend: repeat(attend), where, 5 if on_gpu else 1)
+            milliseconds = median_milliseconds(
+                lambda attend=attend: repeat(attend), where, 5 if on_gpu else 1
+            )
             times[name].append(milliseconds / LAYERS)
     medians = {name: statistics.median(values) for name, values in times.items()}
     emit("milliseconds", medians)
@@ -60,11 +76,20 @@ def measure(device: str, emit: Emit) -> None:
 
 def _register(lengths: list[int], shape: AttentionShape, device: torch.device) -> str:
     """An engine of one rank whose plan leaves every document whole; returns its kernel's name."""
-    layout = TokenLayout.from_segments([[(doc, 0, length) for doc, length in enumerate(lengths)]])
-    tasks = np.array([(doc, 0, length, 0, length, 0) for doc, length in enumerate(lengths)], dtype=TASK_DTYPE)
+    layout = TokenLayout.from_segments(
+        [[(doc, 0, length) for doc, length in enumerate(lengths)]]
+    )
+    tasks = np.array(
+        [(doc, 0, length, 0, length, 0) for doc, length in enumerate(lengths)],
+        dtype=TASK_DTYPE,
+    )
     kernel = get_kernel("auto", device, shape)
-    engine = CoreAttentionEngine(kernel, None, rank=0, device=device, scale=shape.head_dim**-0.5)
-    engine.add_plan(0, Plan.from_tasks(layout, shape, PlannerConfig(planner="home"), tasks))
+    engine = CoreAttentionEngine(
+        kernel, None, rank=0, device=device, scale=shape.head_dim**-0.5
+    )
+    engine.add_plan(
+        0, Plan.from_tasks(layout, shape, PlannerConfig(planner="home"), tasks)
+    )
     register_engine(ENGINE, engine)
     return str(kernel)
 
@@ -78,10 +103,16 @@ def _stock(lengths: list[int], device: torch.device) -> Callable[..., Tensor]:
         register_cpu_varlen()
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     # Newer versions want to be told; the operator below takes fewer key heads in all of them.
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    grouped = (
+        {"enable_gqa": True}
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters
+        else {}
+    )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         longest = max(lengths)
-        return varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(-1, 0), **grouped)
+        return varlen_attn(
+            q, k, v, offsets, offsets, longest, longest, window_size=(-1, 0), **grouped
+        )
 
     return attend

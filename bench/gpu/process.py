@@ -47,7 +47,15 @@ def run_part(part: Part, device: str, limit_s: float, packages: Path | None) -> 
     with tempfile.TemporaryDirectory(prefix="bench_gpu_") as folder:
         lines, log = Path(folder, "lines"), Path(folder, "log")
         lines.touch()
-        command = [sys.executable, "-u", "-m", "bench.gpu.child", json.dumps(asdict(part)), device, str(lines)]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "bench.gpu.child",
+            json.dumps(asdict(part)),
+            device,
+            str(lines),
+        ]
         begin = time.monotonic()
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -63,7 +71,9 @@ def run_part(part: Part, device: str, limit_s: float, packages: Path | None) -> 
         outcome = _outcome(code, lines.read_text(), log.read_text(errors="replace"))
         outcome.seconds = round(time.monotonic() - begin, 1)
         if code is None:
-            outcome.why = f"ended after {limit_s:.0f} s" + (f"; {outcome.why}" if outcome.why else "")
+            outcome.why = f"ended after {limit_s:.0f} s" + (
+                f"; {outcome.why}" if outcome.why else ""
+            )
         return outcome
 
 
@@ -74,10 +84,18 @@ def _environment(device: str, folder: str) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         **os.environ,
         "TMPDIR": folder,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        ),
     }
-    if device == "cpu":  # stand-ins: no GPU even if there is one, and parts that run at once share few cores
-        env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    if (
+        device == "cpu"
+    ):  # stand-ins: no GPU even if there is one, and parts that run at once share few cores
+        env |= {
+            "CUDA_VISIBLE_DEVICES": "",
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+        }
     return env
 
 
@@ -101,7 +119,9 @@ def _outcome(code: int | None, lines: str, output: str) -> Outcome:
     figures: dict[str, Any] = {}
     skip = None
     for line in lines.splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # of a line that was being written
+        with contextlib.suppress(
+            json.JSONDecodeError
+        ):  # of a line that was being written
             entry = json.loads(line)
             if "skip" in entry:
                 skip = entry["skip"]
@@ -109,9 +129,29 @@ def _outcome(code: int | None, lines: str, output: str) -> Outcome:
                 figures[entry["name"]] = entry["value"]
     running = figures.pop("running", None)
     if code is None:
-        return Outcome("timed out", f"in {running}" if running else "", 0.0, figures, output[-TAIL:])
+        return Outcome(
+            "timed out",
+            f"in {running}" if running else "",
+            0.0,
+            figures,
+            output[-TAIL:],
+        )
     if code == 0:
-        return Outcome("done", "", 0.0, figures) if skip is None else Outcome("skipped", skip, 0.0, figures)
-    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
-    why = f"killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else last
-    return Outcome("failed", f"{why}, in {running}" if running else why, 0.0, figures, output[-TAIL:])
+        return (
+            Outcome("done", "", 0.0, figures)
+            if skip is None
+            else Outcome("skipped", skip, 0.0, figures)
+        )
+    last = next(
+        (line.strip() for line in reversed(output.splitlines()) if line.strip()), ""
+    )
+    why = (
+        f"killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else last
+    )
+    return Outcome(
+        "failed",
+        f"{why}, in {running}" if running else why,
+        0.0,
+        figures,
+        output[-TAIL:],
+    )

@@ -34,18 +34,31 @@ class Putting:
         self.num_bytes = 2 * self.part.nbytes
         self.target = torch.zeros(self.part.nbytes, dtype=torch.uint8, device=device)
         order = torch.randperm(num_rows).to(device)
-        self._blocks = put.Blocks.of([put.split_into_blocks([num_rows], [0])], [order], device)
+        self._blocks = put.Blocks.of(
+            [put.split_into_blocks([num_rows], [0])], [order], device
+        )
         self.addresses = torch.tensor([self.target.data_ptr()]).to(device)
         self.failed = torch.zeros(1, dtype=torch.int64, device=device)
 
     def run(self, multiprocessors: Tensor | None = None) -> None:
         """Put the rows; ``multiprocessors`` is an argument of ``put_rows``."""
-        put.put_rows([self._message], self._blocks, [0], self.addresses, self.failed, multiprocessors)
+        put.put_rows(
+            [self._message],
+            self._blocks,
+            [0],
+            self.addresses,
+            self.failed,
+            multiprocessors,
+        )
 
     def multiprocessors(self) -> Counter[int]:
         """The multiprocessors on which a put's programs run on the current stream, and how many run on each."""
-        tiles = len(self._blocks.table) * triton.cdiv(self.part[0].nbytes, 8 * WIDTH.value)
-        numbers = torch.zeros(min(put.PROGRAMS, tiles), dtype=torch.int32, device=self.part.device)
+        tiles = len(self._blocks.table) * triton.cdiv(
+            self.part[0].nbytes, 8 * WIDTH.value
+        )
+        numbers = torch.zeros(
+            min(put.PROGRAMS, tiles), dtype=torch.int32, device=self.part.device
+        )
         self.run(numbers)
         return Counter(numbers.tolist())
 

@@ -35,10 +35,16 @@ class _Results:
     def _count(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         self.counts[report.outcome] += 1
         if report.outcome == "failed":
-            self.failures.append({"test": report.nodeid, "text": report.longreprtext[-SHOWN:]})
+            self.failures.append(
+                {"test": report.nodeid, "text": report.longreprtext[-SHOWN:]}
+            )
             self.emit("failures", self.failures)
         elif report.outcome == "skipped":
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            reason = (
+                report.longrepr[2]
+                if isinstance(report.longrepr, tuple)
+                else str(report.longrepr)
+            )
             self.reasons[reason.removeprefix("Skipped: ")] += 1
             self.emit("skips", dict(self.reasons))
         self.emit("tests", dict(self.counts))
@@ -47,7 +53,9 @@ class _Results:
 def run(device: str, emit: Emit, file: str) -> None:
     """Runs the tests of ``file`` that need a GPU. Exits if one fails; skips if all are skipped."""
     results = _Results(emit)
-    code = pytest.main(["-m", "gpu", "--tb=short", "-p", "no:cacheprovider", file], plugins=[results])
+    code = pytest.main(
+        ["-m", "gpu", "--tb=short", "-p", "no:cacheprovider", file], plugins=[results]
+    )
     emit("running", None)
     if results.failures:
         raise SystemExit(f"{len(results.failures)} of {results.counts.total()} failed")

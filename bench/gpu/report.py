@@ -32,7 +32,10 @@ def latest_state(results: Sequence[Result]) -> list[Result]:
 def summary(results: Sequence[Result]) -> str:
     """Return goals and parts of one GPU."""
     latest = latest_state(results)
-    goals = [{"goal": x.goal, "verdict": x.status, "figure": x.figure} for x in find_verdicts(latest)]
+    goals = [
+        {"goal": x.goal, "verdict": x.status, "figure": x.figure}
+        for x in find_verdicts(latest)
+    ]
     by_name = {result["part"]: result for result in results}
     rows = []
     for part in PARTS:
@@ -41,7 +44,15 @@ def summary(results: Sequence[Result]) -> str:
             tree = {True: "", False: " with changes", None: "?"}[result["clean"]]
             measured = {"seconds": result["seconds"], "of expected": part.seconds}
             code = {"date": result["date"][:16], "commit": f"{result['commit']}{tree}"}
-            rows.append({"run": part.run, "part": part.name, "status": result["status"], **measured, **code})
+            rows.append(
+                {
+                    "run": part.run,
+                    "part": part.name,
+                    "status": result["status"],
+                    **measured,
+                    **code,
+                }
+            )
             rows[-1]["why"] = result["why"]
     last = latest[0]
     head = f"{last['gpu']}, torch {last['torch']}, Python {last['python']}, sources {last['sources']}"
@@ -60,13 +71,25 @@ def page(results: Sequence[Result]) -> str:
             result = by_part.get(part.name)
             if result is None or not (result["figures"] or result["output"]):
                 continue
-            lines += [f"### {part.name}: {part.title}", "", f"`{result['command']}`, commit {result['commit']}", ""]
+            lines += [
+                f"### {part.name}: {part.title}",
+                "",
+                f"`{result['command']}`, commit {result['commit']}",
+                "",
+            ]
             if "note" in result:
                 lines += [result["note"], ""]
             for figure, value in result["figures"].items():
                 lines += _figure(figure, value)
             if result["output"]:
-                lines += ["What it printed last:", "", "```", result["output"].replace("```", "'''"), "```", ""]
+                lines += [
+                    "What it printed last:",
+                    "",
+                    "```",
+                    result["output"].replace("```", "'''"),
+                    "```",
+                    "",
+                ]
     return "\n".join(lines)
 
 
@@ -77,8 +100,18 @@ def _figure(name: str, value: Any) -> list[str]:
     if isinstance(value, list) and value and all(isinstance(x, str) for x in value):
         return [f"{name}:", "", "```", *value, "```", ""]
     if isinstance(value, list) and value and all(isinstance(x, dict) for x in value):
-        return [f"{name}:", "", *markdown_table([{k: x for k, x in row.items() if _fits(x)} for row in value]), ""]
-    return [f"{name}: {cell(value) if _fits(value) or not value else 'see the JSON'}", ""]
+        return [
+            f"{name}:",
+            "",
+            *markdown_table(
+                [{k: x for k, x in row.items() if _fits(x)} for row in value]
+            ),
+            "",
+        ]
+    return [
+        f"{name}: {cell(value) if _fits(value) or not value else 'see the JSON'}",
+        "",
+    ]
 
 
 def _fits(value: Any) -> bool:

@@ -26,7 +26,18 @@ Result = dict[str, Any]
 PAGE = "README.md"
 SOURCES = ("torchtitan_cad", "bench", "tests/gpu")
 KEYS = {
-    *("part", "date", "command", "gpu", "torch", "python", "commit", "clean", "sources", "dry_run"),
+    *(
+        "part",
+        "date",
+        "command",
+        "gpu",
+        "torch",
+        "python",
+        "commit",
+        "clean",
+        "sources",
+        "dry_run",
+    ),
     *("status", "why", "seconds", "figures", "output"),
 }
 """What every result has."""
@@ -42,7 +53,10 @@ def identity(environment: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
     Args:
         environment: figures of the part ``environment``.
     """
-    versions = {name: str(environment.get(name, "unknown")) for name in ("gpu", "torch", "python")}
+    versions = {
+        name: str(environment.get(name, "unknown"))
+        for name in ("gpu", "torch", "python")
+    }
     changes = _git("status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
     return {
         **versions,
@@ -64,7 +78,9 @@ def gpu_name(result: Result) -> str:
 def write(folder: Path, result: Result) -> None:
     """Write a part's result in place of an earlier one of the GPU, unless that has figures and this was skipped."""
     path = folder / f"{gpu_name(result)}-{result['part']}.json"
-    if result["status"] != "skipped" or not any(earlier["figures"] for earlier in _read_files([path])):
+    if result["status"] != "skipped" or not any(
+        earlier["figures"] for earlier in _read_files([path])
+    ):
         _write(path, json.dumps(_strict(result), indent=1) + "\n")
 
 
@@ -101,18 +117,26 @@ def _strict(value: Any) -> Any:
 
 def same_code(result: Result, other: Result) -> bool:
     """Return whether two results are of one state of the sources, on the same GPU and torch."""
-    return all(result[name] == other[name] for name in ("gpu", "torch", "sources", "dry_run"))
+    return all(
+        result[name] == other[name] for name in ("gpu", "torch", "sources", "dry_run")
+    )
 
 
 def done(found: list[Result], own: dict[str, Any]) -> set[str]:
     """Return the names of the parts that are done for an ``identity``."""
-    return {result["part"] for result in found if result["status"] == "done" and same_code(result, own)}
+    return {
+        result["part"]
+        for result in found
+        if result["status"] == "done" and same_code(result, own)
+    }
 
 
 def source_hash(root: Path = ROOT) -> str:
     """Return a hash of all code measured and measuring, which shows edits that no commit has."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(path for folder in SOURCES for path in (root / folder).rglob("*.py")):
+    for path in sorted(
+        path for folder in SOURCES for path in (root / folder).rglob("*.py")
+    ):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -129,11 +153,17 @@ def adopt(measured: Path, revision: str, destination: Path = RESULTS) -> list[st
     """
     found = read(measured)
     if not found or any(result["dry_run"] for result in found):
-        raise ValueError(f"{measured} has no results of a GPU: name what `python -m bench.gpu --output` wrote to there")
+        raise ValueError(
+            f"{measured} has no results of a GPU: name what `python -m bench.gpu --output` wrote to there"
+        )
     commit = _git("rev-parse", "--short=12", f"{revision}^{{commit}}")
     if commit is None:
-        raise ValueError(f"--commit {revision}: there is no such commit here; name the one that was measured")
-    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+        raise ValueError(
+            f"--commit {revision}: there is no such commit here; name the one that was measured"
+        )
+    archive = subprocess.run(
+        ["git", "archive", commit], cwd=ROOT, capture_output=True, check=True
+    ).stdout
     with tempfile.TemporaryDirectory() as name:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(name, filter="data")
@@ -153,7 +183,14 @@ def adopt(measured: Path, revision: str, destination: Path = RESULTS) -> list[st
 def _git(*arguments: str) -> str | None:
     """Return what git answers about the working tree, None where there is no git."""
     try:
-        answer = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
+        answer = subprocess.run(
+            ["git", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()

@@ -42,4 +42,7 @@ if __name__ == "__main__":
         read_behind_the_last_row(where)
         sys.exit()
     errors = checked_errors(small_layer(where))
-    print("difference to undivided attention:", ", ".join(f"{name} {error:.2g}" for name, error in errors.items()))
+    print(
+        "difference to undivided attention:",
+        ", ".join(f"{name} {error:.2g}" for name, error in errors.items()),
+    )

@@ -42,7 +42,9 @@ KERNELS = (
     "_wait",
 )
 """CAD's own, as the sanitizer names them."""
-REPORT = re.compile(r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|Target application)(\S.*)$")
+REPORT = re.compile(
+    r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|Target application)(\S.*)$"
+)
 SUMMARY = re.compile(r"SUMMARY: (\d+)")
 PLACE = re.compile(r"\bat (?:0x[0-9a-f]+ in )?(?:void )?([\w:<>~]+)")
 """Where a report names a kernel: "at _put_rows+0x160", or "at 0x160 in _put_rows" before CUDA 12.3."""
@@ -99,9 +101,20 @@ def measure(device: str, emit: Emit) -> None:
     rows: list[dict[str, Any]] = []
     bad = []
     with ThreadPoolExecutor(len(TOOLS) + 1) as pool:
-        planted = pool.submit(run_tool, program, CONTROL, [*watched_program(device), PLANTED], LIMIT_S)
-        for finding in pool.map(lambda tool: run_tool(program, tool, watched_program(device), LIMIT_S), TOOLS):
-            rows.append({name: value for name, value in asdict(finding).items() if value or name != "output"})
+        planted = pool.submit(
+            run_tool, program, CONTROL, [*watched_program(device), PLANTED], LIMIT_S
+        )
+        for finding in pool.map(
+            lambda tool: run_tool(program, tool, watched_program(device), LIMIT_S),
+            TOOLS,
+        ):
+            rows.append(
+                {
+                    name: value
+                    for name, value in asdict(finding).items()
+                    if value or name != "output"
+                }
+            )
             emit("tools", rows)
             bad += [f"{finding.tool}: {finding.bad}"] if finding.bad else []
         found = planted.result().errors
@@ -118,8 +131,13 @@ def find_program() -> str:
     Raises:
         Skip: there is none.
     """
-    folders = [str(folder) for folder in sorted(Path("/").glob(FOLDERS.lstrip("/")), reverse=True)]
-    found = shutil.which(PROGRAM, path=os.pathsep.join([os.environ.get("PATH", ""), *folders]))
+    folders = [
+        str(folder)
+        for folder in sorted(Path("/").glob(FOLDERS.lstrip("/")), reverse=True)
+    ]
+    found = shutil.which(
+        PROGRAM, path=os.pathsep.join([os.environ.get("PATH", ""), *folders])
+    )
     if found is None:
         raise Skip(f"there is no {PROGRAM} on PATH or in {FOLDERS}")
     return found
@@ -136,8 +154,18 @@ def run_tool(program: str, tool: Tool, command: list[str], limit_s: float) -> Fi
     Raises:
         Skip: the sanitizer does not support this system.
     """
-    watched = [program, f"--tool={tool.name}", f"--error-exitcode={FOUND}", f"--port={tool.port}"]
-    watched += ["--target-processes=application-only", "--launch-timeout=0", *tool.options, *command]
+    watched = [
+        program,
+        f"--tool={tool.name}",
+        f"--error-exitcode={FOUND}",
+        f"--port={tool.port}",
+    ]
+    watched += [
+        "--target-processes=application-only",
+        "--launch-timeout=0",
+        *tool.options,
+        *command,
+    ]
     begin = time.monotonic()
     code, output = _run(watched, limit_s)
     return judge(tool.name, code, output, round(time.monotonic() - begin, 1))
@@ -145,7 +173,11 @@ def run_tool(program: str, tool: Tool, command: list[str], limit_s: float) -> Fi
 
 def _run(command: list[str], limit_s: float) -> tuple[int | None, str]:
     """Exit code, None after ``limit_s``, and output. Nothing that the command has started is left."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    }
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -187,7 +219,9 @@ def judge(tool: str, code: int | None, output: str, seconds: float) -> Finding:
         finding.bad = f"exit code {code}"
     else:
         reports = kernels_of_reports(output)
-        forgiven = tool == "initcheck" and all(kernel not in (None, *KERNELS) for kernel in reports)
+        forgiven = tool == "initcheck" and all(
+            kernel not in (None, *KERNELS) for kernel in reports
+        )
         if reports and forgiven:
             finding.of_others = sorted({kernel for kernel in reports if kernel})
             return finding
@@ -214,7 +248,11 @@ def shown(output: str) -> str:
     lines = output.splitlines(keepends=True)
     first = next((number for number, line in enumerate(lines) if REPORT.match(line)), 0)
     reports = "".join(lines[first:])
-    return reports if len(reports) <= SHOWN else f"{reports[: SHOWN // 2]}\n...\n{reports[-SHOWN // 2 :]}"
+    return (
+        reports
+        if len(reports) <= SHOWN
+        else f"{reports[: SHOWN // 2]}\n...\n{reports[-SHOWN // 2 :]}"
+    )
 
 
 def _run_unwatched(emit: Emit) -> None:
@@ -229,4 +267,6 @@ def _run_unwatched(emit: Emit) -> None:
         raise Skip("Triton's interpreter does not work with this numpy")
     emit("without a sanitizer", output[-SHOWN:].strip())
     if code != 0:
-        raise RuntimeError(f"two ranks in one process failed with code {code}: {output[-SHOWN:]}")
+        raise RuntimeError(
+            f"two ranks in one process failed with code {code}: {output[-SHOWN:]}"
+        )

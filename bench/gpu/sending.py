@@ -57,7 +57,9 @@ class Sizes(NamedTuple):
     histogram_rows: int
 
 
-CUDA = Sizes(SHAPE, torch.bfloat16, (16_384, 2_441, 61_035), 8192, 8, 16_384, 2, 3, 16_384)
+CUDA = Sizes(
+    SHAPE, torch.bfloat16, (16_384, 2_441, 61_035), 8192, 8, 16_384, 2, 3, 16_384
+)
 """Puts of 134, 20 and 500 MB."""
 CPU = Sizes(AttentionShape(2, 1, 8, 4), torch.float32, (40,), 64, 2, 64, 2, 1, 40)
 
@@ -94,10 +96,19 @@ class Times(NamedTuple):
 class CopyingMemory(DeviceMemory):
     """Sends contiguous rows to this process by ``copy_`` instead of the put kernel."""
 
-    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
+    def send(
+        self,
+        messages: Sequence[Message],
+        routes: Routes,
+        begins: Sequence[int],
+        word: int,
+        epoch: Epoch,
+    ) -> None:
         for (tensors, row_format), begin in zip(messages, begins, strict=True):
             num_rows = len(tensors[0])
-            target = self.own[begin : begin + num_rows * row_format.row_bytes].view(num_rows, row_format.row_bytes)
+            target = self.own[begin : begin + num_rows * row_format.row_bytes].view(
+                num_rows, row_format.row_bytes
+            )
             for tensor, view in zip(tensors, row_format.unpack(target), strict=True):
                 view.copy_(tensor)
         self.post(routes.receivers, word, epoch)
@@ -110,19 +121,31 @@ class Chain:
         num_rows: rows of queries; there are as many bytes of keys.
     """
 
-    def __init__(self, variant: Variant, num_rows: int, sizes: Sizes, device: torch.device) -> None:
+    def __init__(
+        self, variant: Variant, num_rows: int, sizes: Sizes, device: torch.device
+    ) -> None:
         shape = sizes.shape
         self._device, self._variant = device, variant
         heads = (shape.num_heads, shape.head_dim)
         counts = [num_rows, num_rows]
-        self._messages = [[torch.randn(count, *heads, device=device).to(sizes.dtype)] for count in counts]
+        self._messages = [
+            [torch.randn(count, *heads, device=device).to(sizes.dtype)]
+            for count in counts
+        ]
         self.num_bytes = sum(rows.nbytes for (rows,) in self._messages)
         buffer_bytes = aligned(self.num_bytes // BUFFERS_PER_CALL + 4096)
-        self._transport = SymmetricTransport([0], 0, self._allocate, lambda: TIMEOUT_S, buffer_bytes)
-        order = [None if variant.programs is None else torch.randperm(count).to(device) for count in counts]
+        self._transport = SymmetricTransport(
+            [0], 0, self._allocate, lambda: TIMEOUT_S, buffer_bytes
+        )
+        order = [
+            None if variant.programs is None else torch.randperm(count).to(device)
+            for count in counts
+        ]
         self._routes = Routes(
             Route(kind, rows, [count], [count], [0], count)
-            for kind, rows, count in zip(("queries", "keys"), order, counts, strict=False)
+            for kind, rows, count in zip(
+                ("queries", "keys"), order, counts, strict=False
+            )
         )
         self._transport.prepare([self._routes])
 
@@ -134,7 +157,9 @@ class Chain:
 
     def start(self) -> Callable[[], list[Tensor]]:
         """Launch the sender's side; the returned function launches the receiver's wait, and ends the exchange."""
-        pending = self._transport.start(self._messages, self._routes, "rows", self._transport.begin())
+        pending = self._transport.start(
+            self._messages, self._routes, "rows", self._transport.begin()
+        )
 
         def receive() -> list[Tensor]:
             received = pending.wait()
@@ -146,10 +171,14 @@ class Chain:
     def check(self) -> None:
         """Raises RuntimeError unless the rows arrive as they were sent."""
         received = self.start()()
-        for route, (rows,), arrived in zip(self._routes, self._messages, received, strict=True):
+        for route, (rows,), arrived in zip(
+            self._routes, self._messages, received, strict=True
+        ):
             sent = rows if route.rows is None else rows[route.rows]
             if not torch.equal(arrived, sent.view(len(sent), -1).view(torch.uint8)):
-                raise RuntimeError(f"{self._variant}: rows of {route.kind} did not arrive as they were sent")
+                raise RuntimeError(
+                    f"{self._variant}: rows of {route.kind} did not arrive as they were sent"
+                )
         self._transport.prepare([])  # raises PeerError if a wait took too long
 
 
@@ -173,12 +202,22 @@ Works = dict[str, Callable[[], object]]
 
 def make_works(sizes: Sizes, device: torch.device) -> Works:
     """Nothing, matrix products, and attention by FlashAttention-2."""
-    a, b, c = (torch.randn(sizes.gemm, sizes.gemm, device=device, dtype=sizes.dtype) for _ in "abc")
-    kernel = get_kernel("varlen" if device.type == "cuda" else "cpu", device, sizes.shape)
+    a, b, c = (
+        torch.randn(sizes.gemm, sizes.gemm, device=device, dtype=sizes.dtype)
+        for _ in "abc"
+    )
+    kernel = get_kernel(
+        "varlen" if device.type == "cuda" else "cpu", device, sizes.shape
+    )
     shape, tokens = sizes.shape, sizes.document
-    call = VarlenArgs.from_numpy([0, tokens], [0, tokens], causal=True, scale=shape.head_dim**-0.5, device=device)
+    call = VarlenArgs.from_numpy(
+        [0, tokens], [0, tokens], causal=True, scale=shape.head_dim**-0.5, device=device
+    )
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    q, k, v = (torch.randn(tokens, count, shape.head_dim, device=device, dtype=sizes.dtype) for count in heads)
+    q, k, v = (
+        torch.randn(tokens, count, shape.head_dim, device=device, dtype=sizes.dtype)
+        for count in heads
+    )
 
     def multiply() -> None:
         for _ in range(sizes.gemms):
@@ -274,7 +313,9 @@ def _beside(
         yield row
 
 
-def _histograms(sizes: Sizes, device: torch.device, multiply: Callable[[], object]) -> list[dict[str, Any]]:
+def _histograms(
+    sizes: Sizes, device: torch.device, multiply: Callable[[], object]
+) -> list[dict[str, Any]]:
     """Multiprocessors with 1, 2, ... programs of a put, alone and beside matrix products, by setting."""
     putting = Putting(sizes.histogram_rows, device)
     sending, rows = sending_stream(device), []
@@ -288,6 +329,16 @@ def _histograms(sizes: Sizes, device: torch.device, multiply: Callable[[], objec
                 with torch.cuda.stream(sending):
                     counts = Counter(putting.multiprocessors().values())
             torch.cuda.synchronize()
-            setting = {"programs": variant.programs, "warps": variant.warps, "beside": name}
-            rows.append(setting | {f"multiprocessors_with_{number}": counts[number] for number in (1, 2, 3, 4)})
+            setting = {
+                "programs": variant.programs,
+                "warps": variant.warps,
+                "beside": name,
+            }
+            rows.append(
+                setting
+                | {
+                    f"multiprocessors_with_{number}": counts[number]
+                    for number in (1, 2, 3, 4)
+                }
+            )
     return rows

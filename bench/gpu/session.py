@@ -37,9 +37,19 @@ class Session:
     """
 
     def __init__(
-        self, folder: Path, device: str, packages: Path | None, seconds: float, report: Callable[[str], None]
+        self,
+        folder: Path,
+        device: str,
+        packages: Path | None,
+        seconds: float,
+        report: Callable[[str], None],
     ) -> None:
-        self.folder, self.device, self.packages, self.report = folder, device, packages, report
+        self.folder, self.device, self.packages, self.report = (
+            folder,
+            device,
+            packages,
+            report,
+        )
         self.outcomes: dict[str, Outcome] = {}
         self._begin, self._seconds = time.monotonic(), seconds
         self._lock = threading.Lock()
@@ -53,12 +63,19 @@ class Session:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = self._run(ENVIRONMENT)
-        self.identity = results.identity(environment.figures, dry_run=self.device == "cpu")
+        self.identity = results.identity(
+            environment.figures, dry_run=self.device == "cpu"
+        )
         left = [part for part in parts if part is not ENVIRONMENT]
         if environment.status != "done":  # a device that cannot compute has no results
             self.outcomes[ENVIRONMENT.name] = environment
-            self.outcomes |= {part.name: Outcome("skipped", "the environment cannot run it") for part in left}
-            self.report(f"{ENVIRONMENT.name}: {environment.status}: {environment.why}; nothing was run or written")
+            self.outcomes |= {
+                part.name: Outcome("skipped", "the environment cannot run it")
+                for part in left
+            }
+            self.report(
+                f"{ENVIRONMENT.name}: {environment.status}: {environment.why}; nothing was run or written"
+            )
             return False
         self._keep(ENVIRONMENT, environment)
         if resume:
@@ -69,7 +86,10 @@ class Session:
             left = [part for part in left if part.name not in done]
         for group in in_groups(left):
             self._run_group(group)
-        return not any(outcome.status in ("failed", "timed out") for outcome in self.outcomes.values())
+        return not any(
+            outcome.status in ("failed", "timed out")
+            for outcome in self.outcomes.values()
+        )
 
     def _run_group(self, group: Sequence[Part]) -> None:
         def run(part: Part) -> None:
@@ -88,14 +108,19 @@ class Session:
         left = self._begin + self._seconds - time.monotonic() - RESERVE_S
         limit_s = min(LIMIT[self.device] * part.seconds, left)
         if limit_s < part.seconds / 2:
-            return Outcome("skipped", f"no time: {max(0.0, limit_s):.0f} s left for it, it takes {part.seconds:.0f}")
+            return Outcome(
+                "skipped",
+                f"no time: {max(0.0, limit_s):.0f} s left for it, it takes {part.seconds:.0f}",
+            )
         self.report(f"{part.name}: {part.title} ...")
         return run_part(part, self.device, limit_s, self.packages)
 
     def _keep(self, part: Part, outcome: Outcome) -> None:
         with self._lock:
             self.outcomes[part.name] = outcome
-            self.report(f"{part.name}: {outcome.status}, {outcome.seconds:.1f} s {outcome.why}".rstrip())
+            self.report(
+                f"{part.name}: {outcome.status}, {outcome.seconds:.1f} s {outcome.why}".rstrip()
+            )
             result = {
                 "part": part.name,
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),

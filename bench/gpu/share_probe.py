@@ -37,19 +37,37 @@ def measure(device: str, emit: Emit, ranks: str) -> None:
     num_ranks = int(ranks)
     whole_tflops = _tflops(_matrix(device))
     emit("whole_tflops", whole_tflops)
-    with shares(device, num_ranks) as environments, tempfile.TemporaryDirectory(prefix="probe_") as name:
+    with (
+        shares(device, num_ranks) as environments,
+        tempfile.TemporaryDirectory(prefix="probe_") as name,
+    ):
         logs = [Path(name, f"log{rank}.txt") for rank in range(num_ranks)]
-        command = [sys.executable, "-m", "bench.gpu.share_probe", name, device, str(num_ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.gpu.share_probe",
+            name,
+            device,
+            str(num_ranks),
+        ]
         processes = start_ranks(command, environments, [log.open("w") for log in logs])
         for process, log in zip(processes, logs, strict=True):
             if process.wait():
-                raise RuntimeError(f"a rank ended with code {process.returncode}: {log.read_text()[-1000:]}")
-        found = [json.loads(Path(name, f"result{rank}.json").read_text()) for rank in range(num_ranks)]
+                raise RuntimeError(
+                    f"a rank ended with code {process.returncode}: {log.read_text()[-1000:]}"
+                )
+        found = [
+            json.loads(Path(name, f"result{rank}.json").read_text())
+            for rank in range(num_ranks)
+        ]
     for figure in ("multiprocessors", "alone_tflops", "together_tflops"):
         emit(figure, [rank[figure] for rank in found])
     sum_together = sum(rank["together_tflops"] for rank in found)
     emit("all_at_once_over_the_whole_device", sum_together / whole_tflops)
-    emit("all_at_once_over_one_alone", sum_together / max(rank["alone_tflops"] for rank in found))
+    emit(
+        "all_at_once_over_one_alone",
+        sum_together / max(rank["alone_tflops"] for rank in found),
+    )
 
 
 def main(folder: Path, device: str, num_ranks: int, rank: int) -> None:
@@ -72,7 +90,9 @@ def main(folder: Path, device: str, num_ranks: int, rank: int) -> None:
 
 def _matrix(device: str) -> torch.Tensor:
     """Return a matrix that was multiplied before, so that the library is loaded."""
-    matrix = torch.randn(SIZES[device], SIZES[device], device=device, dtype=torch.bfloat16)
+    matrix = torch.randn(
+        SIZES[device], SIZES[device], device=device, dtype=torch.bfloat16
+    )
     _tflops(matrix)
     return matrix
 
@@ -95,7 +115,9 @@ def _meet(folder: Path, place: str, rank: int, num_ranks: int) -> None:
     deadline = time.monotonic() + PEER_S
     while not all((folder / f"{place}-{peer}").exists() for peer in range(num_ranks)):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not all of {num_ranks} ranks came to {place!r} within {PEER_S:.0f} s")
+            raise TimeoutError(
+                f"not all of {num_ranks} ranks came to {place!r} within {PEER_S:.0f} s"
+            )
         time.sleep(POLL_S)
 
 

@@ -70,7 +70,9 @@ def _wait_for(path: Path) -> None:
     deadline = time.monotonic() + START_S
     while not path.exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nobody has made {path} within {START_S:.0f} s: the job's starter is gone")
+            raise TimeoutError(
+                f"nobody has made {path} within {START_S:.0f} s: the job's starter is gone"
+            )
         time.sleep(measured.POLL_S)
 
 

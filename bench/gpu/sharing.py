@@ -43,7 +43,10 @@ MODES = {
     "loader's homes": ("--parallelism.cad", "--cad.placement=loader"),
 }
 SHARDING = {
-    "ddp": ("--parallelism.data_parallel_replicate_degree={ranks}", "--parallelism.data_parallel_shard_degree=1"),
+    "ddp": (
+        "--parallelism.data_parallel_replicate_degree={ranks}",
+        "--parallelism.data_parallel_shard_degree=1",
+    ),
     "fsdp2": ("--parallelism.data_parallel_shard_degree={ranks}",),
 }
 RANK = shared_rank.__name__
@@ -84,11 +87,28 @@ CPU = Sizes("debugmodel_cpu", 1024, 64, 2, 1, "float32", 1e-5, 1e-4)
 class SharedJob(TurnTaker):
     """A job of one mode whose ranks share a device; it waits but in its turns."""
 
-    def __init__(self, folder: Path, num_ranks: int, arguments: Sequence[str], environments: Sequence[dict]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_ranks: int,
+        arguments: Sequence[str],
+        environments: Sequence[dict],
+    ) -> None:
         super().__init__(folder, num_ranks)
         (folder / shared_rank.START).unlink(missing_ok=True)
-        command = [sys.executable, "-m", RANK, str(folder), f"--job.dump_folder={folder}", *arguments]
-        self.processes += start_ranks(command, environments, [self.log(rank).open("w") for rank in range(num_ranks)])
+        command = [
+            sys.executable,
+            "-m",
+            RANK,
+            str(folder),
+            f"--job.dump_folder={folder}",
+            *arguments,
+        ]
+        self.processes += start_ranks(
+            command,
+            environments,
+            [self.log(rank).open("w") for rank in range(num_ranks)],
+        )
 
     def begin(self, warmup: int) -> None:
         """Let the ranks take their shares and train their first steps."""
@@ -115,7 +135,9 @@ class SharedJob(TurnTaker):
         return found[1] if found else "nothing was said"
 
 
-def start_ranks(command: Sequence[str], environments: Sequence[dict], outputs: Sequence[Any]) -> list[subprocess.Popen]:
+def start_ranks(
+    command: Sequence[str], environments: Sequence[dict], outputs: Sequence[Any]
+) -> list[subprocess.Popen]:
     """Start a process for every rank, all of which use device 0.
 
     Args:
@@ -126,14 +148,35 @@ def start_ranks(command: Sequence[str], environments: Sequence[dict], outputs: S
         free.bind(("", 0))
         port = free.getsockname()[1]
     search = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    world = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(environments))}
-    world |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
-    world |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    world = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(len(environments)),
+    }
+    world |= {
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": search,
+    }
+    world |= {
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
     processes = []
-    for rank, (environment, output) in enumerate(zip(environments, outputs, strict=True)):
+    for rank, (environment, output) in enumerate(
+        zip(environments, outputs, strict=True)
+    ):
         env = {**os.environ, **world, **environment, "RANK": str(rank)}
         processes.append(
-            subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
         )
     return processes
 
@@ -146,7 +189,10 @@ def shares(device: str, num_ranks: int) -> Iterator[list[dict[str, str]]]:
         Skip: the device cannot be shared.
     """
     if device == "cpu":
-        yield [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks)} for rank in range(num_ranks)]
+        yield [
+            {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks)}
+            for rank in range(num_ranks)
+        ]
         return
     with mps.service() as running:
         yield [running.share(100 // num_ranks) for _ in range(num_ranks)]
@@ -164,7 +210,10 @@ def measure(device: str, emit: Emit, ranks: str, sharding: str, modes: str) -> N
         Skip: the device cannot be shared.
         RuntimeError: a job failed, or trains otherwise than stock.
     """
-    sizes, options = CUDA if device == "cuda" else CPU, {mode: MODES[mode] for mode in modes.split(",")}
+    sizes, options = (
+        CUDA if device == "cuda" else CPU,
+        {mode: MODES[mode] for mode in modes.split(",")},
+    )
     with shares(device, int(ranks)) as environments:
         runs = train_modes(sizes, sharding, options, environments, emit)
     report(runs, sizes, emit)
@@ -194,28 +243,40 @@ def train_modes(
     with tempfile.TemporaryDirectory(prefix="sharing_") as name:
         folder = Path(name)
         # Stock divides gradients of replicas once too often: patches/ddp_gradient_scale.patch.
-        patched = copy_torchtitan(folder / "patched", ROOT / "patches" / "ddp_gradient_scale.patch")
+        patched = copy_torchtitan(
+            folder / "patched", ROOT / "patches" / "ddp_gradient_scale.patch"
+        )
         search = os.pathsep.join([str(patched), str(ROOT), *filter(None, sys.path)])
-        environments = [{**environment, "PYTHONPATH": search} for environment in environments]
+        environments = [
+            {**environment, "PYTHONPATH": search} for environment in environments
+        ]
         arguments = job_arguments(sizes, num_ranks, sharding, folder)
         try:
             for mode, options in modes.items():
                 own_folder = folder / mode.replace(" ", "_")
-                jobs[mode] = SharedJob(own_folder, num_ranks, [*arguments, *options], environments)
+                jobs[mode] = SharedJob(
+                    own_folder, num_ranks, [*arguments, *options], environments
+                )
             train = train_in_turns if in_turns else train_at_once
             train(list(jobs.values()), sizes, emit)
         except RuntimeError:
             for mode, job in jobs.items():
-                print(f"The end of {mode}'s first log:\n{job.log(0).read_text(errors='replace')[-SHOWN:]}")
+                print(
+                    f"The end of {mode}'s first log:\n{job.log(0).read_text(errors='replace')[-SHOWN:]}"
+                )
             raise
         finally:
             for job in jobs.values():
                 job.end()
         emit("transports", {mode: job.transport() for mode, job in jobs.items()})
-        return {mode: Runs.read([job.folder], num_ranks, 0) for mode, job in jobs.items()}
+        return {
+            mode: Runs.read([job.folder], num_ranks, 0) for mode, job in jobs.items()
+        }
 
 
-def job_arguments(sizes: Sizes, num_ranks: int, sharding: str, folder: Path) -> list[str]:
+def job_arguments(
+    sizes: Sizes, num_ranks: int, sharding: str, folder: Path
+) -> list[str]:
     """Return the arguments that all modes have in common, and write their tokenizer."""
     from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer
 
@@ -223,10 +284,24 @@ def job_arguments(sizes: Sizes, num_ranks: int, sharding: str, folder: Path) -> 
     shorts = [str(sizes.short)] * (num_ranks * sizes.row // sizes.short)
     documents = "fixed:" + ",".join([str(sizes.row), *shorts])
     return [
-        *("--job.config_file=train_configs/llama3_debug_cpu.toml", f"--model.flavor={sizes.flavor}"),
-        *(f"--model.hf_assets_path={assets}", "--training.dataset=synthetic", f"--training.dataset_path={documents}"),
-        *(f"--training.seq_len={sizes.row}", f"--training.steps={sizes.warmup + sizes.steps}"),
-        *(f"--training.mixed_precision_param={sizes.dtype}", "--optimizer.lr=1e-4", "--cad.placement=auto"),
+        *(
+            "--job.config_file=train_configs/llama3_debug_cpu.toml",
+            f"--model.flavor={sizes.flavor}",
+        ),
+        *(
+            f"--model.hf_assets_path={assets}",
+            "--training.dataset=synthetic",
+            f"--training.dataset_path={documents}",
+        ),
+        *(
+            f"--training.seq_len={sizes.row}",
+            f"--training.steps={sizes.warmup + sizes.steps}",
+        ),
+        *(
+            f"--training.mixed_precision_param={sizes.dtype}",
+            "--optimizer.lr=1e-4",
+            "--cad.placement=auto",
+        ),
         *("--metrics.no-enable-tensorboard", "--metrics.log_freq=1"),
         *(argument.format(ranks=num_ranks) for argument in SHARDING[sharding]),
     ]
@@ -258,7 +333,10 @@ def report(runs: dict[str, Runs], sizes: Sizes, emit: Emit) -> None:
     """Emit the figures of all modes; raise RuntimeError if one trains otherwise than stock."""
     stock, counted = runs["stock"], slice(sizes.warmup, None)
     ideal, pairs = ideal_seconds(stock, counted), pairs_of_ranks(stock)[counted]
-    emit("imbalance of the loader's rows", float((pairs.max(axis=1) / pairs.mean(axis=1)).mean()))
+    emit(
+        "imbalance of the loader's rows",
+        float((pairs.max(axis=1) / pairs.mean(axis=1)).mean()),
+    )
     rows = []
     for mode, run in runs.items():
         seconds = run.step_seconds[counted]
@@ -269,22 +347,44 @@ def report(runs: dict[str, Runs], sizes: Sizes, emit: Emit) -> None:
             "speed_up": float(stock.step_seconds[counted].sum() / seconds.sum()),
             "ideal_speed_up": float(stock.step_seconds[counted].sum() / ideal.sum()),
             "loss_error": float(np.abs(run.loss / stock.loss - 1).max()),
-            "norm_error": float(np.abs(run.gradient_norm[0, 0] / stock.gradient_norm[0, 0] - 1).max()),
+            "norm_error": float(
+                np.abs(run.gradient_norm[0, 0] / stock.gradient_norm[0, 0] - 1).max()
+            ),
         }
         if mode != "stock":
             row["imbalance_at_home"] = float(run.imbalance_before[0, counted].mean())
             row["imbalance_planned"] = float(run.imbalance_after[0, counted].mean())
-            row["megabytes_a_rank"] = float(run.bytes_per_rank_mean[0, counted].mean() / 1e6)
+            row["megabytes_a_rank"] = float(
+                run.bytes_per_rank_mean[0, counted].mean() / 1e6
+            )
             # A step in which nothing moves has no wait.
-            row["exposed_wait"] = float(np.nan_to_num(run.waiting[0, counted]).max(axis=1).sum() / seconds.sum())
+            row["exposed_wait"] = float(
+                np.nan_to_num(run.waiting[0, counted]).max(axis=1).sum() / seconds.sum()
+            )
         rows.append(row)
     emit("modes", rows)
-    emit("seconds_by_step", {mode: run.step_seconds.tolist() for mode, run in runs.items()})
-    emit("waits_by_step", {mode: run.waiting[0].tolist() for mode, run in runs.items() if mode != "stock"})
+    emit(
+        "seconds_by_step",
+        {mode: run.step_seconds.tolist() for mode, run in runs.items()},
+    )
+    emit(
+        "waits_by_step",
+        {
+            mode: run.waiting[0].tolist()
+            for mode, run in runs.items()
+            if mode != "stock"
+        },
+    )
     emit("losses", {mode: run.loss[0, :, 0].tolist() for mode, run in runs.items()})
-    emit("gradient_norms", {mode: run.gradient_norm[0, :, 0].tolist() for mode, run in runs.items()})
+    emit(
+        "gradient_norms",
+        {mode: run.gradient_norm[0, :, 0].tolist() for mode, run in runs.items()},
+    )
     for row in rows:
-        if not (row["loss_error"] <= sizes.most_loss_error and row["norm_error"] <= sizes.most_norm_error):
+        if not (
+            row["loss_error"] <= sizes.most_loss_error
+            and row["norm_error"] <= sizes.most_norm_error
+        ):
             raise RuntimeError(f"{row['mode']} does not train as stock: {row}")
 
 
@@ -305,4 +405,9 @@ def ideal_seconds(stock: Runs, counted: slice) -> np.ndarray:
 
 def pairs_of_ranks(runs: Runs) -> np.ndarray:
     """Return a number in proportion to the query-key pairs of the rows loaded, by step and rank."""
-    return np.array([[sum(length**2 for row in rank for length in row) for rank in step] for step in runs.rows])
+    return np.array(
+        [
+            [sum(length**2 for row in rank for length in row) for rank in step]
+            for step in runs.rows
+        ]
+    )

@@ -33,10 +33,18 @@ def kernels(device: str, emit: Emit) -> None:
         emit("others", reasons)
     else:
         outcomes = [(get_kernel("cpu", device), 0.0)]
-        trial = select.Trial(outcomes[0][0], torch.device(device), AttentionShape(2, 1, 16, 2), rows=256)
+        trial = select.Trial(
+            outcomes[0][0], torch.device(device), AttentionShape(2, 1, 16, 2), rows=256
+        )
     if len(outcomes) == 1:  # which is not tried where there is no choice
         outcomes = [(kernel, trial.outcome(kernel)) for kernel, _ in outcomes]
-    emit("kernels", [{"name": str(kernel), "milliseconds": outcome} for kernel, outcome in outcomes])
+    emit(
+        "kernels",
+        [
+            {"name": str(kernel), "milliseconds": outcome}
+            for kernel, outcome in outcomes
+        ],
+    )
 
 
 def replayed(device: str, emit: Emit) -> None:
@@ -44,7 +52,13 @@ def replayed(device: str, emit: Emit) -> None:
     options = replay.Options(device, ranks=(8, 64), tokens_per_rank=32_768, repeats=3)
     if device == "cpu":
         options = replay.Options(
-            device, ranks=(2, 3), tokens_per_rank=256, longest=512, heads=(4, 2), head_dim=16, repeats=1
+            device,
+            ranks=(2, 3),
+            tokens_per_rank=256,
+            longest=512,
+            heads=(4, 2),
+            head_dim=16,
+            repeats=1,
         )
     rows: list[Record] = []
     for num_ranks in options.ranks:
@@ -60,7 +74,9 @@ def profile(device: str, emit: Emit) -> None:
 
     measurement = command.Options(device="cuda")
     if device != "cuda":
-        measurement = command.Options(2, 1, 16, device="cpu", q_lengths=(16, 32), kv_lengths=(128, 256), repeats=1)
+        measurement = command.Options(
+            2, 1, 16, device="cpu", q_lengths=(16, 32), kv_lengths=(128, 256), repeats=1
+        )
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "profile.json")
         command.run(output, measurement=measurement)

@@ -19,8 +19,12 @@ TOKENS, VOCAB, RANKS, STARTS = 32, 16, 2, 2
 
 
 def start(rank: int, folder: str, ratios: torch.Tensor) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    parallel_dims = torchtitan.distributed.ParallelDims(1, 1, 1, RANKS, 1, 1, 1, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
+    parallel_dims = torchtitan.distributed.ParallelDims(
+        1, 1, 1, RANKS, 1, 1, 1, world_size=RANKS
+    )
     torch.manual_seed(0)
     logits, labels = torch.randn(1, TOKENS, VOCAB), torch.randint(VOCAB, (1, TOKENS))
     sharded = distribute_tensor(logits, parallel_dims.get_mesh("tp"), [Shard(2)])
@@ -38,6 +42,10 @@ if __name__ == "__main__":
         for _ in range(STARTS):
             ratios = torch.zeros(RANKS).share_memory_()
             with tempfile.TemporaryDirectory() as folder:
-                mp.start_processes(start, (folder, ratios), nprocs=RANKS, start_method="fork")
+                mp.start_processes(
+                    start, (folder, ratios), nprocs=RANKS, start_method="fork"
+                )
     if not torch.allclose(ratios, torch.ones(RANKS)):
-        sys.exit(f"the compiled loss of {RANKS} ranks of TP is {ratios.tolist()} times the loss, started a second time")
+        sys.exit(
+            f"the compiled loss of {RANKS} ranks of TP is {ratios.tolist()} times the loss, started a second time"
+        )

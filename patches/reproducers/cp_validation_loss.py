@@ -22,14 +22,18 @@ TOKENS, VOCAB, RANKS = 32, 16, 2
 class Model(torch.nn.Embedding):
     """Logits of the next token, without attention: labels are what is counted."""
 
-    get_attention_masks = MagicMock(side_effect=TypeError)  # as of torchtitan's models with SDPA
+    get_attention_masks = MagicMock(
+        side_effect=TypeError
+    )  # as of torchtitan's models with SDPA
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens)
 
 
 def validate(rank: int, folder: str, ratios: torch.Tensor) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
     torch.manual_seed(0)
     model, (tokens, labels) = Model(VOCAB, VOCAB), torch.randint(VOCAB, (2, 1, TOKENS))
     expected = cross_entropy_loss(model(tokens, tokens), labels) / TOKENS
@@ -42,7 +46,9 @@ def validate(rank: int, folder: str, ratios: torch.Tensor) -> None:
         vars(validator).update(
             job_config=JobConfig(),
             tokenizer=None,
-            parallel_dims=torchtitan.distributed.ParallelDims(1, 1, RANKS, 1, 1, 1, 1, world_size=RANKS),
+            parallel_dims=torchtitan.distributed.ParallelDims(
+                1, 1, RANKS, 1, 1, 1, 1, world_size=RANKS
+            ),
             validation_dataloader=[({"input": tokens}, labels)],
             validation_context=contextlib.nullcontext,
             maybe_enable_amp=contextlib.nullcontext(),
@@ -51,12 +57,19 @@ def validate(rank: int, folder: str, ratios: torch.Tensor) -> None:
         )
         with contextlib.suppress(AttributeError):
             validator.validate([model], step=1)
-            ratios[i] = validator.metrics_processor.log_validation.call_args.kwargs["loss"] / expected
+            ratios[i] = (
+                validator.metrics_processor.log_validation.call_args.kwargs["loss"]
+                / expected
+            )
 
 
 if __name__ == "__main__":
     ratios = torch.full((2,), torch.nan).share_memory_()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(validate, (folder, ratios), nprocs=RANKS, start_method="fork")
+        mp.start_processes(
+            validate, (folder, ratios), nprocs=RANKS, start_method="fork"
+        )
     if not torch.allclose(ratios, torch.ones(2)):
-        sys.exit(f"validation losses with CP {RANKS} are {ratios.tolist()} times one rank's (nan: AttributeError)")
+        sys.exit(
+            f"validation losses with CP {RANKS} are {ratios.tolist()} times one rank's (nan: AttributeError)"
+        )

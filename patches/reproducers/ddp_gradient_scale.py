@@ -18,11 +18,16 @@ ROWS, TOKENS, VOCAB, RANKS = 4, 8, 16, 2
 
 
 def backward(rank: int, folder: str, ratios: torch.Tensor) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 8), torch.nn.Linear(8, VOCAB))
     batch, labels = torch.randint(VOCAB, (2, RANKS, ROWS, TOKENS))
-    (cross_entropy_loss(model(batch.flatten(0, 1)), labels.flatten(0, 1)) / labels.numel()).backward()
+    (
+        cross_entropy_loss(model(batch.flatten(0, 1)), labels.flatten(0, 1))
+        / labels.numel()
+    ).backward()
     expected = model[1].weight.grad.norm()
     model.zero_grad()
 
@@ -37,7 +42,9 @@ def backward(rank: int, folder: str, ratios: torch.Tensor) -> None:
         maybe_enable_amp=contextlib.nullcontext(),
     )
     trainer.forward_backward_step(
-        input_dict={"input": batch[rank]}, labels=labels[rank], global_valid_tokens=torch.tensor(labels.numel())
+        input_dict={"input": batch[rank]},
+        labels=labels[rank],
+        global_valid_tokens=torch.tensor(labels.numel()),
     )
     ratios[rank] = model[1].weight.grad.norm() / expected
 
@@ -45,6 +52,10 @@ def backward(rank: int, folder: str, ratios: torch.Tensor) -> None:
 if __name__ == "__main__":
     ratios = torch.zeros(RANKS).share_memory_()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(backward, (folder, ratios), nprocs=RANKS, start_method="fork")
+        mp.start_processes(
+            backward, (folder, ratios), nprocs=RANKS, start_method="fork"
+        )
     if not torch.allclose(ratios, torch.ones(RANKS)):
-        sys.exit(f"gradients are {ratios.tolist()} times those of the whole batch on one rank, of {RANKS} DDP ranks")
+        sys.exit(
+            f"gradients are {ratios.tolist()} times those of the whole batch on one rank, of {RANKS} DDP ranks"
+        )

@@ -12,6 +12,10 @@ with torch.device("meta"):
 model.to_empty(device="cpu")
 with torch.no_grad():
     model.init_weights(buffer_device=torch.device("cpu"))
-names = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
+names = [
+    name for name, parameter in model.named_parameters() if parameter.isnan().any()
+]
 if names:
-    sys.exit(f"NaN after init_weights, from which a job would train: {', '.join(names)}")
+    sys.exit(
+        f"NaN after init_weights, from which a job would train: {', '.join(names)}"
+    )

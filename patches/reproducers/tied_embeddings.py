@@ -14,8 +14,16 @@ args = qwen3_args["debugmodel"]
 assert args.enable_weight_tying
 model = Qwen3Model(args)
 with tempfile.TemporaryDirectory() as folder:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    apply_fsdp(model, init_device_mesh("cpu", (1,)), torch.float32, torch.float32, pp_enabled=False)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+    )
+    apply_fsdp(
+        model,
+        init_device_mesh("cpu", (1,)),
+        torch.float32,
+        torch.float32,
+        pp_enabled=False,
+    )
     try:
         with torch.no_grad():
             model.init_weights()

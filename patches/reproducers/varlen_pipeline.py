@@ -17,7 +17,14 @@ def boundaries(heads: torch.Tensor, masks: attention.VarlenMetadata) -> torch.Te
     """Return the cu_seqlens that the wrapper hands to the kernel, without those of empty documents."""
     seen: list[torch.Tensor] = []
 
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seq_q: torch.Tensor, *_: Any, **__: Any) -> None:
+    def kernel(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seq_q: torch.Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> None:
         seen.append(cu_seq_q)
 
     attention.VarlenAttentionWrapper._compiled_varlen_attn = kernel
@@ -26,9 +33,15 @@ def boundaries(heads: torch.Tensor, masks: attention.VarlenMetadata) -> torch.Te
 
 
 masks = attention.create_varlen_metadata_for_document(TOKENS, EOS)
-args, kwargs = split_args_kwargs_into_chunks((HEADS,), {"attention_masks": masks}, MICROBATCHES)
+args, kwargs = split_args_kwargs_into_chunks(
+    (HEADS,), {"attention_masks": masks}, MICROBATCHES
+)
 for i, rows in enumerate(TOKENS.chunk(MICROBATCHES)):
-    expected = boundaries(args[i][0], attention.create_varlen_metadata_for_document(rows, EOS)).tolist()
+    expected = boundaries(
+        args[i][0], attention.create_varlen_metadata_for_document(rows, EOS)
+    ).tolist()
     actual = boundaries(args[i][0], kwargs[i]["attention_masks"]).tolist()
     if actual != expected:
-        sys.exit(f"the kernel gets document boundaries {actual} for microbatch {i}, whose tokens have {expected}")
+        sys.exit(
+            f"the kernel gets document boundaries {actual} for microbatch {i}, whose tokens have {expected}"
+        )

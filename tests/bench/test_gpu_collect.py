@@ -17,13 +17,22 @@ from bench.gpu.parts import Skip
 MEMCHECK, INITCHECK, RACECHECK = sanitizer.TOOLS
 
 
-def make_wheel(folder: Path, name: str, version: str, *requirements: str, tag: str = "py3-none-any") -> None:
+def make_wheel(
+    folder: Path, name: str, version: str, *requirements: str, tag: str = "py3-none-any"
+) -> None:
     """A wheel of one module and one script."""
     head = f"{name}-{version}.dist-info"
-    metadata = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", "Provides-Extra: more"]
+    metadata = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        "Provides-Extra: more",
+    ]
     files = {
         f"{name}.py": f"version = '{version}'\n",
-        f"{head}/METADATA": "\n".join([*metadata, *(f"Requires-Dist: {text}" for text in requirements), "", ""]),
+        f"{head}/METADATA": "\n".join(
+            [*metadata, *(f"Requires-Dist: {text}" for text in requirements), "", ""]
+        ),
         f"{head}/WHEEL": f"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: {tag}\n",
         f"{head}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
     }
@@ -41,8 +50,18 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    make_wheel(folder, "outer", "1.0", "inner[more]<2", "numpy>=2", "old; python_version < '3.10'", "torch")
-    make_wheel(folder, "inner", "1.5", "compiled; extra == 'more'", "other; extra == 'less'")
+    make_wheel(
+        folder,
+        "outer",
+        "1.0",
+        "inner[more]<2",
+        "numpy>=2",
+        "old; python_version < '3.10'",
+        "torch",
+    )
+    make_wheel(
+        folder, "inner", "1.5", "compiled; extra == 'more'", "other; extra == 'less'"
+    )
     make_wheel(folder, "inner", "2.0")
     make_wheel(folder, "compiled", "3.0", tag="cp312-cp312-manylinux_2_28_x86_64")
     make_wheel(folder, "compiled", "4.0", tag="cp313-cp313-manylinux_2_28_x86_64")
@@ -60,7 +79,9 @@ def test_what_the_machine_lacks_is_gathered(index: Path, tmp_path: Path) -> None
     assert versions == {"outer": "1.0", "inner": "1.5", "compiled": "3.0"}
     assert gathered.relied_on == {"numpy": [">=2 (outer)"], "torch": ["any (outer)"]}
     assert gathered.unmet == ["outer requires numpy>=2, the machine has 1.26"]
-    modules = {path.name for path in folder.iterdir()} - {path.name for path in folder.glob("[oic]*.dist-info")}
+    modules = {path.name for path in folder.iterdir()} - {
+        path.name for path in folder.glob("[oic]*.dist-info")
+    }
     assert modules == {"outer.py", "inner.py", "compiled.py"}
     text = "\n".join(collect.describe(folder, gathered))
     assert "| compiled | 3.0 | 0.00 |" in text
@@ -68,9 +89,13 @@ def test_what_the_machine_lacks_is_gathered(index: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.matrix
-def test_requirements_that_exclude_each_other_are_refused(index: Path, tmp_path: Path) -> None:
+def test_requirements_that_exclude_each_other_are_refused(
+    index: Path, tmp_path: Path
+) -> None:
     make_wheel(index, "late", "1.0", "inner>=2")
-    with pytest.raises(ValueError, match=r"late requires inner>=2, but 1\.5 was chosen"):
+    with pytest.raises(
+        ValueError, match=r"late requires inner>=2, but 1\.5 was chosen"
+    ):
         collect.resolve(["outer", "late"], {"numpy": "", "torch": ""}, tmp_path)
     with pytest.raises(subprocess.CalledProcessError):
         collect.resolve(["missing"], {}, tmp_path)
@@ -100,20 +125,29 @@ def test_programs_of_mps_come_from_a_package_or_a_folder(tmp_path: Path) -> None
         collect.extract_mps(tmp_path / "package", target)
     (programs / collect.MPS_PROGRAMS[1]).write_text("server")
     collect.extract_mps(tmp_path / "package", target)
-    assert [(target / name).read_text() for name in collect.MPS_PROGRAMS] == ["control", "server"]
+    assert [(target / name).read_text() for name in collect.MPS_PROGRAMS] == [
+        "control",
+        "server",
+    ]
     assert all(os.access(target / name, os.X_OK) for name in collect.MPS_PROGRAMS)
     if shutil.which("dpkg-deb"):
         control = tmp_path / "package/DEBIAN/control"
         control.parent.mkdir()
-        control.write_text("Package: p\nVersion: 1\nArchitecture: all\nMaintainer: nobody\nDescription: none\n")
+        control.write_text(
+            "Package: p\nVersion: 1\nArchitecture: all\nMaintainer: nobody\nDescription: none\n"
+        )
         package = tmp_path / "p.deb"
-        subprocess.run(["dpkg-deb", "--build", str(tmp_path / "package"), str(package)], check=True)
+        subprocess.run(
+            ["dpkg-deb", "--build", str(tmp_path / "package"), str(package)], check=True
+        )
         shutil.rmtree(target)
         collect.extract_mps(package, target)
         assert (target / collect.MPS_PROGRAMS[1]).read_text() == "server"
 
 
-def test_both_halves_of_an_archive_make_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_halves_of_an_archive_make_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = os.urandom(10_000)
 
     def fill(folder: Path, *_: Any) -> collect.Collection:
@@ -138,7 +172,9 @@ def test_both_halves_of_an_archive_make_the_whole(tmp_path: Path, monkeypatch: p
         collect.add_flash_attention_4(first, second, {})
 
 
-def test_a_folder_has_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_has_a_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_bytes(bytes(2**20))
     assert collect.within_limit(tmp_path, 1.5)
     assert not collect.within_limit(tmp_path, 0.5)
@@ -185,7 +221,9 @@ def test_a_tool_is_judged_by_its_reports(
     finding = sanitizer.run_tool(program, tool, ["the program"], 60)
     assert finding.bad == bad
     assert bool(finding.output) == bool(bad)
-    assert finding.of_others == (["flash_fwd_kernel<Traits<"] if tool is INITCHECK and not bad else [])
+    assert finding.of_others == (
+        ["flash_fwd_kernel<Traits<"] if tool is INITCHECK and not bad else []
+    )
     if OWN in output:
         assert "_put_rows+0x160" in finding.output
 
@@ -199,27 +237,41 @@ def write_stand_in(folder: Path, script: str) -> str:
 
 def test_the_sanitizer_gets_the_tool_and_the_program(tmp_path: Path) -> None:
     program = write_stand_in(tmp_path, 'echo "$@"; exit 3')
-    output = sanitizer.run_tool(program, RACECHECK, sanitizer.watched_program("cuda"), 60).output
+    output = sanitizer.run_tool(
+        program, RACECHECK, sanitizer.watched_program("cuda"), 60
+    ).output
     assert "--tool=racecheck --error-exitcode=9 --port=49352" in output
     assert output.rstrip().endswith("-m bench.gpu.sanitized cuda")
     assert len({tool.port for tool in sanitizer.TOOLS}) == len(sanitizer.TOOLS)
 
 
-def test_every_tool_is_told_of_even_if_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tool_is_told_of_even_if_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = f"""case "$1" in *memcheck) sleep 60;; *racecheck) exit 9;; esac; echo '{NONE}'"""
-    monkeypatch.setenv("PATH", f"{Path(write_stand_in(tmp_path, script)).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv(
+        "PATH", f"{Path(write_stand_in(tmp_path, script)).parent}:{os.environ['PATH']}"
+    )
     monkeypatch.setattr(sanitizer, "LIMIT_S", 2.0)
     figures: dict[str, Any] = {}
     told = r"memcheck: ended after 2 s; racecheck: errors: not counted; memcheck does not find a planted read"
     with pytest.raises(RuntimeError, match=told):
         sanitizer.measure("cuda", figures.__setitem__)
-    assert [row["tool"] for row in figures["tools"]] == ["memcheck", "initcheck", "racecheck"]
+    assert [row["tool"] for row in figures["tools"]] == [
+        "memcheck",
+        "initcheck",
+        "racecheck",
+    ]
     assert [row["bad"] for row in figures["tools"]][1] == ""
 
 
-def test_a_sanitizer_must_find_what_is_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sanitizer_must_find_what_is_planted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     finds = f"""case "$*" in *{sanitizer.PLANTED}) echo '{SUMMARY.strip()}'; exit 9;; esac; echo '{NONE}'"""
-    monkeypatch.setenv("PATH", f"{Path(write_stand_in(tmp_path, finds)).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv(
+        "PATH", f"{Path(write_stand_in(tmp_path, finds)).parent}:{os.environ['PATH']}"
+    )
     figures: dict[str, Any] = {}
     sanitizer.measure("cuda", figures.__setitem__)
     assert figures["errors found where one is planted"] == 2
@@ -228,8 +280,12 @@ def test_a_sanitizer_must_find_what_is_planted(tmp_path: Path, monkeypatch: pyte
         sanitizer.measure("cuda", figures.__setitem__)
 
 
-def test_without_a_sanitizer_the_part_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = write_stand_in(tmp_path, "echo '========= Error: Device not supported'; exit 1")
+def test_without_a_sanitizer_the_part_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = write_stand_in(
+        tmp_path, "echo '========= Error: Device not supported'; exit 1"
+    )
     with pytest.raises(Skip, match="does not support"):
         sanitizer.run_tool(program, MEMCHECK, [], 60)
     monkeypatch.setenv("PATH", "/nowhere")

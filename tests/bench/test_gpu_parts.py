@@ -45,15 +45,24 @@ def test_rows_are_there_with_their_word() -> None:
     """And if the word is posted first, that is found."""
     outcome = dry_run("ordering")
     assert outcome.status == "done", outcome.output
-    batches = [(ordering.CPU.batch * rows, 8 * words) for rows, words in ordering.CPU.row_shapes]
+    batches = [
+        (ordering.CPU.batch * rows, 8 * words)
+        for rows, words in ordering.CPU.row_shapes
+    ]
     assert outcome.figures["rows"] == sum(rows for rows, _ in batches)
-    assert outcome.figures["bytes_checked"] == sum(rows * row_bytes for rows, row_bytes in batches)
+    assert outcome.figures["bytes_checked"] == sum(
+        rows * row_bytes for rows, row_bytes in batches
+    )
     assert outcome.figures["mismatches"] == 0
 
-    fault = Part("fault", "a planted fault", "tests.bench.fake_parts:posts_too_early", 300)
+    fault = Part(
+        "fault", "a planted fault", "tests.bench.fake_parts:posts_too_early", 300
+    )
     outcome = run_part(fault, "cpu", 300, None)
     assert outcome.status == "failed"
-    assert outcome.figures["mismatches"] == ordering.CPU.batch * len(ordering.CPU.row_shapes)
+    assert outcome.figures["mismatches"] == ordering.CPU.batch * len(
+        ordering.CPU.row_shapes
+    )
     first = outcome.figures["first_mismatches"][0]
     assert (first["round"], first["row"], first["mended"]) == (1, 0, False)
 
@@ -87,9 +96,13 @@ class FakeDriver(ModuleType):
         return Code.OK, f"gpu {ordinal}"
 
     def cuDeviceGetDevResource(self, gpu: str, kind: int) -> tuple:
-        return Code.OK, SimpleNamespace(sm=SimpleNamespace(smCount=132, smCoscheduledAlignment=8))
+        return Code.OK, SimpleNamespace(
+            sm=SimpleNamespace(smCount=132, smCoscheduledAlignment=8)
+        )
 
-    def cuDevSmResourceSplitByCount(self, count: int, whole: Any, flags: int, sms: int) -> tuple:
+    def cuDevSmResourceSplitByCount(
+        self, count: int, whole: Any, flags: int, sms: int
+    ) -> tuple:
         self.asked.append(sms)
         group = SimpleNamespace(sm=SimpleNamespace(smCount=sms))
         return Code.OK, [group] * count, count if sms <= self.most else count - 1, None
@@ -112,7 +125,9 @@ def use_driver(monkeypatch: pytest.MonkeyPatch):
         bindings.driver = driver
         monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
         monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda pointer, device: (pointer, device))
+        monkeypatch.setattr(
+            torch.cuda, "ExternalStream", lambda pointer, device: (pointer, device)
+        )
         return driver
 
     return use
@@ -128,7 +143,9 @@ def test_the_largest_equal_partitions_are_taken(use_driver) -> None:
     assert driver.priorities == [(context, 0), (context, -1)] * 2
 
 
-def test_without_green_contexts_the_part_is_skipped(use_driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_green_contexts_the_part_is_skipped(
+    use_driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_driver(FakeDriver(most=0))
     with pytest.raises(Skip, match="does not split 132 SMs into 4 partitions"):
         partition.split_gpu(4)
@@ -152,8 +169,13 @@ def test_plans_of_uneven_documents(num_ranks: int) -> None:
     assert plan.moves_rows
     assert plan.stats.max_over_mean_before / plan.stats.max_over_mean > 1.5
     for rank in range(num_ranks):
-        chunks = plan.exchange(rank).most.chunks(RowBytes.of(plan.shape, keep=False), buffer_bytes())
-        assert {len(of_kind) for of_kind in (chunks.queries_out, chunks.keys_out, chunks.queries_home)} == {1}
+        chunks = plan.exchange(rank).most.chunks(
+            RowBytes.of(plan.shape, keep=False), buffer_bytes()
+        )
+        assert {
+            len(of_kind)
+            for of_kind in (chunks.queries_out, chunks.keys_out, chunks.queries_home)
+        } == {1}
 
 
 # An exchange ----------------------------------------------------------------------------------------------------------
@@ -167,14 +189,25 @@ class FakeBench:
 
 
 def test_what_is_hidden_of_an_exchange() -> None:
-    chain, works = SimpleNamespace(num_bytes=12_000_000), {"nothing": None, "gemm": "some"}
-    quiet, beside = sending._beside(FakeBench(), chain, works, {"nothing": 0.0, "gemm": 10.0}, sending.VARIANTS[0])
+    chain, works = (
+        SimpleNamespace(num_bytes=12_000_000),
+        {"nothing": None, "gemm": "some"},
+    )
+    quiet, beside = sending._beside(
+        FakeBench(), chain, works, {"nothing": 0.0, "gemm": 10.0}, sending.VARIANTS[0]
+    )
     assert (quiet["arrival_ms"], quiet["gigabytes_per_second"]) == (4.0, 3.0)
     assert "hidden" not in quiet
-    assert (beside["arrival_ms"], beside["arrival_slowdown"], beside["work_slowdown"]) == (6.0, 1.5, 1.1)
+    assert (
+        beside["arrival_ms"],
+        beside["arrival_slowdown"],
+        beside["work_slowdown"],
+    ) == (6.0, 1.5, 1.1)
     assert beside["hidden"] == (10 + 4 - 11) / 4
     of_long_work = {"nothing": 0.0, "gemm": 100.0}
-    _, beside = sending._beside(FakeBench(), chain, works, of_long_work, sending.VARIANTS[0])
+    _, beside = sending._beside(
+        FakeBench(), chain, works, of_long_work, sending.VARIANTS[0]
+    )
     assert "hidden" not in beside, "4 of 100 ms are less than what the work varies by"
 
 

@@ -62,13 +62,18 @@ def test_the_service_lives_as_long_as_its_context(tmp_path: Path) -> None:
 
 def test_a_service_that_cannot_be_is_a_reason_to_skip(tmp_path: Path) -> None:
     programs = stand_ins(tmp_path / "bin", "#!/bin/sh\necho no such device\nexit 3\n")
-    with pytest.raises(Skip, match="ended with code 3: no such device"), mps.service(programs):
+    with (
+        pytest.raises(Skip, match="ended with code 3: no such device"),
+        mps.service(programs),
+    ):
         pytest.fail("it must not begin")
     with pytest.raises(Skip, match="nvidia-cuda-mps-control is not on PATH"):
         mps.find_programs([str(tmp_path)])
 
 
-def runs_of(seconds: list[float], rows: list[list[list[list[int]]]], **changes: Any) -> Runs:
+def runs_of(
+    seconds: list[float], rows: list[list[list[list[int]]]], **changes: Any
+) -> Runs:
     """Records of two ranks that take the same seconds in every step."""
     ones = np.ones((1, len(seconds), 2))
     names = ("busy", "attention", "waiting", "tokens", "loss", "gradient_norm")
@@ -83,28 +88,41 @@ def test_the_ideal_spreads_attention_evenly_at_no_cost() -> None:
     long, short = [[10]], [[1] * 10]
     rows = [[long, short], [short, short], [long, short]]
     stock = runs_of([2.0, 1.1, 2.0], rows)
-    np.testing.assert_allclose(sharing.ideal_seconds(stock, slice(0, None)), [1.55, 1.1, 1.55])
+    np.testing.assert_allclose(
+        sharing.ideal_seconds(stock, slice(0, None)), [1.55, 1.1, 1.55]
+    )
 
 
 def test_what_trains_otherwise_than_stock_is_an_error() -> None:
     rows = [[[[10]], [[1] * 10]]] * 3
     stock = runs_of([2.0] * 3, rows)
     figures: dict[str, Any] = {}
-    sharing.report({"stock": stock, "cad": runs_of([1.0] * 3, rows)}, sharing.CPU, figures.__setitem__)
+    sharing.report(
+        {"stock": stock, "cad": runs_of([1.0] * 3, rows)},
+        sharing.CPU,
+        figures.__setitem__,
+    )
     assert figures["modes"][1]["speed_up"] == 2.0
     for name in ("loss", "gradient_norm"):
         wrong = np.ones((1, 3, 2))
         wrong[0, 0] += 1e-3
         other = runs_of([1.0] * 3, rows, **{name: wrong})
         with pytest.raises(RuntimeError, match="cad does not train as stock"):
-            sharing.report({"stock": stock, "cad": other}, sharing.CPU, figures.__setitem__)
+            sharing.report(
+                {"stock": stock, "cad": other}, sharing.CPU, figures.__setitem__
+            )
 
 
 @matrix
 def test_swapped_rows_of_one_rank_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "RANK", "tests.bench.faulty_rank")
-    modes = {"stock": sharing.MODES["stock"], "cad": (*sharing.MODES["cad"], "--cad.tolerance=0.02")}
+    modes = {
+        "stock": sharing.MODES["stock"],
+        "cad": (*sharing.MODES["cad"], "--cad.tolerance=0.02"),
+    }
     with sharing.shares("cpu", 2) as environments:
-        runs = sharing.train_modes(sharing.CPU, "ddp", modes, environments, lambda *_: None)
+        runs = sharing.train_modes(
+            sharing.CPU, "ddp", modes, environments, lambda *_: None
+        )
     with pytest.raises(RuntimeError, match="cad does not train as stock"):
         sharing.report(runs, sharing.CPU, lambda *_: None)

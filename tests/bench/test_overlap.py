@@ -29,33 +29,71 @@ def figures_of(options: Options, folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.matrix
 def test_the_first_and_the_last_exchange_alone_stay_exposed(tmp_path: Path) -> None:
-    figures = figures_of(Options(shares=(0.8,), layers=3, work_ms=10.0, repeats=1, counted=True), tmp_path)
-    assert figures["single stream"]["exposed"] == pytest.approx(figures["single stream"]["link"], rel=0.01)
+    figures = figures_of(
+        Options(shares=(0.8,), layers=3, work_ms=10.0, repeats=1, counted=True),
+        tmp_path,
+    )
+    assert figures["single stream"]["exposed"] == pytest.approx(
+        figures["single stream"]["link"], rel=0.01
+    )
     for mode in ("ping-pong", *(["traced"] if TRACED else [])):
         assert figures[mode]["exposed"] == pytest.approx(2 * 0.8 * 0.01, rel=0.05), mode
 
 
 @pytest.mark.matrix
 def test_every_mode_is_measured(tmp_path: Path) -> None:
-    figures = figures_of(Options(shares=(0.8,), layers=2, work_ms=10.0, repeats=1), tmp_path)
+    figures = figures_of(
+        Options(shares=(0.8,), layers=2, work_ms=10.0, repeats=1), tmp_path
+    )
     traced = ["traced signal only", "traced"] if TRACED else []
     rows = ["single stream", "ping-pong", *traced[1:]]
-    assert list(figures) == ["signal only", *rows[:2], *traced, "no tp", "tp exposed", "tp in turns"]
-    for exposed, hidden in (*((rows[0], mode) for mode in rows[1:]), ("tp exposed", "tp in turns")):
+    assert list(figures) == [
+        "signal only",
+        *rows[:2],
+        *traced,
+        "no tp",
+        "tp exposed",
+        "tp in turns",
+    ]
+    for exposed, hidden in (
+        *((rows[0], mode) for mode in rows[1:]),
+        ("tp exposed", "tp in turns"),
+    ):
         assert figures[hidden]["link"] == pytest.approx(figures[exposed]["link"])
         assert figures[hidden]["exposed"] < figures[exposed]["exposed"]
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(missing() is not None, reason=f"no nodes on this machine: {missing()}")
+@pytest.mark.skipif(
+    missing() is not None, reason=f"no nodes on this machine: {missing()}"
+)
 def test_times_every_mode_at_every_rate(tmp_path: Path) -> None:
     output = tmp_path / "network.json"
-    options = network.Options(rates=(1e9,), modes=("stock", "cad"), steps=2, folder=tmp_path / "runs", output=output)
-    network.main(options, ["--training.seq_len=512", f"--model.hf_assets_path={tokenizer_folder()}"])
+    options = network.Options(
+        rates=(1e9,),
+        modes=("stock", "cad"),
+        steps=2,
+        folder=tmp_path / "runs",
+        output=output,
+    )
+    network.main(
+        options,
+        ["--training.seq_len=512", f"--model.hf_assets_path={tokenizer_folder()}"],
+    )
     rows = json.loads(output.read_text())["rows"]
-    assert [*rows[0][:2], *rows[0][3:6], *rows[1][:2]] == [1000.0, "stock", "", "", 1, 1000.0, "cad"]
-    assert min(rows[1][2:4]) > 0 <= rows[1][4] < 100  # ms, predicted ms, exposed wait in percent
+    assert [*rows[0][:2], *rows[0][3:6], *rows[1][:2]] == [
+        1000.0,
+        "stock",
+        "",
+        "",
+        1,
+        1000.0,
+        "cad",
+    ]
+    assert (
+        min(rows[1][2:4]) > 0 <= rows[1][4] < 100
+    )  # ms, predicted ms, exposed wait in percent
     assert output.with_suffix(".png").stat().st_size > 0
 
 
@@ -64,13 +102,24 @@ JOB = Path(__file__).parents[2] / "train_configs" / "llama3_debug_cpu.toml"
 
 @needs_traced
 @pytest.mark.slow
-def test_both_ways_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = (f"--model.hf_assets_path={tokenizer_folder()}", "--training.seq_len=1024")
+def test_both_ways_are_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = (
+        f"--model.hf_assets_path={tokenizer_folder()}",
+        "--training.seq_len=1024",
+    )
     output = tmp_path / "streams.json"
-    streams.main(streams.Options(JOB, steps=4, rounds=1, folder=tmp_path, output=output), overrides)
+    streams.main(
+        streams.Options(JOB, steps=4, rounds=1, folder=tmp_path, output=output),
+        overrides,
+    )
     figures = json.loads(output.read_text())["figures"]
     assert figures["traced_over_opaque"] > 0
     assert figures["largest_relative_loss_difference"] < TOLERANCE
     assert "traced over opaque" in capsys.readouterr().out
     for mode, chosen in (("off1", "opaque"), ("on1", "traced")):
-        assert f"Streams of nano-batches: {chosen}" in (tmp_path / mode / "log.txt").read_text()
+        assert (
+            f"Streams of nano-batches: {chosen}"
+            in (tmp_path / mode / "log.txt").read_text()
+        )

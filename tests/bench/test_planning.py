@@ -17,24 +17,40 @@ from torchtitan_cad.planning import TokenLayout
 def results(tmp_path_factory: pytest.TempPathFactory) -> planner.Options:
     """A small run: 8 and 16 ranks, one workload, one seed, all planners."""
     folder = tmp_path_factory.mktemp("bench")
-    few = {"ranks": (8, 16), "workloads": ("lognormal",), "seeds": (11,), "planners": tuple(planner.PLANNERS)}
+    few = {
+        "ranks": (8, 16),
+        "workloads": ("lognormal",),
+        "seeds": (11,),
+        "planners": tuple(planner.PLANNERS),
+    }
     files = {"output": folder / "results" / "planner.json", "plot": folder / "plan.png"}
     options = planner.Options(**few, **files, repeats=1, check=True)
     assert planner.main(options) == 0
     return options
 
 
-def test_results_can_be_read_again_and_a_plan_is_drawn(results: planner.Options) -> None:
+def test_results_can_be_read_again_and_a_plan_is_drawn(
+    results: planner.Options,
+) -> None:
     data = json.loads(results.output.read_text())
     assert {"date", "cpu", "python", "numpy", "numba", "command"} <= set(data)
     records = read_records(results.output)
     assert len(records) == 2 * len(planner.PLANNERS)
-    assert list(planner.relative(records)[3].values()) == ["local_search", *["+0.0 %"] * 4]
+    assert list(planner.relative(records)[3].values()) == [
+        "local_search",
+        *["+0.0 %"] * 4,
+    ]
     ours = [r for r in records if r["planner"] == "local_search"]
-    assert all(0 < r["bound_bytes"] <= r["total_bytes"] and r["plan_ms"] > 0 for r in ours)
+    assert all(
+        0 < r["bound_bytes"] <= r["total_bytes"] and r["plan_ms"] > 0 for r in ours
+    )
     assert slow_cases(records, {16: 1e9}) == []
-    assert [each.split(",")[0] for each in slow_cases(records, {16: 0.0})] == ["16 ranks"]
-    assert ours[0]["total_bytes"] / 1e9 in [row["total GB"] for row in planner.table(records)]
+    assert [each.split(",")[0] for each in slow_cases(records, {16: 0.0})] == [
+        "16 ranks"
+    ]
+    assert ours[0]["total_bytes"] / 1e9 in [
+        row["total GB"] for row in planner.table(records)
+    ]
     assert results.plot is not None
     assert results.plot.stat().st_size > 10_000
 
@@ -48,20 +64,33 @@ def test_results_can_be_read_again_and_a_plan_is_drawn(results: planner.Options)
         ("local_search", "rank_bytes", 10, "of the greedy's"),
     ],
 )
-def test_checks_name_the_case(results: planner.Options, name: str, figure: str, factor: float, message: str) -> None:
+def test_checks_name_the_case(
+    results: planner.Options, name: str, figure: str, factor: float, message: str
+) -> None:
     records = read_records(results.output)
     assert wrong_cases(records) == []
     wrong = next(r for r in records if r["planner"] == name)
     wrong[figure] *= factor
     problems = wrong_cases(records)
     assert any(message in problem for problem in problems)
-    assert all(problem.startswith("ranks 8, workload lognormal") for problem in problems)
+    assert all(
+        problem.startswith("ranks 8, workload lognormal") for problem in problems
+    )
 
 
 @pytest.mark.matrix
-def test_placements_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_placements_are_written_and_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "placement.json"
-    assert placement.main(placement.Options(ranks=(4,), workloads=("lognormal",), seeds=(11, 12), output=output)) == 0
+    assert (
+        placement.main(
+            placement.Options(
+                ranks=(4,), workloads=("lognormal",), seeds=(11, 12), output=output
+            )
+        )
+        == 0
+    )
     records = read_records(output)
     assert [record["seed"] for record in records] == [11, 12]
     assert all(record["worst_ratio"] <= 1 for record in records)
@@ -72,7 +101,9 @@ def test_placements_are_written_and_checked(tmp_path: Path, capsys: pytest.Captu
 def test_what_is_dealt_is_counted_once() -> None:
     """There are 12 tokens: rank 0 gives 4 to rank 1 and gets 3 from rank 2, which gets 1 from rank 1."""
     given = TokenLayout.from_segments([[(0, 0, 4)], [(1, 0, 4)], [(2, 0, 4)]])
-    homes = TokenLayout.from_segments([[(2, 0, 3)], [(0, 0, 4), (1, 0, 3)], [(1, 3, 1), (2, 3, 1)]])
+    homes = TokenLayout.from_segments(
+        [[(2, 0, 3)], [(0, 0, 4), (1, 0, 3)], [(1, 3, 1), (2, 3, 1)]]
+    )
     assert placement.dealt(given, homes) == (8 / 12, 4 * 16)
     assert placement.dealt(given, given) == (0.0, 0)
 
@@ -80,7 +111,10 @@ def test_what_is_dealt_is_counted_once() -> None:
 @pytest.mark.parametrize("nano_batches", [1, 2])
 def test_auto_tolerance_is_never_slower(nano_batches: int) -> None:
     layouts = [workload_layout("lognormal", 8, seed) for seed in (11, 12)]
-    cases = [tolerance.measure(8, "lognormal", link, nano_batches, layouts) for link in (1e9, 50e9, 1e15)]
+    cases = [
+        tolerance.measure(8, "lognormal", link, nano_batches, layouts)
+        for link in (1e9, 50e9, 1e15)
+    ]
     assert all(case["gain"] >= 0 for case in cases)
     assert cases[0]["bytes_saved"] > 0
     assert cases[0]["fixed_seconds"] > cases[2]["fixed_seconds"]
@@ -90,32 +124,52 @@ def test_auto_tolerance_is_never_slower(nano_batches: int) -> None:
 @pytest.mark.matrix
 def test_pipelines_are_written(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
-    pipeline.main(pipeline.Options(rounds=(1,), workloads=("uniform",), seeds=(11,), output=output))
+    pipeline.main(
+        pipeline.Options(
+            rounds=(1,), workloads=("uniform",), seeds=(11,), output=output
+        )
+    )
     figures = {r["schedule"]: r for r in read_records(output)}
     assert figures["CAD1F1B"]["over_ideal"] <= 1.05
     makespans = [figures[name]["makespan"] for name in reversed(pipeline.SCHEDULES)]
     assert makespans == sorted(makespans)
 
 
-@pytest.mark.parametrize(("workload", "limit"), [("one big", 1.01), ("uniform", 1.01), ("lognormal", 1.1)])
-def test_stock_pipelines_have_the_bubble_of_equal_microbatches(workload: str, limit: float) -> None:
+@pytest.mark.parametrize(
+    ("workload", "limit"), [("one big", 1.01), ("uniform", 1.01), ("lognormal", 1.1)]
+)
+def test_stock_pipelines_have_the_bubble_of_equal_microbatches(
+    workload: str, limit: float
+) -> None:
     """Where whole documents can make them equal; the longest lognormal one has 2.7 times the attention of the mean."""
     step = pipeline.make_step(pipeline.Options(), workload, 8, seed=11)
-    assert pipeline.simulate(step, "1F1B + CAD, placed") <= limit * step.ideal(attention_waits=True)
+    assert pipeline.simulate(step, "1F1B + CAD, placed") <= limit * step.ideal(
+        attention_waits=True
+    )
 
 
 @pytest.mark.parametrize("microbatches", [4, pytest.param(8, marks=pytest.mark.matrix)])
-def test_a_ten_times_heavier_microbatch_delays_the_step_by_its_share_of_the_pool(microbatches: int) -> None:
+def test_a_ten_times_heavier_microbatch_delays_the_step_by_its_share_of_the_pool(
+    microbatches: int,
+) -> None:
     pp = dp = 4
     tokens = dp * TOKENS_PER_RANK
-    light, heavy = (spanning_layout(lengths, dp) for lengths in ([4096] * (tokens // 4096), [49152, 49152, 32768]))
+    light, heavy = (
+        spanning_layout(lengths, dp)
+        for lengths in ([4096] * (tokens // 4096), [49152, 49152, 32768])
+    )
     even = pipeline.Step([light] * microbatches, pp, dp)
     uneven = pipeline.Step([light, heavy, *[light] * (microbatches - 2)], pp, dp)
-    light_work, heavy_work = (float(even.loads(layout, "home").sum()) for layout in (light, heavy))
+    light_work, heavy_work = (
+        float(even.loads(layout, "home").sum()) for layout in (light, heavy)
+    )
     assert 10 <= heavy_work / light_work < 11
-    share = (heavy_work - light_work) * pp * (1 + pipeline.BACKWARD_ATTENTION) / (pp * dp)
+    share = (
+        (heavy_work - light_work) * pp * (1 + pipeline.BACKWARD_ATTENTION) / (pp * dp)
+    )
     delays = {
-        schedule: pipeline.simulate(uneven, schedule) - pipeline.simulate(even, schedule)
+        schedule: pipeline.simulate(uneven, schedule)
+        - pipeline.simulate(even, schedule)
         for schedule in pipeline.SCHEDULES
     }
     assert delays["CAD1F1B"] <= 1.05 * share

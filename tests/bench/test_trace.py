@@ -18,7 +18,15 @@ from bench.trace import Options, Span, main, read_spans
 def event(name: str, begin: float, length: float, **args: int) -> dict[str, Any]:
     """An event of a trace; times in milliseconds."""
     cat = "user_annotation" if name.startswith("cad/") else "cpu_op"
-    return {"ph": "X", "cat": cat, "name": name, "ts": 1e3 * begin, "dur": 1e3 * length, "tid": 1, "args": args}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "ts": 1e3 * begin,
+        "dur": 1e3 * length,
+        "tid": 1,
+        "args": args,
+    }
 
 
 PHASES = [
@@ -33,31 +41,50 @@ PHASES = [
 
 
 def write_trace(path: Path, events: list[dict[str, Any]]) -> None:
-    path.write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}))
+    path.write_text(
+        json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]})
+    )
 
 
 @pytest.mark.parametrize(("ranks", "shown"), [((), range(16)), ((3, 1), [3, 1])])
 def test_the_title_says_which_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], shown: Iterable[int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: tuple[int, ...],
+    shown: Iterable[int],
 ) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(plt, "close", drawn.append)
     for rank in range(17):
         write_trace(tmp_path / f"rank{rank}_trace.json", PHASES)
-        write_trace(tmp_path / f"rank{rank}.pt.trace.json", PHASES)  # the second name of the same trace
+        write_trace(
+            tmp_path / f"rank{rank}.pt.trace.json", PHASES
+        )  # the second name of the same trace
     main(Options(tmp_path, tmp_path / "new" / "trace.png", ranks))
-    assert drawn[0].get_suptitle().endswith(f", ranks {', '.join(map(str, shown))} of 17")
+    assert (
+        drawn[0].get_suptitle().endswith(f", ranks {', '.join(map(str, shown))} of 17")
+    )
     labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
-    assert [label for label in labels if label.startswith("rank")] == [f"rank {rank}" for rank in shown]
+    assert [label for label in labels if label.startswith("rank")] == [
+        f"rank {rank}" for rank in shown
+    ]
     assert (tmp_path / "new" / "trace.png").exists()
 
 
-def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(tmp_path: Path) -> None:
+def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(
+    tmp_path: Path,
+) -> None:
     write_trace(tmp_path / "rank0_trace.json", PHASES)
     spans = read_spans(tmp_path / "rank0_trace.json")
     flights = [span for span in spans if span.kind == "in flight"]
-    assert flights == [Span(10, 30, "in flight", 0, "forward rows"), Span(22, 51, "in flight", 1, "forward rows")]
-    assert [span.name for span in spans if span.kind == "linear"] == ["pre 0.nano_batch_0", "pre 0.nano_batch_1"]
+    assert flights == [
+        Span(10, 30, "in flight", 0, "forward rows"),
+        Span(22, 51, "in flight", 1, "forward rows"),
+    ]
+    assert [span.name for span in spans if span.kind == "linear"] == [
+        "pre 0.nano_batch_0",
+        "pre 0.nano_batch_1",
+    ]
 
 
 def test_backward_linear_work_is_named(tmp_path: Path) -> None:
@@ -75,14 +102,27 @@ def test_backward_linear_work_is_named(tmp_path: Path) -> None:
     profiler.export_chrome_trace(str(path))
     spans = read_spans(path)
     backward = [span for span in spans if span.kind == "linear backward"]
-    assert [span.name for span in backward] == ["post 0.nano_batch_0 backward", "pre 0.nano_batch_0 backward"]
-    assert max(span.end for span in spans if span.kind == "linear") < backward[0].start < backward[0].end
+    assert [span.name for span in backward] == [
+        "post 0.nano_batch_0 backward",
+        "pre 0.nano_batch_0 backward",
+    ]
+    assert (
+        max(span.end for span in spans if span.kind == "linear")
+        < backward[0].start
+        < backward[0].end
+    )
     assert backward[0].end <= backward[1].start
 
 
 def test_linear_work_of_compiled_turns_is_named(tmp_path: Path) -> None:
     def operators(graph: dict, names: tuple[str, str], *times: float) -> list[dict]:
-        return [graph, *(event(f"torchtitan_cad::traced_{names[i % 2]}", time, 1) for i, time in enumerate(times))]
+        return [
+            graph,
+            *(
+                event(f"torchtitan_cad::traced_{names[i % 2]}", time, 1)
+                for i, time in enumerate(times)
+            ),
+        ]
 
     graph = event("CompiledFunction", 1, 98, **{"Sequence number": 7})
     undone = event("CompiledFunctionBackward", 200, 90, **{"Sequence number": 7})
@@ -90,7 +130,9 @@ def test_linear_work_of_compiled_turns_is_named(tmp_path: Path) -> None:
         event("cad/segments 1", 0, 100),
         *operators(graph, ("combine", "prepare"), 2, 10, 20, 40),
         event("torchtitan_cad::traced_attend", 50, 10),
-        *operators(undone, ("prepare_backward", "combine_backward"), 210, 220, 230, 250),
+        *operators(
+            undone, ("prepare_backward", "combine_backward"), 210, 220, 230, 250
+        ),
         event("CompiledFunctionBackward", 300, 5),  # of the loss
     ]
     path = tmp_path / "rank0_trace.json"

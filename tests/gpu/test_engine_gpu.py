@@ -15,7 +15,12 @@ from tests.lib.device import ON_GPU, no_synchronisation
 from tests.lib.plans import random_plan
 from tests.lib.rows import Tensors, assert_ranks_as_exact, dense
 from tests.runtime.test_combine import compare_orders
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import (
+    AttentionShape,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+)
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import get_kernel
@@ -24,14 +29,24 @@ pytestmark = ON_GPU
 
 DEVICE = torch.device("cuda", 0)
 SHAPE = AttentionShape(8, 2, 128, 2)
-LAYOUT = TokenLayout.from_segments([[(0, 0, 1300), (1, 0, 128), (2, 0, 700), (3, 0, 64)]])
+LAYOUT = TokenLayout.from_segments(
+    [[(0, 0, 1300), (1, 0, 128), (2, 0, 700), (3, 0, 64)]]
+)
 
 
 def make_engine(num_plans: int) -> CoreAttentionEngine:
-    engine = CoreAttentionEngine(get_kernel("varlen", DEVICE), None, rank=0, device=DEVICE, scale=SHAPE.head_dim**-0.5)
+    engine = CoreAttentionEngine(
+        get_kernel("varlen", DEVICE),
+        None,
+        rank=0,
+        device=DEVICE,
+        scale=SHAPE.head_dim**-0.5,
+    )
     rng = np.random.default_rng(0)
     for key in range(num_plans):
-        engine.add_plan(key, random_plan(rng, LAYOUT, SHAPE, aligned=False, split_kv=True))
+        engine.add_plan(
+            key, random_plan(rng, LAYOUT, SHAPE, aligned=False, split_kv=True)
+        )
     return engine
 
 
@@ -51,12 +66,16 @@ def test_cut_documents_are_as_exact_as_whole_ones(dtype: torch.dtype) -> None:
     tensors = random_tensors(dtype)
     reference = dense(LAYOUT, tensors.to("cpu"))
     engine = make_engine(10)
-    whole = CoreAttentionEngine(engine.kernel, None, rank=0, device=DEVICE, scale=engine.scale)
+    whole = CoreAttentionEngine(
+        engine.kernel, None, rank=0, device=DEVICE, scale=engine.scale
+    )
     whole.add_plan(0, make_plan(LAYOUT, SHAPE, PlannerConfig(planner="home")))
     assert whole.plan(0).is_plain
     undivided = [x.cpu() for x in run(whole, tensors, 0)]
     for key in range(10):
-        assert_ranks_as_exact([[x.cpu() for x in run(engine, tensors, key)]], [undivided], reference)
+        assert_ranks_as_exact(
+            [[x.cpu() for x in run(engine, tensors, key)]], [undivided], reference
+        )
 
 
 def test_the_steady_state_neither_synchronises_nor_asks_for_device_memory() -> None:
@@ -86,8 +105,15 @@ def test_a_plan_added_behind_a_slow_stream_is_waited_for() -> None:
     torch.cuda.synchronize()
     slow = torch.cuda.Stream(DEVICE)
     with torch.cuda.stream(slow):
-        torch.cuda._sleep(200_000_000)  # about 0.1 s, which the copies of the tables wait for
-        engine.add_plan(1, random_plan(np.random.default_rng(0), LAYOUT, SHAPE, aligned=False, split_kv=True))
+        torch.cuda._sleep(
+            200_000_000
+        )  # about 0.1 s, which the copies of the tables wait for
+        engine.add_plan(
+            1,
+            random_plan(
+                np.random.default_rng(0), LAYOUT, SHAPE, aligned=False, split_kv=True
+            ),
+        )
     results = run(engine, tensors, 1)
     torch.testing.assert_close(results, expected, rtol=0, atol=0)
 

@@ -14,7 +14,13 @@ from tests.lib.plans import random_layout
 from tests.lib.processes import run_processes, values
 from tests.lib.rows import Tensors
 from tests.lib.sets import needs_triton
-from tests.runtime.test_replay import Recording, Run, check_replays, common_sizes, random_plans
+from tests.runtime.test_replay import (
+    Recording,
+    Run,
+    check_replays,
+    common_sizes,
+    random_plans,
+)
 from torchtitan_cad.planning import AttentionShape, Plan
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -34,11 +40,15 @@ def capture(run: Run) -> Recording:
     return results, graph.replay
 
 
-def build_engine(plans: list[Plan], group: dist.ProcessGroup | None, keep: bool = False) -> CoreAttentionEngine:
+def build_engine(
+    plans: list[Plan], group: dist.ProcessGroup | None, keep: bool = False
+) -> CoreAttentionEngine:
     device = share_one_device()
     return CoreAttentionEngine(
         get_kernel("varlen", device),
-        build_transport("symm_mem", group, device, 2**26, replayable=True) if group else None,
+        build_transport("symm_mem", group, device, 2**26, replayable=True)
+        if group
+        else None,
         rank=group.rank() if group else 0,
         device=device,
         scale=SHAPE.head_dim**-0.5,
@@ -50,14 +60,21 @@ def build_engine(plans: list[Plan], group: dist.ProcessGroup | None, keep: bool 
 def random_job(num_ranks: int) -> tuple[list[Plan], Tensors]:
     torch.manual_seed(0)
     layout = random_layout(np.random.default_rng(1), num_ranks, 2000)
-    return random_plans(layout, SHAPE, NUM_PLANS), Tensors.random(layout, SHAPE, torch.bfloat16, with_dlse=True)
+    return random_plans(layout, SHAPE, NUM_PLANS), Tensors.random(
+        layout, SHAPE, torch.bfloat16, with_dlse=True
+    )
 
 
 def replay_on_one_device(group: dist.ProcessGroup, keep: bool) -> None:
     # Also fills what is allocated with NaN.
     torch.use_deterministic_algorithms(True)
     plans, tensors = random_job(group.size())
-    check_replays(build_engine(plans, group if group.size() > 1 else None, keep), plans, tensors, capture)
+    check_replays(
+        build_engine(plans, group if group.size() > 1 else None, keep),
+        plans,
+        tensors,
+        capture,
+    )
 
 
 @pytest.mark.parametrize(("num_ranks", "keep"), [(1, False), (2, False), (4, True)])
@@ -69,7 +86,10 @@ def run_without_allocation(group: dist.ProcessGroup) -> tuple[int, int]:
     """Device allocations and their bytes while 20 plans run, after the first of them ran once."""
     plans, tensors = random_job(group.size())
     engine = build_engine(plans, group)
-    q, k, v, dout = (xs[group.rank()].to(engine.device) for xs in (tensors.q, tensors.k, tensors.v, tensors.dout))
+    q, k, v, dout = (
+        xs[group.rank()].to(engine.device)
+        for xs in (tensors.q, tensors.k, tensors.v, tensors.dout)
+    )
 
     def run(key: int) -> None:
         engine.backward(dout, Saved(q, k, v, *engine.forward(q, k, v, key)), key)
@@ -90,4 +110,7 @@ def run_without_allocation(group: dist.ProcessGroup) -> tuple[int, int]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_padded_tables_need_no_memory_after_the_first_plan(num_ranks: int) -> None:
-    assert values(run_processes(num_ranks, run_without_allocation, timeout_s=300)) == [(0, 0)] * num_ranks
+    assert (
+        values(run_processes(num_ranks, run_without_allocation, timeout_s=300))
+        == [(0, 0)] * num_ranks
+    )

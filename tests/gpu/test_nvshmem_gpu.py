@@ -57,13 +57,20 @@ def exchange_with_a_far_peer(group: dist.ProcessGroup) -> str:
     device, rank = share_one_device(), group.rank()
     rendezvous = symm_mem.rendezvous
 
-    def rendezvous_of_far_peers(tensor: Tensor, memory_group: dist.ProcessGroup) -> OwnMemory:
+    def rendezvous_of_far_peers(
+        tensor: Tensor, memory_group: dist.ProcessGroup
+    ) -> OwnMemory:
         handle = rendezvous(tensor, memory_group)
-        addresses = [address if peer == rank else 0 for peer, address in enumerate(handle.buffer_ptrs)]
+        addresses = [
+            address if peer == rank else 0
+            for peer, address in enumerate(handle.buffer_ptrs)
+        ]
         return OwnMemory(addresses, handle)
 
     symm_mem.rendezvous = rendezvous_of_far_peers
-    received = exchange_at_random(group, "nvshmem", 2, EXCHANGES, 0.002, "cuda:0", hosts=[0, 1])
+    received = exchange_at_random(
+        group, "nvshmem", 2, EXCHANGES, 0.002, "cuda:0", hosts=[0, 1]
+    )
     torch.cuda.synchronize(device)
     return f"{received} rows over {symm_mem.get_backend(device)}"
 
@@ -79,15 +86,29 @@ def main() -> None:
         assert transport == "NVSHMEM"
 
 
-def run_apart(command: Sequence[str], log: Path, limit_s: float, share: dict[str, str] | None = None) -> int | None:
+def run_apart(
+    command: Sequence[str],
+    log: Path,
+    limit_s: float,
+    share: dict[str, str] | None = None,
+) -> int | None:
     """Exit code of a command whose output goes to ``log``; None if it had to be ended, with all that it has started.
 
     ``share`` holds the variables of a client of the Multi-Process Service.
     """
-    environment = {**os.environ, **VARIABLES, **(share or {}), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        **VARIABLES,
+        **(share or {}),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         return process.wait(limit_s)
@@ -111,7 +132,13 @@ def test_two_ranks_on_one_device_exchange_rows_as_two_nodes_do(tmp_path: Path) -
         try:
             running = stack.enter_context(mps.service())
         except Skip as reason:
-            pytest.skip(f"NVSHMEM makes teams of processes of one GPU under the Multi-Process Service only: {reason}")
-        code = run_apart([sys.executable, "-u", "-c", START_RANKS], log, LIMIT_S, running.share(50))
+            pytest.skip(
+                f"NVSHMEM makes teams of processes of one GPU under the Multi-Process Service only: {reason}"
+            )
+        code = run_apart(
+            [sys.executable, "-u", "-c", START_RANKS], log, LIMIT_S, running.share(50)
+        )
     ended = f"ended after {LIMIT_S} s" if code is None else f"exit code {code}"
-    assert code == 0, f"{ended}; its last output:\n{log.read_text(errors='replace')[-SHOWN:]}"
+    assert code == 0, (
+        f"{ended}; its last output:\n{log.read_text(errors='replace')[-SHOWN:]}"
+    )

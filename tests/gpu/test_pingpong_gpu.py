@@ -17,7 +17,14 @@ SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
 
 
 def new_job(seed: int) -> NanoBatchesAndWhole:
-    return NanoBatchesAndWhole(torch.device("cuda", 0), torch.bfloat16, dim=512, seq_len=1024, shape=SHAPE, seed=seed)
+    return NanoBatchesAndWhole(
+        torch.device("cuda", 0),
+        torch.bfloat16,
+        dim=512,
+        seq_len=1024,
+        shape=SHAPE,
+        seed=seed,
+    )
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"], ids=["eager", "compiled"])

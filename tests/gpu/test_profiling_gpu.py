@@ -22,7 +22,9 @@ GRID = ProfileGrid((32, 128, 512, 2048), (128, 512, 2048, 8192, 32768), repeats=
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return measure_profile(get_kernel("auto", "cuda"), SHAPE, torch.bfloat16, torch.device("cuda"), GRID)
+    return measure_profile(
+        get_kernel("auto", "cuda"), SHAPE, torch.bfloat16, torch.device("cuda"), GRID
+    )
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -36,16 +38,26 @@ def test_throughput_saturates(profile: Profile, direction: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[512] * 64, [32768], [16384, *[1024] * 16]])
-def test_time_of_causal_documents_is_predicted(profile: Profile, lengths: list[int]) -> None:
+def test_time_of_causal_documents_is_predicted(
+    profile: Profile, lengths: list[int]
+) -> None:
     """Diagonal tasks, which were not measured, to within half their time; a tile count has no time at all."""
     kernel, cu = get_kernel("auto", "cuda"), offsets(lengths)
     call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=128**-0.5, device="cuda")
-    q, k, v, dout = random_qkv(cu[-1], cu[-1], (32, 8), 128, torch.bfloat16, device="cuda")
+    q, k, v, dout = random_qkv(
+        cu[-1], cu[-1], (32, 8), 128, torch.bfloat16, device="cuda"
+    )
     out, lse = kernel.forward(q, k, v, call)
     delta = row_delta(dout, out)
     measured = {
-        "forward": median_milliseconds(lambda: kernel.forward(q, k, v, call), q.device, 10),
-        "backward": median_milliseconds(lambda: kernel.backward(dout, q, k, v, Merged(lse, delta), call), q.device, 10),
+        "forward": median_milliseconds(
+            lambda: kernel.forward(q, k, v, call), q.device, 10
+        ),
+        "backward": median_milliseconds(
+            lambda: kernel.backward(dout, q, k, v, Merged(lse, delta), call),
+            q.device,
+            10,
+        ),
     }
     tasks = make_tasks(np.arange(len(lengths)), 0, lengths, 0, lengths, 0)
     for direction, milliseconds in measured.items():

@@ -37,7 +37,9 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_a_late_lane_gives_the_same_values_and_gradients(group: dist.ProcessGroup) -> None:
+def test_a_late_lane_gives_the_same_values_and_gradients(
+    group: dist.ProcessGroup,
+) -> None:
     device = torch.device("cuda")
     side_stream = SlowSideStream(device)
     for seed in range(10):
@@ -45,13 +47,16 @@ def test_a_late_lane_gives_the_same_values_and_gradients(group: dist.ProcessGrou
         leaves = [torch.randn(SHAPE, device=device), torch.randn(SHAPE, device=device)]
         leaves.append(torch.rand(SHAPE[-1], device=device))
         other, reference = (
-            results_of(torch_norm, [x.to(dtype) for x in leaves]) for dtype in (torch.float32, torch.float64)
+            results_of(torch_norm, [x.to(dtype) for x in leaves])
+            for dtype in (torch.float32, torch.float64)
         )
 
         def late_norm(y: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
             torch.cuda._sleep(SLEEP)
             boundary = Boundary(side_stream, group)
-            token = boundary.start(2 * y, x, weight, EPS)  # the summand is not kept: its memory is free from here on
+            token = boundary.start(
+                2 * y, x, weight, EPS
+            )  # the summand is not kept: its memory is free from here on
             poison = [torch.full(SHAPE, torch.nan, device=device) for _ in range(4)]
             results = [*boundary.wait(token)]
             del poison
@@ -66,11 +71,17 @@ def torch_norm(y: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
     return [h, F.rms_norm(h, weight.shape, weight, EPS)]
 
 
-def results_of(norm: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+def results_of(
+    norm: Callable[..., list[Tensor]], inputs: Sequence[Tensor]
+) -> list[Tensor]:
     """h, its norm, and gradients of the inputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     h, g = norm(*inputs)
-    return [h.detach(), g.detach(), *torch.autograd.grad(h.square().sum() + torch.sin(g).sum(), inputs)]
+    return [
+        h.detach(),
+        g.detach(),
+        *torch.autograd.grad(h.square().sum() + torch.sin(g).sum(), inputs),
+    ]
 
 
 def test_the_caller_goes_on_meanwhile() -> None:
@@ -87,6 +98,8 @@ def test_the_caller_goes_on_meanwhile() -> None:
     (x + 1).sum()
     done.record()
     done.synchronize()
-    assert not side_stream.stream.query(), "the caller's own work waited for the side stream"
+    assert not side_stream.stream.query(), (
+        "the caller's own work waited for the side stream"
+    )
     (result,) = pending.wait()
     assert result.item() == 2

@@ -16,14 +16,27 @@ from bench.gpu import sharing
 from bench.gpu.parts import Skip
 from tests.lib.device import ON_GPU
 
-pytestmark = [*ON_GPU, pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="no torchtitan")]
+pytestmark = [
+    *ON_GPU,
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchtitan") is None, reason="no torchtitan"
+    ),
+]
 
 SIZES = dataclasses.replace(sharing.CUDA, row=16_384, short=256, steps=2, warmup=1)
 MODES = {
     "stock": ("--parallelism.no-cad",),
     "all defaults": ("--parallelism.cad",),
-    "two nano-batches": ("--parallelism.cad", "--cad.nano_batches=2", "--cad.tolerance=0.02"),
-    "loader's homes": ("--parallelism.cad", "--cad.placement=loader", "--cad.tolerance=0.02"),
+    "two nano-batches": (
+        "--parallelism.cad",
+        "--cad.nano_batches=2",
+        "--cad.tolerance=0.02",
+    ),
+    "loader's homes": (
+        "--parallelism.cad",
+        "--cad.placement=loader",
+        "--cad.tolerance=0.02",
+    ),
     "resend": ("--parallelism.cad", "--cad.backward=resend", "--cad.tolerance=0.02"),
 }
 
@@ -36,14 +49,20 @@ def test_two_ranks_train_as_without_cad(sharding: str) -> None:
             environments = stack.enter_context(sharing.shares("cuda", 2))
         except Skip:
             environments = [{}, {}]
-        runs = sharing.train_modes(SIZES, sharding, MODES, environments, said.__setitem__, in_turns=False)
+        runs = sharing.train_modes(
+            SIZES, sharding, MODES, environments, said.__setitem__, in_turns=False
+        )
     stock = runs.pop("stock")
     transports = said["transports"]
     assert isinstance(transports, dict)
     assert transports["all defaults"].startswith("symm_mem"), transports
     for mode, run in runs.items():
-        np.testing.assert_allclose(run.loss, stock.loss, rtol=SIZES.most_loss_error, err_msg=mode)
+        np.testing.assert_allclose(
+            run.loss, stock.loss, rtol=SIZES.most_loss_error, err_msg=mode
+        )
         first_norm, wanted = run.gradient_norm[0, 0], stock.gradient_norm[0, 0]
-        np.testing.assert_allclose(first_norm, wanted, rtol=SIZES.most_norm_error, err_msg=mode)
+        np.testing.assert_allclose(
+            first_norm, wanted, rtol=SIZES.most_norm_error, err_msg=mode
+        )
         assert run.bytes_per_rank_mean.mean() > 0, f"{mode}: rows must move"
         assert run.imbalance_after.mean() < 1.05, mode

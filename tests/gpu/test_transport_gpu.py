@@ -28,12 +28,16 @@ def share_one_device() -> torch.device:
 
 def exchange_on_one_device(group: dist.ProcessGroup, num_exchanges: int) -> int:
     share_one_device()
-    return exchange_at_random(group, "symm_mem", group.size(), num_exchanges, 0.002, "cuda:0")
+    return exchange_at_random(
+        group, "symm_mem", group.size(), num_exchanges, 0.002, "cuda:0"
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_random_exchanges_with_random_delays(num_ranks: int) -> None:
-    results = values(run_processes(num_ranks, exchange_on_one_device, 100, timeout_s=300))
+    results = values(
+        run_processes(num_ranks, exchange_on_one_device, 100, timeout_s=300)
+    )
     assert sum(results) > 1000
 
 
@@ -41,7 +45,11 @@ def exchange_without_the_host(group: dist.ProcessGroup) -> int:
     """Nothing synchronises in the steady state, and nothing is allocated but for the parts themselves."""
     device = share_one_device()
     transport = build_transport("symm_mem", group, device, 2**26)
-    route = make_route(50 * ONE_EACH, group.rank(), torch.arange(50 * (2 - group.rank()), device=device))
+    route = make_route(
+        50 * ONE_EACH,
+        group.rank(),
+        torch.arange(50 * (2 - group.rank()), device=device),
+    )
     routes = Routes([route])
     transport.prepare([routes])
     part = torch.randn(100, 8, 64, device=device, dtype=torch.bfloat16)
@@ -87,4 +95,6 @@ def be_late(group: dist.ProcessGroup) -> str:
 def test_a_late_peer_is_named_at_the_next_plan() -> None:
     message = values(run_processes(2, be_late, timeout_s=120))[0]
     what = "(begun to receive|sent its rows)"  # two kernels wait, on a stream each
-    assert re.search(rf"'forward rows' of rank 0 failed: rank 1 has not {what} for 1\.0 s", message)
+    assert re.search(
+        rf"'forward rows' of rank 0 failed: rank 1 has not {what} for 1\.0 s", message
+    )

@@ -30,33 +30,59 @@ def advise(args: list[str], folder: Path) -> dict[str, Any]:
 def pasted(advice: dict[str, Any]) -> dict[str, Any]:
     """What the printed TOML sets, by key."""
     tables = tomllib.loads(advice["toml"])
-    return {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
+    return {
+        f"{table}.{key}": value
+        for table, values in tables.items()
+        for key, value in values.items()
+    }
 
 
 @every_config
-def test_every_configuration_gets_advice_that_validates(config: Path, tmp_path: Path, capsys) -> None:
+def test_every_configuration_gets_advice_that_validates(
+    config: Path, tmp_path: Path, capsys
+) -> None:
     advice = advise([str(config), "--batches=1", "--ranks=16"], tmp_path)
     job = read_simulated_job([f"--job.config_file={config}"], 16)
     values = pasted(advice)
-    assert values == {key: value for key, value in advice["keys"].items() if value is not None}
+    assert values == {
+        key: value for key, value in advice["keys"].items() if value is not None
+    }
     recommended = job.changed(values)
     if recommended.parallelism.cad:
         validate(recommended, job.cluster.ranks)
     printed = capsys.readouterr().out
     assert printed.startswith(advice["verdict"])
     assert "net: 4e+10 (default)" in printed
-    assert advice["recommended"]["memory_bytes"] <= advice["inputs"]["cluster"]["memory"]
-    assert advice["worth_it"] or config.stem == "llama3_debug_cpu"  # whose layers take less than an exchange
+    assert (
+        advice["recommended"]["memory_bytes"] <= advice["inputs"]["cluster"]["memory"]
+    )
+    assert (
+        advice["worth_it"] or config.stem == "llama3_debug_cpu"
+    )  # whose layers take less than an exchange
     assert values.get("parallelism.cad", True) == advice["worth_it"]
     if advice["worth_it"]:
-        assert advice["recommended"]["seconds_per_step"] <= advice["job_as_written"]["seconds_per_step"]
+        assert (
+            advice["recommended"]["seconds_per_step"]
+            <= advice["job_as_written"]["seconds_per_step"]
+        )
 
 
 def test_keys_without_cad_are_those_of_the_verdict(tmp_path: Path) -> None:
-    small = ["--ranks=8", "--batches=1", "--training.seq_len=2048", "--activation_checkpoint.mode=full"]
-    advice = advise([str(CONFIGS / "llama3_debug_cpu.toml"), "--model.flavor=debugmodel", *small], tmp_path)
+    small = [
+        "--ranks=8",
+        "--batches=1",
+        "--training.seq_len=2048",
+        "--activation_checkpoint.mode=full",
+    ]
+    advice = advise(
+        [str(CONFIGS / "llama3_debug_cpu.toml"), "--model.flavor=debugmodel", *small],
+        tmp_path,
+    )
     assert advice["recommended"] == advice["without_cad"]["at_its_best"]
-    assert pasted(advice) == {"parallelism.cad": False, "activation_checkpoint.mode": "none"}
+    assert pasted(advice) == {
+        "parallelism.cad": False,
+        "activation_checkpoint.mode": "none",
+    }
 
 
 @pytest.mark.matrix
@@ -65,7 +91,14 @@ def test_all_batches_that_are_given_count(tmp_path: Path, capsys) -> None:
     documents.write_text(json.dumps([[[2048]] * 2] * 4))
     job = str(CONFIGS / "llama3_debug_cpu.toml")
     advise(
-        [job, "--model.flavor=debugmodel", "--ranks=2", "--training.seq_len=2048", f"--documents={documents}"], tmp_path
+        [
+            job,
+            "--model.flavor=debugmodel",
+            "--ranks=2",
+            "--training.seq_len=2048",
+            f"--documents={documents}",
+        ],
+        tmp_path,
     )
     assert capsys.readouterr().out.splitlines()[0].endswith("means of 4 steps")
 
@@ -82,16 +115,27 @@ def test_what_fits_no_memory_is_not_recommended(tmp_path: Path, capsys) -> None:
 
 def test_degrees_keep_the_tokens_of_a_step() -> None:
     batch = ["--training.local_batch_size=4", "--training.global_batch_size=64"]
-    args = [f"--job.config_file={ONE_NODE[0]}", *batch, "--parallelism.data_parallel_shard_degree=8"]
+    args = [
+        f"--job.config_file={ONE_NODE[0]}",
+        *batch,
+        "--parallelism.data_parallel_shard_degree=8",
+    ]
     job = read_simulated_job(args, 8)
     now = job.configuration
     assert now.microbatches == 2
     assert job.keys(now) == {}
     kept = job.keys(replace(now, checkpointing="linear"))
-    assert kept == {"activation_checkpoint.mode": "full", "cad.recompute_attention": False}
-    other = read_simulated_job([f"--job.config_file={CONFIGS / 'llama3_8b_long.toml'}"], 8)
+    assert kept == {
+        "activation_checkpoint.mode": "full",
+        "cad.recompute_attention": False,
+    }
+    other = read_simulated_job(
+        [f"--job.config_file={CONFIGS / 'llama3_8b_long.toml'}"], 8
+    )
     assert other.configuration.checkpointing == "linear"
-    assert other.keys(replace(other.configuration, checkpointing="full")) == {"cad.recompute_attention": True}
+    assert other.keys(replace(other.configuration, checkpointing="full")) == {
+        "cad.recompute_attention": True
+    }
     for choice in (
         {"cp": 2},
         {"pp": 2, "microbatches": 4},
@@ -105,18 +149,25 @@ def test_degrees_keep_the_tokens_of_a_step() -> None:
         assert other.training.global_batch_size == 64
         assert 64 % (dp * other.training.local_batch_size) == 0
         if "pp" in choice:
-            per_rank = other.training.local_batch_size // other.parallelism.pipeline_parallel_microbatch_size
+            per_rank = (
+                other.training.local_batch_size
+                // other.parallelism.pipeline_parallel_microbatch_size
+            )
             assert per_rank == choice["microbatches"]
 
 
 @pytest.mark.parametrize("placement", ["auto", "balanced"])
 def test_placement_is_a_setting_of_the_job(placement: str) -> None:
-    job = read_simulated_job([f"--job.config_file={ONE_NODE[0]}", f"--cad.placement={placement}"], 8)
+    job = read_simulated_job(
+        [f"--job.config_file={ONE_NODE[0]}", f"--cad.placement={placement}"], 8
+    )
     now = job.configuration
     assert now.placement == "balanced"
     other = job.keys(replace(now, placement="loader"))
     assert other == {"cad.placement": "loader"}
-    kept = read_simulated_job([f"--job.config_file={ONE_NODE[0]}", "--cad.placement=loader"], 8)
+    kept = read_simulated_job(
+        [f"--job.config_file={ONE_NODE[0]}", "--cad.placement=loader"], 8
+    )
     assert kept.keys(now) == {"cad.placement": "auto"}
     assert job.changed(other).cad.placement == "loader"
 
@@ -125,10 +176,22 @@ def test_placement_is_a_setting_of_the_job(placement: str) -> None:
     ("args", "message"),
     [
         ([], "Missing from torchtitan-cad advise"),
-        ([*ONE_NODE, "--cp=2"], "--cp: advice is for the job itself; set --parallelism.context_parallel_degree"),
-        ([*ONE_NODE, "--model=llama-8b"], "--model: advice is for the job itself; set --model.flavor instead"),
-        ([*ONE_NODE, "--kv-heads=8"], "--kv-heads: advice is for the job itself; set --model.flavor instead"),
-        ([*ONE_NODE, "--dtype-bytes=4"], "--dtype-bytes: advice is for the job itself; set --training.mixed_precis"),
+        (
+            [*ONE_NODE, "--cp=2"],
+            "--cp: advice is for the job itself; set --parallelism.context_parallel_degree",
+        ),
+        (
+            [*ONE_NODE, "--model=llama-8b"],
+            "--model: advice is for the job itself; set --model.flavor instead",
+        ),
+        (
+            [*ONE_NODE, "--kv-heads=8"],
+            "--kv-heads: advice is for the job itself; set --model.flavor instead",
+        ),
+        (
+            [*ONE_NODE, "--dtype-bytes=4"],
+            "--dtype-bytes: advice is for the job itself; set --training.mixed_precis",
+        ),
         ([*ONE_NODE, "--training.global_batch_size=12"], "global_batch_size"),
         ([*ONE_NODE, "--output=/"], "--output /: this is a folder"),
     ],

@@ -41,11 +41,17 @@ SYMMETRIC = ("fsdp4", "pp2xcp2", "validation")
 def cases_and_transports() -> Iterator[object]:
     for case in c.COMPOSITIONS:
         for transport in ("collective", "symm_mem") if case.moves else ("collective",):
-            in_matrix = case.name not in SLOW if transport == "collective" else case.name in SYMMETRIC
+            in_matrix = (
+                case.name not in SLOW
+                if transport == "collective"
+                else case.name in SYMMETRIC
+            )
             marks = [needs_linux] if transport == "symm_mem" else []
             if case.name not in SHORT[transport]:
                 marks.append(pytest.mark.matrix if in_matrix else pytest.mark.slow)
-            name = case.name if transport == "collective" else f"{case.name}-{transport}"
+            name = (
+                case.name if transport == "collective" else f"{case.name}-{transport}"
+            )
             yield pytest.param(case, transport, id=name, marks=marks)
 
 
@@ -58,7 +64,9 @@ def test_starts_from_the_parameters_of_stock() -> None:
 
 
 @pytest.mark.parametrize(("case", "transport"), list(cases_and_transports()))
-def test_composition_trains_like_its_reference(case: c.Composition, transport: str) -> None:
+def test_composition_trains_like_its_reference(
+    case: c.Composition, transport: str
+) -> None:
     result = check(case, f"--cad.transport={transport}")
     assert f"CAD exchanges rows by {transport}" in result.logs[0] or not case.moves
     if case.moves:
@@ -68,21 +76,35 @@ def test_composition_trains_like_its_reference(case: c.Composition, transport: s
         assert summary["imbalance_after"] < summary["imbalance_before"]
 
 
-def check(case: c.Composition, *more: str, cad: tuple[str, ...] = c.CAD, link: float | None = None) -> RunResult:
+def check(
+    case: c.Composition,
+    *more: str,
+    cad: tuple[str, ...] = c.CAD,
+    link: float | None = None,
+) -> RunResult:
     """The composition's run, with ``more`` arguments; it has trained as its reference does."""
     if TorchVersion(torch.__version__) < case.needs_torch:
-        pytest.skip(f"stock torchtitan cannot run this with torch below {case.needs_torch}")
+        pytest.skip(
+            f"stock torchtitan cannot run this with torch below {case.needs_torch}"
+        )
     validation = c.VALIDATION if case.validates else ()
     args = [*c.COMMON, *validation, *cad, *case.shared, *case.args, *more]
     result = run(args, case.nranks, grads_at=2, link=link)
-    expected = c.reference(case.reference_nranks or case.nranks, (*case.shared, *case.reference_args))
-    assert not case.validates or result.validation_losses.keys() == expected.validation_losses.keys()
+    expected = c.reference(
+        case.reference_nranks or case.nranks, (*case.shared, *case.reference_args)
+    )
+    assert (
+        not case.validates
+        or result.validation_losses.keys() == expected.validation_losses.keys()
+    )
     c.assert_trains_alike(result, expected, reports_loss=case.reports_loss)
     c.assert_not_recompiled(result)
     return result
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v3", "llama4", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "qwen3", "deepseek_v3", "llama4", "gpt_oss"]
+)
 def test_every_flavor_becomes_a_cad_flavor(name: str) -> None:
     enable_cpu()
     from torchtitan.config import ConfigManager
@@ -95,15 +117,22 @@ def test_every_flavor_becomes_a_cad_flavor(name: str) -> None:
     for flavor in list(stock.model_args):
         spec = cad_train_spec(stock, ADAPTERS[name], flavor)
         args = spec.model_args[flavor]
-        args.update_from_config(ConfigManager().parse_args([*c.CAD[:1], f"--model.name={name}"]))
+        args.update_from_config(
+            ConfigManager().parse_args([*c.CAD[:1], f"--model.name={name}"])
+        )
         assert (args.attn_type, args.attn_mask_type) == ("varlen", "block_causal")
         args.n_layers = min(args.n_layers, 2)
         with torch.device("meta"):
             model = spec.model_cls(args)
-        assert all(hasattr(block.attention, "inner_attention") for block in model.layers.values())
+        assert all(
+            hasattr(block.attention, "inner_attention")
+            for block in model.layers.values()
+        )
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v3", "llama4", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "qwen3", "deepseek_v3", "llama4", "gpt_oss"]
+)
 def test_every_parameter_is_initialised(name: str) -> None:
     enable_cpu()
     from torchtitan.config import ConfigManager
@@ -114,7 +143,9 @@ def test_every_parameter_is_initialised(name: str) -> None:
 
     spec = cad_train_spec(get_train_spec(name), ADAPTERS[name], "debugmodel")
     args = spec.model_args["debugmodel"]
-    args.update_from_config(ConfigManager().parse_args([*c.CAD[:1], f"--model.name={name}"]))
+    args.update_from_config(
+        ConfigManager().parse_args([*c.CAD[:1], f"--model.name={name}"])
+    )
     args.n_layers = 2
     with torch.device("meta"):
         model = spec.model_cls(args)
@@ -135,11 +166,18 @@ def test_preparing_for_one_job_after_another_leaves_no_trace() -> None:
     from torchtitan.train import Trainer
 
     def state() -> tuple:
-        return (get_train_spec("llama3").model_cls, titan_cp.cp_shard, Trainer.train, Trainer.close)
+        return (
+            get_train_spec("llama3").model_cls,
+            titan_cp.cp_shard,
+            Trainer.train,
+            Trainer.close,
+        )
 
     before = state()
     for _ in range(2):
-        ConfigManager().parse_args([*c.CAD, f"--model.hf_assets_path={tokenizer_folder()}"])
+        ConfigManager().parse_args(
+            [*c.CAD, f"--model.hf_assets_path={tokenizer_folder()}"]
+        )
         assert get_train_spec("llama3").model_cls.__name__ == "CadTransformer"
         assert all(now is not then for now, then in zip(state(), before, strict=True))
     ConfigManager().parse_args([c.CAD[0], "--parallelism.no-cad"])
@@ -150,7 +188,9 @@ def test_preparing_for_one_job_after_another_leaves_no_trace() -> None:
 
 def test_without_cad_a_job_is_stock_torchtitan() -> None:
     """The config module alone changes nothing, to the bit."""
-    result = run([*c.COMMON, "--job.custom_config_module=torchtitan_cad.job_config"], nranks=2)
+    result = run(
+        [*c.COMMON, "--job.custom_config_module=torchtitan_cad.job_config"], nranks=2
+    )
     stock = c.reference(2, ())
     assert (result.losses, result.grad_norms) == (stock.losses, stock.grad_norms)
     assert not any("CAD" in log for log in result.logs)
@@ -161,17 +201,31 @@ STEPS, SETTLED, WINDOW, LOG_FREQ = 2000, 300, 100, 10
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the memory figures of Linux")
-@pytest.mark.parametrize("transport", ["collective", pytest.param("symm_mem", marks=needs_linux)])
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs the memory figures of Linux"
+)
+@pytest.mark.parametrize(
+    "transport", ["collective", pytest.param("symm_mem", marks=needs_linux)]
+)
 def test_resident_memory_does_not_grow(transport: str) -> None:
     """From step 300 on, means over 100 steps are within 1% of each other, on every rank and over 1,700 plans."""
-    job = [*c.PLACED, f"--cad.transport={transport}", f"--training.steps={STEPS}", f"--metrics.log_freq={LOG_FREQ}"]
+    job = [
+        *c.PLACED,
+        f"--cad.transport={transport}",
+        f"--training.steps={STEPS}",
+        f"--metrics.log_freq={LOG_FREQ}",
+    ]
     result = run(job, nranks=2, timeout_s=3000)
     assert len(result.resident_bytes) == 2
     for memory in result.resident_bytes:
         starts = range(SETTLED, STEPS, WINDOW)
-        means = [fmean(n for step, n in memory.items() if start < step <= start + WINDOW) for start in starts]
-        assert max(means) <= 1.01 * min(means), [f"{mean / 2**20:.1f} MiB" for mean in means]
+        means = [
+            fmean(n for step, n in memory.items() if start < step <= start + WINDOW)
+            for start in starts
+        ]
+        assert max(means) <= 1.01 * min(means), [
+            f"{mean / 2**20:.1f} MiB" for mean in means
+        ]
 
 
 enable_cpu()
@@ -195,8 +249,12 @@ CORES = 4
 @pytest.mark.matrix
 def test_make_train_is_uneven_and_gets_balanced(monkeypatch, tmp_path):
     """The bounds hold with a margin for the standard libraries of Python 3.11 to 3.13, with and without their tests."""
-    monkeypatch.setattr(plugin, "on_config", lambda config: validate(config, CORES))  # torchtitan is left as it is
-    config = ConfigManager().parse_args([f"--job.config_file={CONFIG}", *assets(tmp_path)])
+    monkeypatch.setattr(
+        plugin, "on_config", lambda config: validate(config, CORES)
+    )  # torchtitan is left as it is
+    config = ConfigManager().parse_args(
+        [f"--job.config_file={CONFIG}", *assets(tmp_path)]
+    )
     assert config.training.steps >= 20
     stats = [plan.stats for plan in plan_steps(config)]
     assert np.mean([step.max_over_mean_before for step in stats]) > 1.4
@@ -225,11 +283,24 @@ def assets(folder: Path) -> list[str]:
 def plan_steps(config: JobConfig) -> Iterator[Plan]:
     """The plans of a data-parallel job's steps."""
     tokenizer = build_hf_tokenizer(config)
-    loaders = [iter(build_text_dataloader(CORES, rank, tokenizer, config)) for rank in range(CORES)]
+    loaders = [
+        iter(build_text_dataloader(CORES, rank, tokenizer, config))
+        for rank in range(CORES)
+    ]
     args = get_train_spec(config.model.name).model_args[config.model.flavor]
-    attention = AttentionShape(args.n_heads, args.n_kv_heads or args.n_heads, args.dim // args.n_heads, dtype_bytes=4)
+    attention = AttentionShape(
+        args.n_heads,
+        args.n_kv_heads or args.n_heads,
+        args.dim // args.n_heads,
+        dtype_bytes=4,
+    )
     rows, seq_len = config.training.local_batch_size, config.training.seq_len
     shape = BatchShape(rows, seq_len, rows_per_microbatch=rows)
     for _ in range(config.training.steps):
-        starts = [document_starts(next(loader)[0]["input"], tokenizer.eos_id) for loader in loaders]
-        yield make_plan(group_layout(starts, shape, 0, cp=1), attention, config.cad.planner_config())
+        starts = [
+            document_starts(next(loader)[0]["input"], tokenizer.eos_id)
+            for loader in loaders
+        ]
+        yield make_plan(
+            group_layout(starts, shape, 0, cp=1), attention, config.cad.planner_config()
+        )

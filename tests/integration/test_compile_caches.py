@@ -24,7 +24,10 @@ enable_cpu()
 
 from torchtitan.distributed import ParallelDims  # noqa: E402
 
-from torchtitan_cad.integration.compile_caches import graph_place, separate_compile_caches  # noqa: E402
+from torchtitan_cad.integration.compile_caches import (  # noqa: E402
+    graph_place,
+    separate_compile_caches,
+)
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
 
 matrix, slow = pytest.mark.matrix, pytest.mark.slow
@@ -37,7 +40,9 @@ def train(folder: Path, nranks: int, *args: str) -> RunResult:
     """A run with the caches of ``folder``, by stock torchtitan unless ``args`` have CAD."""
     env = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
     search = [] if set(c.CAD) <= set(args) else [torchtitan_with("compile_caches")]
-    return run([*c.COMMON, *STEPS, *args], nranks, env=env, timeout_s=300, pythonpath=search)
+    return run(
+        [*c.COMMON, *STEPS, *args], nranks, env=env, timeout_s=300, pythonpath=search
+    )
 
 
 def assert_same(results: Sequence[RunResult]) -> None:
@@ -67,7 +72,10 @@ BESIDE_STOCK = {
     "tp2": (4, (*c.TP2, *c.COMPILE)),
     "tp2_ac_op": (4, (*c.TP2, *c.COMPILE, *c.OP)),
     "tp2_ac_full": (4, (*c.TP2, *c.COMPILE, *c.FULL)),
-    "tp2_without_loss_parallel": (4, (*c.TP2, *c.COMPILE, "--parallelism.disable_loss_parallel")),
+    "tp2_without_loss_parallel": (
+        4,
+        (*c.TP2, *c.COMPILE, "--parallelism.disable_loss_parallel"),
+    ),
     "ep2": (4, (*GROUPED, *EP2, *c.COMPILE)),
     "ep2_tp2_loss": (4, (*GROUPED, *c.TP2, *EP2, *LOSS)),
     "ep2_tp2_etp2_loss": (4, (*GROUPED, *c.TP2, *EP2, *ETP2, *LOSS)),
@@ -81,10 +89,16 @@ def marked(name: str, *values: object) -> object:
 
 @pytest.mark.parametrize("first", ["cad", "stock"])
 @pytest.mark.parametrize("name", [marked(name, name) for name in BESIDE_STOCK])
-def test_graphs_of_stock_torchtitan_lie_beside(name: str, first: str, tmp_path: Path) -> None:
+def test_graphs_of_stock_torchtitan_lie_beside(
+    name: str, first: str, tmp_path: Path
+) -> None:
     nranks, args = BESIDE_STOCK[name]
     with_cad, without = (*args, *c.CAD), args
-    order = [with_cad, without, with_cad] if first == "cad" else [without, with_cad, without]
+    order = (
+        [with_cad, without, with_cad]
+        if first == "cad"
+        else [without, with_cad, without]
+    )
     before, between, after = (train(tmp_path, nranks, *job) for job in order)
     assert_same([before, after])
     c.assert_close(between.losses[:1], before.losses[:1], "loss")
@@ -94,7 +108,11 @@ TRACED = (*c.COMPILE, *HALVES, "--cad.streams=traced")
 OPAQUE = (*c.COMPILE, *HALVES, "--cad.streams=opaque")
 # Name: ranks, and arguments of two jobs with CAD.
 BESIDE_ANOTHER = {
-    "other_plans": (2, c.COMPILE, (*c.COMPILE, "--cad.placement=auto", "--cad.planner=greedy")),
+    "other_plans": (
+        2,
+        c.COMPILE,
+        (*c.COMPILE, "--cad.placement=auto", "--cad.planner=greedy"),
+    ),
     "other_rows": (2, c.COMPILE, (*c.COMPILE, "--training.local_batch_size=4")),
     "resend": (2, c.COMPILE, (*c.COMPILE, *c.RESEND)),
     "ac_op": (2, c.COMPILE, (*c.COMPILE, *c.OP)),
@@ -117,10 +135,17 @@ BESIDE_TRACED = {
 
 
 def cases() -> list[object]:
-    symmetric = pytest.param(2, c.COMPILE, (*c.COMPILE, *c.SYMMETRIC), id="symm_mem", marks=[matrix, needs_linux])
+    symmetric = pytest.param(
+        2,
+        c.COMPILE,
+        (*c.COMPILE, *c.SYMMETRIC),
+        id="symm_mem",
+        marks=[matrix, needs_linux],
+    )
     plain = [marked(name, *case) for name, case in BESIDE_ANOTHER.items()]
     traced = [
-        pytest.param(*case, id=f"traced_{name}", marks=[matrix, c.needs_traced]) for name, case in BESIDE_TRACED.items()
+        pytest.param(*case, id=f"traced_{name}", marks=[matrix, c.needs_traced])
+        for name, case in BESIDE_TRACED.items()
     ]
     return [symmetric, *plain, *traced]
 
@@ -140,9 +165,16 @@ def places(**degrees: int) -> list[str]:
     for rank in range(8):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
         try:
-            degree = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1) | degrees
+            degree = (
+                dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1)
+                | degrees
+            )
             found.append(
-                graph_place(ParallelDims(dp_shard=-1, **degree, world_size=8).get_all_one_dimensional_meshes())
+                graph_place(
+                    ParallelDims(
+                        dp_shard=-1, **degree, world_size=8
+                    ).get_all_one_dimensional_meshes()
+                )
             )
         finally:
             dist.destroy_process_group()
@@ -155,7 +187,14 @@ def test_replicas_share_graphs() -> None:
 
 @pytest.mark.parametrize(
     "degrees",
-    [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"ep": 2}, {"tp": 2, "ep": 4, "etp": 2}, {"tp": 2, "pp": 2, "cp": 2}],
+    [
+        {"tp": 2},
+        {"cp": 2},
+        {"pp": 2},
+        {"ep": 2},
+        {"tp": 2, "ep": 4, "etp": 2},
+        {"tp": 2, "pp": 2, "cp": 2},
+    ],
     ids=str,
 )
 def test_other_ranks_do_not(degrees: dict[str, int]) -> None:
@@ -163,11 +202,16 @@ def test_other_ranks_do_not(degrees: dict[str, int]) -> None:
     found = places(**degrees)
     assert len(set(found)) == 8
     for name, degree in degrees.items():
-        counts = [sum(f"{name} {place} of {degree}" in each for each in found) for place in range(degree)]
+        counts = [
+            sum(f"{name} {place} of {degree}" in each for each in found)
+            for place in range(degree)
+        ]
         assert counts == [8 // degree] * degree
 
 
-def test_a_later_job_gets_the_tag_that_was_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_later_job_gets_the_tag_that_was_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     # pytest's monkeypatch would leave torch's configuration without this key.
     with torch.compiler.config.patch(cache_key_tag="a user's|second"):

@@ -9,13 +9,25 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.lib.jobs.compositions import DEFAULTS, FAST, PLACED, PROFILED, SLOW, TOLERANCE, global_batch
+from tests.lib.jobs.compositions import (
+    DEFAULTS,
+    FAST,
+    PLACED,
+    PROFILED,
+    SLOW,
+    TOLERANCE,
+    global_batch,
+)
 from tests.lib.jobs.harness import read_scalars, run
 from tests.lib.jobs.launched import TORCHRUN, launched
 from torchtitan_cad.integration import cpu as any_cpu
 from torchtitan_cad.integration.torchtitan_v0_2 import cpu
 
-EXPERTS = ("--model.name=qwen3", "--model.flavor=tiny_moe", "--parallelism.expert_parallel_degree=2")
+EXPERTS = (
+    "--model.name=qwen3",
+    "--model.flavor=tiny_moe",
+    "--parallelism.expert_parallel_degree=2",
+)
 
 
 @pytest.mark.matrix
@@ -47,7 +59,11 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
         *PROFILED,
     )
     whole = run(job, timeout_s=240, dump_folder=tmp_path, link=FAST)
-    assert whole.validation_losses.keys() == {1, 2, 4}  # torchtitan also validates after the first step
+    assert whole.validation_losses.keys() == {
+        1,
+        2,
+        4,
+    }  # torchtitan also validates after the first step
     scalars = read_scalars(tmp_path / "tb")
     for tag, expected in (
         ("loss_metrics/global_avg_loss", whole.losses),
@@ -59,7 +75,12 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
     assert {trace.name for trace in traces} == {"rank0_trace.json", "rank1_trace.json"}
     assert json.loads(traces[0].read_text())["traceEvents"]
 
-    resumed = run([*job, "--checkpoint.load_step=2"], timeout_s=240, dump_folder=tmp_path, link=SLOW)
+    resumed = run(
+        [*job, "--checkpoint.load_step=2"],
+        timeout_s=240,
+        dump_folder=tmp_path,
+        link=SLOW,
+    )
     assert resumed.steps == [3, 4]
     assert resumed.losses == whole.losses[2:]
     assert resumed.grad_norms == whole.grad_norms[2:]
@@ -67,9 +88,21 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("switches", [("cad", "no-cad"), ("no-cad", "cad")], ids=["saved with", "saved without"])
-def test_checkpoints_are_the_same_with_and_without_cad(switches: tuple[str, str], tmp_path: Path) -> None:
-    job = (*PLACED, *global_batch(8), "--training.steps=4", "--checkpoint.enable", "--checkpoint.interval=2")
+@pytest.mark.parametrize(
+    "switches",
+    [("cad", "no-cad"), ("no-cad", "cad")],
+    ids=["saved with", "saved without"],
+)
+def test_checkpoints_are_the_same_with_and_without_cad(
+    switches: tuple[str, str], tmp_path: Path
+) -> None:
+    job = (
+        *PLACED,
+        *global_batch(8),
+        "--training.steps=4",
+        "--checkpoint.enable",
+        "--checkpoint.interval=2",
+    )
     others = ((), ("--checkpoint.load_step=2",))
     whole, resumed = (
         run([*job, f"--parallelism.{switch}", *args], dump_folder=tmp_path)
@@ -82,7 +115,9 @@ def test_checkpoints_are_the_same_with_and_without_cad(switches: tuple[str, str]
 
 @pytest.mark.matrix
 def test_entry_point_under_torchrun_without_cad(tmp_path: Path) -> None:
-    with launched(["--parallelism.no-cad", "--training.steps=2"], tmp_path, launcher=TORCHRUN) as job:
+    with launched(
+        ["--parallelism.no-cad", "--training.steps=2"], tmp_path, launcher=TORCHRUN
+    ) as job:
         returncode, _ = job.finish(180)
     assert returncode == 0, "\n".join(job.lines)
     assert any("Training completed" in line for line in job.lines)
@@ -105,13 +140,21 @@ def test_accelerator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.profiler.profile.__init__ is profiler_init
 
 
-@pytest.mark.parametrize(("experts", "ranks", "alignment"), [(1, 1, 8), (3, 2, 8), (8, 4, 16), (2, 3, 32)])
-def test_tokens_are_ordered_by_experts_into_aligned_slots(experts: int, ranks: int, alignment: int) -> None:
+@pytest.mark.parametrize(
+    ("experts", "ranks", "alignment"), [(1, 1, 8), (3, 2, 8), (8, 4, 16), (2, 3, 32)]
+)
+def test_tokens_are_ordered_by_experts_into_aligned_slots(
+    experts: int, ranks: int, alignment: int
+) -> None:
     rng = torch.Generator().manual_seed(experts)
     counts = torch.randint(0, 40, (ranks * experts,), generator=rng) * torch.randint(
         0, 2, (ranks * experts,), generator=rng
     )
-    owners = [e for e, count in zip(list(range(experts)) * ranks, counts.tolist(), strict=True) for _ in range(count)]
+    owners = [
+        e
+        for e, count in zip(list(range(experts)) * ranks, counts.tolist(), strict=True)
+        for _ in range(count)
+    ]
     expected: list[int] = []
     sizes = []
     for expert in range(experts):
@@ -119,7 +162,9 @@ def test_tokens_are_ordered_by_experts_into_aligned_slots(experts: int, ranks: i
         sizes.append(max(1, -(-len(mine) // alignment)) * alignment)
         expected += mine + [-1] * (sizes[-1] - len(mine))
     slots = len(expected) + alignment
-    indices, got_sizes, ends = cpu._generate_permute_indices(counts, experts, ranks, slots, alignment)
+    indices, got_sizes, ends = cpu._generate_permute_indices(
+        counts, experts, ranks, slots, alignment
+    )
     assert indices.tolist() == expected + [-1] * alignment
     assert got_sizes.tolist() == sizes
     assert ends.tolist() == [sum(sizes[: i + 1]) for i in range(experts)]

@@ -31,21 +31,32 @@ def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = [dict(known) for known in (DATASETS, llama3_args, _extra_train_specs)]
     sys.modules.pop(MODULE, None)
     yield
-    for known, old in zip((DATASETS, llama3_args, _extra_train_specs), before, strict=True):
+    for known, old in zip(
+        (DATASETS, llama3_args, _extra_train_specs), before, strict=True
+    ):
         known.clear()
         known.update(old)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("switch", ["--parallelism.cad", "--parallelism.no-cad"])
-@pytest.mark.parametrize("options", [("--model.flavor=mine",), ("--training.dataset=mine",), MINE], ids=str)
-def test_registered_names_are_accepted(options: tuple[str, ...], switch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [("--model.flavor=mine",), ("--training.dataset=mine",), MINE], ids=str
+)
+def test_registered_names_are_accepted(
+    options: tuple[str, ...], switch: str, tmp_path: Path
+) -> None:
     parse_job(tmp_path, IMPORT, *options, switch)
 
 
 def test_a_derived_model_gets_the_adapter_of_its_base(tmp_path: Path) -> None:
     config = parse_job(tmp_path, IMPORT, *MINE)
     (kind,) = attention_kinds(config, get_train_spec("mine").model_args["small"])
-    assert (kind.name, kind.layers, kind.shape.num_heads, kind.shape.head_dim) == ("full", 2, 2, 32)
+    assert (kind.name, kind.layers, kind.shape.num_heads, kind.shape.head_dim) == (
+        "full",
+        2,
+        2,
+        32,
+    )
     try:
         plugin.on_config(config)
         assert issubclass(get_train_spec("mine").model_cls, sys.modules[MODULE].Derived)
@@ -57,19 +68,30 @@ def test_a_derived_model_gets_the_adapter_of_its_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((IMPORT, "--model.flavor=other"), r"model\.flavor = 'other' is not a flavor of llama3; .*, mine"),
+        (
+            (IMPORT, "--model.flavor=other"),
+            r"model\.flavor = 'other' is not a flavor of llama3; .*, mine",
+        ),
         (
             (IMPORT, "--training.dataset=other"),
             r"training\.dataset = 'other' is not a dataset; .*mine, python_packages",
         ),
-        (("--model.name=mine",), r"cad = true is not supported with model\.name = 'mine': .*a TrainSpec whose class"),
+        (
+            ("--model.name=mine",),
+            r"cad = true is not supported with model\.name = 'mine': .*a TrainSpec whose class",
+        ),
         (
             (IMPORT, "--model.name=own_parallelize", MINE[1]),
             r"TrainSpec has one of tests\.\S*names, give it the parall",
         ),
-        (("--experimental.custom_import=no.such",), r"custom_import = 'no\.such': No module named 'no'; set it to"),
+        (
+            ("--experimental.custom_import=no.such",),
+            r"custom_import = 'no\.such': No module named 'no'; set it to",
+        ),
     ],
 )
-def test_other_names_are_refused(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_other_names_are_refused(
+    options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         parse_job(tmp_path, *options)

@@ -42,14 +42,21 @@ def sources(tmp_path_factory) -> Path:
     for i in range(60):
         parent = folder / f"package{i % 7}"
         parent.mkdir(exist_ok=True)
-        body = "".join(f"\n\ndef function_{i}_{j}(x):\n    return x + {j}\n" for j in range(1 + i % 5))
-        (parent / f"module{i}.py").write_text(f'"""Module {i}."""\n\nimport os\n{body}', encoding="utf-8")
+        body = "".join(
+            f"\n\ndef function_{i}_{j}(x):\n    return x + {j}\n"
+            for j in range(1 + i % 5)
+        )
+        (parent / f"module{i}.py").write_text(
+            f'"""Module {i}."""\n\nimport os\n{body}', encoding="utf-8"
+        )
     return folder
 
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory, sources) -> Path:
-    return prepare_tokenizer(tmp_path_factory.mktemp("assets"), vocab_size=400, texts=read_sources(sources))
+    return prepare_tokenizer(
+        tmp_path_factory.mktemp("assets"), vocab_size=400, texts=read_sources(sources)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,21 +66,32 @@ def tokenizer(assets) -> HuggingFaceTokenizer:
     return build_hf_tokenizer(config)
 
 
-def loader(tokenizer, dataset, path, *, rank=0, ranks=1, batch=2, seq_len=64, workers=0):
+def loader(
+    tokenizer, dataset, path, *, rank=0, ranks=1, batch=2, seq_len=64, workers=0
+):
     register_datasets()
     config = JobConfig()
-    config.training.dataset, config.training.dataset_path = dataset, None if path is None else str(path)
+    config.training.dataset, config.training.dataset_path = (
+        dataset,
+        None if path is None else str(path),
+    )
     config.training.local_batch_size, config.training.seq_len = batch, seq_len
     config.training.dataloader.num_workers = workers
-    build = build_synthetic_dataloader if dataset == "synthetic" else build_text_dataloader
-    return build(dp_world_size=ranks, dp_rank=rank, tokenizer=tokenizer, job_config=config)
+    build = (
+        build_synthetic_dataloader if dataset == "synthetic" else build_text_dataloader
+    )
+    return build(
+        dp_world_size=ranks, dp_rank=rank, tokenizer=tokenizer, job_config=config
+    )
 
 
 def take(batches, count):
     """Inputs and labels of `count` batches: two int64 tensors [count, batch, seq_len]."""
     iterator = iter(batches)
     pairs = [next(iterator) for _ in range(count)]
-    return torch.stack([inputs["input"] for inputs, _ in pairs]), torch.stack([labels for _, labels in pairs])
+    return torch.stack([inputs["input"] for inputs, _ in pairs]), torch.stack(
+        [labels for _, labels in pairs]
+    )
 
 
 def document_lengths(tokens) -> list[int]:
@@ -88,7 +106,9 @@ class TestSources:
         assert len(validation) == (len(train) + len(validation)) // 20
         assert not set(validation) & set(train)
         assert train == read_sources()
-        assert (STDLIB_FOLDER / "heapq.py").read_text(encoding="utf-8") in train + validation
+        assert (STDLIB_FOLDER / "heapq.py").read_text(
+            encoding="utf-8"
+        ) in train + validation
 
     def test_shuffled_but_independent_of_the_file_system(self, sources, monkeypatch):
         walk, before = os.walk, read_sources(sources)
@@ -100,11 +120,16 @@ class TestSources:
     def test_folders(self, sources, tmp_path):
         files = sorted(sources.rglob("*.py"))
         parents = sorted({file.parent for file in files})
-        expected = ["\n".join(file.read_text() for file in files if file.parent == parent) for parent in parents]
+        expected = [
+            "\n".join(file.read_text() for file in files if file.parent == parent)
+            for parent in parents
+        ]
         documents = read_sources(sources, unit="folder")
         assert sorted(documents) == sorted(expected)
         assert documents == read_sources(sources, unit="folder")
-        with pytest.raises(ValueError, match=r"has 0 folders of .py or .txt with text, .* at least 1"):
+        with pytest.raises(
+            ValueError, match=r"has 0 folders of .py or .txt with text, .* at least 1"
+        ):
             read_sources(tmp_path, unit="folder")
 
     def test_what_is_left_out(self, tmp_path):
@@ -119,12 +144,16 @@ class TestSources:
         assert sorted(read_sources(tmp_path)) == ["kept", "kept too"]
 
     def test_errors_name_the_key(self, tmp_path):
-        with pytest.raises(ValueError, match=r"training\.dataset_path = .*nowhere.* is not a folder"):
+        with pytest.raises(
+            ValueError, match=r"training\.dataset_path = .*nowhere.* is not a folder"
+        ):
             read_sources(tmp_path / "nowhere")
         with pytest.raises(ValueError, match=r"training\.dataset_path .* at least 1"):
             read_sources(tmp_path)
         (tmp_path / "one.py").write_text("one", encoding="utf-8")
-        with pytest.raises(ValueError, match=r"validation\.dataset_path .* at least 20"):
+        with pytest.raises(
+            ValueError, match=r"validation\.dataset_path .* at least 20"
+        ):
             read_sources(tmp_path, "validation")
 
 
@@ -134,7 +163,15 @@ class TestSourcesLoader:
         DATASETS["of_somebody_else"] = other = DatasetConfig("", list, str)
         register_datasets()
         assert DATASETS.pop("of_somebody_else") is other
-        sources = {f"python_{name}" for name in ("stdlib", "stdlib_validation", "packages", "packages_validation")}
+        sources = {
+            f"python_{name}"
+            for name in (
+                "stdlib",
+                "stdlib_validation",
+                "packages",
+                "packages_validation",
+            )
+        }
         assert {"c4", "c4_test", "c4_validation", *sources} <= set(DATASETS)
 
     def test_one_eos_between_documents(self, tokenizer, sources):
@@ -143,18 +180,26 @@ class TestSourcesLoader:
         assert torch.equal(inputs[..., 1:], labels[..., :-1])
         # torchtitan's text loader uses every seq_len + 1 tokens for one sample: the last label completes the stream.
         stream = torch.cat([inputs, labels[..., -1:]], dim=-1).ravel().tolist()
-        expected = [token for text in texts for token in [*tokenizer.encode(text, add_eos=False), EOS]]
+        expected = [
+            token
+            for text in texts
+            for token in [*tokenizer.encode(text, add_eos=False), EOS]
+        ]
         assert stream == expected[: len(stream)]
 
     @pytest.mark.parametrize(("dataset", "unit"), UNITS.items())
     def test_default_path_is_what_is_installed(self, tokenizer, dataset, unit):
         inputs, _ = take(loader(tokenizer, dataset, None, batch=1, seq_len=16), 1)
-        assert read_sources(unit=unit)[0].startswith(tokenizer.decode(inputs.ravel().tolist()))
+        assert read_sources(unit=unit)[0].startswith(
+            tokenizer.decode(inputs.ravel().tolist())
+        )
 
 
 class TestSynthetic:
     def test_batches_and_exact_lengths(self, tokenizer):
-        inputs, labels = take(loader(tokenizer, "synthetic", "fixed:300,200,1,5000", seq_len=128), 30)
+        inputs, labels = take(
+            loader(tokenizer, "synthetic", "fixed:300,200,1,5000", seq_len=128), 30
+        )
         assert inputs.shape == labels.shape == (30, 2, 128)
         assert inputs.dtype == labels.dtype == torch.int64
         assert torch.equal(inputs.ravel()[1:], labels.ravel()[:-1])
@@ -164,7 +209,9 @@ class TestSynthetic:
 
     def test_lognormal(self):
         distribution = parse_lengths("lognormal:median=100,sigma=1.5,max=2000,seed=3")
-        lengths = np.array([distribution.draw(i, np.random.default_rng(i)) for i in range(20_000)])
+        lengths = np.array(
+            [distribution.draw(i, np.random.default_rng(i)) for i in range(20_000)]
+        )
         assert lengths.min() >= 1
         assert lengths.max() == 2000
         # Quartiles of a normal distribution are 0.6745 standard deviations from the mean.
@@ -173,17 +220,33 @@ class TestSynthetic:
 
     def test_ranks_redistribute_one_stream(self, tokenizer):
         spec, ranks = "lognormal:median=20,sigma=1,max=100,seed=5", 4
-        all_documents = SyntheticDataset(spec, eos_id=EOS, vocab_size=tokenizer.get_vocab_size(), seq_len=8)
+        all_documents = SyntheticDataset(
+            spec, eos_id=EOS, vocab_size=tokenizer.get_vocab_size(), seq_len=8
+        )
         for rank in range(ranks):
-            inputs, _ = take(loader(tokenizer, "synthetic", spec, rank=rank, ranks=ranks), 3)
+            inputs, _ = take(
+                loader(tokenizer, "synthetic", spec, rank=rank, ranks=ranks), 3
+            )
             stream = inputs.ravel().numpy()
-            expected = np.concatenate([all_documents.tokens(i) for i in range(rank, 400, ranks)])
+            expected = np.concatenate(
+                [all_documents.tokens(i) for i in range(rank, 400, ranks)]
+            )
             assert np.array_equal(stream, expected[: len(stream)])
 
-    @pytest.mark.parametrize(("dataset", "workers"), [("python_stdlib", 0), ("synthetic", 0), ("synthetic", 2)])
+    @pytest.mark.parametrize(
+        ("dataset", "workers"),
+        [("python_stdlib", 0), ("synthetic", 0), ("synthetic", 2)],
+    )
     def test_resume(self, tokenizer, sources, dataset, workers):
-        path = "lognormal:median=50,sigma=1,max=1000" if dataset == "synthetic" else sources
-        whole, resumed = (loader(tokenizer, dataset, path, rank=1, ranks=2, workers=workers) for _ in range(2))
+        path = (
+            "lognormal:median=50,sigma=1,max=1000"
+            if dataset == "synthetic"
+            else sources
+        )
+        whole, resumed = (
+            loader(tokenizer, dataset, path, rank=1, ranks=2, workers=workers)
+            for _ in range(2)
+        )
         iterator = iter(whole)
         for _ in range(5):
             next(iterator)
@@ -192,8 +255,14 @@ class TestSynthetic:
             assert torch.equal(mine, expected)
 
     def test_another_spec_in_the_checkpoint(self):
-        datasets = [SyntheticDataset(f"fixed:{n}", eos_id=0, vocab_size=9, seq_len=8) for n in (5, 6)]
-        with pytest.raises(ValueError, match=r'training\.dataset_path = "fixed:6".*written with "fixed:5"'):
+        datasets = [
+            SyntheticDataset(f"fixed:{n}", eos_id=0, vocab_size=9, seq_len=8)
+            for n in (5, 6)
+        ]
+        with pytest.raises(
+            ValueError,
+            match=r'training\.dataset_path = "fixed:6".*written with "fixed:5"',
+        ):
             datasets[1].load_state_dict(datasets[0].state_dict())
 
     @pytest.mark.parametrize(
@@ -202,7 +271,10 @@ class TestSynthetic:
             (None, "not set"),
             ("uniform:1,2", "the kind must be one of"),
             ("lognormal:median=4096", "median, sigma, max must be given"),
-            ("lognormal:median=4096,sigma=1,max=9,mean=3", "the options are median, sigma, max, seed"),
+            (
+                "lognormal:median=4096,sigma=1,max=9,mean=3",
+                "the options are median, sigma, max, seed",
+            ),
             ("lognormal:median=many,sigma=1,max=9", "could not convert"),
             ("lognormal:median=nan,sigma=1,max=9", "median and max must be"),
             ("lognormal:median=9,sigma=-1,max=9", "sigma must be"),
@@ -215,19 +287,25 @@ class TestSynthetic:
         ],
     )
     def test_spec_errors(self, spec, problem):
-        with pytest.raises(ValueError, match=r"training\.dataset_path .*Write for example ") as error:
+        with pytest.raises(
+            ValueError, match=r"training\.dataset_path .*Write for example "
+        ) as error:
             parse_lengths(spec)
         assert problem in str(error.value)
         assert spec is None or f'"{spec}"' in str(error.value)
 
-    @pytest.mark.parametrize("content", ["[]", "[1, 0]", "[1.5]", '{"a": 1}', "[1,", "[true]"])
+    @pytest.mark.parametrize(
+        "content", ["[]", "[1, 0]", "[1.5]", '{"a": 1}', "[1,", "[true]"]
+    )
     def test_bad_histogram(self, tmp_path, content):
         (tmp_path / "lengths.json").write_text(content)
         with pytest.raises(ValueError, match=r"training\.dataset_path = \"histogram:"):
             parse_lengths(f"histogram:{tmp_path / 'lengths.json'}")
 
     def test_needs_eos(self):
-        with pytest.raises(ValueError, match=r"model\.hf_assets_path has eos_id = None"):
+        with pytest.raises(
+            ValueError, match=r"model\.hf_assets_path has eos_id = None"
+        ):
             SyntheticDataset("fixed:5", eos_id=None, vocab_size=9, seq_len=8)
 
 
@@ -237,7 +315,9 @@ class TestTokenizer:
     @pytest.mark.parametrize(("kind", "size"), [("bpe", 400), ("bytes", 257)])
     def test_round_trip_through_torchtitan(self, tmp_path, sources, kind, size):
         config = JobConfig()
-        config.model.hf_assets_path = str(prepare_tokenizer(tmp_path, 400, kind, read_sources(sources)))
+        config.model.hf_assets_path = str(
+            prepare_tokenizer(tmp_path, 400, kind, read_sources(sources))
+        )
         tokenizer = build_hf_tokenizer(config)
         assert tokenizer.get_vocab_size() == size
         assert (tokenizer.eos_id, tokenizer.bos_id) == (EOS, None)
@@ -273,8 +353,24 @@ class TestTokenizer:
 class TestPrepare:
     def test_command(self, tmp_path, sources, capsys):
         folder = tmp_path / "assets"
-        assert main(["prepare", "--output", str(folder), "--vocab-size", "300", "--sources", str(sources)]) == 0
+        assert (
+            main(
+                [
+                    "prepare",
+                    "--output",
+                    str(folder),
+                    "--vocab-size",
+                    "300",
+                    "--sources",
+                    str(sources),
+                ]
+            )
+            == 0
+        )
         output = capsys.readouterr().out
-        assert Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(EOS_TOKEN) == EOS
+        assert (
+            Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(EOS_TOKEN)
+            == EOS
+        )
         assert f'model.hf_assets_path = "{folder}"' in output
         assert "half the attention below" in output

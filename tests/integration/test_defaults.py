@@ -27,7 +27,9 @@ COMPOSITIONS = [
     c.Composition("compile", args=c.COMPILE),
 ]
 SHORT = COMPOSITIONS[:3]
-RESUMED = c.Composition("accumulation_validation", shared=(*c.global_batch(12), *c.VALIDATE_OFTEN))
+RESUMED = c.Composition(
+    "accumulation_validation", shared=(*c.global_batch(12), *c.VALIDATE_OFTEN)
+)
 
 
 def assert_moves(result: RunResult, *, in_ticks: bool = False) -> None:
@@ -40,9 +42,13 @@ def assert_moves(result: RunResult, *, in_ticks: bool = False) -> None:
         assert ("cad.backward = 'auto': servers keep rows of up to" in log) != in_ticks
 
 
-@pytest.mark.parametrize("case", params(COMPOSITIONS, SHORT), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", params(COMPOSITIONS, SHORT), ids=lambda case: case.name
+)
 def test_trains_like_its_reference(case: c.Composition) -> None:
-    assert_moves(check(case, cad=c.BY_RATES, link=c.FAST), in_ticks=case.name == "pp2_cad1f1b")
+    assert_moves(
+        check(case, cad=c.BY_RATES, link=c.FAST), in_ticks=case.name == "pp2_cad1f1b"
+    )
 
 
 @matrix
@@ -51,7 +57,14 @@ def test_accumulates_validates_and_resumes_like_its_reference() -> None:
     whole = check(RESUMED, *saved, cad=c.BY_RATES, link=c.FAST)
     assert_moves(whole)
     folder = f"--checkpoint.folder={whole.dump_folder / 'checkpoint'}"
-    job = [*c.COMMON, *c.BY_RATES, *RESUMED.shared, *saved, folder, "--checkpoint.load_step=2"]
+    job = [
+        *c.COMMON,
+        *c.BY_RATES,
+        *RESUMED.shared,
+        *saved,
+        folder,
+        "--checkpoint.load_step=2",
+    ]
     resumed = run(job, RESUMED.nranks, link=c.FAST)
     assert_moves(resumed)
     expected = c.reference(RESUMED.nranks, RESUMED.shared)
@@ -60,17 +73,35 @@ def test_accumulates_validates_and_resumes_like_its_reference() -> None:
     c.assert_close(resumed.grad_norms, expected.grad_norms[2:], "gradient norm")
 
 
-@pytest.mark.parametrize(("nranks", "seq_len", "steps"), [(2, 512, 1), pytest.param(4, 1024, 2, marks=matrix)])
+@pytest.mark.parametrize(
+    ("nranks", "seq_len", "steps"),
+    [(2, 512, 1), pytest.param(4, 1024, 2, marks=matrix)],
+)
 def test_a_new_users_job(nranks: int, seq_len: int, steps: int) -> None:
     """torchtitan's debug job with one switch, made shorter, beside stock torchtitan with attention inside documents."""
     job = (
-        *("--training.dataset=packed_documents", "--validation.dataset=packed_documents", "--validation.enable"),
+        *(
+            "--training.dataset=packed_documents",
+            "--validation.dataset=packed_documents",
+            "--validation.enable",
+        ),
         *(f"--training.steps={steps}", "--validation.steps=1"),
-        *(f"--training.seq_len={seq_len}", f"--validation.seq_len={seq_len}", "--training.local_batch_size=2"),
+        *(
+            f"--training.seq_len={seq_len}",
+            f"--validation.seq_len={seq_len}",
+            "--training.local_batch_size=2",
+        ),
         *("--training.mixed_precision_param=float32", "--metrics.enable_tensorboard"),
     )
-    cad = run([*job, *c.DEFAULTS], nranks, config=DEBUG_TOML, grads_at=steps, link=c.FAST)
-    stock = run([*job, "--model.flavor=debugmodel_varlen_attn"], nranks, config=DEBUG_TOML, grads_at=steps)
+    cad = run(
+        [*job, *c.DEFAULTS], nranks, config=DEBUG_TOML, grads_at=steps, link=c.FAST
+    )
+    stock = run(
+        [*job, "--model.flavor=debugmodel_varlen_attn"],
+        nranks,
+        config=DEBUG_TOML,
+        grads_at=steps,
+    )
     assert_moves(cad)
     assert cad.validation_losses.keys() == stock.validation_losses.keys() == {1}
     c.assert_trains_alike(cad, stock)

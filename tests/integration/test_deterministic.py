@@ -29,11 +29,20 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "2 stages, 1F1B": (2, (*PP2, *c.schedule("1F1B"))),
     "2 stages, 1F1B, accumulation": (2, (*PP2, *c.schedule("1F1B"), *ACCUMULATED_2)),
     "2 stages, CAD1F1B": (2, (*PP2, *c.schedule("CAD1F1B"))),
-    "2 stages, CAD1F1B, accumulation, halves": (2, (*PP2, *c.schedule("CAD1F1B"), *ACCUMULATED_2, *HALVES)),
+    "2 stages, CAD1F1B, accumulation, halves": (
+        2,
+        (*PP2, *c.schedule("CAD1F1B"), *ACCUMULATED_2, *HALVES),
+    ),
     "2 stages of 2 ranks, 1F1B": (4, (*PP2, *c.schedule("1F1B"))),
-    "2 stages of 2 ranks, 1F1B, accumulation, halves": (4, (*PP2, *c.schedule("1F1B"), *ACCUMULATED_4, *HALVES)),
+    "2 stages of 2 ranks, 1F1B, accumulation, halves": (
+        4,
+        (*PP2, *c.schedule("1F1B"), *ACCUMULATED_4, *HALVES),
+    ),
     "2 stages of 2 ranks, CAD1F1B": (4, (*PP2, *c.schedule("CAD1F1B"))),
-    "2 stages of 2 ranks, CAD1F1B, accumulation": (4, (*PP2, *c.schedule("CAD1F1B"), *ACCUMULATED_4)),
+    "2 stages of 2 ranks, CAD1F1B, accumulation": (
+        4,
+        (*PP2, *c.schedule("CAD1F1B"), *ACCUMULATED_4),
+    ),
 }
 ALONE = ("2 stages, 1F1B", "2 stages, 1F1B, accumulation")
 """Cases with groups of one rank, in which placement alone has a choice."""
@@ -42,7 +51,14 @@ SHORT = ("2 ranks, accumulation, halves",)
 
 def bits(result: RunResult) -> list[str]:
     """Every loss, gradient norm and validation loss, to the bit."""
-    return [number.hex() for number in (*result.losses, *result.grad_norms, *result.validation_losses.values())]
+    return [
+        number.hex()
+        for number in (
+            *result.losses,
+            *result.grad_norms,
+            *result.validation_losses.values(),
+        )
+    ]
 
 
 @functools.cache
@@ -60,7 +76,12 @@ def test_equal_jobs_have_equal_bits(name: str) -> None:
     assert bits(second) == bits(first)
     assert c.cad_summary(first)["tasks_moved"] > 0 or name in ALONE
     for log in first.logs:
-        assert log.count("debug.deterministic = true: plans depend on the batch alone (cad.tolerance = 0.02)") == 1
+        assert (
+            log.count(
+                "debug.deterministic = true: plans depend on the batch alone (cad.tolerance = 0.02)"
+            )
+            == 1
+        )
     print(f"{name}: {hashlib.sha256(' '.join(bits(first)).encode()).hexdigest()[:16]}")
 
 
@@ -70,15 +91,23 @@ def test_a_resumed_job_has_the_same_bits(name: str) -> None:
     """The one case of the short set is ``test_resumes_exactly``."""
     nranks, args = CASES[name]
     whole = trained(name)
-    resume = ("--checkpoint.load_step=2", f"--checkpoint.folder={whole.dump_folder / 'checkpoint'}")
+    resume = (
+        "--checkpoint.load_step=2",
+        f"--checkpoint.folder={whole.dump_folder / 'checkpoint'}",
+    )
     resumed = run([*JOB, *SAVED, *args, *resume], nranks, 300, link=c.SLOW)
     assert resumed.steps == [3, 4]
-    assert (resumed.losses, resumed.grad_norms) == (whole.losses[2:], whole.grad_norms[2:])
+    assert (resumed.losses, resumed.grad_norms) == (
+        whole.losses[2:],
+        whole.grad_norms[2:],
+    )
 
 
 @pytest.mark.matrix
 def test_without_it_rates_decide() -> None:
     """What the runs above are given does make other plans, and other bits."""
-    fast, slow = (run([*JOB, "--debug.no-deterministic"], link=link) for link in (c.FAST, c.SLOW))
+    fast, slow = (
+        run([*JOB, "--debug.no-deterministic"], link=link) for link in (c.FAST, c.SLOW)
+    )
     assert bits(fast) != bits(slow)
     assert c.cad_summary(fast)["tasks_moved"] > 0 == c.cad_summary(slow)["tasks_moved"]

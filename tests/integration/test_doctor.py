@@ -33,7 +33,10 @@ from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer  # noqa: E4
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEBUG_TOML = Path(__file__).with_name("debug_model.toml")
-SYNTHETIC = ["--training.dataset=synthetic", "--training.dataset_path=lognormal:median=500,sigma=1,max=2048,seed=1"]
+SYNTHETIC = [
+    "--training.dataset=synthetic",
+    "--training.dataset_path=lognormal:median=500,sigma=1,max=2048,seed=1",
+]
 CHECKPOINT = "--checkpoint.enable"
 
 
@@ -46,7 +49,10 @@ def assets(tmp_path_factory) -> Path:
 def job(tmp_path) -> Path:
     """The debug job with the key and the switch, as the README says."""
     path, text = tmp_path / "job.toml", DEBUG_TOML.read_text()
-    for section, line in (("job", 'custom_config_module = "torchtitan_cad.job_config"'), ("parallelism", "cad = true")):
+    for section, line in (
+        ("job", 'custom_config_module = "torchtitan_cad.job_config"'),
+        ("parallelism", "cad = true"),
+    ):
         text = text.replace(f"[{section}]\n", f"[{section}]\n{line}\n")
     path.write_text(text)
     return path
@@ -56,10 +62,17 @@ def job(tmp_path) -> Path:
 def good(job, assets) -> list[str]:
     """Arguments of a job in which nothing fails."""
     dump = f"--job.dump_folder={job.parent / 'outputs'}"
-    return [f"--job.config_file={job}", f"--model.hf_assets_path={assets}", dump, *SYNTHETIC]
+    return [
+        f"--job.config_file={job}",
+        f"--model.hf_assets_path={assets}",
+        dump,
+        *SYNTHETIC,
+    ]
 
 
-def report(args: list[str], ranks_per_host: int = 2, num_hosts: int = 1) -> dict[str, Finding]:
+def report(
+    args: list[str], ranks_per_host: int = 2, num_hosts: int = 1
+) -> dict[str, Finding]:
     findings = list(examine(args, ranks_per_host, num_hosts))
     assert all("\n" not in str(finding) for finding in findings)
     assert len({finding.check for finding in findings}) == len(findings)
@@ -95,8 +108,13 @@ def test_a_good_job_passes_every_check(good):
 
 def test_without_measuring(good):
     planner = report([*good, "--debug.deterministic"])["planner"].text
-    assert "local_search, tolerance 0.02 (not measured, as debug.deterministic is true), shards" in planner
-    planner = report([*good, "--debug.deterministic", "--cad.tolerance=0.02"])["planner"].text
+    assert (
+        "local_search, tolerance 0.02 (not measured, as debug.deterministic is true), shards"
+        in planner
+    )
+    planner = report([*good, "--debug.deterministic", "--cad.tolerance=0.02"])[
+        "planner"
+    ].text
     assert "local_search, tolerance 0.02, shards" in planner
 
 
@@ -110,7 +128,12 @@ FAILING: list[tuple[list[str], dict[str, str]]] = [
         },
     ),
     (
-        ["--training.dataset=c4_test", "--training.dataset_path=no/such/data", CHECKPOINT, "--checkpoint.load_step=7"],
+        [
+            "--training.dataset=c4_test",
+            "--training.dataset_path=no/such/data",
+            CHECKPOINT,
+            "--checkpoint.load_step=7",
+        ],
         {
             "dataset": r"training\.dataset = 'c4_test' at training\.dataset_path = 'no/such/data': .*; set .*_path to",
             "checkpoint": r"checkpoint\.load_step = 7: there is no .*step-7",
@@ -130,18 +153,30 @@ FAILING: list[tuple[list[str], dict[str, str]]] = [
     ),
     (
         [CHECKPOINT, "--checkpoint.initial_load_path=none", "--checkpoint.folder=new"],
-        {"checkpoint": r"checkpoint\.initial_load_path = 'none': there is no such folder"},
+        {
+            "checkpoint": r"checkpoint\.initial_load_path = 'none': there is no such folder"
+        },
     ),
     (
         [
-            *("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=CAD1F1B"),
+            *(
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_schedule=CAD1F1B",
+            ),
             "--parallelism.pipeline_parallel_layers_per_stage=1",
         ],
         {"config": "layers_per_stage = 1 makes 8 stages.*needs exactly 2"},
     ),
-    (["--comm.mode=fake_backend"], {"config": r"comm\.mode = 'fake_backend' .*set the environment variable NGPU"}),
     (
-        ["--validation.enable", "--validation.dataset=c4_test", "--cad.kernel=flash_attn"],
+        ["--comm.mode=fake_backend"],
+        {"config": r"comm\.mode = 'fake_backend' .*set the environment variable NGPU"},
+    ),
+    (
+        [
+            "--validation.enable",
+            "--validation.dataset=c4_test",
+            "--cad.kernel=flash_attn",
+        ],
         {
             "validation": r"validation\.dataset = 'c4_test' at 'tests/assets/c4_test': .*python_stdlib_validation",
             "kernel": r"cad\.kernel = 'flash_attn' does not run on cpu tensors; set",
@@ -161,9 +196,13 @@ def test_what_would_fail_is_named(good, args, messages):
 
 
 def test_without_nproc_it_is_nproc_that_is_named(good):
-    (finding, *_) = examine([*good, "--parallelism.context_parallel_degree=2"], ranks_per_host=None)
+    (finding, *_) = examine(
+        [*good, "--parallelism.context_parallel_degree=2"], ranks_per_host=None
+    )
     assert finding.level == "FAIL"
-    assert finding.text.startswith("--nproc: set it to the ranks per node, as torchrun's --nproc_per_node")
+    assert finding.text.startswith(
+        "--nproc: set it to the ranks per node, as torchrun's --nproc_per_node"
+    )
     (finding, *_) = examine(good, ranks_per_host=None)
     assert "on 1 ranks" in finding.text
 
@@ -171,14 +210,26 @@ def test_without_nproc_it_is_nproc_that_is_named(good):
 def test_what_does_not_fit_is_named(good, tmp_path):
     """Heads over ranks, tokens into the vocabulary, and checkpoints into a folder."""
     (tmp_path / "file").write_text("")
-    big = prepare_tokenizer(tmp_path / "big", vocab_size=2100, texts=[" ".join(f"word{i}" for i in range(9000))])
+    big = prepare_tokenizer(
+        tmp_path / "big",
+        vocab_size=2100,
+        texts=[" ".join(f"word{i}" for i in range(9000))],
+    )
     for args, check, message in (
         (
             ["--model.flavor=debugmodel_cpu", "--parallelism.tensor_parallel_degree=4"],
             *("model", "tensor_parallel_degree = 4 does not divide the 2 query heads"),
         ),
-        ([f"--model.hf_assets_path={big}"], "tokenizer", "has 2100 tokens, model.flavor = 'debugmodel' only 2048"),
-        ([f"--job.dump_folder={tmp_path / 'file' / 'outputs'}", CHECKPOINT], "checkpoint", "cannot write to"),
+        (
+            [f"--model.hf_assets_path={big}"],
+            "tokenizer",
+            "has 2100 tokens, model.flavor = 'debugmodel' only 2048",
+        ),
+        (
+            [f"--job.dump_folder={tmp_path / 'file' / 'outputs'}", CHECKPOINT],
+            "checkpoint",
+            "cannot write to",
+        ),
     ):
         findings = report([*good, *args], ranks_per_host=4)
         assert failed(findings) == [check]
@@ -201,15 +252,21 @@ def test_a_dataset_that_does_not_answer_and_too_little_space(good, monkeypatch):
 def test_where_training_resumes(good):
     step = Path(good[2].split("=")[1], "checkpoint", "step-30")
     step.mkdir(parents=True)
-    assert "begins anew" in report([*good, CHECKPOINT])["checkpoint"].text  # an unfinished one does not count
+    assert (
+        "begins anew" in report([*good, CHECKPOINT])["checkpoint"].text
+    )  # an unfinished one does not count
     save(step.parents[1], FULL, 30)
     assert f"resumes from {step}" in report([*good, CHECKPOINT])["checkpoint"].text
 
 
 def test_rows_that_are_documents(good):
     findings = report([*good, "--cad.documents=row"])
-    assert findings["tokenizer"].text.endswith("of the model's 2048, every row is one document")
-    assert findings["dataset"].text.endswith("documents in the first 16384 tokens of rank 0: 8")
+    assert findings["tokenizer"].text.endswith(
+        "of the model's 2048, every row is one document"
+    )
+    assert findings["dataset"].text.endswith(
+        "documents in the first 16384 tokens of rank 0: 8"
+    )
 
 
 def test_a_profile_of_other_heads_and_of_another_device(good, tmp_path):
@@ -227,7 +284,9 @@ def test_a_profile_of_other_heads_and_of_another_device(good, tmp_path):
 
 def pretend_gpus(monkeypatch):
     """Let the examination find four GPUs."""
-    module = SimpleNamespace(device_count=lambda: 4, get_device_name=lambda _: "NVIDIA H100")
+    module = SimpleNamespace(
+        device_count=lambda: 4, get_device_name=lambda _: "NVIDIA H100"
+    )
     monkeypatch.setattr(doctor.utils, "device_type", "cuda")
     monkeypatch.setattr(doctor.utils, "device_module", module)
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
@@ -244,7 +303,13 @@ def pretend_gpus(monkeypatch):
             {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
             ["CUDA_DEVICE_MAX_CONNECTIONS = 1: .* leave it out, or set it to 32"],
         ),
-        (2, {}, ["CUDA_MODULE_LOADING = LAZY, the default, with pipeline_parallel_degree = 2: .* set it to EAGER"]),
+        (
+            2,
+            {},
+            [
+                "CUDA_MODULE_LOADING = LAZY, the default, with pipeline_parallel_degree = 2: .* set it to EAGER"
+            ],
+        ),
         (2, {"CUDA_MODULE_LOADING": "EAGER"}, []),
         (
             2,
@@ -253,13 +318,17 @@ def pretend_gpus(monkeypatch):
         ),
     ],
 )
-def test_variables_that_hold_back_a_job_on_gpus(good, monkeypatch, stages, variables, said):
+def test_variables_that_hold_back_a_job_on_gpus(
+    good, monkeypatch, stages, variables, said
+):
     pretend_gpus(monkeypatch)
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    finding = report([*good, f"--parallelism.pipeline_parallel_degree={stages}"], ranks_per_host=4)["environment"]
+    finding = report(
+        [*good, f"--parallelism.pipeline_parallel_degree={stages}"], ranks_per_host=4
+    )["environment"]
     assert finding.level == ("note" if said else "ok")
     assert all(re.search(words, finding.text) for words in said)
 
@@ -271,43 +340,77 @@ def test_on_gpus(good, monkeypatch):
     assert failed(findings) == []
     assert findings["device"].text.startswith("4 x NVIDIA H100; torch ")
     assert findings["kernel"].level == "note"
-    assert findings["kernel"].text.startswith("varlen (cad.kernel = 'auto': no other can be used; flash_attention_3: ")
+    assert findings["kernel"].text.startswith(
+        "varlen (cad.kernel = 'auto': no other can be used; flash_attention_3: "
+    )
     assert (
-        "FlashAttention-2, far below what a device of compute capability 9.0 can do: install" in findings["kernel"].text
+        "FlashAttention-2, far below what a device of compute capability 9.0 can do: install"
+        in findings["kernel"].text
     )
     wanted = "expected: symm_mem (cad.transport = 'auto': decided at start by a trial on all ranks of the group); "
-    assert findings["transport"].text == f"{wanted}a rank has 2 receive buffers of 325.0 MB (cad.receive_buffer_gb)"
+    assert (
+        findings["transport"].text
+        == f"{wanted}a rank has 2 receive buffers of 325.0 MB (cad.receive_buffer_gb)"
+    )
     monkeypatch.setattr(build, "_check_nvshmem", lambda device: None)
     monkeypatch.setattr(doctor, "lacks_between_hosts", lambda: ["InfiniBand"])
     finding = report([*good, "--cad.transport=nvshmem"], ranks_per_host=4)["transport"]
     assert finding.level == "note"
     assert "it ends the process); a rank has 2 receive buffers" in finding.text
     assert finding.text.endswith("; this machine lacks InfiniBand")
-    findings = report([*good, "--training.mixed_precision_param=float32"], ranks_per_host=8)
+    findings = report(
+        [*good, "--training.mixed_precision_param=float32"], ranks_per_host=8
+    )
     assert failed(findings) == ["device", "kernel"]
-    assert findings["device"].text == "--nproc 8: this machine has 4 devices; set it to 4 or less"
-    assert "takes bf16 or fp16 queries, got torch.float32; set" in findings["kernel"].text
+    assert (
+        findings["device"].text
+        == "--nproc 8: this machine has 4 devices; set it to 4 or less"
+    )
+    assert (
+        "takes bf16 or fp16 queries, got torch.float32; set" in findings["kernel"].text
+    )
     install(monkeypatch, capability=(9, 0), with_cudnn=True)
     findings = report([*good, "--cad.kernel=varlen"])
-    assert "slower than stock attention, which is cuDNN's with this torch: install" in findings["kernel"].text
+    assert (
+        "slower than stock attention, which is cuDNN's with this torch: install"
+        in findings["kernel"].text
+    )
     install(monkeypatch, capability=(8, 0))
     assert report([*good, "--cad.kernel=varlen"])["kernel"].level == "ok"
 
 
 def test_groups_of_pipelines_and_nodes(good):
-    args = [*good, "--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
+    args = [
+        *good,
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.pipeline_parallel_degree=2",
+    ]
     findings = report(args, ranks_per_host=8, num_hosts=2)
     assert failed(findings) == []
     assert "4 groups of 4 ranks" in findings["cad"].text
-    assert "for each of 2 pipeline stages and 2 tensor-parallel ranks" in findings["cad"].text
-    findings = report([*args, "--parallelism.pipeline_parallel_schedule=CAD1F1B"], ranks_per_host=8, num_hosts=2)
-    assert "2 groups of 8 ranks balance attention: pipeline parallel 2 x data parallel 4" in findings["cad"].text
+    assert (
+        "for each of 2 pipeline stages and 2 tensor-parallel ranks"
+        in findings["cad"].text
+    )
+    findings = report(
+        [*args, "--parallelism.pipeline_parallel_schedule=CAD1F1B"],
+        ranks_per_host=8,
+        num_hosts=2,
+    )
+    assert (
+        "2 groups of 8 ranks balance attention: pipeline parallel 2 x data parallel 4"
+        in findings["cad"].text
+    )
 
 
 def test_a_planner_that_is_slow(good, monkeypatch):
     for name, value, text in (
         ("is_compiled", False, "the planner is yet to be compiled on this machine"),
-        ("is_plain_python", True, "planning is slow: install a numba that can be imported"),
+        (
+            "is_plain_python",
+            True,
+            "planning is slow: install a numba that can be imported",
+        ),
     ):
         monkeypatch.setattr(doctor, name, lambda value=value: value)
         finding = report(good)["planner"]
@@ -319,8 +422,12 @@ def test_without_cad_only_what_is_torchtitans_own_is_checked(good):
     findings = report([*good, "--parallelism.no-cad"])
     assert failed(findings) == []
     assert findings["cad"].level == "note"
-    assert {findings[name].level for name in ("kernel", "transport", "planner", "profile")} == {"skip"}
-    findings = report([*good, "--parallelism.no-cad", "--parallelism.tensor_parallel_degree=3"])
+    assert {
+        findings[name].level for name in ("kernel", "transport", "planner", "profile")
+    } == {"skip"}
+    findings = report(
+        [*good, "--parallelism.no-cad", "--parallelism.tensor_parallel_degree=3"]
+    )
     assert failed(findings) == ["config"]
 
 
@@ -331,16 +438,32 @@ VALIDATION = ["--validation.enable", "--validation.dataset=c4_test"]
 DEFECTS: dict[str, tuple[list[str], list[str]]] = {
     "pp_gradient_scale": (PP2, ["--training.steps=5"]),
     "ddp_gradient_scale": (
-        ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"],
+        [
+            "--parallelism.data_parallel_replicate_degree=2",
+            "--parallelism.data_parallel_shard_degree=1",
+        ],
         ["--parallelism.data_parallel_shard_degree=2"],
     ),
-    "cp_validation_loss": ([*VALIDATION, "--parallelism.context_parallel_degree=2"], VALIDATION),
-    "compile_caches": (["--compile.enable", *TP2, "--cad.nano_batches=2"], ["--compile.enable"]),
-    "router_bias": (GPT_OSS, [*GPT_OSS, CHECKPOINT, "--checkpoint.initial_load_path=seed"]),
+    "cp_validation_loss": (
+        [*VALIDATION, "--parallelism.context_parallel_degree=2"],
+        VALIDATION,
+    ),
+    "compile_caches": (
+        ["--compile.enable", *TP2, "--cad.nano_batches=2"],
+        ["--compile.enable"],
+    ),
+    "router_bias": (
+        GPT_OSS,
+        [*GPT_OSS, CHECKPOINT, "--checkpoint.initial_load_path=seed"],
+    ),
     "tied_embeddings": (["--model.name=qwen3"], ["--model.name=qwen3", *TP2]),
     "varlen_pipeline": (
         ["--model.flavor=debugmodel_varlen_attn", *PP2],
-        ["--model.flavor=debugmodel_varlen_attn", *PP2, "--training.local_batch_size=1"],
+        [
+            "--model.flavor=debugmodel_varlen_attn",
+            *PP2,
+            "--training.local_batch_size=1",
+        ],
     ),
     "varlen_gqa": (["--model.flavor=8B_varlen"], ["--model.flavor=8B"]),
 }
@@ -353,10 +476,14 @@ def test_without_cad_defects_of_torchtitan_are_named(good, monkeypatch, patch):
     monkeypatch.setattr(defects, "HAS_STRICT_FSDP", True)
     needing, other = ([*good, *args] for args in DEFECTS[patch])
     finding = report([*needing, "--parallelism.no-cad"])["stock"]
-    assert finding.level == ("FAIL" if patch in ("tied_embeddings", "varlen_gqa") else "note")
+    assert finding.level == (
+        "FAIL" if patch in ("tied_embeddings", "varlen_gqa") else "note"
+    )
     assert f"(patches/{patch}.patch)" in finding.text
     assert finding.text.endswith(": apply the patch, or set parallelism.cad = true")
-    assert f"{patch}.patch" not in report([*other, "--parallelism.no-cad"])["stock"].text
+    assert (
+        f"{patch}.patch" not in report([*other, "--parallelism.no-cad"])["stock"].text
+    )
     assert report(needing)["stock"].level == "ok"
 
 
@@ -365,14 +492,22 @@ def test_with_shadow_defects_of_torchtitan_are_named(good):
     finding = report([*shadow, *GPT_OSS])["stock"]
     assert (finding.level, "router_bias.patch" in finding.text) == ("note", True)
     assert finding.text.endswith("set parallelism.cad = true without cad.shadow")
-    assert "meets no known defect" in report([*shadow, "--compile.enable", *TP2], 4)["stock"].text
+    assert (
+        "meets no known defect"
+        in report([*shadow, "--compile.enable", *TP2], 4)["stock"].text
+    )
 
 
 def test_the_key_may_be_missing_but_a_config_must_be_readable(good, job):
-    job.write_text(job.read_text().replace("custom_config_module", "# custom_config_module"))
+    job.write_text(
+        job.read_text().replace("custom_config_module", "# custom_config_module")
+    )
     findings = report(good)
     assert failed(findings) == []
-    assert 'job.custom_config_module = "torchtitan_cad.job_config" is needed' in findings["cad"].text
+    assert (
+        'job.custom_config_module = "torchtitan_cad.job_config" is needed'
+        in findings["cad"].text
+    )
     job.write_text(job.read_text() + "[cad\n")
     findings = report(good)
     assert list(findings) == failed(findings) == ["config"]
@@ -390,9 +525,17 @@ NODES = {"llama3_debug_cpu": (4, 1), "llama3_8b": (8, 8), "llama3_8b_8gpus": (8,
 """Ranks on each node, and nodes; four nodes of eight ranks suit the other configurations."""
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    sorted((REPOSITORY / "train_configs").glob("*.toml")),
+    ids=lambda path: path.stem,
+)
 def test_every_configuration_gets_a_report(path, assets, tmp_path):
-    args = [f"--job.config_file={path}", f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={assets}"]
+    args = [
+        f"--job.config_file={path}",
+        f"--job.dump_folder={tmp_path}",
+        f"--model.hf_assets_path={assets}",
+    ]
     assert failed(report([*args, *SYNTHETIC], *NODES.get(path.stem, (8, 4)))) == []
 
 
@@ -409,7 +552,9 @@ def test_from_the_command_line(good, job, capsys):
     assert "none.toml: there is no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("check", "arg"), [("tokenizer", ""), ("dataset", "--training.dataset=c5")])
+@pytest.mark.parametrize(
+    ("check", "arg"), [("tokenizer", ""), ("dataset", "--training.dataset=c5")]
+)
 def test_training_says_the_same(good, tmp_path, monkeypatch, check, arg):
     """What the tokenizer and the dataset of a training process raise is what the doctor prints."""
     (tmp_path / "tokenizer.json").write_text("{")
@@ -421,7 +566,10 @@ def test_training_says_the_same(good, tmp_path, monkeypatch, check, arg):
         config = ConfigManager().parse_args([*good, arg])
         spec = titan_specs.get_train_spec("llama3")
         spec.build_dataloader_fn(
-            tokenizer=spec.build_tokenizer_fn(config), job_config=config, dp_world_size=2, dp_rank=0
+            tokenizer=spec.build_tokenizer_fn(config),
+            job_config=config,
+            dp_world_size=2,
+            dp_rank=0,
         )
 
     with pytest.raises(ValueError, match="set") as error:
@@ -429,7 +577,11 @@ def test_training_says_the_same(good, tmp_path, monkeypatch, check, arg):
     assert report([*good, arg])[check].text == str(error.value)
 
 
-FLAGS = ["--model.hf_assets_path outputs/assets", "--training.dataset python_stdlib", "--training.local_batch_size 1"]
+FLAGS = [
+    "--model.hf_assets_path outputs/assets",
+    "--training.dataset python_stdlib",
+    "--training.local_batch_size 1",
+]
 """What the README adds to torchtitan's debug job for a first run without a GPU and without a download."""
 
 
@@ -437,18 +589,45 @@ FLAGS = ["--model.hf_assets_path outputs/assets", "--training.dataset python_std
 @pytest.mark.timeout(1500)
 def test_a_new_users_first_run(job, tmp_path):
     """torchtitan's own debug job, with key and switch, trains on two CPU ranks with three flags of the README."""
-    readme = " ".join((REPOSITORY / "README.md").read_text().replace("\\\n", " ").split())
+    readme = " ".join(
+        (REPOSITORY / "README.md").read_text().replace("\\\n", " ").split()
+    )
     assert all(flag in readme for flag in FLAGS)
     flags = " ".join(FLAGS).split()
-    console = [sys.executable, "-c", "import sys; from torchtitan_cad.tools.main import main; sys.exit(main())"]
-    subprocess.run([*console, "prepare", "--output", "outputs/assets"], cwd=tmp_path, check=True)
-    subprocess.run([*console, "doctor", str(job), "--nproc", "2", *flags], cwd=tmp_path, check=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launcher, "-m", "torchtitan_cad.train", "--job.config_file", str(job), *flags]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    console = [
+        sys.executable,
+        "-c",
+        "import sys; from torchtitan_cad.tools.main import main; sys.exit(main())",
+    ]
+    subprocess.run(
+        [*console, "prepare", "--output", "outputs/assets"], cwd=tmp_path, check=True
+    )
+    subprocess.run(
+        [*console, "doctor", str(job), "--nproc", "2", *flags], cwd=tmp_path, check=True
+    )
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+    ]
+    command = [
+        *launcher,
+        "-m",
+        "torchtitan_cad.train",
+        "--job.config_file",
+        str(job),
+        *flags,
+    ]
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=1200
+    )
     output = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout + result.stderr)
     assert result.returncode == 0, output[-4000:]
-    losses = [float(loss) for loss in re.findall(r"step: +\d+ +loss: +([\d.]+)", output)]
+    losses = [
+        float(loss) for loss in re.findall(r"step: +\d+ +loss: +([\d.]+)", output)
+    ]
     assert len(losses) == 20
     assert losses[-1] < losses[0]
     assert "cad: imbalance" in output

@@ -20,12 +20,28 @@ def test_fake_backend_trains_like_torchtitan() -> None:
     assert len(result.losses) == 3
 
 
-MANY = ("--cad.nano_batches=2", "--cad.backward=keep", "--cad.transport=symm_mem", "--validation.enable")
+MANY = (
+    "--cad.nano_batches=2",
+    "--cad.backward=keep",
+    "--cad.transport=symm_mem",
+    "--validation.enable",
+)
 
 
-@pytest.mark.parametrize("args", [(), pytest.param(MANY, marks=pytest.mark.matrix)], ids=["plain", "many options"])
+@pytest.mark.parametrize(
+    "args",
+    [(), pytest.param(MANY, marks=pytest.mark.matrix)],
+    ids=["plain", "many options"],
+)
 def test_fake_backend_plans_and_exchanges_nothing(args: tuple[str, ...]) -> None:
-    job = [*COMMON, *PLACED, FAKE, "--parallelism.context_parallel_degree=4", "--validation.steps=1", *args]
+    job = [
+        *COMMON,
+        *PLACED,
+        FAKE,
+        "--parallelism.context_parallel_degree=4",
+        "--validation.steps=1",
+        *args,
+    ]
     result = run(job, nranks=1, env=FOUR_RANKS)
     assert len(result.losses) == 3
     assert cad_summary(result)["tasks_moved"] > 0
@@ -46,25 +62,51 @@ LONG = REPOSITORY / "train_configs" / "qwen3_30b_a3b_long.toml"
 
 @pytest.mark.matrix
 def test_configuration_with_experts_runs_dry() -> None:
-    job = ["--model.flavor=tiny_moe", "--training.dataset=packed_documents", "--training.steps=2", *COMMON, FAKE]
+    job = [
+        "--model.flavor=tiny_moe",
+        "--training.dataset=packed_documents",
+        "--training.steps=2",
+        *COMMON,
+        FAKE,
+    ]
     job += ["--metrics.log_freq=1", "--training.mixed_precision_param=float32"]
-    result = run([*job, "--parallelism.expert_parallel_degree=1"], nranks=1, config=LONG, env={"NGPU": "64"})
+    result = run(
+        [*job, "--parallelism.expert_parallel_degree=1"],
+        nranks=1,
+        config=LONG,
+        env={"NGPU": "64"},
+    )
     assert result.ok, result.report()
     assert len(result.losses) == 2
-    run(job, nranks=1, config=LONG, env={"NGPU": "64"}).assert_refused(r"expert_parallel_degree = 8: .*set .* to 1")
+    run(job, nranks=1, config=LONG, env={"NGPU": "64"}).assert_refused(
+        r"expert_parallel_degree = 8: .*set .* to 1"
+    )
 
 
 @pytest.mark.parametrize("mode", [FAKE, LOCAL])
 @pytest.mark.parametrize(
     ("args", "ngpu", "message"),
     [
-        (["--parallelism.pipeline_parallel_degree=2"], "4", r"pipeline_parallel_degree = 2: comm.mode = .*set .* to 1"),
+        (
+            ["--parallelism.pipeline_parallel_degree=2"],
+            "4",
+            r"pipeline_parallel_degree = 2: comm.mode = .*set .* to 1",
+        ),
         ([], "", r"comm.mode = .*set the environment variable NGPU \(it is ''\)"),
-        (["--parallelism.context_parallel_degree=3"], "4", "do not multiply to the 4 ranks"),
+        (
+            ["--parallelism.context_parallel_degree=3"],
+            "4",
+            "do not multiply to the 4 ranks",
+        ),
     ],
 )
 def test_what_cannot_run_dry_is_a_value_error(
-    mode: str, args: list[str], ngpu: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    args: list[str],
+    ngpu: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("NGPU", ngpu)
     with pytest.raises(ValueError, match=message):

@@ -11,11 +11,20 @@ from tests.lib.sets import params
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
 
-IN_TICKS = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=CAD1F1B"]
+IN_TICKS = [
+    "--parallelism.pipeline_parallel_degree=2",
+    "--parallelism.pipeline_parallel_schedule=CAD1F1B",
+]
 LLAMA4 = ["--model.name=llama4", "--model.flavor=debugmodel"]
 INTERLEAVED = [
-    *("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=CADInterleaved1F1B"),
-    *(f"--parallelism.pipeline_parallel_{which}_stage_less_layers=0" for which in ("first", "last")),
+    *(
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.pipeline_parallel_schedule=CADInterleaved1F1B",
+    ),
+    *(
+        f"--parallelism.pipeline_parallel_{which}_stage_less_layers=0"
+        for which in ("first", "last")
+    ),
 ]
 REFUSED = {
     "unknown kernel": (["--cad.kernel=warp"], r"cad\.kernel = 'warp'.*set cad\.kernel"),
@@ -23,7 +32,10 @@ REFUSED = {
         ["--parallelism.tensor_parallel_degree=2", "--model.flavor=tiny_sdpa_3_heads"],
         r"tensor_parallel_degree = 2 does not divide the 3 query heads",
     ),
-    "ticks and experts": ([*IN_TICKS, *LLAMA4], r"'CAD1F1B' .*experts of .*= 'debugmodel'; set the schedule"),
+    "ticks and experts": (
+        [*IN_TICKS, *LLAMA4],
+        r"'CAD1F1B' .*experts of .*= 'debugmodel'; set the schedule",
+    ),
     "ticks and too many stages": (
         [*IN_TICKS, "--parallelism.pipeline_parallel_layers_per_stage=1"],
         r"layers_per_stage = 1 makes 4 stages, .*needs exactly 2 stages; leave",
@@ -56,7 +68,9 @@ class Checkpointer:
             self.saved.append(curr_step)
 
 
-def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     enable_cpu()
     from torchtitan_cad.integration import failure
 
@@ -67,7 +81,9 @@ def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(monkeypat
         if step > 5:
             raise PeerError("rank 1 has not sent its rows")
 
-    monkeypatch.setattr(failure, "current_session", lambda: SimpleNamespace(confirm_exchanges=confirm))
+    monkeypatch.setattr(
+        failure, "current_session", lambda: SimpleNamespace(confirm_exchanges=confirm)
+    )
     checkpointer = Checkpointer()
     failure.check_before_saving(checkpointer)
     for step in range(1, 6):

@@ -36,7 +36,11 @@ def write(folder: Path, profile: Profile) -> str:
 def test_measured_times_are_balanced(
     nranks: int, args: tuple[str, ...], shared: tuple[str, ...], tmp_path: Path
 ) -> None:
-    result = run([*c.COMMON, *c.CAD, *c.VALIDATION, *shared, *args, write(tmp_path, PAYS)], nranks, grads_at=2)
+    result = run(
+        [*c.COMMON, *c.CAD, *c.VALIDATION, *shared, *args, write(tmp_path, PAYS)],
+        nranks,
+        grads_at=2,
+    )
     expected = c.reference(nranks, shared)
     c.assert_trains_alike(result, expected)
     assert result.validation_losses.keys() == expected.validation_losses.keys()
@@ -47,7 +51,9 @@ def test_measured_times_are_balanced(
     assert min(sum(step["loads_before"]) for step in steps) > 1e6
 
 
-def test_a_profile_of_another_kernel_is_one_value_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_profile_of_another_kernel_is_one_value_error_on_every_rank(
+    tmp_path: Path,
+) -> None:
     """Other heads are found by test_doctor.py, files that are no profiles by tests/planning/test_cost.py."""
     message = r"cad\.profile = '[^']*' was measured with kernel 'varlen', but the job runs 'cpu'; measure again"
     args = [*c.CAD, write(tmp_path, make_profile(TINY, kernel="varlen"))]
@@ -73,7 +79,11 @@ CASES = {
     "spanning documents": (c.CP2, 2, 1),
     "spanning documents, resend": ((*c.CP2, *c.RESEND), 2, 1),
     "split keys": (("--cad.planner=test_split_keys",), 2, 2),
-    "split keys, spanning, resend": ((*c.CP2, "--cad.planner=test_split_keys", *c.RESEND), 2, 1),
+    "split keys, spanning, resend": (
+        (*c.CP2, "--cad.planner=test_split_keys", *c.RESEND),
+        2,
+        1,
+    ),
     "tensor parallel": (c.TP2, 4, 2),
 }
 
@@ -86,11 +96,19 @@ SHORT = ("split keys, spanning, resend",)
 def test_gradients_are_as_exact_as_undivided_attention(name: str, heads: str) -> None:
     args, nranks, degree = CASES[name]
     flavor = {"1:1": "tiny_varlen", "8:2": "tiny_varlen_8_2"}[heads]
-    result = run([*c.COMMON, *c.CAD, f"--model.flavor={flavor}", "--training.steps=1", *args], nranks, grads_at=STEP)
+    result = run(
+        [*c.COMMON, *c.CAD, f"--model.flavor={flavor}", "--training.steps=1", *args],
+        nranks,
+        grads_at=STEP,
+    )
     exact = c.alone(flavor, degree, STEP)
     mine = gradient_errors(result, exact)
     undivided = gradient_errors(c.alone(flavor, degree, STEP, *c.CAD), exact)
-    assert max(undivided.values()) < SUMMED * torch.finfo(torch.float32).eps, "the references disagree"
+    assert max(undivided.values()) < SUMMED * torch.finfo(torch.float32).eps, (
+        "the references disagree"
+    )
     for parameter, error in mine.items():
         allowed = 2 * undivided[parameter]
-        assert error <= allowed, f"{parameter}: {error:.2e}, twice that of undivided attention is {allowed:.2e}"
+        assert error <= allowed, (
+            f"{parameter}: {error:.2e}, twice that of undivided attention is {allowed:.2e}"
+        )

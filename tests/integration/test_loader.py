@@ -30,7 +30,11 @@ from tests.lib.jobs.loaders import CPU, EOS, CountingLoader  # noqa: E402
 from torchtitan_cad.integration.failure import _may_be_caused_by_a_peer  # noqa: E402
 from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules  # noqa: E402
-from torchtitan_cad.integration.loading.documents import DocumentRule, cut_for_nano_batches, document_starts  # noqa: E402
+from torchtitan_cad.integration.loading.documents import (  # noqa: E402
+    DocumentRule,
+    cut_for_nano_batches,
+    document_starts,
+)
 from torchtitan_cad.integration.loading.loader import (  # noqa: E402
     PLAN_KEYS,
     TRAINED,
@@ -65,7 +69,12 @@ class TestDocumentStarts:
     def test_explicit_ids_replace_eos(self) -> None:
         ids = torch.tensor([[5, 5, 7, 7], [7, 5, 5, 5]])
         for eos_id in (EOS, None):  # cad.documents = "eos" and "row"
-            assert document_starts(torch.full((2, 4), EOS), eos_id, ids).tolist() == [0, 2, 4, 5]
+            assert document_starts(torch.full((2, 4), EOS), eos_id, ids).tolist() == [
+                0,
+                2,
+                4,
+                5,
+            ]
 
     def test_misshapen_ids_are_refused(self) -> None:
         with pytest.raises(ValueError, match=r"document_ids.*\(2, 3\).*\(2, 4\)"):
@@ -74,24 +83,48 @@ class TestDocumentStarts:
     def test_documents_by_positions_that_restart(self) -> None:
         rule, tokens = DocumentRule(by_positions=True), torch.full((2, 4), EOS)
         positions = torch.tensor([[0, 1, 0, 1], [5, 6, 0, 0]])
-        assert rule.starts({"input": tokens, "positions": positions}).tolist() == [0, 2, 4, 6, 7]
+        assert rule.starts({"input": tokens, "positions": positions}).tolist() == [
+            0,
+            2,
+            4,
+            6,
+            7,
+        ]
         ids = torch.tensor([[1, 1, 1, 2], [2, 2, 2, 2]])
-        assert rule.starts({"input": tokens, "positions": positions, "document_ids": ids}).tolist() == [0, 3, 4]
-        assert DocumentRule(EOS).starts({"input": tokens, "positions": positions}).tolist() == list(range(8))
-        for inputs in ({"input": tokens}, {"input": tokens, "positions": positions[:1]}):
-            with pytest.raises(ValueError, match=r"cad\.documents = 'positions' needs .*'positions' of shape \(2, 4\)"):
+        assert rule.starts(
+            {"input": tokens, "positions": positions, "document_ids": ids}
+        ).tolist() == [0, 3, 4]
+        assert DocumentRule(EOS).starts(
+            {"input": tokens, "positions": positions}
+        ).tolist() == list(range(8))
+        for inputs in (
+            {"input": tokens},
+            {"input": tokens, "positions": positions[:1]},
+        ):
+            with pytest.raises(
+                ValueError,
+                match=r"cad\.documents = 'positions' needs .*'positions' of shape \(2, 4\)",
+            ):
                 rule.starts(inputs)
 
 
 @given(st.data())
-def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(data: st.DataObject) -> None:
+def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(
+    data: st.DataObject,
+) -> None:
     """Cuts rows of token numbers as the loop and context parallelism cut batches, and looks every token up."""
     dp, cp, microbatches = (data.draw(st.integers(1, 3)) for _ in range(3))
-    rows, nano_batches = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 2]))
+    rows, nano_batches = (
+        data.draw(st.integers(1, 4)),
+        data.draw(st.sampled_from([1, 2])),
+    )
     shape = BatchShape(rows * microbatches, 2 * cp * data.draw(st.integers(1, 4)), rows)
     size = shape.rows * shape.seq_len
     starts = [
-        np.union1d(np.arange(0, size, shape.seq_len), data.draw(st.lists(st.integers(0, size - 1)))).astype(np.int64)
+        np.union1d(
+            np.arange(0, size, shape.seq_len),
+            data.draw(st.lists(st.integers(0, size - 1))),
+        ).astype(np.int64)
         for _ in range(dp)
     ]
     numbers = torch.arange(size).view(shape.rows, shape.seq_len)
@@ -101,31 +134,66 @@ def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(data: st.DataOb
         slots = slots_of_nano_batches(shape, microbatch, cp, nano_batches)
         layouts = nano_layouts(starts, shape, microbatch, cp, nano_batches)
         if nano_batches == 1:
-            assert layouts[0].segments() == group_layout(starts, shape, microbatch, cp).segments()
+            assert (
+                layouts[0].segments()
+                == group_layout(starts, shape, microbatch, cp).segments()
+            )
         documents: list[dict[tuple[int, int], int]] = [{} for _ in layouts]
         for rank in range(dp * cp):
             mine, first = batch.chunk(cp, 1)[rank % cp], starts[rank // cp]
-            attending = [half.flatten().tolist() for half in mine.chunk(nano_batches, int(in_the_middle))]
-            known = [attending[0], attending[0] + attending[1]] if in_the_middle else attending
-            assert [slot[rank % cp].tolist() for slot in slots] == (known[1:] if in_the_middle else attending)
-            for layout, keys, queries, seen in zip(layouts, known, attending, documents, strict=True):
+            attending = [
+                half.flatten().tolist()
+                for half in mine.chunk(nano_batches, int(in_the_middle))
+            ]
+            known = (
+                [attending[0], attending[0] + attending[1]]
+                if in_the_middle
+                else attending
+            )
+            assert [slot[rank % cp].tolist() for slot in slots] == (
+                known[1:] if in_the_middle else attending
+            )
+            for layout, keys, queries, seen in zip(
+                layouts, known, attending, documents, strict=True
+            ):
                 begins = [int(first[first <= token].max()) for token in keys]
                 own = layout.seg_rank == rank
                 runs = (
-                    x[own].tolist() for x in (layout.seg_doc, layout.seg_start, layout.seg_length, layout.seg_attends)
+                    x[own].tolist()
+                    for x in (
+                        layout.seg_doc,
+                        layout.seg_start,
+                        layout.seg_length,
+                        layout.seg_attends,
+                    )
                 )
-                local = [(d, start + i, flag) for d, start, n, flag in zip(*runs, strict=True) for i in range(n)]
+                local = [
+                    (d, start + i, flag)
+                    for d, start, n, flag in zip(*runs, strict=True)
+                    for i in range(n)
+                ]
                 flags = [False] * (len(keys) - len(queries)) + [True] * len(queries)
-                wanted = [(token - begin, flag) for token, begin, flag in zip(keys, begins, flags, strict=True)]
+                wanted = [
+                    (token - begin, flag)
+                    for token, begin, flag in zip(keys, begins, flags, strict=True)
+                ]
                 assert [rest for _, *rest in local] == [list(each) for each in wanted]
                 for (doc, *_), begin in zip(local, begins, strict=True):
                     assert seen.setdefault((rank // cp, begin), doc) == doc
-        assert all(len({*seen.values()}) == len(seen) for seen in documents), "documents share an id"
+        assert all(len({*seen.values()}) == len(seen) for seen in documents), (
+            "documents share an id"
+        )
 
 
-def planning_loader(inner: Any, accumulation: int = 1, rows_per_microbatch: int | None = None) -> Any:
-    engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=1.0)
-    rules = PlanRules(PlannerConfig(), [AttentionKind("full", 1, AttentionShape(2, 2, 8, 4))])
+def planning_loader(
+    inner: Any, accumulation: int = 1, rows_per_microbatch: int | None = None
+) -> Any:
+    engine = CoreAttentionEngine(
+        get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=1.0
+    )
+    rules = PlanRules(
+        PlannerConfig(), [AttentionKind("full", 1, AttentionShape(2, 2, 8, 4))]
+    )
     planner = BatchPlanner(None, [0], Topology(1, 1, 1, 1), rules, [engine])
     batches: list[Any] = []
     loader = PlanningLoader(
@@ -150,7 +218,9 @@ def test_state_is_that_of_the_last_consumed_batch(accumulation: int) -> None:
         inputs, labels = next(iterator)
         assert int(inputs["input"][0, 0]) == number == int(labels[0, 0])
         in_a_step = {"next": 0, TRAINED: number + 1}
-        assert loader.state_dict() == (in_a_step if accumulation > 1 else {"next": number + 1})
+        assert loader.state_dict() == (
+            in_a_step if accumulation > 1 else {"next": number + 1}
+        )
     state = loader.state_dict()
     loader.close()
 
@@ -170,16 +240,24 @@ def test_a_step_without_enough_data_is_not_begun() -> None:
 
 
 def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed() -> None:
-    loader, engine, planned = planning_loader(CountingLoader(10), accumulation=2, rows_per_microbatch=2)
+    loader, engine, planned = planning_loader(
+        CountingLoader(10), accumulation=2, rows_per_microbatch=2
+    )
     previous: list[int] = []
     for index, (inputs, _) in enumerate(loader):
         keys = inputs[PLAN_KEYS]
         assert isinstance(keys, HostTensor)
-        assert keys.to("meta") is keys  # FSDP2 moves every tensor argument to its device
+        assert (
+            keys.to("meta") is keys
+        )  # FSDP2 moves every tensor argument to its device
         first, second = keys.tolist()[0], keys.tolist()[2]
         assert keys.tolist() == [first, first, second, second]
         assert first != second
-        for key in {first, second, *previous}:  # this batch and the one before, which may be in the same step
+        for key in {
+            first,
+            second,
+            *previous,
+        }:  # this batch and the one before, which may be in the same step
             assert engine.plan(key).keys.num_local == 16
         assert len(planned) == index + 1
         previous = [first, second]
@@ -190,10 +268,16 @@ def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed() -> Non
 
 def test_training_that_waits_for_plans_is_told_once(caplog, monkeypatch) -> None:
     make = BatchPlanner._plan_batch
-    monkeypatch.setattr(BatchPlanner, "_plan_batch", lambda *args: time.sleep(0.01) or make(*args))
+    monkeypatch.setattr(
+        BatchPlanner, "_plan_batch", lambda *args: time.sleep(0.01) or make(*args)
+    )
     loader, _, _ = planning_loader(CountingLoader(3 * WATCHED))
     assert len(list(loader)) == 3 * WATCHED
-    (warning,) = [record.message for record in caplog.records if "training waits for plans" in record.message]
+    (warning,) = [
+        record.message
+        for record in caplog.records
+        if "training waits for plans" in record.message
+    ]
     assert "; give every rank more CPU cores" in warning
 
 
@@ -242,7 +326,10 @@ class Documents(IterableDataset):
             if self.next == self.fails_at:
                 raise OSError("cannot be read")
             self.next += 1
-            yield {"input": torch.tensor([self.next])}, torch.tensor([get_worker_info().id])
+            yield (
+                {"input": torch.tensor([self.next])},
+                torch.tensor([get_worker_info().id]),
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"next": self.next}
@@ -255,7 +342,13 @@ class Documents(IterableDataset):
 def worker_loader() -> Iterator[Callable[..., ParallelAwareDataloader]]:
     """Makes loaders, whose workers have ended with the test: torch may take 5 s for each after an error."""
     yield lambda **kwargs: ParallelAwareDataloader(
-        Documents(**kwargs), 0, 1, num_workers=2, batch_size=2, prefetch_factor=3, persistent_workers=True
+        Documents(**kwargs),
+        0,
+        1,
+        num_workers=2,
+        batch_size=2,
+        prefetch_factor=3,
+        persistent_workers=True,
     )
     for worker in multiprocessing.active_children():
         worker.kill()
@@ -263,7 +356,9 @@ def worker_loader() -> Iterator[Callable[..., ParallelAwareDataloader]]:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_state_with_workers_is_that_of_the_last_consumed_batch(worker_loader, accumulation: int) -> None:
+def test_state_with_workers_is_that_of_the_last_consumed_batch(
+    worker_loader, accumulation: int
+) -> None:
     loader, _, _ = planning_loader(worker_loader(), accumulation)
     iterator = iter(loader)
     first = [next(iterator) for _ in range(3)]
@@ -276,22 +371,36 @@ def test_state_with_workers_is_that_of_the_last_consumed_batch(worker_loader, ac
     iterator = iter(resumed)
     again = [next(iterator) for _ in range(3)]
     resumed.close()
-    assert [(inputs["input"].tolist(), labels.tolist()) for inputs, labels in first + again] == [
-        ([[2 * n + 1], [2 * n + 2]], [[worker], [worker]]) for n in range(3) for worker in (0, 1)
+    assert [
+        (inputs["input"].tolist(), labels.tolist()) for inputs, labels in first + again
+    ] == [
+        ([[2 * n + 1], [2 * n + 2]], [[worker], [worker]])
+        for n in range(3)
+        for worker in (0, 1)
     ]
-    assert all(torch.equal(a["input"], b["input"]) for (a, _), (b, _) in zip(second, again, strict=True))
+    assert all(
+        torch.equal(a["input"], b["input"])
+        for (a, _), (b, _) in zip(second, again, strict=True)
+    )
 
 
-def test_error_of_a_worker_is_one_line_and_this_ranks_own(worker_loader, caplog: pytest.LogCaptureFixture) -> None:
+def test_error_of_a_worker_is_one_line_and_this_ranks_own(
+    worker_loader, caplog: pytest.LogCaptureFixture
+) -> None:
     loader, _, _ = planning_loader(worker_loader(fails_at=5))
     with pytest.raises(OSError, match="cannot be read") as raised:
         list(loader)
-    assert first_sentence(raised.value) == "Caught OSError in DataLoader worker process 0. OSError: cannot be read"
+    assert (
+        first_sentence(raised.value)
+        == "Caught OSError in DataLoader worker process 0. OSError: cannot be read"
+    )
     assert not _may_be_caused_by_a_peer(raised.value)
     assert caplog.messages == ["this rank has failed while loading a batch"]
 
 
-def test_killed_worker_is_noticed_while_the_planning_thread_waits(worker_loader) -> None:
+def test_killed_worker_is_noticed_while_the_planning_thread_waits(
+    worker_loader,
+) -> None:
     """The worker may have written half of a message, for the rest of which that thread waits."""
     iterators, release = [], threading.Event()
 
@@ -359,13 +468,19 @@ def test_topology_follows_torchtitans_rank_order() -> None:
     [
         ({"pp": 1, "dp": 8, "cp": 2, "tp": 1}, 8, 8),
         ({"pp": 1, "dp": 8, "cp": 2, "tp": 2}, 8, 4),
-        ({"pp": 2, "dp": 2, "cp": 1, "tp": 2}, 8, 4),  # two stages in one node: the whole group
+        (
+            {"pp": 2, "dp": 2, "cp": 1, "tp": 2},
+            8,
+            4,
+        ),  # two stages in one node: the whole group
         ({"pp": 1, "dp": 6, "cp": 1, "tp": 1}, 4, None),
         ({"pp": 1, "dp": 4, "cp": 1, "tp": 4}, 2, None),
         ({"pp": 1, "dp": 4, "cp": 1, "tp": 1}, 0, None),
     ],
 )
-def test_nodes_of_a_group(degrees: dict[str, int], ranks_per_node: int, expected: int | None) -> None:
+def test_nodes_of_a_group(
+    degrees: dict[str, int], ranks_per_node: int, expected: int | None
+) -> None:
     """They follow from the nodes of global ranks; None: the group's ranks do not fall into equal nodes."""
     topology = Topology(**degrees)
     if expected is None:
@@ -378,4 +493,6 @@ def test_nodes_of_a_group(degrees: dict[str, int], ranks_per_node: int, expected
     world = topology.pp * topology.group_size * topology.tp
     for rank in range(world):
         nodes = np.array(topology.group_ranks(rank)) // ranks_per_node
-        assert np.array_equal(nodes - nodes[0], np.arange(topology.group_size) // expected)
+        assert np.array_equal(
+            nodes - nodes[0], np.arange(topology.group_size) // expected
+        )

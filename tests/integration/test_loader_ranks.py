@@ -72,7 +72,10 @@ def on_all(items: Iterable[S], body: Callable[[S], T]) -> list[T]:
 
 
 def connect(
-    ranks: list[OneRank], cp: int = 1, timeout_s: float = GROUP_TIMEOUT_S, accumulation: int = 1
+    ranks: list[OneRank],
+    cp: int = 1,
+    timeout_s: float = GROUP_TIMEOUT_S,
+    accumulation: int = 1,
 ) -> list[PlanningLoader]:
     """One loader per rank, over one gloo group."""
     store = dist.HashStore()
@@ -80,14 +83,24 @@ def connect(
     def build(group_rank: int) -> PlanningLoader:
         mine = ranks[group_rank]
         group = gloo_group(store, group_rank, len(ranks), timeout_s)
-        engine = CoreAttentionEngine(get_kernel("cpu", CPU), mine.transport, rank=group_rank, device=CPU, scale=1.0)
+        engine = CoreAttentionEngine(
+            get_kernel("cpu", CPU),
+            mine.transport,
+            rank=group_rank,
+            device=CPU,
+            scale=1.0,
+        )
         kinds = [AttentionKind("full", 1, AttentionShape(2, 2, 8, 4))]
         rules = PlanRules(mine.config, kinds, times=mine.times)
         placement, topology = None, Topology(1, len(ranks) // cp, cp, 1)
         if mine.placement != "loader":
             strict = mine.placement == "balanced"
-            placement = Placement(group, None, topology, group_rank, CONFIG, kinds, None, strict=strict)
-        planner = BatchPlanner(group, RANKS[: len(ranks)], topology, rules, [engine], placement=placement)
+            placement = Placement(
+                group, None, topology, group_rank, CONFIG, kinds, None, strict=strict
+            )
+        planner = BatchPlanner(
+            group, RANKS[: len(ranks)], topology, rules, [engine], placement=placement
+        )
         return PlanningLoader(
             mine.inner,
             lambda: planner,
@@ -112,7 +125,9 @@ def drain(loader: PlanningLoader) -> tuple[list[int], BaseException | None]:
     return numbers, None
 
 
-def drain_at_once(loaders: list[PlanningLoader]) -> tuple[list[list[int]], list[BaseException | None]]:
+def drain_at_once(
+    loaders: list[PlanningLoader],
+) -> tuple[list[list[int]], list[BaseException | None]]:
     warm_up()  # a new machine compiles the planner
     begin = time.perf_counter()
     numbers, errors = zip(*on_all(loaders, drain), strict=True)
@@ -134,7 +149,10 @@ def _no_planning_thread_is_left() -> Iterator[None]:
 
 
 def counting(lengths: list[int]) -> list[OneRank]:
-    return [OneRank(CountingLoader(length, extra=documents(i))) for i, length in enumerate(lengths)]
+    return [
+        OneRank(CountingLoader(length, extra=documents(i)))
+        for i, length in enumerate(lengths)
+    ]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -179,7 +197,11 @@ def test_an_inner_loader_that_fails_on_one_rank_is_reported_on_all(at: str) -> N
     assert isinstance(errors[1], ERRORS[at])
     assert numbers[1] == {"iterator": [], "batch": [0, 1], "state": [0]}[at]
     assert_peers_name_rank_6(errors)
-    assert numbers[0] == numbers[2] == {"iterator": [], "batch": [0, 1], "state": [0, 1]}[at]
+    assert (
+        numbers[0]
+        == numbers[2]
+        == {"iterator": [], "batch": [0, 1], "state": [0, 1]}[at]
+    )
 
 
 @pytest.mark.parametrize("where", ["make_plan", "add_plan"])
@@ -192,7 +214,9 @@ def test_planning_that_fails_on_one_rank_is_reported_on_all(where: str) -> None:
     numbers, errors = drain_at_once(connect(ranks))
     assert numbers == [[], [], []]
     assert isinstance(errors[1], ValueError)
-    assert {"make_plan": "magic", "add_plan": "give the engine a transport"}[where] in str(errors[1])
+    assert {"make_plan": "magic", "add_plan": "give the engine a transport"}[
+        where
+    ] in str(errors[1])
     assert_peers_name_rank_6(errors)
 
 
@@ -217,7 +241,9 @@ def test_a_rank_that_fails_once_plans_are_made_is_reported_on_all(where: str) ->
 
     def pack_torn(*arguments: Any) -> Parcel:
         parcel = pack(*arguments)
-        return replace(parcel, redistribution=TornRedistribution(**vars(parcel.redistribution)))
+        return replace(
+            parcel, redistribution=TornRedistribution(**vars(parcel.redistribution))
+        )
 
     if where == "describe":
         planner._engines[0].plan = fail  # type: ignore[method-assign]
@@ -226,14 +252,19 @@ def test_a_rank_that_fails_once_plans_are_made_is_reported_on_all(where: str) ->
     else:
         placement.pack = pack_torn
     numbers, errors = drain_at_once(loaders)
-    assert [len(batches) for batches in numbers] == ([1, 0, 1] if where == "unpack" else [0, 0, 0])
+    assert [len(batches) for batches in numbers] == (
+        [1, 0, 1] if where == "unpack" else [0, 0, 0]
+    )
     assert isinstance(errors[1], ValueError)
     assert "torn" in str(errors[1])
     assert_peers_name_rank_6(errors)
 
 
 def test_a_failure_is_raised_as_itself_when_no_peer_is_left_to_tell() -> None:
-    alone, _ = connect([OneRank(CountingLoader(8, fails_at=0)), OneRank(CountingLoader(8))], timeout_s=1)
+    alone, _ = connect(
+        [OneRank(CountingLoader(8, fails_at=0)), OneRank(CountingLoader(8))],
+        timeout_s=1,
+    )
     ((numbers,), (error,)) = drain_at_once([alone])
     assert numbers == []
     assert isinstance(error, OSError)
@@ -248,27 +279,45 @@ def test_different_plans_are_an_error_on_all_ranks() -> None:
         assert "ranks [8] planned a batch differently from rank 4" in str(error)
 
 
-def test_tokens_are_redistributed_with_positions_unless_a_rank_has_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_are_redistributed_with_positions_unless_a_rank_has_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for number_with in (3, 2):
         ranks = [replace(rank, placement="auto") for rank in counting([2, 2, 2])]
         for rank in ranks[:number_with]:
             rank.inner.extra["positions"] = torch.arange(8).expand(4, 8)
         batches = on_all(connect(ranks), list)
         assert [len(each) for each in batches] == [2, 2, 2]
-        assert all((POSITIONS in inputs) == (number_with == 3) for each in batches for inputs, _ in each)
+        assert all(
+            (POSITIONS in inputs) == (number_with == 3)
+            for each in batches
+            for inputs, _ in each
+        )
 
 
 @pytest.mark.parametrize("pixels_on", [None, 1])
-def test_tokens_are_redistributed_unless_a_rank_has_what_cannot_be(pixels_on: int | None, caplog) -> None:
+def test_tokens_are_redistributed_unless_a_rank_has_what_cannot_be(
+    pixels_on: int | None, caplog
+) -> None:
     ranks = [replace(rank, placement="auto") for rank in counting([2, 2, 2])]
     if pixels_on is not None:
         ranks[pixels_on].inner.extra["pixels"] = torch.zeros(4, 8)
     batches = on_all(connect(ranks), list)
     assert [len(each) for each in batches] == [2, 2, 2]
-    assert all((POSITIONS in inputs) == (pixels_on is None) for each in batches for inputs, _ in each)
-    warnings = [record.message for record in caplog.records if "leaves batches on the ranks" in record.message]
+    assert all(
+        (POSITIONS in inputs) == (pixels_on is None)
+        for each in batches
+        for inputs, _ in each
+    )
+    warnings = [
+        record.message
+        for record in caplog.records
+        if "leaves batches on the ranks" in record.message
+    ]
     assert len(warnings) == (pixels_on is not None)
-    assert all("cannot redistribute batch key 'pixels'" in warning for warning in warnings)
+    assert all(
+        "cannot redistribute batch key 'pixels'" in warning for warning in warnings
+    )
 
 
 def redistributed_over_steps(accumulation: int) -> list[PlanningLoader]:
@@ -285,12 +334,21 @@ def test_a_step_that_is_resumed_in_its_middle_is_redistributed_alike() -> None:
 
     loaders = redistributed_over_steps(4)
     iterators = [iter(loader) for loader in loaders]
-    first = on_all(iterators, lambda iterator: numbers(list(itertools.islice(iterator, 6))))
+    first = on_all(
+        iterators, lambda iterator: numbers(list(itertools.islice(iterator, 6)))
+    )
     states = [loader.state_dict() for loader in loaders]
     rest = on_all(iterators, lambda iterator: numbers(list(iterator)))
-    assert any(len(set(batch)) > 1 for batch in first[0][:4]), "no document came from another batch"
+    assert any(len(set(batch)) > 1 for batch in first[0][:4]), (
+        "no document came from another batch"
+    )
     for step in range(2):
-        in_step = [token for batches in first for batch in batches[4 * step : 4 * step + 4] for token in batch]
+        in_step = [
+            token
+            for batches in first
+            for batch in batches[4 * step : 4 * step + 4]
+            for token in batch
+        ]
         assert step or sorted(in_step) == sorted([0, 1, 2, 3] * 64)
     resumed = redistributed_over_steps(4)
     for loader, state in zip(resumed, states, strict=True):
@@ -312,7 +370,9 @@ def test_ranks_that_share_a_sequence_must_load_the_same_documents() -> None:
     _, errors = drain_at_once(connect(counting([8, 8]), cp=2))
     for error in errors:
         assert isinstance(error, PeerError)
-        assert "ranks 4 and 6 share a sequence but loaded different documents" in str(error)
+        assert "ranks 4 and 6 share a sequence but loaded different documents" in str(
+            error
+        )
 
 
 class ShorterFrom(CountingLoader):
@@ -324,19 +384,33 @@ class ShorterFrom(CountingLoader):
 
     def __iter__(self) -> Iterator[Any]:
         for number, (inputs, labels) in enumerate(super().__iter__()):
-            yield (inputs, labels) if number < self.at else ({"input": inputs["input"][:2]}, labels[:2])
+            yield (
+                (inputs, labels)
+                if number < self.at
+                else ({"input": inputs["input"][:2]}, labels[:2])
+            )
 
 
 @pytest.mark.parametrize(
     ("at", "said"),
     [
-        ((2, 1), "rank 6 loaded 1 and rank 4 2 batches of (rows, tokens, rows per microbatch) = [4, 8, 2] before one "),
-        ((1, 0), "rank 6 loaded a batch of (rows, tokens, rows per microbatch) = [2, 8, 2], and rank 4 one of [4, 8, "),
+        (
+            (2, 1),
+            "rank 6 loaded 1 and rank 4 2 batches of (rows, tokens, rows per microbatch) = [4, 8, 2] before one ",
+        ),
+        (
+            (1, 0),
+            "rank 6 loaded a batch of (rows, tokens, rows per microbatch) = [2, 8, 2], and rank 4 one of [4, 8, ",
+        ),
     ],
 )
-def test_batches_of_other_shapes_in_another_order_are_named_as_loaded(at: tuple[int, int], said: str) -> None:
+def test_batches_of_other_shapes_in_another_order_are_named_as_loaded(
+    at: tuple[int, int], said: str
+) -> None:
     """All that is named has been loaded: a step's batches of one shape are planned together."""
-    _, errors = drain_at_once(connect([OneRank(ShorterFrom(number)) for number in at], accumulation=3))
+    _, errors = drain_at_once(
+        connect([OneRank(ShorterFrom(number)) for number in at], accumulation=3)
+    )
     for error in errors:
         assert isinstance(error, PeerError)
         assert said in str(error)
@@ -366,7 +440,9 @@ def test_a_rank_that_closes_early_ends_the_others() -> None:
         closing = pool.submit(take_two_and_close, loaders[0])
         peers = [pool.submit(drain, loader) for loader in loaders[1:]]
         assert closing.result(AT_ONCE_S) < AT_ONCE_S
-        (first, first_error), (second, second_error) = (peer.result(AT_ONCE_S) for peer in peers)
+        (first, first_error), (second, second_error) = (
+            peer.result(AT_ONCE_S) for peer in peers
+        )
     assert first_error is second_error is None
     assert first == second
     assert 2 <= len(first) <= 4  # what was planned ahead when the rank closed
@@ -390,12 +466,21 @@ def test_closing_waits_no_longer_than_told_for_a_peer_that_never_plans() -> None
 @pytest.mark.parametrize("third", ["same", "another", "none"])
 def test_ranks_must_read_the_same_profile(third: str) -> None:
     profile, store = make_profile(), dist.HashStore()
-    others = {"same": make_profile(), "another": make_profile(kernel="other"), "none": None}
+    others = {
+        "same": make_profile(),
+        "another": make_profile(kernel="other"),
+        "none": None,
+    }
 
     def check(group_rank: int) -> str | None:
         group = gloo_group(store, group_rank, len(RANKS), GROUP_TIMEOUT_S)
         try:
-            check_same_profile(group, RANKS, "profile.json", others[third] if group_rank == 2 else profile)
+            check_same_profile(
+                group,
+                RANKS,
+                "profile.json",
+                others[third] if group_rank == 2 else profile,
+            )
         except ValueError as error:
             return str(error)
         return None
@@ -410,24 +495,45 @@ def test_ranks_must_read_the_same_profile(third: str) -> None:
 
 def test_all_ranks_plan_by_the_times_of_the_slowest() -> None:
     """Ranks of two hosts measure different times; all take the same, bit for bit."""
-    store, hosts, transports = dist.HashStore(), (0, 0, 1), thread_transports(len(RANKS))
+    store, hosts, transports = (
+        dist.HashStore(),
+        (0, 0, 1),
+        thread_transports(len(RANKS)),
+    )
 
     def measure(group_rank: int) -> LayerTimes:
         group = gloo_group(store, group_rank, len(RANKS), GROUP_TIMEOUT_S)
         compute = 1.0 + group_rank, 3.0 - group_rank
-        return measure_times(compute, transports[group_rank], hosts, group_rank, CPU, group, overlaps=True)
+        return measure_times(
+            compute,
+            transports[group_rank],
+            hosts,
+            group_rank,
+            CPU,
+            group,
+            overlaps=True,
+        )
 
     first, *others = on_all(range(len(RANKS)), measure)
     assert others == [first, first]
     assert (first.unit, first.linear) == (3.0, 3.0)
 
 
-def test_a_batch_that_stays_home_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_stays_home_says_why_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
     slow = LayerTimes(1e-9, 0.0, 1e6, 1e6, 0.0, overlaps=False)
-    ranks = [OneRank(CountingLoader(3, extra=documents(rank)), times=slow) for rank in range(2)]
+    ranks = [
+        OneRank(CountingLoader(3, extra=documents(rank)), times=slow)
+        for rank in range(2)
+    ]
     _, errors = drain_at_once(connect(ranks))
     assert errors == [None, None]
-    said = [message for message in caplog.messages if message.startswith("CAD leaves attention where its tokens are")]
+    said = [
+        message
+        for message in caplog.messages
+        if message.startswith("CAD leaves attention where its tokens are")
+    ]
     assert len(said) == 2  # of two ranks
     assert "a link of 0.001 GB/s" in said[0]

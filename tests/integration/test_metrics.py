@@ -31,7 +31,15 @@ from torchtitan_cad.integration.torchtitan_v0_2 import metrics  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.metrics import CadMetricsProcessor  # noqa: E402
 
 OTHER_JOBS = {
-    f"cad/{tag}" for tag in (*("placement/total(%)", "placement/worst(%)", "hosts/sent(MB)", "hosts/link(Gbit_s)"),)
+    f"cad/{tag}"
+    for tag in (
+        *(
+            "placement/total(%)",
+            "placement/worst(%)",
+            "hosts/sent(MB)",
+            "hosts/link(Gbit_s)",
+        ),
+    )
 }
 """Tags of jobs with placement, and on several hosts."""
 FIGURES: dict[str, Any] = {
@@ -55,13 +63,22 @@ FIGURES: dict[str, Any] = {
 
 def documented_tags() -> set[str]:
     """First column of the table of docs/operations.md."""
-    table = (REPOSITORY / "docs" / "operations.md").read_text().split("## Metrics")[1].split("## Traces")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `cad/")]
+    table = (
+        (REPOSITORY / "docs" / "operations.md")
+        .read_text()
+        .split("## Metrics")[1]
+        .split("## Traces")[0]
+    )
+    rows = [
+        line.split("|")[1] for line in table.splitlines() if line.startswith("| `cad/")
+    ]
     return {tag for row in rows for tag in re.findall(r"`([^`]+)`", row)}
 
 
 def general(tags: Any) -> set[str]:
-    return {re.sub(r"rank\d+$", "rank<N>", tag) for tag in tags if tag.startswith("cad/")}
+    return {
+        re.sub(r"rank\d+$", "rank<N>", tag) for tag in tags if tag.startswith("cad/")
+    }
 
 
 def test_tensorboard_and_log_show_what_moved() -> None:
@@ -73,15 +90,30 @@ def test_tensorboard_and_log_show_what_moved() -> None:
     assert general(figures) == documented_tags() - OTHER_JOBS
     for tag in (tag for tag in figures if tag.startswith("cad/")):
         assert len(figures[tag]) == 3, tag
-    assert all(a <= b for a, b in zip(figures["cad/imbalance/after"], figures["cad/imbalance/before"], strict=True))
+    assert all(
+        a <= b
+        for a, b in zip(
+            figures["cad/imbalance/after"], figures["cad/imbalance/before"], strict=True
+        )
+    )
     assert max(figures["cad/sent/max(MB)"]) > 0
     assert max(figures["cad/exchange/host(s)"]) > 0
     assert max(figures["cad/exchange/exposed(%)"]) > 0
     assert all(0 <= share < 100 for share in figures["cad/exchange/exposed(%)"])
-    for when in ("before", "after"):  # a plan a step, and no speeds: the busiest rank's load is the imbalance
-        loads = list(zip(*(figures[f"cad/load/{when}/rank{rank}"] for rank in range(2)), strict=True))
+    for when in (
+        "before",
+        "after",
+    ):  # a plan a step, and no speeds: the busiest rank's load is the imbalance
+        loads = list(
+            zip(
+                *(figures[f"cad/load/{when}/rank{rank}"] for rank in range(2)),
+                strict=True,
+            )
+        )
         assert [sum(load) for load in loads] == pytest.approx([2.0] * 3)
-        assert [max(load) for load in loads] == pytest.approx(figures[f"cad/imbalance/{when}"], abs=1e-3)
+        assert [max(load) for load in loads] == pytest.approx(
+            figures[f"cad/imbalance/{when}"], abs=1e-3
+        )
     assert result.logs[0].count("cad: imbalance ") == 3
     assert len(re.findall(r"exposed wait [\d.]+% of the step", result.logs[0])) == 3
 
@@ -92,12 +124,16 @@ def test_every_tag_is_documented(num_ranks: int) -> None:
     ranks = list(range(0, 4 * num_ranks, 4))
     scalars = scalars_of(FIGURES | loads, ranks)
     per_rank = {f"cad/load/{when}/rank<N>" for when in ("before", "after")}
-    assert general(scalars) == documented_tags() - (per_rank if num_ranks > 16 else set())
+    assert general(scalars) == documented_tags() - (
+        per_rank if num_ranks > 16 else set()
+    )
     if num_ranks <= 16:
         assert scalars[f"cad/load/after/rank{ranks[-1]}"] == 1.0
 
 
-def new_processor(monkeypatch: pytest.MonkeyPatch, dump_folder: Path) -> CadMetricsProcessor:
+def new_processor(
+    monkeypatch: pytest.MonkeyPatch, dump_folder: Path
+) -> CadMetricsProcessor:
     """One that has not been set up by torchtitan."""
     monkeypatch.setattr(MetricsProcessor, "__init__", lambda self, *_: None)
     monkeypatch.setattr(MetricsProcessor, "log_validation", lambda self, *_: None)
@@ -111,7 +147,9 @@ def new_processor(monkeypatch: pytest.MonkeyPatch, dump_folder: Path) -> CadMetr
     return processor
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(report_metrics.logger, "warning", warnings.append)
     (tmp_path / "file").touch()
@@ -144,17 +182,24 @@ class LateTransport:
         raise PeerError("rank 1 did not send its rows in time")
 
 
-def test_a_loss_computed_after_a_failed_exchange_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_computed_after_a_failed_exchange_is_not_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     engine = types.SimpleNamespace(clock=ExchangeClock(), transport=LateTransport())
     session: Any = types.SimpleNamespace(
-        statistics=types.SimpleNamespace(drain=dict), engine=engine, device=torch.device("cpu"), ranks=[0]
+        statistics=types.SimpleNamespace(drain=dict),
+        engine=engine,
+        device=torch.device("cpu"),
+        ranks=[0],
     )
     session.confirm_exchanges = functools.partial(CadSession.confirm_exchanges, session)
     processor = new_processor(monkeypatch, tmp_path)
     monkeypatch.setattr(report_metrics, "current_session", lambda: session)
     monkeypatch.setattr(MetricsProcessor, "log", lambda *_, **__: said.append("step"))
-    monkeypatch.setattr(MetricsProcessor, "log_validation", lambda *_, **__: said.append("validation"))
+    monkeypatch.setattr(
+        MetricsProcessor, "log_validation", lambda *_, **__: said.append("validation")
+    )
     processor.time_last_log = 0.0
     with pytest.raises(PeerError, match="rank 1 did not send"):
         processor.log(1, 1.0, 1.0, 1.0)
@@ -183,7 +228,9 @@ def test_figures_after_a_resume_are_those_of_the_steps_since_its_start(
     """Step 7 is the first of the process, step 8 is validated, and every fifth is logged."""
     seconds_of_a_step: list[float] = []
 
-    def log(self: Any, step: int, *_: Any, extra_metrics: dict[str, float], **__: Any) -> None:
+    def log(
+        self: Any, step: int, *_: Any, extra_metrics: dict[str, float], **__: Any
+    ) -> None:
         seconds_of_a_step.append(extra_metrics["cad/exchange/host(s)"])
 
     session = types.SimpleNamespace(
@@ -205,7 +252,9 @@ def test_figures_after_a_resume_are_those_of_the_steps_since_its_start(
         seconds_of_a_step.clear()
 
 
-def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread that obeys a signal waits for the step's line, and nothing is logged after it."""
     writing, go_on, said = threading.Event(), threading.Event(), []
 
@@ -215,7 +264,11 @@ def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, mo
         assert go_on.wait(60)
         said.append("end")
 
-    ranked = {f"{name}_{when}": [1.5, 0.5] for name in ("ranked", "loads") for when in ("before", "after")}
+    ranked = {
+        f"{name}_{when}": [1.5, 0.5]
+        for name in ("ranked", "loads")
+        for when in ("before", "after")
+    }
     session = types.SimpleNamespace(
         statistics=types.SimpleNamespace(drain=lambda: {**FIGURES, **ranked}),
         engine=types.SimpleNamespace(clock=ExchangeClock()),
@@ -226,7 +279,11 @@ def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path: Path, mo
     )
     monkeypatch.setattr(report_metrics, "current_session", lambda: session)
     monkeypatch.setattr(report_metrics.LinesFile, "append", append)
-    monkeypatch.setattr(MetricsProcessor, "log", lambda self, step, *_, **__: said.append(f"step {step}"))
+    monkeypatch.setattr(
+        MetricsProcessor,
+        "log",
+        lambda self, step, *_, **__: said.append(f"step {step}"),
+    )
     monkeypatch.setattr(MetricsProcessor, "close", lambda self: said.append("closed"))
     processor = new_processor(monkeypatch, tmp_path)
     processor.time_last_log = 0.0

@@ -50,16 +50,39 @@ FILES = {
     "[cad]\n[cad]": r"job\.config_file = '.*': .*twice.*; correct that line; every \[table\] may appear once",
 }
 """What the end of a file says, after the table [training], and the line that is printed."""
-PP, TP = "--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
+PP, TP = (
+    "--parallelism.pipeline_parallel_degree=2",
+    "--parallelism.tensor_parallel_degree=2",
+)
 ASYNC_TP = "--parallelism.enable_async_tensor_parallel"
 SCHEDULE = f"{PP} --parallelism.pipeline_parallel_schedule"
-TICKS, INTERLEAVED, V = f"{SCHEDULE}=CAD1F1B", f"{SCHEDULE}=CADInterleaved1F1B", f"{SCHEDULE}=ZBVZeroBubble"
-DUALPIPE, NO_OVERLAP = f"{SCHEDULE}=DualPipeV", "--parallelism.no-pipeline-parallel-expert-parallel-overlap"
+TICKS, INTERLEAVED, V = (
+    f"{SCHEDULE}=CAD1F1B",
+    f"{SCHEDULE}=CADInterleaved1F1B",
+    f"{SCHEDULE}=ZBVZeroBubble",
+)
+DUALPIPE, NO_OVERLAP = (
+    f"{SCHEDULE}=DualPipeV",
+    "--parallelism.no-pipeline-parallel-expert-parallel-overlap",
+)
 DDP = "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=1"
-FULL, SELECTIVE, BUDGET = (f"--activation_checkpoint.mode={mode}" for mode in ("full", "selective", "memory_budget"))
-KEPT, BY_OPERATOR = "--cad.no-recompute-attention", "--activation_checkpoint.selective_ac_option=op"
-VALIDATION, CSV = "--validation.enable", "--parallelism.pipeline_parallel_schedule_csv=order.csv"
-TRACED, HALVES, COMPILE = "--cad.streams=traced", "--cad.nano_batches=2", "--compile.enable"
+FULL, SELECTIVE, BUDGET = (
+    f"--activation_checkpoint.mode={mode}"
+    for mode in ("full", "selective", "memory_budget")
+)
+KEPT, BY_OPERATOR = (
+    "--cad.no-recompute-attention",
+    "--activation_checkpoint.selective_ac_option=op",
+)
+VALIDATION, CSV = (
+    "--validation.enable",
+    "--parallelism.pipeline_parallel_schedule_csv=order.csv",
+)
+TRACED, HALVES, COMPILE = (
+    "--cad.streams=traced",
+    "--cad.nano_batches=2",
+    "--compile.enable",
+)
 EXPERTS = "--model.name=qwen3 --model.flavor=debugmodel_moe"
 TRACED_HALVES = f"{TRACED} {HALVES} {COMPILE}"
 OPTIONS = {
@@ -143,12 +166,20 @@ OPTIONS = {
 }
 """Options, and the line that is printed."""
 if TorchVersion(torch.__version__) < FIRST_TORCH:
-    OPTIONS[TRACED_HALVES] = rf"needs torch {FIRST_TORCH} or newer, not .*; install that, or cad\.streams to 'auto'"
+    OPTIONS[TRACED_HALVES] = (
+        rf"needs torch {FIRST_TORCH} or newer, not .*; install that, or cad\.streams to 'auto'"
+    )
 
 
 LINES = {
-    "before process groups exist": ("--cad.planner=foo", r"cad\.planner = 'foo': set one of"),
-    "after": ("--training.dataset=c4_test", r"training\.dataset = 'c4_test' .*: .*; set training\.dataset_path to"),
+    "before process groups exist": (
+        "--cad.planner=foo",
+        r"cad\.planner = 'foo': set one of",
+    ),
+    "after": (
+        "--training.dataset=c4_test",
+        r"training\.dataset = 'c4_test' .*: .*; set training\.dataset_path to",
+    ),
 }
 """Mistakes of whole jobs."""
 
@@ -171,7 +202,10 @@ def parse(tmp_path: Path, toml: str, options: list[str]):
     path = tmp_path / "job.toml"
     path.write_text(STOCK + toml)
     given = [option.split("=")[0] for option in options]
-    defaults = {"--model.hf_assets_path": str(tokenizer_folder()), "--job.dump_folder": str(tmp_path)}
+    defaults = {
+        "--model.hf_assets_path": str(tokenizer_folder()),
+        "--job.dump_folder": str(tmp_path),
+    }
     args = [f"{key}={value}" for key, value in defaults.items() if key not in given]
     args = [f"--job.config_file={path}", "--parallelism.cad", *args, *options]
     with one_line_errors(args):
@@ -202,7 +236,12 @@ CASES = [(toml + "\n", [], line) for toml, line in FILES.items()] + [
 
 @pytest.mark.parametrize(("toml", "options", "message"), CASES, ids=[*FILES, *OPTIONS])
 def test_mistake_is_one_line(
-    toml: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+    toml: str,
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd,
 ) -> None:
     if any("replicate_degree" in option for option in options):
         monkeypatch.setenv("WORLD_SIZE", "4")
@@ -218,7 +257,9 @@ def test_mistake_is_one_line(
 @pytest.mark.matrix
 @pytest.mark.parametrize("when", LINES)
 @pytest.mark.parametrize("nranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_lines_of_a_job_that_cannot_start(when: str, nranks: int, tmp_path: Path) -> None:
+def test_lines_of_a_job_that_cannot_start(
+    when: str, nranks: int, tmp_path: Path
+) -> None:
     option, message = LINES[when]
     with launched([option], tmp_path, nranks) as job:
         returncode, _ = job.finish(200)
@@ -231,7 +272,9 @@ def test_lines_of_a_job_that_cannot_start(when: str, nranks: int, tmp_path: Path
     assert ("Building device mesh" in printed) == (when == "after"), printed
 
 
-@pytest.mark.parametrize(("rank", "level"), [("0", logging.INFO), ("1", logging.WARNING)])
+@pytest.mark.parametrize(
+    ("rank", "level"), [("0", logging.INFO), ("1", logging.WARNING)]
+)
 def test_other_ranks_log_warnings_only_until_the_job_is_built(
     rank: str, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +302,9 @@ def test_other_ranks_log_warnings_only_until_the_job_is_built(
 
 
 @pytest.mark.parametrize("key", ["last_save_in_hf", "initial_load_in_hf"])
-def test_checkpoints_of_hugging_face_need_a_package(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_of_hugging_face_need_a_package(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enable_cpu()
     from torchtitan_cad.integration.torchtitan_v0_2 import folders, rules
 
@@ -275,17 +320,30 @@ def test_checkpoints_of_hugging_face_need_a_package(key: str, tmp_path: Path, mo
     assert getattr(parse_job(tmp_path, *options).checkpoint, key)
 
 
-def test_number_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_number_for_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     monkeypatch.setitem(globals(), "STOCK", "comm = 3\n" + STOCK)
     with pytest.raises(SystemExit):
         parse(tmp_path, "", [])
-    assert capsys.readouterr().err == "error: comm: no such key; it is a table: write its keys below [comm]\n"
+    assert (
+        capsys.readouterr().err
+        == "error: comm: no such key; it is a table: write its keys below [comm]\n"
+    )
 
 
-def test_mistake_where_only_ascii_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit):  # tyro asks it for its encoding
+def test_mistake_where_only_ascii_can_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        pytest.raises(SystemExit),
+    ):  # tyro asks it for its encoding
         parse(tmp_path, "", ["--comm.mode=1e100"])
-    assert "invalid choice '1e100' for argument '--comm.mode'. Expected one of" in capsys.readouterr().err
+    assert (
+        "invalid choice '1e100' for argument '--comm.mode'. Expected one of"
+        in capsys.readouterr().err
+    )
 
 
 def test_cad_needs_no_custom_config_module(tmp_path: Path) -> None:
@@ -294,19 +352,25 @@ def test_cad_needs_no_custom_config_module(tmp_path: Path) -> None:
     assert config.cad.tolerance == 0.1
 
 
-def test_users_own_config_module_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_own_config_module_is_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own_config.py").write_text(
         "from dataclasses import dataclass, field\n"
         "@dataclass\nclass Training:\n    sauce: int = 1\n"
         "@dataclass\nclass JobConfig:\n    training: Training = field(default_factory=Training)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    config = parse(tmp_path, "", ["--job.custom_config_module=own_config", "--training.sauce=7"])
+    config = parse(
+        tmp_path, "", ["--job.custom_config_module=own_config", "--training.sauce=7"]
+    )
     assert config.training.sauce == 7
     assert config.cad.tolerance == "auto"
 
 
-def test_traceback_on_request_and_a_line_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traceback_on_request_and_a_line_for_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit):
         parse(tmp_path, "", ["--cad.planner=foo"])
@@ -319,11 +383,15 @@ def test_traceback_on_request_and_a_line_for_the_launcher(tmp_path: Path, monkey
         end_training(fail, gone, options=["--traceback"])
 
 
-def test_first_rank_of_a_node_speaks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_first_rank_of_a_node_speaks_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     """The others wait until their launcher has ended them."""
     waited: list[float] = []
     # Of that module alone: other threads of this process sleep, too.
-    monkeypatch.setattr("torchtitan_cad.integration.errors.time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr(
+        "torchtitan_cad.integration.errors.time", SimpleNamespace(sleep=waited.append)
+    )
     for rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         with pytest.raises(SystemExit):
@@ -333,14 +401,19 @@ def test_first_rank_of_a_node_speaks_for_all(tmp_path: Path, monkeypatch: pytest
     assert capsys.readouterr().err.count("error: ") == 2
 
 
-def test_bugs_keep_their_stack_and_peers_do_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bugs_keep_their_stack_and_peers_do_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for bug in (RuntimeError("a bug"), ValueError("too many values to unpack")):
         with pytest.raises(type(bug)):
             end_training(fail, bug)
     assert capsys.readouterr().err == ""
     with pytest.raises(SystemExit) as end:
         end_training(
-            fail, PeerError("rank 3 (host, pid 7) is gone.\nException raised from read at pair.cc:1 (most recent ...")
+            fail,
+            PeerError(
+                "rank 3 (host, pid 7) is gone.\nException raised from read at pair.cc:1 (most recent ..."
+            ),
         )
     assert end.value.code == 1
     assert capsys.readouterr().err == "error: rank 3 (host, pid 7) is gone.\n"
@@ -350,21 +423,31 @@ def test_bugs_keep_their_stack_and_peers_do_not(capsys: pytest.CaptureFixture[st
     ("cause", "remedy"),
     [
         (OSError(28, "No space left on device"), "No space left on device; make room"),
-        (RuntimeError("Missing key in checkpoint state_dict: norm."), "norm.; start the job with the model"),
+        (
+            RuntimeError("Missing key in checkpoint state_dict: norm."),
+            "norm.; start the job with the model",
+        ),
     ],
 )
 def test_checkpoints_that_fail_name_folder_and_remedy(
     cause: Exception, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        end_training(fail, CheckpointError("/data/checkpoint", CheckpointException("load", {1: (cause, None)})))
+        end_training(
+            fail,
+            CheckpointError(
+                "/data/checkpoint", CheckpointException("load", {1: (cause, None)})
+            ),
+        )
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: a checkpoint in /data/checkpoint could not ")
     assert remedy in line
 
 
 def test_first_sentence_drops_what_torch_appends() -> None:
-    error = RuntimeError("Connection closed\nby peer. This may indicate a remote process failure. GLHF!")
+    error = RuntimeError(
+        "Connection closed\nby peer. This may indicate a remote process failure. GLHF!"
+    )
     assert first_sentence(error) == "Connection closed by peer"
 
 
@@ -376,8 +459,20 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ("args", "device", "torch_version", "traced", "why"),
     [
         (COMPILED, CPU, FIRST_TORCH, True, "nothing stands in the way"),
-        ((*COMPILED, SELECTIVE, BY_OPERATOR), CPU, FIRST_TORCH, True, "nothing stands in the way"),
-        ((*COMPILED, "--cad.streams=opaque"), CPU, FIRST_TORCH, False, "cad.streams = 'opaque'"),
+        (
+            (*COMPILED, SELECTIVE, BY_OPERATOR),
+            CPU,
+            FIRST_TORCH,
+            True,
+            "nothing stands in the way",
+        ),
+        (
+            (*COMPILED, "--cad.streams=opaque"),
+            CPU,
+            FIRST_TORCH,
+            False,
+            "cad.streams = 'opaque'",
+        ),
         ((*COMPILED, FULL), CPU, FIRST_TORCH, False, "cannot recompute exchanges"),
         ((HALVES,), CPU, FIRST_TORCH, False, "needs compile.enable = true"),
         (COMPILED, CUDA, FIRST_TORCH, False, "has not run on GPUs yet"),

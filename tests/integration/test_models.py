@@ -64,21 +64,37 @@ COMPOSITIONS = [
     Composition("compile", args=(*COMPILE, "--compile.components=model")),
     Composition("gradient_accumulation", shared=global_batch(8)),
     Composition("halved_rows_ac_full", args=(*HALVED, *FULL)),
-    Composition("halved_middle_cp2", args=(*HALVED, *CP2), shared=ROW1, reference_nranks=1),
+    Composition(
+        "halved_middle_cp2", args=(*HALVED, *CP2), shared=ROW1, reference_nranks=1
+    ),
     Composition("halved_tp2", nranks=4, args=HALVED, shared=TP2),
 ]
 """What is tested of every model."""
 DEEPSEEK = [
     Composition(
-        "q_lora_fsdp2xtp2", nranks=4, args=TP2, shared=flavor("deepseek_v3", "tiny_q_lora"), reference_nranks=2
+        "q_lora_fsdp2xtp2",
+        nranks=4,
+        args=TP2,
+        shared=flavor("deepseek_v3", "tiny_q_lora"),
+        reference_nranks=2,
     ),
     # The one flavor that stock torchtitan trains on CPU: sdpa knows no documents.
-    Composition("sdpa_rows_cp2", args=(*ROWS, *CP2), shared=flavor("deepseek_v3", "tiny_sdpa"), reference_nranks=1),
+    Composition(
+        "sdpa_rows_cp2",
+        args=(*ROWS, *CP2),
+        shared=flavor("deepseek_v3", "tiny_sdpa"),
+        reference_nranks=1,
+    ),
     pp2("pp2_1f1b"),
     pp2("pp2xcp2", *CP2, reference_nranks=1),
 ]
 LLAMA4 = [
-    Composition("sdpa_rows_cp2", args=(*ROWS, *CP2), shared=flavor("llama4", "tiny_sdpa"), reference_nranks=1),
+    Composition(
+        "sdpa_rows_cp2",
+        args=(*ROWS, *CP2),
+        shared=flavor("llama4", "tiny_sdpa"),
+        reference_nranks=1,
+    ),
     Composition("validation", shared=VALIDATE_OFTEN),
     pp2("pp2_1f1b"),
 ]
@@ -95,35 +111,56 @@ SHORT = ("cp2",)
 
 
 def cases() -> Iterator[object]:
-    for model, of_model in {"deepseek_v3": DEEPSEEK, "llama4": LLAMA4, "gpt_oss": GPT_OSS}.items():
+    for model, of_model in {
+        "deepseek_v3": DEEPSEEK,
+        "llama4": LLAMA4,
+        "gpt_oss": GPT_OSS,
+    }.items():
         for case in (*COMPOSITIONS, *of_model):
             if not any("--model.name" in arg for arg in case.shared):
                 case = dataclasses.replace(case, shared=(*flavor(model), *case.shared))
             if model == "gpt_oss":
                 case = dataclasses.replace(case, shared=(*case.shared, *STEADY))
             # Stock torchtitan has no validation for the other models, and none for this one's sdpa.
-            case = dataclasses.replace(case, validates=model == "llama4" and "sdpa" not in case.name)
+            case = dataclasses.replace(
+                case, validates=model == "llama4" and "sdpa" not in case.name
+            )
             # Where experts borrow TP's ranks, stock's router gradients are half wrong and replicas drift apart: where
             # tokens go to other columns or come in halves, the first step's gradients agree, later ones do not. Halves
             # of other columns differ in the first.
-            borrows = case.name == "ep2xtp2" or (model == "gpt_oss" and TP2[0] in case.shared)
+            borrows = case.name == "ep2xtp2" or (
+                model == "gpt_oss" and TP2[0] in case.shared
+            )
             is_halved = borrows and "halved" in case.name
             for homes in ("loader",) if is_halved else ("loader", "placed"):
                 short = case.name in SHORT and homes == "loader" and model != "llama4"
                 marks = [] if short else [pytest.mark.matrix]
                 steps = 1 if is_halved or (borrows and homes == "placed") else 3
-                yield pytest.param(case, homes, steps, id=f"{model}-{case.name}-{homes}", marks=marks)
+                yield pytest.param(
+                    case, homes, steps, id=f"{model}-{case.name}-{homes}", marks=marks
+                )
 
 
 @pytest.mark.parametrize(("case", "homes", "steps"), list(cases()))
-def test_composition_trains_like_its_reference(case: Composition, homes: str, steps: int) -> None:
+def test_composition_trains_like_its_reference(
+    case: Composition, homes: str, steps: int
+) -> None:
     validation = VALIDATION if case.validates else ()
     cad = CAD if homes == "loader" else PLACED
     shared, grads_at = (*case.shared, f"--training.steps={steps}"), min(2, steps)
-    result = run([*COMMON, *validation, *cad, *shared, *case.args], case.nranks, 300, grads_at=grads_at)
+    result = run(
+        [*COMMON, *validation, *cad, *shared, *case.args],
+        case.nranks,
+        300,
+        grads_at=grads_at,
+    )
     nranks, args = case.reference_nranks or case.nranks, (*shared, *case.reference_args)
-    without_cad = functools.partial(reference, nranks, args, validates=case.validates, grads_at=grads_at)
-    assert_trains_alike(result, without_cad(), exact=functools.partial(without_cad, fp64=True))
+    without_cad = functools.partial(
+        reference, nranks, args, validates=case.validates, grads_at=grads_at
+    )
+    assert_trains_alike(
+        result, without_cad(), exact=functools.partial(without_cad, fp64=True)
+    )
     if steps > 1:
         assert_not_recompiled(result)
     assert homes == "placed" or cad_summary(result)["tasks_moved"] > 0
@@ -142,9 +179,22 @@ def test_gpt_oss_from_scratch_trains_like_patched_torchtitan() -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", ["deepseek_v3", "llama4", "gpt_oss"])
 def test_resumes_exactly(model: str, tmp_path: Path) -> None:
-    job = (*COMMON, *PLACED, *EP2, *flavor(model), "--training.steps=4", "--checkpoint.enable")
+    job = (
+        *COMMON,
+        *PLACED,
+        *EP2,
+        *flavor(model),
+        "--training.steps=4",
+        "--checkpoint.enable",
+    )
     whole, resumed = (
         run([*job, *more], dump_folder=tmp_path)
-        for more in (("--checkpoint.interval=2",), ("--checkpoint.interval=9", "--checkpoint.load_step=2"))
+        for more in (
+            ("--checkpoint.interval=2",),
+            ("--checkpoint.interval=9", "--checkpoint.load_step=2"),
+        )
     )
-    assert (resumed.losses, resumed.grad_norms) == (whole.losses[2:], whole.grad_norms[2:])
+    assert (resumed.losses, resumed.grad_norms) == (
+        whole.losses[2:],
+        whole.grad_norms[2:],
+    )

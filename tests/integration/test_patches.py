@@ -35,7 +35,9 @@ def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
     for patch in PATCHES:
         apply_patch(folder, patch)
     assert {path: path.read_bytes() for path in folder.rglob("*.py")} != original
-    assert [defect.patch for defect in sorted(DEFECTS, key=lambda x: x.patch)] == [patch.stem for patch in PATCHES]
+    assert [defect.patch for defect in sorted(DEFECTS, key=lambda x: x.patch)] == [
+        patch.stem for patch in PATCHES
+    ]
     for defect in DEFECTS:  # the code by which `doctor` knows a patched torchtitan
         source = folder / "torchtitan" / defect.source
         assert defect.code in source.read_text()
@@ -52,8 +54,18 @@ def test_reproducer(patch: Path, tmp_path: Path) -> None:
 
     def reproduce(*search: Path) -> tuple[int, list[str]]:
         script = REPOSITORY / "patches" / "reproducers" / f"{patch.stem}.py"
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, search)), "PYTHONWARNINGS": "ignore"}
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=env)
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, search)),
+            "PYTHONWARNINGS": "ignore",
+        }
+        done = subprocess.run(
+            [sys.executable, script],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=env,
+        )
         return done.returncode, (done.stdout + done.stderr).splitlines()
 
     code, lines = reproduce()
@@ -82,10 +94,22 @@ ONE_DOCUMENT = "--training.dataset=one_document"
 PP2 = c.dp(pipeline_parallel=2)
 JOBS = {
     # arguments of the patched job, and of the reference on so many ranks
-    "pp_gradient_scale": ((SDPA, *c.global_batch(4), *PP2), (SDPA, *c.global_batch(4)), 1),
-    "ddp_gradient_scale": ((SDPA, *c.global_batch(8), *c.DDP2), (SDPA, *c.global_batch(8)), 2),
+    "pp_gradient_scale": (
+        (SDPA, *c.global_batch(4), *PP2),
+        (SDPA, *c.global_batch(4)),
+        1,
+    ),
+    "ddp_gradient_scale": (
+        (SDPA, *c.global_batch(8), *c.DDP2),
+        (SDPA, *c.global_batch(8)),
+        2,
+    ),
     "varlen_pipeline": ((VARLEN, *c.BATCH4, *PP2, *c.BY_ROW), (VARLEN, *c.BATCH4), 1),
-    "varlen_gqa": ((ONE_DOCUMENT, "--model.flavor=tiny_varlen_gqa"), (ONE_DOCUMENT, *c.SDPA_GQA), 2),
+    "varlen_gqa": (
+        (ONE_DOCUMENT, "--model.flavor=tiny_varlen_gqa"),
+        (ONE_DOCUMENT, *c.SDPA_GQA),
+        2,
+    ),
     "no defect": ((), (), 2),
 }
 
@@ -95,16 +119,26 @@ JOBS = {
 def test_patched_jobs(job: str, patched: Path) -> None:
     """Losses and gradients are those without the parallelism, also over several accumulated batches."""
     args, reference_args, nranks = JOBS[job]
-    result, reference = train(*args, patched=patched), train(*reference_args, nranks=nranks)
+    result, reference = (
+        train(*args, patched=patched),
+        train(*reference_args, nranks=nranks),
+    )
     assert_same_training(result, reference)
     if job == "no defect":  # no bit changes
-        assert (result.losses, result.grad_norms) == (reference.losses, reference.grad_norms)
+        assert (result.losses, result.grad_norms) == (
+            reference.losses,
+            reference.grad_norms,
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [PP2, c.DDP2], ids=["pp2", "ddp2"])
-def test_repairs_at_run_time_and_patches_do_not_add_up(args: tuple[str, ...], patched: Path) -> None:
-    assert_same_training(train(*c.PLACED, *args, patched=patched), train(*c.PLACED, *args))
+def test_repairs_at_run_time_and_patches_do_not_add_up(
+    args: tuple[str, ...], patched: Path
+) -> None:
+    assert_same_training(
+        train(*c.PLACED, *args, patched=patched), train(*c.PLACED, *args)
+    )
 
 
 @pytest.mark.slow
@@ -113,7 +147,12 @@ def test_validation_loss_of_patched_jobs(patched: Path) -> None:
 
     Stock torchtitan has no context parallelism on CPU, so both runs have CAD on.
     """
-    args = (*c.PLACED, "--training.steps=1", "--validation.enable", "--validation.steps=2")
+    args = (
+        *c.PLACED,
+        "--training.steps=1",
+        "--validation.enable",
+        "--validation.steps=2",
+    )
     reference = train(*args, nranks=1).validation_losses[1]
     result = train(*args, *c.CP2, patched=patched)
     assert result.validation_losses == {1: pytest.approx(reference, rel=c.TOLERANCE)}

@@ -19,7 +19,11 @@ from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
-from torchtitan_cad.integration.loading.placement import Placement, _of_one_stage, moved_bytes  # noqa: E402
+from torchtitan_cad.integration.loading.placement import (  # noqa: E402
+    Placement,
+    _of_one_stage,
+    moved_bytes,
+)
 from torchtitan_cad.integration.loading.redistribution import (  # noqa: E402
     POSITIONS,
     Redistribution,
@@ -38,17 +42,36 @@ from torchtitan_cad.planning.model.batch import (  # noqa: E402
 from torchtitan_cad.planning.model.kind import AttentionKind  # noqa: E402
 from torchtitan_cad.runtime.errors import PlanMismatchError  # noqa: E402
 
-KINDS = [AttentionKind("full", 1, AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=2))]
+KINDS = [
+    AttentionKind(
+        "full",
+        1,
+        AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=2),
+    )
+]
 IGNORED = -100
-TOPOLOGIES = [Topology(1, 3, 1, 1), Topology(1, 2, 2, 1), Topology(2, 2, 2, 1, across_stages=True)]
+TOPOLOGIES = [
+    Topology(1, 3, 1, 1),
+    Topology(1, 2, 2, 1),
+    Topology(2, 2, 2, 1, across_stages=True),
+]
 
 
 def shuffled(layout: TokenLayout, rng: np.random.Generator) -> TokenLayout:
     """The same documents, cut anywhere and redistributed to ranks and places at random; as many tokens on every
     rank."""
     pieces = []
-    for doc, length in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True):
-        cuts = [0, *sorted({int(cut) for cut in rng.integers(1, length + 1, size=rng.integers(4))} - {length}), length]
+    for doc, length in zip(
+        layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True
+    ):
+        cuts = [
+            0,
+            *sorted(
+                {int(cut) for cut in rng.integers(1, length + 1, size=rng.integers(4))}
+                - {length}
+            ),
+            length,
+        ]
         pieces += [(doc, start, end - start) for start, end in pairwise(cuts)]
     ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(layout.num_ranks)]
     rooms, rank = layout.tokens_per_rank.tolist(), 0
@@ -66,23 +89,40 @@ def parts(layout: TokenLayout, count: int) -> list[TokenLayout]:
     """The inverse of ``_joined``; parts of a document may be in several."""
     num_ranks = layout.num_ranks // count
     number, rank = np.divmod(layout.seg_rank, num_ranks)
-    columns = rank, layout.seg_doc, layout.seg_start, layout.seg_length, layout.seg_attends
-    return [TokenLayout(num_ranks, *(column[number == part] for column in columns)) for part in range(count)]
+    columns = (
+        rank,
+        layout.seg_doc,
+        layout.seg_start,
+        layout.seg_length,
+        layout.seg_attends,
+    )
+    return [
+        TokenLayout(num_ranks, *(column[number == part] for column in columns))
+        for part in range(count)
+    ]
 
 
 def expand(layout: TokenLayout) -> list[list[tuple[int, int]]]:
     """Per rank, (document, position) of every local row."""
-    return [[(doc, start + i) for doc, start, n in segments for i in range(n)] for segments in layout.segments()]
+    return [
+        [(doc, start + i) for doc, start, n in segments for i in range(n)]
+        for segments in layout.segments()
+    ]
 
 
-def exchanged(redistributions: list[Redistribution], batches: list[torch.Tensor]) -> list[torch.Tensor]:
+def exchanged(
+    redistributions: list[Redistribution], batches: list[torch.Tensor]
+) -> list[torch.Tensor]:
     """Batches of the data-parallel ranks, which had ``batches`` [B, S], once each has carried out its
     redistribution."""
     messages = [
         batch.flatten()[redistribution.sent].split(redistribution.send_counts)
         for redistribution, batch in zip(redistributions, batches, strict=True)
     ]
-    came = [torch.cat([sent[rank] for sent in messages]) for rank in range(len(redistributions))]
+    came = [
+        torch.cat([sent[rank] for sent in messages])
+        for rank in range(len(redistributions))
+    ]
     for rank, redistribution in enumerate(redistributions):
         assert [len(sent[rank]) for sent in messages] == redistribution.receive_counts
     return [
@@ -98,44 +138,78 @@ def test_every_token_comes_to_its_home(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     shape = BatchShape(rows * microbatches, cp * data.draw(st.integers(1, 8)), rows)
     size = shape.rows * shape.seq_len
-    starts = [np.union1d(np.arange(0, size, shape.seq_len), rng.integers(0, size, size=size // 3)) for _ in range(dp)]
+    starts = [
+        np.union1d(
+            np.arange(0, size, shape.seq_len), rng.integers(0, size, size=size // 3)
+        )
+        for _ in range(dp)
+    ]
     old = [group_layout(starts, shape, i, cp) for i in range(microbatches)]
     new = parts(shuffled(_joined(old), rng), microbatches)
-    slots = [slot for i in range(microbatches) for slot in slots_of_nano_batches(shape, i, cp, 1)]
+    slots = [
+        slot
+        for i in range(microbatches)
+        for slot in slots_of_nano_batches(shape, i, cp, 1)
+    ]
     redistributions = [make_redistribution(old, new, slots, rank) for rank in range(dp)]
-    batches = [torch.arange(rank * size, (rank + 1) * size).view(shape.rows, -1) for rank in range(dp)]
+    batches = [
+        torch.arange(rank * size, (rank + 1) * size).view(shape.rows, -1)
+        for rank in range(dp)
+    ]
     redistributed = exchanged(redistributions, batches)
 
     def tokens_of(batches: list[torch.Tensor]) -> list[int]:
         """In the order of (microbatch, data-parallel rank, context-parallel rank), the last changing first."""
-        chunks = [batch.split(rows)[i].chunk(cp, 1) for i in range(microbatches) for batch in batches]
-        return torch.cat([chunk.flatten() for each in chunks for chunk in each]).tolist()
+        chunks = [
+            batch.split(rows)[i].chunk(cp, 1)
+            for i in range(microbatches)
+            for batch in batches
+        ]
+        return torch.cat(
+            [chunk.flatten() for each in chunks for chunk in each]
+        ).tolist()
 
-    before, after = (chain.from_iterable(expand(_joined(layouts))) for layouts in (old, new))
+    before, after = (
+        chain.from_iterable(expand(_joined(layouts))) for layouts in (old, new)
+    )
     token = dict(zip(before, tokens_of(batches), strict=True))
     assert tokens_of(redistributed) == [token[each] for each in after]
     for rank, redistribution in enumerate(redistributions):
-        assert torch.equal(redistribution.positions(shape.seq_len), (redistributed[rank] % shape.seq_len).int())
+        assert torch.equal(
+            redistribution.positions(shape.seq_len),
+            (redistributed[rank] % shape.seq_len).int(),
+        )
     back = [make_redistribution(new, old, slots, rank) for rank in range(dp)]
-    assert all(torch.equal(one, other) for one, other in zip(exchanged(back, redistributed), batches, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(exchanged(back, redistributed), batches, strict=True)
+    )
 
 
-def connected(topology: Topology, replicas: bool = False, **config: Any) -> list[Placement]:
+def connected(
+    topology: Topology, replicas: bool = False, **config: Any
+) -> list[Placement]:
     """The placements of all ranks of a CAD group, over gloo; with ``replicas`` the ranks are replicas of each other."""
     store = dist.HashStore()
 
     def connect(rank: int) -> Placement:
         group = gloo_group(store, rank, topology.group_size, timeout_s=60)
         planner = PlannerConfig(min_shard=1, tile=1, **config)
-        return Placement(group, group if replicas else None, topology, rank, planner, KINDS, None)
+        return Placement(
+            group, group if replicas else None, topology, rank, planner, KINDS, None
+        )
 
     with ThreadPoolExecutor(topology.group_size) as pool:
         return list(pool.map(connect, range(topology.group_size)))
 
 
 @pytest.mark.parametrize("topology", params(TOPOLOGIES, TOPOLOGIES[-1:]), ids=str)
-@pytest.mark.parametrize("rows_and_halves", params(product((1, 2), (1, 2)), [(1, 2)]), ids=str)
-@pytest.mark.parametrize("own", params([False, True], [True]), ids=["columns", "own positions"])
+@pytest.mark.parametrize(
+    "rows_and_halves", params(product((1, 2), (1, 2)), [(1, 2)]), ids=str
+)
+@pytest.mark.parametrize(
+    "own", params([False, True], [True]), ids=["columns", "own positions"]
+)
 def test_ranks_redistribute_ids_labels_and_positions(
     topology: Topology, rows_and_halves: tuple[int, int], own: bool
 ) -> None:
@@ -145,8 +219,14 @@ def test_ranks_redistribute_ids_labels_and_positions(
     shape = BatchShape(2 * rows, 64, rows)
     size = shape.rows * shape.seq_len
     starts = [np.arange(0, size, 32 if rank == 0 else 4) for rank in range(dp)]
-    given = [nano_layouts(starts, shape, i, cp, nano_batches) for i in range(shape.microbatches)]
-    batches = [torch.arange(rank * size, (rank + 1) * size).view(shape.rows, -1) for rank in range(dp)]
+    given = [
+        nano_layouts(starts, shape, i, cp, nano_batches)
+        for i in range(shape.microbatches)
+    ]
+    batches = [
+        torch.arange(rank * size, (rank + 1) * size).view(shape.rows, -1)
+        for rank in range(dp)
+    ]
 
     def redistribute(number: int, placement: Placement) -> tuple[Any, ...]:
         tokens = batches[number % (dp * cp) // cp]
@@ -154,7 +234,10 @@ def test_ranks_redistribute_ids_labels_and_positions(
         placed = placement.choose(given, np.concatenate(starts) % shape.seq_len)
         halves = zip(tokens.chunk(2), labels.chunk(2), strict=True)
         positions = [{"positions": half % 7} if own else {} for half in tokens.chunk(2)]
-        step = [({"input": half, **more}, targets) for (half, targets), more in zip(halves, positions, strict=True)]
+        step = [
+            ({"input": half, **more}, targets)
+            for (half, targets), more in zip(halves, positions, strict=True)
+        ]
         parcel = placement.pack(given, placed, shape, step)
         assert parcel is not None
         return placed, parcel.unpack(placement.exchange(parcel))
@@ -163,26 +246,46 @@ def test_ranks_redistribute_ids_labels_and_positions(
     with ThreadPoolExecutor(len(placements)) as pool:
         every = list(pool.map(redistribute, range(len(placements)), placements))
     for rank, (placed, redistributed) in enumerate(every):
-        _, replica = every[rank - rank % cp]  # whole rows, whatever the context-parallel rank
-        for (inputs, labels), (replica_inputs, _) in zip(redistributed, replica, strict=True):
+        _, replica = every[
+            rank - rank % cp
+        ]  # whole rows, whatever the context-parallel rank
+        for (inputs, labels), (replica_inputs, _) in zip(
+            redistributed, replica, strict=True
+        ):
             tokens = inputs["input"]
             assert torch.equal(tokens, replica_inputs["input"])
-            assert torch.equal(inputs[POSITIONS], (tokens % 7 if own else tokens % 64).int())
-            assert torch.equal(labels, torch.where(tokens % 5 == 0, IGNORED, tokens + 1))
+            assert torch.equal(
+                inputs[POSITIONS], (tokens % 7 if own else tokens % 64).int()
+            )
+            assert torch.equal(
+                labels, torch.where(tokens % 5 == 0, IGNORED, tokens + 1)
+            )
         total, worst = moved_bytes(placed, KINDS).T
         assert worst[1] < worst[0]
         assert total[1] <= 1.03 * total[0]
     first, second = (
-        torch.cat([every[rank][1][batch][0]["input"].flatten() for rank in range(0, dp * cp, cp)]) for batch in (0, 1)
+        torch.cat(
+            [
+                every[rank][1][batch][0]["input"].flatten()
+                for rank in range(0, dp * cp, cp)
+            ]
+        )
+        for batch in (0, 1)
     )
-    assert torch.equal(torch.cat([first, second]).sort().values, torch.arange(dp * size))
-    assert topology.pp > 1 or (first % size >= size // 2).any(), "no document came from the other batch"
+    assert torch.equal(
+        torch.cat([first, second]).sort().values, torch.arange(dp * size)
+    )
+    assert topology.pp > 1 or (first % size >= size // 2).any(), (
+        "no document came from the other batch"
+    )
 
 
 def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
     """There are no peers here, for which an exchange would wait."""
     starts, shape = [np.array([0]), np.array([0])], BatchShape(1, 64, 1)
-    placement = Placement(None, None, Topology(1, 2, 1, 1), 0, PlannerConfig(), KINDS, None)
+    placement = Placement(
+        None, None, Topology(1, 2, 1, 1), 0, PlannerConfig(), KINDS, None
+    )
     layouts = [[group_layout(starts, shape, 0, 1)]]
     placed = placement.choose(layouts, np.zeros(2, np.int64))
     assert placed[0].layouts[0] is layouts[0][0]
@@ -192,28 +295,45 @@ def test_batches_whose_homes_are_kept_are_not_exchanged() -> None:
 
 def test_replicas_with_other_homes_are_an_error_on_all() -> None:
     """A replica that has nothing to redistribute differs, too."""
-    shape, inputs = BatchShape(1, 64, 1), {"input": torch.zeros(1, 64, dtype=torch.int64)}
-    layouts = [[group_layout([np.array([0]), np.arange(0, 64, at)], shape, 0, 1)] for at in (4, 8)]
+    shape, inputs = (
+        BatchShape(1, 64, 1),
+        {"input": torch.zeros(1, 64, dtype=torch.int64)},
+    )
+    layouts = [
+        [group_layout([np.array([0]), np.arange(0, 64, at)], shape, 0, 1)]
+        for at in (4, 8)
+    ]
     placements = connected(Topology(1, 2, 1, 1), replicas=True)
 
     def redistribute(placement: Placement, layout: list[TokenLayout] | None) -> Any:
         placed = placement.choose([layout], np.zeros(32, np.int64)) if layout else None
-        return placement.pack([layout or []], placed, shape, [(inputs, inputs["input"])])
+        return placement.pack(
+            [layout or []], placed, shape, [(inputs, inputs["input"])]
+        )
 
     with ThreadPoolExecutor(2) as pool:
         for layout in (layouts[0], None):
-            for each in [pool.submit(redistribute, placement, layout) for placement in placements]:
+            for each in [
+                pool.submit(redistribute, placement, layout) for placement in placements
+            ]:
                 each.result()
         for other in (layouts[1], None):
             for each in [
-                pool.submit(redistribute, *args) for args in zip(placements, (layouts[0], other), strict=True)
+                pool.submit(redistribute, *args)
+                for args in zip(placements, (layouts[0], other), strict=True)
             ]:
-                with pytest.raises(PlanMismatchError, match="different homes: all ranks must run the same version"):
+                with pytest.raises(
+                    PlanMismatchError,
+                    match="different homes: all ranks must run the same version",
+                ):
                     each.result()
 
 
 def test_speeds_and_nodes_of_a_whole_pipeline_say_nothing_of_a_stage() -> None:
-    config = PlannerConfig(rank_speeds=(1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0), ranks_per_node=4)
+    config = PlannerConfig(
+        rank_speeds=(1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
+        ranks_per_node=4,
+    )
     assert _of_one_stage(config, 6) == PlannerConfig()
     assert _of_one_stage(config, 4) == PlannerConfig(ranks_per_node=4)
 
@@ -222,10 +342,18 @@ def test_batches_that_cannot_be_redistributed_are_refused() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     check_redistributable({"input": tokens}, tokens)
     check_redistributable({"input": tokens, "positions": tokens.int()}, tokens)
-    with pytest.raises(ValueError, match=r"positions torch\.float32 \(2, 8\) with tokens torch\.int64 \(2, 8\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"positions torch\.float32 \(2, 8\) with tokens torch\.int64 \(2, 8\)",
+    ):
         check_redistributable({"input": tokens, "positions": tokens.float()}, tokens)
-    with pytest.raises(ValueError, match=r"batch key 'pixels'.*set cad.placement to 'loader'"):
+    with pytest.raises(
+        ValueError, match=r"batch key 'pixels'.*set cad.placement to 'loader'"
+    ):
         check_redistributable({"input": tokens, "pixels": tokens}, tokens)
     for labels in (tokens[:, :4], tokens.float()):
-        with pytest.raises(ValueError, match=r"labels torch\.\w+ \(2, \d\) with tokens torch\.int64 \(2, 8\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"labels torch\.\w+ \(2, \d\) with tokens torch\.int64 \(2, 8\)",
+        ):
             check_redistributable({"input": tokens}, labels)

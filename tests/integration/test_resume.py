@@ -36,8 +36,18 @@ def save(folder: Path, state: dict, step: int) -> None:
 @pytest.mark.parametrize(
     ("saved", "ranks", "options", "message"),
     [
-        ([FULL, MODEL], 2, [], r"load_step = -1 is \S*step-2, .* the model alone .*; set checkpoint\.load_step to 1,"),
-        ([MODEL], 2, [], r"the model alone .* no full one .* set checkpoint\.initial_load_path to it and .*folder"),
+        (
+            [FULL, MODEL],
+            2,
+            [],
+            r"load_step = -1 is \S*step-2, .* the model alone .*; set checkpoint\.load_step to 1,",
+        ),
+        (
+            [MODEL],
+            2,
+            [],
+            r"the model alone .* no full one .* set checkpoint\.initial_load_path to it and .*folder",
+        ),
         (
             [FULL],
             3,
@@ -52,7 +62,15 @@ def save(folder: Path, state: dict, step: int) -> None:
         ),
         ([FULL, MODEL], 2, ["--checkpoint.load_step=1"], None),
         ([FULL], 3, ["--checkpoint.exclude_from_loading", "dataloader"], None),
-        ([MODEL], 2, ["--checkpoint.exclude_from_loading", "optimizer,lr_scheduler,dataloader,train_state"], None),
+        (
+            [MODEL],
+            2,
+            [
+                "--checkpoint.exclude_from_loading",
+                "optimizer,lr_scheduler,dataloader,train_state",
+            ],
+            None,
+        ),
     ],
 )
 def test_what_a_checkpoint_lacks_is_said_before_training(
@@ -75,13 +93,18 @@ def test_what_a_checkpoint_lacks_is_said_before_training(
     assert "\n" not in str(raised.value)
 
 
-def test_initial_checkpoint_with_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initial_checkpoint_with_the_model_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     save(tmp_path, MODEL, 5)
     first = f"--checkpoint.initial_load_path={tmp_path / 'checkpoint' / 'step-5'}"
     options = ["--checkpoint.enable", "--checkpoint.folder=other", first]
     parse_job(tmp_path, *options)
-    with pytest.raises(ValueError, match=r"the model alone; set checkpoint\.initial_load_model_only to true"):
+    with pytest.raises(
+        ValueError,
+        match=r"the model alone; set checkpoint\.initial_load_model_only to true",
+    ):
         parse_job(tmp_path, *options, "--checkpoint.no-initial-load-model-only")
 
 
@@ -89,7 +112,10 @@ def test_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
     start = tmp_path / "checkpoint" / "step-3"
     start.mkdir(parents=True)
     (start / ".metadata").write_text("")
-    with pytest.raises(ValueError, match=r"step-3/\.metadata cannot be read \(EOFError.*; remove \S*step-3, or set"):
+    with pytest.raises(
+        ValueError,
+        match=r"step-3/\.metadata cannot be read \(EOFError.*; remove \S*step-3, or set",
+    ):
         parse_job(tmp_path, "--checkpoint.enable")
 
 
@@ -101,7 +127,9 @@ class Rows(IterableDataset):
 @pytest.mark.parametrize(("saved", "now"), [(0, 1), (1, 0), (1, 1)])
 def test_state_of_another_number_of_workers(saved: int, now: int) -> None:
     def loader(num_workers: int) -> ParallelAwareDataloader:
-        return ParallelAwareDataloader(Rows(), dp_rank=0, dp_world_size=1, num_workers=num_workers)
+        return ParallelAwareDataloader(
+            Rows(), dp_rank=0, dp_world_size=1, num_workers=num_workers
+        )
 
     first, resumed = loader(saved), loader(now)
     next(iter(first))
@@ -109,7 +137,10 @@ def test_state_of_another_number_of_workers(saved: int, now: int) -> None:
     if saved == now:
         resumed.load_state_dict(first.state_dict())
         return
-    with pytest.raises(ValueError, match=rf"num_workers = {now}: .* saved with {saved}, .*; set it to {saved}, or add"):
+    with pytest.raises(
+        ValueError,
+        match=rf"num_workers = {now}: .* saved with {saved}, .*; set it to {saved}, or add",
+    ):
         resumed.load_state_dict(first.state_dict())
 
 
@@ -120,6 +151,11 @@ def test_ranks_that_start_again_have_a_store_of_their_own(
     variable, found = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", list[str | None]()
     monkeypatch.setenv(variable, "")  # so that it is removed afterwards
     monkeypatch.delenv(variable)
-    monkeypatch.setattr(launch.run, "run", lambda options: found.append(launch.os.environ.get(variable)))
-    assert launch.main([f"--max-restarts={restarts}", "--nproc_per_node=1", "train.py"]) == 0
+    monkeypatch.setattr(
+        launch.run, "run", lambda options: found.append(launch.os.environ.get(variable))
+    )
+    assert (
+        launch.main([f"--max-restarts={restarts}", "--nproc_per_node=1", "train.py"])
+        == 0
+    )
     assert found == [value]

@@ -37,21 +37,38 @@ JOBS = {
         "--activation_checkpoint.selective_ac_option=op",
     ),
     "full": ("--activation_checkpoint.mode=full",),
-    "full, attention kept": ("--activation_checkpoint.mode=full", "--cad.no-recompute_attention"),
+    "full, attention kept": (
+        "--activation_checkpoint.mode=full",
+        "--cad.no-recompute_attention",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_training_leaves_as_much_room_as_the_simulation_says(name: str) -> None:
-    written = read_simulated_job([f"--job.config_file={CONFIGS / 'llama3_debug_cpu.toml'}", *JOBS[name]], 1)
+    written = read_simulated_job(
+        [f"--job.config_file={CONFIGS / 'llama3_debug_cpu.toml'}", *JOBS[name]], 1
+    )
     config, configuration = written.config, written.configuration
-    documents = Documents(written.lengths, written.row_tokens, written.step_tokens, batches=1)
+    documents = Documents(
+        written.lengths, written.row_tokens, written.step_tokens, batches=1
+    )
     cluster = dataclasses.replace(written.cluster, memory=FILLED * DEVICE_BYTES)
-    step = Step(Costs(written.model, cluster, Rates()), draw_batches(documents)[0], configuration)
-    buffers = configuration.nano_batches * BUFFERS_PER_CALL * buffer_bytes(None, configuration.nano_batches)
+    step = Step(
+        Costs(written.model, cluster, Rates()),
+        draw_batches(documents)[0],
+        configuration,
+    )
+    buffers = (
+        configuration.nano_batches
+        * BUFFERS_PER_CALL
+        * buffer_bytes(None, configuration.nano_batches)
+    )
     simulated = kept_bytes_per_call(step, buffers, in_ticks=False)
 
-    args: Any = copy.deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
+    args: Any = copy.deepcopy(
+        get_train_spec(config.model.name).model_args[config.model.flavor]
+    )
     args.attn_type = "sdpa"
     update_without_cp(args.update_from_config, config)
     model: Any = build_on_meta(config, args)
@@ -66,6 +83,8 @@ def test_training_leaves_as_much_room_as_the_simulation_says(name: str) -> None:
         rows=config.training.local_batch_size,
         microbatches=1,
     )
-    room = read_room([model], SimpleNamespace(dp_shard=1, cp=1), config, job, DEVICE_BYTES)  # type: ignore[arg-type]
+    room = read_room(
+        [model], SimpleNamespace(dp_shard=1, cp=1), config, job, DEVICE_BYTES
+    )  # type: ignore[arg-type]
     assert 0 < room.bytes_per_call == pytest.approx(simulated, rel=0.02)
     assert simulated < FILLED * DEVICE_BYTES

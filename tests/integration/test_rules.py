@@ -48,12 +48,19 @@ def test_a_rule_accepts_its_default_and_refuses_something(rule: rules.Rule) -> N
     default = rules.read_key(config, rule.key)
     assert rule.accepts(default) or not rule.applies(config)
     kind = type(default)
-    comparable = [value for value in WRONG if kind in (type(value), type(None)) or isinstance(value, kind | int)]
+    comparable = [
+        value
+        for value in WRONG
+        if kind in (type(value), type(None)) or isinstance(value, kind | int)
+    ]
     refused = []
     for value in comparable:
         try:
             refused.append(not rule.accepts(value))
-        except (TypeError, AttributeError):  # of another type, which the config's types refuse
+        except (
+            TypeError,
+            AttributeError,
+        ):  # of another type, which the config's types refuse
             refused.append(False)
     packaged = rule.remedy.startswith("needs the package")
     assert any(refused) or packaged, "no value of this key breaks the rule"
@@ -72,35 +79,62 @@ def test_a_broken_rule_is_one_line_with_cad_and_without(
 
 def parse_stock(*options: str) -> JobConfig:
     assets = f"--model.hf_assets_path={tokenizer_folder()}"
-    return CadConfigManager().parse_args([assets, "--training.local_batch_size=2", *options])
+    return CadConfigManager().parse_args(
+        [assets, "--training.local_batch_size=2", *options]
+    )
 
 
 @pytest.mark.matrix
 def test_doctor_says_what_training_does() -> None:
-    command = [sys.executable, "-m", "tests.doctor_against_training", "--count", "8", "--seed", "7"]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.doctor_against_training",
+        "--count",
+        "8",
+        "--seed",
+        "7",
+    ]
+    result = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(("documents", "ranks"), [(1, 2), (3, 4), (2, 8)])
-def test_fewer_documents_than_ranks_are_named(documents: int, ranks: int, tmp_path: Path) -> None:
+def test_fewer_documents_than_ranks_are_named(
+    documents: int, ranks: int, tmp_path: Path
+) -> None:
     (tmp_path / "text.json").write_text('{"text": "a document"}\n' * documents)
     assets = f"--model.hf_assets_path={tokenizer_folder()}"
     data = ["--training.dataset=c4_test", f"--training.dataset_path={tmp_path}", assets]
-    options = [*data, "--parallelism.cad", f"--job.dump_folder={tmp_path}", "--training.local_batch_size=1"]
+    options = [
+        *data,
+        "--parallelism.cad",
+        f"--job.dump_folder={tmp_path}",
+        "--training.local_batch_size=1",
+    ]
     findings = {finding.check: finding for finding in examine(options, ranks)}
     wanted = f"it has fewer documents than the {ranks} data-parallel ranks, .*; set a larger one, or fewer ranks"
     assert findings["dataset"].level == "FAIL"
     assert re.search(
-        rf"training\.dataset = 'c4_test' at training\.dataset_path = .*: {wanted}", findings["dataset"].text
+        rf"training\.dataset = 'c4_test' at training\.dataset_path = .*: {wanted}",
+        findings["dataset"].text,
     )
 
 
 def test_doctor_looks_at_a_part_of_a_large_batch() -> None:
     rows = ["--training.seq_len=1048576", "--training.local_batch_size=4"]
     data = ["--training.dataset=synthetic", "--training.dataset_path=fixed:5000"]
-    options = [*data, *rows, f"--model.hf_assets_path={tokenizer_folder()}", "--parallelism.cad"]
+    options = [
+        *data,
+        *rows,
+        f"--model.hf_assets_path={tokenizer_folder()}",
+        "--parallelism.cad",
+    ]
     findings = {finding.check: finding for finding in examine(options, 2)}
     text = findings["dataset"].text
-    assert text.startswith("synthetic: documents in the first 65536 tokens of rank 0: 14")
+    assert text.startswith(
+        "synthetic: documents in the first 65536 tokens of rank 0: 14"
+    )
     assert text.endswith("; a batch of its has 4194304")

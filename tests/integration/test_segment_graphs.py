@@ -35,7 +35,9 @@ def in_order(runs: int) -> list[Outcome]:
 def check(outcome: Outcome) -> None:
     assert outcome.races == [([], [])] * len(outcome.races)
     assert not outcome.errors
-    assert outcome.graphs == outcome.graphs[:1] * len(outcome.graphs), "recompiled for another plan"
+    assert outcome.graphs == outcome.graphs[:1] * len(outcome.graphs), (
+        "recompiled for another plan"
+    )
 
 
 def check_idles(outcome: Outcome) -> None:
@@ -45,7 +47,12 @@ def check_idles(outcome: Outcome) -> None:
 
 
 def races(job: Job) -> list[str]:
-    return [race for outcome in outcomes(job) for forward, backward in outcome.races for race in forward + backward]
+    return [
+        race
+        for outcome in outcomes(job)
+        for forward, backward in outcome.races
+        for race in forward + backward
+    ]
 
 
 @pytest.mark.parametrize("runs", [3, pytest.param(21, marks=matrix)])
@@ -84,13 +91,25 @@ def test_results_that_return_in_several_chunks_are_in_order() -> None:
 @pytest.mark.parametrize("compiler", ["nodes", "inductor"])
 @pytest.mark.parametrize(
     "composed",
-    [{"in_rows": True}, {"keep": True}, {"microbatches": 2}, {"recompute": True}, {"validate": True}],
+    [
+        {"in_rows": True},
+        {"keep": True},
+        {"microbatches": 2},
+        {"recompute": True},
+        {"validate": True},
+    ],
     ids=str,
 )
-def test_what_graphs_are_composed_with_is_in_order(composed: dict[str, Any], compiler: str) -> None:
-    for outcome in outcomes(Job(compiler, runs=2 if compiler == "inductor" else 4, **composed)):
+def test_what_graphs_are_composed_with_is_in_order(
+    composed: dict[str, Any], compiler: str
+) -> None:
+    for outcome in outcomes(
+        Job(compiler, runs=2 if compiler == "inductor" else 4, **composed)
+    ):
         check(outcome)
-        forward, backward = (history.count("mm on 0") for history in outcome.histories[0])
+        forward, backward = (
+            history.count("mm on 0") for history in outcome.histories[0]
+        )
         assert (backward > 2 * forward) == ("recompute" in composed)
 
 
@@ -98,7 +117,10 @@ def test_what_graphs_are_composed_with_is_in_order(composed: dict[str, Any], com
 
 
 @matrix
-@pytest.mark.parametrize("mistake", ["a wait", "a record in time", "buffers of their own", "inputs kept alive"])
+@pytest.mark.parametrize(
+    "mistake",
+    ["a wait", "a record in time", "buffers of their own", "inputs kept alive"],
+)
 def test_mistakes_are_found(mistake: str) -> None:
     """The calls' marks are off, which order what events in the graph do not."""
     assert races(Job(without=("marks", mistake)))

@@ -31,11 +31,18 @@ def test_the_planner_is_compiled_before_ranks_watch_each_other(monkeypatch):
         order.append("session, with its monitor")
         raise RuntimeError("far enough")
 
-    monkeypatch.setattr(session, "warm_up", lambda report: order.append(f"planner, reported to {report.__self__.name}"))
+    monkeypatch.setattr(
+        session,
+        "warm_up",
+        lambda report: order.append(f"planner, reported to {report.__self__.name}"),
+    )
     monkeypatch.setattr(session, "CadSession", begin_session)
     with pytest.raises(RuntimeError, match="far enough"):
         session.open_session(None)
-    assert order == [f"planner, reported to {session.logger.name}", "session, with its monitor"]
+    assert order == [
+        f"planner, reported to {session.logger.name}",
+        "session, with its monitor",
+    ]
 
 
 def test_exchanges_have_a_communicator_of_their_own():
@@ -43,9 +50,16 @@ def test_exchanges_have_a_communicator_of_their_own():
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     try:
         world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
-        fsdp = world._unflatten(0, (1, 4), ("dp_replicate", "fsdp"), backend_override={"dp_replicate": "fake"})["fsdp"]
+        fsdp = world._unflatten(
+            0,
+            (1, 4),
+            ("dp_replicate", "fsdp"),
+            backend_override={"dp_replicate": "fake"},
+        )["fsdp"]
         assert fsdp.get_group() is dist.group.WORLD  # why it matters
-        group = session.cad_mesh(world, Topology(pp=1, dp=4, cp=1, tp=1, across_stages=False)).get_group()
+        group = session.cad_mesh(
+            world, Topology(pp=1, dp=4, cp=1, tp=1, across_stages=False)
+        ).get_group()
         assert dist.get_process_group_ranks(group) == [0, 1, 2, 3]
         assert group is not dist.group.WORLD
     finally:
@@ -73,7 +87,11 @@ def test_tokens_pass_through_some_of_the_experts(monkeypatch):
     measured: list[tuple[int, int]] = []
     monkeypatch.setattr(session, "measure_times", lambda *_, **__: None)
     monkeypatch.setattr(session.rates, "attention_seconds", lambda *_: 1.0)
-    monkeypatch.setattr(session.rates, "linear_seconds", lambda count, width, *_: measured.append((count, width)))
+    monkeypatch.setattr(
+        session.rates,
+        "linear_seconds",
+        lambda count, width, *_: measured.append((count, width)),
+    )
     dense, sparse = nn.Linear(8, 24), nn.Linear(8, 8)
     sparse.experts = nn.Parameter(torch.zeros(5, 8, 8))
     job: Any = SimpleNamespace(
@@ -98,15 +116,28 @@ def test_groups_that_choose_the_same_homes_plan_by_the_same_times(monkeypatch):
     own = LayerTimes(1.0, 0.0, 1e9, 1e9, 0.0, overlaps=False)
     first = replace(own, unit=2.0)
     monkeypatch.setattr(session, "gather", lambda times, group: {1: first, 5: times})
-    alone, redistributes = SimpleNamespace(replicas=None), SimpleNamespace(replicas=object())
+    alone, redistributes = (
+        SimpleNamespace(replicas=None),
+        SimpleNamespace(replicas=object()),
+    )
     for placement, expected in ((None, own), (alone, own), (redistributes, first)):
         job: Any = SimpleNamespace(_placement=placement)
         assert session.CadSession._agreed(job, own) is expected
 
 
-@pytest.mark.parametrize("names", [[], ["chunked"], ["chunked", "full"], ["full", "full"]])
+@pytest.mark.parametrize(
+    "names", [[], ["chunked"], ["chunked", "full"], ["full", "full"]]
+)
 def test_a_job_has_each_kind_once_and_whole_documents_first(names):
     shape = AttentionShape(2, 1, 8, 4)
-    kinds = [AttentionKind(name, 1, shape, 8 if name == "chunked" else None) for name in names]
-    with pytest.raises(ValueError, match="give each once, and first one that keeps documents whole"):
-        Job(**{name: None for name in Job.__dataclass_fields__} | {"kinds": tuple(kinds)})
+    kinds = [
+        AttentionKind(name, 1, shape, 8 if name == "chunked" else None)
+        for name in names
+    ]
+    with pytest.raises(
+        ValueError, match="give each once, and first one that keeps documents whole"
+    ):
+        Job(
+            **{name: None for name in Job.__dataclass_fields__}
+            | {"kinds": tuple(kinds)}
+        )

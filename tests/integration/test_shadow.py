@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.jobs.compositions import COMMON, PP2, TP2, VALIDATION, global_batch, stock
+from tests.lib.jobs.compositions import (
+    COMMON,
+    PP2,
+    TP2,
+    VALIDATION,
+    global_batch,
+    stock,
+)
 from tests.lib.jobs.harness import parse_job, read_scalars, run
 from tests.lib.jobs.loaders import EOS, CountingLoader
 from torchtitan_cad.integration import shadow as shadow_module
@@ -22,7 +29,11 @@ from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.tools.recorded_documents import find_record, read_record
 
-SHADOW = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad", "--cad.shadow")
+SHADOW = (
+    "--job.custom_config_module=torchtitan_cad.job_config",
+    "--parallelism.cad",
+    "--cad.shadow",
+)
 LINE = re.compile(r"cad\.shadow: imbalance ([\d.]+) as loaded")
 
 
@@ -30,11 +41,27 @@ LINE = re.compile(r"cad\.shadow: imbalance ([\d.]+) as loaded")
     ("args", "nranks", "rows", "microbatches"),
     [
         ((*VALIDATION, *global_batch(8)), 2, 8, 2),
-        pytest.param((*TP2, "--cad.placement=loader"), 4, 4, 1, marks=pytest.mark.matrix, id="tp2"),
-        pytest.param((*PP2, "--model.flavor=tiny_sdpa"), 4, 8, 4, marks=pytest.mark.matrix, id="pp2"),
+        pytest.param(
+            (*TP2, "--cad.placement=loader"),
+            4,
+            4,
+            1,
+            marks=pytest.mark.matrix,
+            id="tp2",
+        ),
+        pytest.param(
+            (*PP2, "--model.flavor=tiny_sdpa"),
+            4,
+            8,
+            4,
+            marks=pytest.mark.matrix,
+            id="pp2",
+        ),
     ],
 )
-def test_trains_as_torchtitan_does(args: tuple[str, ...], nranks: int, rows: int, microbatches: int) -> None:
+def test_trains_as_torchtitan_does(
+    args: tuple[str, ...], nranks: int, rows: int, microbatches: int
+) -> None:
     """By torchtitan's own initialisation: what happens at the start leaves its random numbers alone."""
     without = stock(nranks, *(arg for arg in args if not arg.startswith("--cad.")))
     shadow = run([*COMMON, *SHADOW, *args], nranks, init_seed=None)
@@ -45,7 +72,11 @@ def test_trains_as_torchtitan_does(args: tuple[str, ...], nranks: int, rows: int
     path = find_record(shadow.dump_folder)
     assert path is not None
     record = read_record(path, 10)
-    assert (record.last_step, record.ranks, record.microbatches) == (3, nranks, microbatches)
+    assert (record.last_step, record.ranks, record.microbatches) == (
+        3,
+        nranks,
+        microbatches,
+    )
     assert [len(batch) for batch in record.batches] == [rows] * 3
     assert {sum(row) for batch in record.batches for row in batch} == {1024}
     assert max(len(row) for batch in record.batches for row in batch) > 1
@@ -55,7 +86,14 @@ def test_trains_as_torchtitan_does(args: tuple[str, ...], nranks: int, rows: int
     assert {f"{imbalance:.3f}" for imbalance in imbalances} <= set(lines)
 
 
-def new_shadow(loader: CountingLoader, *, rank: int = 0, cp: int = 1, dp: int = 1, microbatches: int = 1) -> Shadow:
+def new_shadow(
+    loader: CountingLoader,
+    *,
+    rank: int = 0,
+    cp: int = 1,
+    dp: int = 1,
+    microbatches: int = 1,
+) -> Shadow:
     kind = AttentionKind("full", 1, AttentionShape(4, 2, 32, 4))
     job: Any = SimpleNamespace(
         topology=SimpleNamespace(group_size=dp * cp, cp=cp),
@@ -83,11 +121,15 @@ def test_state_is_the_loaders() -> None:
     assert [int(labels[0, 0]) for _, labels in shadow] == [6, 7]
 
 
-def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_data_parallel_ranks_are_recorded_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of ranks that share rows by context parallelism the first sends them. Batches have 4 rows of 8 tokens."""
     sent: dict[int, Any] = {}
 
-    def gather_object(own: Any, into: list[Any] | None, *, group: Any, group_dst: int) -> None:
+    def gather_object(
+        own: Any, into: list[Any] | None, *, group: Any, group_dst: int
+    ) -> None:
         assert (group is not None, group_dst) == (True, 0)
         sent[len(sent)] = own
         if into is not None:
@@ -104,21 +146,41 @@ def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path: Path, mon
         shadows.append(new_shadow(loader, rank=rank, cp=2, dp=2, microbatches=2))
         record(shadows[-1], range(1, 2), tmp_path)
     assert [own is None for own in sent.values()] == [True, False, True, False]
-    (line,) = [json.loads(line) for line in (tmp_path / DOCUMENTS_NAME).read_text().splitlines()]
+    (line,) = [
+        json.loads(line)
+        for line in (tmp_path / DOCUMENTS_NAME).read_text().splitlines()
+    ]
     usual = [[2, 6], [2, 6]]
     microbatches = [[usual, usual], [[[2, 6], [2, 3, 3]], usual]]
-    assert line == {"version": 1, "step": 1, "ranks": 1, "row_tokens": 8, "microbatches": microbatches}
+    assert line == {
+        "version": 1,
+        "step": 1,
+        "ranks": 1,
+        "row_tokens": 8,
+        "microbatches": microbatches,
+    }
     by_rank = [[2, 6]] * 3 + [[2, 3, 3]] + [[2, 6]] * 4
     assert read_record(tmp_path / DOCUMENTS_NAME, 1).batches == [by_rank]
-    light, heavy = 3 + 21 + 3 + 6 + 6, 2 * (3 + 21)  # causal pairs, in tiles of one token
+    light, heavy = (
+        3 + 21 + 3 + 6 + 6,
+        2 * (3 + 21),
+    )  # causal pairs, in tiles of one token
     imbalance = (1 + heavy / ((light + heavy) / 2)) / 2
-    assert [shadow.drain_imbalances() for shadow in shadows] == [[], [], [], [pytest.approx(imbalance)]]
+    assert [shadow.drain_imbalances() for shadow in shadows] == [
+        [],
+        [],
+        [],
+        [pytest.approx(imbalance)],
+    ]
     assert shadows[3].drain_imbalances() == []
 
 
 def test_documents_end_where_the_job_says(tmp_path: Path) -> None:
     record(new_shadow(CountingLoader(EOS + 1)), range(1, EOS + 2), tmp_path)
-    assert read_record(tmp_path / DOCUMENTS_NAME, 2).batches == [[[8]] * 4, [[1] * 8] * 4]  # the last is all EOS
+    assert read_record(tmp_path / DOCUMENTS_NAME, 2).batches == [
+        [[8]] * 4,
+        [[1] * 8] * 4,
+    ]  # the last is all EOS
 
 
 def record(shadow: Shadow, steps: range, folder: Path) -> None:
@@ -135,20 +197,43 @@ def test_a_resumed_run_appends_and_its_steps_count(tmp_path: Path) -> None:
     for steps, end in ((range(1, 8), '{"version": 1, "st'), (range(5, 7), "")):
         record(new_shadow(CountingLoader(7)), steps, tmp_path)
         path.write_text(path.read_text() + end)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 6, 7, 5, 6]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        5,
+        6,
+    ]
     every = read_record(path, 10)
-    assert (every.batches, every.ranks, every.microbatches, every.last_step) == ([[[8]] * 4] * 6, 1, 1, 6)
+    assert (every.batches, every.ranks, every.microbatches, every.last_step) == (
+        [[[8]] * 4] * 6,
+        1,
+        1,
+        6,
+    )
     assert len(read_record(path, 2).batches) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     record(new_shadow(CountingLoader(7)), range(1, 4), tmp_path / "file")
-    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    (warning,) = [
+        record.message for record in caplog.records if record.levelname == "WARNING"
+    ]
     assert "Not a directory" in warning
 
 
 @pytest.mark.parametrize("switch", ["--parallelism.cad", "--parallelism.no-cad"])
-def test_without_cad_it_is_said_to_do_nothing(switch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_cad_it_is_said_to_do_nothing(
+    switch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     parse_job(tmp_path, "--cad.shadow", switch)
-    assert ("cad.shadow = true does nothing without parallelism.cad = true" in caplog.text) == ("no" in switch)
+    assert (
+        "cad.shadow = true does nothing without parallelism.cad = true" in caplog.text
+    ) == ("no" in switch)

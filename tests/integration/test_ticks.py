@@ -65,40 +65,74 @@ def matrix() -> dict[str, Case]:
         (2, 4), (1, 2, 4), (1, 2), {"tp1": (), "tp2": c.TP2, "cp2": c.CP2}.items()
     ):
         ranks, rows = pp * data * (1 if name == "tp1" else 2), rounds * pp
-        cases[f"pp{pp} m{rows} dp{data} {name}"] = (*ticks(pp), *args), c.FOUR_BLOCKS, ranks, data, rows
+        cases[f"pp{pp} m{rows} dp{data} {name}"] = (
+            (*ticks(pp), *args),
+            c.FOUR_BLOCKS,
+            ranks,
+            data,
+            rows,
+        )
     return cases
 
 
 SLOW: dict[str, Case] = matrix()
-for (pipeline, (args, ranks)), (what, (more, times)) in product(PIPELINES.items(), COMPOSED.items()):
+for (pipeline, (args, ranks)), (what, (more, times)) in product(
+    PIPELINES.items(), COMPOSED.items()
+):
     in_the_middle = "nano-batches" in pipeline and "by row" not in pipeline
-    refused = (what.startswith("tp2") and in_the_middle) or (what == "tp2 compile" and "nano-batches" not in pipeline)
+    refused = (what.startswith("tp2") and in_the_middle) or (
+        what == "tp2 compile" and "nano-batches" not in pipeline
+    )
     if ranks * times <= 4 and not refused:
         SLOW[f"{pipeline} {what}"] = (*args, *more), c.FOUR_BLOCKS, ranks * times, 1, 4
 for pipeline, (args, ranks) in PIPELINES.items():
     if ranks == 2:
         SLOW[f"{pipeline} dp2"] = args, c.FOUR_BLOCKS, 4, 2, 8
-        SLOW[f"{pipeline} accumulation"] = args, (*c.FOUR_BLOCKS, *c.global_batch(8)), 2, 1, 4
+        SLOW[f"{pipeline} accumulation"] = (
+            args,
+            (*c.FOUR_BLOCKS, *c.global_batch(8)),
+            2,
+            1,
+            4,
+        )
         SLOW[f"{pipeline} validation"] = args, (*c.FOUR_BLOCKS, *c.VALIDATE4), 2, 1, 4
 SLOW |= {
     "interleaved pp4 m4": (INTERLEAVED4, EIGHT_BLOCKS, 4, 1, 4),
     "interleaved pp4 m8 ac full": ((*INTERLEAVED4, *c.FULL), EIGHT_BLOCKS, 4, 1, 8),
     "nano-batches pp4": ((*ticks(4), *NANO_BATCHES), c.FOUR_BLOCKS, 4, 1, 4),
-    "nano-batches interleaved pp4": ((*INTERLEAVED4, *NANO_BATCHES), EIGHT_BLOCKS, 4, 1, 4),
+    "nano-batches interleaved pp4": (
+        (*INTERLEAVED4, *NANO_BATCHES),
+        EIGHT_BLOCKS,
+        4,
+        1,
+        4,
+    ),
 }
 
 SHORT = ("nano-batches pp2 dp2",)
 """Cases that the short set trains; the matrix adds the rest of ``QUICK``, the slow set those of ``SLOW``."""
-TRACED = ("nano-batches compile", "nano-batches interleaved compile", "nano-batches by row compile")
+TRACED = (
+    "nano-batches compile",
+    "nano-batches interleaved compile",
+    "nano-batches by row compile",
+)
 """Cases of ``SLOW`` that run with traced streams as well."""
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_one_microbatch_is_worth_a_warning(
-    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rows: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    parse_job(tmp_path, *c.dp(pipeline_parallel=2), *c.schedule("CAD1F1B"), f"--training.local_batch_size={rows}")
+    parse_job(
+        tmp_path,
+        *c.dp(pipeline_parallel=2),
+        *c.schedule("CAD1F1B"),
+        f"--training.local_batch_size={rows}",
+    )
     warnings = [r.message for r in caplog.records if "is one microbatch" in r.message]
     assert len(warnings) == (1 if rows == 1 else 0)
     assert all("set it to 4 or more" in warning for warning in warnings)
@@ -107,20 +141,38 @@ def test_one_microbatch_is_worth_a_warning(
 @functools.cache
 def check(case: Case, *more: str, steps: int = 3) -> RunResult:
     args, shared, nranks, reference_nranks, rows = case
-    shared = (f"--training.local_batch_size={rows}", f"--training.steps={steps}", *shared)
-    result = run([*c.COMMON, *c.CAD, *shared, *args, *more], nranks, grads_at=2, trace_at=3, timeout_s=600)
+    shared = (
+        f"--training.local_batch_size={rows}",
+        f"--training.steps={steps}",
+        *shared,
+    )
+    result = run(
+        [*c.COMMON, *c.CAD, *shared, *args, *more],
+        nranks,
+        grads_at=2,
+        trace_at=3,
+        timeout_s=600,
+    )
     c.assert_trains_alike(result, c.reference(reference_nranks, shared))
-    assert len(result.validation_losses) == (steps if "--validation.enable" in shared else 0)
+    assert len(result.validation_losses) == (
+        steps if "--validation.enable" in shared else 0
+    )
     first, *others = [exchanges(trace["events"]) for trace in result.traces]
     assert len(others) == nranks - 1
     assert first
-    assert all(events == first for events in others), "ranks differ in the order of their exchanges"
+    assert all(events == first for events in others), (
+        "ranks differ in the order of their exchanges"
+    )
     return result
 
 
 def exchanges(events: list[list]) -> list[tuple[str, int]]:
     """The engine's steps that start exchanges, with the keys of their plans."""
-    starting = {f"{step}_{direction}" for step in ("start", "attend") for direction in ("forward", "backward")}
+    starting = {
+        f"{step}_{direction}"
+        for step in ("start", "attend")
+        for direction in ("forward", "backward")
+    }
     return [(step, key) for step, key in events if step in starting]
 
 
@@ -135,14 +187,22 @@ def test_nano_batches_take_turns_on_every_rank() -> None:
         order = exchanges(trace["events"])
         for call in zip(*[iter(order)] * 4, strict=True):
             direction = call[0][0].removeprefix("start_")
-            assert [step for step, _ in call] == [f"start_{direction}"] * 2 + [f"attend_{direction}"] * 2
+            assert [step for step, _ in call] == [f"start_{direction}"] * 2 + [
+                f"attend_{direction}"
+            ] * 2
             keys = [call[0][1], call[1][1]]
             assert [key for _, key in call] == keys * 2
             assert keys[1] - keys[0] == (1 if direction == "forward" else -1)
-        steps = [(step, key) for step, key in trace["events"] if step.startswith(("start", "attend", "finish"))]
+        steps = [
+            (step, key)
+            for step, key in trace["events"]
+            if step.startswith(("start", "attend", "finish"))
+        ]
         for i, (step, key) in enumerate(steps):
             if not step.startswith("finish"):
-                assert steps[i + 1][1] != key, f"{step} is followed by {steps[i + 1]} of the same nano-batch"
+                assert steps[i + 1][1] != key, (
+                    f"{step} is followed by {steps[i + 1]} of the same nano-batch"
+                )
 
 
 @pytest.mark.slow
@@ -160,7 +220,11 @@ def test_traced_streams_train_alike(name: str) -> None:
     """They do as one nano-batch, the segments of two and a run without a pipeline."""
     traced, opaque, one = (
         check(SLOW[name], *more, steps=20)
-        for more in (("--cad.streams=traced",), ("--cad.streams=opaque",), ("--cad.nano_batches=1",))
+        for more in (
+            ("--cad.streams=traced",),
+            ("--cad.streams=opaque",),
+            ("--cad.nano_batches=1",),
+        )
     )
     assert all("Streams of nano-batches: traced" in log for log in traced.logs)
     for other in (opaque, one):
@@ -171,7 +235,13 @@ def test_traced_streams_train_alike(name: str) -> None:
 @needs_linux
 @pytest.mark.parametrize(
     "name",
-    [*QUICK, "nano-batches pp4 ac full", "nano-batches cp2", "nano-batches interleaved dp2", "nano-batches by row tp2"],
+    [
+        *QUICK,
+        "nano-batches pp4 ac full",
+        "nano-batches cp2",
+        "nano-batches interleaved dp2",
+        "nano-batches by row tp2",
+    ],
 )
 def test_symmetric_memory(name: str) -> None:
     check((SLOW | QUICK)[name], "--cad.transport=symm_mem")

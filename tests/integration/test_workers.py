@@ -21,7 +21,10 @@ JOB = [
     "--cad.heartbeat_seconds=0.5",
 ]
 START_S, END_S = 120, 45
-DOCUMENT = "of 200,000 tokens: a worker sends what is left of it with every batch, more than its pipe holds. " * 2000
+DOCUMENT = (
+    "of 200,000 tokens: a worker sends what is left of it with every batch, more than its pipe holds. "
+    * 2000
+)
 
 
 def kill_worker(job: Launched) -> None:
@@ -29,11 +32,27 @@ def kill_worker(job: Launched) -> None:
 
 
 ENDS: dict[str, tuple[Callable[[Launched], None], int, str]] = {
-    "worker killed": (kill_worker, 1, r"rank 1 .* stopped by itself .*DataLoader worker .*(killed|exited|reset)"),
-    "rank killed": (lambda job: os.kill(job.rank_pids()[1], signal.SIGKILL), 137, r"rank 1 .* is gone"),
-    "rank ended": (lambda job: os.kill(job.rank_pids()[1], signal.SIGTERM), 143, r"rank 1 .* received SIGTERM"),
+    "worker killed": (
+        kill_worker,
+        1,
+        r"rank 1 .* stopped by itself .*DataLoader worker .*(killed|exited|reset)",
+    ),
+    "rank killed": (
+        lambda job: os.kill(job.rank_pids()[1], signal.SIGKILL),
+        137,
+        r"rank 1 .* is gone",
+    ),
+    "rank ended": (
+        lambda job: os.kill(job.rank_pids()[1], signal.SIGTERM),
+        143,
+        r"rank 1 .* received SIGTERM",
+    ),
     "launcher ended": (lambda job: job.process.terminate(), 143, r"received SIGTERM"),
-    "Ctrl-C": (lambda job: os.killpg(job.process.pid, signal.SIGINT), 130, r"received SIGINT"),
+    "Ctrl-C": (
+        lambda job: os.killpg(job.process.pid, signal.SIGINT),
+        130,
+        r"received SIGINT",
+    ),
 }
 """Ways to end a job, with its exit code and what is printed."""
 
@@ -49,7 +68,9 @@ def documents(tmp_path: Path) -> Path:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_job_ends_after_its_last_step(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_ends_after_its_last_step(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORKER_START_METHOD", method)
     shared = shared_memory()
     with launched([*JOB, "--training.steps=2"], tmp_path) as job:
@@ -63,16 +84,27 @@ def test_job_ends_after_its_last_step(method: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("method", "end"),
     # After a rank's SIGKILL torch's spawned workers wait for ever to send what they have loaded.
-    [each for each in product(("fork", "spawn"), ENDS) if each != ("spawn", "rank killed")],
+    [
+        each
+        for each in product(("fork", "spawn"), ENDS)
+        if each != ("spawn", "rank killed")
+    ],
 )
 def test_job_ends_when_something_is_killed(
-    method: str, end: str, tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    end: str,
+    tmp_path: Path,
+    documents: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While workers wait for somebody to take what they have loaded."""
     monkeypatch.setenv("WORKER_START_METHOD", method)
     do, returncode, cause = ENDS[end]
     shared = shared_memory()
-    with launched([*JOB, "--training.steps=100000", f"--training.dataset_path={documents}"], tmp_path) as job:
+    with launched(
+        [*JOB, "--training.steps=100000", f"--training.dataset_path={documents}"],
+        tmp_path,
+    ) as job:
         job.wait_for(r"step: +4 ", START_S)
         assert all(len(job.children_of(pid)) >= 2 for pid in job.rank_pids().values())
         before = len(job.lines)

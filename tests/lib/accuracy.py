@@ -32,7 +32,10 @@ class Error:
 def error_of(result: Tensor, reference: Tensor) -> Error:
     """Where the reference is infinite the result must be, with the same sign; a reference of zeros allows no error."""
     assert result.shape == reference.shape
-    want, got = (x.detach().double().flatten(1) if x.dim() > 1 else x.detach().double() for x in (reference, result))
+    want, got = (
+        x.detach().double().flatten(1) if x.dim() > 1 else x.detach().double()
+        for x in (reference, result)
+    )
     infinite = want.isinf()
     assert torch.equal(got[infinite], want[infinite]), "infinite values differ"
     want, got = (x.masked_fill(infinite, 0) for x in (want, got))
@@ -44,10 +47,15 @@ def error_of(result: Tensor, reference: Tensor) -> Error:
         return Error(math.inf, math.inf)
     rows, want_rows = (x if x.dim() == 1 else x.norm(dim=1) for x in (difference, want))
     eps = torch.finfo(result.dtype).eps
-    return Error(float(rows.norm() / want_rows.norm()) / eps, float(rows.abs().max() / want_rows.abs().max()) / eps)
+    return Error(
+        float(rows.norm() / want_rows.norm()) / eps,
+        float(rows.abs().max() / want_rows.abs().max()) / eps,
+    )
 
 
-def assert_as_exact(result: Tensor, independent: Tensor, reference: Tensor, name: str = "") -> None:
+def assert_as_exact(
+    result: Tensor, independent: Tensor, reference: Tensor, name: str = ""
+) -> None:
     """Asserts that a result errs at most twice as much as an independent computation, or by a few roundings.
 
     Args:

@@ -5,7 +5,13 @@ import dataclasses
 
 import numpy as np
 
-from tests.lib.workloads import GRID, SHAPE, TOKENS_PER_RANK, document_lengths, spanning_layout
+from tests.lib.workloads import (
+    GRID,
+    SHAPE,
+    TOKENS_PER_RANK,
+    document_lengths,
+    spanning_layout,
+)
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout
 from torchtitan_cad.planning.memory import AttentionMemory, attention_memory
 from torchtitan_cad.planning.placement.place import place_and_plan
@@ -17,12 +23,16 @@ LAYOUTS = ("whole documents", "lognormal", "one big", "uniform")
 def make_layout(name: str, num_ranks: int, seed: int, share: int = 1) -> TokenLayout:
     """A layout of a ``share``-th of the tokens of every rank."""
     if name != "whole documents":
-        return spanning_layout(document_lengths(name, num_ranks // share, seed), num_ranks)
+        return spanning_layout(
+            document_lengths(name, num_ranks // share, seed), num_ranks
+        )
     rng, segments, doc = np.random.default_rng(seed), [], 0
     for _ in range(num_ranks):
         left, mine = TOKENS_PER_RANK // share, []
         while left:
-            length = min(left, -(-max(1, int(rng.lognormal(np.log(4096), 1.5))) // GRID) * GRID)
+            length = min(
+                left, -(-max(1, int(rng.lognormal(np.log(4096), 1.5))) // GRID) * GRID
+            )
             mine.append((doc, 0, length))
             doc, left = doc + 1, left - length
         segments.append(mine)
@@ -31,12 +41,22 @@ def make_layout(name: str, num_ranks: int, seed: int, share: int = 1) -> TokenLa
 
 def plans_of(name: str, num_ranks: int, seed: int, nano_batches: int) -> list[Plan]:
     """A plan of every nano-batch, for homes as training chooses them."""
-    layouts = [make_layout(name, num_ranks, seed + 100 * nano, nano_batches) for nano in range(nano_batches)]
+    layouts = [
+        make_layout(name, num_ranks, seed + 100 * nano, nano_batches)
+        for nano in range(nano_batches)
+    ]
     config = PlannerConfig(tolerance=0.02)
     return [place_and_plan(layout, SHAPE, config)[0] for layout in layouts]
 
 
-def measure(name: str, num_ranks: int, seeds: tuple[int, ...], nano_batches: int) -> AttentionMemory:
+def measure(
+    name: str, num_ranks: int, seeds: tuple[int, ...], nano_batches: int
+) -> AttentionMemory:
     """The largest figures of all seeds."""
-    each = [attention_memory(plans_of(name, num_ranks, seed, nano_batches)) for seed in seeds]
-    return AttentionMemory(*(max(sizes) for sizes in zip(*map(dataclasses.astuple, each), strict=True)))
+    each = [
+        attention_memory(plans_of(name, num_ranks, seed, nano_batches))
+        for seed in seeds
+    ]
+    return AttentionMemory(
+        *(max(sizes) for sizes in zip(*map(dataclasses.astuple, each), strict=True))
+    )

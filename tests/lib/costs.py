@@ -12,12 +12,16 @@ from torchtitan_cad.planning import CostModel, ProfileCost, TileAreaCost
 def concave_cost(overhead: float, tiles: int = 2100, tile: int = 128) -> ProfileCost:
     """Every row costs ``overhead`` tiles besides its tiles; the table has rows of up to ``tiles``."""
     rows = range(1, tiles)
-    return ProfileCost(tile, tuple(rows), tuple(round(1000 * (n + overhead)) for n in rows))
+    return ProfileCost(
+        tile, tuple(rows), tuple(round(1000 * (n + overhead)) for n in rows)
+    )
 
 
 def noisy_cost(seed: int, tiles: int = 2100, tile: int = 128) -> ProfileCost:
     """A row never costs less with one tile more; by how much more is lognormal."""
-    steps = 1 + np.random.default_rng(seed).lognormal(7, 1, size=tiles - 1).astype(np.int64)
+    steps = 1 + np.random.default_rng(seed).lognormal(7, 1, size=tiles - 1).astype(
+        np.int64
+    )
     return ProfileCost(tile, tuple(range(1, tiles)), tuple(np.cumsum(steps).tolist()))
 
 
@@ -28,7 +32,9 @@ def cost_of(kind: str, seed: int, tile: int) -> CostModel:
         "tiles": TileAreaCost(tile),
         "concave": concave_cost(seed % 8, tiles, tile),
         "noisy": noisy_cost(seed % 1000, tiles, tile),
-        "profile": ProfileCost(tile, (1, 3, 9), (seed % 9 + 1, seed % 9 + 3, seed % 9 + 9)),
+        "profile": ProfileCost(
+            tile, (1, 3, 9), (seed % 9 + 1, seed % 9 + 3, seed % 9 + 9)
+        ),
     }[kind]
 
 
@@ -38,7 +44,9 @@ def profiles(draw: st.DrawFn) -> ProfileCost:
     tiles = [1, *sorted(draw(st.sets(st.integers(2, 250), max_size=6)))]
     noise = st.floats(0.5, 2.0) if draw(st.booleans()) else st.floats(1e-6, 1e6)
     times = [draw(noise) * (draw(st.sampled_from([0, 5])) + n) * 1e-9 for n in tiles]
-    return ProfileCost.from_times(draw(st.integers(1, 24)), tiles, [Fraction(time) for time in times])
+    return ProfileCost.from_times(
+        draw(st.integers(1, 24)), tiles, [Fraction(time) for time in times]
+    )
 
 
 models: st.SearchStrategy[CostModel] = st.one_of(

@@ -4,7 +4,11 @@
 from torchtitan_cad.planning import AttentionShape, TokenLayout
 
 COUNTED_SHAPE = AttentionShape(4, 2, 16, 2)
-COUNTED_SEGMENTS = [[(0, 0, 96), (1, 0, 40)], [(2, 0, 70), (3, 0, 30)], [(4, 0, 90), (5, 0, 20)]]
+COUNTED_SEGMENTS = [
+    [(0, 0, 96), (1, 0, 40)],
+    [(2, 0, 70), (3, 0, 30)],
+    [(4, 0, 90), (5, 0, 20)],
+]
 # Both ranks serve causal and unmasked tasks, for themselves and for the other one.
 TASKS_OF_TWO = [
     (0, 0, 48, 0, 48, 0),

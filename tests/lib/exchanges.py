@@ -16,7 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import BUFFERS_PER_CALL, Peers, Pending, Route, Routes, Transport, build_transport
+from torchtitan_cad.runtime.transport import (
+    BUFFERS_PER_CALL,
+    Peers,
+    Pending,
+    Route,
+    Routes,
+    Transport,
+    build_transport,
+)
 from torchtitan_cad.runtime.transport.memory import SymmetricMemory
 
 CPU, BUFFER_BYTES = torch.device("cpu"), 2**20
@@ -26,13 +34,20 @@ FORMATS: list[list[tuple[tuple[int, ...], torch.dtype]]] = [
     [((2, 4), torch.float32)],
     [((3, 5), torch.bfloat16), ((3,), torch.float32)],
     [((2, 8), torch.float16), ((2, 8), torch.float16)],
-    [((4, 4), torch.float64), ((4, 4), torch.float64), ((4,), torch.float64), ((4,), torch.float64)],
+    [
+        ((4, 4), torch.float64),
+        ((4, 4), torch.float64),
+        ((4,), torch.float64),
+        ((4,), torch.float64),
+    ],
 ]
 
 
 def random_counts(rng: np.random.Generator, num_ranks: int, most: int) -> np.ndarray:
     """Rows [sender, receiver] of one exchange: none from a rank to itself, many pairs without rows, empty ranks."""
-    counts = rng.integers(0, most + 1, (num_ranks, num_ranks)) * (rng.random((num_ranks, num_ranks)) < 0.6)
+    counts = rng.integers(0, most + 1, (num_ranks, num_ranks)) * (
+        rng.random((num_ranks, num_ranks)) < 0.6
+    )
     np.fill_diagonal(counts, 0)
     if rng.random() < 0.3:
         counts[int(rng.integers(num_ranks))] = 0
@@ -43,13 +58,25 @@ def random_counts(rng: np.random.Generator, num_ranks: int, most: int) -> np.nda
     return counts
 
 
-def make_route(counts: np.ndarray, rank: int, rows: Tensor | None, buffer: int = 0) -> Route:
+def make_route(
+    counts: np.ndarray, rank: int, rows: Tensor | None, buffer: int = 0
+) -> Route:
     before = np.cumsum(counts, axis=0) - counts
     most = int(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
-    return Route("queries", rows, counts[rank].tolist(), counts[:, rank].tolist(), before[rank].tolist(), most, buffer)
+    return Route(
+        "queries",
+        rows,
+        counts[rank].tolist(),
+        counts[:, rank].tolist(),
+        before[rank].tolist(),
+        most,
+        buffer,
+    )
 
 
-def start(transport: Transport, parts: list[Tensor], route: Route, phase: str, call: int) -> Pending:
+def start(
+    transport: Transport, parts: list[Tensor], route: Route, phase: str, call: int
+) -> Pending:
     """Start an exchange of one route."""
     return transport.start([parts], Routes([route]), phase, call)
 
@@ -58,7 +85,10 @@ def make_parts(exchange: int, sender: int, num_rows: int) -> list[Tensor]:
     """A rank's rows in an exchange: known to all, different in every exchange."""
     generator = torch.Generator().manual_seed(1000 * exchange + sender)
     kinds = FORMATS[exchange % len(FORMATS)]
-    return [torch.randn(num_rows, *tail, generator=generator).to(dtype) for tail, dtype in kinds]
+    return [
+        torch.randn(num_rows, *tail, generator=generator).to(dtype)
+        for tail, dtype in kinds
+    ]
 
 
 def chosen_rows(exchange: int, sender: int, num_rows: int) -> Tensor | None:
@@ -69,7 +99,9 @@ def chosen_rows(exchange: int, sender: int, num_rows: int) -> Tensor | None:
     return torch.randint(0, max(1, num_rows), (num_rows,), generator=generator)
 
 
-def assert_received(rows: list[Tensor], counts: np.ndarray, exchange: int, rank: int) -> None:
+def assert_received(
+    rows: list[Tensor], counts: np.ndarray, exchange: int, rank: int
+) -> None:
     at = 0
     for sender in range(len(counts)):
         first, count = int(counts[sender, :rank].sum()), int(counts[sender, rank])
@@ -78,7 +110,9 @@ def assert_received(rows: list[Tensor], counts: np.ndarray, exchange: int, rank:
         for got, part in zip(rows, make_parts(exchange, sender, total), strict=True):
             want = part if chosen is None else part[chosen]
             message = f"exchange {exchange}: rows of rank {sender} at rank {rank}"
-            assert torch.equal(got[at : at + count].cpu(), want[first : first + count]), message
+            assert torch.equal(
+                got[at : at + count].cpu(), want[first : first + count]
+            ), message
         at += count
     assert at == len(rows[0])
 
@@ -115,7 +149,9 @@ def exchange_at_random(
         pause()
         messages = pending.wait()
         for looks in range(2):  # nobody may have overwritten them after a while
-            for (exchange, counts, row_format), message in zip(sent, messages, strict=True):
+            for (exchange, counts, row_format), message in zip(
+                sent, messages, strict=True
+            ):
                 assert_received(row_format.unpack(message), counts, exchange, rank)
             if not looks:
                 pause()
@@ -127,23 +163,43 @@ def exchange_at_random(
                 _, flying, _ = calls.pop(0)
                 while flying:
                     finish(flying)
-            calls.append((transport.begin(), deque(), itertools.cycle(range(BUFFERS_PER_CALL))))
+            calls.append(
+                (transport.begin(), deque(), itertools.cycle(range(BUFFERS_PER_CALL)))
+            )
         call, flying, buffers = calls[int(shared.integers(len(calls)))]
         together = int(shared.integers(1, BUFFERS_PER_CALL + 1))  # messages
         while sum(len(sent) for sent, _ in flying) > BUFFERS_PER_CALL - together:
             finish(flying)
         sent, messages, routes = [], [], []
-        for number in range(exchange * BUFFERS_PER_CALL, exchange * BUFFERS_PER_CALL + together):
-            counts = random_counts(shared, num_ranks, most=3 + 60 * exchange // num_exchanges)
+        for number in range(
+            exchange * BUFFERS_PER_CALL, exchange * BUFFERS_PER_CALL + together
+        ):
+            counts = random_counts(
+                shared, num_ranks, most=3 + 60 * exchange // num_exchanges
+            )
             total = int(counts[rank].sum())
-            messages.append([part.to(device) for part in make_parts(number, rank, total)])
+            messages.append(
+                [part.to(device) for part in make_parts(number, rank, total)]
+            )
             rows = chosen_rows(number, rank, total)
             buffer = next(buffers) if together == 1 else 0
-            routes.append(make_route(counts, rank, None if rows is None else rows.to(device), buffer=buffer))
+            routes.append(
+                make_route(
+                    counts,
+                    rank,
+                    None if rows is None else rows.to(device),
+                    buffer=buffer,
+                )
+            )
             sent.append((number, counts, RowFormat(messages[-1])))
         transport.prepare([Routes(routes)])
         pause()
-        flying.append((sent, transport.start(messages, Routes(routes), f"exchange {exchange}", call)))
+        flying.append(
+            (
+                sent,
+                transport.start(messages, Routes(routes), f"exchange {exchange}", call),
+            )
+        )
         received += sum(route.num_received for route in routes)
     for _, flying, _ in calls:
         while flying:
@@ -151,7 +207,9 @@ def exchange_at_random(
     return received
 
 
-def symmetric(group: dist.ProcessGroup, timeout_s: float = 60.0, **sizes: Any) -> Transport:
+def symmetric(
+    group: dist.ProcessGroup, timeout_s: float = 60.0, **sizes: Any
+) -> Transport:
     """``sizes``: those of ``build_transport``."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return build_transport("symm_mem", group, CPU, **sizes)

@@ -21,7 +21,11 @@ from torchtitan_cad.runtime.kernels import varlen as kernels_varlen
 from torchtitan_cad.runtime.kernels.base import Merged, compute_dtype, row_delta
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
-NAMES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
+NAMES = {
+    2: "flash_attn.flash_attn_interface",
+    3: "flash_attn_interface",
+    4: "flash_attn.cute.interface",
+}
 CAPABILITIES = {2: (8, 0), 3: (9, 0), 4: (10, 0)}
 FORWARD = {
     2: "_flash_attn_varlen_forward: q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale "
@@ -59,7 +63,8 @@ CUDNN_FORWARD = (
     "num_splits? backend?"
 )
 CUDNN_BACKWARD = (
-    "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k is_causal rng_state scale? window_size? backend?"
+    "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k is_causal "
+    "rng_state scale? window_size? backend?"
 )
 CUDNN_BACKEND = 3
 
@@ -75,7 +80,9 @@ class Recorder:
         self.dims: set[tuple[int, int]] = set()
 
     def call(self, given: dict[str, Any]) -> VarlenArgs:
-        cu_q, cu_k = (_find(given, f"cu_seqlens_{x}", f"cum_seq_{x}", f"cu_seq_{x}") for x in "qk")
+        cu_q, cu_k = (
+            _find(given, f"cu_seqlens_{x}", f"cum_seq_{x}", f"cu_seq_{x}") for x in "qk"
+        )
         max_q, max_k = (_find(given, f"max_seqlen_{x}", f"max_{x}") for x in "qk")
         causal = _find(given, "is_causal", "causal")
         assert cu_q.dtype == cu_k.dtype == torch.int32
@@ -83,7 +90,10 @@ class Recorder:
         assert max_q >= int(cu_q.diff().max())
         assert max_k >= int(cu_k.diff().max())
         if "cu_seqlens_q" not in given:  # torch's own
-            left, right = given.get("window_size") or [given["window_size_left"], given["window_size_right"]]
+            left, right = given.get("window_size") or [
+                given["window_size_left"],
+                given["window_size_right"],
+            ]
             assert right == (0 if causal else -1)
         else:
             left = given.get("window_size_left", -1)
@@ -93,33 +103,52 @@ class Recorder:
         self.same_offsets.append(cu_q is cu_k)
         scale = _find(given, "softmax_scale", "scale")
         window = left + 1 if left >= 0 else None
-        return VarlenArgs.from_numpy(cu_q.numpy(), cu_k.numpy(), causal=causal, scale=scale, window=window)
+        return VarlenArgs.from_numpy(
+            cu_q.numpy(), cu_k.numpy(), causal=causal, scale=scale, window=window
+        )
 
 
 def _find(given: dict[str, Any], *names: str) -> Any:
     return next(given[name] for name in names if name in given)
 
 
-def attend(given: dict[str, Any], seen: Recorder, empty_lse: float) -> tuple[Tensor, Tensor]:
+def attend(
+    given: dict[str, Any], seen: Recorder, empty_lse: float
+) -> tuple[Tensor, Tensor]:
     """out and [H, T] log-sum-exp; rows without keys have ``empty_lse``."""
-    q, k, v = (_find(given, *names) for names in (("q", "query"), ("k", "key"), ("v", "value")))
+    q, k, v = (
+        _find(given, *names) for names in (("q", "query"), ("k", "key"), ("v", "value"))
+    )
     seen.dims.add((k.shape[2], v.shape[2]))
     out, lse = CpuKernel().forward(q, k, v, seen.call(given))
     return out, lse.masked_fill(lse == -torch.inf, empty_lse).t().contiguous()
 
 
-def attend_backward(given: dict[str, Any], seen: Recorder, empty_lse: float) -> tuple[Tensor, ...]:
+def attend_backward(
+    given: dict[str, Any], seen: Recorder, empty_lse: float
+) -> tuple[Tensor, ...]:
     """dq, dk, dv in q's dtype."""
-    q, k, v = (_find(given, *names) for names in (("q", "query"), ("k", "key"), ("v", "value")))
-    dout, out, lse = _find(given, "dout", "grad_out"), given["out"], _find(given, "softmax_lse", "logsumexp", "lse")
+    q, k, v = (
+        _find(given, *names) for names in (("q", "query"), ("k", "key"), ("v", "value"))
+    )
+    dout, out, lse = (
+        _find(given, "dout", "grad_out"),
+        given["out"],
+        _find(given, "softmax_lse", "logsumexp", "lse"),
+    )
     assert lse.shape == (q.shape[1], q.shape[0])
     assert lse.dtype == torch.float32
     assert out.shape == dout.shape == (*q.shape[:2], v.shape[2])
     seen.dims.add((k.shape[2], v.shape[2]))
     assert all(x.is_contiguous() for x in (lse, out, dout))
     assert not (torch.isinf(lse) & (lse != empty_lse)).any()
-    merged = Merged(lse.masked_fill(lse == empty_lse, -torch.inf).t(), row_delta(dout, out))
-    return tuple(x.to(q.dtype) for x in CpuKernel().backward(dout, q, k, v, merged, seen.call(given)))
+    merged = Merged(
+        lse.masked_fill(lse == empty_lse, -torch.inf).t(), row_delta(dout, out)
+    )
+    return tuple(
+        x.to(q.dtype)
+        for x in CpuKernel().backward(dout, q, k, v, merged, seen.call(given))
+    )
 
 
 def make_fake(generation: int, seen: Recorder) -> ModuleType:
@@ -156,10 +185,19 @@ def fake_operator(op: torch._ops.OpOverload, seen: Recorder) -> Callable[..., An
         assert all(given[name].is_contiguous() for name in ("query", "key", "value"))
         if "grad_out" in given:
             return attend_backward(given, seen, torch.inf)
-        assert given.get("num_splits") == (1 if kernels_varlen._takes(function, "num_splits") else None)
-        return *attend(given, seen, torch.inf), torch.empty(0), torch.empty(0), torch.empty(0)
+        assert given.get("num_splits") == (
+            1 if kernels_varlen._takes(function, "num_splits") else None
+        )
+        return (
+            *attend(given, seen, torch.inf),
+            torch.empty(0),
+            torch.empty(0),
+            torch.empty(0),
+        )
 
-    function = _function([f"{argument.name}?" for argument in op._schema.arguments], run)
+    function = _function(
+        [f"{argument.name}?" for argument in op._schema.arguments], run
+    )
     function._schema = op._schema  # type: ignore[attr-defined]
     return function
 
@@ -183,11 +221,17 @@ def fake_cudnn(seen: Recorder) -> SimpleNamespace:
     )
 
 
-def _function(parameters: list[str], run: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+def _function(
+    parameters: list[str], run: Callable[[dict[str, Any]], Any]
+) -> Callable[..., Any]:
     """A function of these parameters, which calls ``run`` with the arguments by name."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     made = [
-        inspect.Parameter(name.rstrip("?"), kind, default=None if name.endswith("?") else inspect.Parameter.empty)
+        inspect.Parameter(
+            name.rstrip("?"),
+            kind,
+            default=None if name.endswith("?") else inspect.Parameter.empty,
+        )
         for name in parameters
     ]
     signature = inspect.Signature(made)
@@ -199,7 +243,9 @@ def _function(parameters: list[str], run: Callable[[dict[str, Any]], Any]) -> Ca
     return function
 
 
-FAKES: dict[int, Callable[[Recorder], ModuleType]] = {each: partial(make_fake, each) for each in NAMES}
+FAKES: dict[int, Callable[[Recorder], ModuleType]] = {
+    each: partial(make_fake, each) for each in NAMES
+}
 
 
 def install(
@@ -209,7 +255,9 @@ def install(
     with_cudnn: bool = False,
 ) -> None:
     """Makes ``modules`` the FlashAttention packages of a test, whose device has this capability and maybe cuDNN."""
-    from torch.nn.attention import varlen  # imports triton, before which interpreting must be chosen
+    from torch.nn.attention import (
+        varlen,
+    )  # imports triton, before which interpreting must be chosen
 
     known = {module.__name__: module for module in modules}
     for name in NAMES.values():
@@ -217,7 +265,9 @@ def install(
     if with_cudnn:
         monkeypatch.setattr(varlen, "_CUDNN_ATTENTION_BACKEND", 3, raising=False)
     monkeypatch.setattr(varlen, "_should_use_cudnn", lambda index: with_cudnn)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device=None: capability
+    )
     use_torch(monkeypatch)
 
 
@@ -230,7 +280,9 @@ def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchtitan_cad.runtime.triton.delta", statistics)
 
 
-def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: float) -> tuple[Tensor, Tensor]:
+def prepare_statistics(
+    dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: float
+) -> tuple[Tensor, Tensor]:
     """The sum is put on the largest components of the whole row, where Triton's kernel takes them from its quarters."""
     assert all(x.is_contiguous() for x in (dout, lse, delta))
     dtype = compute_dtype(dout.dtype)
@@ -239,7 +291,11 @@ def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: f
     remaining = delta.to(dtype)
     components = []
     for factor in dout.gather(-1, index).to(dtype).unbind(-1):
-        component = torch.where(factor == 0, 0.0, remaining / factor).clamp(-limit, limit).to(dout.dtype)
+        component = (
+            torch.where(factor == 0, 0.0, remaining / factor)
+            .clamp(-limit, limit)
+            .to(dout.dtype)
+        )
         remaining = remaining - factor * component.to(dtype)
         components.append(component)
     out = torch.zeros_like(dout).scatter_(-1, index, torch.stack(components, -1))

@@ -36,7 +36,12 @@ def shared_memory(num_bytes: int, group: Any) -> CpuMemory:
 
 
 def interpreted_transport(
-    group: Any, buffer_bytes: int, *, timeout_s: float = 30.0, hosts: Sequence[int] | None = None, **options: bool
+    group: Any,
+    buffer_bytes: int,
+    *,
+    timeout_s: float = 30.0,
+    hosts: Sequence[int] | None = None,
+    **options: bool,
 ) -> SymmetricTransport:
     """The transport for devices, over such memory; a global rank is 40 more than that in the group."""
     allocate, far = partial(interpreted_memory, group=group), None
@@ -44,7 +49,9 @@ def interpreted_transport(
     if hosts is not None:
         near = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
         far = FarRanks(rank, near, ranks, transfer_over(group), torch.device("cpu"))
-    return SymmetricTransport(ranks, rank, allocate, lambda: timeout_s, buffer_bytes, far=far, **options)
+    return SymmetricTransport(
+        ranks, rank, allocate, lambda: timeout_s, buffer_bytes, far=far, **options
+    )
 
 
 def interpret(*, everywhere: bool = False) -> None:
@@ -68,7 +75,9 @@ def _round_as_devices_do() -> None:
 
     convert = interpreter._convert_float
 
-    def convert_or_round(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+    def convert_or_round(
+        data: np.ndarray, source: Any, target: Any, mode: Any
+    ) -> np.ndarray:
         if (source, target) == (tl.float32, tl.bfloat16):
             rounded = torch.from_numpy(np.array(data, np.float32)).bfloat16()
             return rounded.view(torch.int16).numpy().view(np.uint16)

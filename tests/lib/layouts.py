@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout
 
-FAMILIES = ("packed", "spanning", "shuffled", "ragged", "short", "giant", "near_balance", "at_tolerance", "empty_ranks")
+FAMILIES = (
+    "packed",
+    "spanning",
+    "shuffled",
+    "ragged",
+    "short",
+    "giant",
+    "near_balance",
+    "at_tolerance",
+    "empty_ranks",
+)
 
 
 @dataclass(frozen=True)
@@ -26,16 +36,29 @@ class Case:
 
     @property
     def config(self) -> PlannerConfig:
-        return PlannerConfig(tolerance=self.tolerance, min_shard=self.min_shard, tile=self.tile)
+        return PlannerConfig(
+            tolerance=self.tolerance, min_shard=self.min_shard, tile=self.tile
+        )
 
     def layout(self) -> TokenLayout:
         rng = np.random.default_rng(self.seed)
-        return TokenLayout.from_segments(_BUILDERS[self.family](rng, self.num_ranks, self.tokens, self.min_shard))
+        return TokenLayout.from_segments(
+            _BUILDERS[self.family](rng, self.num_ranks, self.tokens, self.min_shard)
+        )
 
     def small(self, most_ranks: int, most_tokens: int) -> "Case":
         """The case with so few ranks, and tokens on each, that every token can be looked at."""
-        num_ranks, tokens = min(self.num_ranks, most_ranks), 1 + self.tokens % most_tokens
-        return replace(self, num_ranks=num_ranks, tokens=tokens, min_shard=min(self.min_shard, 16), tile=8)
+        num_ranks, tokens = (
+            min(self.num_ranks, most_ranks),
+            1 + self.tokens % most_tokens,
+        )
+        return replace(
+            self,
+            num_ranks=num_ranks,
+            tokens=tokens,
+            min_shard=min(self.min_shard, 16),
+            tile=8,
+        )
 
 
 def shape_of(heads: tuple[int, int], head_dim: int = 128) -> AttentionShape:
@@ -60,7 +83,9 @@ shapes = st.sampled_from([(32, 8), (64, 8), (8, 8), (1, 1)]).map(shape_of)
 Ranks = list[list[tuple[int, int, int]]]
 
 
-def lengths_summing_to(rng: np.random.Generator, total: int, typical: float, spread: float = 1.3) -> list[int]:
+def lengths_summing_to(
+    rng: np.random.Generator, total: int, typical: float, spread: float = 1.3
+) -> list[int]:
     """Lognormal document lengths with the given sum."""
     lengths: list[int] = []
     while total > 0:
@@ -104,7 +129,9 @@ def _spanning(rng, num_ranks, tokens, min_shard):
 
 def _shuffled(rng, num_ranks, tokens, min_shard):
     """Pieces of documents on random ranks in random order; ids neither dense nor ordered by rank."""
-    lengths = lengths_summing_to(rng, tokens * min(num_ranks, 8), rng.uniform(1, 2 * tokens))
+    lengths = lengths_summing_to(
+        rng, tokens * min(num_ranks, 8), rng.uniform(1, 2 * tokens)
+    )
     ids = rng.choice(10**6, size=len(lengths), replace=False)
     pieces = []
     for doc, length in zip(ids.tolist(), lengths, strict=True):
@@ -120,7 +147,10 @@ def _shuffled(rng, num_ranks, tokens, min_shard):
 def _ragged(rng, num_ranks, tokens, min_shard):
     """Chunks of odd and unequal size."""
     capacity = rng.integers(0, 2 * tokens, size=num_ranks) | 1
-    return contiguous(lengths_summing_to(rng, int(capacity.sum()), rng.uniform(1, tokens)), capacity.tolist())
+    return contiguous(
+        lengths_summing_to(rng, int(capacity.sum()), rng.uniform(1, tokens)),
+        capacity.tolist(),
+    )
 
 
 def _short(rng, num_ranks, tokens, min_shard):
@@ -128,7 +158,9 @@ def _short(rng, num_ranks, tokens, min_shard):
     capacity = (rng.random(num_ranks) ** 3 * min(tokens, 500)).astype(int) + 1
     lengths: list[int] = []
     while sum(lengths) < capacity.sum():
-        lengths.append(int(min(rng.integers(1, max(2, min_shard)), capacity.sum() - sum(lengths))))
+        lengths.append(
+            int(min(rng.integers(1, max(2, min_shard)), capacity.sum() - sum(lengths)))
+        )
     return contiguous(lengths, capacity.tolist())
 
 
@@ -147,7 +179,10 @@ def _near_balance(rng, num_ranks, tokens, min_shard):
     """The same documents everywhere but for a few tokens."""
     lengths = lengths_summing_to(rng, tokens, tokens / 3)
     return [
-        [(rank * 1000 + i, 0, length + int(rng.integers(0, 2))) for i, length in enumerate(lengths)][:1000]
+        [
+            (rank * 1000 + i, 0, length + int(rng.integers(0, 2)))
+            for i, length in enumerate(lengths)
+        ][:1000]
         for rank in range(num_ranks)
     ]
 
@@ -156,9 +191,16 @@ def _at_tolerance(rng, num_ranks, tokens, min_shard):
     """All ranks but one equal, and just below, at or above a tolerance of 0.02, 0.1 or 1 over the mean."""
     length, count = int(rng.integers(1, 2 * min_shard + 2)), int(rng.integers(20, 200))
     excess = rng.choice([0.02, 0.1, 1.0])
-    fewer = max(0, int(count * (num_ranks / (1 + excess) - num_ranks + 1)) + int(rng.integers(-1, 2)))
+    fewer = max(
+        0,
+        int(count * (num_ranks / (1 + excess) - num_ranks + 1))
+        + int(rng.integers(-1, 2)),
+    )
     docs = itertools.count()
-    return [[(next(docs), 0, length) for _ in range(fewer if r == 0 else count)] for r in range(num_ranks)]
+    return [
+        [(next(docs), 0, length) for _ in range(fewer if r == 0 else count)]
+        for r in range(num_ranks)
+    ]
 
 
 def _empty_ranks(rng, num_ranks, tokens, min_shard):
@@ -168,5 +210,15 @@ def _empty_ranks(rng, num_ranks, tokens, min_shard):
     return contiguous(lengths, capacity.tolist())
 
 
-_ALL = (_packed, _spanning, _shuffled, _ragged, _short, _giant, _near_balance, _at_tolerance, _empty_ranks)
+_ALL = (
+    _packed,
+    _spanning,
+    _shuffled,
+    _ragged,
+    _short,
+    _giant,
+    _near_balance,
+    _at_tolerance,
+    _empty_ranks,
+)
 _BUILDERS = {build.__name__[1:]: build for build in _ALL}

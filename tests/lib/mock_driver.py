@@ -25,7 +25,12 @@ class _Utils:
     def unload_module(self, module: object) -> None: ...
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+        return {
+            "max_shared_mem": 227 * 1024,
+            "multiprocessor_count": 132,
+            "warpSize": 32,
+            "max_num_regs": 65536,
+        }
 
 
 class _Launcher:
@@ -33,7 +38,9 @@ class _Launcher:
         self.name = metadata.name
 
     def __call__(self, x: int, y: int, z: int, *arguments: Any) -> None:
-        assert all(0 < size < most for size, most in ((x, 2**31), (y, 2**16), (z, 2**16))), (self.name, x, y, z)
+        assert all(
+            0 < size < most for size, most in ((x, 2**31), (y, 2**16), (z, 2**16))
+        ), (self.name, x, y, z)
         launches[self.name] += 1
 
 

@@ -28,7 +28,9 @@ def missing() -> str | None:
     """Tell why this machine cannot have nodes; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if absent := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
+    if absent := [
+        tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None
+    ]:
         return f"{absent[0]} is not installed (Debian packages iproute2 and util-linux)"
     try:
         with Nodes(2) as nodes:
@@ -63,8 +65,31 @@ class Nodes:
         for node in range(self.count):
             space, port = self._space(node), f"port{node}"
             _run("ip", "netns", "add", space)
-            _run("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", switch)
-            _run("ip", "-n", space, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
+            _run(
+                "ip",
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                space,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                switch,
+            )
+            _run(
+                "ip",
+                "-n",
+                space,
+                "addr",
+                "add",
+                f"{self.address(node)}/24",
+                "dev",
+                "eth0",
+            )
             for each, name in ((space, "lo"), (space, "eth0"), (switch, port)):
                 _run("ip", "-n", each, "link", "set", name, "up")
             _run("ip", "-n", switch, "link", "set", port, "master", "bridge")
@@ -74,12 +99,18 @@ class Nodes:
         for node in range(self.count):
             self.signal(node, signal.SIGKILL)
         for node in (*range(self.count), "switch"):
-            subprocess.run(["ip", "netns", "del", self._space(node)], capture_output=True, check=False)
+            subprocess.run(
+                ["ip", "netns", "del", self._space(node)],
+                capture_output=True,
+                check=False,
+            )
 
     def signal(self, node: int, number: int) -> None:
         """Send a signal to all processes of a node."""
         command = ["ip", "netns", "pids", self._space(node)]
-        for pid in subprocess.run(command, capture_output=True, text=True, check=False).stdout.split():
+        for pid in subprocess.run(
+            command, capture_output=True, text=True, check=False
+        ).stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), number)
 
@@ -91,7 +122,9 @@ class Nodes:
         """Limit what each node sends, None: not at all."""
         for node in range(self.count):
             at = ["ip", "netns", "exec", self._space(node), "tc", "qdisc"]
-            subprocess.run([*at, "del", "dev", "eth0", "root"], capture_output=True, check=False)
+            subprocess.run(
+                [*at, "del", "dev", "eth0", "root"], capture_output=True, check=False
+            )
             if bits_per_second is not None:
                 bucket = f"add dev eth0 root tbf rate {bits_per_second:.0f} burst {BURST_BYTES} latency {LONGEST_QUEUE}"
                 _run(*at, *bucket.split())
@@ -104,15 +137,34 @@ class Nodes:
         """Take back ``cut``."""
         _run("ip", "-n", self._space("switch"), "link", "set", f"port{node}", "up")
 
-    def start(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen:
+    def start(
+        self, node: int, command: Sequence[str], **options: Any
+    ) -> subprocess.Popen:
         """Start a process on a node; ``options`` are those of ``subprocess.Popen``."""
         named = f"hostname node{node} && exec {shlex.join(command)}"
         return subprocess.Popen(
-            ["ip", "netns", "exec", self._space(node), "unshare", "--uts", "sh", "-c", named], **options
+            [
+                "ip",
+                "netns",
+                "exec",
+                self._space(node),
+                "unshare",
+                "--uts",
+                "sh",
+                "-c",
+                named,
+            ],
+            **options,
         )
 
     def torchrun(
-        self, node: int, ranks: int, arguments: Sequence[str], *, core: int | None = None, **options: Any
+        self,
+        node: int,
+        ranks: int,
+        arguments: Sequence[str],
+        *,
+        core: int | None = None,
+        **options: Any,
     ) -> subprocess.Popen:
         """Start ``torchtitan_cad.launch`` on a node, with ``ranks`` ranks a node, all on one ``core`` if it is given.
 
@@ -124,9 +176,18 @@ class Nodes:
             f"--local_addr={self.address(node)}",
             f"--rdzv_conf=is_host={node == 0}",
         ]
-        environment = {**os.environ, **options.pop("env", {}), "GLOO_SOCKET_IFNAME": "eth0"}
+        environment = {
+            **os.environ,
+            **options.pop("env", {}),
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
         on_core = [] if core is None else ["taskset", "--cpu-list", str(core)]
-        return self.start(node, [*on_core, sys.executable, *launcher, *arguments], env=environment, **options)
+        return self.start(
+            node,
+            [*on_core, sys.executable, *launcher, *arguments],
+            env=environment,
+            **options,
+        )
 
     def _space(self, node: int | str) -> str:
         return f"{self._name}-{node}"

@@ -47,10 +47,23 @@ def _wrap() -> None:
 
 def _replace(owner: type, name: str, replacement: Callable[..., Any]) -> None:
     original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(lambda *args, **kwargs: replacement(original, *args, **kwargs)))
+    setattr(
+        owner,
+        name,
+        functools.wraps(original)(
+            lambda *args, **kwargs: replacement(original, *args, **kwargs)
+        ),
+    )
 
 
-def _enter(original: Callable, engine: CoreAttentionEngine, step: str, direction: Any, key: int, *rows: Any) -> int:
+def _enter(
+    original: Callable,
+    engine: CoreAttentionEngine,
+    step: str,
+    direction: Any,
+    key: int,
+    *rows: Any,
+) -> int:
     note(engine, f"{step}_{direction.name}", key)
     return original(engine, step, direction, key, *rows)
 
@@ -73,7 +86,11 @@ def _run(original: Callable, nano_batch: _NanoBatch, name: str, *work: Any) -> A
     engine, key = get_engine(nano_batch.engine), nano_batch.key
     note(engine, f"{name} forward", key)
     results = original(nano_batch, name, *work)
-    last = [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None][-1]
+    last = [
+        x
+        for x in (results if isinstance(results, tuple) else (results,))
+        if x is not None
+    ][-1]
     if last.requires_grad:
         last.register_hook(lambda _: note(engine, f"{name} backward", key))
     return results
@@ -87,7 +104,9 @@ def _exchange(original: Callable, nano_batch: _NanoBatch, *args: Any) -> Any:
         return original(nano_batch, *args)
 
 
-def _launch_or_collect(original: Callable, boundary: Boundary, direction: str, *args: Any) -> Any:
+def _launch_or_collect(
+    original: Callable, boundary: Boundary, direction: str, *args: Any
+) -> Any:
     if not hasattr(boundary, "observed"):
         boundary.observed = _exchanging.get()
     step = "tp_start" if original.__name__ == "launch" else "tp_wait"

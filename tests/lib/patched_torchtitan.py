@@ -14,7 +14,11 @@ def copy_torchtitan(destination: Path, *patches: Path) -> Path:
     assert spec is not None
     assert spec.submodule_search_locations
     installed = Path(spec.submodule_search_locations[0])
-    shutil.copytree(installed, destination / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        installed,
+        destination / "torchtitan",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     for patch in patches:
         apply_patch(destination, patch)
     return destination
@@ -23,4 +27,6 @@ def copy_torchtitan(destination: Path, *patches: Path) -> Path:
 def apply_patch(folder: Path, patch: Path, *options: str) -> None:
     # Inside a repository git would resolve the paths against its root, and skip what it does not find.
     env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    subprocess.run(["git", "apply", "-p1", *options, str(patch)], cwd=folder, env=env, check=True)
+    subprocess.run(
+        ["git", "apply", "-p1", *options, str(patch)], cwd=folder, env=env, check=True
+    )

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from tests.lib.plans import random_plan
 from tests.lib.threaded import run_ranks
 from torchtitan_cad.integration.pingpong.loop import PingPong
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan, validate_plan
+from torchtitan_cad.planning import (
+    AttentionShape,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+    validate_plan,
+)
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels import get_kernel
@@ -32,22 +39,33 @@ class PlainBlock(nn.Module):
     def __init__(self, dim: int, shape: AttentionShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        queries, keys = (
+            shape.num_heads * shape.head_dim,
+            shape.num_kv_heads * shape.head_dim,
+        )
         self.norms = nn.ModuleList([nn.RMSNorm(dim, eps=1e-5) for _ in range(2)])
-        self.wq, self.wk, self.wv = (nn.Linear(dim, width, bias=False) for width in (queries, keys, keys))
+        self.wq, self.wk, self.wv = (
+            nn.Linear(dim, width, bias=False) for width in (queries, keys, keys)
+        )
         self.wo = nn.Linear(queries, dim, bias=False)
         self.w1, self.w3, self.w2 = (
-            nn.Linear(*sizes, bias=False) for sizes in ((dim, 2 * dim), (dim, 2 * dim), (2 * dim, dim))
+            nn.Linear(*sizes, bias=False)
+            for sizes in ((dim, 2 * dim), (dim, 2 * dim), (2 * dim, dim))
         )
 
     @property
     def block(self) -> nn.Module:
         return self
 
-    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, rope: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         assert positions is None
         normed = self.norms[0](x)
-        q, k, v = (w(normed).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(normed).unflatten(-1, (-1, self.head_dim))
+            for w in (self.wq, self.wk, self.wv)
+        )
         q, k = (_rotate(rows, rope) for rows in (q, k))
         return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
 
@@ -91,20 +109,31 @@ class NanoBatchesAndWhole:
         self.dtype, self.microbatches = dtype, microbatches
         blocks = [PlainBlock(dim, shape) for _ in range(3)]
         self.blocks = nn.ModuleList(blocks).to(device, dtype)
-        self.xs = [torch.randn(rows, seq_len, dim).to(device, dtype) for _ in transports]
+        self.xs = [
+            torch.randn(rows, seq_len, dim).to(device, dtype) for _ in transports
+        ]
         rates = 1e4 ** -(torch.arange(shape.head_dim // 2) / (shape.head_dim // 2))
         self.rope = torch.outer(torch.arange(seq_len), rates).to(device)
 
         rng, batch = np.random.default_rng(seed), BatchShape(rows, seq_len, rows)
         row_starts = np.arange(0, rows * seq_len, seq_len)
-        starts = [np.union1d(row_starts, rng.choice(rows * seq_len, 9)) for _ in transports]
+        starts = [
+            np.union1d(row_starts, rng.choice(rows * seq_len, 9)) for _ in transports
+        ]
         nano_batches = nano_layouts(starts, batch, 0, 1, nano_batches=2)
-        plans = [_any_plan(rng, layout, shape) for _ in range(microbatches) for layout in nano_batches]
+        plans = [
+            _any_plan(rng, layout, shape)
+            for _ in range(microbatches)
+            for layout in nano_batches
+        ]
         kernel = get_kernel("auto", device, shape)
         for rank, transport in enumerate(transports):
             (layout,) = nano_layouts(starts[rank : rank + 1], batch, 0, 1, 1)
             whole = make_plan(layout, shape, PlannerConfig(planner="home"))
-            for name, own, place, some in ((WHOLE, None, 0, [whole]), (NANO_BATCHES, transport, rank, plans)):
+            for name, own, place, some in (
+                (WHOLE, None, 0, [whole]),
+                (NANO_BATCHES, transport, rank, plans),
+            ):
                 engine = CoreAttentionEngine(
                     kernel,
                     own,
@@ -118,7 +147,11 @@ class NanoBatchesAndWhole:
                 register_engine(f"{name} {rank}", engine)
 
     def run_nano_batches(
-        self, blocks: nn.ModuleList, backend: str | None = None, rank: int = 0, prepare: Prepare | None = None
+        self,
+        blocks: nn.ModuleList,
+        backend: str | None = None,
+        rank: int = 0,
+        prepare: Prepare | None = None,
     ) -> Callable[..., Tensor]:
         """By the ping-pong loop; ``backend`` compiles its segments, ``prepare`` may change the loop before."""
         views: Any = list(blocks)
@@ -136,7 +169,11 @@ class NanoBatchesAndWhole:
             x = self.xs[rank].to(next(blocks.parameters()).dtype)
             for block in blocks:
                 qkv = block.project(x, self.rope, None)
-                out = core_attention(*(rows.to(self.dtype) for rows in qkv), torch.tensor(0), f"{WHOLE} {rank}")
+                out = core_attention(
+                    *(rows.to(self.dtype) for rows in qkv),
+                    torch.tensor(0),
+                    f"{WHOLE} {rank}",
+                )
                 x = block.finish(x, out.to(x.dtype).view(*x.shape[:2], -1))
             return x
 
@@ -150,7 +187,10 @@ class NanoBatchesAndWhole:
         wider = torch.float64 if self.dtype == torch.float32 else torch.float32
         ranks = range(len(self.xs))
         copies = [[copy.deepcopy(self.blocks) for _ in range(3)] for _ in ranks]
-        halved = [self.run_nano_batches(copies[rank][2], backend, rank, prepare) for rank in ranks]
+        halved = [
+            self.run_nano_batches(copies[rank][2], backend, rank, prepare)
+            for rank in ranks
+        ]
 
         def train(run: Callable[..., Tensor], blocks: nn.ModuleList) -> list[Tensor]:
             outputs = [run(number) for number in range(self.microbatches)]
@@ -161,21 +201,34 @@ class NanoBatchesAndWhole:
         def results_of(rank: int) -> list[Tensor]:
             return train(halved[rank], copies[rank][2])
 
-        results = run_ranks(len(self.xs), results_of) if len(self.xs) > 1 else [results_of(0)]
+        results = (
+            run_ranks(len(self.xs), results_of) if len(self.xs) > 1 else [results_of(0)]
+        )
         for rank, of_rank in enumerate(results):
             exact, whole = copies[rank][0].to(wider), copies[rank][1]
-            others = (train(self.run_whole(blocks, rank), blocks) for blocks in (exact, whole))
+            others = (
+                train(self.run_whole(blocks, rank), blocks) for blocks in (exact, whole)
+            )
             for want, of_whole, of_nano_batches in zip(*others, of_rank, strict=True):
                 assert want.norm() > 0
-                whole_error, error = ((x.to(wider) - want).norm() / want.norm() for x in (of_whole, of_nano_batches))
+                whole_error, error = (
+                    (x.to(wider) - want).norm() / want.norm()
+                    for x in (of_whole, of_nano_batches)
+                )
                 assert error <= 2 * whole_error + 8 * torch.finfo(self.dtype).eps
 
 
-def _any_plan(rng: np.random.Generator, layout: TokenLayout, shape: AttentionShape) -> Plan:
+def _any_plan(
+    rng: np.random.Generator, layout: TokenLayout, shape: AttentionShape
+) -> Plan:
     """Any plan; one of the planner's where some queries are left out."""
     if layout.seg_attends.all():
         plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)
     else:
-        plan = make_plan(layout, shape, PlannerConfig(tolerance=0.0, min_shard=int(rng.choice([1, 4])), tile=1))
+        plan = make_plan(
+            layout,
+            shape,
+            PlannerConfig(tolerance=0.0, min_shard=int(rng.choice([1, 4])), tile=1),
+        )
     validate_plan(plan)
     return plan

@@ -5,13 +5,21 @@ from itertools import pairwise
 
 import numpy as np
 
-from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
+from torchtitan_cad.planning import (
+    TASK_DTYPE,
+    AttentionShape,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+)
 from torchtitan_cad.planning.model.tasks import TaskArray, canonical
 
 TILE = 128
 
 
-def random_layout(rng: np.random.Generator, num_ranks: int, max_length: int = 700) -> TokenLayout:
+def random_layout(
+    rng: np.random.Generator, num_ranks: int, max_length: int = 700
+) -> TokenLayout:
     """Documents of odd lengths dealt to ranks, some cut into runs that live on different ranks; a rank may be empty."""
     ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
     for doc in range(int(rng.integers(1, 2 * num_ranks + 2))):
@@ -25,7 +33,12 @@ def random_layout(rng: np.random.Generator, num_ranks: int, max_length: int = 70
 
 
 def random_plan(
-    rng: np.random.Generator, layout: TokenLayout, shape: AttentionShape, *, aligned: bool, split_kv: bool
+    rng: np.random.Generator,
+    layout: TokenLayout,
+    shape: AttentionShape,
+    *,
+    aligned: bool,
+    split_kv: bool,
 ) -> Plan:
     """Any legal plan: queries cut anywhere (at tiles if ``aligned``), keys too if ``split_kv``, servers at random."""
     tasks = random_tasks(rng, layout, aligned=aligned, split_kv=split_kv)
@@ -33,23 +46,43 @@ def random_plan(
 
 
 def random_tasks(
-    rng: np.random.Generator, layout: TokenLayout, *, aligned: bool = False, split_kv: bool = True
+    rng: np.random.Generator,
+    layout: TokenLayout,
+    *,
+    aligned: bool = False,
+    split_kv: bool = True,
 ) -> TaskArray:
     """The tasks of such a plan."""
     tasks = []
-    for doc, length in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True):
+    for doc, length in zip(
+        layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True
+    ):
         for start, end in _random_ranges(rng, 0, length, aligned):
             parts = _random_ranges(rng, 0, start, aligned) if split_kv and start else []
             # The last part of the prefix may stay with the diagonal.
             diagonal_start = start if parts else 0
             if parts and rng.random() < 0.5:
                 diagonal_start = parts.pop()[0]
-            tasks += [(doc, start, end, a, b, int(rng.integers(layout.num_ranks))) for a, b in parts]
-            tasks.append((doc, start, end, diagonal_start, end, int(rng.integers(layout.num_ranks))))
+            tasks += [
+                (doc, start, end, a, b, int(rng.integers(layout.num_ranks)))
+                for a, b in parts
+            ]
+            tasks.append(
+                (
+                    doc,
+                    start,
+                    end,
+                    diagonal_start,
+                    end,
+                    int(rng.integers(layout.num_ranks)),
+                )
+            )
     return canonical(np.array(tasks, dtype=TASK_DTYPE))
 
 
-def _random_ranges(rng: np.random.Generator, start: int, end: int, aligned: bool) -> list[tuple[int, int]]:
+def _random_ranges(
+    rng: np.random.Generator, start: int, end: int, aligned: bool
+) -> list[tuple[int, int]]:
     cuts = rng.integers(start, end, size=int(rng.integers(0, 4)))
     if aligned:
         cuts = cuts // TILE * TILE

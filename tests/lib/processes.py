@@ -26,7 +26,9 @@ class Failed(Exception):
     """A rank that ended in another way than by returning."""
 
 
-def run_processes(num_ranks: int, body: Callable[..., Any], *args: object, timeout_s: float = 60) -> list[Any]:
+def run_processes(
+    num_ranks: int, body: Callable[..., Any], *args: object, timeout_s: float = 60
+) -> list[Any]:
     """``body(group, *args)`` in every rank: what each returns, or the exception it raises, or its exit code.
 
     Args:
@@ -37,19 +39,27 @@ def run_processes(num_ranks: int, body: Callable[..., Any], *args: object, timeo
     ranks = []
     for rank in range(num_ranks):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_run, args=(rank, num_ranks, store.port, theirs, body, args), daemon=True)
+        process = _CONTEXT.Process(
+            target=_run,
+            args=(rank, num_ranks, store.port, theirs, body, args),
+            daemon=True,
+        )
         process.start()
         theirs.close()
         ranks.append((process, ours))
     try:
-        return _collect([ours for _, ours in ranks], [process for process, _ in ranks], timeout_s)
+        return _collect(
+            [ours for _, ours in ranks], [process for process, _ in ranks], timeout_s
+        )
     finally:
         for process, _ in ranks:
             process.kill()
             process.join()
 
 
-def _collect(pipes: list[Connection], processes: list[Any], timeout_s: float) -> list[Any]:
+def _collect(
+    pipes: list[Connection], processes: list[Any], timeout_s: float
+) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     results: list[Any] = [Failed("still at work")] * len(pipes)
     open_pipes = list(pipes)
@@ -67,21 +77,44 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout_s: float) ->
 
 def values(results: list[Any]) -> list[Any]:
     """The results, if no rank failed."""
-    failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if isinstance(result, Exception)]
+    failures = [
+        f"rank {rank}: {result}"
+        for rank, result in enumerate(results)
+        if isinstance(result, Exception)
+    ]
     assert not failures, "\n".join(failures)
     return results
 
 
-def _run(rank: int, num_ranks: int, port: int, pipe: Connection, body: Callable[..., Any], args: tuple) -> None:
+def _run(
+    rank: int,
+    num_ranks: int,
+    port: int,
+    pipe: Connection,
+    body: Callable[..., Any],
+    args: tuple,
+) -> None:
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("localhost", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=60),
+        )
         result = body(dist.group.WORLD, *args)
         dist.barrier()
     except BaseException as error:
-        result = type(error)(str(error)) if isinstance(error, RuntimeError | ValueError) else Failed()
+        result = (
+            type(error)(str(error))
+            if isinstance(error, RuntimeError | ValueError)
+            else Failed()
+        )
         result.args = (f"{error}\n{traceback.format_exc()}",)
-    pipe.send_bytes(pickle.dumps(result))  # tensors too: sent as such, they would be read from this process
+    pipe.send_bytes(
+        pickle.dumps(result)
+    )  # tensors too: sent as such, they would be read from this process
     pipe.close()
     time.sleep(0.5)  # peers may still be saying why they fail

@@ -26,7 +26,10 @@ def make_profile(
     """A device on which tasks of less than a tile cost a whole one, and tasks below 512 queries a tenth more."""
 
     def grid(rows: Rows) -> tuple[tuple[float, ...], ...]:
-        times = [[-(-q // TILE) * rows(k // TILE) * (1.1 if q < 512 else 1.0) for k in KEYS] for q in QUERIES]
+        times = [
+            [-(-q // TILE) * rows(k // TILE) * (1.1 if q < 512 else 1.0) for k in KEYS]
+            for q in QUERIES
+        ]
         return tuple(map(tuple, times))
 
     return Profile(
@@ -36,7 +39,9 @@ def make_profile(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        dtype=next(name for name, size in DTYPE_BYTES.items() if size == shape.dtype_bytes),
+        dtype=next(
+            name for name, size in DTYPE_BYTES.items() if size == shape.dtype_bytes
+        ),
         tile=TILE,
         q_lengths=QUERIES,
         kv_lengths=KEYS,

@@ -13,8 +13,20 @@ import torch
 from torch import Tensor
 
 from tests.lib.kernels_reference import assert_results_as_exact, dense_in_fp64, offsets
-from tests.lib.threaded import BUFFER_BYTES, needs_linux, run_ranks, symmetric_transports, thread_transports
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from tests.lib.threaded import (
+    BUFFER_BYTES,
+    needs_linux,
+    run_ranks,
+    symmetric_transports,
+    thread_transports,
+)
+from torchtitan_cad.planning import (
+    AttentionShape,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+)
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
@@ -24,7 +36,9 @@ from torchtitan_cad.runtime.replay import TableSizes
 
 CPU = torch.device("cpu")
 TRANSPORTS = pytest.mark.parametrize(
-    "symmetric", [False, pytest.param(True, marks=needs_linux)], ids=["mailboxes", "symmetric"]
+    "symmetric",
+    [False, pytest.param(True, marks=needs_linux)],
+    ids=["mailboxes", "symmetric"],
 )
 SHAPES = {
     "gqa 8:2": AttentionShape(8, 2, 16, 4),
@@ -47,9 +61,18 @@ class Tensors:
 
     @classmethod
     def random(
-        cls, layout: TokenLayout, shape: AttentionShape, dtype: torch.dtype = torch.float32, *, with_dlse: bool = False
+        cls,
+        layout: TokenLayout,
+        shape: AttentionShape,
+        dtype: torch.dtype = torch.float32,
+        *,
+        with_dlse: bool = False,
     ) -> "Tensors":
-        counts, heads, kv_heads = layout.tokens_per_rank.tolist(), shape.num_heads, shape.num_kv_heads
+        counts, heads, kv_heads = (
+            layout.tokens_per_rank.tolist(),
+            shape.num_heads,
+            shape.num_kv_heads,
+        )
 
         def rows(heads: int, dim: int) -> list[Tensor]:
             return [torch.randn(n, heads, dim).to(dtype) for n in counts]
@@ -59,7 +82,9 @@ class Tensors:
         if shape.shared_dim:
             made.shared = rows(1, shape.shared_dim)
         if with_dlse:
-            made.dlse = [torch.randn(n, heads, dtype=compute_dtype(dtype)) for n in counts]
+            made.dlse = [
+                torch.randn(n, heads, dtype=compute_dtype(dtype)) for n in counts
+            ]
         return made
 
     @property
@@ -80,11 +105,21 @@ class Tensors:
         return self.mapped(lambda xs: [x.to(device) for x in xs])
 
 
-def empty_rows(tokens: int, shape: AttentionShape, device: torch.device = CPU) -> tuple[Any, ...]:
+def empty_rows(
+    tokens: int, shape: AttentionShape, device: torch.device = CPU
+) -> tuple[Any, ...]:
     """bf16 q, k, v, dout, and what heads of keys share or None."""
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    sizes = [(heads, shape.head_dim), (kv_heads, shape.key_dim), (kv_heads, shape.out_dim), (heads, shape.out_dim)]
-    rows = [torch.empty(tokens, *size, dtype=torch.bfloat16, device=device) for size in (*sizes, (1, shape.shared_dim))]
+    sizes = [
+        (heads, shape.head_dim),
+        (kv_heads, shape.key_dim),
+        (kv_heads, shape.out_dim),
+        (heads, shape.out_dim),
+    ]
+    rows = [
+        torch.empty(tokens, *size, dtype=torch.bfloat16, device=device)
+        for size in (*sizes, (1, shape.shared_dim))
+    ]
     return *rows[:4], rows[4] if shape.shared_dim else None
 
 
@@ -93,7 +128,9 @@ class SquareKernel(CpuKernel):
 
     squares_only = True
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor]:
         self._require_squares(call)
         return super().forward(q, k, v, call)
 
@@ -146,7 +183,10 @@ def execute(
         )
         engine.add_plan(7, plan)
         engine.add_plan(8, backward or plan)
-        (q, k, v, dout, *dlse), shared = tensors.of_rank(rank), tensors.shared_of_rank(rank)
+        (q, k, v, dout, *dlse), shared = (
+            tensors.of_rank(rank),
+            tensors.shared_of_rank(rank),
+        )
         if not two_rounds:
             saved = Saved(q, k, v, *engine.forward(q, k, v, 7, shared), shared=shared)  # type: ignore[misc]
             return [saved.out, saved.lse, *engine.backward(dout, saved, 8, *dlse)]
@@ -162,7 +202,9 @@ def execute(
     return run_ranks(num_ranks, body)
 
 
-def dense(layout: TokenLayout, tensors: Tensors, window: int | None = None) -> list[list[Tensor]]:
+def dense(
+    layout: TokenLayout, tensors: Tensors, window: int | None = None
+) -> list[list[Tensor]]:
     """The fp64 reference by autograd; same structure as ``execute``."""
     cu, one = offsets(layout.doc_lengths.tolist()), on_one_rank(layout, tensors)
     (q, k, v, dout, *dlse), shared = one.of_rank(0), one.shared_of_rank(0)
@@ -181,17 +223,29 @@ def assert_same_bits(mine: list[list[Tensor]], theirs: list[list[Tensor]]) -> No
 
 
 def assert_ranks_as_exact(
-    results: list[list[Tensor]], undivided: list[list[Tensor]], reference: list[list[Tensor]]
+    results: list[list[Tensor]],
+    undivided: list[list[Tensor]],
+    reference: list[list[Tensor]],
 ) -> None:
     """The results of all ranks together err at most twice as much as undivided attention; layouts as of ``execute``."""
-    joined = (list(map(torch.cat, zip(*ranks, strict=True))) for ranks in (results, undivided, reference))
+    joined = (
+        list(map(torch.cat, zip(*ranks, strict=True)))
+        for ranks in (results, undivided, reference)
+    )
     assert_results_as_exact(*joined)
 
 
 def gathered(layout: TokenLayout) -> TokenLayout:
     """The same documents whole on one rank: what undivided attention is."""
     return TokenLayout.from_segments(
-        [[(d, 0, n) for d, n in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True)]]
+        [
+            [
+                (d, 0, n)
+                for d, n in zip(
+                    layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True
+                )
+            ]
+        ]
     )
 
 
@@ -200,10 +254,17 @@ def on_one_rank(layout: TokenLayout, tensors: Tensors) -> Tensors:
     return tensors.mapped(lambda xs: [torch.cat(xs)[order]])
 
 
-def undivided(layout: TokenLayout, shape: AttentionShape, tensors: Tensors) -> list[list[Tensor]]:
+def undivided(
+    layout: TokenLayout, shape: AttentionShape, tensors: Tensors
+) -> list[list[Tensor]]:
     """The same kernel over whole documents on one rank, in the layout of ``execute``."""
     one = on_one_rank(layout, tensors)
-    return by_rank(layout, execute(make_plan(gathered(layout), shape, PlannerConfig(planner="home")), one)[0])
+    return by_rank(
+        layout,
+        execute(make_plan(gathered(layout), shape, PlannerConfig(planner="home")), one)[
+            0
+        ],
+    )
 
 
 def by_rank(layout: TokenLayout, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -212,7 +273,10 @@ def by_rank(layout: TokenLayout, tensors: Sequence[Tensor]) -> list[list[Tensor]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order))
     sizes = layout.tokens_per_rank.tolist()
-    return [list(parts) for parts in zip(*(x[back].split(sizes) for x in tensors), strict=True)]
+    return [
+        list(parts)
+        for parts in zip(*(x[back].split(sizes) for x in tensors), strict=True)
+    ]
 
 
 def layout_order(layout: TokenLayout) -> Tensor:

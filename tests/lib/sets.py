@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs the package triton"
+)
 matrix = pytest.mark.matrix
 """For what the short set leaves out."""
 
@@ -16,7 +18,11 @@ CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 every_config = pytest.mark.parametrize(
     "config",
     [
-        pytest.param(path, id=path.stem, marks=matrix if path.stem == "llama3_8b" else pytest.mark.slow)
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=matrix if path.stem == "llama3_8b" else pytest.mark.slow,
+        )
         for path in sorted(CONFIGS.iterdir())
     ],
 )
@@ -24,7 +30,9 @@ every_config = pytest.mark.parametrize(
 
 def params(values: Iterable[Any], short: Collection[Any]) -> list[Any]:
     """The values as parameters; those that are not in ``short`` belong to the matrix."""
-    return [pytest.param(value, marks=() if value in short else matrix) for value in values]
+    return [
+        pytest.param(value, marks=() if value in short else matrix) for value in values
+    ]
 
 
 def seeds(short: int, whole: int) -> list[Any]:

@@ -24,10 +24,14 @@ class Tape(TorchDispatchMode):
         self._entries: list[tuple[str, Any, tuple, dict, Any]] = []
         self._inside = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         return self.run("", func, *args, **(kwargs or {}))
 
-    def run(self, name: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, name: str, operation: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Runs an operation and records it as one, whatever it consists of; torch's own operators have no ``name``."""
         if self._inside:
             return operation(*args, **kwargs)
@@ -45,21 +49,39 @@ class Tape(TorchDispatchMode):
         no element. Reading a number to the host is not, either.
         """
         return Counter(
-            name or op.overloadpacket.__name__ for name, op, *rest in self._entries if name or _works(op, *rest)
+            name or op.overloadpacket.__name__
+            for name, op, *rest in self._entries
+            if name or _works(op, *rest)
         )
 
     def numbers_read(self) -> list[Tensor]:
         """Tensors of which the host has read a number, which waits for the device unless they lie in host memory."""
-        return [args[0] for name, op, args, *_ in self._entries if not name and op.overloadpacket.__name__ == READ]
+        return [
+            args[0]
+            for name, op, args, *_ in self._entries
+            if not name and op.overloadpacket.__name__ == READ
+        ]
 
     def replay(self) -> None:
         for _, operation, args, kwargs, recorded in self._entries:
             result = operation(*args, **kwargs)
-            given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-            for old, new in zip(tree_leaves(recorded), tree_leaves(result), strict=True):
-                if isinstance(new, Tensor) and _memory(new) not in given and new.numel():
+            given = {
+                _memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+            }
+            for old, new in zip(
+                tree_leaves(recorded), tree_leaves(result), strict=True
+            ):
+                if (
+                    isinstance(new, Tensor)
+                    and _memory(new) not in given
+                    and new.numel()
+                ):
                     is_garbage = "empty" in str(operation)
-                    old.copy_(full_like(new, 1 if new.dtype == uint8 else -7777) if is_garbage else new)
+                    old.copy_(
+                        full_like(new, 1 if new.dtype == uint8 else -7777)
+                        if is_garbage
+                        else new
+                    )
 
 
 def _works(op: Any, args: tuple, kwargs: dict, result: Any) -> bool:

@@ -26,7 +26,9 @@ T = TypeVar("T")
 TIMEOUT_S = 60
 BUFFER_BYTES = 2**22
 
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="symmetric memory of CPU ranks needs Linux")
+needs_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="symmetric memory of CPU ranks needs Linux"
+)
 
 
 class ThreadTransport:
@@ -42,7 +44,12 @@ class ThreadTransport:
         max_delay_s: float = 0.0,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        self.rank, self.mailboxes, self.max_delay_s, self.buffer_bytes = rank, mailboxes, max_delay_s, buffer_bytes
+        self.rank, self.mailboxes, self.max_delay_s, self.buffer_bytes = (
+            rank,
+            mailboxes,
+            max_delay_s,
+            buffer_bytes,
+        )
         self.num_ranks = int(len(mailboxes) ** 0.5)
         self.sent: Counter[str] = Counter()
         """bytes: by direction, the first word of a phase"""
@@ -53,7 +60,13 @@ class ThreadTransport:
     def begin(self) -> int:
         return 0
 
-    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "_ThreadPending":
+    def start(
+        self,
+        messages: Sequence[Sequence[Tensor]],
+        routes: Routes,
+        phase: str,
+        call: int,
+    ) -> "_ThreadPending":
         for parts, route in zip(messages, routes, strict=True):
             message = RowFormat(parts).pack(parts, route.rows)
             assert message.shape[0] == sum(route.send_counts)
@@ -71,16 +84,25 @@ class _ThreadPending:
 
     def wait(self) -> list[Tensor]:
         # With a row more, as they would lie in a receive buffer.
-        buffers = [torch.nn.functional.pad(self._receive(route.recv_counts), (0, 0, 0, 1)) for route in self.routes]
+        buffers = [
+            torch.nn.functional.pad(self._receive(route.recv_counts), (0, 0, 0, 1))
+            for route in self.routes
+        ]
         self.rows = [buffer[:-1] for buffer in buffers]
         return self.rows
 
     def _receive(self, counts: list[int]) -> Tensor:
         received = []
         for peer, count in enumerate(counts):
-            phase, rows = self.transport.mailboxes[peer, self.transport.rank].get(timeout=TIMEOUT_S)
-            assert phase == self.phase, f"rank {peer} is in '{phase}', rank {self.transport.rank} in '{self.phase}'"
-            assert rows.shape[0] == count, f"{phase}: rank {peer} sent {rows.shape[0]} rows, expected {count}"
+            phase, rows = self.transport.mailboxes[peer, self.transport.rank].get(
+                timeout=TIMEOUT_S
+            )
+            assert phase == self.phase, (
+                f"rank {peer} is in '{phase}', rank {self.transport.rank} in '{self.phase}'"
+            )
+            assert rows.shape[0] == count, (
+                f"{phase}: rank {peer} sent {rows.shape[0]} rows, expected {count}"
+            )
             received.append(rows)
         return torch.cat(received)
 
@@ -95,7 +117,10 @@ def thread_transports(
     mailboxes: dict[tuple[int, int], queue.Queue] = {
         (a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)
     }
-    return [ThreadTransport(rank, mailboxes, max_delay_s, buffer_bytes) for rank in range(num_ranks)]
+    return [
+        ThreadTransport(rank, mailboxes, max_delay_s, buffer_bytes)
+        for rank in range(num_ranks)
+    ]
 
 
 class ThreadRounds:
@@ -110,12 +135,18 @@ class ThreadRounds:
     def exchange(self, rank: int, own: Tensor) -> list[Tensor]:
         """The allocations of all ranks, in which each takes part with its own."""
         with self._changed:
-            buffers = self._rounds.setdefault(self._calls[rank], [torch.empty(0)] * self.num_ranks)
+            buffers = self._rounds.setdefault(
+                self._calls[rank], [torch.empty(0)] * self.num_ranks
+            )
             self._calls[rank] += 1
             buffers[rank] = own
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: all(len(buffer) for buffer in buffers), TIMEOUT_S)
-        assert len({len(buffer) for buffer in buffers}) == 1, "ranks allocate different sizes"
+            assert self._changed.wait_for(
+                lambda: all(len(buffer) for buffer in buffers), TIMEOUT_S
+            )
+        assert len({len(buffer) for buffer in buffers}) == 1, (
+            "ranks allocate different sizes"
+        )
         return buffers
 
 
@@ -128,7 +159,11 @@ class ThreadAllocations(ThreadRounds):
 
     def allocate(self, rank: int, num_bytes: int) -> CpuMemory:
         buffers = self.exchange(rank, torch.zeros(num_bytes, dtype=torch.uint8))
-        near = {peer: buffer for peer, buffer in enumerate(buffers) if self._hosts[peer] == self._hosts[rank]}
+        near = {
+            peer: buffer
+            for peer, buffer in enumerate(buffers)
+            if self._hosts[peer] == self._hosts[rank]
+        }
         return CpuMemory(near, rank)
 
 
@@ -153,13 +188,23 @@ class ThreadMessages:
         self._started: dict[tuple[int, int, int, bool], tuple[Tensor, ThreadWork]] = {}
         """By sender, receiver, tag, and whether it is the receive."""
 
-    def transfer(self, rank: int, sent: Sequence[Part], received: Sequence[Part]) -> Works:
+    def transfer(
+        self, rank: int, sent: Sequence[Part], received: Sequence[Part]
+    ) -> Works:
         """The transfer of one rank."""
-        receives = [(part.peer, self._start(part.peer, rank, part, receives=True)) for part in received]
-        sends = [(part.peer, self._start(rank, part.peer, part, receives=False)) for part in sent]
+        receives = [
+            (part.peer, self._start(part.peer, rank, part, receives=True))
+            for part in received
+        ]
+        sends = [
+            (part.peer, self._start(rank, part.peer, part, receives=False))
+            for part in sent
+        ]
         return Works(sends, receives)
 
-    def _start(self, sender: int, receiver: int, part: Part, *, receives: bool) -> ThreadWork:
+    def _start(
+        self, sender: int, receiver: int, part: Part, *, receives: bool
+    ) -> ThreadWork:
         work, message = ThreadWork(), (sender, receiver, part.tag)
         with self._lock:
             assert (*message, receives) not in self._started
@@ -183,15 +228,26 @@ def transports_over(
 
     def make(rank: int) -> SymmetricTransport:
         allocate = partial(allocations.allocate, rank)
-        return SymmetricTransport(range(num_ranks), rank, allocate, lambda: TIMEOUT_S, buffer_bytes, far=far_of(rank))
+        return SymmetricTransport(
+            range(num_ranks),
+            rank,
+            allocate,
+            lambda: TIMEOUT_S,
+            buffer_bytes,
+            far=far_of(rank),
+        )
 
     return run_ranks(num_ranks, make)
 
 
-def far_ranks(messages: Any, hosts: Sequence[int], rank: int, device: torch.device) -> FarRanks:
+def far_ranks(
+    messages: Any, hosts: Sequence[int], rank: int, device: torch.device
+) -> FarRanks:
     """The far peers of a rank, given the number of every rank's host."""
     near = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
-    return FarRanks(rank, near, range(len(hosts)), partial(messages.transfer, rank), device)
+    return FarRanks(
+        rank, near, range(len(hosts)), partial(messages.transfer, rank), device
+    )
 
 
 def symmetric_transports(
@@ -201,7 +257,11 @@ def symmetric_transports(
     allocations, messages = ThreadAllocations(num_ranks, hosts), ThreadMessages()
 
     def far_of(rank: int) -> FarRanks | None:
-        return None if hosts is None else far_ranks(messages, hosts, rank, torch.device("cpu"))
+        return (
+            None
+            if hosts is None
+            else far_ranks(messages, hosts, rank, torch.device("cpu"))
+        )
 
     return transports_over(allocations, num_ranks, buffer_bytes, far_of)
 
@@ -211,7 +271,9 @@ def run_ranks(num_ranks: int, body: Callable[[int], T]) -> list[T]:
     barrier = threading.Barrier(num_ranks)
 
     def start(rank: int) -> T:
-        torch.set_num_threads(1)  # of this thread: pools that spin for each other stall where cores are few
+        torch.set_num_threads(
+            1
+        )  # of this thread: pools that spin for each other stall where cores are few
         barrier.wait(TIMEOUT_S)
         return body(rank)
 

@@ -3,7 +3,13 @@
 
 import numpy as np
 
-from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout
+from torchtitan_cad.planning import (
+    TASK_DTYPE,
+    AttentionShape,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+)
 
 
 def two_rank_plan(tokens: int, shape: AttentionShape) -> Plan:
@@ -11,8 +17,12 @@ def two_rank_plan(tokens: int, shape: AttentionShape) -> Plan:
     against a part of their keys; rank 0 serves one of the short ones. ``tokens`` is a multiple of 8.
     """
     half, most, short = tokens // 2, tokens // 4 * 3, tokens // 8
-    layout = TokenLayout.from_segments([[(0, 0, tokens)], [(doc, 0, short) for doc in range(1, 9)]])
+    layout = TokenLayout.from_segments(
+        [[(0, 0, tokens)], [(doc, 0, short) for doc in range(1, 9)]]
+    )
     tasks = [(0, 0, half, 0, half, 0), (0, half, most, 0, most, 1)]
     tasks += [(0, most, tokens, 0, half, 1), (0, most, tokens, half, tokens, 0)]
     tasks += [(doc, 0, short, 0, short, 0 if doc == 1 else 1) for doc in range(1, 9)]
-    return Plan.from_tasks(layout, shape, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
+    return Plan.from_tasks(
+        layout, shape, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE)
+    )

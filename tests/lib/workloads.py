@@ -23,7 +23,9 @@ def known_workloads(workloads: tuple[str, ...], pretrain: Path | None) -> list[s
     return [name for name in workloads if pretrain or not name.startswith("pretrain")]
 
 
-def document_lengths(workload: str, num_ranks: int, seed: int, pretrain: Path | None = None) -> list[int]:
+def document_lengths(
+    workload: str, num_ranks: int, seed: int, pretrain: Path | None = None
+) -> list[int]:
     """Lengths in tokens that add up to ``num_ranks * TOKENS_PER_RANK``.
 
     Lengths are drawn one at a time until the tokens are used up, each rounded up to a multiple of GRID and capped at
@@ -49,7 +51,9 @@ def document_lengths(workload: str, num_ranks: int, seed: int, pretrain: Path | 
     return lengths
 
 
-def _draw(workload: str, rng: np.random.Generator, pretrain: Path | None) -> Callable[[], float]:
+def _draw(
+    workload: str, rng: np.random.Generator, pretrain: Path | None
+) -> Callable[[], float]:
     match workload:
         case "lognormal":
             return lambda: rng.lognormal(np.log(4096), 1.5)
@@ -59,17 +63,25 @@ def _draw(workload: str, rng: np.random.Generator, pretrain: Path | None) -> Cal
             return lambda: rng.integers(128, 65_536)
         case "pretrain" | "pretrain x4":
             if pretrain is None:
-                raise ValueError(f"workload {workload!r} needs a file of document lengths: set --pretrain")
+                raise ValueError(
+                    f"workload {workload!r} needs a file of document lengths: set --pretrain"
+                )
             known = np.array(json.loads(pretrain.read_text()), dtype=np.int64)
             factor = 4 if workload == "pretrain x4" else 1
             return lambda: factor * rng.choice(known)
         case _:
-            raise ValueError(f"workload {workload!r}: choose one of {', '.join(WORKLOADS)}")
+            raise ValueError(
+                f"workload {workload!r}: choose one of {', '.join(WORKLOADS)}"
+            )
 
 
-def workload_layout(workload: str, num_ranks: int, seed: int, pretrain: Path | None = None) -> TokenLayout:
+def workload_layout(
+    workload: str, num_ranks: int, seed: int, pretrain: Path | None = None
+) -> TokenLayout:
     """A workload's documents laid end to end over the ranks; errors as in ``document_lengths``."""
-    return spanning_layout(document_lengths(workload, num_ranks, seed, pretrain), num_ranks)
+    return spanning_layout(
+        document_lengths(workload, num_ranks, seed, pretrain), num_ranks
+    )
 
 
 def spanning_layout(lengths: list[int], num_ranks: int) -> TokenLayout:
@@ -78,7 +90,9 @@ def spanning_layout(lengths: list[int], num_ranks: int) -> TokenLayout:
     starts = ends - lengths
     room = -(-int(ends[-1]) // num_ranks)
     segments: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
-    for doc, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+    for doc, (start, end) in enumerate(
+        zip(starts.tolist(), ends.tolist(), strict=True)
+    ):
         for rank in range(start // room, -(-end // room)):
             a, b = max(start, rank * room), min(end, (rank + 1) * room)
             segments[rank].append((doc, a - start, b - a))

@@ -13,7 +13,9 @@ from tests.lib.jobs.launched import CONFIG, SMALL
 from tests.lib.jobs.on_nodes import NodesJob
 from tests.lib.network import Nodes, missing
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no nodes on this machine: {missing()}")
+pytestmark = pytest.mark.skipif(
+    missing() is not None, reason=f"no nodes on this machine: {missing()}"
+)
 
 PP = "--parallelism.pipeline_parallel_degree=2"
 NEAR_AND_FAR = "--cad.transport=symm_mem"
@@ -25,14 +27,38 @@ COMPOSITIONS: dict[str, tuple[int, int, list[str]]] = {
     "pp": (2, 1, [PP, "--parallelism.pipeline_parallel_schedule=1F1B"]),
     "ticks": (2, 1, [PP, "--parallelism.pipeline_parallel_schedule=CAD1F1B"]),
     "tp in nodes": (2, 2, ["--parallelism.tensor_parallel_degree=2"]),
-    "two ranks a node": (2, 2, ["--cad.ranks_per_node=2", "--cad.nano_batches=2", "--cad.placement=auto"]),
+    "two ranks a node": (
+        2,
+        2,
+        ["--cad.ranks_per_node=2", "--cad.nano_batches=2", "--cad.placement=auto"],
+    ),
     "four nodes": (4, 1, ["--cad.placement=balanced"]),
     "memory and messages": (2, 2, [NEAR_AND_FAR, "--cad.placement=auto"]),
-    "memory and messages, halves": (2, 2, [NEAR_AND_FAR, "--cad.nano_batches=2", "--cad.backward=keep"]),
-    "memory and messages, chunks": (2, 2, [NEAR_AND_FAR, "--cad.receive_buffer_gb=2e-4", "--cad.ranks_per_node=2"]),
-    "memory and messages, cp": (2, 2, [NEAR_AND_FAR, "--parallelism.context_parallel_degree=4"]),
-    "memory and messages, pp": (2, 2, [NEAR_AND_FAR, PP, "--parallelism.pipeline_parallel_schedule=1F1B"]),
-    "memory and messages, ticks": (2, 2, [NEAR_AND_FAR, PP, "--parallelism.pipeline_parallel_schedule=CAD1F1B"]),
+    "memory and messages, halves": (
+        2,
+        2,
+        [NEAR_AND_FAR, "--cad.nano_batches=2", "--cad.backward=keep"],
+    ),
+    "memory and messages, chunks": (
+        2,
+        2,
+        [NEAR_AND_FAR, "--cad.receive_buffer_gb=2e-4", "--cad.ranks_per_node=2"],
+    ),
+    "memory and messages, cp": (
+        2,
+        2,
+        [NEAR_AND_FAR, "--parallelism.context_parallel_degree=4"],
+    ),
+    "memory and messages, pp": (
+        2,
+        2,
+        [NEAR_AND_FAR, PP, "--parallelism.pipeline_parallel_schedule=1F1B"],
+    ),
+    "memory and messages, ticks": (
+        2,
+        2,
+        [NEAR_AND_FAR, PP, "--parallelism.pipeline_parallel_schedule=CAD1F1B"],
+    ),
     "messages": (4, 1, [NEAR_AND_FAR]),
 }
 """Nodes, ranks on each, and options."""
@@ -51,9 +77,13 @@ def train(nodes: int, ranks: int, args: Sequence[str], folder: Path) -> list[flo
         network.limit(1e9)
         spread = NodesJob(network, ranks, args, folder)
         assert spread.finish(TIMEOUT_S) == [0] * nodes, spread.text
-        is_far = "--parallelism.pipeline_parallel_schedule=1F1B" not in args  # a stage lies inside a host
+        is_far = (
+            "--parallelism.pipeline_parallel_schedule=1F1B" not in args
+        )  # a stage lies inside a host
         assert ("MB between hosts" in spread.text) == is_far
-        by_messages = f"CAD exchanges rows by symm_mem inside {nodes} hosts, gloo between them"
+        by_messages = (
+            f"CAD exchanges rows by symm_mem inside {nodes} hosts, gloo between them"
+        )
         assert (by_messages in spread.text) == (is_far and NEAR_AND_FAR in args)
     return spread.losses
 
@@ -73,7 +103,11 @@ def test_nodes_train_like_one_machine(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_a_checkpoint_of_two_nodes_resumes_on_four(tmp_path: Path) -> None:
     """The data-parallel degree stays, so that every loader finds its state."""
-    save = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last-save-model-only"]
+    save = [
+        "--checkpoint.enable",
+        "--checkpoint.interval=2",
+        "--checkpoint.no-last-save-model-only",
+    ]
     half, whole = ([f"--training.steps={steps}", *save] for steps in (2, 4))
     expected = on_one_machine(4, ["--training.steps=4"])
     train(2, 2, half, tmp_path)
@@ -104,7 +138,9 @@ FAULTS = {
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", ["--cad.transport=collective", NEAR_AND_FAR])
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_node_names_the_other_in_time_and_ends(name: str, transport: str, tmp_path: Path) -> None:
+def test_every_node_names_the_other_in_time_and_ends(
+    name: str, transport: str, tmp_path: Path
+) -> None:
     """The last checkpoint resumes afterwards."""
     happen, speakers = FAULTS[name]
     saving = ["--checkpoint.enable", "--checkpoint.interval=3"]
@@ -115,12 +151,17 @@ def test_every_node_names_the_other_in_time_and_ends(name: str, transport: str, 
         begin = time.monotonic()
         happen(nodes)
         for node in speakers:
-            seconds, line = job.wait_for(node, f"(?=.*{OTHER[node]})(?=.*({STORE}))", LINE_S, begin)
+            seconds, line = job.wait_for(
+                node, f"(?=.*{OTHER[node]})(?=.*({STORE}))", LINE_S, begin
+            )
             print(f"node{node} after {seconds:.1f} s: {line}")
         for node in speakers:
             assert job.processes[node].wait(STEP_TIMEOUT_S + 130) != 0
             seconds, line = job.wait_for(
-                node, f"error: rank {node} stopped at step .*{OTHER[node]}|{NO_RENDEZVOUS}", 5, begin
+                node,
+                f"error: rank {node} stopped at step .*{OTHER[node]}|{NO_RENDEZVOUS}",
+                5,
+                begin,
             )
             print(f"node{node} after {seconds:.1f} s: {line}")
         assert "Traceback" not in job.text
@@ -154,5 +195,10 @@ def test_a_link_at_one_percent_is_said_on_every_node(tmp_path: Path) -> None:
         begin = time.monotonic()
         nodes.limit(1e7)
         for node in range(2):
-            seconds, line = job.wait_for(node, f"where steps took at most .*{OTHER[node]}.*({STORE})", LINE_S, begin)
+            seconds, line = job.wait_for(
+                node,
+                f"where steps took at most .*{OTHER[node]}.*({STORE})",
+                LINE_S,
+                begin,
+            )
             print(f"node{node} after {seconds:.1f} s: {line}")

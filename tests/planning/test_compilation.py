@@ -45,11 +45,23 @@ def test_nothing_compiles_after_warm_up():
     # Placement's and the greedy planner's are loaded where they are first used.
     assert {len(entry.signatures) for entry in jit.entry_points()} <= {0, 1}
     place_and_plan(Case("spanning", 6, 2000, 128, 0.02, 128, 0).layout(), LLAMA)
-    make_plan(Case("spanning", 6, 2000, 128, 0.02, 128, 0).layout(), LLAMA, PlannerConfig(planner="greedy"))
+    make_plan(
+        Case("spanning", 6, 2000, 128, 0.02, 128, 0).layout(),
+        LLAMA,
+        PlannerConfig(planner="greedy"),
+    )
     before = [list(entry.signatures) for entry in jit.entry_points()]
     for seed, family in enumerate(FAMILIES):
         for number, options in enumerate(OPTIONS):
-            case = Case(family, 6, (60, 2000)[seed % 2], (128, 1, 100)[number % 3], 0.02, (128, 64)[seed % 2], seed)
+            case = Case(
+                family,
+                6,
+                (60, 2000)[seed % 2],
+                (128, 1, 100)[number % 3],
+                0.02,
+                (128, 64)[seed % 2],
+                seed,
+            )
             config = dataclasses.replace(case.config, **options)
             cost = concave_cost(3.0) if number % 3 == 0 and seed % 3 == 0 else None
             make_plan(case.layout(), LLAMA, config, cost).exchange(number % 6)
@@ -78,22 +90,50 @@ for planner in ("{planners}".split()):
 @pytest.mark.parametrize(
     ("error", "environment", "reason"),
     [
-        ("ImportError('newer numpy')", {}, "numba cannot be imported (ImportError: newer numpy)"),
-        ("SystemError('newer numpy')", {}, "numba cannot be imported (SystemError: newer numpy)"),
+        (
+            "ImportError('newer numpy')",
+            {},
+            "numba cannot be imported (ImportError: newer numpy)",
+        ),
+        (
+            "SystemError('newer numpy')",
+            {},
+            "numba cannot be imported (SystemError: newer numpy)",
+        ),
         ("", {"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT is set"),
     ],
 )
-def test_python_makes_the_same_plans_without_numba(error: str, environment: dict[str, str], reason: str):
+def test_python_makes_the_same_plans_without_numba(
+    error: str, environment: dict[str, str], reason: str
+):
     planners = "local_search", "greedy"
-    segments = [[(0, 0, 5000)], [(0, 5000, 1000), (1, 0, 300), (2, 0, 3700)], [(3, 0, 2048)], []]
-    code = PLAN_IN_PYTHON.format(refused=bool(error), error=error, segments=segments, planners=" ".join(planners))
+    segments = [
+        [(0, 0, 5000)],
+        [(0, 5000, 1000), (1, 0, 300), (2, 0, 3700)],
+        [(3, 0, 2048)],
+        [],
+    ]
+    code = PLAN_IN_PYTHON.format(
+        refused=bool(error), error=error, segments=segments, planners=" ".join(planners)
+    )
     command = [sys.executable, "-c", code]
-    slow = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
+    slow = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
     assert slow.returncode == 0, slow.stderr
     layout = TokenLayout.from_segments(segments)
-    plans = [make_plan(layout, AttentionShape(8, 2, 64, 2), PlannerConfig(planner=planner)) for planner in planners]
+    plans = [
+        make_plan(layout, AttentionShape(8, 2, 64, 2), PlannerConfig(planner=planner))
+        for planner in planners
+    ]
     assert all(plan.moves_rows for plan in plans)
-    assert slow.stdout.split() == [word for plan in plans for word in (plan.fingerprint(), "True")]
+    assert slow.stdout.split() == [
+        word for plan in plans for word in (plan.fingerprint(), "True")
+    ]
     (warning,) = slow.stderr.splitlines()
     assert warning == f"planning is slow: Python runs it, as {reason}"
 
@@ -125,16 +165,29 @@ def test_one_compiles_while_others_wait(folder):
     def compile_all() -> None:
         ran.append(1)
         deadline = time.monotonic() + 30
-        while len(lines) < 4 and time.monotonic() < deadline:  # the others have said that they wait
+        while (
+            len(lines) < 4 and time.monotonic() < deadline
+        ):  # the others have said that they wait
             time.sleep(0.01)
 
-    threads = [threading.Thread(target=compile_once.compile_once, args=(compile_all, lines.append)) for _ in range(4)]
+    threads = [
+        threading.Thread(
+            target=compile_once.compile_once, args=(compile_all, lines.append)
+        )
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
     assert ran == [1]
-    assert sorted(line.split()[0] for line in lines) == ["compiled", "compiling", "waiting", "waiting", "waiting"]
+    assert sorted(line.split()[0] for line in lines) == [
+        "compiled",
+        "compiling",
+        "waiting",
+        "waiting",
+        "waiting",
+    ]
     compile_once.compile_once(compile_all, lines.append)
     assert ran == [1]
     assert len(lines) == 5
@@ -147,7 +200,9 @@ def test_a_process_that_dies_while_compiling_holds_nobody_up(folder):
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     lines: list[str] = []
-    thread = threading.Thread(target=compile_once.compile_once, args=(nothing, lines.append))
+    thread = threading.Thread(
+        target=compile_once.compile_once, args=(nothing, lines.append)
+    )
     thread.start()
     while not lines:  # it waits
         time.sleep(0.01)
@@ -158,14 +213,22 @@ def test_a_process_that_dies_while_compiling_holds_nobody_up(folder):
 
 
 @pytest.mark.parametrize("trouble", ["no folder", "not a folder", "locked for long"])
-def test_a_process_compiles_for_itself_where_nothing_can_be_kept(folder, monkeypatch, trouble: str):
-    path = {"no folder": None, "not a folder": folder / "planner.lock"}.get(trouble, folder)
+def test_a_process_compiles_for_itself_where_nothing_can_be_kept(
+    folder, monkeypatch, trouble: str
+):
+    path = {"no folder": None, "not a folder": folder / "planner.lock"}.get(
+        trouble, folder
+    )
     monkeypatch.setattr(compile_once, "_cache_folder", lambda: path)
     monkeypatch.setattr(compile_once, "LOCK_S", 0.2)
     lines: list[str] = []
     with filelock.FileLock(folder / "planner.lock"):
         compile_once.compile_once(nothing, lines.append)
-    own = "compiling the planner in every process" if path is None else "compiling the planner in this process"
+    own = (
+        "compiling the planner in every process"
+        if path is None
+        else "compiling the planner in this process"
+    )
     assert lines[-1].startswith(own)
     assert not compile_once.is_compiled()
 
@@ -180,7 +243,9 @@ def test_code_of_older_sources_is_forgotten(folder, monkeypatch):
     source = folder / "callee.py"
     source.write_text("1")
     times = source.stat()
-    entry = SimpleNamespace(py_func=make_plan, stats=SimpleNamespace(cache_path=str(folder)))
+    entry = SimpleNamespace(
+        py_func=make_plan, stats=SimpleNamespace(cache_path=str(folder))
+    )
     monkeypatch.setattr(compile_once, "entry_points", lambda: [entry])
     monkeypatch.setattr(compile_once, "source_files", lambda: [str(source)])
     index: Path = folder / "plan.make_plan-190.py311.nbi"

@@ -17,11 +17,18 @@ from tests.lib.costs import models
 from tests.lib.profiles import LLAMA, linear, make_profile
 from torchtitan_cad.planning import CostModel, Profile, ProfileCost, TileAreaCost
 from torchtitan_cad.planning.model.cost import isotonic
-from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal, make_tasks, merge_queries
+from torchtitan_cad.planning.model.tasks import (
+    TaskArray,
+    is_diagonal,
+    make_tasks,
+    merge_queries,
+)
 
 LONGEST = 200
 
-ranges = st.lists(st.integers(0, LONGEST), min_size=4, max_size=4, unique=True).map(sorted)
+ranges = st.lists(st.integers(0, LONGEST), min_size=4, max_size=4, unique=True).map(
+    sorted
+)
 
 
 def task(cuts: list[int], diagonal: bool) -> TaskArray:
@@ -30,7 +37,9 @@ def task(cuts: list[int], diagonal: bool) -> TaskArray:
 
 
 @given(model=models, cuts=ranges, diagonal=st.booleans())
-def test_cost_is_the_sum_over_rows_of_tiles(model: CostModel, cuts: list[int], diagonal: bool) -> None:
+def test_cost_is_the_sum_over_rows_of_tiles(
+    model: CostModel, cuts: list[int], diagonal: bool
+) -> None:
     tile, tasks = model.granularity, task(cuts, diagonal)
     first, stop = int(tasks["kv_start"][0]) // tile, -(-int(tasks["kv_end"][0]) // tile)
     rows = range(int(tasks["q_start"][0]) // tile, -(-int(tasks["q_end"][0]) // tile))
@@ -45,7 +54,10 @@ def test_rows_cost_no_less_further_down(model: CostModel) -> None:
     assert rows[0] == 0 < rows[1]
     assert (np.diff(rows) >= 0).all()
     length = LONGEST * model.granularity - model.granularity // 2
-    assert model.prefix_cost(length).tolist() == [0, *np.cumsum(model.row_cost(np.arange(1, LONGEST + 1)))]
+    assert model.prefix_cost(length).tolist() == [
+        0,
+        *np.cumsum(model.row_cost(np.arange(1, LONGEST + 1))),
+    ]
     assert model.row_cost(np.array([[1, 2], [3, 0]])).shape == (2, 2)
 
 
@@ -67,22 +79,52 @@ def test_cutting_on_the_grid_is_free_and_joining_never_adds_cost(
     assert cut % model.granularity or cost == parted
 
 
-@given(model=models, cuts=st.lists(ranges, min_size=1, max_size=6), diagonal=st.lists(st.booleans(), min_size=6))
-def test_no_tasks_of_that_cost_have_more_pairs(model: CostModel, cuts: list[list[int]], diagonal: list[bool]) -> None:
+@given(
+    model=models,
+    cuts=st.lists(ranges, min_size=1, max_size=6),
+    diagonal=st.lists(st.booleans(), min_size=6),
+)
+def test_no_tasks_of_that_cost_have_more_pairs(
+    model: CostModel, cuts: list[list[int]], diagonal: list[bool]
+) -> None:
     tasks = np.concatenate([task(c, d) for c, d in zip(cuts, diagonal, strict=False)])
     rows, keys = tasks["q_end"] - tasks["q_start"], tasks["kv_end"] - tasks["kv_start"]
-    pairs = np.where(is_diagonal(tasks), rows * keys - rows * (rows - 1) // 2, rows * keys)
+    pairs = np.where(
+        is_diagonal(tasks), rows * keys - rows * (rows - 1) // 2, rows * keys
+    )
     assert pairs.sum() <= model.max_pairs(int(model.cost(tasks).sum()))
     assert model.max_pairs(0) == 0
 
 
-def test_tile_area_counts_tiles_and_profiles_interpolate_and_go_on_with_the_last_slope() -> None:
+def test_tile_area_counts_tiles_and_profiles_interpolate_and_go_on_with_the_last_slope() -> (
+    None
+):
     assert TileAreaCost(128).row_cost(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert TileAreaCost(128).max_pairs(3) == 3 * 128**2
     model = ProfileCost(128, (1, 3, 5), (10, 20, 25))
-    assert model.row_cost(np.arange(8)).tolist() == [0, 10, 15, 20, 23, 25, 30, 35]  # 5 a tile: the best of the grid
-    assert ProfileCost(128, (1, 3), (10, 50)).row_cost(np.arange(5)).tolist() == [0, 10, 30, 50, 70]
-    assert ProfileCost(128, (1,), (7,)).row_cost(np.arange(4)).tolist() == [0, 7, 14, 21]
+    assert model.row_cost(np.arange(8)).tolist() == [
+        0,
+        10,
+        15,
+        20,
+        23,
+        25,
+        30,
+        35,
+    ]  # 5 a tile: the best of the grid
+    assert ProfileCost(128, (1, 3), (10, 50)).row_cost(np.arange(5)).tolist() == [
+        0,
+        10,
+        30,
+        50,
+        70,
+    ]
+    assert ProfileCost(128, (1,), (7,)).row_cost(np.arange(4)).tolist() == [
+        0,
+        7,
+        14,
+        21,
+    ]
     assert model.max_pairs(1000) == 1000 // 5 * 128**2
 
 
@@ -91,7 +133,9 @@ def test_long_rows_do_not_overflow() -> None:
     costs = (10**10, 10**13)
     model = ProfileCost(128, (1, 512), costs)
     tiles = 10**9 // 128
-    assert model.row_cost(np.array([tiles])).tolist() == [costs[1] - -(tiles - 512) * (costs[1] - costs[0]) // 511]
+    assert model.row_cost(np.array([tiles])).tolist() == [
+        costs[1] - -(tiles - 512) * (costs[1] - costs[0]) // 511
+    ]
 
 
 @given(values=st.lists(st.integers(0, 50), min_size=1, max_size=8))
@@ -102,7 +146,10 @@ def test_isotonic_is_the_nearest_monotone_sequence(values: list[int]) -> None:
         return Fraction(sum(values[a : b + 1]), b + 1 - a)
 
     n = len(values)
-    want = [max(min(mean(a, b) for b in range(i, n)) for a in range(i + 1)) for i in range(n)]
+    want = [
+        max(min(mean(a, b) for b in range(i, n)) for a in range(i + 1))
+        for i in range(n)
+    ]
     assert isotonic([Fraction(value) for value in values]) == want
 
 
@@ -117,7 +164,9 @@ def test_isotonic_is_the_nearest_monotone_sequence(values: list[int]) -> None:
         ((1, 2), (0, 1), "row_costs = (0, 1)"),
     ],
 )
-def test_what_cannot_be_a_profile(tiles: tuple[int, ...], costs: tuple[int, ...], message: str) -> None:
+def test_what_cannot_be_a_profile(
+    tiles: tuple[int, ...], costs: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         ProfileCost(128, tiles, costs)
 
@@ -128,7 +177,10 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert Profile.read(path) == profile
     path.write_text(json.dumps(json.loads(profile.to_json()), indent=3, sort_keys=True))
     assert Profile.read(path).fingerprint() == profile.fingerprint()
-    assert dataclasses.replace(profile, kernel="other").fingerprint() != profile.fingerprint()
+    assert (
+        dataclasses.replace(profile, kernel="other").fingerprint()
+        != profile.fingerprint()
+    )
 
 
 def test_costs_are_those_of_the_best_query_length() -> None:
@@ -137,7 +189,9 @@ def test_costs_are_those_of_the_best_query_length() -> None:
     assert profile.cost_model("forward", LLAMA).row_cost(tiles).tolist() == [
         round((0.01 + 0.001 * n) * 1e9) for n in tiles
     ]
-    assert profile.cost_model("backward", LLAMA).row_cost(tiles).tolist() == [round(0.004 * n * 1e9) for n in tiles]
+    assert profile.cost_model("backward", LLAMA).row_cost(tiles).tolist() == [
+        round(0.004 * n * 1e9) for n in tiles
+    ]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +203,12 @@ def test_costs_are_those_of_the_best_query_length() -> None:
         ({"num_kv_heads": 4}, "query heads per key head = 4, not 8"),
     ],
 )
-def test_another_kind_of_attention_is_refused(change: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message) + ".*torchtitan-cad profile"):
+def test_another_kind_of_attention_is_refused(
+    change: dict[str, int], message: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=re.escape(message) + ".*torchtitan-cad profile"
+    ):
         make_profile().cost_model("forward", dataclasses.replace(LLAMA, **change))
 
 
@@ -159,21 +217,39 @@ MISTAKES: list[tuple[tuple[str, ...], Any, str]] = [
     (("format",), 2, "format = 2: must be 1"),
     (("device",), None, "device = None: must be a string"),
     (("tile",), 0, "tile = 0: must be a positive integer"),
-    (("attention", "dtype"), "int8", "attention.dtype = 'int8': must be one of bfloat16"),
+    (
+        ("attention", "dtype"),
+        "int8",
+        "attention.dtype = 'int8': must be one of bfloat16",
+    ),
     (("attention", "num_kv_heads"), 5, "attention.num_kv_heads = 5"),
     (("attention",), [], "attention = []: must be an object"),
     (("grid", "q_lengths"), [128, 128, 512], "grid.q_lengths = [128, 128, 512]"),
-    (("grid", "kv_lengths"), [256, 1024, 8192], "grid.kv_lengths = [256, 1024, 8192]: must be multiples of the tile"),
+    (
+        ("grid", "kv_lengths"),
+        [256, 1024, 8192],
+        "grid.kv_lengths = [256, 1024, 8192]: must be multiples of the tile",
+    ),
     (("grid", "forward_ms"), GRID["forward_ms"][:2], "grid.forward_ms = '2 rows'"),
-    (("grid", "backward_ms"), [[1, 2, 0]] * 3, "grid.backward_ms[0] = 0: must be positive milliseconds"),
+    (
+        ("grid", "backward_ms"),
+        [[1, 2, 0]] * 3,
+        "grid.backward_ms[0] = 0: must be positive milliseconds",
+    ),
     (("grid", "forward_spread"), [[0.1] * 3] * 2, "grid.forward_spread"),
     (("grid", "backward_spread"), [[0.1, 0.1, -1.0]] * 3, "grid.backward_spread"),
     (("grid", "extra"), 1, "unknown key grid.extra"),
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "message"), MISTAKES, ids=[".".join(path) for path, _, _ in MISTAKES])
-def test_mistakes_name_file_key_and_value(path: tuple[str, ...], value: Any, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    MISTAKES,
+    ids=[".".join(path) for path, _, _ in MISTAKES],
+)
+def test_mistakes_name_file_key_and_value(
+    path: tuple[str, ...], value: Any, message: str, tmp_path: Path
+) -> None:
     data = json.loads(make_profile().to_json())
     table = data if len(path) == 1 else data[path[0]]
     table[path[-1]] = value
@@ -186,8 +262,19 @@ def test_mistakes_name_file_key_and_value(path: tuple[str, ...], value: Any, mes
 def test_files_that_are_no_profiles(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.json: No such file"):
         Profile.read(tmp_path / "none.json")
-    cut = json.dumps({key: value for key, value in json.loads(make_profile().to_json()).items() if key != "grid"})
-    wrong = ("{", "not JSON"), ("[1]", "must be an object"), ("{}", "format = None"), (cut, "missing key grid")
+    cut = json.dumps(
+        {
+            key: value
+            for key, value in json.loads(make_profile().to_json()).items()
+            if key != "grid"
+        }
+    )
+    wrong = (
+        ("{", "not JSON"),
+        ("[1]", "must be an object"),
+        ("{}", "format = None"),
+        (cut, "missing key grid"),
+    )
     for content, message in wrong:
         with pytest.raises(ValueError, match=message):
             Profile.from_json(content)
@@ -196,7 +283,11 @@ def test_files_that_are_no_profiles(tmp_path: Path) -> None:
 def test_noisy_cells() -> None:
     """Where repeats lie far apart, and where a task takes longer than a larger one."""
     calm = ((0.1, 0.2, 0.0),) * 3
-    profile = dataclasses.replace(make_profile(), forward_spread=calm, backward_spread=(*calm[:2], (0.0, 0.0, 0.3)))
+    profile = dataclasses.replace(
+        make_profile(),
+        forward_spread=calm,
+        backward_spread=(*calm[:2], (0.0, 0.0, 0.3)),
+    )
     assert Profile.from_json(profile.to_json()) == profile
     assert profile.noisy_cells() == [(512, 8192)]
     times = [list(row) for row in profile.backward_ms]

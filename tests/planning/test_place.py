@@ -30,7 +30,11 @@ def cuts(layout: TokenLayout) -> list[tuple[int, int]]:
     order = layout.run_order
     columns = layout.seg_doc[order], layout.seg_start[order], layout.seg_rank[order]
     doc, start, rank = (column.tolist() for column in columns)
-    return [(doc[i], start[i]) for i in range(1, len(doc)) if doc[i] == doc[i - 1] and rank[i] != rank[i - 1]]
+    return [
+        (doc[i], start[i])
+        for i in range(1, len(doc))
+        if doc[i] == doc[i - 1] and rank[i] != rank[i - 1]
+    ]
 
 
 def placed_homes(*arguments: Any) -> TokenLayout:
@@ -60,7 +64,10 @@ def test_every_layout(case: Case) -> None:
     assert (plan is given_plan) == (placed is layout)
     again = placed_homes(case.layout(), LLAMA, case.config)
     assert again.segments() == placed.segments()
-    before, after = make_plan(layout, LLAMA, case.config), make_plan(placed, LLAMA, case.config)
+    before, after = (
+        make_plan(layout, LLAMA, case.config),
+        make_plan(placed, LLAMA, case.config),
+    )
     validate_plan(after)
     assert after.stats.max_over_mean <= after.stats.guaranteed_over_mean
     moved = moved_by(before)
@@ -70,7 +77,8 @@ def test_every_layout(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workload", "num_ranks"), [("lognormal", 8), ("one big", 8), ("lognormal", 64), ("one big", 64)]
+    ("workload", "num_ranks"),
+    [("lognormal", 8), ("one big", 8), ("lognormal", 64), ("one big", 64)],
 )
 def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
     layout = spanning_layout(document_lengths(workload, num_ranks, 21), num_ranks)
@@ -86,9 +94,14 @@ def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
 def test_homes_that_cannot_be_better_are_kept() -> None:
     """Without bytes, with equal ranks, with queries left out, on one rank, and without tokens."""
     for layout in (
-        *(spanning_layout(np.full(2 * num_ranks, 1024), num_ranks) for num_ranks in (8, 64, 128)),
+        *(
+            spanning_layout(np.full(2 * num_ranks, 1024), num_ranks)
+            for num_ranks in (8, 64, 128)
+        ),
         TokenLayout.from_segments([[(rank, 0, 4096)] for rank in range(8)]),
-        TokenLayout.from_segments([[(0, 0, 4096), (0, 4096, 8192)], [(1, 0, 12288)]], [False, True, True]),
+        TokenLayout.from_segments(
+            [[(0, 0, 4096), (0, 4096, 8192)], [(1, 0, 12288)]], [False, True, True]
+        ),
         TokenLayout.from_segments([[(0, 0, 100)]]),
         TokenLayout.from_segments([[], []]),
     ):
@@ -111,9 +124,14 @@ def test_options_and_cost_models(options: dict, cost: CostModel | None) -> None:
     config = PlannerConfig(**options)
     placed = placed_homes(layout, LLAMA, config, cost)
     check_homes(layout, placed)
-    before, after = (make_plan(homes, LLAMA, config, cost) for homes in (layout, placed))
+    before, after = (
+        make_plan(homes, LLAMA, config, cost) for homes in (layout, placed)
+    )
     validate_plan(after)
-    assert after.stats.max_rank_bytes <= before.stats.max_rank_bytes or "ranks_per_node" in options
+    assert (
+        after.stats.max_rank_bytes <= before.stats.max_rank_bytes
+        or "ranks_per_node" in options
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [4, 32])
@@ -122,7 +140,9 @@ def test_nothing_is_left_for_the_garbage_collector(num_ranks: int) -> None:
     gc.collect()
     gc.disable()
     try:
-        layout = spanning_layout(document_lengths("lognormal", num_ranks, 24), num_ranks)
+        layout = spanning_layout(
+            document_lengths("lognormal", num_ranks, 24), num_ranks
+        )
         plan, given_plan = place_and_plan(layout, LLAMA)
         assert plan.layout is not layout
         left = [weakref.ref(held) for held in (layout, plan.layout, plan, given_plan)]

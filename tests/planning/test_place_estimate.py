@@ -9,7 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.lib.layouts import LLAMA
-from torchtitan_cad.planning.placement.assign import assign_chunks, assign_short, by_work, cut
+from torchtitan_cad.planning.placement.assign import (
+    assign_chunks,
+    assign_short,
+    by_work,
+    cut,
+)
 from torchtitan_cad.planning.placement.estimate import choose, estimate, read_by
 from torchtitan_cad.planning.placement.moves import relocate, shift, swap
 from torchtitan_cad.planning.placement.search import begin_search
@@ -40,8 +45,17 @@ def state_of(lengths: list[int], num_ranks: int, longest: int) -> State:
     prefix = np.cumsum(np.arange(max(lengths) + 1)).astype(np.float64)
     mean = sum(prefix[length] for length in lengths) / num_ranks
     limit, speed = np.full(num_ranks, 1.02 * mean), np.ones(num_ranks)
-    prices = np.array([LLAMA.query_bytes, LLAMA.kv_bytes, 1 / 128**2, 0.0, 0.0, 0.0, 0.3, 0.4])
-    state = make_state(3 * sum(lengths) + num_ranks, limit, speed, prefix, np.array([128, 128, 256]), prices)
+    prices = np.array(
+        [LLAMA.query_bytes, LLAMA.kv_bytes, 1 / 128**2, 0.0, 0.0, 0.0, 0.3, 0.4]
+    )
+    state = make_state(
+        3 * sum(lengths) + num_ranks,
+        limit,
+        speed,
+        prefix,
+        np.array([128, 128, 256]),
+        prices,
+    )
     begin(state, np.full(num_ranks, 128 * (3 * sum(lengths) // (2 * num_ranks) + 1)))
     for doc, length in enumerate(lengths):
         cut(state, doc, 128 * length, mean, 256, 128 * longest)
@@ -66,9 +80,17 @@ def check(state: State, lengths: list[int], capacity: int) -> None:
         mine = ints[ints[:, CHUNK_DOC] == doc]
         assert mine[:, START].tolist() == [0, *np.cumsum(mine[:, LENGTH])[:-1]]
         assert mine[:, LENGTH].sum() == 128 * length
-    assert (state.ints[:num_ranks, CAPACITY] == capacity - np.bincount(rank, ints[:, LENGTH], num_ranks)).all()
-    assert state.ints[:num_ranks, COUNT].tolist() == np.bincount(rank, minlength=num_ranks).tolist()
-    assert state.reals[:num_ranks, LOAD] == pytest.approx(np.bincount(rank, state.reals[rows, WORK], num_ranks))
+    assert (
+        state.ints[:num_ranks, CAPACITY]
+        == capacity - np.bincount(rank, ints[:, LENGTH], num_ranks)
+    ).all()
+    assert (
+        state.ints[:num_ranks, COUNT].tolist()
+        == np.bincount(rank, minlength=num_ranks).tolist()
+    )
+    assert state.reals[:num_ranks, LOAD] == pytest.approx(
+        np.bincount(rank, state.reals[rows, WORK], num_ranks)
+    )
     found, before = state.reals.copy(), estimate(state)
     start_move(state)
     state.reals[:num_ranks, KEYS_IN : KEYS_SHARED + 1] = 0.0
@@ -77,7 +99,9 @@ def check(state: State, lengths: list[int], capacity: int) -> None:
     for each in range(num_ranks):
         choose(state, each, -1, -1)
     for column in (KEYS_IN, KEYS_OUT, KEYS_SHARED, QUERIES_OUT):
-        assert state.reals[:num_ranks, column] == pytest.approx(found[:num_ranks, column], rel=1e-9, abs=1.0)
+        assert state.reals[:num_ranks, column] == pytest.approx(
+            found[:num_ranks, column], rel=1e-9, abs=1.0
+        )
     assert estimate(state) == pytest.approx(before, rel=1e-6, abs=1e-3)  # bytes
 
 
@@ -88,13 +112,25 @@ def check(state: State, lengths: list[int], capacity: int) -> None:
     longest=st.integers(4, 20),
     seed=st.integers(0, 2**20),
 )
-def test_moves_keep_tokens_loads_and_figures(lengths: list[int], num_ranks: int, longest: int, seed: int) -> None:
+def test_moves_keep_tokens_loads_and_figures(
+    lengths: list[int], num_ranks: int, longest: int, seed: int
+) -> None:
     state, numbers = state_of(lengths, num_ranks, longest), np.array([seed])
-    assume((state.ints[num_ranks : state.ints[-1, COUNT], RANK] >= 0).all())  # a rank takes MOST_CHUNKS at most
+    assume(
+        (state.ints[num_ranks : state.ints[-1, COUNT], RANK] >= 0).all()
+    )  # a rank takes MOST_CHUNKS at most
     capacity = int(
-        state.ints[0, CAPACITY] + state.ints[chunks_of(state), LENGTH][state.ints[chunks_of(state), RANK] == 0].sum()
+        state.ints[0, CAPACITY]
+        + state.ints[chunks_of(state), LENGTH][
+            state.ints[chunks_of(state), RANK] == 0
+        ].sum()
     )
-    begin_search(state, np.zeros(0, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks))
+    begin_search(
+        state,
+        np.zeros(0, dtype=np.int64),
+        np.zeros(num_ranks, dtype=np.int64),
+        np.zeros(num_ranks),
+    )
     made = 0
     for number in range(60):
         rows = chunks_of(state)
@@ -114,9 +150,21 @@ def test_moves_keep_tokens_loads_and_figures(lengths: list[int], num_ranks: int,
 def test_short_documents_go_to_the_rank_of_least_time() -> None:
     """Of two ranks with as much capacity the first has more work already, and gets what the second has no capacity
     for."""
-    prices, units = np.array([1.0, 1.0, 1.0, 0.01, 0.0, 0.0, 0.3, 0.4]), np.array([128, 128, 128])
-    state = make_state(4, np.full(2, 1e9), np.ones(2), np.cumsum(np.arange(9)).astype(np.float64), units, prices)
+    prices, units = (
+        np.array([1.0, 1.0, 1.0, 0.01, 0.0, 0.0, 0.3, 0.4]),
+        np.array([128, 128, 128]),
+    )
+    state = make_state(
+        4,
+        np.full(2, 1e9),
+        np.ones(2),
+        np.cumsum(np.arange(9)).astype(np.float64),
+        units,
+        prices,
+    )
     begin(state, np.full(2, 2048))
     home, heap = np.zeros(4, dtype=np.int64), np.zeros(2, dtype=np.int64)
-    assign_short(state, np.array([1024, 1024, 256, 256]), home, heap, np.array([1000.0, 0.0]))
+    assign_short(
+        state, np.array([1024, 1024, 256, 256]), home, heap, np.array([1000.0, 0.0])
+    )
     assert home.tolist() == [1, 1, 0, 0]

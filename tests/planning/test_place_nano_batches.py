@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from tests.lib.layouts import LLAMA, lengths_summing_to
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, validate_plan
-from torchtitan_cad.planning.placement.microbatch import divide_documents, place_microbatch
+from torchtitan_cad.planning.placement.microbatch import (
+    divide_documents,
+    place_microbatch,
+)
 from torchtitan_cad.planning.plan import moved_by
 
 
@@ -41,9 +44,13 @@ def rows_cut_in_the_middle(lengths: list[list[int]]) -> tuple[TokenLayout, Token
     min_shard=st.sampled_from([1, 64, 128]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_every_pair_of_nano_batches(num_ranks: int, tokens: int, typical: float, min_shard: int, seed: int) -> None:
+def test_every_pair_of_nano_batches(
+    num_ranks: int, tokens: int, typical: float, min_shard: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
-    given_nano_batches = rows_cut_in_the_middle([lengths_summing_to(rng, tokens, typical) for _ in range(num_ranks)])
+    given_nano_batches = rows_cut_in_the_middle(
+        [lengths_summing_to(rng, tokens, typical) for _ in range(num_ranks)]
+    )
     config = PlannerConfig(min_shard=min_shard)
     made = place_microbatch(given_nano_batches, LLAMA, config)
     placed = tuple(made.layouts)
@@ -56,20 +63,31 @@ def test_every_pair_of_nano_batches(num_ranks: int, tokens: int, typical: float,
     for rank, segments in enumerate(every.segments()):
         mine = every.seg_attends[every.seg_rank == rank].tolist()
         assert mine == sorted(mine)
-        assert [s for s, attends in zip(segments, mine, strict=True) if not attends] == earlier.segments()[rank]
-    plans, before = ([make_plan(layout, LLAMA, config) for layout in pair] for pair in (placed, given_nano_batches))
-    for plan, other, found, given_plan in zip(plans, before, *made.plans, *made.given_plans, strict=True):
+        assert [
+            s for s, attends in zip(segments, mine, strict=True) if not attends
+        ] == earlier.segments()[rank]
+    plans, before = (
+        [make_plan(layout, LLAMA, config) for layout in pair]
+        for pair in (placed, given_nano_batches)
+    )
+    for plan, other, found, given_plan in zip(
+        plans, before, *made.plans, *made.given_plans, strict=True
+    ):
         validate_plan(plan)
         assert found.fingerprint() == plan.fingerprint()
         assert given_plan.fingerprint() == other.fingerprint()
     after, moved = moved_by(*plans), moved_by(*before)
     assert after == moved or after.score(moved) < moved.score(moved)
     again = place_microbatch(given_nano_batches, LLAMA, config)
-    assert [layout.segments() for layout in again.layouts] == [layout.segments() for layout in placed]
+    assert [layout.segments() for layout in again.layouts] == [
+        layout.segments() for layout in placed
+    ]
 
 
 @given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=30), data=st.data())
-def test_nano_batches_are_full_and_cut_one_document(lengths: list[int], data: st.DataObject) -> None:
+def test_nano_batches_are_full_and_cut_one_document(
+    lengths: list[int], data: st.DataObject
+) -> None:
     capacity = data.draw(st.integers(0, sum(lengths)))
     begun = divide_documents(np.array(lengths), capacity)
     assert begun.sum() == capacity

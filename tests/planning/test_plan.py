@@ -33,7 +33,9 @@ HOME = PlannerConfig(planner="home", min_shard=4, tile=4)
 
 
 def test_views_of_a_layout() -> None:
-    layout = TokenLayout.from_segments([[(7, 2, 3), (4, 0, 5)], [], [(7, 0, 2), (7, 5, 1)]])
+    layout = TokenLayout.from_segments(
+        [[(7, 2, 3), (4, 0, 5)], [], [(7, 0, 2), (7, 5, 1)]]
+    )
     assert layout.num_ranks == 3
     assert layout.num_tokens == 11
     assert layout.tokens_per_rank.tolist() == [8, 0, 3]
@@ -51,8 +53,14 @@ def test_views_of_a_layout() -> None:
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ([[(0, 0, 5)], [(0, 4, 5)]], r"document 0: segment \[4, 9\) on rank 1 overlaps segment \[0, 5\) on rank 0"),
-        ([[(0, 0, 5)], [(0, 6, 5)]], r"segment \[6, 11\) on rank 1 leaves a gap after segment \[0, 5\) on rank 0"),
+        (
+            [[(0, 0, 5)], [(0, 4, 5)]],
+            r"document 0: segment \[4, 9\) on rank 1 overlaps segment \[0, 5\) on rank 0",
+        ),
+        (
+            [[(0, 0, 5)], [(0, 6, 5)]],
+            r"segment \[6, 11\) on rank 1 leaves a gap after segment \[0, 5\) on rank 0",
+        ),
         ([[(3, 1, 5)]], "document 3.*starts at position 0"),
         ([[], [(2, 0, -4)]], "rank 1: segment of document 2 has negative length -4"),
         ([[(2, -1, 4)]], "negative start -1"),
@@ -69,7 +77,10 @@ def test_bad_layouts(ranks: list, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"length": [128.9]}, "the lengths of segments must be integers of 62 bits, got float64"),
+        (
+            {"length": [128.9]},
+            "the lengths of segments must be integers of 62 bits, got float64",
+        ),
         ({"doc": [2**62]}, "the documents of segments must be integers"),
         ({"attends": ["no"]}, "must be booleans"),
         ({"num_ranks": 2.0}, "at least one rank"),
@@ -78,7 +89,14 @@ def test_bad_layouts(ranks: list, message: str) -> None:
     ],
 )
 def test_arrays_are_not_converted(change: dict, message: str) -> None:
-    arrays = {"num_ranks": 1, "rank": [0], "doc": [0], "start": [0], "length": [128], "attends": [True]}
+    arrays = {
+        "num_ranks": 1,
+        "rank": [0],
+        "doc": [0],
+        "start": [0],
+        "length": [128],
+        "attends": [True],
+    }
     assert TokenLayout.from_arrays(**arrays).num_tokens == 128
     with pytest.raises(ValueError, match=message):
         TokenLayout.from_arrays(**arrays | change)
@@ -96,13 +114,20 @@ def test_a_shared_part_of_keys_travels_once_and_values_as_they_are() -> None:
     narrow = dataclasses.replace(wide, value_dim=128)
     shared = dataclasses.replace(narrow, shared_dim=64)
     assert [shape.kv_bytes for shape in (wide, narrow, shared)] == [98304, 81920, 65664]
-    assert [shape.query_bytes for shape in (wide, narrow, shared)] == [98816, 82432, 82432]
+    assert [shape.query_bytes for shape in (wide, narrow, shared)] == [
+        98816,
+        82432,
+        82432,
+    ]
     assert shared.for_backward().kv_bytes == 2 * 65664
     assert narrow.for_backward().query_bytes == 128 * 2 * (192 + 128 + 192) + 2 * 512
     plan = make_plan(TokenLayout.from_segments([[(0, 0, 900)], [(1, 0, 100)]]), shared)
     assert plan.moves_rows
     assert Plan.from_json(plan.to_json()).shape == shared
-    mistakes = ({"shared_dim": 192}, "shared_dim = 192: set less than head_dim"), ({"value_dim": 0}, "value_dim = 0:")
+    mistakes = (
+        ({"shared_dim": 192}, "shared_dim = 192: set less than head_dim"),
+        ({"value_dim": 0}, "value_dim = 0:"),
+    )
     for change, message in mistakes:
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(shared, **change)
@@ -113,8 +138,14 @@ def test_a_shared_part_of_keys_travels_once_and_values_as_they_are() -> None:
     [
         ({"split_kv": "yes"}, "split_kv = 'yes'"),
         ({"planner": None}, "planner = None"),
-        ({"inter_node_weight": 0.5}, "inter_node_weight = 0.5: set a number of at least 1 and at most 1000"),
-        ({"rank_speeds": (1.0, 0.0)}, r"rank_speeds\[1\] = 0.0: set a positive finite number"),
+        (
+            {"inter_node_weight": 0.5},
+            "inter_node_weight = 0.5: set a number of at least 1 and at most 1000",
+        ),
+        (
+            {"rank_speeds": (1.0, 0.0)},
+            r"rank_speeds\[1\] = 0.0: set a positive finite number",
+        ),
         ({"rank_speeds": ("fast", 1.0)}, r"rank_speeds\[0\] = 'fast'"),
     ],
 )
@@ -128,9 +159,14 @@ def test_statistics_beside_those_of_the_exchange() -> None:
     stats = make_plan(LAYOUT, LLAMA).stats
     assert stats.loads_before.tolist() == [32 * 33 // 2, 2 * 4 * 5 // 2, 0]
     assert stats.max_over_mean == stats.loads.max() / stats.mean_load
-    assert (stats.mean_rank_bytes, stats.total_bytes) == (stats.total_bytes / 3, stats.bytes_in.sum())
+    assert (stats.mean_rank_bytes, stats.total_bytes) == (
+        stats.total_bytes / 3,
+        stats.bytes_in.sum(),
+    )
     assert stats.plan_seconds > 0
-    assert make_plan(TokenLayout.from_segments([[], []]), LLAMA).stats.max_over_mean == 1.0
+    assert (
+        make_plan(TokenLayout.from_segments([[], []]), LLAMA).stats.max_over_mean == 1.0
+    )
 
 
 def test_fingerprint_depends_on_layout_and_tasks_only() -> None:
@@ -138,8 +174,13 @@ def test_fingerprint_depends_on_layout_and_tasks_only() -> None:
     assert len(plan.fingerprint()) == 16
     assert plan.fingerprint() == make_plan(LAYOUT, LLAMA).fingerprint()
     assert plan.fingerprint() != make_plan(LAYOUT, LLAMA, HOME).fingerprint()
-    other_order = TokenLayout.from_segments([[(0, 0, 4000)], [(2, 0, 500), (1, 0, 500)], []])
-    assert make_plan(LAYOUT, LLAMA, HOME).fingerprint() != make_plan(other_order, LLAMA, HOME).fingerprint()
+    other_order = TokenLayout.from_segments(
+        [[(0, 0, 4000)], [(2, 0, 500), (1, 0, 500)], []]
+    )
+    assert (
+        make_plan(LAYOUT, LLAMA, HOME).fingerprint()
+        != make_plan(other_order, LLAMA, HOME).fingerprint()
+    )
 
 
 def test_fingerprint_is_stable_between_releases() -> None:
@@ -168,7 +209,10 @@ def test_bad_json(change: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layout": [[(0, 0, 8)]]}, r"layout = \[\[\(0, 0, 8\)\]\]: give a TokenLayout, not a list"),
+        (
+            {"layout": [[(0, 0, 8)]]},
+            r"layout = \[\[\(0, 0, 8\)\]\]: give a TokenLayout, not a list",
+        ),
         ({"shape": None}, "shape = None: give a AttentionShape, not a NoneType"),
         ({"config": 0.02}, "config = 0.02: give a PlannerConfig, not a float"),
         ({"cost": 3}, "cost = 3: give a cost model, or None"),
@@ -180,36 +224,57 @@ def test_arguments_of_another_type(change: dict[str, Any], message: str) -> None
 
 
 def test_cost_model_must_fit_min_shard() -> None:
-    with pytest.raises(ValueError, match="min_shard = 100: set a multiple of the cost model's 128 tokens"):
+    with pytest.raises(
+        ValueError,
+        match="min_shard = 100: set a multiple of the cost model's 128 tokens",
+    ):
         make_plan(LAYOUT, LLAMA, PlannerConfig(min_shard=100), cost=TileAreaCost(128))
 
 
-@pytest.mark.parametrize(("doc", "server", "message"), [(9, 0, "document 9"), (0, 3, "servers"), (0, -1, "servers")])
+@pytest.mark.parametrize(
+    ("doc", "server", "message"),
+    [(9, 0, "document 9"), (0, 3, "servers"), (0, -1, "servers")],
+)
 def test_tasks_must_fit_the_layout(doc: int, server: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Plan.from_tasks(LAYOUT, LLAMA, PlannerConfig(), make_tasks([doc], 0, 4, 0, 4, server))
+        Plan.from_tasks(
+            LAYOUT, LLAMA, PlannerConfig(), make_tasks([doc], 0, 4, 0, 4, server)
+        )
 
 
 @pytest.mark.parametrize(
     ("attends", "message"),
     [
         ([True, True, True, False], r"no task has queries \[0, 8\) of document 0"),
-        ([False, True, False, False], r"queries \[0, 5\) of document 1 do not attend, but a task has them"),
+        (
+            [False, True, False, False],
+            r"queries \[0, 5\) of document 1 do not attend, but a task has them",
+        ),
     ],
 )
 def test_tasks_of_other_queries_are_found(attends: list[bool], message: str) -> None:
     layout = TokenLayout.from_segments(SEGMENTS, attends)
     with pytest.raises(PlanError, match=message):
-        validate_plan(Plan.from_tasks(layout, LLAMA, HOME, make_plan(SOME_ATTEND, LLAMA, HOME).tasks))
+        validate_plan(
+            Plan.from_tasks(
+                layout, LLAMA, HOME, make_plan(SOME_ATTEND, LLAMA, HOME).tasks
+            )
+        )
 
 
 def one_document(num_ranks: int, tokens_per_rank: int) -> TokenLayout:
-    return TokenLayout.from_segments([[(0, r * tokens_per_rank, tokens_per_rank)] for r in range(num_ranks)])
+    return TokenLayout.from_segments(
+        [[(0, r * tokens_per_rank, tokens_per_rank)] for r in range(num_ranks)]
+    )
 
 
-@pytest.mark.parametrize(("num_ranks", "tokens"), [(1, 10**12), (8, 10**12), (8, 10**9), (1, 2**61)])
+@pytest.mark.parametrize(
+    ("num_ranks", "tokens"), [(1, 10**12), (8, 10**12), (8, 10**9), (1, 2**61)]
+)
 def test_the_tokens_of_a_layout_are_limited(num_ranks: int, tokens: int) -> None:
-    with pytest.raises(ValueError, match=f"more than (the )?{MAX_TOKENS}.*plan fewer tokens"):
+    with pytest.raises(
+        ValueError, match=f"more than (the )?{MAX_TOKENS}.*plan fewer tokens"
+    ):
         one_document(num_ranks, tokens)
 
 
@@ -223,14 +288,18 @@ def test_the_ranks_of_a_layout_are_limited() -> None:
 @pytest.mark.parametrize("num_ranks", params([1, 8], [1]))
 def test_the_longest_layout_is_planned(planner: str, num_ranks: int) -> None:
     """Its work still fits int64, bounds and statistics included."""
-    layout = TokenLayout.from_segments([[(0, 0, MAX_TOKENS)], *([[]] * (num_ranks - 1))])
+    layout = TokenLayout.from_segments(
+        [[(0, 0, MAX_TOKENS)], *([[]] * (num_ranks - 1))]
+    )
     plan = make_plan(layout, LLAMA, PlannerConfig(planner=planner))
     stats = plan.stats
     rows = MAX_TOKENS // 128
     assert stats.loads.sum() == rows * (rows + 1) // 2
     assert planner == "home" or stats.max_over_mean <= stats.guaranteed_over_mean
     assert 0 <= stats.lower_bound_bytes <= stats.total_bytes or planner == "home"
-    with pytest.raises(ValueError, match=r"rank 0 (sends|computes on) .* rows, more than"):
+    with pytest.raises(
+        ValueError, match=r"rank 0 (sends|computes on) .* rows, more than"
+    ):
         plan.exchange(0)
     with pytest.raises(ValueError, match="validate a plan of fewer tokens or ranks"):
         validate_plan(plan)
@@ -239,7 +308,11 @@ def test_the_longest_layout_is_planned(planner: str, num_ranks: int) -> None:
 @pytest.mark.parametrize(
     ("config", "cost", "message"),
     [
-        (PlannerConfig(min_shard=1), None, "1000000000 rows of tiles of 1, more than .*: set min_shard and tile"),
+        (
+            PlannerConfig(min_shard=1),
+            None,
+            "1000000000 rows of tiles of 1, more than .*: set min_shard and tile",
+        ),
         (
             PlannerConfig(),
             ProfileCost(128, (1, 2), (10**12, 2 * 10**12)),
@@ -247,7 +320,9 @@ def test_the_longest_layout_is_planned(planner: str, num_ranks: int) -> None:
         ),
     ],
 )
-def test_work_that_cannot_be_counted_is_refused(config: PlannerConfig, cost: CostModel | None, message: str) -> None:
+def test_work_that_cannot_be_counted_is_refused(
+    config: PlannerConfig, cost: CostModel | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         make_plan(one_document(8, 125_000_000), LLAMA, config, cost)
 
@@ -273,8 +348,12 @@ def seconds(num_ranks: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("few", "many"), [(256, 1024), pytest.param(512, 4096, marks=pytest.mark.slow)], ids=["1024", "4096"]
+    ("few", "many"),
+    [(256, 1024), pytest.param(512, 4096, marks=pytest.mark.slow)],
+    ids=["1024", "4096"],
 )
-def test_time_grows_less_than_quadratically_with_the_ranks_of_a_document(few: int, many: int) -> None:
+def test_time_grows_less_than_quadratically_with_the_ranks_of_a_document(
+    few: int, many: int
+) -> None:
     warm_up()
     assert seconds(many) <= 2 * (many / few) ** 1.3 * max(0.05, seconds(few))

@@ -33,7 +33,13 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.model.limits import load_limits, server_loads
-from torchtitan_cad.planning.model.tasks import from_table, home_tasks, is_diagonal, make_tasks, task_table
+from torchtitan_cad.planning.model.tasks import (
+    from_table,
+    home_tasks,
+    is_diagonal,
+    make_tasks,
+    task_table,
+)
 from torchtitan_cad.planning.plan import moved_by
 from torchtitan_cad.planning.planners import greedy
 from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
@@ -52,7 +58,9 @@ def plan_of(layout: TokenLayout, planner: str = "local_search", **options) -> Pl
 
 @pytest.mark.parametrize("num_ranks", [8, 64])
 @pytest.mark.parametrize("name", ["lognormal", "one big", "uniform"])
-def test_fewer_bytes_than_the_greedy_within_the_tolerance(name: str, num_ranks: int) -> None:
+def test_fewer_bytes_than_the_greedy_within_the_tolerance(
+    name: str, num_ranks: int
+) -> None:
     layout = workload_layout(name, num_ranks, 11)
     plan, other = plan_of(layout), plan_of(layout, "greedy")
     validate_plan(plan)
@@ -70,9 +78,13 @@ def test_fewer_bytes_than_the_greedy_within_the_tolerance(name: str, num_ranks: 
         ("one big", 8, 3.11, 0.87),
     ],
 )
-def test_bytes_against_one_pass_of_strip_tiling(name: str, num_ranks: int, total: float, worst: float) -> None:
+def test_bytes_against_one_pass_of_strip_tiling(
+    name: str, num_ranks: int, total: float, worst: float
+) -> None:
     """Means over five seeds, in GB, against a strip tiling written by others: 10 % more at most, worst rank 20 %."""
-    stats = [plan_of(workload_layout(name, num_ranks, seed)).stats for seed in range(11, 16)]
+    stats = [
+        plan_of(workload_layout(name, num_ranks, seed)).stats for seed in range(11, 16)
+    ]
     assert np.mean([s.total_bytes for s in stats]) <= total * 1.1e9
     assert np.mean([s.max_rank_bytes for s in stats]) <= worst * 1.2e9
 
@@ -88,7 +100,9 @@ def test_one_document_on_one_of_two_ranks_moves_the_ideal_rectangle() -> None:
 
 
 def test_balanced_work_stays_home() -> None:
-    plan = plan_of(TokenLayout.from_segments([[(i, 0, 5000)] for i in range(8)]), tolerance=0.0)
+    plan = plan_of(
+        TokenLayout.from_segments([[(i, 0, 5000)] for i in range(8)]), tolerance=0.0
+    )
     assert plan.stats.total_bytes == plan.stats.tasks_moved == 0
 
 
@@ -104,34 +118,61 @@ def fingerprints() -> list[str]:
     drawn = [Case(family, 8, 300, 64, 0.02, 64, seed=1) for family in FAMILIES]
     found = list[str]()
     workload = workload_layout("lognormal", 32, 11)
-    for layout in [workload, place_and_plan(workload, LLAMA)[0].layout, *(case.layout() for case in drawn)]:
+    for layout in [
+        workload,
+        place_and_plan(workload, LLAMA)[0].layout,
+        *(case.layout() for case in drawn),
+    ]:
         plans = plan_of(layout), plan_of(layout, "greedy")
         found += [plan.fingerprint() for plan in plans]
         tables = b"".join(bytes_of(plan.exchange(1)) for plan in plans)
         found.append(hashlib.blake2b(tables, digest_size=8).hexdigest())
     step = [
-        TokenLayout.from_segments([[(first + i, 0, length)] for i, length in enumerate(lengths)])
+        TokenLayout.from_segments(
+            [[(first + i, 0, length)] for i, length in enumerate(lengths)]
+        )
         for first, lengths in ((0, [9000, 700, 300, 400]), (4, [500, 700, 300, 400]))
     ]
     placed = plan_step([[layout] for layout in step], [AttentionKind("full", 1, LLAMA)])
-    return [*found, *(plan_of(layout).fingerprint() for microbatch in placed for layout in microbatch.layouts)]
+    return [
+        *found,
+        *(
+            plan_of(layout).fingerprint()
+            for microbatch in placed
+            for layout in microbatch.layouts
+        ),
+    ]
 
 
 def test_other_processes_make_the_same_plans() -> None:
-    code = "from tests.planning.test_planner import fingerprints; print(*fingerprints())"
+    code = (
+        "from tests.planning.test_planner import fingerprints; print(*fingerprints())"
+    )
     env = {**os.environ, "PYTHONHASHSEED": "4711"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == fingerprints()
 
 
 @pytest.mark.parametrize("num_ranks", [8, 64])
 @pytest.mark.parametrize("planner", ["greedy", "local_search"])
-def test_slow_ranks_get_less_and_all_finish_together(num_ranks: int, planner: str) -> None:
+def test_slow_ranks_get_less_and_all_finish_together(
+    num_ranks: int, planner: str
+) -> None:
     layout = workload_layout("lognormal", num_ranks, 11)
     speeds = np.random.default_rng(0).choice([0.5, 0.8, 1.0, 1.2], size=num_ranks)
     plan = plan_of(layout, planner, rank_speeds=tuple(speeds.tolist()))
     validate_plan(plan)
-    times, without = (each.stats.loads / (speeds / speeds.mean()) for each in (plan, plan_of(layout, planner)))
+    times, without = (
+        each.stats.loads / (speeds / speeds.mean())
+        for each in (plan, plan_of(layout, planner))
+    )
     assert plan.stats.max_over_mean == pytest.approx(times.max() / plan.stats.mean_load)
     assert plan.stats.max_over_mean <= 1.02
     assert plan.stats.max_over_mean_before > 1.3
@@ -140,7 +181,9 @@ def test_slow_ranks_get_less_and_all_finish_together(num_ranks: int, planner: st
 
 def test_equal_speeds_change_nothing() -> None:
     layout = workload_layout("lognormal", 16, 11)
-    plans = [plan_of(layout, rank_speeds=each) for each in (None, (1.0,) * 16, (0.3,) * 16)]
+    plans = [
+        plan_of(layout, rank_speeds=each) for each in (None, (1.0,) * 16, (0.3,) * 16)
+    ]
     assert len({(plan.fingerprint(), plan.stats.max_over_mean) for plan in plans}) == 1
 
 
@@ -156,7 +199,9 @@ def test_limits_are_exact() -> None:
 @pytest.mark.parametrize("planner", ["home", "greedy", "local_search"])
 def test_one_speed_per_rank(planner: str) -> None:
     layout = TokenLayout.from_segments([[(0, 0, 1000)], []])
-    with pytest.raises(ValueError, match="rank_speeds has 3 entries for 2 ranks: set one per rank"):
+    with pytest.raises(
+        ValueError, match="rank_speeds has 3 entries for 2 ranks: set one per rank"
+    ):
         plan_of(layout, planner, rank_speeds=(1.0, 1.0, 1.0))
 
 
@@ -169,56 +214,95 @@ def test_fewer_bytes_between_nodes(name: str, factor: float) -> None:
         flat, plan = plan_of(layout), plan_of(layout, ranks_per_node=8)
         validate_plan(plan)
         assert plan.stats.max_over_mean <= 1.02
-        for stats in (plan.stats, Plan.from_tasks(layout, LLAMA, plan.config, flat.tasks).stats):
+        for stats in (
+            plan.stats,
+            Plan.from_tasks(layout, LLAMA, plan.config, flat.tasks).stats,
+        ):
             figures += [stats.inter_node_bytes, stats.total_bytes]
-    (between, total), (flat_between, flat_total) = np.reshape(figures, (3, 2, 2)).sum(axis=0)
+    (between, total), (flat_between, flat_total) = np.reshape(figures, (3, 2, 2)).sum(
+        axis=0
+    )
     assert between <= factor * flat_between
     assert total <= 1.1 * flat_total
 
 
 def test_nodes_with_capacity_keep_everything_inside() -> None:
     """In both nodes one rank of two has all the work: nothing needs to cross."""
-    stats = plan_of(TokenLayout.from_segments([[(0, 0, 32768)], [], [(1, 0, 32768)], []]), ranks_per_node=2).stats
+    stats = plan_of(
+        TokenLayout.from_segments([[(0, 0, 32768)], [], [(1, 0, 32768)], []]),
+        ranks_per_node=2,
+    ).stats
     assert stats.max_over_mean <= 1.02
     assert stats.total_bytes > stats.inter_node_bytes == 0
 
 
 def test_without_nodes_nothing_crosses() -> None:
-    plans = [plan_of(workload_layout("lognormal", 16, 11), ranks_per_node=n) for n in (None, 16, 99)]
+    plans = [
+        plan_of(workload_layout("lognormal", 16, 11), ranks_per_node=n)
+        for n in (None, 16, 99)
+    ]
     assert len({plan.fingerprint() for plan in plans}) == 1
-    assert all(plan.stats.inter_node_bytes == plan.stats.max_rank_inter_node_bytes == 0 for plan in plans)
+    assert all(
+        plan.stats.inter_node_bytes == plan.stats.max_rank_inter_node_bytes == 0
+        for plan in plans
+    )
 
 
 @pytest.mark.parametrize("num_ranks", params([8, 64], [8]))
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize("name", ["lognormal", "one big", "uniform"])
-def test_any_cost_model_is_balanced_for_the_bytes_of_tile_area(name: str, model: str, num_ranks: int) -> None:
+def test_any_cost_model_is_balanced_for_the_bytes_of_tile_area(
+    name: str, model: str, num_ranks: int
+) -> None:
     figures = []
     for seed in (11, 12, 13):
         layout = workload_layout(name, num_ranks, seed)
-        plan, in_tiles = make_plan(layout, LLAMA, cost=MODELS[model]), make_plan(layout, LLAMA)
+        plan, in_tiles = (
+            make_plan(layout, LLAMA, cost=MODELS[model]),
+            make_plan(layout, LLAMA),
+        )
         validate_plan(plan)
         assert plan.stats.max_over_mean <= 1.02
         if num_ranks == 64:
             assert (~is_diagonal(plan.tasks)).any()
-            assert server_loads(in_tiles.tasks, MODELS[model], num_ranks).max() / plan.stats.mean_load > 1.02
-        figures += [(each.stats.total_bytes, each.stats.max_rank_bytes) for each in (plan, in_tiles)]
+            assert (
+                server_loads(in_tiles.tasks, MODELS[model], num_ranks).max()
+                / plan.stats.mean_load
+                > 1.02
+            )
+        figures += [
+            (each.stats.total_bytes, each.stats.max_rank_bytes)
+            for each in (plan, in_tiles)
+        ]
     ours, theirs = np.sum(figures[::2], axis=0), np.sum(figures[1::2], axis=0)
     assert (ours <= np.array([1.15, 1.2]) * theirs).all()
 
 
 def test_tiles_counted_by_a_table_give_the_same_plan() -> None:
     layout = workload_layout("lognormal", 64, 11)
-    plans = [make_plan(layout, LLAMA, cost=cost) for cost in (None, TileAreaCost(128), concave_cost(0))]
+    plans = [
+        make_plan(layout, LLAMA, cost=cost)
+        for cost in (None, TileAreaCost(128), concave_cost(0))
+    ]
     assert len({plan.fingerprint() for plan in plans}) == 1
 
 
 def test_balance_before_bytes_where_rows_cost_most() -> None:
     """Rows that cost 100 times a tile must not be computed in parts: the greedy's whole rows are balanced better."""
-    short = [[(i, 0, 1) for i in range(16 * rank - 14, 16 * rank + 2)] for rank in (1, 2)]
-    layout, cost = TokenLayout.from_segments([[(0, 0, 8), (1, 0, 8)], *short]), concave_cost(100, tiles=10, tile=1)
+    short = [
+        [(i, 0, 1) for i in range(16 * rank - 14, 16 * rank + 2)] for rank in (1, 2)
+    ]
+    layout, cost = (
+        TokenLayout.from_segments([[(0, 0, 8), (1, 0, 8)], *short]),
+        concave_cost(100, tiles=10, tile=1),
+    )
     plans = [
-        make_plan(layout, LLAMA, PlannerConfig(tolerance=0.0, min_shard=1, tile=1, planner=planner), cost)
+        make_plan(
+            layout,
+            LLAMA,
+            PlannerConfig(tolerance=0.0, min_shard=1, tile=1, planner=planner),
+            cost,
+        )
         for planner in ("local_search", "greedy")
     ]
     assert plans[0].stats.max_over_mean <= plans[1].stats.max_over_mean < 1.03
@@ -227,7 +311,10 @@ def test_balance_before_bytes_where_rows_cost_most() -> None:
 def test_moved_range_has_the_shape_of_the_closed_form() -> None:
     """A document far longer than what must move gives the piece [a, b) with a / b = c_q / (c_q + c_kv)."""
     lengths = [40960, 20480, 20480]
-    plan = plan_of(TokenLayout.from_segments([[(i, 0, n)] for i, n in enumerate(lengths)]), "greedy")
+    plan = plan_of(
+        TokenLayout.from_segments([[(i, 0, n)] for i, n in enumerate(lengths)]),
+        "greedy",
+    )
     moved = plan.tasks[(plan.tasks["doc"] == 0) & (plan.tasks["server"] != 0)][0]
     assert 0 < moved["q_end"] < 40960
     ratio = LLAMA.query_bytes / (LLAMA.query_bytes + LLAMA.kv_bytes)
@@ -240,7 +327,12 @@ def test_just_inside_and_just_outside_the_tolerance() -> None:
     def plan_with(most: int):
         counts = [most, 2000 - most]
         docs = iter(range(2000))
-        return plan_of(TokenLayout.from_segments([[(next(docs), 0, 100) for _ in range(n)] for n in counts]), "greedy")
+        return plan_of(
+            TokenLayout.from_segments(
+                [[(next(docs), 0, 100) for _ in range(n)] for n in counts]
+            ),
+            "greedy",
+        )
 
     assert plan_with(1020).stats.tasks_moved == 0
     assert plan_with(1021).stats.tasks_moved == 1
@@ -269,17 +361,29 @@ def test_any_plan_it_returns_covers_the_layout_within_the_loads(
     layout, home = case.layout(), home_tasks(case.layout())
     config = dataclasses.replace(case.config, ranks_per_node=ranks_per_node)
     cost = cost_of(kind, case.seed, config.cost_tile)
-    limits = np.full(layout.num_ranks, int(load * cost.cost(home).sum() / layout.num_ranks))
+    limits = np.full(
+        layout.num_ranks, int(load * cost.cost(home).sum() / layout.num_ranks)
+    )
     config = dataclasses.replace(config, split_kv=split_kv)
     search = LocalSearch(layout, LLAMA, config, cost, np.arange(len(layout.docs)))
-    found = search.improve(task_table(layout, home), np.zeros_like(limits), limits, limits + limits // 10, 500)
+    found = search.improve(
+        task_table(layout, home),
+        np.zeros_like(limits),
+        limits,
+        limits + limits // 10,
+        500,
+    )
     if found is None:
         return
     table, by_rank = found
     tasks = from_table(layout.docs, table)
     plan = Plan.from_tasks(layout, LLAMA, config, tasks)
     assert Moved.of(by_rank) == moved_by(plan)
-    validate_plan(dataclasses.replace(plan, config=dataclasses.replace(plan.config, tolerance=1e9)))
+    validate_plan(
+        dataclasses.replace(
+            plan, config=dataclasses.replace(plan.config, tolerance=1e9)
+        )
+    )
     assert (server_loads(tasks, cost, layout.num_ranks) <= 1.1 * limits).all()
     if not split_kv:
         assert is_diagonal(tasks).all()
@@ -292,7 +396,9 @@ def test_as_little_more_as_is_found_where_the_limits_cannot_be_kept(kind: str) -
     total = int(cost.cost(home).sum())
     search = LocalSearch(layout, LLAMA, PlannerConfig(), cost, np.arange(1))
     limits, guaranteed = np.full(2, total // 2 - 1), np.full(2, int(0.6 * total))
-    found = search.improve(task_table(layout, home), np.zeros(2, dtype=np.int64), limits, guaranteed, 100)
+    found = search.improve(
+        task_table(layout, home), np.zeros(2, dtype=np.int64), limits, guaranteed, 100
+    )
     assert found is not None
     assert server_loads(from_table(layout.docs, found[0]), cost, 2).max() <= 0.6 * total
 
@@ -300,14 +406,24 @@ def test_as_little_more_as_is_found_where_the_limits_cannot_be_kept(kind: str) -
 def test_documents_served_by_each_others_home_are_swapped_back() -> None:
     layout = TokenLayout.from_segments([[(0, 0, 1024)], [(1, 0, 1024)]])
     crossed = make_tasks(np.arange(2), 0, 1024, 0, 1024, np.array([1, 0]))
-    search = LocalSearch(layout, LLAMA, PlannerConfig(), TileAreaCost(128), np.arange(2))
+    search = LocalSearch(
+        layout, LLAMA, PlannerConfig(), TileAreaCost(128), np.arange(2)
+    )
     start, limits = task_table(layout, crossed), np.full(2, 36)
-    found = [search.improve(start, np.zeros(2, dtype=np.int64), limits, limits, budget) for budget in (0, 100)]
+    found = [
+        search.improve(start, np.zeros(2, dtype=np.int64), limits, limits, budget)
+        for budget in (0, 100)
+    ]
     tasks = [from_table(layout.docs, each[0]) for each in found if each is not None]
-    assert [Plan.from_tasks(layout, LLAMA, PlannerConfig(), each).moves_rows for each in tasks] == [True, False]
+    assert [
+        Plan.from_tasks(layout, LLAMA, PlannerConfig(), each).moves_rows
+        for each in tasks
+    ] == [True, False]
 
 
-def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_capacity_it_has() -> None:
+def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_capacity_it_has() -> (
+    None
+):
     """Rank 0 has the most capacity, but less than a sixteenth of its load, and holds keys of what rank 1 gives away."""
     short = iter((number, 0, 512) for number in range(5, 1000))
     layout = TokenLayout.from_segments(
@@ -315,10 +431,25 @@ def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_capacit
             [*islice(short, 107), (0, 32384, 10496), (3, 0, 256)],
             [*islice(short, 109), (0, 42880, 9344), (3, 256, 256), (4, 0, 128)],
             [*islice(short, 95), (0, 15744, 16640), (4, 128, 256)],
-            [(1, 0, 11776), *islice(short, 34), (0, 0, 15744), (2, 0, 20480), (4, 384, 128)],
+            [
+                (1, 0, 11776),
+                *islice(short, 34),
+                (0, 0, 15744),
+                (2, 0, 20480),
+                (4, 384, 128),
+            ],
         ]
     )
-    config, cost, home = PlannerConfig(split_kv=False), TileAreaCost(128), home_tasks(layout)
+    config, cost, home = (
+        PlannerConfig(split_kv=False),
+        TileAreaCost(128),
+        home_tasks(layout),
+    )
     limits = load_limits(layout, config, cost, server_loads(home, cost, 4)).guaranteed
     search = LocalSearch(layout, LLAMA, config, cost, np.arange(len(layout.docs)))
-    assert search.improve(task_table(layout, home), np.zeros_like(limits), limits, limits, 0) is not None
+    assert (
+        search.improve(
+            task_table(layout, home), np.zeros_like(limits), limits, limits, 0
+        )
+        is not None
+    )

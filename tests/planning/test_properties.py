@@ -44,7 +44,9 @@ def some_attend(layout: TokenLayout, share: float, seed: int) -> TokenLayout:
     lengths = np.stack([first, layout.seg_length - first], axis=1).ravel()
     starts = np.stack([layout.seg_start, layout.seg_start + first], axis=1).ravel()
     rank, doc = np.repeat(layout.seg_rank, 2), np.repeat(layout.seg_doc, 2)
-    return TokenLayout.from_arrays(layout.num_ranks, rank, doc, starts, lengths, rng.random(len(rank)) < share)
+    return TokenLayout.from_arrays(
+        layout.num_ranks, rank, doc, starts, lengths, rng.random(len(rank)) < share
+    )
 
 
 @st.composite
@@ -64,17 +66,22 @@ def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig, CostModel | N
         inter_node_weight=draw(st.sampled_from([1, 1.5, 4.0])),
     )
     if draw(st.booleans()):
-        speeds = draw(st.lists(SPEEDS, min_size=layout.num_ranks, max_size=layout.num_ranks))
+        speeds = draw(
+            st.lists(SPEEDS, min_size=layout.num_ranks, max_size=layout.num_ranks)
+        )
         config = dataclasses.replace(config, rank_speeds=tuple(speeds))
     return layout, config, cost
 
 
 @settings(max_examples=4 * settings.default.max_examples)
 @given(problem=problems(), shape=shapes)
-def test_every_layout(problem: tuple[TokenLayout, PlannerConfig, CostModel | None], shape: AttentionShape) -> None:
+def test_every_layout(
+    problem: tuple[TokenLayout, PlannerConfig, CostModel | None], shape: AttentionShape
+) -> None:
     layout, config, cost = problem
     home, plan = (
-        make_plan(layout, shape, each, cost) for each in (dataclasses.replace(config, planner="home"), config)
+        make_plan(layout, shape, each, cost)
+        for each in (dataclasses.replace(config, planner="home"), config)
     )
     for each in (plan, home):
         validate_plan(each)
@@ -87,22 +94,32 @@ def test_every_layout(problem: tuple[TokenLayout, PlannerConfig, CostModel | Non
     check_guarantee(plan, home)
     check_cuts(plan, home)
     assert plan.stats.max_over_mean_before == home.stats.max_over_mean
-    if cost is None and config.ranks_per_node is None and config.rank_speeds is None:  # a shard is long on a slow rank
+    if (
+        cost is None and config.ranks_per_node is None and config.rank_speeds is None
+    ):  # a shard is long on a slow rank
         assert plan.stats.max_over_mean <= home.stats.max_over_mean
     check_nodes(plan)
 
 
 def check_nodes(plan: Plan) -> None:
     """Bytes between nodes are those of the exchange tables."""
-    num_ranks, size = plan.layout.num_ranks, plan.config.ranks_per_node or plan.layout.num_ranks
+    num_ranks, size = (
+        plan.layout.num_ranks,
+        plan.config.ranks_per_node or plan.layout.num_ranks,
+    )
     node = np.arange(num_ranks) // size
     into, out = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
     for rank in range(num_ranks):
         table, far = plan.exchange(rank), node != node[rank]
-        for rows, row_bytes in ((table.queries, plan.shape.query_bytes), (table.keys, plan.shape.kv_bytes)):
+        for rows, row_bytes in (
+            (table.queries, plan.shape.query_bytes),
+            (table.keys, plan.shape.kv_bytes),
+        ):
             out[rank] += rows.send_counts[far].sum() * row_bytes
             into[rank] += rows.recv_counts[far].sum() * row_bytes
-    assert plan.stats.inter_node_bytes == into.sum() == out.sum() <= plan.stats.total_bytes
+    assert (
+        plan.stats.inter_node_bytes == into.sum() == out.sum() <= plan.stats.total_bytes
+    )
     assert plan.stats.max_rank_inter_node_bytes == max(into.max(), out.max())
 
 

@@ -20,11 +20,23 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.placement import microbatch
-from torchtitan_cad.planning.placement.microbatch import LEAST_GAIN, TOLERANCES, plan_by_time, stay_home
+from torchtitan_cad.planning.placement.microbatch import (
+    LEAST_GAIN,
+    TOLERANCES,
+    plan_by_time,
+    stay_home,
+)
 
 CONFIG = PlannerConfig()
 LAYOUT = workload_layout("lognormal", 8, 11)
-SLOW = LayerTimes(1e-6, 0.02 / 32768, bytes_per_second=1e9, between_hosts=1e8, exchange=0.0, overlaps=False)
+SLOW = LayerTimes(
+    1e-6,
+    0.02 / 32768,
+    bytes_per_second=1e9,
+    between_hosts=1e8,
+    exchange=0.0,
+    overlaps=False,
+)
 """A tile in a microsecond: some 30 ms of attention a rank, and half a second for the exchange."""
 
 
@@ -38,11 +50,19 @@ def at_home(layout: TokenLayout = LAYOUT) -> Plan:
 
 
 def test_an_exchange_that_costs_nothing_is_worth_perfect_balance() -> None:
-    every = [make_plan(LAYOUT, LLAMA, replace(CONFIG, tolerance=tolerance)) for tolerance in TOLERANCES]
-    for times in (replace(SLOW, bytes_per_second=1e18), replace(SLOW, unit=1e-4, overlaps=True)):
+    every = [
+        make_plan(LAYOUT, LLAMA, replace(CONFIG, tolerance=tolerance))
+        for tolerance in TOLERANCES
+    ]
+    for times in (
+        replace(SLOW, bytes_per_second=1e18),
+        replace(SLOW, unit=1e-4, overlaps=True),
+    ):
         plan = fastest(times)
         assert plan.config.tolerance == 0.0
-        assert plan.stats.max_over_mean == min(plan.stats.max_over_mean for plan in every)
+        assert plan.stats.max_over_mean == min(
+            plan.stats.max_over_mean for plan in every
+        )
 
 
 def test_an_exposed_exchange_is_worth_imbalance() -> None:
@@ -50,33 +70,49 @@ def test_an_exposed_exchange_is_worth_imbalance() -> None:
     plan, fixed = fastest(times), make_plan(LAYOUT, LLAMA, CONFIG)
     assert plan.config.tolerance > fixed.config.tolerance
     assert plan.stats.total_bytes < fixed.stats.total_bytes
-    assert times.layer_seconds(plan) < min(times.layer_seconds(fixed), times.layer_seconds(at_home()))
+    assert times.layer_seconds(plan) < min(
+        times.layer_seconds(fixed), times.layer_seconds(at_home())
+    )
     validate_plan(plan)
 
 
 @pytest.mark.parametrize("place", [False, True])
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("bytes_per_second", [1e6, 1e9, 2e10, 2e11, 1e18])
-def test_no_plan_is_slower_than_home(bytes_per_second: float, overlaps: bool, place: bool) -> None:
+def test_no_plan_is_slower_than_home(
+    bytes_per_second: float, overlaps: bool, place: bool
+) -> None:
     times = replace(SLOW, bytes_per_second=bytes_per_second, overlaps=overlaps)
     plan, home = fastest(times, place=place), at_home()
     if plan.config.planner != "home":
         assert times.layer_seconds(plan) < (1 - LEAST_GAIN) * times.layer_seconds(home)
     if bytes_per_second >= 2e11:
-        fixed = place_and_plan(LAYOUT, LLAMA, CONFIG)[0] if place else make_plan(LAYOUT, LLAMA, CONFIG)
+        fixed = (
+            place_and_plan(LAYOUT, LLAMA, CONFIG)[0]
+            if place
+            else make_plan(LAYOUT, LLAMA, CONFIG)
+        )
         assert times.layer_seconds(plan) <= 1.01 * times.layer_seconds(fixed)
 
 
-@pytest.mark.parametrize(("bytes_per_second", "tolerances"), [(1e6, TOLERANCES), (1e18, TOLERANCES[:1])])
+@pytest.mark.parametrize(
+    ("bytes_per_second", "tolerances"), [(1e6, TOLERANCES), (1e18, TOLERANCES[:1])]
+)
 def test_tolerances_rise_until_the_exchange_is_hidden(
-    monkeypatch: pytest.MonkeyPatch, bytes_per_second: float, tolerances: tuple[float, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    bytes_per_second: float,
+    tolerances: tuple[float, ...],
 ) -> None:
     tried = []
     monkeypatch.setattr(
-        microbatch, "make_plan", lambda *inputs: tried.append(inputs[2].tolerance) or make_plan(*inputs)
+        microbatch,
+        "make_plan",
+        lambda *inputs: tried.append(inputs[2].tolerance) or make_plan(*inputs),
     )
     times = replace(SLOW, bytes_per_second=bytes_per_second, overlaps=True)
-    plan_by_time([LAYOUT], LLAMA, CONFIG, times, home=stay_home([LAYOUT], LLAMA, CONFIG))
+    plan_by_time(
+        [LAYOUT], LLAMA, CONFIG, times, home=stay_home([LAYOUT], LLAMA, CONFIG)
+    )
     assert tried == [CONFIG.tolerance, *tolerances]  # the first at home
 
 
@@ -111,7 +147,9 @@ def test_a_layers_time_is_that_of_its_parts() -> None:
     assert times.layer_seconds(plan) == pytest.approx(linear + attention + seconds)
     half_hidden = replace(times, overlaps=True, linear=seconds / 2 / 32768)
     hidden = seconds / 2 + times.unit * stats.mean_load
-    assert half_hidden.layer_seconds(plan) == pytest.approx(seconds / 2 + attention + seconds - hidden)
+    assert half_hidden.layer_seconds(plan) == pytest.approx(
+        seconds / 2 + attention + seconds - hidden
+    )
 
 
 def test_kept_rows_travel_once() -> None:
@@ -120,28 +158,52 @@ def test_kept_rows_travel_once() -> None:
     query_rows = np.stack([plan.query_needs.rows_in, plan.query_needs.rows_out])
     key_rows = np.stack([plan.key_needs.rows_in, plan.key_needs.rows_out])
     backward = LLAMA.for_backward()
-    query_bytes, key_bytes = LLAMA.query_bytes + backward.query_bytes, LLAMA.kv_bytes + backward.kv_bytes
+    query_bytes, key_bytes = (
+        LLAMA.query_bytes + backward.query_bytes,
+        LLAMA.kv_bytes + backward.kv_bytes,
+    )
     resent = query_rows * query_bytes + key_rows * key_bytes
     kept = resent - query_rows * row.forward_queries - key_rows * row.keys
     needed = plan.most_rows.kept_bytes(row)
-    for kept_bytes, num_bytes in ((0, resent), (needed - 1, resent), (needed, kept), (math.inf, kept)):
+    for kept_bytes, num_bytes in (
+        (0, resent),
+        (needed - 1, resent),
+        (needed, kept),
+        (math.inf, kept),
+    ):
         times = replace(SLOW, kept_bytes=kept_bytes)
-        assert times.exchange_seconds(plan) == pytest.approx(num_bytes.max() / SLOW.bytes_per_second)
+        assert times.exchange_seconds(plan) == pytest.approx(
+            num_bytes.max() / SLOW.bytes_per_second
+        )
 
 
 def test_halves_at_home_wait_for_each_other_only_at_their_end() -> None:
     """Either half has one long document, on different ranks."""
     halves = [
-        TokenLayout.from_segments([[(rank, 0, 32768)] if rank == busy else [(rank, 0, 128)] for rank in range(2)])
+        TokenLayout.from_segments(
+            [
+                [(rank, 0, 32768)] if rank == busy else [(rank, 0, 128)]
+                for rank in range(2)
+            ]
+        )
         for busy in range(2)
     ]
     plans = [at_home(half) for half in halves]
-    (one, other), linear = (plan.stats.loads for plan in plans), sum(map(SLOW.linear_seconds, halves))
-    assert SLOW.microbatch_seconds(plans) == pytest.approx(linear + SLOW.unit * (one + other).max())
-    assert SLOW.microbatch_seconds(plans[:1]) == pytest.approx(SLOW.layer_seconds(plans[0]))
+    (one, other), linear = (
+        (plan.stats.loads for plan in plans),
+        sum(map(SLOW.linear_seconds, halves)),
+    )
+    assert SLOW.microbatch_seconds(plans) == pytest.approx(
+        linear + SLOW.unit * (one + other).max()
+    )
+    assert SLOW.microbatch_seconds(plans[:1]) == pytest.approx(
+        SLOW.layer_seconds(plans[0])
+    )
     config = replace(CONFIG, planner="home", rank_speeds=(0.5, 1.5))
     uneven = make_plan(halves[0], LLAMA, config)
-    assert SLOW.microbatch_seconds([uneven]) == pytest.approx(SLOW.layer_seconds(uneven))
+    assert SLOW.microbatch_seconds([uneven]) == pytest.approx(
+        SLOW.layer_seconds(uneven)
+    )
 
 
 def test_bytes_between_hosts_take_the_time_of_that_link() -> None:
@@ -150,19 +212,32 @@ def test_bytes_between_hosts_take_the_time_of_that_link() -> None:
     apart = replace(SLOW, bytes_per_second=1e15, hosts=tuple(host.tolist()))
     outside = []
     for need in (plan.query_needs, plan.key_needs):
-        outside.append(np.stack([need.rows_in, need.rows_out]) - np.stack(need.rows_inside(host)))
+        outside.append(
+            np.stack([need.rows_in, need.rows_out]) - np.stack(need.rows_inside(host))
+        )
     backward = LLAMA.for_backward()
-    row_bytes = LLAMA.query_bytes + backward.query_bytes, LLAMA.kv_bytes + backward.kv_bytes
+    row_bytes = (
+        LLAMA.query_bytes + backward.query_bytes,
+        LLAMA.kv_bytes + backward.kv_bytes,
+    )
     num_bytes = sum(rows * each for rows, each in zip(outside, row_bytes, strict=True))
     assert apart.exchange_seconds(plan) == pytest.approx(num_bytes.max() / 1e8)
-    assert replace(SLOW, hosts=(0,) * 8).exchange_seconds(plan) == SLOW.exchange_seconds(plan)
+    assert replace(SLOW, hosts=(0,) * 8).exchange_seconds(
+        plan
+    ) == SLOW.exchange_seconds(plan)
     assert replace(SLOW, hosts=tuple(range(8))).exchange_seconds(plan) == pytest.approx(
         10 * SLOW.exchange_seconds(plan)
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("unit", 0.0), ("linear", -1.0), ("bytes_per_second", float("nan")), ("between_hosts", 0.0)]
+    ("name", "value"),
+    [
+        ("unit", 0.0),
+        ("linear", -1.0),
+        ("bytes_per_second", float("nan")),
+        ("between_hosts", 0.0),
+    ],
 )
 def test_bad_rates_are_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} = .*: set a positive finite number"):
@@ -171,5 +246,7 @@ def test_bad_rates_are_named(name: str, value: float) -> None:
 
 @pytest.mark.parametrize("kept_bytes", [-1.0, float("nan")])
 def test_bad_kept_bytes_are_named(kept_bytes: float) -> None:
-    with pytest.raises(ValueError, match=r"kept_bytes = .*: set 0 or a positive number of bytes"):
+    with pytest.raises(
+        ValueError, match=r"kept_bytes = .*: set 0 or a positive number of bytes"
+    ):
         replace(SLOW, kept_bytes=kept_bytes)

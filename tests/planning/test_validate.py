@@ -23,7 +23,12 @@ from torchtitan_cad.planning import (
     validate_plan,
 )
 from torchtitan_cad.planning.model.cost import TileAreaCost
-from torchtitan_cad.planning.model.tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
+from torchtitan_cad.planning.model.tasks import (
+    TASK_FIELDS,
+    TaskArray,
+    canonical,
+    make_tasks,
+)
 
 SMALL = PlannerConfig(min_shard=4, tile=4)
 
@@ -32,7 +37,9 @@ SMALL = PlannerConfig(min_shard=4, tile=4)
 def test_random_plans_with_rectangles(case: Case, seed: int) -> None:
     """Both kinds of task, any server: tables and bytes are right for every valid plan."""
     layout = case.small(5, 30).layout()
-    plan = Plan.from_tasks(layout, LLAMA, SMALL, random_tasks(np.random.default_rng(seed), layout))
+    plan = Plan.from_tasks(
+        layout, LLAMA, SMALL, random_tasks(np.random.default_rng(seed), layout)
+    )
     assert covers_exactly(layout, plan.tasks)
     validate_plan(plan)
     check_exchanges(plan)
@@ -40,7 +47,9 @@ def test_random_plans_with_rectangles(case: Case, seed: int) -> None:
 
 
 @given(case=cases, seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_verdict_is_that_of_brute_force(case: Case, seed: int, data: st.DataObject) -> None:
+def test_verdict_is_that_of_brute_force(
+    case: Case, seed: int, data: st.DataObject
+) -> None:
     """Change one field of one task, or drop or double one: the validator and counting every pair agree."""
     layout = case.small(5, 30).layout()
     tasks = random_tasks(np.random.default_rng(seed), layout)
@@ -63,14 +72,22 @@ def test_verdict_is_that_of_brute_force(case: Case, seed: int, data: st.DataObje
 
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 10)], [(0, 10, 6), (1, 0, 4)]])
-RIGHT = [(0, 0, 8, 0, 8, 0), (0, 8, 16, 0, 8, 1), (0, 8, 12, 8, 12, 0), (0, 12, 16, 8, 16, 1), (1, 0, 4, 0, 4, 0)]
+RIGHT = [
+    (0, 0, 8, 0, 8, 0),
+    (0, 8, 16, 0, 8, 1),
+    (0, 8, 12, 8, 12, 0),
+    (0, 12, 16, 8, 16, 1),
+    (1, 0, 4, 0, 4, 0),
+]
 
 
 def plan_of(records: list[tuple[int, ...]]) -> Plan:
     """Plan with these tasks in canonical order and the statistics of the right ones."""
     right = Plan.from_tasks(LAYOUT, LLAMA, SMALL, make_tasks(*np.array(RIGHT).T))
     records = sorted(records, key=lambda task: (task[0], task[1], task[3]))
-    return dataclasses.replace(right, tasks=make_tasks(*np.array(records, dtype=np.int64).reshape(-1, 6).T))
+    return dataclasses.replace(
+        right, tasks=make_tasks(*np.array(records, dtype=np.int64).reshape(-1, 6).T)
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +97,11 @@ def plan_of(records: list[tuple[int, ...]]) -> Plan:
         (4, None, r"no task has queries \[0, 4\) of document 1"),
         (3, None, r"queries \[12, 16\) of document 0: no diagonal task follows"),
         (0, (0, 0, 7, 0, 7, 0), r"no task has queries \[7, 8\) of document 0"),
-        (0, (0, 0, 9, 0, 9, 0), r"queries \[8, 9\) of document 0: .* the same pairs again"),
+        (
+            0,
+            (0, 0, 9, 0, 9, 0),
+            r"queries \[8, 9\) of document 0: .* the same pairs again",
+        ),
         (1, (0, 8, 16, 0, 7, 1), r"no task covers keys \[7, 8\)"),
         (2, (0, 8, 12, 7, 12, 0), r"covers keys \[7, 8\) a second time"),
         (2, (0, 8, 12, 8, 11, 0), "neither a diagonal"),
@@ -113,12 +134,18 @@ def test_more_wrong_plans() -> None:
     with pytest.raises(PlanError, match="no task has queries"):
         validate_plan(plan_of([]))
     with pytest.raises(PlanError, match="tasks must be"):
-        validate_plan(dataclasses.replace(right, tasks=np.zeros((3, 6), dtype=np.int64)))
+        validate_plan(
+            dataclasses.replace(right, tasks=np.zeros((3, 6), dtype=np.int64))
+        )
 
 
 def test_wrong_statistics() -> None:
     right = make_plan(LAYOUT, LLAMA, SMALL)
-    for change in ({"total_bytes": right.stats.total_bytes + 1}, {"num_tasks": 99}, {"bytes_in": right.stats.loads}):
+    for change in (
+        {"total_bytes": right.stats.total_bytes + 1},
+        {"num_tasks": 99},
+        {"bytes_in": right.stats.loads},
+    ):
         wrong = dataclasses.replace(right)
         wrong.__dict__["stats"] = dataclasses.replace(right.stats, **change)
         with pytest.raises(PlanError, match=f"stats.{next(iter(change))}"):
@@ -142,7 +169,9 @@ def test_every_entry_of_the_tables_counts(rank: int, owner: str) -> None:
         for i in range(np.size(value)):
             wrong = np.array(value)
             wrong.reshape(-1)[i] += 1
-            replaced = dataclasses.replace(original, **{field.name: wrong if np.ndim(value) else int(wrong)})
+            replaced = dataclasses.replace(
+                original, **{field.name: wrong if np.ndim(value) else int(wrong)}
+            )
             broken = list(tables)
             broken[rank] = dataclasses.replace(tables[rank], **{owner: replaced})
             with pytest.raises(PlanError):

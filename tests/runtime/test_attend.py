@@ -10,7 +10,14 @@ from tests.lib.kernels_reference import assert_results_as_exact
 from tests.lib.plans import random_layout, random_plan
 from tests.lib.processes import run_processes, values
 from tests.lib.sets import matrix, needs_triton, params
-from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import (
+    TASK_DTYPE,
+    AttentionShape,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+)
 from torchtitan_cad.planning.exchange import calls as kernel_calls
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.attend import RowSpace
@@ -25,34 +32,56 @@ SHAPE = AttentionShape(4, 2, 16, 4)
 
 
 def all_tables(plan) -> list[PlanTables]:
-    return [PlanTables.from_exchange(plan.exchange(r), True, CPU, 1.0) for r in range(plan.layout.num_ranks)]
+    return [
+        PlanTables.from_exchange(plan.exchange(r), True, CPU, 1.0)
+        for r in range(plan.layout.num_ranks)
+    ]
 
 
 def test_a_call_of_many_rows_is_cut_between_tasks() -> None:
     """Rank 1 has few tokens and serves a document of many, in nine tasks of ever more keys."""
     layout = TokenLayout.from_segments([[(0, 0, 1024), (1, 0, 512)], [(0, 1024, 128)]])
-    tasks = [(0, start, start + 128, 0, start + 128, 1) for start in range(0, 1152, 128)] + [(1, 0, 512, 0, 512, 0)]
-    plan = Plan.from_tasks(layout, SHAPE, PlannerConfig(split_kv=False), np.array(tasks, dtype=TASK_DTYPE))
+    tasks = [
+        (0, start, start + 128, 0, start + 128, 1) for start in range(0, 1152, 128)
+    ] + [(1, 0, 512, 0, 512, 0)]
+    plan = Plan.from_tasks(
+        layout, SHAPE, PlannerConfig(split_kv=False), np.array(tasks, dtype=TASK_DTYPE)
+    )
     first, second = all_tables(plan)
     assert len(first.calls) == 1
-    rows = [2 * int(call.args.cu_q[-1]) + int(call.args.cu_k[-1]) for call in second.calls]
+    rows = [
+        2 * int(call.args.cu_q[-1]) + int(call.args.cu_k[-1]) for call in second.calls
+    ]
     assert 1 < len(rows) <= kernel_calls.MOST_CALLS + 1
     assert max(rows) - min(rows) <= 2 * (2 * 128 + 1152)
     assert sum(len(call.args.q_start) for call in second.calls) == 9
 
 
 def test_a_plan_that_moves_nothing_is_not_halved() -> None:
-    plan = make_plan(TokenLayout.from_segments([[(0, 0, 512), (1, 0, 256)]]), SHAPE, PlannerConfig(planner="home"))
-    assert PlanTables.from_exchange(plan.exchange(0), False, CPU, 1.0, two_rounds=True).is_plain
+    plan = make_plan(
+        TokenLayout.from_segments([[(0, 0, 512), (1, 0, 256)]]),
+        SHAPE,
+        PlannerConfig(planner="home"),
+    )
+    assert PlanTables.from_exchange(
+        plan.exchange(0), False, CPU, 1.0, two_rounds=True
+    ).is_plain
 
 
 def test_rows_in_order_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 serves the head of its document for itself, rank 1 the tail and an unmasked task."""
     monkeypatch.setattr(kernel_calls, "MOST_ROWS", 10**6)  # so that no call is cut
     layout = TokenLayout.from_segments([[(0, 0, 512), (1, 0, 256)], [(2, 0, 100)]])
-    tasks = [(0, 0, 384, 0, 384, 0), (0, 384, 512, 384, 512, 1), (0, 384, 512, 0, 384, 0), (1, 0, 256, 0, 256, 1)]
+    tasks = [
+        (0, 0, 384, 0, 384, 0),
+        (0, 384, 512, 384, 512, 1),
+        (0, 384, 512, 0, 384, 0),
+        (1, 0, 256, 0, 256, 1),
+    ]
     tasks.append((2, 0, 100, 0, 100, 1))
-    plan = Plan.from_tasks(layout, SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
+    plan = Plan.from_tasks(
+        layout, SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE)
+    )
     first, second = all_tables(plan)
     (diagonal, rectangle) = first.calls
     assert diagonal.q_rows == diagonal.kv_rows == rectangle.kv_rows == slice(0, 384)
@@ -61,7 +90,9 @@ def test_rows_in_order_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     local = torch.randn(768, 2, 16)
     (view,) = RowSpace([local], [local[:0]]).take(rectangle.q_rows)
     assert view.data_ptr() == local[384].data_ptr()
-    rows = 128 + 256 + 100  # a call of local and received rows: all of them, queries and keys
+    rows = (
+        128 + 256 + 100
+    )  # a call of local and received rows: all of them, queries and keys
     assert second.copied_bytes(SHAPE) == rows * (4 + 2 * 2) * 16 * 4
 
 
@@ -77,12 +108,22 @@ def gather_and_compare(group) -> None:
             for dtype, tail in kinds[:num_kinds]:
                 size = int(np.prod(tail))
                 local.append(torch.randn(num_local, *tail).to(dtype))
-                received.append(torch.randn(num_received, size + 8).to(dtype)[:, 8:].unflatten(1, tail))
+                received.append(
+                    torch.randn(num_received, size + 8)
+                    .to(dtype)[:, 8:]
+                    .unflatten(1, tail)
+                )
             for count in (None, 0, 1, 300):
-                rows = None if count is None else torch.randint(0, num_local + num_received, (count,))
+                rows = (
+                    None
+                    if count is None
+                    else torch.randint(0, num_local + num_received, (count,))
+                )
                 got = gather_rows(local, received, rows)
                 for mine, *both in zip(got, local, received, strict=True):
-                    assert torch.equal(mine, torch.cat(both) if rows is None else torch.cat(both)[rows])
+                    assert torch.equal(
+                        mine, torch.cat(both) if rows is None else torch.cat(both)[rows]
+                    )
                     assert mine.is_contiguous()
 
 
@@ -102,12 +143,19 @@ def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
     plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
     torch.manual_seed(group.rank())
     q, k, v, dout = (
-        torch.randn(int(layout.tokens_per_rank[group.rank()]), heads, 16).to(dtype) for heads in (4, 2, 2, 4)
+        torch.randn(int(layout.tokens_per_rank[group.rank()]), heads, 16).to(dtype)
+        for heads in (4, 2, 2, 4)
     )
     results = []
-    for rows in ([q, k, v, dout], [x.double() for x in (q, k, v, dout)], [q, k, v, dout]):
+    for rows in (
+        [q, k, v, dout],
+        [x.double() for x in (q, k, v, dout)],
+        [q, k, v, dout],
+    ):
         transport = build_transport("collective", group, CPU)
-        engine = CoreAttentionEngine(CpuKernel(), transport, rank=group.rank(), device=CPU, scale=0.25)
+        engine = CoreAttentionEngine(
+            CpuKernel(), transport, rank=group.rank(), device=CPU, scale=0.25
+        )
         engine.add_plan(0, plan)
         saved = Saved(*rows[:3], *engine.forward(*rows[:3], 0))
         results.append((saved.out, saved.lse, *engine.backward(rows[3], saved, 0)))
@@ -119,6 +167,10 @@ def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", params([torch.float32, torch.bfloat16], [torch.float32]))
+@pytest.mark.parametrize(
+    "dtype", params([torch.float32, torch.bfloat16], [torch.float32])
+)
 def test_the_engine_computes_the_same_with_triton_kernels(dtype: torch.dtype) -> None:
-    assert min(values(run_processes(2, execute_in_both_ways, 1, dtype, timeout_s=240))) > 0
+    assert (
+        min(values(run_processes(2, execute_in_both_ways, 1, dtype, timeout_s=240))) > 0
+    )

@@ -32,25 +32,36 @@ def build(*args, is_fused: bool, **options) -> Combination:
 
 
 @given(ROWS)
-def test_waves_and_segments_have_every_row_s_partials_in_order(targets: list[int]) -> None:
+def test_waves_and_segments_have_every_row_s_partials_in_order(
+    targets: list[int],
+) -> None:
     first = len(targets) // 2
-    both = [np.array(part, dtype=np.int64) for part in (targets[:first], targets[first:])]
+    both = [
+        np.array(part, dtype=np.int64) for part in (targets[:first], targets[first:])
+    ]
     seen: dict[int, list[int]] = {row: [] for row in range(11)}
     waves = [index.tolist() for index in Combination.build(both, 11, CPU).index]
     for sources, rows in zip(waves[::2], waves[1::2], strict=True):
         assert len(set(rows)) == len(rows)
         for source, row in zip(sources, rows, strict=True):
             seen[row].append(source)
-    assert seen == {row: [i for i, other in enumerate(targets) if other == row] for row in range(11)}
+    assert seen == {
+        row: [i for i, other in enumerate(targets) if other == row] for row in range(11)
+    }
     segments = build(both, 11, CPU, is_fused=True)
     assert all(index.dtype == torch.int32 for index in segments.index)
     sources, bounds = (index.tolist() for index in segments.index)
-    names = [(source >> TENSOR_BITS) + source % (1 << TENSOR_BITS) * first for source in sources]
+    names = [
+        (source >> TENSOR_BITS) + source % (1 << TENSOR_BITS) * first
+        for source in sources
+    ]
     assert seen == {row: names[bounds[row] : bounds[row + 1]] for row in range(11)}
 
 
 def test_more_tensors_than_a_table_can_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="partials in 17 tensors, at most 16 can be combined"):
+    with pytest.raises(
+        ValueError, match="partials in 17 tensors, at most 16 can be combined"
+    ):
         Combination.build([np.array([0])] * 17, 1, CPU)
 
 
@@ -73,7 +84,9 @@ def make_case(rng: np.random.Generator, case: tuple, device: torch.device) -> tu
     """Rows of the partials; their outs and lses as strided views of messages and of [heads, rows]. Some rows are empty,
     with poisoned outs."""
     dtype, heads, dim, num_rows, sizes = case
-    targets = [rng.integers(-1, max(num_rows - 1, 1), size) for size in sizes]  # the last row has none
+    targets = [
+        rng.integers(-1, max(num_rows - 1, 1), size) for size in sizes
+    ]  # the last row has none
     outs, lses = [], []
     for number, size in enumerate(sizes):
         message = torch.randn(size, heads * dim + 24).to(device, dtype)
@@ -99,44 +112,77 @@ def compare_orders(seed: int, device: torch.device) -> None:
     for case in CASES:
         dtype, heads, dim, num_rows, _ = case
         targets, outs, lses = make_case(rng, case, device)
-        combinations = [build(targets, num_rows, device, is_fused=is_fused) for is_fused in (False, True)]
+        combinations = [
+            build(targets, num_rows, device, is_fused=is_fused)
+            for is_fused in (False, True)
+        ]
         like = torch.empty(0, heads, dim, dtype=dtype, device=device)
-        want, got = (combination.merge([outs, lses], like) for combination in combinations)
-        reference = combinations[0].merge([[x.double() for x in xs] for xs in (outs, lses)], like.double())
+        want, got = (
+            combination.merge([outs, lses], like) for combination in combinations
+        )
+        reference = combinations[0].merge(
+            [[x.double() for x in xs] for xs in (outs, lses)], like.double()
+        )
         for mine, theirs, exact in zip(got, want, reference, strict=True):
             assert mine.dtype == theirs.dtype
             assert_as_exact(mine, theirs, exact)
-        num_partials = np.bincount(np.concatenate([[], *targets]).astype(int) + 1, minlength=num_rows + 1)[1:]
+        num_partials = np.bincount(
+            np.concatenate([[], *targets]).astype(int) + 1, minlength=num_rows + 1
+        )[1:]
         once = torch.from_numpy(num_partials == 1).to(device)
-        for mine, theirs in zip(got, want, strict=True):  # a row with one partial keeps its bits
+        for mine, theirs in zip(
+            got, want, strict=True
+        ):  # a row with one partial keeps its bits
             assert torch.equal(mine[once], theirs[once])
         finite = [[out.nan_to_num(x) for out in outs] for x in (0.5, 1, 2)]
         narrow = [out[:, :1, : -(-dim // 2)] for out in finite[0]]
         for parts in ([narrow, finite[0]], [*finite[1:], narrow]):
-            shapes = [(1, -(-dim // 2)) if part is narrow else (heads, dim) for part in parts]
+            shapes = [
+                (1, -(-dim // 2)) if part is narrow else (heads, dim) for part in parts
+            ]
             likes = [like.new_empty(0, *shape) for shape in shapes]
             want, got = (combination.add(parts, likes) for combination in combinations)
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True)), case
+            assert all(
+                torch.equal(mine, theirs)
+                for mine, theirs in zip(got, want, strict=True)
+            ), case
             assert all(x.dtype == dtype for x in got)
 
 
 def combine_in_place(group) -> None:
     """Partials of all rows in order become the results: rows without others keep their bits, nobody's are moved."""
     interpret()
-    rng, shape, like = np.random.default_rng(0), (6, 2, 16), torch.empty(0, 2, 16).bfloat16()
+    rng, shape, like = (
+        np.random.default_rng(0),
+        (6, 2, 16),
+        torch.empty(0, 2, 16).bfloat16(),
+    )
     targets = [rng.integers(0, 3, 4), np.arange(6), rng.integers(-1, 3, 5)]
-    assert set(np.concatenate([targets[0], targets[2]])) <= {-1, 0, 1, 2}, "rows 3 to 5 have one partial"
-    outs, grads = ([torch.randn(len(rows), *shape[1:]).bfloat16() for rows in targets] for _ in range(2))
+    assert set(np.concatenate([targets[0], targets[2]])) <= {-1, 0, 1, 2}, (
+        "rows 3 to 5 have one partial"
+    )
+    outs, grads = (
+        [torch.randn(len(rows), *shape[1:]).bfloat16() for rows in targets]
+        for _ in range(2)
+    )
     lses = [torch.randn(2, len(rows)).t() for rows in targets]
-    lses[1][[0, 5], 0], outs[1][[0, 5], 0] = torch.inf, torch.nan  # one of them without keys
+    lses[1][[0, 5], 0], outs[1][[0, 5], 0] = (
+        torch.inf,
+        torch.nan,
+    )  # one of them without keys
     torch_index, index, copied = (
         build(targets, 6, CPU, is_fused=is_fused, **options)
         for is_fused, options in ((False, {}), (True, {}), (True, {"in_place": False}))
     )
     assert (torch_index.in_place, index.in_place, copied.in_place) == (-1, 1, -1)
     before, want = outs[1].clone(), torch_index.merge([outs, lses], like)
-    separate, out_of_place = copied.merge([outs, lses], like), index.merge([outs, lses], like.float())
-    assert torch.equal(outs[1].nan_to_num(7), before.nan_to_num(7)), "results of another dtype are separate"
+    separate, out_of_place = (
+        copied.merge([outs, lses], like),
+        index.merge([outs, lses], like.float()),
+    )
+    assert torch.equal(outs[1].nan_to_num(7), before.nan_to_num(7)), (
+        "results of another dtype are separate"
+    )
     assert out_of_place[0].dtype == torch.float32
     merged = index.merge([outs, lses], like)
     assert merged[0].data_ptr() == outs[1].data_ptr()
@@ -185,11 +231,17 @@ def compare_with_torch(device: torch.device) -> None:
             dout[-1, :, 1:] = 0  # one element
         accumulator = compute_dtype(dtype)
         exact = (dout.double() * out.double()).sum(-1)
-        roundings = 4 * torch.finfo(accumulator).eps * (dout.double() * out.double()).abs().sum(-1)
+        roundings = (
+            4
+            * torch.finfo(accumulator).eps
+            * (dout.double() * out.double()).abs().sum(-1)
+        )
 
         delta = kernels.row_delta(dout.to(device), out.to(device), accumulator)
         wanted = row_delta(dout, out)
-        assert torch.all((delta.cpu() - exact).abs() <= 2 * (wanted - exact).abs() + roundings)
+        assert torch.all(
+            (delta.cpu() - exact).abs() <= 2 * (wanted - exact).abs() + roundings
+        )
 
         if dtype.itemsize > 2:
             continue
@@ -199,20 +251,31 @@ def compare_with_torch(device: torch.device) -> None:
         surrogate, lse_out = kernels.prepare_statistics(*arguments, empty_lse=torch.inf)
         surrogate = surrogate.cpu()
         assert ((surrogate != 0).sum(-1) <= COMPONENTS).all()
-        wanted_surrogate, wanted_lse = prepare_statistics(dout, lse, wanted, empty_lse=torch.inf)
+        wanted_surrogate, wanted_lse = prepare_statistics(
+            dout, lse, wanted, empty_lse=torch.inf
+        )
         assert torch.equal(lse_out.cpu(), wanted_lse)
-        mine, theirs = (((dout.double() * x.double()).sum(-1) - wanted).abs() for x in (surrogate, wanted_surrogate))
+        mine, theirs = (
+            ((dout.double() * x.double()).sum(-1) - wanted).abs()
+            for x in (surrogate, wanted_surrogate)
+        )
         assert torch.all(mine <= 2 * theirs + roundings)
         if len(dout) > 30:
             check_against_rounded_out(kernels.prepare_statistics, dout[1:-1].to(device))
 
 
-def check_against_rounded_out(prepare: Callable[..., tuple[Tensor, Tensor]], dout: Tensor) -> None:
+def check_against_rounded_out(
+    prepare: Callable[..., tuple[Tensor, Tensor]], dout: Tensor
+) -> None:
     """The surrogate gives the delta of an unrounded out, where the home rank can only send that of its rounded out."""
     out = torch.randn(dout.shape, dtype=torch.float64).to(dout.device)
-    exact, rounded = ((dout.double() * x.double()).sum(-1) for x in (out, out.to(dout.dtype)))
+    exact, rounded = (
+        (dout.double() * x.double()).sum(-1) for x in (out, out.to(dout.dtype))
+    )
     delta = exact.to(compute_dtype(dout.dtype))
-    surrogate, _ = prepare(dout.contiguous(), torch.zeros_like(delta), delta, empty_lse=torch.inf)
+    surrogate, _ = prepare(
+        dout.contiguous(), torch.zeros_like(delta), delta, empty_lse=torch.inf
+    )
     got = (dout.double() * surrogate.double()).sum(-1)
     assert (got - exact).abs().max() < 0.01 * (rounded - exact).abs().max()
 

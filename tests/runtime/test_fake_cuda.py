@@ -46,12 +46,20 @@ KERNELS = {
 }
 EVERY_CALL = pytest.mark.parametrize(
     ("len_q", "len_k", "causal"),
-    [([300, 1, 20], [300, 1, 20], True), ([130, 20], [257, 4], False), ([1], [1], True), ([], [], True)],
+    [
+        ([300, 1, 20], [300, 1, 20], True),
+        ([130, 20], [257, 4], False),
+        ([1], [1], True),
+        ([], [], True),
+    ],
 )
 needs_copies = pytest.mark.skipif(
-    not torch.backends.cuda.is_built(), reason="torch built without CUDA copies no CUDA tensors, even such ones"
+    not torch.backends.cuda.is_built(),
+    reason="torch built without CUDA copies no CUDA tensors, even such ones",
 )
-EVERY_KERNEL = pytest.mark.parametrize("make_kernel", KERNELS.values(), ids=KERNELS.keys())
+EVERY_KERNEL = pytest.mark.parametrize(
+    "make_kernel", KERNELS.values(), ids=KERNELS.keys()
+)
 
 
 @pytest.fixture
@@ -59,13 +67,17 @@ def fake_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Launches of Triton kernels need a GPU, so statistics are prepared by operations of torch."""
     monkeypatch.setattr(triton, "runs_on", lambda device: False)
     use_torch(monkeypatch)
-    monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)  # keeps no fake tensors
+    monkeypatch.setattr(
+        varlen, "_without_dropout", varlen._without_dropout.__wrapped__
+    )  # keeps no fake tensors
     with FakeTensorMode():
         yield
 
 
 def make_call(len_q: list[int], len_k: list[int], *, causal: bool) -> VarlenArgs:
-    call = VarlenArgs.from_numpy(offsets(len_q), offsets(len_k), causal=causal, scale=0.125)
+    call = VarlenArgs.from_numpy(
+        offsets(len_q), offsets(len_k), causal=causal, scale=0.125
+    )
     return replace(call, cu_q=call.cu_q.to(DEVICE), cu_k=call.cu_k.to(DEVICE))
 
 
@@ -75,7 +87,11 @@ def rows(count: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
 
 def assert_like(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> None:
     for result, like in zip(results, likes, strict=True):
-        assert (result.shape, result.dtype, result.device) == (like.shape, like.dtype, DEVICE)
+        assert (result.shape, result.dtype, result.device) == (
+            like.shape,
+            like.dtype,
+            DEVICE,
+        )
         assert result.is_contiguous()
 
 
@@ -83,8 +99,13 @@ def assert_like(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) 
 @EVERY_KERNEL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @EVERY_CALL
-def test_forward(make_kernel: type[FusedKernel], dtype: torch.dtype, len_q, len_k, causal: bool) -> None:
-    q, k, v = rows(sum(len_q), HEADS[0], dtype), *(rows(sum(len_k), HEADS[1], dtype) for _ in range(2))
+def test_forward(
+    make_kernel: type[FusedKernel], dtype: torch.dtype, len_q, len_k, causal: bool
+) -> None:
+    q, k, v = (
+        rows(sum(len_q), HEADS[0], dtype),
+        *(rows(sum(len_k), HEADS[1], dtype) for _ in range(2)),
+    )
     out, lse = make_kernel().forward(q, k, v, make_call(len_q, len_k, causal=causal))
     assert_like((out,), (q,))
     assert (lse.shape, lse.dtype, lse.device) == (q.shape[:2], torch.float32, DEVICE)
@@ -97,11 +118,21 @@ def test_forward(make_kernel: type[FusedKernel], dtype: torch.dtype, len_q, len_
 @pytest.mark.parametrize("with_out", [False, True], ids=["delta", "out"])
 @EVERY_CALL
 def test_backward(
-    make_kernel: type[FusedKernel], dtype: torch.dtype, with_out: bool, len_q, len_k, causal: bool
+    make_kernel: type[FusedKernel],
+    dtype: torch.dtype,
+    with_out: bool,
+    len_q,
+    len_k,
+    causal: bool,
 ) -> None:
     """The gradient of the output is not contiguous."""
-    q, k, v = rows(sum(len_q), HEADS[0], dtype), *(rows(sum(len_k), HEADS[1], dtype) for _ in range(2))
-    dout = rows(sum(len_q), HEADS[0], dtype).transpose(0, 1).contiguous().transpose(0, 1)
+    q, k, v = (
+        rows(sum(len_q), HEADS[0], dtype),
+        *(rows(sum(len_k), HEADS[1], dtype) for _ in range(2)),
+    )
+    dout = (
+        rows(sum(len_q), HEADS[0], dtype).transpose(0, 1).contiguous().transpose(0, 1)
+    )
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=DEVICE)
     call = make_call(len_q, len_k, causal=causal)
     merged = Merged(lse, out=torch.empty_like(q)) if with_out else Merged(lse, lse)
@@ -112,8 +143,13 @@ def test_backward(
 @needs_copies
 @pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (64, 96)])
 def test_heads_of_two_sizes(dim: int, value_dim: int) -> None:
-    q, k, v = (torch.empty(60, 4, size, dtype=torch.bfloat16, device=DEVICE) for size in (dim, dim, value_dim))
-    out, _ = varlen.VarlenKernel().forward(q, k, v, make_call([40, 20], [40, 20], causal=True))
+    q, k, v = (
+        torch.empty(60, 4, size, dtype=torch.bfloat16, device=DEVICE)
+        for size in (dim, dim, value_dim)
+    )
+    out, _ = varlen.VarlenKernel().forward(
+        q, k, v, make_call([40, 20], [40, 20], causal=True)
+    )
     assert_like((out,), (v,))
 
 
@@ -121,7 +157,10 @@ def test_heads_of_two_sizes(dim: int, value_dim: int) -> None:
 def test_bottom_right_masks() -> None:
     """FlashAttention-2 takes causal tasks with more keys than queries; cuDNN would see other keys, and refuses."""
     call = make_call([40, 60], [40, 90], causal=True)
-    q, k, v = rows(100, HEADS[0], torch.bfloat16), *(rows(130, HEADS[1], torch.bfloat16) for _ in range(2))
+    q, k, v = (
+        rows(100, HEADS[0], torch.bfloat16),
+        *(rows(130, HEADS[1], torch.bfloat16) for _ in range(2)),
+    )
     out, _ = varlen.VarlenKernel().forward(q, k, v, call)
     assert_like((out,), (q,))
     with pytest.raises(ValueError, match="as many keys as queries only"):
@@ -160,8 +199,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     def launch(self: JITFunction, *args: object, **kwargs: object) -> None:
         name = self.fn.__name__
-        wrong = [x.device for x in tensors_in([*args, *kwargs.values()]) if x.device != DEVICE]
-        assert wrong == ([torch.device("cpu")] if name == "_wait" else []), f"{name}: {wrong}"  # the host's record
+        wrong = [
+            x.device
+            for x in tensors_in([*args, *kwargs.values()])
+            if x.device != DEVICE
+        ]
+        assert wrong == ([torch.device("cpu")] if name == "_wait" else []), (
+            f"{name}: {wrong}"
+        )  # the host's record
         counted[name] += 1
 
     def copy(tensor: Tensor, device: torch.device) -> Tensor:
@@ -173,14 +218,23 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     monkeypatch.setattr(transport_base, "to_device", copy)
     monkeypatch.setattr(cuda_memory, "to_device", copy)
     monkeypatch.setattr(streams, "record_event", lambda device: None)
-    monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)  # keeps no fake tensors
+    monkeypatch.setattr(
+        varlen, "_without_dropout", varlen._without_dropout.__wrapped__
+    )  # keeps no fake tensors
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield counted
 
 
-def make_engine(kernel: FusedKernel, rank: int, *, keep: bool, two_rounds: bool) -> CoreAttentionEngine:
+def make_engine(
+    kernel: FusedKernel, rank: int, *, keep: bool, two_rounds: bool
+) -> CoreAttentionEngine:
     def allocate(num_bytes: int) -> Memory:
-        return Memory(torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE), [ADDRESS] * 2, None, 1e6)
+        return Memory(
+            torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE),
+            [ADDRESS] * 2,
+            None,
+            1e6,
+        )
 
     transport = SymmetricTransport(range(2), rank, allocate, lambda: 20.0, BUFFER_BYTES)
     return CoreAttentionEngine(
@@ -223,4 +277,10 @@ def test_layer(
     assert {"_put_rows", "_gather_rows", "_post", "_wait"} <= set(forward)
     saved = Saved(q, k, v, *results, shared=shared)
     assert_like(engine.backward(dout, saved, 0), saved.arguments)
-    assert {"_put_rows", "_gather_rows", "_sum_rows", "_row_delta", "_prepare_statistics"} <= set(launches - forward)
+    assert {
+        "_put_rows",
+        "_gather_rows",
+        "_sum_rows",
+        "_row_delta",
+        "_prepare_statistics",
+    } <= set(launches - forward)

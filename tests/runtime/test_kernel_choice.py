@@ -20,7 +20,10 @@ from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn, get_kernel, s
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 CPU, SHAPE = torch.device("cpu"), AttentionShape(4, 2, 16, 2)
-FA2, FA3, FA4 = (f"flash_attn, FlashAttention-{generation} ({NAMES[generation]})" for generation in (2, 3, 4))
+FA2, FA3, FA4 = (
+    f"flash_attn, FlashAttention-{generation} ({NAMES[generation]})"
+    for generation in (2, 3, 4)
+)
 
 
 class StandIn(CpuKernel):
@@ -39,10 +42,18 @@ def fake_times(monkeypatch: pytest.MonkeyPatch) -> Times:
     milliseconds: Times = {}
     trial = select.Trial
     monkeypatch.setattr(select, "VarlenKernel", lambda: StandIn("varlen"))
-    monkeypatch.setattr(select.cudnn, "CudnnKernel", lambda: StandIn("cudnn", squares_only=True))
+    monkeypatch.setattr(
+        select.cudnn, "CudnnKernel", lambda: StandIn("cudnn", squares_only=True)
+    )
     monkeypatch.setattr(select, "LAYERS", 1)
-    monkeypatch.setattr(select, "Trial", lambda trusted, device, shape: trial(trusted, CPU, shape, rows=512))
-    monkeypatch.setattr(trial, "_milliseconds", lambda _, kernel: milliseconds[str(kernel)])
+    monkeypatch.setattr(
+        select,
+        "Trial",
+        lambda trusted, device, shape: trial(trusted, CPU, shape, rows=512),
+    )
+    monkeypatch.setattr(
+        trial, "_milliseconds", lambda _, kernel: milliseconds[str(kernel)]
+    )
     return milliseconds
 
 
@@ -53,7 +64,11 @@ def modules(*generations: int) -> list[ModuleType]:
     return [FAKES[generation](Recorder()) for generation in generations]
 
 
-def taken(caplog: pytest.LogCaptureFixture, group: dist.ProcessGroup | None = None, head_dim: int = 16) -> str:
+def taken(
+    caplog: pytest.LogCaptureFixture,
+    group: dist.ProcessGroup | None = None,
+    head_dim: int = 16,
+) -> str:
     """The kernel that is taken and logged."""
     with caplog.at_level(logging.INFO):
         return str(get_kernel("auto", "cuda", AttentionShape(4, 2, head_dim, 2), group))
@@ -67,7 +82,9 @@ def taken(caplog: pytest.LogCaptureFixture, group: dist.ProcessGroup | None = No
         ({FA3: 1.9, FA4: 2.1, FA2: 1.4, "cudnn": 1.7, "varlen": 0.5}, "varlen"),
     ],
 )
-def test_the_fastest_is_taken(monkeypatch, caplog, times: Times, milliseconds, fastest: str) -> None:
+def test_the_fastest_is_taken(
+    monkeypatch, caplog, times: Times, milliseconds, fastest: str
+) -> None:
     install(monkeypatch, *modules(2, 3, 4), capability=(9, 0), with_cudnn=True)
     times.update(milliseconds)
     assert taken(caplog) == fastest
@@ -76,19 +93,30 @@ def test_the_fastest_is_taken(monkeypatch, caplog, times: Times, milliseconds, f
         assert f"{name} {each} ms" in caplog.text
 
 
-def test_without_times_the_newest_that_is_right_is_taken(monkeypatch, caplog, times: Times) -> None:
+def test_without_times_the_newest_that_is_right_is_taken(
+    monkeypatch, caplog, times: Times
+) -> None:
     """No trial is timed, as none has a time here."""
     install(monkeypatch, *modules(2, 3), capability=(9, 0), with_cudnn=True)
     with caplog.at_level(logging.INFO):
         assert str(get_kernel("auto", "cuda", SHAPE, timed=False)) == FA3
-    assert f"cad.kernel = 'auto': {FA3}; varlen is right; {FA3} is right; {FA2} is right; cudnn is right" in caplog.text
-    spoil_library(monkeypatch, "run", lambda right: lambda *args: (right(*args)[0] * 1.2, right(*args)[1]))
+    assert (
+        f"cad.kernel = 'auto': {FA3}; varlen is right; {FA3} is right; {FA2} is right; cudnn is right"
+        in caplog.text
+    )
+    spoil_library(
+        monkeypatch,
+        "run",
+        lambda right: lambda *args: (right(*args)[0] * 1.2, right(*args)[1]),
+    )
     assert str(get_kernel("auto", "cuda", SHAPE, timed=False)) == "cudnn"
 
 
 @pytest.mark.parametrize("index", range(5))
 @pytest.mark.parametrize("generation", [3, 4])
-def test_wrong_results_are_not_taken(monkeypatch, caplog, times: Times, index: int, generation: int) -> None:
+def test_wrong_results_are_not_taken(
+    monkeypatch, caplog, times: Times, index: int, generation: int
+) -> None:
     """One of out, lse, dq, dk and dv is wrong in some elements."""
     install(monkeypatch, *modules(generation), capability=CAPABILITIES[generation])
     name = "run" if index < 2 else "run_backward"
@@ -115,12 +143,19 @@ def test_who_ignores_windows_is_not_taken(monkeypatch, caplog, times: Times) -> 
     assert [str(get_kernel("auto", "cuda", shape)) for shape in shapes] == [FA3, FA3]
     monkeypatch.setattr(flash_attn, "_window", lambda call: {})
     with caplog.at_level(logging.INFO):
-        assert [str(get_kernel("auto", "cuda", shape)) for shape in shapes] == [FA3, "varlen"]
+        assert [str(get_kernel("auto", "cuda", shape)) for shape in shapes] == [
+            FA3,
+            "varlen",
+        ]
     assert f"{FA3} is wrong: out is off" in caplog.text
 
 
-@pytest.mark.parametrize("error", [RuntimeError, type("DSLRuntimeError", (Exception,), {})])
-def test_what_fails_is_not_taken(monkeypatch, caplog, times: Times, error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    "error", [RuntimeError, type("DSLRuntimeError", (Exception,), {})]
+)
+def test_what_fails_is_not_taken(
+    monkeypatch, caplog, times: Times, error: type[Exception]
+) -> None:
     install(monkeypatch, *modules(3))
 
     def fail(*args):
@@ -129,7 +164,10 @@ def test_what_fails_is_not_taken(monkeypatch, caplog, times: Times, error: type[
     spoil_library(monkeypatch, "run", lambda right: fail)
     times.update({"varlen": 3.5})
     assert taken(caplog) == "varlen"
-    assert f"{FA3} failed: {error.__name__}: no kernel image is available; flash_attention_4: " in caplog.text
+    assert (
+        f"{FA3} failed: {error.__name__}: no kernel image is available; flash_attention_4: "
+        in caplog.text
+    )
 
 
 def spoil_library(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable) -> None:
@@ -153,7 +191,11 @@ def test_a_mask_that_is_aligned_otherwise_is_wrong() -> None:
             if call.causal:
                 cu, starts = call.cu_q_host, call.cu_k_host[:-1]
                 first = concat_ranges(starts, np.diff(cu))
-                k, v, call = k[first], v[first], VarlenArgs.from_numpy(cu, cu, causal=True, scale=call.scale)
+                k, v, call = (
+                    k[first],
+                    v[first],
+                    VarlenArgs.from_numpy(cu, cu, causal=True, scale=call.scale),
+                )
             return super().forward(q, k, v, call)
 
     trial = select.Trial(CpuKernel(), CPU, SHAPE, rows=512)
@@ -173,7 +215,9 @@ def test_timing_runs_on_any_device(monkeypatch) -> None:
     assert outcome > 0
 
 
-def test_a_head_dim_that_a_kernel_does_not_take(monkeypatch, caplog, times: Times) -> None:
+def test_a_head_dim_that_a_kernel_does_not_take(
+    monkeypatch, caplog, times: Times
+) -> None:
     install(monkeypatch, *modules(4), capability=(10, 0))
     assert taken(caplog, head_dim=192) == "varlen"
     assert "no other can be used; " in caplog.text
@@ -184,22 +228,50 @@ def test_a_head_dim_that_a_kernel_does_not_take(monkeypatch, caplog, times: Time
 @pytest.mark.parametrize(
     ("capability", "generations", "with_cudnn", "remark"),
     [
-        ((9, 0), (2,), True, "slower than stock .* install flash-attn-4 or FlashAttention-3 and"),
-        ((10, 0), (), False, r"compute capability 10\.0 can do: install flash-attn-4 and"),
+        (
+            (9, 0),
+            (2,),
+            True,
+            "slower than stock .* install flash-attn-4 or FlashAttention-3 and",
+        ),
+        (
+            (10, 0),
+            (),
+            False,
+            r"compute capability 10\.0 can do: install flash-attn-4 and",
+        ),
         ((9, 0), (3,), False, None),
         ((8, 0), (), False, None),
         ((12, 0), (2,), False, None),
     ],
 )
 def test_flash_attention_2_on_a_device_for_more(
-    monkeypatch, caplog, times: Times, capability, generations, with_cudnn: bool, remark: str | None
+    monkeypatch,
+    caplog,
+    times: Times,
+    capability,
+    generations,
+    with_cudnn: bool,
+    remark: str | None,
 ) -> None:
-    install(monkeypatch, *modules(*generations), capability=capability, with_cudnn=with_cudnn)
+    install(
+        monkeypatch,
+        *modules(*generations),
+        capability=capability,
+        with_cudnn=with_cudnn,
+    )
     times.update({FA2: 3.4, FA3: 1.9, "cudnn": 9.9, "varlen": 3.5})
     taken(caplog)
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    warnings = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.WARNING
+    ]
     assert len(warnings) == (remark is not None)
-    assert all(re.search(f"is FlashAttention-2, far below what a device.*{remark}", warning) for warning in warnings)
+    assert all(
+        re.search(f"is FlashAttention-2, far below what a device.*{remark}", warning)
+        for warning in warnings
+    )
 
 
 def choose(group: dist.ProcessGroup) -> list[tuple[str, str]]:
@@ -207,16 +279,32 @@ def choose(group: dist.ProcessGroup) -> list[tuple[str, str]]:
     rank = group.rank()
     with pytest.MonkeyPatch.context() as monkeypatch:
         times = fake_times(monkeypatch)
-        install(monkeypatch, *modules(*((2, 3), (3,))[rank]), capability=(9, 0), with_cudnn=True)
+        install(
+            monkeypatch,
+            *modules(*((2, 3), (3,))[rank]),
+            capability=(9, 0),
+            with_cudnn=True,
+        )
         # FlashAttention-3 is fastest on one rank only, and FlashAttention-2 is not everywhere.
-        times.update({FA2: 0.1, FA3: (1.0, 3.0)[rank], "cudnn": (2.0, 1.5)[rank], "varlen": 4.0})
-        chosen = [select.choose_kernel("auto", "cuda", SHAPE, group, timed=timed) for timed in (True, False)]
+        times.update(
+            {FA2: 0.1, FA3: (1.0, 3.0)[rank], "cudnn": (2.0, 1.5)[rank], "varlen": 4.0}
+        )
+        chosen = [
+            select.choose_kernel("auto", "cuda", SHAPE, group, timed=timed)
+            for timed in (True, False)
+        ]
     return [(str(kernel), reason) for kernel, reason in chosen]
 
 
 def test_all_ranks_take_the_same() -> None:
     for (fastest, times), (first, reason) in values(run_processes(2, choose)):
         assert fastest == "cudnn"
-        assert f"cudnn 2.0 ms; {FA2} cannot be used (rank 1); {FA3} 3.0 ms; varlen 4.0 ms" in times
+        assert (
+            f"cudnn 2.0 ms; {FA2} cannot be used (rank 1); {FA3} 3.0 ms; varlen 4.0 ms"
+            in times
+        )
         assert first == FA3
-        assert f"cudnn is right; {FA2} cannot be used (rank 1); {FA3} is right; varlen is right" in reason
+        assert (
+            f"cudnn is right; {FA2} cannot be used (rank 1); {FA3} is right; varlen is right"
+            in reason
+        )

@@ -8,7 +8,15 @@ import torch
 from torch.nn.attention import varlen as stock
 
 from tests.lib.accuracy import assert_as_exact
-from tests.lib.fake_flash_attn import CAPABILITIES, FAKES, Recorder, fake_cudnn, fake_operator, install, use_torch
+from tests.lib.fake_flash_attn import (
+    CAPABILITIES,
+    FAKES,
+    Recorder,
+    fake_cudnn,
+    fake_operator,
+    install,
+    use_torch,
+)
 from tests.lib.kernels_reference import check_marshalling, dense_in_fp64, random_qkv
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel, select, varlen
@@ -20,7 +28,11 @@ from torchtitan_cad.runtime.kernels.fused import FusedKernel
 GENERATIONS = pytest.mark.parametrize("generation", FAKES)
 KERNELS = ["varlen", "cudnn", *FAKES]
 """The numbers are the generations of FlashAttention's own packages."""
-CALLS = [([300, 1, 40], [300, 1, 40], True), ([130, 9], [257, 5], False), ([1], [5], False)]
+CALLS = [
+    ([300, 1, 40], [300, 1, 40], True),
+    ([130, 9], [257, 5], False),
+    ([1], [5], False),
+]
 """(query lengths, key lengths, causal)."""
 NOT_OF_CUDNN: list[tuple[list[int], list[int], bool]] = [
     ([130, 1], [300, 1], True),
@@ -30,7 +42,9 @@ NOT_OF_CUDNN: list[tuple[list[int], list[int], bool]] = [
 ]
 
 
-def make_kernel(monkeypatch: pytest.MonkeyPatch, name: str | int) -> tuple[FusedKernel, Recorder]:
+def make_kernel(
+    monkeypatch: pytest.MonkeyPatch, name: str | int
+) -> tuple[FusedKernel, Recorder]:
     seen = Recorder()
     use_torch(monkeypatch)
     if name == "cudnn":
@@ -50,32 +64,45 @@ def make_kernel(monkeypatch: pytest.MonkeyPatch, name: str | int) -> tuple[Fused
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("name", "call"),
-    [(name, call) for name in KERNELS for call in (CALLS if name == "cudnn" else [*CALLS, *NOT_OF_CUDNN])],
+    [
+        (name, call)
+        for name in KERNELS
+        for call in (CALLS if name == "cudnn" else [*CALLS, *NOT_OF_CUDNN])
+    ],
 )
-def test_marshalling(monkeypatch, name: str | int, call: tuple[list, list, bool], dtype: torch.dtype) -> None:
+def test_marshalling(
+    monkeypatch, name: str | int, call: tuple[list, list, bool], dtype: torch.dtype
+) -> None:
     kernel, seen = make_kernel(monkeypatch, name)
     check_marshalling(kernel, *call, dtype)
     if name == "cudnn":
         assert min(seen.max_q + seen.max_k) >= 256
         assert all(seen.same_offsets) or not call[2]
     elif name != "varlen":
-        assert {*seen.max_q, *seen.max_k} <= {512}  # the same for all short calls, so that nothing is compiled anew
+        assert {*seen.max_q, *seen.max_k} <= {
+            512
+        }  # the same for all short calls, so that nothing is compiled anew
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_windows(monkeypatch, name: str | int) -> None:
     kernel, _ = make_kernel(monkeypatch, name)
     if not kernel.squares_only:
-        check_marshalling(kernel, [300, 1, 40], [363, 40, 40], True, torch.bfloat16, window=64)
+        check_marshalling(
+            kernel, [300, 1, 40], [363, 40, 40], True, torch.bfloat16, window=64
+        )
         return
     with pytest.raises(
-        ValueError, match=r"'cudnn' .* takes no windows, .* attend to 64 keys; set cad\.kernel = 'auto'"
+        ValueError,
+        match=r"'cudnn' .* takes no windows, .* attend to 64 keys; set cad\.kernel = 'auto'",
     ):
         kernel.check(torch.bfloat16, 64, window=64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_log_sum_exp_has_a_gradient_where_the_output_has_none(monkeypatch, dtype: torch.dtype) -> None:
+def test_a_log_sum_exp_has_a_gradient_where_the_output_has_none(
+    monkeypatch, dtype: torch.dtype
+) -> None:
     """Libraries take delta as a product with dout."""
     kernel, _ = make_kernel(monkeypatch, "varlen")
     call = VarlenArgs.from_numpy([0, 200], [0, 200], causal=True, scale=0.2)
@@ -85,7 +112,9 @@ def test_a_log_sum_exp_has_a_gradient_where_the_output_has_none(monkeypatch, dty
     out, lse = kernel.forward(q, k, v, call)
     moved, delta = subtract_lse_gradient(dout, row_delta(dout, out), dlse)
     grads = kernel.backward(moved, q, k, v, Merged(lse, delta), call)
-    exact = CpuKernel().backward(dout, q, k, v, Merged(lse, row_delta(dout, out) - dlse), call)
+    exact = CpuKernel().backward(
+        dout, q, k, v, Merged(lse, row_delta(dout, out) - dlse), call
+    )
     references = dense_in_fp64(q, k, v, dout, call, dlse)[2:]
     for grad, other, reference in zip(grads, exact, references, strict=True):
         assert_as_exact(grad, other.to(dtype), reference)
@@ -99,7 +128,9 @@ def test_heads_are_padded_where_the_library_takes_one_size(
     kernel, seen = make_kernel(monkeypatch, name)
     common = max(dims)
     if kernel.max_head_dim < common and name != 4:
-        with pytest.raises(ValueError, match="at most 128 on this device, got 192; set cad"):
+        with pytest.raises(
+            ValueError, match="at most 128 on this device, got 192; set cad"
+        ):
             kernel.check(torch.bfloat16, *dims)
         return
     as_they_are = name in (3, 4) and dims == (192, 128)
@@ -108,7 +139,10 @@ def test_heads_are_padded_where_the_library_takes_one_size(
     shape = AttentionShape(4, 2, dims[0], 2, value_dim=dims[1])
     remark = select.padding_remark(kernel, shape)
     assert (remark is None) == as_they_are
-    assert remark is None or f"padded to {common}, so that attention computes 1.20" in remark
+    assert (
+        remark is None
+        or f"padded to {common}, so that attention computes 1.20" in remark
+    )
 
 
 @GENERATIONS
@@ -141,7 +175,11 @@ def test_determinism_is_passed_on(monkeypatch, generation: int) -> None:
     [
         (torch.float32, 64, "float32.*mixed_precision_param = 'bfloat16'"),
         (torch.bfloat16, 20, r"got 20; set (cad\.kernel = 'varlen'|model\.flavor)"),
-        (torch.float16, 264, r"at most (256|128) .*got 264; set (cad\.kernel = 'varlen'|model\.flavor)"),
+        (
+            torch.float16,
+            264,
+            r"at most (256|128) .*got 264; set (cad\.kernel = 'varlen'|model\.flavor)",
+        ),
     ],
 )
 def test_unsupported_inputs_are_refused(
@@ -154,14 +192,19 @@ def test_unsupported_inputs_are_refused(
     with pytest.raises(ValueError, match=title + message):
         kernel.forward(q, k, v, call)
     with pytest.raises(ValueError, match=title + message):
-        kernel.backward(dout, q, k, v, Merged(torch.zeros(3, 1), torch.zeros(3, 1)), call)
+        kernel.backward(
+            dout, q, k, v, Merged(torch.zeros(3, 1), torch.zeros(3, 1)), call
+        )
 
 
 def test_cudnn_sums_in_any_order(monkeypatch) -> None:
     kernel, _ = make_kernel(monkeypatch, "cudnn")
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(ValueError, match=r"in any order, but debug\.deterministic is true; set cad\.kernel"):
+        with pytest.raises(
+            ValueError,
+            match=r"in any order, but debug\.deterministic is true; set cad\.kernel",
+        ):
             kernel.check(torch.bfloat16, 64)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -171,10 +214,17 @@ def test_cudnn_sums_in_any_order(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "generation"), [((8, 0), 2), ((8, 6), 2), ((9, 0), 3), ((10, 0), 4), ((11, 0), 4), ((12, 0), 2)]
+    ("capability", "generation"),
+    [((8, 0), 2), ((8, 6), 2), ((9, 0), 3), ((10, 0), 4), ((11, 0), 4), ((12, 0), 2)],
 )
-def test_the_package_fits_the_device(monkeypatch, capability: tuple[int, int], generation: int) -> None:
-    install(monkeypatch, *(fake(Recorder()) for fake in FAKES.values()), capability=capability)
+def test_the_package_fits_the_device(
+    monkeypatch, capability: tuple[int, int], generation: int
+) -> None:
+    install(
+        monkeypatch,
+        *(fake(Recorder()) for fake in FAKES.values()),
+        capability=capability,
+    )
     kernel = get_kernel("flash_attn", "cuda")
     assert isinstance(kernel, FlashAttnKernel)
     assert kernel.library.generation == generation
@@ -184,13 +234,32 @@ def test_the_package_fits_the_device(monkeypatch, capability: tuple[int, int], g
 def test_packages_that_cannot_be_called_are_named(monkeypatch) -> None:
     """None, one for other devices, and one of another version."""
 
-    def older(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal): ...
+    def older(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+    ): ...
 
     other = FAKES[2](Recorder())
     other._flash_attn_varlen_forward = older
     for modules, capability, message in (
-        ([], (9, 0), r"'flash_attn' needs .*flash_attention_4: import of flash_attn.*install .*'varlen'"),
-        ([FAKES[3](Recorder())], (10, 0), r"FlashAttention-3 .* not made for compute capability 10\.0.*'varlen'"),
+        (
+            [],
+            (9, 0),
+            r"'flash_attn' needs .*flash_attention_4: import of flash_attn.*install .*'varlen'",
+        ),
+        (
+            [FAKES[3](Recorder())],
+            (10, 0),
+            r"FlashAttention-3 .* not made for compute capability 10\.0.*'varlen'",
+        ),
         ([other], (9, 0), r"_flash_attn_varlen_forward of another version is needed"),
     ):
         install(monkeypatch, *modules, capability=capability)
@@ -202,8 +271,14 @@ def test_where_cudnn_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, capability=(9, 0), with_cudnn=True)
     assert get_kernel("cudnn", "cuda").squares_only
     install(monkeypatch, capability=(8, 0))
-    with pytest.raises(ValueError, match=r"'cudnn' needs cuDNN 9\.18 and .*, here are cuDNN .* and 8\.0; set"):
+    with pytest.raises(
+        ValueError,
+        match=r"'cudnn' needs cuDNN 9\.18 and .*, here are cuDNN .* and 8\.0; set",
+    ):
         get_kernel("cudnn", "cuda")
     monkeypatch.delattr(stock, "_CUDNN_ATTENTION_BACKEND")
-    with pytest.raises(ValueError, match=r"'cudnn' needs torch 2\.15, here is .*; set cad\.kernel = 'auto'"):
+    with pytest.raises(
+        ValueError,
+        match=r"'cudnn' needs torch 2\.15, here is .*; set cad\.kernel = 'auto'",
+    ):
         get_kernel("cudnn", "cuda")

@@ -15,7 +15,12 @@ import torch.distributed as dist
 
 from tests.lib.processes import run_processes, values
 from tests.lib.sets import params
-from torchtitan_cad.runtime.liveness import MOST_EXAMINED, PeerMonitor, has_ended, store_of_attempt
+from torchtitan_cad.runtime.liveness import (
+    MOST_EXAMINED,
+    PeerMonitor,
+    has_ended,
+    store_of_attempt,
+)
 
 INTERVAL_S = 0.05
 WORLD = 3
@@ -26,11 +31,17 @@ STORE_TIMEOUT_S = 300
 class Rank:
     """A rank: its monitor, its training step, and its exchanges."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int = WORLD, **options) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world: int = WORLD, **options
+    ) -> None:
         options = {"group": range(world), "interval_s": INTERVAL_S} | options
         self.rank, self.step, self.phases = rank, 1, [""]
         self.monitor = PeerMonitor(store, rank, world, **options)
-        self.monitor.progress = lambda: (self.step, len(self.phases) - 1, self.phases[-1])
+        self.monitor.progress = lambda: (
+            self.step,
+            len(self.phases) - 1,
+            self.phases[-1],
+        )
         self.monitor._publish()
 
     def exchange(self, phase: str) -> None:
@@ -86,7 +97,9 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     return condition()
 
 
-def test_dead_peer_is_named_and_logged_once(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+def test_dead_peer_is_named_and_logged_once(
+    ranks: list[Rank], caplog: pytest.LogCaptureFixture
+) -> None:
     ranks[2].die()
     said = "for 0.2 s, last seen at step 1; the job's key-value store answers"
     finding = only(ranks[0].monitor.diagnose(), 2, said)
@@ -95,14 +108,18 @@ def test_dead_peer_is_named_and_logged_once(ranks: list[Rank], caplog: pytest.Lo
     assert caplog.messages.count(finding) == 1  # both others watch it
 
 
-def test_hung_peer_is_named_with_its_phase(make_ranks: MakeRanks, caplog: pytest.LogCaptureFixture) -> None:
+def test_hung_peer_is_named_with_its_phase(
+    make_ranks: MakeRanks, caplog: pytest.LogCaptureFixture
+) -> None:
     """It beats on, but the others have started an exchange that it has not."""
     ranks = make_ranks(stall_s=0.3)
     for rank in ranks:
         rank.exchange("forward rows")
     for rank in (ranks[0], ranks[2]):
         rank.exchange("forward outputs")
-    assert eventually(lambda: len(ranks[0].monitor.diagnose()) == 1)  # all have published where they are
+    assert eventually(
+        lambda: len(ranks[0].monitor.diagnose()) == 1
+    )  # all have published where they are
     said = "is alive but behind, at step 1, exchange 1 'forward rows', while this rank is at step 1, exchange 2 'for"
     finding = only(ranks[0].monitor.diagnose(), 1, said)
     assert ranks[1].monitor.diagnose() == []
@@ -111,7 +128,9 @@ def test_hung_peer_is_named_with_its_phase(make_ranks: MakeRanks, caplog: pytest
     assert caplog.messages.count(finding) == 1
 
 
-def test_steps_but_not_exchanges_are_compared_across_groups(make_ranks: MakeRanks) -> None:
+def test_steps_but_not_exchanges_are_compared_across_groups(
+    make_ranks: MakeRanks,
+) -> None:
     """Pipeline stages exchange different numbers of times."""
     ranks = make_ranks(own_group=True)
     ranks[0].exchange("forward rows")
@@ -121,23 +140,38 @@ def test_steps_but_not_exchanges_are_compared_across_groups(make_ranks: MakeRank
     only(ranks[0].monitor.diagnose(), 2, "is alive but behind, at step 1, while")
 
 
-def test_peer_that_stopped_and_left_is_not_called_dead(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+def test_peer_that_stopped_and_left_is_not_called_dead(
+    ranks: list[Rank], caplog: pytest.LogCaptureFixture
+) -> None:
     ranks[1].exchange("forward rows")
     # Noticed before the cause was said.
-    assert ranks[0].monitor.find_cause("RuntimeError: connection closed", by_itself=False) == []
+    assert (
+        ranks[0].monitor.find_cause("RuntimeError: connection closed", by_itself=False)
+        == []
+    )
     assert ranks[1].monitor.find_cause("ValueError: bad batch", by_itself=True) == []
     assert ranks[1].monitor.find_cause("ValueError: then", by_itself=True) == []
     ranks[1].monitor.close()
     first, second = caplog.messages
-    assert first.startswith("communication of rank 0 failed at step 1, looking for the cause among its peers: Runtime")
-    only([second], 1, "stopped by itself at step 1, exchange 1 'forward rows': ValueError: bad batch")
+    assert first.startswith(
+        "communication of rank 0 failed at step 1, looking for the cause among its peers: Runtime"
+    )
+    only(
+        [second],
+        1,
+        "stopped by itself at step 1, exchange 1 'forward rows': ValueError: bad batch",
+    )
     for rank in (0, 2):
         assert ranks[rank].monitor.diagnose() == [second]
 
 
-def test_failed_communication_is_no_cause_if_there_is_a_better_one(ranks: list[Rank]) -> None:
+def test_failed_communication_is_no_cause_if_there_is_a_better_one(
+    ranks: list[Rank],
+) -> None:
     for rank in (0, 1):
-        ranks[rank].monitor.find_cause("RuntimeError: connection closed", by_itself=False)
+        ranks[rank].monitor.find_cause(
+            "RuntimeError: connection closed", by_itself=False
+        )
     assert ranks[0].monitor.diagnose() == []
     said = "stopped after failed communication at step 1: RuntimeError: connection closed (the first to stop)"
     only(ranks[1].monitor.diagnose(), 0, said)
@@ -165,7 +199,9 @@ def test_what_an_earlier_attempt_has_left_in_the_store_is_not_found() -> None:
     assert values(run_processes(2, stop_in_two_attempts)) == [[[], []]] * 2
 
 
-def test_closed_peer_is_well(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+def test_closed_peer_is_well(
+    ranks: list[Rank], caplog: pytest.LogCaptureFixture
+) -> None:
     ranks[2].monitor.close()
     assert ranks[0].monitor.diagnose() == []
     assert caplog.messages == []
@@ -176,10 +212,18 @@ def test_lost_store_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
     client = dist.TCPStore("localhost", server.port, is_master=False)
     rank = Rank(client, 0)
     del server
-    assert eventually(lambda: any("has no answer from the job's key-value store, " in m for m in caplog.messages))
+    assert eventually(
+        lambda: any(
+            "has no answer from the job's key-value store, " in m
+            for m in caplog.messages
+        )
+    )
     begin = time.monotonic()
     (finding,) = rank.monitor.diagnose()
-    assert "key-value store does not answer: its host, normally rank 0's, or the link to it is gone" in finding
+    assert (
+        "key-value store does not answer: its host, normally rank 0's, or the link to it is gone"
+        in finding
+    )
     rank.monitor.close()
     assert time.monotonic() - begin < STORE_TIMEOUT_S / 2
 
@@ -221,9 +265,15 @@ def test_dead_process_of_the_host_is_named_once(
     assert host[0].monitor.name_gone("nothing happened") == []
     victim.kill()
     for rank in (0, 2):
-        (clause,) = host[rank].monitor.find_cause("RuntimeError: Connection reset by peer", by_itself=False)
+        (clause,) = host[rank].monitor.find_cause(
+            "RuntimeError: Connection reset by peer", by_itself=False
+        )
         assert clause == f"rank 1 (host, pid {victim.pid}) is gone"
-    only(not_of_silence(caplog), 1, f"host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
+    only(
+        not_of_silence(caplog),
+        1,
+        f"host, pid {victim.pid}) is gone: its process has ended, at step 1; ",
+    )
 
 
 def test_rank_that_a_signal_ends_says_so_and_is_not_called_gone(
@@ -234,7 +284,9 @@ def test_rank_that_a_signal_ends_says_so_and_is_not_called_gone(
     for rank in (0, 2):
         assert host[rank].monitor.name_gone("Connection reset by peer") == []
         host[rank].monitor.announce_signal("SIGTERM")  # the launcher ends the others
-    assert not_of_silence(caplog) == [f"rank 1 (host, pid {victim.pid}) received SIGTERM at step 1; this ends the job"]
+    assert not_of_silence(caplog) == [
+        f"rank 1 (host, pid {victim.pid}) received SIGTERM at step 1; this ends the job"
+    ]
 
 
 def test_signal_that_follows_a_death_names_the_death(
@@ -244,11 +296,17 @@ def test_signal_that_follows_a_death_names_the_death(
     end(victim)
     for rank in (0, 2):
         host[rank].monitor.announce_signal("SIGTERM")
-    only(not_of_silence(caplog), 1, f"host, pid {victim.pid}) is gone: its process has ended, at step 1; ")
+    only(
+        not_of_silence(caplog),
+        1,
+        f"host, pid {victim.pid}) is gone: its process has ended, at step 1; ",
+    )
 
 
 def test_the_launchers_first_rank_says_that_the_launcher_is_gone(
-    make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_ranks: MakeRanks,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     launcher = os.getppid()
     ranks = make_ranks(host_ranks=range(WORLD), launcher=launcher)
@@ -296,8 +354,13 @@ def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
     counting, dead, silence_s = CountingStore(store), 3 * world // 4 + 3, world / 64
 
     def make(rank: int) -> PeerMonitor:
-        host, group = (range(rank - rank % size, rank - rank % size + size) for size in (PER_HOST, world // 2))
-        monitor = PeerMonitor(counting, rank, world, group=group, host_ranks=host, interval_s=1000.0)
+        host, group = (
+            range(rank - rank % size, rank - rank % size + size)
+            for size in (PER_HOST, world // 2)
+        )
+        monitor = PeerMonitor(
+            counting, rank, world, group=group, host_ranks=host, interval_s=1000.0
+        )
         monitor._silence_s = silence_s
         return monitor
 
@@ -313,14 +376,20 @@ def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
                 monitor._publish()
             time.sleep(silence_s / 20)
     seconds, read = time.monotonic() - begin, counting.counts["values"]
-    print(f"{len(alive)} ranks found the dead one in {seconds:.1f} s and read {read} values")
+    print(
+        f"{len(alive)} ranks found the dead one in {seconds:.1f} s and read {read} values"
+    )
     for monitor in monitors:
         monitor.close()
     for answer in answers:
         only(answer.result(), dead, "gave no sign of life")
     firsts, of_group = world // PER_HOST, min(MOST_EXAMINED, world // 2 - 1)
-    told = 3 + 5  # whether a rank has stopped, and once an interval whether the first rank of the host has found one
-    assert read <= 2 * (firsts * (world - 1) + (world - firsts) * of_group) + world * told
+    told = (
+        3 + 5
+    )  # whether a rank has stopped, and once an interval whether the first rank of the host has found one
+    assert (
+        read <= 2 * (firsts * (world - 1) + (world - firsts) * of_group) + world * told
+    )
     assert caplog.messages == []
 
 
@@ -329,11 +398,22 @@ def test_few_values_are_read_while_all_is_well(store: dist.Store) -> None:
     counting = CountingStore(store)
     hosts = [range(0, PER_HOST), range(PER_HOST, 2 * PER_HOST)]
     ranks = [
-        Rank(counting, rank, 2 * PER_HOST, group=range(2 * PER_HOST), host_ranks=host, interval_s=0.2)
+        Rank(
+            counting,
+            rank,
+            2 * PER_HOST,
+            group=range(2 * PER_HOST),
+            host_ranks=host,
+            interval_s=0.2,
+        )
         for host in hosts
         for rank in host
     ]
-    assert eventually(lambda: all(rank.monitor._known.keys() >= rank.monitor._watched for rank in ranks))
+    assert eventually(
+        lambda: all(
+            rank.monitor._known.keys() >= rank.monitor._watched for rank in ranks
+        )
+    )
     time.sleep(0.4)  # for those that have read and not noted it
     counting.counts.clear()
     assert eventually(lambda: counting.counts["heartbeats"] >= 6 * len(ranks))
@@ -385,7 +465,12 @@ def test_a_store_that_hangs_is_said_on_the_hosts_first_rank(
     assert "does not answer" in finding
     assert "rank 0 (" in finding
     hanging.answers.set()
-    assert eventually(lambda: any("reaches the job's key-value store again" in each for each in caplog.messages))
+    assert eventually(
+        lambda: any(
+            "reaches the job's key-value store again" in each
+            for each in caplog.messages
+        )
+    )
     for each in (rank, other):
         each.monitor.close()
 

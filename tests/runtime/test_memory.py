@@ -25,7 +25,9 @@ from torchtitan_cad.runtime.transport import Routes
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=16, dtype_bytes=2)
-LATENT = AttentionShape(num_heads=4, num_kv_heads=4, head_dim=48, dtype_bytes=2, value_dim=32, shared_dim=16)
+LATENT = AttentionShape(
+    num_heads=4, num_kv_heads=4, head_dim=48, dtype_bytes=2, value_dim=32, shared_dim=16
+)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -37,10 +39,17 @@ class LiveBytes(TorchDispatchMode):
         self._seen = {x.untyped_storage()._cdata for x in known}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        known = {
+            x.untyped_storage()._cdata
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
         result = function(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and (key := x.untyped_storage()._cdata) not in known | self._seen:
+            if (
+                isinstance(x, Tensor)
+                and (key := x.untyped_storage()._cdata) not in known | self._seen
+            ):
                 storage, num_bytes = x.untyped_storage(), x.untyped_storage().nbytes()
                 self._seen.add(key)
                 self.now += num_bytes
@@ -59,10 +68,16 @@ class Results:
     name = "results"
     squares_only = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor]:
+        return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(
+            q.shape[:2], dtype=torch.float32
+        )
 
-    def backward(self, dout, q, k, v, merged, call: VarlenArgs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout, q, k, v, merged, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -73,7 +88,9 @@ class Combination:
         self._num_rows = num_rows
 
     @classmethod
-    def build(cls, targets, num_rows: int, device: torch.device, *, in_place: bool) -> "Combination":
+    def build(
+        cls, targets, num_rows: int, device: torch.device, *, in_place: bool
+    ) -> "Combination":
         return cls(num_rows)
 
     def merge(self, partials, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +107,10 @@ class Buffers:
     name, replayable = "buffers", False
 
     def __init__(self, buffer_bytes: int) -> None:
-        self.rows, self.buffer_bytes = torch.zeros(2**24, dtype=torch.uint8), buffer_bytes
+        self.rows, self.buffer_bytes = (
+            torch.zeros(2**24, dtype=torch.uint8),
+            buffer_bytes,
+        )
 
     def prepare(self, routes) -> None:
         pass
@@ -109,7 +129,11 @@ class Arrived:
         self._rows, self._messages = [], messages
         for parts, route in zip(messages, routes, strict=True):
             row_bytes = RowFormat(parts).row_bytes
-            self._rows.append(rows[: route.num_received * row_bytes].view(route.num_received, row_bytes))
+            self._rows.append(
+                rows[: route.num_received * row_bytes].view(
+                    route.num_received, row_bytes
+                )
+            )
 
     def wait(self) -> list[Tensor]:
         return self._rows
@@ -133,10 +157,18 @@ def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.
     """Most bytes alive in forward, and those while its results travel; the same of backward. Results are included."""
     kernel, transport = Results(), Buffers(buffer_bytes)
     engine = CoreAttentionEngine(
-        kernel, transport, rank=rank, device=CPU, scale=1.0, kept_bytes=math.inf if keep else 0.0
+        kernel,
+        transport,
+        rank=rank,
+        device=CPU,
+        scale=1.0,
+        kept_bytes=math.inf if keep else 0.0,
     )  # type: ignore[arg-type]
     engine.add_plan(0, plan)
-    n, m = int(plan.layout.queries_per_rank[rank]), int(plan.layout.tokens_per_rank[rank])
+    n, m = (
+        int(plan.layout.queries_per_rank[rank]),
+        int(plan.layout.tokens_per_rank[rank]),
+    )
     q, k, v, dout, shared = empty_rows(m, plan.shape)
     assert n == m
     with LiveBytes() as forward:
@@ -146,11 +178,16 @@ def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.
         out, lse, *kept = call.finish()
     kept_bytes = sum(x.untyped_storage().nbytes() for x in kept)
     with LiveBytes(*kept) as backward:
-        backward_call = engine.begin_backward(dout, Saved(q, k, v, out, lse, *kept, shared), 0).send()
+        backward_call = engine.begin_backward(
+            dout, Saved(q, k, v, out, lse, *kept, shared), 0
+        ).send()
         backward_call.attend()
         backward_travelling = backward.now
         backward_call.finish()
-    passes = (forward.most, forward_travelling), (backward.most + kept_bytes, backward_travelling + kept_bytes)
+    passes = (
+        (forward.most, forward_travelling),
+        (backward.most + kept_bytes, backward_travelling + kept_bytes),
+    )
     return memory.Passes(*(memory.Pass(*each) for each in passes))
 
 
@@ -169,14 +206,20 @@ def test_the_formula_is_what_the_engine_allocates(
 ) -> None:
     """FlashAttention's own allocations and its surrogate are left out."""
     monkeypatch.setattr(row_tables, "Combination", Combination)
-    monkeypatch.setattr(engine, "row_delta", lambda dout, _: dout.new_empty(dout.shape[:2], dtype=torch.float32))
+    monkeypatch.setattr(
+        engine,
+        "row_delta",
+        lambda dout, _: dout.new_empty(dout.shape[:2], dtype=torch.float32),
+    )
     monkeypatch.setattr(attend.RowSpace, "take", take)
     monkeypatch.setattr(memory._Bytes, "temporary", lambda *_: 0)
     monkeypatch.setattr(memory._Bytes, "surrogate", lambda *_: 0)
     monkeypatch.setattr(memory._Bytes, "padding", lambda *_: 0)
     monkeypatch.setattr(calls, "MOST_ROWS", most_rows)
     monkeypatch.setattr(calls, "MOST_UNCOMBINED", uncombined)
-    layout = TokenLayout.from_segments([[(0, 0, 3000)], [(1, 0, 700), (2, 0, 300)], [(3, 0, 1000)], []])
+    layout = TokenLayout.from_segments(
+        [[(0, 0, 3000)], [(1, 0, 700), (2, 0, 300)], [(3, 0, 1000)], []]
+    )
     plan = make_plan(layout, shape)
     assert plan.moves_rows
     chunks = plan.most_rows.chunks(messages.RowBytes.of(shape, keep=keep), buffer_bytes)
@@ -185,20 +228,35 @@ def test_the_formula_is_what_the_engine_allocates(
     for rank in range(layout.num_ranks):
         wanted = memory.working_memory(plan, rank, buffer_bytes, keep=keep)
         got = measured(plan, rank, buffer_bytes, keep=keep)
-        for mine, formula, several_chunks in zip(got, wanted, (several[0], any(several)), strict=True):
+        for mine, formula, several_chunks in zip(
+            got, wanted, (several[0], any(several)), strict=True
+        ):
             assert mine.most == pytest.approx(formula.most, rel=0.02), f"rank {rank}"
             assert mine.travelling <= 1.02 * formula.travelling, f"rank {rank}"
-            assert several_chunks or mine.travelling >= 0.98 * formula.travelling, f"rank {rank}"
+            assert several_chunks or mine.travelling >= 0.98 * formula.travelling, (
+                f"rank {rank}"
+            )
 
 
 def test_of_two_nano_batches_one_travels_while_the_other_computes() -> None:
-    layouts = [TokenLayout.from_segments([[(doc, 0, tokens)], []]) for doc, tokens in ((0, 3000), (1, 1000))]
+    layouts = [
+        TokenLayout.from_segments([[(doc, 0, tokens)], []])
+        for doc, tokens in ((0, 3000), (1, 1000))
+    ]
     plans = [make_plan(layout, SHAPE) for layout in layouts]
-    ranks = [[memory.working_memory(plan, rank, 2**24) for plan in plans] for rank in range(2)]
+    ranks = [
+        [memory.working_memory(plan, rank, 2**24) for plan in plans]
+        for rank in range(2)
+    ]
     both = memory.attention_memory(plans)
     for name in ("forward", "backward"):
-        a, b = zip(*([getattr(nano, name) for nano in nanos] for nanos in ranks), strict=True)
-        turns = [max(x.most + y.travelling, y.most + x.travelling) for x, y in zip(a, b, strict=True)]
+        a, b = zip(
+            *([getattr(nano, name) for nano in nanos] for nanos in ranks), strict=True
+        )
+        turns = [
+            max(x.most + y.travelling, y.most + x.travelling)
+            for x, y in zip(a, b, strict=True)
+        ]
         assert getattr(both, name) == max(turns) > max(x.most for x in a)
 
 
@@ -206,7 +264,9 @@ def test_of_two_nano_batches_one_travels_while_the_other_computes() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_buffers_and_working_memory_are_bounded(name: str, num_ranks: int) -> None:
     """The model is Llama 3 8B, with 32,768 tokens a rank."""
-    one, two = (measure(name, num_ranks, (11, 12, 13), nano_batches) for nano_batches in (1, 2))
+    one, two = (
+        measure(name, num_ranks, (11, 12, 13), nano_batches) for nano_batches in (1, 2)
+    )
     assert max(one.buffers, two.buffers) <= 2.0e9
     assert one.backward <= 2.5 * one.stock_backward
     assert two.backward <= 2.5 * two.stock_backward

@@ -32,9 +32,20 @@ RANKS_PER_NODE = 8
 
 def test_no_other_kernel_has_the_name_of_one_that_nvshmem_initialises() -> None:
     folder = Path(torchtitan_cad.runtime.triton.__file__).parent
-    nodes = [node for file in folder.glob("*.py") for node in ast.parse(file.read_text()).body]
-    marks = {node: [ast.unparse(mark) for mark in getattr(node, "decorator_list", [])] for node in nodes}
-    names = [node.name for node, mark in marks.items() if any(each.startswith("triton.jit") for each in mark)]
+    nodes = [
+        node
+        for file in folder.glob("*.py")
+        for node in ast.parse(file.read_text()).body
+    ]
+    marks = {
+        node: [ast.unparse(mark) for mark in getattr(node, "decorator_list", [])]
+        for node in nodes
+    }
+    names = [
+        node.name
+        for node, mark in marks.items()
+        if any(each.startswith("triton.jit") for each in mark)
+    ]
     assert sum("nvshmem.requires_nvshmem" in mark for mark in marks.values()) == 3
     assert Counter(names).most_common(1)[0][1] == 1
 
@@ -55,10 +66,16 @@ def compile_kernels(group: object, folder: str) -> tuple[list[str], list[str], i
     warmed = [name for name, _ in mock_driver.compiled]
     peers, word = torch.zeros(40, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     signals.post(peers, word, 3, 1, word, word)
-    nvshmem.put_messages(torch.zeros(7, 4, dtype=torch.int32), peers, 1 << 40, 1 << 41, 16640, word)
+    nvshmem.put_messages(
+        torch.zeros(7, 4, dtype=torch.int32), peers, 1 << 40, 1 << 41, 16640, word
+    )
     nvshmem.post(peers, peers, 1 << 40, 1 << 39, 70_000, word)
     nvshmem.confirm(peers, 1 << 40, 16, word)
-    return warmed, [name for name, _ in mock_driver.compiled[len(warmed) :]], len(initialised)
+    return (
+        warmed,
+        [name for name, _ in mock_driver.compiled[len(warmed) :]],
+        len(initialised),
+    )
 
 
 @needs_triton
@@ -68,7 +85,9 @@ def test_nvshmem_kernels_are_compiled_before_they_are_needed(tmp_path: Path) -> 
         find_device_library((9, 0))
     except RuntimeError as error:
         pytest.skip(str(error))
-    ((warmed, later, initialised),) = values(run_processes(1, compile_kernels, str(tmp_path), timeout_s=200))
+    ((warmed, later, initialised),) = values(
+        run_processes(1, compile_kernels, str(tmp_path), timeout_s=200)
+    )
     assert warmed == ["_nvshmem_put_messages", "_nvshmem_post", "_nvshmem_confirm"]
     assert later == ["_post"]
     assert initialised == 3
@@ -78,19 +97,31 @@ def signals_of_layer(plan: Plan, rank: int) -> tuple[int, int, int]:
     """Signals to other nodes in a layer's forward and backward, ranks they go to, and exchanges of the layer."""
     memory = RecordingMemory()
     num_bytes = buffer_bytes(4.0)  # one chunk is enough
-    transport = SymmetricTransport(range(plan.layout.num_ranks), rank, memory.allocate, lambda: 1.0, num_bytes)
+    transport = SymmetricTransport(
+        range(plan.layout.num_ranks), rank, memory.allocate, lambda: 1.0, num_bytes
+    )
     chunks = plan.most_rows.chunks(RowBytes.of(SHAPE, keep=False), num_bytes)
-    tables = PlanTables.from_exchange(plan.exchange(rank), True, CPU, 1.0, chunks=chunks)
+    tables = PlanTables.from_exchange(
+        plan.exchange(rank), True, CPU, 1.0, chunks=chunks
+    )
     exchanges = [
-        routes for back in tables.home.values() for routes in (*tables.out["all"], *(routes for routes, _ in back))
+        routes
+        for back in tables.home.values()
+        for routes in (*tables.out["all"], *(routes for routes, _ in back))
     ]
     one = torch.empty(1, 4, dtype=torch.int32)
     for routes in exchanges:
-        pending = transport.start([[one]] * len(routes), routes, "counted", transport.begin())
+        pending = transport.start(
+            [[one]] * len(routes), routes, "counted", transport.begin()
+        )
         pending.wait()
         pending.release()
-    signalled = [peer for step, peers in memory.steps if step != "wait" for peer in peers]
-    far = [peer for peer in signalled if peer // RANKS_PER_NODE != rank // RANKS_PER_NODE]
+    signalled = [
+        peer for step, peers in memory.steps if step != "wait" for peer in peers
+    ]
+    far = [
+        peer for peer in signalled if peer // RANKS_PER_NODE != rank // RANKS_PER_NODE
+    ]
     return len(far), len(set(far)), len(exchanges)
 
 
@@ -98,8 +129,14 @@ def signals_of_layer(plan: Plan, rank: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("num_ranks", params([64, 512], [64]))
 def test_signals_to_other_nodes_are_four_a_peer(num_ranks: int, name: str) -> None:
     """Two for each pair of ranks that rows move between, of rows out and of results, in either direction."""
-    plan = make_plan(make_layout(name, num_ranks, 11), SHAPE, PlannerConfig(ranks_per_node=RANKS_PER_NODE))
-    counted = [signals_of_layer(plan, rank) for rank in range(0, num_ranks, num_ranks // 16)]
+    plan = make_plan(
+        make_layout(name, num_ranks, 11),
+        SHAPE,
+        PlannerConfig(ranks_per_node=RANKS_PER_NODE),
+    )
+    counted = [
+        signals_of_layer(plan, rank) for rank in range(0, num_ranks, num_ranks // 16)
+    ]
     for signals, peers, exchanges in counted:
         assert signals <= peers * exchanges
     signals, peers, exchanges = (sum(column) for column in zip(*counted, strict=True))
@@ -119,14 +156,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("capability", "found"), [((8, 0), "80"), ((9, 0), "90"), ((10, 0), "90"), ((8, 6), "80"), (None, "90")]
+    ("capability", "found"),
+    [((8, 0), "80"), ((9, 0), "90"), ((10, 0), "90"), ((8, 6), "80"), (None, "90")],
 )
-def test_the_newest_file_that_the_device_can_run(folder: Path, capability: tuple[int, int], found: str) -> None:
+def test_the_newest_file_that_the_device_can_run(
+    folder: Path, capability: tuple[int, int], found: str
+) -> None:
     """These files are NVSHMEM 3.7.2's, which comes with torch 2.15.0; torch's wrappers then take the same."""
     for made_for in (75, 80, 89, 90):
         (folder / f"libnvshmem_device_sm_{made_for}.bc").touch()
     assert find_device_library(capability).name == f"libnvshmem_device_sm_{found}.bc"
-    assert pkgutil.resolve_name(FINDER).find_device_library() == str(find_device_library(capability))
+    assert pkgutil.resolve_name(FINDER).find_device_library() == str(
+        find_device_library(capability)
+    )
 
 
 def test_one_file_for_all_devices_comes_first(folder: Path) -> None:
@@ -139,7 +181,10 @@ def test_one_file_for_all_devices_comes_first(folder: Path) -> None:
 def test_no_file_is_said(folder: Path, capability: tuple[int, int] | None) -> None:
     if capability is not None:
         (folder / "libnvshmem_device_sm_80.bc").touch()
-    with pytest.raises(RuntimeError, match=r"NVSHMEM's device library for .* is not in .*: install the package"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"NVSHMEM's device library for .* is not in .*: install the package",
+    ):
         find_device_library(capability)
 
 
@@ -158,27 +203,44 @@ class HostLibrary:
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The device library of an installed package of version 3.4.5."""
     library = tmp_path / "nvidia/nvshmem/lib/libnvshmem_device.bc"
-    package = SimpleNamespace(name="nvidia-nvshmem-cu13", version="3.4.5", locate_file=tmp_path.joinpath)
-    monkeypatch.setattr(nvshmem_library.importlib.metadata, "distributions", lambda: [package])
+    package = SimpleNamespace(
+        name="nvidia-nvshmem-cu13", version="3.4.5", locate_file=tmp_path.joinpath
+    )
+    monkeypatch.setattr(
+        nvshmem_library.importlib.metadata, "distributions", lambda: [package]
+    )
     return library
 
 
-def test_libraries_of_one_version_go_together(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvshmem_library.ctypes, "CDLL", lambda name: HostLibrary(3, 4, 5))
+def test_libraries_of_one_version_go_together(
+    packaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        nvshmem_library.ctypes, "CDLL", lambda name: HostLibrary(3, 4, 5)
+    )
     nvshmem_library.check_host_library(packaged)
-    monkeypatch.setattr(nvshmem_library.ctypes, "CDLL", lambda name: HostLibrary(3, 3, 9))
+    monkeypatch.setattr(
+        nvshmem_library.ctypes, "CDLL", lambda name: HostLibrary(3, 3, 9)
+    )
     message = r"host library libnvshmem_host.so.3 is version 3.3.9, .*libnvshmem_device.bc is version 3.4.5: take"
     with pytest.raises(RuntimeError, match=message):
         nvshmem_library.check_host_library(packaged)
-    nvshmem_library.check_host_library(Path("/opt/nvshmem/libnvshmem_device.bc"))  # of no package: nobody knows
+    nvshmem_library.check_host_library(
+        Path("/opt/nvshmem/libnvshmem_device.bc")
+    )  # of no package: nobody knows
 
 
-def test_no_host_library_is_said(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_host_library_is_said(
+    packaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(nvshmem_library.ctypes, "CDLL", fail)
-    with pytest.raises(RuntimeError, match=r"host library cannot be loaded: libnvshmem_host.so.3: cannot open"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"host library cannot be loaded: libnvshmem_host.so.3: cannot open",
+    ):
         nvshmem_library.check_host_library(packaged)
 
 
@@ -192,15 +254,19 @@ def test_the_installed_libraries_are_of_one_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "enough"), [(None, True), ("2G", True), ("1500M", True), ("1e9", False), ("1G", False)]
+    ("size", "enough"),
+    [(None, True), ("2G", True), ("1500M", True), ("1e9", False), ("1G", False)],
 )
-def test_the_heap_has_room(monkeypatch: pytest.MonkeyPatch, size: str | None, enough: bool) -> None:
+def test_the_heap_has_room(
+    monkeypatch: pytest.MonkeyPatch, size: str | None, enough: bool
+) -> None:
     monkeypatch.delenv("NVSHMEM_SYMMETRIC_SIZE", raising=False)
     if size is not None:
         monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", size)
     if not enough:
         with pytest.raises(
-            RuntimeError, match=f"NVSHMEM_SYMMETRIC_SIZE = '{size}' is not a size of at least the 15000"
+            RuntimeError,
+            match=f"NVSHMEM_SYMMETRIC_SIZE = '{size}' is not a size of at least the 15000",
         ):
             nvshmem_library.reserve_heap(1_500_000_000)
         return
@@ -208,7 +274,9 @@ def test_the_heap_has_room(monkeypatch: pytest.MonkeyPatch, size: str | None, en
     assert os.environ["NVSHMEM_SYMMETRIC_SIZE"] == (size or "1875000000")
 
 
-def test_what_nvshmem_lacks_between_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nvshmem_lacks_between_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit = nvshmem_library.resource
     monkeypatch.setattr(limit, "getrlimit", lambda which: (8 << 20, 8 << 20))
     devices, module, memory = nvshmem_library.lacks_between_hosts(tmp_path)
@@ -217,5 +285,7 @@ def test_what_nvshmem_lacks_between_hosts(tmp_path: Path, monkeypatch: pytest.Mo
     assert memory.startswith("unlimited locked memory")
     for folder in ("class/infiniband/mlx5_0", "module/nvidia_peermem"):
         (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.setattr(limit, "getrlimit", lambda which: (limit.RLIM_INFINITY, limit.RLIM_INFINITY))
+    monkeypatch.setattr(
+        limit, "getrlimit", lambda which: (limit.RLIM_INFINITY, limit.RLIM_INFINITY)
+    )
     assert nvshmem_library.lacks_between_hosts(tmp_path) == []

@@ -36,13 +36,17 @@ class ClockedKernel:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.calls = 0.0, []
-        monkeypatch.setattr("torchtitan_cad.runtime.timing.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr(
+            "torchtitan_cad.runtime.timing.time.perf_counter", lambda: self.now
+        )
 
     def check(self, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
         if dtype != torch.float32:
             raise ValueError(f"clocked takes no {dtype}")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor]:
         assert not call.causal
         assert q.shape == (call.cu_q_host[-1], 4, 8)
         assert k.shape == v.shape == (call.cu_k_host[-1], 2, 8)
@@ -52,7 +56,13 @@ class ClockedKernel:
         return torch.empty_like(q), q.new_empty(q.shape[:2])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        merged: Merged,
+        call: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert dout.shape == q.shape
         assert merged.lse.shape == merged.delta.shape == q.shape[:2]
@@ -63,14 +73,23 @@ class ClockedKernel:
 def test_times_are_those_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, cells = ClockedKernel(monkeypatch), []
     grid = ProfileGrid((32, 256), (128, 256, 1024), repeats=3)
-    profile = measure_profile(kernel, SHAPE, torch.float32, CPU, grid, lambda: cells.append(len(kernel.calls)))
+    profile = measure_profile(
+        kernel, SHAPE, torch.float32, CPU, grid, lambda: cells.append(len(kernel.calls))
+    )
     want = torch.tensor([[1.0, 2.0, 8.0]] * 2)
     torch.testing.assert_close(torch.tensor(profile.forward_ms), want)
     torch.testing.assert_close(torch.tensor(profile.backward_ms), 2 * want)
     calls = 1 + WARM_UP + grid.repeats
     assert cells == [calls * (i + 1) for i in range(grid.num_cells)]
-    assert kernel.calls[::calls] == [(q, k) for q in grid.q_lengths for k in grid.kv_lengths]
-    assert (profile.kernel, profile.dtype, profile.head_dim, profile.tile) == ("clocked", "float32", 8, 128)
+    assert kernel.calls[::calls] == [
+        (q, k) for q in grid.q_lengths for k in grid.kv_lengths
+    ]
+    assert (profile.kernel, profile.dtype, profile.head_dim, profile.tile) == (
+        "clocked",
+        "float32",
+        8,
+        128,
+    )
 
 
 def test_noisy_cells_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +98,9 @@ def test_noisy_cells_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None
         kernel, seen = ClockedKernel(monkeypatch), 0
         undisturbed = kernel.forward
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+        def forward(
+            q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+        ) -> tuple[Tensor, Tensor]:
             nonlocal seen
             if call.max_k == 256:
                 seen += 1
@@ -91,24 +112,38 @@ def test_noisy_cells_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None
         grid = ProfileGrid((128,), (128, 256, 512), repeats=4)
         profile = measure_profile(kernel, SHAPE, torch.float32, CPU, grid)
         measured = 1 if disturbed == 1 else MOST_RETRIES
-        assert len(kernel.calls) == (grid.num_cells + measured) * (1 + WARM_UP + grid.repeats)
+        assert len(kernel.calls) == (grid.num_cells + measured) * (
+            1 + WARM_UP + grid.repeats
+        )
         assert profile.noisy_cells() == ([] if disturbed == 1 else [(128, 256)])
         assert profile.forward_ms[0][1] == pytest.approx(2.0)
 
 
-def test_cells_larger_than_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_larger_than_the_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel = ClockedKernel(monkeypatch)
-    with pytest.raises(ValueError, match=r"tasks of 128 queries x 1073741824 keys take 275 GB"):
-        measure_profile(kernel, SHAPE, torch.float32, CPU, ProfileGrid((128,), (128, 2**30), 1))
+    with pytest.raises(
+        ValueError, match=r"tasks of 128 queries x 1073741824 keys take 275 GB"
+    ):
+        measure_profile(
+            kernel, SHAPE, torch.float32, CPU, ProfileGrid((128,), (128, 2**30), 1)
+        )
     assert not kernel.calls
 
 
-def test_what_cannot_be_measured_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_measured_is_refused_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel = ClockedKernel(monkeypatch)
     with pytest.raises(ValueError, match=r"kv_lengths = \[100\]"):
-        measure_profile(kernel, SHAPE, torch.float32, CPU, ProfileGrid((128,), (100,), 1))
+        measure_profile(
+            kernel, SHAPE, torch.float32, CPU, ProfileGrid((128,), (100,), 1)
+        )
     with pytest.raises(ValueError, match=r"takes no torch\.float64"):
-        measure_profile(kernel, SHAPE, torch.float64, CPU, ProfileGrid((128,), (128,), 1))
+        measure_profile(
+            kernel, SHAPE, torch.float64, CPU, ProfileGrid((128,), (128,), 1)
+        )
     assert not kernel.calls
 
 
@@ -116,7 +151,11 @@ def test_short_tasks_are_many_and_long_ones_few() -> None:
     assert num_tasks(64, 128, 4, CPU) == CPU_ROWS // 128
     assert num_tasks(512, 128, 4, CPU) == CPU_ROWS // 512
     assert num_tasks(128, 10**6, 4, CPU) == 1
-    assert all(num_tasks(q, k, 4, CPU) * k <= LONGEST_CALL * CPU_ROWS for q in (1, 128) for k in (128, 1024, 8192))
+    assert all(
+        num_tasks(q, k, 4, CPU) * k <= LONGEST_CALL * CPU_ROWS
+        for q in (1, 128)
+        for k in (128, 1024, 8192)
+    )
 
 
 class SleepingKernel:
@@ -132,16 +171,29 @@ class SleepingKernel:
 
 def test_attention_is_timed_forward_and_backward_per_unit_of_cost() -> None:
     tiles = 8 * 9 // 2  # of 128, in a causal document of 1024 tokens
-    seconds = rates.attention_seconds(SleepingKernel(), SHAPE, torch.float32, CPU, TileAreaCost(128))
+    seconds = rates.attention_seconds(
+        SleepingKernel(), SHAPE, torch.float32, CPU, TileAreaCost(128)
+    )
     assert 0.03 / tiles <= seconds < 0.3 / tiles
-    assert rates.attention_seconds(get_kernel("cpu", CPU), SHAPE, torch.float32, CPU, TileAreaCost(128)) > 0
+    assert (
+        rates.attention_seconds(
+            get_kernel("cpu", CPU), SHAPE, torch.float32, CPU, TileAreaCost(128)
+        )
+        > 0
+    )
 
 
-def test_linear_work_is_timed_per_token_and_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_work_is_timed_per_token_and_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of a product of 1024 tokens with 256 x 256 weights, forward and twice that backward."""
     assert 0 < rates.linear_seconds(10**6, 256, torch.float32, CPU) < 1
-    monkeypatch.setattr(rates, "median_milliseconds", lambda run, *_: run() is None or 2.0)
-    assert rates.linear_seconds(5 * 256 * 256, 256, torch.float32, CPU) == pytest.approx(3 * 5 * 2e-3 / 1024)
+    monkeypatch.setattr(
+        rates, "median_milliseconds", lambda run, *_: run() is None or 2.0
+    )
+    assert rates.linear_seconds(
+        5 * 256 * 256, 256, torch.float32, CPU
+    ) == pytest.approx(3 * 5 * 2e-3 / 1024)
 
 
 class Link:
@@ -172,7 +224,10 @@ class Link:
 def slowest_of_threads(num_ranks: int) -> Callable[[list[float], object], list[float]]:
     """Return a maximum over ranks that are threads, in place of that over a group."""
     values_of_ranks: list[list[float]] = []
-    all_here, all_read = threading.Barrier(num_ranks), threading.Barrier(num_ranks, values_of_ranks.clear)
+    all_here, all_read = (
+        threading.Barrier(num_ranks),
+        threading.Barrier(num_ranks, values_of_ranks.clear),
+    )
 
     def slowest(values: list[float], group: object) -> list[float]:
         values_of_ranks.append(values)
@@ -206,10 +261,14 @@ def test_no_more_rows_than_there_is_room_for(alone: None) -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_ranks_exchange_with_those_of_their_host_or_of_others(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+def test_ranks_exchange_with_those_of_their_host_or_of_others(
+    monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
     """Rows are counted alike on all ranks also where hosts have different numbers of ranks."""
     monkeypatch.setattr(rates, "slowest", slowest_of_threads(3))
     host, transports = np.array([0, 0, 1]), thread_transports(3)
     sends = ALL & ((host[:, None] == host) == together)
-    for link, seconds in run_ranks(3, lambda r: rates.link_rate(transports[r], r, sends, CPU, None)):
+    for link, seconds in run_ranks(
+        3, lambda r: rates.link_rate(transports[r], r, sends, CPU, None)
+    ):
         assert link > 0 < seconds

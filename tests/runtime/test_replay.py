@@ -22,7 +22,14 @@ from tests.lib.rows import CPU, SHAPES, SquareKernel, Tensors, assert_same_bits,
 from tests.lib.sets import needs_triton, seeds
 from tests.lib.tape import Tape, record_kernels
 from tests.lib.threaded import needs_linux
-from torchtitan_cad.planning import TASK_DTYPE, AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import (
+    TASK_DTYPE,
+    AttentionShape,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+)
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import varlen
@@ -37,12 +44,17 @@ Recording = tuple[list[Tensor], Callable[[], None]]
 
 def random_plans(layout: TokenLayout, shape: AttentionShape, count: int) -> list[Plan]:
     rng = np.random.default_rng(0)
-    return [random_plan(rng, layout, shape, aligned=False, split_kv=True) for _ in range(count)]
+    return [
+        random_plan(rng, layout, shape, aligned=False, split_kv=True)
+        for _ in range(count)
+    ]
 
 
 def common_sizes(plans: list[Plan]) -> TableSizes:
     ranks = range(plans[0].layout.num_ranks)
-    return TableSizes.covering([TableSizes.needed(plan.exchange(rank)) for plan in plans for rank in ranks])
+    return TableSizes.covering(
+        [TableSizes.needed(plan.exchange(rank)) for plan in plans for rank in ranks]
+    )
 
 
 @needs_linux
@@ -51,9 +63,17 @@ def common_sizes(plans: list[Plan]) -> TableSizes:
 def test_padding_changes_nothing(seed: int, keep: bool) -> None:
     """Sizes larger than any plan needs, one of which moves nothing: rows that stand for nothing in every table."""
     torch.manual_seed(seed)
-    layout, shape = random_layout(np.random.default_rng(seed), 3, 200), SHAPES["gqa 8:2"]
-    whole = TokenLayout.from_segments([[(0, 0, 80 + seed), (1, 0, 7)], [], [(2, 0, 50)]])
-    plans = [*random_plans(layout, shape, 2), make_plan(whole, shape, PlannerConfig(planner="home"))]
+    layout, shape = (
+        random_layout(np.random.default_rng(seed), 3, 200),
+        SHAPES["gqa 8:2"],
+    )
+    whole = TokenLayout.from_segments(
+        [[(0, 0, 80 + seed), (1, 0, 7)], [], [(2, 0, 50)]]
+    )
+    plans = [
+        *random_plans(layout, shape, 2),
+        make_plan(whole, shape, PlannerConfig(planner="home")),
+    ]
     plans.append(make_plan(layout, replace(shape, window=20)))
     for plan in plans:
         tensors = Tensors.random(plan.layout, shape)
@@ -65,18 +85,33 @@ def test_padding_changes_nothing(seed: int, keep: bool) -> None:
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:
     layout, shape = random_layout(np.random.default_rng(0), 1, 200), SHAPES["mha"]
-    small, large = sorted(random_plans(layout, shape, 2), key=lambda plan: len(plan.tasks))
+    small, large = sorted(
+        random_plans(layout, shape, 2), key=lambda plan: len(plan.tasks)
+    )
     assert len(small.tasks) < len(large.tasks)
     sizes = TableSizes.needed(small.exchange(0))
-    engine = CoreAttentionEngine(CpuKernel(), None, rank=0, device=CPU, scale=1.0, sizes=sizes)
+    engine = CoreAttentionEngine(
+        CpuKernel(), None, rank=0, device=CPU, scale=1.0, sizes=sizes
+    )
     engine.add_plan(0, small)
-    with pytest.raises(ValueError, match=r"a plan needs \w+ = \d+, but tables were made for \d+"):
+    with pytest.raises(
+        ValueError, match=r"a plan needs \w+ = \d+, but tables were made for \d+"
+    ):
         engine.add_plan(1, large)
 
 
 def test_kernels_that_take_squares_only_have_no_fixed_sizes() -> None:
-    with pytest.raises(ValueError, match=r"tables of fixed sizes .* cad\.kernel = 'varlen'"):
-        CoreAttentionEngine(SquareKernel(), None, rank=0, device=CPU, scale=1.0, sizes=TableSizes(1, 1, 1, 1, 1, 1))
+    with pytest.raises(
+        ValueError, match=r"tables of fixed sizes .* cad\.kernel = 'varlen'"
+    ):
+        CoreAttentionEngine(
+            SquareKernel(),
+            None,
+            rank=0,
+            device=CPU,
+            scale=1.0,
+            sizes=TableSizes(1, 1, 1, 1, 1, 1),
+        )
 
 
 def test_plans_are_not_copied_without_sizes() -> None:
@@ -108,14 +143,20 @@ class DeviceKernel(CpuKernel):
             offsets = [cu.numpy().copy() for cu in (call.cu_q, call.cu_k)]
             for cu, bound in zip(offsets, (call.max_q, call.max_k), strict=True):
                 assert np.diff(cu).max() <= bound
-            return function(*rows, VarlenArgs.from_numpy(*offsets, causal=call.causal, scale=call.scale))
+            return function(
+                *rows,
+                VarlenArgs.from_numpy(*offsets, causal=call.causal, scale=call.scale),
+            )
 
         tape = self._get_tape()
         return run_on_device() if tape is None else tape.run("attention", run_on_device)
 
 
 def check_replays(
-    engine: CoreAttentionEngine, plans: list[Plan], tensors: Tensors, record: Callable[[Run], Recording]
+    engine: CoreAttentionEngine,
+    plans: list[Plan],
+    tensors: Tensors,
+    record: Callable[[Run], Recording],
 ) -> None:
     """Records forward and backward by the first plan, and replays them over all plans, without other runs between.
 
@@ -141,7 +182,9 @@ def check_replays(
         expected.append([x.clone() for x in run(key)])
     run(recorded)
     forward, replay_forward = record(lambda: list(engine.forward(q, k, v, recorded)))
-    backward, replay_backward = record(lambda: list(engine.backward(dout, [q, k, v, *forward], recorded, *dlse)))
+    backward, replay_backward = record(
+        lambda: list(engine.backward(dout, [q, k, v, *forward], recorded, *dlse))
+    )
     results = [*forward[:2], *backward]
     for key, values_of_rows, want in zip(keys, given, expected, strict=True):
         for x, values_of_x in zip(rows, values_of_rows, strict=True):
@@ -151,7 +194,9 @@ def check_replays(
         engine.copy_plan(key, recorded)
         replay_forward()
         replay_backward()
-        for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), results, want, strict=True):
+        for name, mine, theirs in zip(
+            ("out", "lse", "dq", "dk", "dv"), results, want, strict=True
+        ):
             assert torch.equal(mine, theirs), f"{name} of plan {key} on rank {rank}"
 
 
@@ -172,7 +217,9 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
 
     record_kernels(get_tape)
     rank, shape = group.rank(), AttentionShape(2, 1, 8, 4)
-    layout = random_layout(np.random.default_rng(46), group.size(), 40)  # of three ranks, one is empty
+    layout = random_layout(
+        np.random.default_rng(46), group.size(), 40
+    )  # of three ranks, one is empty
     plans = random_plans(layout, shape, 2)
     transport = interpreted_transport(group, 2**20, replayable=True)
     engine = CoreAttentionEngine(
@@ -192,9 +239,20 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
 @pytest.mark.matrix
 @needs_linux
 @needs_triton
-@pytest.mark.parametrize(("num_ranks", "keep"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_ranks", "keep"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)]
+)
 def test_recorded_attention_follows_the_plan(num_ranks: int, keep: bool) -> None:
-    assert sum(values(run_processes(num_ranks, replay_on_interpreted_devices, keep, timeout_s=240))) > 50
+    assert (
+        sum(
+            values(
+                run_processes(
+                    num_ranks, replay_on_interpreted_devices, keep, timeout_s=240
+                )
+            )
+        )
+        > 50
+    )
 
 
 # Launches of the path for CUDA, counted on the CPU --------------------------------------------------------------------
@@ -238,22 +296,36 @@ def test_launches_of_a_layer_between_hosts(hosts: tuple[int, ...]) -> None:
     counted = values(run_processes(3, count, hosts, timeout_s=240))
     for rank, (forward, backward) in enumerate(counted):
         is_alone = hosts.count(hosts[rank]) == 1
-        sent = {"put_rows": 0, "post": 0, "wait": 0} if is_alone else {"put_rows": 2, "post": 4, "wait": 4}
+        sent = (
+            {"put_rows": 0, "post": 0, "wait": 0}
+            if is_alone
+            else {"put_rows": 2, "post": 4, "wait": 4}
+        )
         assert {name: forward.get(name, 0) for name in sent} == sent
         assert {name: backward.get(name, 0) for name in sent} == sent
         assert (forward["gather_rows"], backward["gather_rows"]) == (4 + 3, 4 + 4)
 
 
-def test_launches_of_a_layer_that_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_a_layer_that_moves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Those of stock, and one each way that lays out the log-sum-exp."""
     tape = Tape()
     for name in ("_forward_op", "_backward_op"):
         fake = fake_operator(getattr(varlen, name), Recorder())
         monkeypatch.setattr(varlen, name, partial(tape.run, "flash_attention", fake))
     monkeypatch.setattr(varlen, "_takes", lambda op, argument: False)
-    engine = CoreAttentionEngine(varlen.VarlenKernel(), None, rank=0, device=CPU, scale=0.25)
-    engine.add_plan(0, make_plan(TokenLayout.from_segments([[(0, 0, 96), (1, 0, 40)]]), COUNTED_SHAPE))
-    q, k, v, dout = (torch.randn(136, heads, COUNTED_SHAPE.head_dim).bfloat16() for heads in (4, 2, 2, 4))
+    engine = CoreAttentionEngine(
+        varlen.VarlenKernel(), None, rank=0, device=CPU, scale=0.25
+    )
+    engine.add_plan(
+        0,
+        make_plan(TokenLayout.from_segments([[(0, 0, 96), (1, 0, 40)]]), COUNTED_SHAPE),
+    )
+    q, k, v, dout = (
+        torch.randn(136, heads, COUNTED_SHAPE.head_dim).bfloat16()
+        for heads in (4, 2, 2, 4)
+    )
     varlen._without_dropout(CPU)  # made once
     with tape:
         results = engine.forward(q, k, v, 0)
@@ -263,7 +335,9 @@ def test_launches_of_a_layer_that_moves_nothing(monkeypatch: pytest.MonkeyPatch)
     assert tape.launches() == {"flash_attention": 2, "clone": 2}
 
 
-def count(group: dist.ProcessGroup, hosts: tuple[int, ...] | None = None) -> tuple[dict[str, int], dict[str, int]]:
+def count(
+    group: dist.ProcessGroup, hosts: tuple[int, ...] | None = None
+) -> tuple[dict[str, int], dict[str, int]]:
     """Launches by name of one layer's forward and backward, once the buffers of the transport have been in use."""
     interpret(everywhere=True)
     tape: Tape | None = None
@@ -276,20 +350,33 @@ def count(group: dist.ProcessGroup, hosts: tuple[int, ...] | None = None) -> tup
         tape = Tape()
         with tape:
             result = function(*args)
-        assert all(x is transport._memory._record for x in tape.numbers_read()), "the host waits for the device"
+        assert all(x is transport._memory._record for x in tape.numbers_read()), (
+            "the host waits for the device"
+        )
         return dict(tape.launches()), result
 
     record_kernels(lambda: tape)
     varlen._takes = lambda op, argument: False
     for name in ("_forward_op", "_backward_op"):
-        setattr(varlen, name, partial(attend, fake_operator(getattr(varlen, name), Recorder())))
+        setattr(
+            varlen,
+            name,
+            partial(attend, fake_operator(getattr(varlen, name), Recorder())),
+        )
     transport = interpreted_transport(group, 2**24, hosts=hosts)
     layout, tasks = COUNTED[group.size()]
-    plan = Plan.from_tasks(layout, COUNTED_SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE))
-    engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=group.rank(), device=CPU, scale=0.25)
+    plan = Plan.from_tasks(
+        layout, COUNTED_SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE)
+    )
+    engine = CoreAttentionEngine(
+        varlen.VarlenKernel(), transport, rank=group.rank(), device=CPU, scale=0.25
+    )
     engine.add_plan(0, plan)
     tokens = int(layout.tokens_per_rank[group.rank()])
-    q, k, v, dout = (torch.randn(tokens, heads, COUNTED_SHAPE.head_dim).bfloat16() for heads in (4, 2, 2, 4))
+    q, k, v, dout = (
+        torch.randn(tokens, heads, COUNTED_SHAPE.head_dim).bfloat16()
+        for heads in (4, 2, 2, 4)
+    )
     for _ in range(2):
         forward, results = counted(engine.forward, q, k, v, 0)
         backward, _ = counted(engine.backward, dout, Saved(q, k, v, *results), 0)

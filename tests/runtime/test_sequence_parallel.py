@@ -13,7 +13,10 @@ from torch import Tensor
 
 from tests.lib.accuracy import assert_as_exact
 from tests.lib.processes import run_processes, values
-from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary, rms_norm_backward
+from torchtitan_cad.runtime.tp_overlap.sequence_parallel import (
+    Boundary,
+    rms_norm_backward,
+)
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 
 BATCH, LENGTH, DIM, EPS = 2, 12, 8, 1e-5
@@ -34,7 +37,9 @@ def loss_of(h: Tensor, g: Tensor | None, offset: int, rank: int) -> Tensor:
     return loss if g is None else loss + (torch.sin(g) * (2 + rank)).sum()
 
 
-def train_rank(group: dist.ProcessGroup, with_partial: bool, with_norm: bool, delays: bool) -> list[Tensor | None]:
+def train_rank(
+    group: dist.ProcessGroup, with_partial: bool, with_norm: bool, delays: bool
+) -> list[Tensor | None]:
     rank, size = group.rank(), group.size()
     partials, residual, weight = inputs(size)
     part = LENGTH // size
@@ -52,33 +57,58 @@ def train_rank(group: dist.ProcessGroup, with_partial: bool, with_norm: bool, de
             h, g = boundary.wait(token)
             loss = loss + loss_of(h, g if with_norm else None, rank * part, rank)
     loss.backward()
-    return [h.detach(), g.detach(), mine.grad, *(x if x is None else x.grad for x in (partial, norm))]
+    return [
+        h.detach(),
+        g.detach(),
+        mine.grad,
+        *(x if x is None else x.grad for x in (partial, norm)),
+    ]
 
 
-def on_one_rank(num_ranks: int, with_partial: bool, with_norm: bool, dtype: torch.dtype) -> list[list[Tensor | None]]:
+def on_one_rank(
+    num_ranks: int, with_partial: bool, with_norm: bool, dtype: torch.dtype
+) -> list[list[Tensor | None]]:
     """The results of ``train_rank`` on every rank."""
     partials, residual, weight = inputs(num_ranks)
     leaves = [x.to(dtype).requires_grad_() for x in (*partials, residual, weight)]
     *partials, residual, weight = leaves
     h = residual + sum(partials) if with_partial else residual
     g = F.rms_norm(h, (DIM,), weight, EPS) if with_norm else None
-    parts = [slice(r * LENGTH // num_ranks, (r + 1) * LENGTH // num_ranks) for r in range(num_ranks)]
+    parts = [
+        slice(r * LENGTH // num_ranks, (r + 1) * LENGTH // num_ranks)
+        for r in range(num_ranks)
+    ]
     loss = sum(loss_of(h[:, part], g, part.start, r) for r, part in enumerate(parts))
     gradients = torch.autograd.grad(4 * loss, leaves, allow_unused=True)
     *dpartials, dresidual, dweight = gradients
     return [
-        [h[:, part].detach(), g if g is None else g.detach(), dresidual[:, part], dpartials[r], dweight]
+        [
+            h[:, part].detach(),
+            g if g is None else g.detach(),
+            dresidual[:, part],
+            dpartials[r],
+            dweight,
+        ]
         for r, part in enumerate(parts)
     ]
 
 
-@pytest.mark.parametrize(("with_partial", "with_norm"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("with_partial", "with_norm"), [(True, True), (False, True), (True, False)]
+)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_equals_one_rank(num_ranks: int, with_partial: bool, with_norm: bool) -> None:
-    results = values(run_processes(num_ranks, train_rank, with_partial, with_norm, True))
-    others, references = (on_one_rank(num_ranks, with_partial, with_norm, d) for d in (torch.float32, torch.float64))
+    results = values(
+        run_processes(num_ranks, train_rank, with_partial, with_norm, True)
+    )
+    others, references = (
+        on_one_rank(num_ranks, with_partial, with_norm, d)
+        for d in (torch.float32, torch.float64)
+    )
     for of_rank in zip(results, others, references, strict=True):
-        for name, got, other, reference in zip(("h", "g", "dh", "dpartial", "dweight"), *of_rank, strict=True):
+        for name, got, other, reference in zip(
+            ("h", "g", "dh", "dpartial", "dweight"), *of_rank, strict=True
+        ):
             if reference is not None:
                 assert_as_exact(got, other, reference, name)
             elif name != "g":  # without a norm g is h
@@ -93,11 +123,19 @@ def test_gradients_of_the_norm(dtype: torch.dtype) -> None:
 
     def by_autograd(dtype: torch.dtype) -> tuple[Tensor, ...]:
         leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
-        return torch.autograd.grad(F.rms_norm(leaves[0], (16,), leaves[1], EPS), leaves, dout.to(dtype))
+        return torch.autograd.grad(
+            F.rms_norm(leaves[0], (16,), leaves[1], EPS), leaves, dout.to(dtype)
+        )
 
-    in_fp32 = [t.to(dtype) if dtype == torch.bfloat16 else t for t in by_autograd(torch.float32)]
+    in_fp32 = [
+        t.to(dtype) if dtype == torch.bfloat16 else t
+        for t in by_autograd(torch.float32)
+    ]
     for got, other, reference in zip(
-        rms_norm_backward(dout, x, weight, EPS), in_fp32, by_autograd(torch.float64), strict=True
+        rms_norm_backward(dout, x, weight, EPS),
+        in_fp32,
+        by_autograd(torch.float64),
+        strict=True,
     ):
         assert got.dtype == dtype
         assert_as_exact(got, other, reference)
@@ -129,7 +167,10 @@ def test_what_fails_in_a_lane_is_raised_by_the_wait_and_ends_nothing() -> None:
         raise RuntimeError("peer lost")
 
     side_stream = SideStream(CPU)
-    failing, working = side_stream.start(fail, []), side_stream.start(lambda: (torch.ones(1),), [])
+    failing, working = (
+        side_stream.start(fail, []),
+        side_stream.start(lambda: (torch.ones(1),), []),
+    )
     with pytest.raises(RuntimeError, match="peer lost"):
         failing.wait()
     assert working.wait()[0].item() == 1

@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
 
 from torchtitan_cad import launch
 
@@ -42,8 +45,12 @@ def blocked(end_s: float = 0.0, parent: int | str = 0, extra: str = "pass") -> s
 
 def start(code: str, *lines: str) -> subprocess.Popen:
     """A process that has printed these lines, and that it is ready."""
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert [process.stdout.readline() for _ in (*lines, "ready")] == [f"{line}\n" for line in (*lines, "ready")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    )
+    assert [process.stdout.readline() for _ in (*lines, "ready")] == [
+        f"{line}\n" for line in (*lines, "ready")
+    ]
     return process
 
 
@@ -58,7 +65,9 @@ def test_end_of_a_blocked_process(number: signal.Signals) -> None:
 
 def test_end_of_the_parent_counts_as_sigterm() -> None:
     code = blocked(parent="os.getppid()")
-    process = start(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])")
+    process = start(
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    )
     process.kill()
     said, _ = process.communicate(timeout=60)
     assert said == "got SIGTERM\ndone\n"
@@ -76,7 +85,10 @@ def test_time_before_the_end_is_bounded() -> None:
 def test_signal_of_a_forked_child_is_its_own() -> None:
     child = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))"
     kill = f"child = {child}; child.start(); time.sleep(0.5); child.terminate(); child.join()"
-    process = start(blocked(extra=f"{kill}; print(child.exitcode, flush=True)"), str(-signal.SIGTERM.value))
+    process = start(
+        blocked(extra=f"{kill}; print(child.exitcode, flush=True)"),
+        str(-signal.SIGTERM.value),
+    )
     time.sleep(0.2)
     assert process.poll() is None
     process.kill()
@@ -106,7 +118,12 @@ OWN = """
 
 
 def test_a_signal_with_a_handler_of_the_programs_own_is_left_to_it() -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(OWN)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(OWN)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout == "preempted\ngot SIGINT\n"
     assert done.returncode == 128 + signal.SIGINT
 
@@ -125,7 +142,12 @@ LEFT = """
 def run(inside: str, after: str = "pass", limit_s: float = 30) -> tuple[int, list[str]]:
     """Exit code and lines of a process, whose output ends once whatever it has started and left has ended, too."""
     code = textwrap.dedent(LEFT.format(inside=inside, after=after))
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         said, _ = process.communicate(timeout=limit_s)
     finally:
@@ -137,11 +159,14 @@ def run(inside: str, after: str = "pass", limit_s: float = 30) -> tuple[int, lis
 @pytest.mark.parametrize("fork", ["os.fork()", "ctypes.PyDLL(None).fork()"])
 def test_context_ends_while_a_forked_child_lives(fork: str) -> None:
     """Code that is not Python's may have forked it."""
-    assert run(f"child = {fork}; child or time.sleep(600)", after="os.kill(child, 9)") == (0, ["left"])
+    assert run(
+        f"child = {fork}; child or time.sleep(600)", after="os.kill(child, 9)"
+    ) == (0, ["left"])
 
 
 DAEMON = (
-    "child = multiprocessing.get_context({!r}).Process(target=time.sleep, args=(600,), daemon=True); child.start(); "
+    "child = multiprocessing.get_context({!r}).Process("
+    "target=time.sleep, args=(600,), daemon=True); child.start(); "
 )
 
 
@@ -152,28 +177,53 @@ def test_process_that_ends_at_once_ends_its_daemons(method: str) -> None:
 
 
 def test_forked_daemon_ends_with_a_parent_that_is_killed() -> None:
-    assert run(DAEMON.format("fork") + "os.kill(os.getpid(), 9)") == (-signal.SIGKILL, [])
+    assert run(DAEMON.format("fork") + "os.kill(os.getpid(), 9)") == (
+        -signal.SIGKILL,
+        [],
+    )
 
 
 def failures(*exit_codes: int) -> ChildFailedError:
-    return ChildFailedError("job", {r: ProcessFailure(r, 100 + r, code, "<N/A>") for r, code in enumerate(exit_codes)})
+    return ChildFailedError(
+        "job",
+        {
+            r: ProcessFailure(r, 100 + r, code, "<N/A>")
+            for r, code in enumerate(exit_codes)
+        },
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "returncode", "line"),
     [
-        (failures(-15, 2), 2, "launch: rank 1 (pid 101) was the first to end, with exit code 2"),
-        (failures(143, -9, 1), 137, "launch: rank 1 (pid 101) was the first to end, with SIGKILL"),
-        (failures(143, 1), 1, "launch: rank 1 (pid 101) was the first to end, with exit code 1"),
+        (
+            failures(-15, 2),
+            2,
+            "launch: rank 1 (pid 101) was the first to end, with exit code 2",
+        ),
+        (
+            failures(143, -9, 1),
+            137,
+            "launch: rank 1 (pid 101) was the first to end, with SIGKILL",
+        ),
+        (
+            failures(143, 1),
+            1,
+            "launch: rank 1 (pid 101) was the first to end, with exit code 1",
+        ),
         (SignalException("", signal.SIGINT), 130, "launch: SIGINT has ended all ranks"),
     ],
 )
-def test_failed_job_ends_in_one_line(error: Exception, returncode: int, line: str, monkeypatch, capsys) -> None:
+def test_failed_job_ends_in_one_line(
+    error: Exception, returncode: int, line: str, monkeypatch, capsys
+) -> None:
     def fail(args: object) -> None:
         raise error
 
     monkeypatch.setattr(torchrun, "run", fail)
-    assert launch.main(["--nproc_per_node=2", "-m", "torchtitan_cad.train"]) == returncode
+    assert (
+        launch.main(["--nproc_per_node=2", "-m", "torchtitan_cad.train"]) == returncode
+    )
     assert capsys.readouterr().err == line + "\n"
 
 
@@ -183,20 +233,35 @@ def test_devices_that_are_not_there_are_one_line(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
-    assert launch.main([f"--nproc_per_node={devices}", "-m", "torchtitan_cad.train"]) == 2
+    assert (
+        launch.main([f"--nproc_per_node={devices}", "-m", "torchtitan_cad.train"]) == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"launch: --nproc_per_node={devices}: ")
     assert "set it to the number of ranks" in line
 
 
 @pytest.mark.parametrize(
-    ("option", "folder"), [("--tee=3", None), ("--redirects=3", None), ("--log-dir=mine", "mine"), ("--tee=0", "own")]
+    ("option", "folder"),
+    [
+        ("--tee=3", None),
+        ("--redirects=3", None),
+        ("--log-dir=mine", "mine"),
+        ("--tee=0", "own"),
+    ],
 )
 def test_job_that_succeeds_is_quiet_and_a_folder_that_is_not_redirected_to_is_removed(
-    option: str, folder: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    option: str,
+    folder: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = []
-    monkeypatch.setattr(torchrun, "run", lambda options: given.append((options, os.path.isdir(options.log_dir or ""))))
+    monkeypatch.setattr(
+        torchrun,
+        "run",
+        lambda options: given.append((options, os.path.isdir(options.log_dir or ""))),
+    )
     assert launch.main(["--nproc_per_node=3", option, "-m", "job", "--key=1"]) == 0
     ((options, existed),) = given
     assert (options.nproc_per_node, options.training_script_args) == ("3", ["--key=1"])

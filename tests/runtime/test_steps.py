@@ -12,8 +12,17 @@ from torch import Tensor
 from tests.lib.accuracy import assert_as_exact
 from tests.lib.observer import observe
 from tests.lib.sets import params
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
-from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine, register_engine
+from torchtitan_cad.planning import (
+    AttentionShape,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+)
+from torchtitan_cad.runtime.engine import (
+    CoreAttentionEngine,
+    get_engine,
+    register_engine,
+)
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.ops import _core_attention, core_attention, read_key
 from torchtitan_cad.runtime.steps import combine, dispatch, step
@@ -60,7 +69,9 @@ def trace(step: str, key: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _engine() -> Iterator[None]:
-    engine = CoreAttentionEngine(get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=0.25)
+    engine = CoreAttentionEngine(
+        get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=0.25
+    )
     for key, lengths in enumerate(LENGTHS):
         layout = TokenLayout.from_segments([[(d, 0, n) for d, n in enumerate(lengths)]])
         engine.add_plan(key, make_plan(layout, SHAPE, PlannerConfig(planner="home")))
@@ -76,7 +87,9 @@ def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, q[:, :1] * 2, q[:, 1:] * 3
 
 
-def ping_pong(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor) -> Tensor:
+def ping_pong(
+    a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor
+) -> Tensor:
     """All layers of both nano-batches [24, DIM] in one function, as the loop over the blocks runs them."""
     xs, keys, names = [a, b], [key_a, key_b], "AB"
     pending: list[tuple] = [(), ()]
@@ -96,14 +109,18 @@ def ping_pong(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tenso
     return torch.cat(xs)
 
 
-def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, key: Tensor, early: bool) -> Tensor:
+def attention_in_parts(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor, early: bool
+) -> Tensor:
     how = ", undivided" if early else ""
     token = step(dispatch(q, k, v, key, ENGINE), "attend_first" + how, key, ENGINE)
     token = step(mark(token, "meanwhile"), "attend_rest" + how, key, ENGINE)
     return combine(token, q, k, v, key, ENGINE)
 
 
-def undivided(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor) -> Tensor:
+def undivided(
+    a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor
+) -> Tensor:
     xs = []
     for x, key in ((a, key_a), (b, key_b)):
         for layer in range(LAYERS + 1):
@@ -114,7 +131,9 @@ def undivided(a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tenso
     return torch.cat(xs)
 
 
-def train(function, seed: int, keys: tuple[int, int], dtype=torch.float32) -> tuple[list[Tensor], list[str]]:
+def train(
+    function, seed: int, keys: tuple[int, int], dtype=torch.float32
+) -> tuple[list[Tensor], list[str]]:
     """Output and gradients, and what happened in which order."""
     torch.manual_seed(seed)
     a, b = (torch.randn(24, DIM).to(dtype).requires_grad_() for _ in range(2))
@@ -127,19 +146,31 @@ def train(function, seed: int, keys: tuple[int, int], dtype=torch.float32) -> tu
 
 def random_rows(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(24, heads, 16, dtype=dtype, requires_grad=True) for heads in (2, 1, 1)]
+    return [
+        torch.randn(24, heads, 16, dtype=dtype, requires_grad=True)
+        for heads in (2, 1, 1)
+    ]
 
 
 def test_gradients_match_finite_differences() -> None:
     """Central differences err by their step squared, 1e-12, and by a rounding over the step, 1e-10."""
-    rows = [x[:, :, :4].detach().clone().requires_grad_() for x in random_rows(torch.float64)]
+    rows = [
+        x[:, :, :4].detach().clone().requires_grad_()
+        for x in random_rows(torch.float64)
+    ]
     key = torch.tensor([2])
-    assert torch.autograd.gradcheck(lambda *qkv: core_attention(*qkv, key, ENGINE), rows, fast_mode=True, atol=1e-7)
+    assert torch.autograd.gradcheck(
+        lambda *qkv: core_attention(*qkv, key, ENGINE), rows, fast_mode=True, atol=1e-7
+    )
 
 
 def test_operator_registration() -> None:
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(_core_attention, (*random_rows(), None, torch.tensor([1]), ENGINE), test_utils=tests)
+    torch.library.opcheck(
+        _core_attention,
+        (*random_rows(), None, torch.tensor([1]), ENGINE),
+        test_utils=tests,
+    )
 
 
 def test_a_key_on_the_device_is_refused() -> None:
@@ -147,7 +178,9 @@ def test_a_key_on_the_device_is_refused() -> None:
         read_key(torch.empty(1, dtype=torch.int64, device="meta"))
 
 
-def test_steps_give_what_the_undivided_operator_gives_in_turns_of_the_nano_batches() -> None:
+def test_steps_give_what_the_undivided_operator_gives_in_turns_of_the_nano_batches() -> (
+    None
+):
     """The bits are the same: it is the same computation, and a gradient's two summands are the same in either order."""
     results, order = train(ping_pong, 0, (0, 1))
     assert all(map(torch.equal, results, train(undivided, 0, (0, 1))[0]))
@@ -156,20 +189,27 @@ def test_steps_give_what_the_undivided_operator_gives_in_turns_of_the_nano_batch
 
 @pytest.mark.parametrize("function", [ping_pong, undivided])
 @pytest.mark.parametrize("backend", params(["aot_eager", "inductor"], ["aot_eager"]))
-def test_one_graph_for_all_plans_keeps_the_order(function: Callable[..., Tensor], backend: str) -> None:
+def test_one_graph_for_all_plans_keeps_the_order(
+    function: Callable[..., Tensor], backend: str
+) -> None:
     graphs = 0
 
     def counting(graph_module: torch.fx.GraphModule, example_inputs: list):
         nonlocal graphs
         graphs += 1
         if backend == "inductor":
-            return torch._inductor.compile(graph_module, example_inputs, options=KEEP_ORDER)
+            return torch._inductor.compile(
+                graph_module, example_inputs, options=KEEP_ORDER
+            )
         return torch._dynamo.lookup_backend(backend)(graph_module, example_inputs)
 
     compiled = torch.compile(function, backend=counting, fullgraph=True)
     for seed, keys in enumerate([(0, 1), (2, 3), (2, 1)]):
         results, order = train(compiled, seed, keys)
-        others, references = (train(undivided, seed, keys, dtype)[0] for dtype in (torch.float32, torch.float64))
+        others, references = (
+            train(undivided, seed, keys, dtype)[0]
+            for dtype in (torch.float32, torch.float64)
+        )
         for got, other, reference in zip(results, others, references, strict=True):
             assert_as_exact(got, other, reference)
         if function is ping_pong:
@@ -190,7 +230,9 @@ def test_attention_in_parts(backend: str, early: bool) -> None:
         order = [event.removesuffix(" A") for event in events]
         want = [core_attention(*rows, torch.tensor(key), ENGINE)]
         want += torch.autograd.grad(want[0].square().sum(), rows)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
+        assert all(
+            torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True)
+        )
         assert order == [
             "start_forward",
             *["attend_first_forward"] * early,
@@ -211,14 +253,19 @@ def check_order(order: list[str]) -> None:
     assert len(steps) == len(set(steps)) * LAYERS == 2 * 6 * LAYERS
     for mine, other in ("AB", "BA"):
         for direction in ("forward", "backward"):
-            kinds = [f"{step}_{direction} {mine}" for step in ("start", "attend", "finish")]
+            kinds = [
+                f"{step}_{direction} {mine}" for step in ("start", "attend", "finish")
+            ]
             for begin, end in itertools.pairwise(kinds):
                 at = 0
                 for _ in range(LAYERS):
                     start = order.index(begin, at)
                     at = order.index(end, start)
                     between = order[start + 1 : at]
-                    assert any(event.endswith((other, f"{other} backward")) for event in between), (begin, end, order)
+                    assert any(
+                        event.endswith((other, f"{other} backward"))
+                        for event in between
+                    ), (begin, end, order)
 
 
 def test_one_core_attention_by_a_plan_at_a_time() -> None:
@@ -231,7 +278,9 @@ def test_one_core_attention_by_a_plan_at_a_time() -> None:
 
 
 def test_a_part_without_the_first_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"no (forward|backward) by plan 1 is in flight"):
+    with pytest.raises(
+        RuntimeError, match=r"no (forward|backward) by plan 1 is in flight"
+    ):
         step(torch.zeros(1), "attend", torch.tensor(1), ENGINE)
 
 
@@ -243,7 +292,14 @@ def test_what_a_failed_engine_has_left_is_not_in_the_way_of_the_next() -> None:
     dispatch(q, k, v, key, ENGINE)
     try:
         register_engine(ENGINE, successor)
-        combine(step(dispatch(q, k, v, key, ENGINE), "attend", key, ENGINE), q, k, v, key, ENGINE)
+        combine(
+            step(dispatch(q, k, v, key, ENGINE), "attend", key, ENGINE),
+            q,
+            k,
+            v,
+            key,
+            ENGINE,
+        )
     finally:
         register_engine(ENGINE, engine)
         engine.pending.clear()

@@ -17,7 +17,13 @@ from torch import Tensor
 from tests.lib.accuracy import assert_as_exact
 from tests.lib.ledger import Process, needs_ledger
 from tests.lib.threaded import run_ranks, thread_transports
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import (
+    AttentionShape,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+)
 from torchtitan_cad.runtime import engine, streams
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -51,7 +57,9 @@ def run_on_lane(mistake: str) -> list[str]:
     patches = {
         "none": nullcontext(),
         "inputs not kept": _without(side_streams.PendingWork, "_inputs", ()),
-        "no wait for the side stream": _without(side_streams.PendingWork, "_wait", None),
+        "no wait for the side stream": _without(
+            side_streams.PendingWork, "_wait", None
+        ),
     }
     x = torch.rand(4, 4).to("ledger")
     with patches[mistake]:
@@ -86,36 +94,60 @@ SEGMENTS = [[(0, 0, 64)], [(d, 0, 8) for d in range(1, 9)]]
 
 
 def plan_of_two() -> Plan:
-    return make_plan(TokenLayout.from_segments(SEGMENTS), SHAPE, PlannerConfig(min_shard=8))
+    return make_plan(
+        TokenLayout.from_segments(SEGMENTS), SHAPE, PlannerConfig(min_shard=8)
+    )
 
 
 def train(
-    rank: int, kernel: AttentionKernel, transport: Transport, device: torch.device, dtype: torch.dtype = torch.float32
+    rank: int,
+    kernel: AttentionKernel,
+    transport: Transport,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Core attention of two nano-batches in turns, layer by layer, forward and backward: outputs and gradients."""
     generator = torch.Generator().manual_seed(rank)  # ranks are threads
     nano_batches = (0, 1)
-    engine = CoreAttentionEngine(kernel, transport, rank=rank, device=device, scale=0.25)
+    engine = CoreAttentionEngine(
+        kernel, transport, rank=rank, device=device, scale=0.25
+    )
     planning = torch.Stream(device) if device.type == "ledger" else nullcontext()
     with planning:
         for nano_batch in nano_batches:
             engine.add_plan(nano_batch, plan_of_two())
     outputs, saved = [], []
-    x = [torch.randn(64, 4, 16, generator=generator).to(device, dtype) for _ in nano_batches]
+    x = [
+        torch.randn(64, 4, 16, generator=generator).to(device, dtype)
+        for _ in nano_batches
+    ]
     for _ in range(LAYERS):
         rows = [(y[:, :2] * 1.0, y[:, 2:3] * 1.0, y[:, 3:] * 1.0) for y in x]
-        calls = [engine.begin_forward(*rows[nano_batch], nano_batch).send() for nano_batch in nano_batches]
+        calls = [
+            engine.begin_forward(*rows[nano_batch], nano_batch).send()
+            for nano_batch in nano_batches
+        ]
         for call in calls:
             call.attend()
         results = [call.finish() for call in calls]
-        saved.append([Saved(*rows[nano_batch], *results[nano_batch]) for nano_batch in nano_batches])
-        x = [y + torch.cat((out, out), 1) for y, (out, *_) in zip(x, results, strict=True)]
+        saved.append(
+            [
+                Saved(*rows[nano_batch], *results[nano_batch])
+                for nano_batch in nano_batches
+            ]
+        )
+        x = [
+            y + torch.cat((out, out), 1)
+            for y, (out, *_) in zip(x, results, strict=True)
+        ]
         del rows, calls, results
     outputs += x
     for tensors in reversed(saved):
         douts = [torch.tanh(y[:, :2]) for y in x]
         calls = [
-            engine.begin_backward(douts[nano_batch], tensors[nano_batch], nano_batch).send()
+            engine.begin_backward(
+                douts[nano_batch], tensors[nano_batch], nano_batch
+            ).send()
             for nano_batch in nano_batches
         ]
         del douts
@@ -123,7 +155,10 @@ def train(
             call.attend()
         gradients = [call.finish() for call in calls]
         del calls
-        x = [y + torch.cat((dq, dk, dv), 1) for y, (dq, dk, dv) in zip(x, gradients, strict=True)]
+        x = [
+            y + torch.cat((dq, dk, dv), 1)
+            for y, (dq, dk, dv) in zip(x, gradients, strict=True)
+        ]
     return [y.cpu() for y in (*outputs, *x)]
 
 
@@ -135,21 +170,31 @@ def _sending_at_once(self: DeviceMemory) -> Iterator[None]:
 
 def _without_waits(module: ModuleType) -> AbstractContextManager[object]:
     """Streams do not wait for the events that ``module`` has them wait for."""
-    without_waits = SimpleNamespace(record_event=streams.record_event, wait_event=lambda *_, **__: None)
+    without_waits = SimpleNamespace(
+        record_event=streams.record_event, wait_event=lambda *_, **__: None
+    )
     return mock.patch.object(module, "streams", without_waits)
 
 
-def run_engine(mistake: str, hosts: tuple[int, ...] | None = None) -> tuple[list[str], list[list[Tensor]]]:
+def run_engine(
+    mistake: str, hosts: tuple[int, ...] | None = None
+) -> tuple[list[str], list[list[Tensor]]]:
     """Races, and the results of both ranks, which are on one host or on two."""
     from tests.lib.ledger.ranks import LedgerMemory, OneKernel, ledger_transports
 
     patches = {
         "none": nullcontext(),
         "plans not waited for": _without_waits(engine),
-        "sending before rows are there": mock.patch.object(DeviceMemory, "sending", _sending_at_once),
-        "rows not waited for": mock.patch.object(LedgerMemory, "follow", return_value=None),
+        "sending before rows are there": mock.patch.object(
+            DeviceMemory, "sending", _sending_at_once
+        ),
+        "rows not waited for": mock.patch.object(
+            LedgerMemory, "follow", return_value=None
+        ),
         "sent rows freed early": _without_waits(symmetric),
-        "messages not waited for": mock.patch.object(FarRows, "wait_received", return_value=None),
+        "messages not waited for": mock.patch.object(
+            FarRows, "wait_received", return_value=None
+        ),
         "sent messages not kept": _without(FarRows, "packed", []),
     }
     transports = ledger_transports(2, hosts)
@@ -164,13 +209,20 @@ def run_engine(mistake: str, hosts: tuple[int, ...] | None = None) -> tuple[list
 
 
 @pytest.mark.parametrize("hosts", [None, (0, 1)], ids=["one host", "two hosts"])
-def test_the_engine_is_in_order(on_ledger: Process, hosts: tuple[int, ...] | None) -> None:
+def test_the_engine_is_in_order(
+    on_ledger: Process, hosts: tuple[int, ...] | None
+) -> None:
     assert plan_of_two().moves_rows
     races, results = on_ledger(run_engine, "none", hosts)
     assert races == []
     transports = thread_transports(2)
     others, references = (
-        run_ranks(2, lambda rank, dtype=dtype: train(rank, CpuKernel(), transports[rank], torch.device("cpu"), dtype))
+        run_ranks(
+            2,
+            lambda rank, dtype=dtype: train(
+                rank, CpuKernel(), transports[rank], torch.device("cpu"), dtype
+            ),
+        )
         for dtype in (torch.float32, torch.float64)
     )
     for of_rank in zip(results, others, references, strict=True):
@@ -179,7 +231,13 @@ def test_the_engine_is_in_order(on_ledger: Process, hosts: tuple[int, ...] | Non
 
 
 @pytest.mark.parametrize(
-    "mistake", ["plans not waited for", "sending before rows are there", "rows not waited for", "sent rows freed early"]
+    "mistake",
+    [
+        "plans not waited for",
+        "sending before rows are there",
+        "rows not waited for",
+        "sent rows freed early",
+    ],
 )
 def test_engines_that_are_not(on_ledger: Process, mistake: str) -> None:
     races, _ = on_ledger(run_engine, mistake)
@@ -187,7 +245,12 @@ def test_engines_that_are_not(on_ledger: Process, mistake: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mistake", ["sending before rows are there", "messages not waited for", "sent messages not kept"]
+    "mistake",
+    [
+        "sending before rows are there",
+        "messages not waited for",
+        "sent messages not kept",
+    ],
 )
 def test_engines_between_hosts_that_are_not(on_ledger: Process, mistake: str) -> None:
     races, _ = on_ledger(run_engine, mistake, (0, 1))
@@ -206,7 +269,9 @@ def exchange_on_two_streams(hosts: tuple[int, ...] | None) -> list[str]:
         for stream in 2 * [torch.Stream(f"ledger:{rank}") for _ in range(2)]:
             with stream:
                 rows = torch.zeros(8, 4).to(f"ledger:{rank}")
-                pending = transports[rank].start([[rows]], routes, "rows", transports[rank].begin())
+                pending = transports[rank].start(
+                    [[rows]], routes, "rows", transports[rank].begin()
+                )
                 pending.wait()
                 pending.release()
 
@@ -215,6 +280,8 @@ def exchange_on_two_streams(hosts: tuple[int, ...] | None) -> list[str]:
 
 
 @pytest.mark.parametrize("hosts", [None, (0, 1)], ids=["one host", "two hosts"])
-def test_exchanges_of_two_streams_are_in_order(on_ledger: Process, hosts: tuple[int, ...] | None) -> None:
+def test_exchanges_of_two_streams_are_in_order(
+    on_ledger: Process, hosts: tuple[int, ...] | None
+) -> None:
     """What one has packed for another host is overwritten by the next only when it has left."""
     assert on_ledger(exchange_on_two_streams, hosts) == []

@@ -21,12 +21,16 @@ from torchtitan_cad.runtime.transport.memory import CpuMemory
 
 @pytest.mark.parametrize("name", ["auto", "collective"])
 def test_only_symmetric_memory_can_be_captured(name: str) -> None:
-    message = f"cad.transport = '{name}' cannot be captured in CUDA graphs: build 'symm_mem'"
+    message = (
+        f"cad.transport = '{name}' cannot be captured in CUDA graphs: build 'symm_mem'"
+    )
     with pytest.raises(ValueError, match=message):
         build_transport(name, None, CPU, replayable=True)
 
 
-def choose_where_one_rank_cannot(group: dist.ProcessGroup, error: type[Exception]) -> list[str]:
+def choose_where_one_rank_cannot(
+    group: dist.ProcessGroup, error: type[Exception]
+) -> list[str]:
     """Rank 1 may make no files in memory, say."""
 
     def fail(*_: object, **__: object) -> None:
@@ -37,7 +41,10 @@ def choose_where_one_rank_cannot(group: dist.ProcessGroup, error: type[Exception
     lines: list[str] = []
     build._logger.info = lines.append
     assert build_transport("auto", group, CPU).name == "collective"
-    with pytest.raises(ValueError, match=r"'symm_mem' does not work here: (\w+: )?no file in memory \(rank 1\); set"):
+    with pytest.raises(
+        ValueError,
+        match=r"'symm_mem' does not work here: (\w+: )?no file in memory \(rank 1\); set",
+    ):
         build_transport("symm_mem", group, CPU)
     # As on a GPU, where auto would take it: all ranks fall back together, and say why.
     device = torch.device("meta")
@@ -51,7 +58,9 @@ class CompilerError(Exception):
 
 @needs_linux
 @pytest.mark.parametrize("error", [RuntimeError, CompilerError])
-def test_all_ranks_choose_the_same_transport_and_say_why(error: type[Exception]) -> None:
+def test_all_ranks_choose_the_same_transport_and_say_why(
+    error: type[Exception],
+) -> None:
     for lines in values(run_processes(2, choose_where_one_rank_cannot, error)):
         assert lines == [
             "cad.transport = 'auto': collective; not symm_mem: for ranks on CPU it serves tests",
@@ -68,7 +77,9 @@ def agree_over_another_group(group: dist.ProcessGroup) -> None:
         gather(values, value, group=group)
 
     dist.all_gather_object = record
-    assert build_transport("symm_mem", group, CPU, agreement=agreement).name == "symm_mem"
+    assert (
+        build_transport("symm_mem", group, CPU, agreement=agreement).name == "symm_mem"
+    )
     assert used
     assert all(each is agreement for each in used)
 
@@ -82,7 +93,13 @@ TRIAL = "decided at start by a trial on all ranks of the group"
 CUDA = torch.device("cuda")
 AUTO: dict[str, tuple[torch.device, int, dict[str, object], str, str]] = {
     "one host": (CUDA, 1, {}, "symm_mem", TRIAL),
-    "two hosts": (CUDA, 2, {}, "symm_mem inside 2 hosts, send and receive between them", TRIAL),
+    "two hosts": (
+        CUDA,
+        2,
+        {},
+        "symm_mem inside 2 hosts, send and receive between them",
+        TRIAL,
+    ),
     "two hosts, NVSHMEM there": (
         CUDA,
         2,
@@ -90,12 +107,48 @@ AUTO: dict[str, tuple[torch.device, int, dict[str, object], str, str]] = {
         "symm_mem inside 2 hosts, send and receive between",
         TRIAL,
     ),
-    "no triton": (CUDA, 2, {"triton": None}, "collective", "its kernels need the package triton"),
-    "another backend": (CUDA, 1, {"backend": "NVSHMEM"}, "collective", "memory has the backend NVSHMEM, and a process"),
-    "FSDP2's backend": (CUDA, 2, {"backend": "NCCL"}, "collective", "such as set_symm_mem_for_comm of FSDP2"),
-    "async tensor parallelism": (CUDA, 2, {"backend": "CUDA"}, "symm_mem inside 2 hosts", TRIAL),
-    "CPU ranks": (CPU, 1, {}, "collective", "not symm_mem: for ranks on CPU it serves tests"),
-    "CPU ranks of two hosts": (CPU, 2, {}, "collective", "not symm_mem: for ranks on CPU it serves tests"),
+    "no triton": (
+        CUDA,
+        2,
+        {"triton": None},
+        "collective",
+        "its kernels need the package triton",
+    ),
+    "another backend": (
+        CUDA,
+        1,
+        {"backend": "NVSHMEM"},
+        "collective",
+        "memory has the backend NVSHMEM, and a process",
+    ),
+    "FSDP2's backend": (
+        CUDA,
+        2,
+        {"backend": "NCCL"},
+        "collective",
+        "such as set_symm_mem_for_comm of FSDP2",
+    ),
+    "async tensor parallelism": (
+        CUDA,
+        2,
+        {"backend": "CUDA"},
+        "symm_mem inside 2 hosts",
+        TRIAL,
+    ),
+    "CPU ranks": (
+        CPU,
+        1,
+        {},
+        "collective",
+        "not symm_mem: for ranks on CPU it serves tests",
+    ),
+    "CPU ranks of two hosts": (
+        CPU,
+        2,
+        {},
+        "collective",
+        "not symm_mem: for ranks on CPU it serves tests",
+    ),
 }
 """Device, hosts, what a machine has, and what ``auto`` then means, and why."""
 
@@ -104,7 +157,9 @@ AUTO: dict[str, tuple[torch.device, int, dict[str, object], str, str]] = {
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes this process see a machine that has these."""
 
-    def set_up(triton: object = True, backend: str | None = None, nvshmem: bool = False) -> None:
+    def set_up(
+        triton: object = True, backend: str | None = None, nvshmem: bool = False
+    ) -> None:
         monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: triton)
         monkeypatch.setattr(symm_mem, "get_backend", lambda device: backend)
         monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: nvshmem)
@@ -128,15 +183,30 @@ def test_what_names_mean(machine: Callable[..., None]) -> None:
     machine()
     assert expected_transport("collective", CUDA, 2) == ("collective", "as set")
     assert expected_transport("symm_mem", CPU, 1) == ("symm_mem", TRIAL)
-    assert expected_transport("symm_mem", CPU, 2)[0] == "symm_mem inside 2 hosts, send and receive between them"
-    with pytest.raises(ValueError, match=r"cad.transport = 'nccl': set cad.transport to one of auto, symm_mem"):
+    assert (
+        expected_transport("symm_mem", CPU, 2)[0]
+        == "symm_mem inside 2 hosts, send and receive between them"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"cad.transport = 'nccl': set cad.transport to one of auto, symm_mem",
+    ):
         expected_transport("nccl", CPU, 1)
-    with pytest.raises(ValueError, match=r"'nvshmem' does not work here: this build of torch has no NVSHMEM; set"):
+    with pytest.raises(
+        ValueError,
+        match=r"'nvshmem' does not work here: this build of torch has no NVSHMEM; set",
+    ):
         expected_transport("nvshmem", CUDA, 2)
-    with pytest.raises(ValueError, match=r"'nvshmem' does not work here: it needs CUDA devices, these are cpu; set"):
+    with pytest.raises(
+        ValueError,
+        match=r"'nvshmem' does not work here: it needs CUDA devices, these are cpu; set",
+    ):
         expected_transport("nvshmem", CPU, 2)
     machine(nvshmem=True)
-    for num_hosts in (1, 2):  # all groups of a job allocate together, those inside a host too
+    for num_hosts in (
+        1,
+        2,
+    ):  # all groups of a job allocate together, those inside a host too
         assert expected_transport("nvshmem", CUDA, num_hosts)[0] == "nvshmem"
 
 
@@ -150,7 +220,9 @@ def choose_over_all_groups(group: dist.ProcessGroup) -> None:
             raise RuntimeError("no library")
 
     build._check_nvshmem = check
-    with pytest.raises(ValueError, match=r"'nvshmem' does not work here: no library \(rank 3\); set"):
+    with pytest.raises(
+        ValueError, match=r"'nvshmem' does not work here: no library \(rank 3\); set"
+    ):
         build_transport("nvshmem", own, CPU)
 
 
@@ -186,7 +258,10 @@ def fail_at(group: dist.ProcessGroup, step: str) -> str:
         else:
             CpuMemory.reserve = fail
     begin = time.monotonic()
-    with pytest.raises(ValueError, match=r"'symm_mem' does not work here: OSError: too many files \(rank 1\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"'symm_mem' does not work here: OSError: too many files \(rank 1\)",
+    ):
         build_transport("symm_mem", group, CPU)
     assert time.monotonic() - begin < 20
     return step
@@ -207,10 +282,15 @@ def start_late(group: dist.ProcessGroup, log: str) -> None:
 def test_a_start_that_never_ends_ends_the_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert run_processes(1, start_late, str(log)) == [1]
-    assert "'nvshmem': NVSHMEM has not started for 0 s; set cad.transport to 'auto'" in log.read_text()
+    assert (
+        "'nvshmem': NVSHMEM has not started for 0 s; set cad.transport to 'auto'"
+        in log.read_text()
+    )
 
 
-def test_a_host_is_a_boot_and_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_host_is_a_boot_and_a_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Containers of one name on two machines are told apart, and two containers on one machine."""
     here = hosts.host_name()
     assert here == hosts.host_name()
@@ -227,8 +307,12 @@ def test_a_host_is_a_boot_and_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def spoil_the_trial(group: dist.ProcessGroup) -> bool:
     """Rank 0's rows do not arrive: a device whose memory others cannot write to."""
     if group.rank() == 0:
-        CpuMemory.send = lambda self, messages, routes, begins, *signal: self.post(routes.receivers, *signal)
-    message = r"does not work here: a trial brought \[0\] instead of \[1000\] \(rank 1\); set"
+        CpuMemory.send = lambda self, messages, routes, begins, *signal: self.post(
+            routes.receivers, *signal
+        )
+    message = (
+        r"does not work here: a trial brought \[0\] instead of \[1000\] \(rank 1\); set"
+    )
     with pytest.raises(ValueError, match=message):
         build_transport("symm_mem", group, CPU)
     return True

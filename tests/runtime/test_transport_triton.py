@@ -57,23 +57,44 @@ def put_and_compare(group, programs: int) -> None:
         [(torch.bfloat16, (2, 16))],
         [(torch.bfloat16, (3, 5)), (torch.float16, (300,))],
         [(torch.float16, (300,)), (torch.bfloat16, (3, 5))],
-        [(torch.float32, (2, 130)), (torch.bfloat16, (3,)), (torch.float32, (7,)), (torch.uint8, (3,))],
+        [
+            (torch.float32, (2, 130)),
+            (torch.bfloat16, (3,)),
+            (torch.float32, (7,)),
+            (torch.uint8, (3,)),
+        ],
     ]
     placements = [([0, 3], [0, 2]), ([size + 1, 2 * size], [4, 0]), ([0, 0], [0, 0])]
     routes = list(itertools.product(formats, placements, (False, True)))
-    alone, pairs = [[route] for route in routes], zip(routes[::2], routes[7::3], strict=False)
+    alone, pairs = (
+        [[route] for route in routes],
+        zip(routes[::2], routes[7::3], strict=False),
+    )
     for exchange in [*alone, *pairs]:
         expected, begin = torch.full((2, 700_000), 9, dtype=torch.uint8), FIRST_BYTE
         messages, tables, order, begins = [], [], [], []
         for kinds, (counts, offsets), is_gathered in exchange:
             total = sum(counts)
             rows = torch.randint(0, 50, (total,)) if is_gathered else None
-            parts = [torch.randn(50 if is_gathered else total, *tail).to(dtype) for dtype, tail in kinds]
+            parts = [
+                torch.randn(50 if is_gathered else total, *tail).to(dtype)
+                for dtype, tail in kinds
+            ]
             row_format = RowFormat(parts)
-            for peer, (first, count, offset) in enumerate(zip([0, counts[0]], counts, offsets, strict=True)):
-                arrival = expected[peer, begin : begin + 199 * row_format.row_bytes].view(199, -1)
-                for part, view in zip(parts, row_format.unpack(arrival[offset : offset + count]), strict=True):
-                    view.copy_((part[rows] if is_gathered else part)[first : first + count])
+            for peer, (first, count, offset) in enumerate(
+                zip([0, counts[0]], counts, offsets, strict=True)
+            ):
+                arrival = expected[
+                    peer, begin : begin + 199 * row_format.row_bytes
+                ].view(199, -1)
+                for part, view in zip(
+                    parts,
+                    row_format.unpack(arrival[offset : offset + count]),
+                    strict=True,
+                ):
+                    view.copy_(
+                        (part[rows] if is_gathered else part)[first : first + count]
+                    )
             messages.append((parts, row_format))
             tables.append(split_into_blocks(counts, offsets))
             order.append(rows)
@@ -87,7 +108,9 @@ def put_and_compare(group, programs: int) -> None:
         assert (memory == 9).all()  # a rank that has failed writes nothing
         put_rows(messages, blocks, begins, addresses, failed)
         assert torch.equal(memory, expected), exchange
-        assert len(launches.grids) == launched + 2 * any(map(sum, (counts for _, (counts, _), _ in exchange)))
+        assert len(launches.grids) == launched + 2 * any(
+            map(sum, (counts for _, (counts, _), _ in exchange))
+        )
     assert max(launches.grids) == (programs, 1, 1)
 
 
@@ -104,17 +127,24 @@ def signal_and_wait(group) -> None:
     waits = Launches(signals._wait)
     memory = torch.zeros(2, 8, dtype=torch.int64)
     addresses = torch.tensor([memory[0].data_ptr(), memory[1].data_ptr()])
-    failed, record = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    failed, record = (
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+    )
     both = torch.tensor([0, -1, 1], dtype=torch.int32)  # -1: nobody
     seven = torch.full((1,), 7)
     signals.post(both, addresses, 3, 10, seven, failed)
     assert memory.tolist() == 2 * [[0, 0, 0, 17, 0, 0, 0, 0]]
     signals.wait(both, memory[1], 3, -7, seven, 0.002, failed, record)
     assert (int(failed), int(record)) == (0, 0)
-    signals.wait(both, memory[1], 2, 10, seven, 0.002, failed, record)  # word 2 + 1 is there, word 2 + 0 is not
+    signals.wait(
+        both, memory[1], 2, 10, seven, 0.002, failed, record
+    )  # word 2 + 1 is there, word 2 + 0 is not
     assert int(record) == int(failed) == (17 << signals.PEER_BITS | 2) + 1
     before = record.clone()
-    signals.wait(both, memory[1], 6, 99, seven, 0.002, failed, record)  # only the first failure counts
+    signals.wait(
+        both, memory[1], 6, 99, seven, 0.002, failed, record
+    )  # only the first failure counts
     signals.post(both, addresses, 3, 18, seven, failed)
     assert torch.equal(record, before)
     assert int(memory[0, 3]) == 17
@@ -130,18 +160,22 @@ def exchange_on_interpreted_devices(group, num_exchanges: int) -> tuple[int, int
     interpret()
     from tests.lib import exchanges
 
-    exchanges.build_transport = lambda name, group, device, buffer_bytes, hosts: interpreted_transport(
-        group, buffer_bytes, hosts=hosts
+    exchanges.build_transport = lambda name, group, device, buffer_bytes, hosts: (
+        interpreted_transport(group, buffer_bytes, hosts=hosts)
     )
     torch.manual_seed(0)
-    return exchanges.exchange_at_random(group, "symm_mem", group.size(), num_exchanges, 0.002)
+    return exchanges.exchange_at_random(
+        group, "symm_mem", group.size(), num_exchanges, 0.002
+    )
 
 
 @pytest.mark.matrix
 @needs_linux
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_random_exchanges_between_interpreted_devices(num_ranks: int) -> None:
-    results = values(run_processes(num_ranks, exchange_on_interpreted_devices, 24, timeout_s=240))
+    results = values(
+        run_processes(num_ranks, exchange_on_interpreted_devices, 24, timeout_s=240)
+    )
     assert sum(results) > 200
 
 
@@ -168,7 +202,10 @@ def be_late(group) -> str:
 @needs_linux
 def test_a_wait_that_is_given_up_names_peer_and_phase() -> None:
     message = values(run_processes(2, be_late))[0]
-    assert "exchange 'forward rows' of rank 40 failed: rank 41 has not begun to receive for 0.1 s" in message
+    assert (
+        "exchange 'forward rows' of rank 40 failed: rank 41 has not begun to receive for 0.1 s"
+        in message
+    )
 
 
 FAR = 2
@@ -187,10 +224,16 @@ def steps(monkeypatch) -> list[tuple[str, list[int]]]:
         done.append((step, sorted(set(blocks.table[:, 0].tolist()))))
 
     monkeypatch.setattr(device.put, "put_rows", put_rows)
-    monkeypatch.setattr(device.signals, "post", lambda peers, *_: done.append(("post", peers.tolist())))
-    monkeypatch.setattr(device.signals, "wait", lambda peers, *_: done.append(("wait", peers.tolist())))
+    monkeypatch.setattr(
+        device.signals, "post", lambda peers, *_: done.append(("post", peers.tolist()))
+    )
+    monkeypatch.setattr(
+        device.signals, "wait", lambda peers, *_: done.append(("wait", peers.tolist()))
+    )
     nvshmem = SimpleNamespace(
-        put_messages=lambda messages, *_: done.append(("message", messages[:, 0].tolist())),
+        put_messages=lambda messages, *_: done.append(
+            ("message", messages[:, 0].tolist())
+        ),
         post=lambda peers, *_: done.append(("post", peers.tolist())),
         confirm=lambda peers, *_: done.append(("confirm", peers.tolist())),
     )
@@ -202,9 +245,13 @@ def test_more_rows_than_the_staging_area_holds_go_in_batches(monkeypatch) -> Non
     """Every row is packed once, into the area, and leaves from there for its place at its peer."""
     from torchtitan_cad.runtime.transport import nvshmem as nodes
 
-    monkeypatch.setitem(sys.modules, "torchtitan_cad.runtime.triton.nvshmem", SimpleNamespace())
+    monkeypatch.setitem(
+        sys.modules, "torchtitan_cad.runtime.triton.nvshmem", SimpleNamespace()
+    )
     own = torch.zeros(4096, dtype=torch.uint8)
-    memory = nodes.NodesMemory(own, [own.data_ptr(), 0, 0, 0], 512, [*range(4)], stream=None)
+    memory = nodes.NodesMemory(
+        own, [own.data_ptr(), 0, 0, 0], 512, [*range(4)], stream=None
+    )
     counts, offsets = [7, 60, 0, 50], [1, 10, 0, 20]
     for most_rows, batches in ((45, 3), (100, 2), (110, 1)):
         route = Route("queries", None, counts, 4 * [0], offsets, most_rows)
@@ -223,7 +270,10 @@ def test_more_rows_than_the_staging_area_holds_go_in_batches(monkeypatch) -> Non
                 for i in range(rows):
                     assert (peer, place + i) not in arrived
                     arrived[peer, place + i] = area[first + i]
-        assert arrived == {**{(1, 10 + i): 7 + i for i in range(60)}, **{(3, 20 + i): 67 + i for i in range(50)}}
+        assert arrived == {
+            **{(1, 10 + i): 7 + i for i in range(60)},
+            **{(3, 20 + i): 67 + i for i in range(50)},
+        }
 
 
 def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
@@ -239,15 +289,25 @@ def test_peers_on_the_node_have_their_rows_before_messages_leave(steps) -> None:
     parts = [torch.zeros(5, 4)]
     epoch = 1, torch.zeros(1, dtype=torch.int64)
     memory.send([(parts, RowFormat(parts))], routes, [0], 7, epoch)
-    assert steps == [("put", [1]), ("post", [1]), ("stage", [FAR]), ("message", [FAR]), ("post", [FAR])]
+    assert steps == [
+        ("put", [1]),
+        ("post", [1]),
+        ("stage", [FAR]),
+        ("message", [FAR]),
+        ("post", [FAR]),
+    ]
     steps.clear()
     assert memory.wait(routes.senders, 0, epoch, 1.0) == []
     assert steps == [("wait", [1, FAR]), ("confirm", [FAR])]
-    assert all(tables is not None for tables in prepared), "tables are made before they are needed"
+    assert all(tables is not None for tables in prepared), (
+        "tables are made before they are needed"
+    )
 
 
 @pytest.mark.parametrize("begins_elsewhere", [False, True])
-def test_memory_of_a_hosts_devices_is_mapped_in_bounded_time(monkeypatch, begins_elsewhere: bool) -> None:
+def test_memory_of_a_hosts_devices_is_mapped_in_bounded_time(
+    monkeypatch, begins_elsewhere: bool
+) -> None:
     """Ranks 1 and 3 of a group of four share a host, this one being rank 3."""
     from torchtitan_cad.runtime.transport import cuda_memory
     from torchtitan_cad.runtime.transport.memory import NearRanks
@@ -257,15 +317,21 @@ def test_memory_of_a_hosts_devices_is_mapped_in_bounded_time(monkeypatch, begins
 
     def rendezvous(tensor: torch.Tensor, group: object) -> SimpleNamespace:
         waits.append(store.timeout.total_seconds())
-        return SimpleNamespace(buffer_ptrs=[4096, tensor.data_ptr() + 8 * begins_elsewhere])
+        return SimpleNamespace(
+            buffer_ptrs=[4096, tensor.data_ptr() + 8 * begins_elsewhere]
+        )
 
-    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_get_process_group_store", lambda group: store
+    )
     monkeypatch.setattr(cuda_memory.symm_mem, "rendezvous", rendezvous)
     monkeypatch.setattr(cuda_memory, "sending_stream", lambda device: None)
     group = SimpleNamespace(rank=lambda: 1)
     near = NearRanks(group, group, [1, 3], 4)
     if begins_elsewhere:
-        with pytest.raises(RuntimeError, match="does not begin at its tensor's address"):
+        with pytest.raises(
+            RuntimeError, match="does not begin at its tensor's address"
+        ):
             cuda_memory.DeviceMemory.share(own, near)
     else:
         memory = cuda_memory.DeviceMemory.share(own, near)

@@ -37,7 +37,14 @@ LATENT = AttentionShape(16, 16, 192, 2, value_dim=128, shared_dim=64)
 WORKLOADS = ("lognormal", "one big", "uniform", "whole documents")
 REGISTERS = 65536
 """of a multiprocessor"""
-WIDE = ("_put_rows", "_gather_rows", "_merge_rows", "_sum_rows", "_prepare_statistics", "_row_delta")
+WIDE = (
+    "_put_rows",
+    "_gather_rows",
+    "_merge_rows",
+    "_sum_rows",
+    "_prepare_statistics",
+    "_row_delta",
+)
 
 
 def run_plans(
@@ -69,14 +76,26 @@ def run_plans(
         own = memory[begin : begin + num_bytes]
         return DeviceMemory(own, [own.data_ptr()] * num_ranks, None)
 
-    transport = SymmetricTransport(range(num_ranks), 0, allocate, lambda: 600.0, buffer_bytes())
-    engine = CoreAttentionEngine(varlen.VarlenKernel(), transport, rank=0, device=torch.device("cpu"), scale=0.1)
+    transport = SymmetricTransport(
+        range(num_ranks), 0, allocate, lambda: 600.0, buffer_bytes()
+    )
+    engine = CoreAttentionEngine(
+        varlen.VarlenKernel(), transport, rank=0, device=torch.device("cpu"), scale=0.1
+    )
     for number in range(num_plans):
-        plan = make_plan(make_layout(WORKLOADS[number % 4], num_ranks, 100 + number), shape, PlannerConfig())
+        plan = make_plan(
+            make_layout(WORKLOADS[number % 4], num_ranks, 100 + number),
+            shape,
+            PlannerConfig(),
+        )
         engine.add_plan(number, plan)
         tokens = int(plan.layout.tokens_per_rank[0])
         q, k, v, dout, shared = empty_rows(tokens, shape)
-        engine.backward(dout, Saved(q, k, v, *engine.forward(q, k, v, number, shared), shared=shared), number)
+        engine.backward(
+            dout,
+            Saved(q, k, v, *engine.forward(q, k, v, number, shared), shared=shared),
+            number,
+        )
         engine.drop_plan(number)
     assert mock_driver.launches["_put_rows"] > num_plans
     return [name for name, _ in mock_driver.compiled], warmed
@@ -86,8 +105,17 @@ def registers(code: str, capability: int) -> int:
     """Registers of a thread of a kernel, as the assembler says that Triton uses."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-    command = [get_ptxas(capability).path, "-v", f"-arch={sm_arch_from_capability(capability)}", "-o", os.devnull, "-"]
-    said = subprocess.run(command, input=code, capture_output=True, text=True, check=True).stderr
+    command = [
+        get_ptxas(capability).path,
+        "-v",
+        f"-arch={sm_arch_from_capability(capability)}",
+        "-o",
+        os.devnull,
+        "-",
+    ]
+    said = subprocess.run(
+        command, input=code, capture_output=True, text=True, check=True
+    ).stderr
     return int(re.search(r"Used (\d+) registers", said)[1])
 
 
@@ -103,11 +131,17 @@ def compile_for(group: object, capability: int, folder: str) -> None:
     warm_up(SHAPE, torch.bfloat16, torch.device("cpu"))
     code = {name: kernel.asm["ptx"] for name, kernel in mock_driver.compiled}
     for name in WIDE:
-        assert any(load in code[name] for load in ("ld.global.v4.b32", "ld.global.v2.b64")), name
+        assert any(
+            load in code[name] for load in ("ld.global.v4.b32", "ld.global.v2.b64")
+        ), name
         assert "st.local" not in code[name], f"registers of {name} spill"
-    assert put.WARPS * 32 * registers(code["_put_rows"], capability) > REGISTERS // 2, "two puts share a multiprocessor"
+    assert put.WARPS * 32 * registers(code["_put_rows"], capability) > REGISTERS // 2, (
+        "two puts share a multiprocessor"
+    )
     for name in WIDE[:-1]:
-        assert any(store in code[name] for store in ("st.global.v4.b32", "st.global.v2.b64")), name
+        assert any(
+            store in code[name] for store in ("st.global.v4.b32", "st.global.v2.b64")
+        ), name
     assert "st.release.sys.global.b64" in code["_post"]
     assert "sys.acquire" in code["_wait"]
     assert "globaltimer" in code["_wait"]
@@ -127,14 +161,19 @@ def test_locks_lie_in_the_users_cache_and_are_not_waited_for_without_end(
         pass
     with (
         FileLock(path),
-        pytest.raises(TimeoutError, match=r"torchtitan_cad_kernel_0\.lock: another process has held this lock for"),
+        pytest.raises(
+            TimeoutError,
+            match=r"torchtitan_cad_kernel_0\.lock: another process has held this lock for",
+        ),
         warm_up._locked(0),
     ):
         pass
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/none")
     with warm_up._locked(0):  # where nothing can be written
         pass
-    assert "compiles a Triton kernel in this process, not once per machine" in caplog.text
+    assert (
+        "compiles a Triton kernel in this process, not once per machine" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("capability", params([80, 90, 100], [90]))
@@ -152,10 +191,23 @@ def test_code_for_a_device(capability: int, tmp_path) -> None:
         pytest.param(SHAPE, 8, 60, marks=matrix),
     ],
 )
-def test_nothing_is_compiled_after_the_start(shape: AttentionShape, num_ranks: int, num_plans: int, tmp_path) -> None:
+def test_nothing_is_compiled_after_the_start(
+    shape: AttentionShape, num_ranks: int, num_plans: int, tmp_path
+) -> None:
     """The plans differ as much as they can: 1 to 14 kernel calls, returns in 1 to 5 chunks."""
-    run = partial(run_processes, 1, run_plans, shape, num_ranks, num_plans, str(tmp_path), timeout_s=500)
+    run = partial(
+        run_processes,
+        1,
+        run_plans,
+        shape,
+        num_ranks,
+        num_plans,
+        str(tmp_path),
+        timeout_s=500,
+    )
     ((variants, warmed),) = values(run())
-    more_sizes = 5 if shape is LATENT else 0  # sums of two more sizes, statistics of padded rows
+    more_sizes = (
+        5 if shape is LATENT else 0
+    )  # sums of two more sizes, statistics of padded rows
     assert len(variants) <= MOST_VARIANTS + more_sizes, Counter(variants)
     assert variants[warmed:] == []

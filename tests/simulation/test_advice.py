@@ -16,14 +16,22 @@ from torchtitan_cad.tools.simulation import MODELS, Advice, Configuration, Rates
 from torchtitan_cad.tools.simulation.advice import LEAST_GAIN
 from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
 from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING
-from torchtitan_cad.tools.simulation.memory import kept_bytes_per_call, stock_attention, working_bytes
+from torchtitan_cad.tools.simulation.memory import (
+    kept_bytes_per_call,
+    stock_attention,
+    working_bytes,
+)
 
 WRITTEN = Configuration()
 LONG = (300, 700, 1500, 4000, 16384)
 
 
-def advice(job: Configuration = WRITTEN, refused: Any = lambda choice: "", **changes: Any) -> Advice:
-    return advise(MODEL, cluster(**changes), documents(LONG), job, Rates(), refused=refused)
+def advice(
+    job: Configuration = WRITTEN, refused: Any = lambda choice: "", **changes: Any
+) -> Advice:
+    return advise(
+        MODEL, cluster(**changes), documents(LONG), job, Rates(), refused=refused
+    )
 
 
 as_written = functools.cache(advice)
@@ -41,7 +49,10 @@ def test_recommended_changes_gain_and_are_simulated_together() -> None:
     assert found.base is found.written
     assert found.best.seconds * (1 + LEAST_GAIN) <= found.written.seconds
     for name, trials in found.trials.items():
-        assert all(name in trial.configuration.changes(found.base.configuration) for trial in trials)
+        assert all(
+            name in trial.configuration.changes(found.base.configuration)
+            for trial in trials
+        )
     lines = table(found).splitlines()
     assert sum(line.endswith("gains are over this") for line in lines) == 1
     assert lines[-1].startswith("recommended")
@@ -51,7 +62,13 @@ def test_recommended_changes_gain_and_are_simulated_together() -> None:
 def test_reordering_is_enough_for_short_documents_in_many_rows() -> None:
     few, many = (
         as_written(),
-        advise(MODEL, cluster(), documents((900, 1000), row_tokens=2048, step_tokens=8 * 4096), WRITTEN, Rates()),
+        advise(
+            MODEL,
+            cluster(),
+            documents((900, 1000), row_tokens=2048, step_tokens=8 * 4096),
+            WRITTEN,
+            Rates(),
+        ),
     )
     assert [few.reordering_is_enough, many.reordering_is_enough] == [False, True]
     assert reordering(few).startswith("reordering alone is not enough: ")
@@ -77,11 +94,18 @@ def test_what_the_job_refuses_is_not_recommended() -> None:
 
 @pytest.mark.matrix
 def test_checkpointing_is_as_little_as_fits() -> None:
-    needs = {kind: advice(replace(WRITTEN, checkpointing=kind)).written.memory for kind in CHECKPOINTING}
+    needs = {
+        kind: advice(replace(WRITTEN, checkpointing=kind)).written.memory
+        for kind in CHECKPOINTING
+    }
     assert needs["none"] > needs["selective"] > needs["linear"] > needs["full"]
     tight = advice(memory=(needs["none"] + needs["selective"]) / 2)
     assert not tight.written.fits
-    assert tight.base.configuration.checkpointing == tight.best.configuration.checkpointing == "selective"
+    assert (
+        tight.base.configuration.checkpointing
+        == tight.best.configuration.checkpointing
+        == "selective"
+    )
     assert tight.best.memory <= (needs["none"] + needs["selective"]) / 2
     roomy = advice(replace(WRITTEN, checkpointing="full"))
     assert roomy.best.configuration.checkpointing == "none"
@@ -89,34 +113,68 @@ def test_checkpointing_is_as_little_as_fits() -> None:
 
 
 def test_keeping_rows_takes_memory_and_saves_time() -> None:
-    resend, keep = (planned(backward=backward, net=1e9) for backward in ("resend", "keep"))
+    resend, keep = (
+        planned(backward=backward, net=1e9) for backward in ("resend", "keep")
+    )
     assert keep.outcome().seconds < resend.outcome().seconds
     assert keep.outcome().exchanged_bytes < resend.outcome().exchanged_bytes
     assert resend.memory().kept == 0
     shape, (plans,) = MODEL.shape(1), keep.plans((0,))
-    rows = [sum(getattr(plan, name).rows_in for plan in plans) for name in ("query_needs", "key_needs")]
-    per_layer = rows[0] * shape.num_heads * shape.head_dim * 2 + rows[1] * shape.kv_bytes
+    rows = [
+        sum(getattr(plan, name).rows_in for plan in plans)
+        for name in ("query_needs", "key_needs")
+    ]
+    per_layer = (
+        rows[0] * shape.num_heads * shape.head_dim * 2 + rows[1] * shape.kv_bytes
+    )
     assert keep.memory().kept == MODEL.layers * per_layer.max()
-    assert planned(backward="keep", checkpointing="full").memory().kept == per_layer.max()
+    assert (
+        planned(backward="keep", checkpointing="full").memory().kept == per_layer.max()
+    )
 
 
 def test_rows_are_kept_where_memory_has_room() -> None:
-    resend, keep = (planned(backward=backward, net=1e9) for backward in ("resend", "keep"))
-    roomy, full = (planned(backward="auto", net=1e9, memory=memory) for memory in (1e15, resend.memory().total))
+    resend, keep = (
+        planned(backward=backward, net=1e9) for backward in ("resend", "keep")
+    )
+    roomy, full = (
+        planned(backward="auto", net=1e9, memory=memory)
+        for memory in (1e15, resend.memory().total)
+    )
     assert (roomy.outcome(), full.outcome()) == (keep.outcome(), resend.outcome())
-    (plans,), calls, buffers = roomy.plans((0,)), 2 * MODEL.layers, roomy.memory().buffers
-    needed = sorted(plan.most_rows.kept_bytes(RowBytes.of(plan.shape)) for plan in plans)
+    (plans,), calls, buffers = (
+        roomy.plans((0,)),
+        2 * MODEL.layers,
+        roomy.memory().buffers,
+    )
+    needed = sorted(
+        plan.most_rows.kept_bytes(RowBytes.of(plan.shape)) for plan in plans
+    )
     used = 1e15 - calls * kept_bytes_per_call(roomy.step, buffers, in_ticks=False)
     sent = []
     for per_call in (needed[0] - 1, needed[0] + 1, needed[1] + 1):
-        sent.append(planned(backward="auto", net=1e9, memory=used + calls * per_call).outcome().exchanged_bytes)
-    assert sent[0] == resend.outcome().exchanged_bytes > sent[1] > sent[2] == keep.outcome().exchanged_bytes
-    in_ticks = planned(backward="auto", memory=1e15, pp=2, microbatches=2, schedule="CAD1F1B")
+        sent.append(
+            planned(backward="auto", net=1e9, memory=used + calls * per_call)
+            .outcome()
+            .exchanged_bytes
+        )
+    assert (
+        sent[0]
+        == resend.outcome().exchanged_bytes
+        > sent[1]
+        > sent[2]
+        == keep.outcome().exchanged_bytes
+    )
+    in_ticks = planned(
+        backward="auto", memory=1e15, pp=2, microbatches=2, schedule="CAD1F1B"
+    )
     assert in_ticks.outcome().memory.kept == 0
 
 
 @pytest.mark.parametrize("layout", ["whole documents", "one big"])
-def test_memory_has_attentions_working_memory_as_the_bench_states_it(layout: str) -> None:
+def test_memory_has_attentions_working_memory_as_the_bench_states_it(
+    layout: str,
+) -> None:
     stated = bench_memory.measure(layout, 8, (11,), 2)
     working = working_bytes([bench_memory.plans_of(layout, 8, 11, 2)], None)
     assert working == max(stated.forward, stated.backward)
@@ -125,25 +183,36 @@ def test_memory_has_attentions_working_memory_as_the_bench_states_it(layout: str
     system = planned()
     memory = system.memory()
     assert memory.attention == working_bytes(system.plans((0,)), None) > 0
-    assert memory.total - dataclasses.replace(memory, attention=0.0).total == pytest.approx(memory.attention)
+    assert memory.total - dataclasses.replace(
+        memory, attention=0.0
+    ).total == pytest.approx(memory.attention)
 
 
 def test_plans_know_nodes() -> None:
     several, one = (planned(nano_batches=1, ranks_per_node=node) for node in (4, 8))
-    assert [each.plans((0,))[0][0].config.ranks_per_node for each in (several, one)] == [4, None]
+    assert [
+        each.plans((0,))[0][0].config.ranks_per_node for each in (several, one)
+    ] == [4, None]
 
 
 def test_placement_is_tried_and_recommended_where_it_gains() -> None:
     """Few long documents over a slow network, and no other setting allowed."""
     job = replace(WRITTEN, cp=4)
-    few, slow = documents((300, 300, 300, 16384)), cluster(ranks=32, ranks_per_node=1, net=5e9)
+    few, slow = (
+        documents((300, 300, 300, 16384)),
+        cluster(ranks=32, ranks_per_node=1, net=5e9),
+    )
     refused = lambda choice: "" if set(choice.changes(job)) <= {"placement"} else "no"  # noqa: E731
     found = advise(MODEL, slow, few, job, Rates(), refused=refused)
-    assert [trial.configuration.placement for trial in found.trials["placement"]] == ["balanced"]
+    assert [trial.configuration.placement for trial in found.trials["placement"]] == [
+        "balanced"
+    ]
     assert found.best.configuration.placement == "balanced"
     assert found.best.memory == pytest.approx(found.written.memory, rel=0.1)
 
 
 def test_a_step_that_cannot_be_divided_is_named() -> None:
-    with pytest.raises(ValueError, match=r"in 3 microbatches: set a training\.global_batch_size"):
+    with pytest.raises(
+        ValueError, match=r"in 3 microbatches: set a training\.global_batch_size"
+    ):
         advice(replace(WRITTEN, microbatches=3))

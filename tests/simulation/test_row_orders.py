@@ -4,24 +4,42 @@
 import numpy as np
 import pytest
 
-from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, best_profile, in_stages
+from torchtitan_cad.planning.pipeline.one_f_one_b import (
+    best_order,
+    best_profile,
+    in_stages,
+)
 from torchtitan_cad.tools.simulation.row_orders import equal_work, row_orders
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 2), (4, 9)])
-def test_a_pipeline_likes_its_heavy_microbatches_together(stages: int, microbatches: int) -> None:
-    assert in_stages(np.ones(microbatches), stages, 2.0) == pytest.approx(3 * (microbatches + stages - 1))
+def test_a_pipeline_likes_its_heavy_microbatches_together(
+    stages: int, microbatches: int
+) -> None:
+    assert in_stages(np.ones(microbatches), stages, 2.0) == pytest.approx(
+        3 * (microbatches + stages - 1)
+    )
     documents = np.random.default_rng(stages).lognormal(sigma=2, size=4 * microbatches)
     work = documents.reshape(microbatches, -1).sum(axis=1)
-    order, profile = best_order(work, stages, 0.3), best_profile(documents, microbatches, stages, 0.3)
+    order, profile = (
+        best_order(work, stages, 0.3),
+        best_profile(documents, microbatches, stages, 0.3),
+    )
     assert sorted(order) == list(range(microbatches))
-    as_is, ordered, divided = (in_stages(each, stages, 0.3) for each in (work, work[order], profile))
+    as_is, ordered, divided = (
+        in_stages(each, stages, 0.3) for each in (work, work[order], profile)
+    )
     assert 0.99 * divided <= ordered <= as_is
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "rows"), [(1, 1, 1), (4, 1, 1), (2, 3, 2), (8, 4, 1), (1, 4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "rows"),
+    [(1, 1, 1), (4, 1, 1), (2, 3, 2), (8, 4, 1), (1, 4, 2)],
+)
 def test_every_row_once(ranks: int, microbatches: int, rows: int) -> None:
-    work = np.random.default_rng(ranks).lognormal(sigma=2, size=ranks * microbatches * rows)
+    work = np.random.default_rng(ranks).lognormal(
+        sigma=2, size=ranks * microbatches * rows
+    )
     for order in row_orders(work, ranks, microbatches):
         assert order.shape == (ranks, microbatches, rows)
         assert sorted(order.ravel()) == list(range(len(work)))
@@ -29,7 +47,9 @@ def test_every_row_once(ranks: int, microbatches: int, rows: int) -> None:
 
 def test_what_is_equal() -> None:
     work = np.array([9.0, 1, 1, 9, 8, 2, 2, 8])
-    everything, ranks_meet, ranks_do_not = (work[order].sum(axis=2) for order in row_orders(work, 2, 2))
+    everything, ranks_meet, ranks_do_not = (
+        work[order].sum(axis=2) for order in row_orders(work, 2, 2)
+    )
     assert np.array_equal(everything, np.full((2, 2), 10.0))
     assert sorted(map(tuple, ranks_meet.T)) == [(3, 3), (17, 17)]  # in each microbatch
     assert ranks_do_not.sum(axis=1).tolist() == [20, 20]

@@ -12,7 +12,13 @@ from tests.lib.sets import params
 from tests.lib.simulation_cases import KINDS, MODEL, cluster, documents, step
 from torchtitan_cad.planning.placement.fill import fill
 from torchtitan_cad.tools.main import main
-from torchtitan_cad.tools.simulation import OPEN, Configuration, Rates, Search, draw_batches
+from torchtitan_cad.tools.simulation import (
+    OPEN,
+    Configuration,
+    Rates,
+    Search,
+    draw_batches,
+)
 from torchtitan_cad.tools.simulation.baselines import _slowest
 from torchtitan_cad.tools.simulation.costs import Costs, Transfer
 from torchtitan_cad.tools.simulation.search import FINALISTS
@@ -20,7 +26,9 @@ from torchtitan_cad.tools.simulation.step import Step
 from torchtitan_cad.tools.simulation.streams import Streams
 
 
-def slowest_of_row(costs: Costs, lengths: np.ndarray, cp: int, window: int | None) -> list[float]:
+def slowest_of_row(
+    costs: Costs, lengths: np.ndarray, cp: int, window: int | None
+) -> list[float]:
     """Return seconds of the slowest of a row's ranks, forward and backward: chunk by chunk and document by document."""
     ends, found = np.cumsum(lengths), []
     size = int(ends[-1]) // (2 * cp)
@@ -30,7 +38,9 @@ def slowest_of_row(costs: Costs, lengths: np.ndarray, cp: int, window: int | Non
             for first, end in zip(ends - lengths, ends, strict=True):
                 a, b = max(first, chunk * size), min(end, (chunk + 1) * size)
                 if a < b:
-                    before, until = costs.document_seconds(np.array([a - first, b - first]), forward, window)
+                    before, until = costs.document_seconds(
+                        np.array([a - first, b - first]), forward, window
+                    )
                     ranks[min(chunk, 2 * cp - 1 - chunk)] += until - before
         found.append(ranks.max())
     return found
@@ -40,7 +50,10 @@ def slowest_of_row(costs: Costs, lengths: np.ndarray, cp: int, window: int | Non
 def test_all_rows_at_once_take_what_each_takes(cp: int) -> None:
     divided = step(cp=cp, model=KINDS)
     for kind in divided.costs.kinds:
-        rows = [slowest_of_row(divided.costs, kind.cut(row), cp, kind.shape.window) for row in divided.batch.rows]
+        rows = [
+            slowest_of_row(divided.costs, kind.cut(row), cp, kind.shape.window)
+            for row in divided.batch.rows
+        ]
         found = _slowest(divided.costs, divided.batch, kind, cp)
         assert found.T.tolist() == [pytest.approx(row) for row in rows]
 
@@ -48,7 +61,10 @@ def test_all_rows_at_once_take_what_each_takes(cp: int) -> None:
 @pytest.mark.parametrize("system", ["packed", "reorder", "packing_cp"])
 @pytest.mark.parametrize(
     "machines",
-    params([{}, {"fsdp": True}, {"net": 1e9}, {"memory": 1.6e9}, {"memory": 1e6}], [{"memory": 1.6e9}]),
+    params(
+        [{}, {"fsdp": True}, {"net": 1e9}, {"memory": 1.6e9}, {"memory": 1e6}],
+        [{"memory": 1.6e9}],
+    ),
     ids=str,
 )
 def test_what_is_not_tried_would_not_be_chosen(
@@ -59,10 +75,14 @@ def test_what_is_not_tried_would_not_be_chosen(
     candidates = search.candidates(system)
     tried = list[Configuration]()
     every = [search.run(system, each) for each in candidates]
-    known = sorted((trial for trial in every if trial.fits), key=lambda trial: trial.seconds)[:FINALISTS]
+    known = sorted(
+        (trial for trial in every if trial.fits), key=lambda trial: trial.seconds
+    )[:FINALISTS]
     run = search.run
 
-    def counted(name: str, configuration: Configuration, batches: int | None = None) -> Any:
+    def counted(
+        name: str, configuration: Configuration, batches: int | None = None
+    ) -> Any:
         tried.append(configuration)
         return run(name, configuration, batches)
 
@@ -85,9 +105,15 @@ def test_waits_are_those_for_the_slowest_sender() -> None:
         for rank in range(6):
             if sends[rank].any() or sends[:, rank].any():
                 senders = np.flatnonzero(sends[:, rank])
-                waits = [max(start[s] + seconds[rank], start[s] + seconds[s]) for s in senders]
+                waits = [
+                    max(start[s] + seconds[rank], start[s] + seconds[s])
+                    for s in senders
+                ]
                 expected[rank] = max([start[rank] + seconds[rank], *waits])
-        assert streams.send(ready, Transfer(seconds, sends, 0.0)).tolist() == expected.tolist()
+        assert (
+            streams.send(ready, Transfer(seconds, sends, 0.0)).tolist()
+            == expected.tolist()
+        )
 
 
 def test_work_of_one_size_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +121,9 @@ def test_work_of_one_size_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> N
     calls = list[bool]()
     count = Costs.document_seconds
 
-    def counted(self: Costs, lengths: np.ndarray, forward: bool, window: int | None = None) -> Any:
+    def counted(
+        self: Costs, lengths: np.ndarray, forward: bool, window: int | None = None
+    ) -> Any:
         calls.append(forward)
         return count(self, lengths, forward, window)
 
@@ -103,9 +131,14 @@ def test_work_of_one_size_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> N
     base = step()
     for kind in ("none", "linear", "full"):
         for microbatches in (1, 2, 4):
-            changed = dataclasses.replace(base.configuration, checkpointing=kind, microbatches=microbatches)
+            changed = dataclasses.replace(
+                base.configuration, checkpointing=kind, microbatches=microbatches
+            )
             now = Step(base.costs, base.batch, changed)
-            _ = now.layer_attention, _slowest(base.costs, base.batch, base.costs.kinds[0], 1)
+            _ = (
+                now.layer_attention,
+                _slowest(base.costs, base.batch, base.costs.kinds[0], 1),
+            )
     assert len(calls) == 4
 
 
@@ -113,7 +146,12 @@ def test_documents_longer_than_a_rank_are_dealt_in_time_that_grows_with_them() -
     """Each is dealt to a few of all ranks, of which none is sorted anew."""
     ranks, room, length = 4096, 1000, 2000
     begin = time.process_time()
-    (layout,) = fill(np.arange(ranks // 2), np.full(ranks // 2, length), [np.full(ranks, room)], together=1)
+    (layout,) = fill(
+        np.arange(ranks // 2),
+        np.full(ranks // 2, length),
+        [np.full(ranks, room)],
+        together=1,
+    )
     assert time.process_time() - begin < 2
     assert layout.tokens_per_rank.tolist() == [room] * ranks
 

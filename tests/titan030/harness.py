@@ -47,15 +47,27 @@ class Result:
     """Squared norms of a step's gradients before clipping, in fp64: torch's own sum, in fp32, is right to 1e-4."""
 
 
-def run(name: str, *options: str, nranks: int = 2, with_cad: bool = True, dump_folder: Path | None = None) -> Result:
+def run(
+    name: str,
+    *options: str,
+    nranks: int = 2,
+    with_cad: bool = True,
+    dump_folder: Path | None = None,
+) -> Result:
     """Train ``tiny.recipe(name)`` with further options. Raises AssertionError with all logs if a rank fails."""
     folder, _ = Path(tempfile.mkdtemp(dir=scratch_folder())), tokenizer_folder()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
     where = folder, store.port, nranks
-    files = (f"--hf_assets_path={tokenizer_folder()}", f"--dump_folder={dump_folder or folder}")
+    files = (
+        f"--hf_assets_path={tokenizer_folder()}",
+        f"--dump_folder={dump_folder or folder}",
+    )
     job = (name, with_cad, (*files, *options))
-    ranks = [context.Process(target=_run_rank, args=(rank, where, job)) for rank in range(nranks)]
+    ranks = [
+        context.Process(target=_run_rank, args=(rank, where, job))
+        for rank in range(nranks)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -65,11 +77,18 @@ def run(name: str, *options: str, nranks: int = 2, with_cad: bool = True, dump_f
         rank.kill()
     logs = [(folder / f"rank{rank}.log").read_text() for rank in range(nranks)]
     codes = [rank.exitcode for rank in ranks]
-    ends = "\n".join(f"--- rank {rank}\n" + "\n".join(log.splitlines()[-40:]) for rank, log in enumerate(logs))
+    ends = "\n".join(
+        f"--- rank {rank}\n" + "\n".join(log.splitlines()[-40:])
+        for rank, log in enumerate(logs)
+    )
     assert codes == [0] * nranks, f"exit codes {codes}, {len(stuck)} were stuck\n{ends}"
     result = Result(logs)
     lines = sorted(folder.glob("rank*.jsonl"))
-    for line in lines[-1].read_text().splitlines() if _last_has_loss(options) else lines[0].read_text().splitlines():
+    for line in (
+        lines[-1].read_text().splitlines()
+        if _last_has_loss(options)
+        else lines[0].read_text().splitlines()
+    ):
         for key, value in json.loads(line).items():
             getattr(result, key).append(value)
     norms = dict[str, float]()
@@ -85,7 +104,9 @@ def _last_has_loss(options: Sequence[str]) -> bool:
     return any("pipeline_parallel_degree" in option for option in options)
 
 
-def _run_rank(rank: int, where: tuple[Path, int, int], job: tuple[str, bool, Sequence[str]]) -> None:
+def _run_rank(
+    rank: int, where: tuple[Path, int, int], job: tuple[str, bool, Sequence[str]]
+) -> None:
     (folder, port, nranks), (name, with_cad, options) = where, job
     os.environ.update(
         MASTER_ADDR="localhost",
@@ -106,8 +127,12 @@ def _run_rank(rank: int, where: tuple[Path, int, int], job: tuple[str, bool, Seq
     _initialise_by_name()
     if "--compile.enable" not in options:
         tiny.compute_in_fp32()
-    titan_trainer.time = SimpleNamespace(perf_counter=titan_trainer.time.perf_counter, sleep=lambda seconds: None)
-    registry = SimpleNamespace(job=lambda: tiny.with_cad(name) if with_cad else tiny.recipe(name))
+    titan_trainer.time = SimpleNamespace(
+        perf_counter=titan_trainer.time.perf_counter, sleep=lambda seconds: None
+    )
+    registry = SimpleNamespace(
+        job=lambda: tiny.with_cad(name) if with_cad else tiny.recipe(name)
+    )
     sys.modules["job_of_test"] = registry  # type: ignore[assignment]
     arguments = ["--module=job_of_test", "--config=job", *options]
     code = 0
@@ -126,14 +151,33 @@ def _record(path: Path) -> None:
     processor: Any = titan_metrics.MetricsProcessor
     log, log_validation = processor.log, processor.log_validation
 
-    def record(self: Any, step: int, loss: float, most: float, norm: float, extra_metrics: Any = None) -> None:
+    def record(
+        self: Any,
+        step: int,
+        loss: float,
+        most: float,
+        norm: float,
+        extra_metrics: Any = None,
+    ) -> None:
         moved = (extra_metrics or {}).get("cad/tasks/moved", 0.0)
         graphs = counters["stats"]["unique_graphs"]
         with path.open("a") as file:
-            file.write(json.dumps({"losses": loss, "grad_norms": norm, "moved": moved, "graphs": graphs}) + "\n")
+            file.write(
+                json.dumps(
+                    {
+                        "losses": loss,
+                        "grad_norms": norm,
+                        "moved": moved,
+                        "graphs": graphs,
+                    }
+                )
+                + "\n"
+            )
         log(self, step, loss, most, norm, extra_metrics)
 
-    def record_validation(self: Any, loss: float, step: int, extra_metrics: Any = None) -> None:
+    def record_validation(
+        self: Any, loss: float, step: int, extra_metrics: Any = None
+    ) -> None:
         with path.open("a") as file:
             file.write(json.dumps({"validation": loss}) + "\n")
         log_validation(self, loss, step, extra_metrics)
@@ -152,7 +196,11 @@ def _record_norms(path: Path) -> None:
             for part in self.model_parts:
                 for name, parameter in part.named_parameters():
                     gradient = parameter.grad
-                    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                    full = (
+                        gradient.full_tensor()
+                        if isinstance(gradient, DTensor)
+                        else gradient
+                    )
                     norms[f"{self.step} {_plain(name)}"] = full.double().norm().item()
             with path.open("a") as file:
                 file.write(json.dumps(norms) + "\n")
@@ -185,7 +233,9 @@ def _initialise_by_name() -> None:
                 full = 1 + 0.1 * full if "norm" in name else 0.05 * full
                 with torch.no_grad():
                     if isinstance(parameter, DTensor):
-                        full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+                        full = distribute_tensor(
+                            full, parameter.device_mesh, parameter.placements
+                        )
                     parameter.copy_(full)
         train(self)
 

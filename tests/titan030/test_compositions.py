@@ -9,7 +9,10 @@ import pytest
 
 from tests.titan030.harness import Result, run
 
-CP2, TP2, EP2, PP2 = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("context", "tensor", "expert", "pipeline"))
+CP2, TP2, EP2, PP2 = (
+    f"--parallelism.{kind}_parallel_degree=2"
+    for kind in ("context", "tensor", "expert", "pipeline")
+)
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
 COMPILE = ("--compile.enable", "--compile.components=model")
 EAGER = (*COMPILE, "--compile.backend=aot_eager")
@@ -34,18 +37,30 @@ MODELS = (*DENSE, *EXPERTS)
 CASES = [
     *(Case(f"{model}_fsdp2", model) for model in MODELS),
     *(Case(f"{model}_cp2", model, own=(CP2,), reference_nranks=1) for model in MODELS),
-    *(Case(f"{model}_fsdp2xtp2", model, both=(TP2,), nranks=4, reference_nranks=4) for model in MODELS),
+    *(
+        Case(f"{model}_fsdp2xtp2", model, both=(TP2,), nranks=4, reference_nranks=4)
+        for model in MODELS
+    ),
     *(Case(f"{model}_ep2", model, both=(EP2,)) for model in EXPERTS),
     *(Case(f"{model}_compile", model, own=COMPILE) for model in DENSE),
-    *(Case(f"{model}_compile", model, both=EAGER) for model in EXPERTS if model != "gpt_oss"),
-    Case("gpt_oss_compile", "gpt_oss", both=EAGER, tolerance=1e-3),  # its experts round to bfloat16
+    *(
+        Case(f"{model}_compile", model, both=EAGER)
+        for model in EXPERTS
+        if model != "gpt_oss"
+    ),
+    Case(
+        "gpt_oss_compile", "gpt_oss", both=EAGER, tolerance=1e-3
+    ),  # its experts round to bfloat16
     Case("hsdp", both=(HSDP,), nranks=4, reference_nranks=4),
     Case("replicas", both=(HSDP,)),
     Case("fsdp2xcp2", own=(CP2,), nranks=4),
     Case("accumulation", both=("--training.global_batch_size=8",)),
     Case("selective", own=("activation-checkpoint:selective",)),
     Case("full", own=("activation-checkpoint:full",)),
-    Case("full_attention_kept", own=("--cad.no-recompute_attention", "activation-checkpoint:full")),
+    Case(
+        "full_attention_kept",
+        own=("--cad.no-recompute_attention", "activation-checkpoint:full"),
+    ),
     Case("compile_selective", own=(*COMPILE, "activation-checkpoint:selective")),
     Case("pp2_1f1b", "llama3_deep", both=(PP2,), nranks=4, reference_nranks=4),
     Case(
@@ -55,9 +70,19 @@ CASES = [
         nranks=4,
         reference_nranks=4,
     ),
-    Case("pp2xcp2", "llama3_deep", both=(PP2,), own=(CP2,), nranks=4, reference_nranks=2),
-    Case("partial_dtensor_tp2", both=(TP2, "--parallelism.spmd_backend=partial_dtensor"), nranks=4, reference_nranks=4),
-    Case("validation", both=("--validator.enable", "--validator.freq=2", "--validator.steps=2")),
+    Case(
+        "pp2xcp2", "llama3_deep", both=(PP2,), own=(CP2,), nranks=4, reference_nranks=2
+    ),
+    Case(
+        "partial_dtensor_tp2",
+        both=(TP2, "--parallelism.spmd_backend=partial_dtensor"),
+        nranks=4,
+        reference_nranks=4,
+    ),
+    Case(
+        "validation",
+        both=("--validator.enable", "--validator.freq=2", "--validator.steps=2"),
+    ),
     Case(
         "pp2_validation",
         "llama3_deep",
@@ -76,7 +101,9 @@ def reference(case: Case) -> Result:
 def assert_alike(result: Result, other: Result, tolerance: float = 1e-5) -> None:
     assert len(result.losses) == 3
     assert result.losses == pytest.approx(other.losses, rel=1e-5)
-    assert result.gradients == pytest.approx(other.gradients, rel=2 * tolerance)  # squares
+    assert result.gradients == pytest.approx(
+        other.gradients, rel=2 * tolerance
+    )  # squares
     assert result.validation == pytest.approx(other.validation, rel=1e-5)
 
 
@@ -101,7 +128,13 @@ def cases() -> Iterator[object]:
 
 @pytest.mark.parametrize(("case", "homes"), list(cases()))
 def test_trains_like_the_recipe_without_cad(case: Case, homes: str) -> None:
-    result = run(case.model, f"--cad.placement={homes}", *case.both, *case.own, nranks=case.nranks)
+    result = run(
+        case.model,
+        f"--cad.placement={homes}",
+        *case.both,
+        *case.own,
+        nranks=case.nranks,
+    )
     assert_alike(result, reference(case), case.tolerance)
     assert result.graphs == [result.graphs[0]] * 3, "compiled anew"
     if homes == "loader":

@@ -25,10 +25,17 @@ CHECKPOINTS = (
 
 @pytest.mark.parametrize(
     "options",
-    [(), pytest.param(("--parallelism.pipeline_parallel_degree=2",), marks=pytest.mark.matrix)],
+    [
+        (),
+        pytest.param(
+            ("--parallelism.pipeline_parallel_degree=2",), marks=pytest.mark.matrix
+        ),
+    ],
     ids=["fsdp2", "pp2"],
 )
-def test_a_shadow_trains_as_stock_to_the_bit(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_shadow_trains_as_stock_to_the_bit(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
     stock = run("llama3_deep", *options, with_cad=False)
     shadow = run("llama3_deep", "--cad.shadow", *options, dump_folder=tmp_path)
     assert (shadow.losses, shadow.grad_norms) == (stock.losses, stock.grad_norms)
@@ -39,7 +46,9 @@ def test_a_shadow_trains_as_stock_to_the_bit(options: tuple[str, ...], tmp_path:
     assert microbatches == (2 if options else 1)
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["stock_then_cad", "cad_then_stock"])
+@pytest.mark.parametrize(
+    "first", [False, True], ids=["stock_then_cad", "cad_then_stock"]
+)
 def test_a_checkpoint_of_one_resumes_in_the_other(first: bool, tmp_path: Path) -> None:
     whole = run("llama3", *CHECKPOINTS, with_cad=first, dump_folder=tmp_path)
     shutil.rmtree(tmp_path / "checkpoint" / "step-4")
@@ -87,14 +96,22 @@ def leave_out_attention(config: Any) -> None:
 @pytest.mark.parametrize(
     ("table", "change", "message"),
     [
-        ({"nano_batches": 2}, None, "cad.nano_batches = 2: .*torchtitan 0.2.2 only.*leave it out"),
+        (
+            {"nano_batches": 2},
+            None,
+            "cad.nano_batches = 2: .*torchtitan 0.2.2 only.*leave it out",
+        ),
         ({"streams": "traced"}, None, "cad.streams = 'traced'"),
         ({"documents": "eos"}, None, "cad.documents = 'eos'.*leave it out"),
         ({"eos_id": 3}, None, "cad.eos_id = 3"),
         ({"kernel": "fast"}, None, "cad.kernel = 'fast': set it to one of"),
         ({"tolerance": -1.0}, None, "cad.tolerance"),
         ({"heartbeat_seconds": 0.0}, None, "cad.heartbeat_seconds = 0.0"),
-        ({"rank_speeds": [1.0]}, None, "cad.rank_speeds has 1 entries for CAD groups of 2 ranks"),
+        (
+            {"rank_speeds": [1.0]},
+            None,
+            "cad.rank_speeds has 1 entries for CAD groups of 2 ranks",
+        ),
         ({}, set_schedule, "pipeline_parallel_schedule = 'CAD1F1B'.*'1F1B'"),
         ({}, set_tensor_parallel, "tensor_parallel_degree = 3 does not divide"),
         ({}, set_context_parallel, "spmd_backend = 'partial_dtensor'"),
@@ -104,7 +121,10 @@ def leave_out_attention(config: Any) -> None:
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_refused_in_one_line(
-    table: dict[str, Any], change: Callable[[Any], None] | None, message: str, monkeypatch: pytest.MonkeyPatch
+    table: dict[str, Any],
+    change: Callable[[Any], None] | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = cad(tiny.recipe("llama3"), **table)
@@ -116,7 +136,9 @@ def test_refused_in_one_line(
 
 
 def test_a_key_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match=r"cad\(tolerence=...\): no such key; did you mean tolerance\?"):
+    with pytest.raises(
+        ValueError, match=r"cad\(tolerence=...\): no such key; did you mean tolerance\?"
+    ):
         cad(tiny.recipe("llama3"), tolerence=0.02)
 
 

@@ -31,7 +31,12 @@ RECIPES: dict[str, tuple[Callable[[], Any], Any, str, int]] = {
     "llama3": (llama3_recipes.llama3_debugmodel, llama3, "debugmodel", 2),
     "qwen3": (qwen3_recipes.qwen3_debugmodel, qwen3, "debugmodel", 2),
     "qwen3_moe": (qwen3_recipes.qwen3_debugmodel, qwen3, "debugmodel_moe", 2),
-    "deepseek_v3": (deepseek_v3_recipes.deepseek_v3_debugmodel, deepseek_v3, "debugmodel", 2),
+    "deepseek_v3": (
+        deepseek_v3_recipes.deepseek_v3_debugmodel,
+        deepseek_v3,
+        "debugmodel",
+        2,
+    ),
     "gpt_oss": (gpt_oss_recipes.gpt_oss_debugmodel, gpt_oss, "debugmodel", 2),
 }
 """By name: the recipe, its model's module, flavor and number of layers that are kept."""
@@ -64,7 +69,9 @@ class DenseAttention(VarlenAttention):
         mask = (document.transpose(1, 2) == document) & (distance >= 0)
         if self.window_size[0] >= 0:
             mask &= distance <= self.window_size[0]
-        k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k_BLNH, v_BLNH))
+        k, v = (
+            x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k_BLNH, v_BLNH)
+        )
         scores = torch.einsum("bqnh,bknh->bnqk", q_BLNH, k) * (scale or head_dim**-0.5)
         scores = scores.masked_fill(~mask[:, None], -torch.inf)
         lse = scores.logsumexp(dim=-1)
@@ -97,7 +104,12 @@ def recipe(name: str) -> Any:
 def _shrink_experts(model: Any) -> None:
     """Leave four small experts a layer, of which a token passes two."""
     for _, part, _, _ in model.traverse(Configurable.Config, recurse=True):
-        for key, value in {"num_experts": 4, "top_k": 2, "num_expert_groups": None, "num_limited_groups": None}.items():
+        for key, value in {
+            "num_experts": 4,
+            "top_k": 2,
+            "num_expert_groups": None,
+            "num_limited_groups": None,
+        }.items():
             if hasattr(part, key):
                 setattr(part, key, value)
         if hasattr(part, "gate"):
@@ -114,8 +126,22 @@ def with_cad(name: str) -> Any:
 def _load(path: str) -> datasets.Dataset:
     rng = random.Random(0)
     lengths = [max(1, int(rng.lognormvariate(2.0, 1.2))) for _ in range(512)]
-    words = ["core", "attention", "is", "stateless", "and", "can", "be", "cut", "anywhere", "along", "queries"]
-    return datasets.Dataset.from_dict({"text": [" ".join(rng.choices(words, k=count)) for count in lengths]})
+    words = [
+        "core",
+        "attention",
+        "is",
+        "stateless",
+        "and",
+        "can",
+        "be",
+        "cut",
+        "anywhere",
+        "along",
+        "queries",
+    ]
+    return datasets.Dataset.from_dict(
+        {"text": [" ".join(rng.choices(words, k=count)) for count in lengths]}
+    )
 
 
 def compute_in_fp32() -> None:
@@ -136,4 +162,6 @@ def _keep_dtype(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 GptOssGroupedExperts.forward = _keep_dtype(GptOssGroupedExperts.forward)
-DATASETS["packed_documents"] = DatasetConfig("packed_documents", _load, lambda sample: sample["text"])
+DATASETS["packed_documents"] = DatasetConfig(
+    "packed_documents", _load, lambda sample: sample["text"]
+)

@@ -34,13 +34,20 @@ PACKAGES = ("numpy", "torch", "torchtitan")
 """Every installation has them; those of the same versions give the same documents."""
 GENERATED = frozenset({"numpy/__config__.py", "torch/version.py"})
 """Files of them that differ between builds of one version, and are left out."""
-INSTALLED: dict[Unit, str] = {"file": str(STDLIB_FOLDER), "folder": f"the packages {', '.join(PACKAGES)}"}
+INSTALLED: dict[Unit, str] = {
+    "file": str(STDLIB_FOLDER),
+    "folder": f"the packages {', '.join(PACKAGES)}",
+}
 """Where documents come from without a `dataset_path`."""
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 SHUFFLE_SEED, HOLD_OUT_EVERY = 20251018, 20
 
 
-def read_sources(path: str | os.PathLike[str] | None = None, split: Split = "train", unit: Unit = "file") -> list[str]:
+def read_sources(
+    path: str | os.PathLike[str] | None = None,
+    split: Split = "train",
+    unit: Unit = "file",
+) -> list[str]:
     """Read documents: by default the .py files of what is installed, else the .py and .txt files below `path`.
 
     Installed packages inside others, caches, copies, empty files and files that are not UTF-8 (some of Python's own
@@ -65,7 +72,9 @@ def read_sources(path: str | os.PathLike[str] | None = None, split: Split = "tra
     for root in roots:
         for parent, folders, names in os.walk(root):
             folders[:] = [folder for folder in folders if folder not in SKIPPED_FOLDERS]
-            found = [Path(parent, file) for file in names if file.endswith(tuple(suffixes))]
+            found = [
+                Path(parent, file) for file in names if file.endswith(tuple(suffixes))
+            ]
             files |= {file.relative_to(root.parent).as_posix(): file for file in found}
     parts: defaultdict[Path, list[str]] = defaultdict(list)
     for file in (files[relative] for relative in sorted(files.keys() - GENERATED)):
@@ -75,7 +84,11 @@ def read_sources(path: str | os.PathLike[str] | None = None, split: Split = "tra
     # A dict drops copies (the tests have some), so that no validation document is also a training document.
     texts = list(dict.fromkeys("\n".join(part) for part in parts.values()))
     random.Random(SHUFFLE_SEED).shuffle(texts)
-    chosen = [text for i, text in enumerate(texts, 1) if (i % HOLD_OUT_EVERY == 0) == (split == "validation")]
+    chosen = [
+        text
+        for i, text in enumerate(texts, 1)
+        if (i % HOLD_OUT_EVERY == 0) == (split == "validation")
+    ]
     if not chosen:
         raise ValueError(
             f'{key} = "{name}" has {len(texts)} {unit}s of {" or ".join(suffixes)} with text, too few for the {split} '
@@ -103,10 +116,14 @@ def register_datasets() -> None:
     for name, unit in UNITS.items():
         for suffix, split in splits.items():
             load = partial(_load_sources, split=split, unit=unit)
-            DATASETS[name + suffix] = DatasetConfig(INSTALLED[unit], load, itemgetter("text"))
+            DATASETS[name + suffix] = DatasetConfig(
+                INSTALLED[unit], load, itemgetter("text")
+            )
 
 
-def build_synthetic_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
+def build_synthetic_dataloader(
+    dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any
+) -> Any:
     """Return the training data loader of `training.dataset = "synthetic"`.
 
     Batches are ({"input": int64 [local_batch_size, seq_len]}, labels int64 [local_batch_size, seq_len]).
@@ -125,5 +142,9 @@ def build_synthetic_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any,
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
     )
-    loader_options = asdict(training.dataloader) | {"batch_size": training.local_batch_size}
-    return ParallelAwareDataloader(dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **loader_options)
+    loader_options = asdict(training.dataloader) | {
+        "batch_size": training.local_batch_size
+    }
+    return ParallelAwareDataloader(
+        dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **loader_options
+    )

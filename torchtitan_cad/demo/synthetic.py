@@ -32,13 +32,17 @@ class DocumentLengths:
     """Length of a document, by its number and a generator that belongs to it alone."""
 
 
-def _lognormal(document: int, rng: np.random.Generator, median: float, sigma: float, most: int) -> int:
+def _lognormal(
+    document: int, rng: np.random.Generator, median: float, sigma: float, most: int
+) -> int:
     """Draw exp(Normal(log(median), sigma)), rounded; what is longer than ``most`` is cut to that."""
     length = np.exp(np.log(median) + sigma * rng.standard_normal())
     return int(np.clip(np.rint(min(length, most)), 1, most))
 
 
-def _histogram(document: int, rng: np.random.Generator, lengths: tuple[int, ...], scale: float) -> int:
+def _histogram(
+    document: int, rng: np.random.Generator, lengths: tuple[int, ...], scale: float
+) -> int:
     return max(1, round(lengths[int(rng.integers(len(lengths)))] * scale))
 
 
@@ -70,19 +74,31 @@ def parse_lengths(spec: str | None) -> DocumentLengths:
         shown = "not set" if spec is None else f'= "{spec}"'
         raise ValueError(
             f'training.dataset_path {shown}, which is no length distribution for training.dataset = "synthetic": '
-            f"{error}. Write for example " + " or ".join(f'"{example}"' for example in examples)
+            f"{error}. Write for example "
+            + " or ".join(f'"{example}"' for example in examples)
         ) from error
 
 
-def _parse_kind(kind: str, values: list[str], options: dict[str, str]) -> Callable[..., int]:
+def _parse_kind(
+    kind: str, values: list[str], options: dict[str, str]
+) -> Callable[..., int]:
     needed = ["median", "sigma", "max"] if kind == "lognormal" else []
     known = {"lognormal": needed, "histogram": ["scale"], "fixed": []}[kind]
     _check(not set(needed) - options.keys(), f"{', '.join(needed)} must be given")
-    _check(options.keys() <= set(known), f"the options are {', '.join([*known, 'seed'])}")
+    _check(
+        options.keys() <= set(known), f"the options are {', '.join([*known, 'seed'])}"
+    )
     if kind == "lognormal":
-        median, sigma, most = float(options["median"]), float(options["sigma"]), int(options["max"])
+        median, sigma, most = (
+            float(options["median"]),
+            float(options["sigma"]),
+            int(options["max"]),
+        )
         _check(not values, f"{values} is not of the form option=value")
-        _check(1 <= median < float("inf") and most >= 1, "median and max must be tokens, 1 or more")
+        _check(
+            1 <= median < float("inf") and most >= 1,
+            "median and max must be tokens, 1 or more",
+        )
         _check(0 <= sigma < float("inf"), "sigma must be a number, 0 or more")
         return partial(_lognormal, median=median, sigma=sigma, most=most)
     if kind == "histogram":
@@ -99,8 +115,15 @@ def _check(condition: bool, message: str) -> None:
 
 
 def _checked(lengths: Any) -> tuple[int, ...]:
-    numbers = isinstance(lengths, list) and lengths and all(type(length) is int and length > 0 for length in lengths)
-    _check(bool(numbers), "lengths must be a list of whole numbers of tokens, 1 or more each (EOS included)")
+    numbers = (
+        isinstance(lengths, list)
+        and lengths
+        and all(type(length) is int and length > 0 for length in lengths)
+    )
+    _check(
+        bool(numbers),
+        "lengths must be a list of whole numbers of tokens, 1 or more each (EOS included)",
+    )
     return tuple(lengths)
 
 
@@ -134,7 +157,12 @@ class SyntheticDataset(IterableDataset, Stateful):
                 f"the one at model.hf_assets_path has eos_id = {eos_id} and vocab_size = {vocab_size}. "
                 "`torchtitan-cad prepare` writes one that fits"
             )
-        self.spec, self.eos_id, self.vocab_size, self.seq_len = spec, eos_id, vocab_size, seq_len
+        self.spec, self.eos_id, self.vocab_size, self.seq_len = (
+            spec,
+            eos_id,
+            vocab_size,
+            seq_len,
+        )
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
         # Where the next sample starts: a document's place in this stream, and a token inside it.
         self._document, self._offset = 0, 0
@@ -153,9 +181,13 @@ class SyntheticDataset(IterableDataset, Stateful):
 
     def _current(self) -> np.ndarray:
         worker = get_worker_info()
-        workers, worker_id = (worker.num_workers, worker.id) if worker is not None else (1, 0)
+        workers, worker_id = (
+            (worker.num_workers, worker.id) if worker is not None else (1, 0)
+        )
         streams = self.dp_world_size * workers
-        return self.tokens(self._document * streams + self.dp_rank * workers + worker_id)
+        return self.tokens(
+            self._document * streams + self.dp_rank * workers + worker_id
+        )
 
     def _take(self, count: int) -> Iterator[np.ndarray]:
         while count:

@@ -32,7 +32,9 @@ def separate_compile_caches(meshes: Mapping[str, DeviceMesh]) -> None:
         meshes: those of one dimension and more than one rank, by torchtitan's names.
     """
     of_others, *_ = torch.compiler.config.cache_key_tag.partition(_MARK)
-    torch.compiler.config.cache_key_tag = f"{of_others}{_MARK}{_operators_digest()}, {graph_place(meshes)}"
+    torch.compiler.config.cache_key_tag = (
+        f"{of_others}{_MARK}{_operators_digest()}, {graph_place(meshes)}"
+    )
 
 
 def graph_place(meshes: Mapping[str, DeviceMesh]) -> str:
@@ -49,4 +51,6 @@ def graph_place(meshes: Mapping[str, DeviceMesh]) -> str:
 def _operators_digest() -> str:
     """Return a hash of the sources of all operators."""
     sources = sorted(Path(runtime.__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[
+        :16
+    ]

@@ -5,7 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, CostModel, PlannerConfig, Profile, get_planner
+from torchtitan_cad.planning import (
+    AttentionShape,
+    CostModel,
+    PlannerConfig,
+    Profile,
+    get_planner,
+)
 from torchtitan_cad.planning.exchange.messages import buffer_bytes
 
 
@@ -134,7 +140,11 @@ class Cad:
 
     def deterministic(self) -> "Cad":
         """Return a table by which equal batches get equal plans: "auto" becomes the planner's own tolerance."""
-        return replace(self, tolerance=PlannerConfig.tolerance) if self.tolerance == "auto" else self
+        return (
+            replace(self, tolerance=PlannerConfig.tolerance)
+            if self.tolerance == "auto"
+            else self
+        )
 
     def check_eos_id(self) -> None:
         """Raise ValueError for ``eos_id`` where no token ends documents."""
@@ -156,10 +166,14 @@ class Cad:
         try:
             get_planner(self.planner)
             return PlannerConfig(
-                tolerance=PlannerConfig.tolerance if self.tolerance == "auto" else self.tolerance,
+                tolerance=PlannerConfig.tolerance
+                if self.tolerance == "auto"
+                else self.tolerance,
                 min_shard=self.min_shard,
                 planner=self.planner,
-                rank_speeds=None if self.rank_speeds is None else tuple(self.rank_speeds),
+                rank_speeds=None
+                if self.rank_speeds is None
+                else tuple(self.rank_speeds),
                 ranks_per_node=ranks_per_node,
             )
         except ValueError as error:
@@ -184,7 +198,9 @@ class Cad:
         try:
             profile = Profile.read(self.profile)
         except ValueError as error:
-            raise ValueError(f"cad.profile = {self.profile!r}: {error}; or leave cad.profile out") from None
+            raise ValueError(
+                f"cad.profile = {self.profile!r}: {error}; or leave cad.profile out"
+            ) from None
         if self.min_shard % profile.tile:
             raise ValueError(
                 f"cad.min_shard = {self.min_shard} is not a multiple of {profile.tile}, the tile of cad.profile = "

@@ -29,7 +29,9 @@ def adapt_torch() -> None:
 
     register_cpu_varlen()
     # Every rank would warn at every start; random operators on CPU ranks have the support that torchtitan needs.
-    warnings.filterwarnings("ignore", r"DTensor .* may not have complete support on cpu device mesh")
+    warnings.filterwarnings(
+        "ignore", r"DTensor .* may not have complete support on cpu device mesh"
+    )
 
 
 def import_with_cpu_device() -> None:
@@ -52,7 +54,9 @@ class _CpuDeviceModule(ModuleType):
         try:
             return getattr(torch.cpu, name)
         except AttributeError:
-            raise AttributeError(f"torch.cpu has no {name!r}: this torchtitan feature needs an accelerator") from None
+            raise AttributeError(
+                f"torch.cpu has no {name!r}: this torchtitan feature needs an accelerator"
+            ) from None
 
     @staticmethod
     def current_device() -> int:
@@ -73,9 +77,13 @@ class _CpuDeviceModule(ModuleType):
         return "CPU"
 
     @staticmethod
-    def get_device_properties(device: torch.device | str | None = None) -> SimpleNamespace:
+    def get_device_properties(
+        device: torch.device | str | None = None,
+    ) -> SimpleNamespace:
         """Return the one field that torchtitan reads, bytes of memory."""
-        return SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return SimpleNamespace(
+            total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        )
 
     @staticmethod
     def memory_stats(device: torch.device | str | None = None) -> dict[str, int]:
@@ -115,7 +123,9 @@ def _count_integers() -> None:
     """
     original = torch.histc
 
-    def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    def histc(
+        input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0
+    ) -> torch.Tensor:
         if input.is_floating_point() or input.device.type != "cpu":
             return original(input, bins, min, max)
         return original(input.double(), bins, min, max).to(input.dtype)
@@ -146,7 +156,9 @@ def _drop_missing_profiler_activity() -> None:
     original = torch.profiler.profile.__init__
 
     @functools.wraps(original)
-    def init(self: torch.profiler.profile, *, activities: Any = None, **kwargs: Any) -> None:
+    def init(
+        self: torch.profiler.profile, *, activities: Any = None, **kwargs: Any
+    ) -> None:
         if activities is not None:
             activities = [activity for activity in activities if activity is not None]
         original(self, activities=activities, **kwargs)

@@ -40,10 +40,19 @@ def engine_name(kinds: Sequence[AttentionKind], name: str) -> str:
 def kernel_shape(kinds: Sequence[AttentionKind]) -> AttentionShape:
     """Return the shape for which a kernel of all kinds is chosen: the first kind's, with the window of any."""
     windows = (kind.shape.window for kind in kinds)
-    return replace(kinds[0].shape, window=next((window for window in windows if window is not None), None))
+    return replace(
+        kinds[0].shape,
+        window=next((window for window in windows if window is not None), None),
+    )
 
 
-def kept_bytes(backward: str, room: KeepCapacity, group: dist.ProcessGroup | None, *, in_ticks: bool) -> float:
+def kept_bytes(
+    backward: str,
+    room: KeepCapacity,
+    group: dist.ProcessGroup | None,
+    *,
+    in_ticks: bool,
+) -> float:
     """Return the bytes of rows that servers may keep in a call, equal on all ranks of ``group``. Collective over it.
 
     Args:
@@ -61,7 +70,9 @@ def kept_bytes(backward: str, room: KeepCapacity, group: dist.ProcessGroup | Non
     return least.bytes_per_call
 
 
-def build_engines(kinds: Sequence[AttentionKind], ticks: Ticks | None, **options: Any) -> list[CoreAttentionEngine]:
+def build_engines(
+    kinds: Sequence[AttentionKind], ticks: Ticks | None, **options: Any
+) -> list[CoreAttentionEngine]:
     """Build and register an engine for each kind; ``options`` are those of all of them.
 
     They count exchanges together, and a plan has the same key in all of them.
@@ -77,7 +88,11 @@ def build_engines(kinds: Sequence[AttentionKind], ticks: Ticks | None, **options
     engines = list[CoreAttentionEngine]()
     for kind in kinds:
         of_kind = {**options, "scale": kind.score_scale}
-        engine = CoreAttentionEngine(**of_kind) if ticks is None else TickEngine(kind.shape, ticks.dtype, **of_kind)
+        engine = (
+            CoreAttentionEngine(**of_kind)
+            if ticks is None
+            else TickEngine(kind.shape, ticks.dtype, **of_kind)
+        )
         engine.clock = engines[0].clock if engines else engine.clock
         register_engine(engine_name(kinds, kind.name), engine)
         engines.append(engine)

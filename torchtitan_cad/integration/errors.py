@@ -25,7 +25,14 @@ _OTHER_RANKS_WAIT_S = 6.0
 _INTERRUPTED = 130
 _NEARLY_FULL = 100e6
 """bytes: free room of a disk on which a checkpoint that could not be written most likely found none"""
-_SETUP_ERRORS = (ValueError, OSError, NotImplementedError, AssertionError, ImportError, RecursionError)
+_SETUP_ERRORS = (
+    ValueError,
+    OSError,
+    NotImplementedError,
+    AssertionError,
+    ImportError,
+    RecursionError,
+)
 
 
 class CheckpointError(Exception):
@@ -33,9 +40,16 @@ class CheckpointError(Exception):
 
     def __init__(self, folder: str, error: CheckpointException) -> None:
         rank, (cause, _) = min(error.failures.items())
-        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_sentence(cause)
+        reason = (
+            cause.strerror
+            if isinstance(cause, OSError) and cause.strerror
+            else first_sentence(cause)
+        )
         free = shutil.disk_usage(folder).free if os.path.isdir(folder) else None
-        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_full = isinstance(cause, OSError) and cause.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+        )
         # A writer's own complaint often hides that the disk is full.
         is_full |= free is not None and free < _NEARLY_FULL
         remedy = "mend that and start again: the job resumes from the last checkpoint that is complete"
@@ -46,7 +60,11 @@ class CheckpointError(Exception):
             )
         if reason.startswith(("Missing key", "Size mismatch")):
             remedy = "start the job with the model and options that it was saved with, or set another checkpoint.folder"
-        room = f", {free / 1e6:,.0f} MB are free there" if is_full and free is not None else ""
+        room = (
+            f", {free / 1e6:,.0f} MB are free there"
+            if is_full and free is not None
+            else ""
+        )
         super().__init__(
             f"a checkpoint in {folder} could not be written or read by rank {rank}{room}: {reason}; {remedy}"
         )
@@ -97,7 +115,10 @@ def explain(error: BaseException, building: bool) -> str | None:
     if isinstance(error, ValueError) and (building or raised_here):
         return first_sentence(error)
     if isinstance(error, OSError) or (building and isinstance(error, _SETUP_ERRORS)):
-        said = first_sentence(error) or f"line {frame.f_lineno} of {frame.f_globals.get('__name__')}"
+        said = (
+            first_sentence(error)
+            or f"line {frame.f_lineno} of {frame.f_globals.get('__name__')}"
+        )
         return f"{type(error).__name__}: {said}; {TRACEBACK_OPTION} shows where"
     return None
 
@@ -111,4 +132,6 @@ def tell_launcher(text: str) -> None:
     """Leave ``text`` where torchrun reads why a rank failed, in place of the stack of some 70 lines of torchtitan."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+        Path(path).write_text(
+            json.dumps({"message": {"message": text, "extraInfo": details}})
+        )

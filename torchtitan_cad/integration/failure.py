@@ -56,11 +56,15 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
 
     # Until the job is closed: the launcher may end this process at any time after another one has failed.
     state = run_state()
-    state.signals.enter_context(ending_on_signals(before_end, _BEFORE_END_S, monitor.launcher))
+    state.signals.enter_context(
+        ending_on_signals(before_end, _BEFORE_END_S, monitor.launcher)
+    )
     try:
         try:
             train()
-        except CheckpointException as error:  # no ``Exception``, so torchtitan would not close the job
+        except (
+            CheckpointException
+        ) as error:  # no ``Exception``, so torchtitan would not close the job
             raise CheckpointError(trainer.checkpointer.folder, error) from error
     except Exception as error:
         state.has_failed = True
@@ -71,7 +75,9 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
             report(error, str(error))  # closing the job takes seconds
         noticed = f"{type(error).__name__}: {first_sentence(error)}"
         tell_launcher(noticed)
-        if findings := monitor.find_cause(noticed, by_itself=not _may_be_caused_by_a_peer(error)):
+        if findings := monitor.find_cause(
+            noticed, by_itself=not _may_be_caused_by_a_peer(error)
+        ):
             raise PeerError(
                 f"rank {rank} stopped at step {trainer.step} because {'; '.join(findings)}. Noticed as {noticed}"
             ) from error
@@ -109,4 +115,6 @@ def _may_be_caused_by_a_peer(error: Exception) -> bool:
     """
     if error is run_state().own_error or str(error).startswith("DataLoader worker "):
         return False
-    return isinstance(error, RuntimeError | OSError) and not isinstance(error, torch.OutOfMemoryError)
+    return isinstance(error, RuntimeError | OSError) and not isinstance(
+        error, torch.OutOfMemoryError
+    )

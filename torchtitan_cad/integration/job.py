@@ -55,7 +55,9 @@ class Job:
     def __post_init__(self) -> None:
         names = [kind.name for kind in self.kinds]
         if not names or len({*names}) < len(names) or self.kinds[0].block is not None:
-            raise ValueError(f"kinds of attention {names}: give each once, and first one that keeps documents whole")
+            raise ValueError(
+                f"kinds of attention {names}: give each once, and first one that keeps documents whole"
+            )
 
     @property
     def shape(self) -> AttentionShape:

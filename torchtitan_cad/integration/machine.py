@@ -25,7 +25,10 @@ def device_bytes(device: torch.device, ranks_of_host: int) -> float:
 def ranks_per_host(hosts: Sequence[int]) -> int | None:
     """Count the neighbouring ranks that share a host; None if they are not as many everywhere, are one, or all."""
     count = hosts.count(hosts[0])
-    even = list(hosts) == [rank // count for rank in range(len(hosts))] and len(hosts) % count == 0
+    even = (
+        list(hosts) == [rank // count for rank in range(len(hosts))]
+        and len(hosts) % count == 0
+    )
     return count if even and 1 < count < len(hosts) else None
 
 
@@ -53,16 +56,27 @@ def measure_times(
         rates.link_rate(transport, rank, sends, device, group) if sends.any() else None
         for sends in (together & others, ~together)
     ]
-    (inside, _), (between, seconds) = (link or next(filter(None, links)) for link in links)
+    (inside, _), (between, seconds) = (
+        link or next(filter(None, links)) for link in links
+    )
     return LayerTimes(unit, linear, inside, between, seconds, overlaps, hosts)
 
 
-def check_same_profile(group: dist.ProcessGroup, ranks: list[int], path: str | None, profile: Profile | None) -> None:
+def check_same_profile(
+    group: dist.ProcessGroup,
+    ranks: list[int],
+    path: str | None,
+    profile: Profile | None,
+) -> None:
     """Raise ValueError, on all ``ranks`` of the group, unless all of them have read the same profile, or none."""
     mine = torch.tensor([int(profile.fingerprint()[:15], 16) if profile else 0])
     every = [torch.empty_like(mine) for _ in ranks]
     dist.all_gather(every, mine, group=group)
-    differing = [rank for rank, theirs in zip(ranks, every, strict=True) if not torch.equal(theirs, every[0])]
+    differing = [
+        rank
+        for rank, theirs in zip(ranks, every, strict=True)
+        if not torch.equal(theirs, every[0])
+    ]
     if differing:
         raise ValueError(
             f"cad.profile = {path!r}: ranks {differing} read another profile than rank {ranks[0]}; "

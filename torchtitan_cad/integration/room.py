@@ -66,12 +66,20 @@ def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
         tp=topology.tp,
         in_pipeline=topology.pp > 1,
     )
-    states = _state_bytes(parts.modules, blocks, parts.shards, job.dtype.itemsize, in_pipeline=stage.in_pipeline)
+    states = _state_bytes(
+        parts.modules,
+        blocks,
+        parts.shards,
+        job.dtype.itemsize,
+        in_pipeline=stage.in_pipeline,
+    )
     used = sum(
         (
             states,
             tokens * stage.token_bytes(parts.checkpointing, parts.flying, nano_batches),
-            nano_batches * BUFFERS_PER_CALL * buffer_bytes(job.cad.receive_buffer_gb, nano_batches),
+            nano_batches
+            * BUFFERS_PER_CALL
+            * buffer_bytes(job.cad.receive_buffer_gb, nano_batches),
             WORKING * max(stock_memory(job.shape, tokens, tokens, job.rows)),
         )
     )
@@ -80,7 +88,12 @@ def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
 
 
 def _state_bytes(
-    parts: Sequence[nn.Module], blocks: Sequence[nn.Module], shards: int, itemsize: int, *, in_pipeline: bool
+    parts: Sequence[nn.Module],
+    blocks: Sequence[nn.Module],
+    shards: int,
+    itemsize: int,
+    *,
+    in_pipeline: bool,
 ) -> float:
     """Return the bytes of weights, gradients and optimizer, and of what FSDP2 gathers.
 
@@ -90,11 +103,17 @@ def _state_bytes(
         shards: ranks that FSDP2 shards parameters over.
         itemsize: bytes of an element of gathered parameters.
     """
-    own = sum(_STATES * parameter.itemsize * _count(parameter) for part in parts for parameter in part.parameters())
+    own = sum(
+        _STATES * parameter.itemsize * _count(parameter)
+        for part in parts
+        for parameter in part.parameters()
+    )
     if shards == 1:
         return own
     if in_pipeline:
-        return own + shards * (itemsize + GRADIENT_BYTES) * sum(_parameters(part) for part in parts)
+        return own + shards * (itemsize + GRADIENT_BYTES) * sum(
+            _parameters(part) for part in parts
+        )
     return own + 2 * shards * itemsize * max(map(_parameters, blocks), default=0)
 
 
@@ -105,7 +124,11 @@ def _parameters(module: nn.Module) -> int:
 
 def _count(parameter: torch.Tensor) -> int:
     """Count the elements that this rank holds of a parameter."""
-    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+    return (
+        parameter.to_local().numel()
+        if isinstance(parameter, DTensor)
+        else parameter.numel()
+    )
 
 
 def _ffn(blocks: Sequence[nn.Module], hidden: int, experts_per_token: int) -> float:
@@ -115,6 +138,8 @@ def _ffn(blocks: Sequence[nn.Module], hidden: int, experts_per_token: int) -> fl
         for name, parameter in block.named_parameters():
             if name.startswith("attention.") or parameter.ndim < 2:
                 continue
-            share = experts_per_token / parameter.shape[0] if parameter.ndim == 3 else 1.0
+            share = (
+                experts_per_token / parameter.shape[0] if parameter.ndim == 3 else 1.0
+            )
             count += share * parameter.numel()
     return count / (3 * hidden * max(1, len(blocks)))

@@ -19,10 +19,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_cad.integration.engines import Ticks, build_engines, kept_bytes, kernel_shape
+from torchtitan_cad.integration.engines import (
+    Ticks,
+    build_engines,
+    kept_bytes,
+    kernel_shape,
+)
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.job import Job
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlannedBatch, PlanRules
+from torchtitan_cad.integration.loading.batch_planner import (
+    BatchPlanner,
+    PlannedBatch,
+    PlanRules,
+)
 from torchtitan_cad.integration.loading.documents import OWN_POSITIONS
 from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
@@ -57,20 +66,32 @@ class CadSession:
     """See the module's docstring. ``build`` completes it, when the model is parallelized."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.cad, self.topology, self.shape, self.device = job, job.cad, job.topology, job.shape, job.device
+        self.job, self.cad, self.topology, self.shape, self.device = (
+            job,
+            job.cad,
+            job.topology,
+            job.shape,
+            job.device,
+        )
         self.rank = dist.get_rank()
         self.ranks = self.topology.group_ranks(self.rank)
         self.group_rank = self.topology.group_rank(self.rank)
         self.side_stream = SideStream(self.device)
         self.statistics = StepStatistics()
-        store = None if job.dry_run else store_of_attempt(dist.distributed_c10d._get_default_store())
+        store = (
+            None
+            if job.dry_run
+            else store_of_attempt(dist.distributed_c10d._get_default_store())
+        )
         if self.redistributes:
             warm_up_placement()
         host_names = [""] * dist.get_world_size()
         if not job.dry_run:
             host_names = [*gather(host_name(), None).values()]
         self.hosts = number_hosts([host_names[rank] for rank in self.ranks])
-        self.device_bytes = device_bytes(self.device, host_names.count(host_names[self.rank]))
+        self.device_bytes = device_bytes(
+            self.device, host_names.count(host_names[self.rank])
+        )
         self.monitor = None if store is None else self._start_monitor(store, host_names)
         self._mesh: DeviceMesh | None = None
         self._engines: list[CoreAttentionEngine] = []
@@ -83,11 +104,21 @@ class CadSession:
         self._train_group = self._planning_group(self.ranks)
         self._config = self.cad.planner_config(self.topology)
         if self._config.ranks_per_node is None:
-            self._config = replace(self._config, ranks_per_node=ranks_per_host(self.hosts))
+            self._config = replace(
+                self._config, ranks_per_node=ranks_per_host(self.hosts)
+            )
         shape = kernel_shape(job.kinds)
-        self.kernel = get_kernel(self.cad.kernel, self.device, shape, self._train_group, timed=not job.deterministic)
+        self.kernel = get_kernel(
+            self.cad.kernel,
+            self.device,
+            shape,
+            self._train_group,
+            timed=not job.deterministic,
+        )
         for kind in job.kinds:
-            self.kernel.check(job.dtype, kind.shape.head_dim, kind.shape.out_dim, kind.shape.window)
+            self.kernel.check(
+                job.dtype, kind.shape.head_dim, kind.shape.out_dim, kind.shape.window
+            )
         self._cost = self._plan_cost(self._train_group)
         self._placement: Placement | None = None
         if self.redistributes:
@@ -96,36 +127,58 @@ class CadSession:
     @property
     def redistributes(self) -> bool:
         """Tell whether tokens of training batches may get other homes, or microbatches, than the loader's."""
-        in_pipeline = self.topology.pp > 1 and self.job.microbatches * self.job.accumulation > 1
-        return self.cad.placement != "loader" and (in_pipeline or self.topology.dp * self.topology.cp > 1)
+        in_pipeline = (
+            self.topology.pp > 1 and self.job.microbatches * self.job.accumulation > 1
+        )
+        return self.cad.placement != "loader" and (
+            in_pipeline or self.topology.dp * self.topology.cp > 1
+        )
 
     @property
     def engine(self) -> CoreAttentionEngine:
         """Executes core attention of the first kind; there is none before ``build``."""
         if not self._engines:
-            raise RuntimeError("no CAD engine: the model must be parallelized by torchtitan_cad's TrainSpec first")
+            raise RuntimeError(
+                "no CAD engine: the model must be parallelized by torchtitan_cad's TrainSpec first"
+            )
         return self._engines[0]
 
     @cached_property
     def _training(self) -> BatchPlanner:
         """Plans ahead, in a thread."""
-        return self._planner(self._train_group, 0, self._placement, self._ticks.training if self._ticks else None)
+        return self._planner(
+            self._train_group,
+            0,
+            self._placement,
+            self._ticks.training if self._ticks else None,
+        )
 
     @cached_property
     def validation(self) -> BatchPlanner:
         """Plans on the fly. Only jobs that validate have its group, as one of gloo wakes a thread every 10 ms."""
         group = self._planning_group(self.ranks)
-        return self._planner(group, self.cad.nano_batches, None, self._ticks.validation if self._ticks else None)
+        return self._planner(
+            group,
+            self.cad.nano_batches,
+            None,
+            self._ticks.validation if self._ticks else None,
+        )
 
     # Set-up -----------------------------------------------------------------------------------------------------------
 
-    def _start_monitor(self, store: dist.Store, host_names: Sequence[str]) -> PeerMonitor:
+    def _start_monitor(
+        self, store: dist.Store, host_names: Sequence[str]
+    ) -> PeerMonitor:
         return PeerMonitor(
             store,
             self.rank,
             dist.get_world_size(),
             group=self.ranks,
-            host_ranks=[rank for rank, name in enumerate(host_names) if name == host_names[self.rank]],
+            host_ranks=[
+                rank
+                for rank, name in enumerate(host_names)
+                if name == host_names[self.rank]
+            ],
             launcher=os.getppid() if dist.is_torchelastic_launched() else 0,
             interval_s=self.cad.heartbeat_seconds,
             stall_s=self.job.step_timeout_s / 2,
@@ -137,22 +190,37 @@ class CadSession:
             return None
         # Planning waits for the slowest rank's training, so its bound is wider than training's own.
         timeout = timedelta(seconds=self.job.start_timeout_s + self.job.step_timeout_s)
-        return dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+        return dist.new_group(
+            ranks, timeout, backend="gloo", use_local_synchronization=True
+        )
 
     def _plan_cost(self, group: dist.ProcessGroup | None) -> CostModel | None:
         """Cost model for the planners; the same on all ranks of the group."""
         profile = self.cad.read_profile()
         if group is not None:
             check_same_profile(group, self.ranks, self.cad.profile, profile)
-        if profile is not None and (remark := other_device(self.cad, profile, self.device)):
+        if profile is not None and (
+            remark := other_device(self.cad, profile, self.device)
+        ):
             logger.warning(remark)
         return self.cad.plan_cost(self.shape, self.kernel.name)
 
     def _build_placement(self, group: dist.ProcessGroup | None) -> Placement:
         world = range(dist.get_world_size())
-        replicas = self._planning_group([rank for rank in world if self.topology.group_rank(rank) == self.group_rank])
-        if replicas is not None and len({*gather(self._config.ranks_per_node, replicas).values()}) > 1:
-            self._config = replace(self._config, ranks_per_node=None)  # stages lie on hosts differently
+        replicas = self._planning_group(
+            [
+                rank
+                for rank in world
+                if self.topology.group_rank(rank) == self.group_rank
+            ]
+        )
+        if (
+            replicas is not None
+            and len({*gather(self._config.ranks_per_node, replicas).values()}) > 1
+        ):
+            self._config = replace(
+                self._config, ranks_per_node=None
+            )  # stages lie on hosts differently
         return Placement(
             group,
             replicas,
@@ -194,9 +262,17 @@ class CadSession:
             assert dist.get_process_group_ranks(group) == self.ranks
             _set_timeout(group, self.job.start_timeout_s)
             transport = self._build_transport(group)
-        kept = kept_bytes(self.cad.backward, room, self._train_group, in_ticks=ticks is not None)
-        if self.cad.tolerance == "auto" and transport is not None and not self.job.dry_run:
-            self.times = self._agreed(replace(self._measure_times(transport, blocks), kept_bytes=kept))
+        kept = kept_bytes(
+            self.cad.backward, room, self._train_group, in_ticks=ticks is not None
+        )
+        if (
+            self.cad.tolerance == "auto"
+            and transport is not None
+            and not self.job.dry_run
+        ):
+            self.times = self._agreed(
+                replace(self._measure_times(transport, blocks), kept_bytes=kept)
+            )
             logger.info(f"CAD plans by time: {self.times.describe()}")
         options: dict[str, Any] = {
             "kernel": self.kernel,
@@ -206,45 +282,89 @@ class CadSession:
             "kept_bytes": kept,
             "two_rounds": two_rounds,
         }
-        self._engines, self._ticks = build_engines(self.job.kinds, ticks, **options), ticks
+        self._engines, self._ticks = (
+            build_engines(self.job.kinds, ticks, **options),
+            ticks,
+        )
         return self.engine
 
     def _planner(
-        self, group: dist.ProcessGroup | None, key: int, placement: Placement | None, program: TickProgram | None
+        self,
+        group: dist.ProcessGroup | None,
+        key: int,
+        placement: Placement | None,
+        program: TickProgram | None,
     ) -> BatchPlanner:
         nano_batches = self.cad.nano_batches
-        rules = PlanRules(self._config, self.job.kinds, self._cost, nano_batches, self.times, self.hosts)
+        rules = PlanRules(
+            self._config,
+            self.job.kinds,
+            self._cost,
+            nano_batches,
+            self.times,
+            self.hosts,
+        )
         keys = key, KEY_STEP * nano_batches
-        options = group, self.ranks, self.topology, rules, self._engines, keys, placement
-        return BatchPlanner(*options) if program is None else TickPlanner(program, *options)
+        options = (
+            group,
+            self.ranks,
+            self.topology,
+            rules,
+            self._engines,
+            keys,
+            placement,
+        )
+        return (
+            BatchPlanner(*options)
+            if program is None
+            else TickPlanner(program, *options)
+        )
 
-    def _measure_times(self, transport: Transport, blocks: Sequence[nn.Module]) -> LayerTimes:
+    def _measure_times(
+        self, transport: Transport, blocks: Sequence[nn.Module]
+    ) -> LayerTimes:
         """Measure how fast this machine is. Collective over the group.
 
         A pipeline stage without blocks counts on the linear work of the others.
         """
         assert self._train_group is not None
         cost = self._cost or TileAreaCost(self._config.cost_tile)
-        parameters = [parameter for block in blocks for parameter in block.parameters() if parameter.ndim > 1]
+        parameters = [
+            parameter
+            for block in blocks
+            for parameter in block.parameters()
+            if parameter.ndim > 1
+        ]
         # A parameter with three dimensions is that of all experts.
-        shares = [1 if each.ndim == 2 else self.job.experts_per_token / each.shape[0] for each in parameters]
-        active = sum(share * each.numel() for share, each in zip(shares, parameters, strict=True))
+        shares = [
+            1 if each.ndim == 2 else self.job.experts_per_token / each.shape[0]
+            for each in parameters
+        ]
+        active = sum(
+            share * each.numel() for share, each in zip(shares, parameters, strict=True)
+        )
         count = int(active) // (len(blocks) or 1) // self.topology.tp
         width = max(parameters[0].shape[-2:]) if parameters else 0
         how = self.job.dtype, self.device
         unit = rates.attention_seconds(self.kernel, self.shape, *how, cost)
         compute = unit, rates.linear_seconds(count, width, *how) if parameters else 0.0
         where = self.hosts, self.group_rank, self.device, self._train_group
-        return measure_times(compute, transport, *where, overlaps=self.cad.nano_batches == 2)
+        return measure_times(
+            compute, transport, *where, overlaps=self.cad.nano_batches == 2
+        )
 
     def _agreed(self, times: LayerTimes) -> LayerTimes:
         """Return the times of the first of all groups that choose the same homes. Collective over these groups."""
         replicas = None if self._placement is None else self._placement.replicas
-        return times if replicas is None else next(iter(gather(times, replicas).values()))
+        return (
+            times if replicas is None else next(iter(gather(times, replicas).values()))
+        )
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
         if self.job.dry_run:
-            logger.info("CAD exchanges nothing in a dry run: rows from other ranks are zeros")
+            logger.info(
+                "CAD exchanges nothing in a dry run: rows from other ranks are zeros"
+            )
             return DryTransport(self.cad.buffer_bytes)
         if triton.runs_on(self.device):
             from torchtitan_cad.runtime.triton.warm_up import warm_up
@@ -269,7 +389,9 @@ class CadSession:
             loader,
             lambda: self._training,
             documents=self.job.documents,
-            rows_per_microbatch=None if self.topology.pp == 1 else self.job.rows // self.job.microbatches,
+            rows_per_microbatch=None
+            if self.topology.pp == 1
+            else self.job.rows // self.job.microbatches,
             accumulation=self.job.accumulation,
             snapshot=self.job.checkpoints,
             on_batch=self._on_batch,
@@ -282,13 +404,21 @@ class CadSession:
         self.statistics.add(planned)
         self._batches += 1
         # As torchtitan does for its own groups: after the first step, lazy initialisation is over.
-        if self._batches == self.job.accumulation + 1 and self._mesh is not None and len(self.ranks) > 1:
+        if (
+            self._batches == self.job.accumulation + 1
+            and self._mesh is not None
+            and len(self.ranks) > 1
+        ):
             _set_timeout(self._mesh.get_group(), self.job.step_timeout_s)
 
     @property
     def link_between_hosts(self) -> float | None:
         """Gbit/s of a rank between hosts, as measured; None for one host, or without measured rates."""
-        return 8e-9 * self.times.between_hosts if self.times is not None and any(self.hosts) else None
+        return (
+            8e-9 * self.times.between_hosts
+            if self.times is not None and any(self.hosts)
+            else None
+        )
 
     def rows_per_microbatch(self, rows: int) -> int:
         """Count the rows, of a batch of ``rows``, that go through the model together."""
@@ -299,7 +429,9 @@ class CadSession:
         rule = self.job.documents
         if OWN_POSITIONS not in inputs:  # a token's column is its position then
             rule = replace(rule, by_positions=False)
-        while len(self._validated) >= self.job.accumulation:  # a pipeline may be given several microbatches at once
+        while (
+            len(self._validated) >= self.job.accumulation
+        ):  # a pipeline may be given several microbatches at once
             self.validation.drop(self._validated.popleft())
         rows, seq_len = inputs["input"].shape
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch(rows))
@@ -335,12 +467,16 @@ def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:
     sizes = (topology.num_groups, topology.group_size, topology.tp)
     own = "fake" if topology.group_size == 1 else dist.get_backend_config()
     backends = {"cad_pp": "fake", "cad": own, "cad_tp": "fake"}
-    return world._unflatten(0, sizes, tuple(backends), backend_override={**backends})["cad"]
+    return world._unflatten(0, sizes, tuple(backends), backend_override={**backends})[
+        "cad"
+    ]
 
 
 def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Bound every wait on ``group``, which torchtitan's own ``set_pg_timeouts`` does not know."""
-    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # the first is of torch 2.15
+    set_timeout = getattr(
+        dist, "set_timeout", dist.distributed_c10d._set_pg_timeout
+    )  # the first is of torch 2.15
     set_timeout(timedelta(seconds=seconds), group)
 
 
@@ -352,7 +488,9 @@ def open_session(job: Job) -> CadSession:
     global _session
     if _session is not None:
         _session.close()
-    warm_up(logger.info)  # before any rank watches another: one of every machine may have to compile
+    warm_up(
+        logger.info
+    )  # before any rank watches another: one of every machine may have to compile
     _session = CadSession(job)
     if job.deterministic:
         logger.info(
@@ -363,7 +501,11 @@ def open_session(job: Job) -> CadSession:
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.kernel}, "
         f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "
         f"placement {_session.cad.placement if _session.redistributes else 'loader'}, "
-        + (f"balancing times of {_session.cad.profile}" if _session.cad.profile else "balancing tiles")
+        + (
+            f"balancing times of {_session.cad.profile}"
+            if _session.cad.profile
+            else "balancing tiles"
+        )
     )
     return _session
 
@@ -375,7 +517,9 @@ def current_session() -> CadSession:
         RuntimeError: there is none, as no data loader with CAD has been built.
     """
     if _session is None:
-        raise RuntimeError("no CAD session: the data loader must be built by torchtitan_cad's TrainSpec first")
+        raise RuntimeError(
+            "no CAD session: the data loader must be built by torchtitan_cad's TrainSpec first"
+        )
     return _session
 
 

@@ -15,7 +15,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.loader import Batch, Loader
-from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME, DOCUMENTS_VERSION, LinesFile
+from torchtitan_cad.integration.report.steps_file import (
+    DOCUMENTS_NAME,
+    DOCUMENTS_VERSION,
+    LinesFile,
+)
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.kind import attention_work
 
@@ -53,7 +57,9 @@ class Shadow(Stateful):
             rows, self._row_tokens = inputs["input"].shape
             lengths = _lengths_of_rows(starts, rows, self._row_tokens)
             size = max(1, rows // self.job.microbatches)
-            self._microbatches += [lengths[first : first + size] for first in range(0, rows, size)]
+            self._microbatches += [
+                lengths[first : first + size] for first in range(0, rows, size)
+            ]
             yield inputs, labels
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,14 +74,21 @@ class Shadow(Stateful):
         self._microbatches = []
         if self.rank % topology.cp == 0:  # the others have the same rows
             tile = self.job.cad.planner_config().cost_tile
-            own = microbatches, [attention_work(rows, self.job.kinds, tile) for rows in microbatches]
+            own = (
+                microbatches,
+                [attention_work(rows, self.job.kinds, tile) for rows in microbatches],
+            )
         gathered = [own] * topology.group_size
         if self.group is not None:
-            dist.gather_object(own, gathered if self.rank == 0 else None, group=self.group, group_dst=0)
+            dist.gather_object(
+                own, gathered if self.rank == 0 else None, group=self.group, group_dst=0
+            )
         if self.rank == 0:
             rows_of_ranks, work_of_ranks = zip(*gathered[:: topology.cp], strict=True)
             work = np.array(work_of_ranks)  # [ranks, microbatches]
-            self._imbalances.append(float((work.max(axis=0) / work.mean(axis=0)).mean()))
+            self._imbalances.append(
+                float((work.max(axis=0) / work.mean(axis=0)).mean())
+            )
             if dist.get_rank() == 0:
                 self._write(step, list(zip(*rows_of_ranks, strict=True)))
 
@@ -98,11 +111,15 @@ class Shadow(Stateful):
         try:
             if self._file is None:
                 self._file = LinesFile(Path(self.dump_folder, DOCUMENTS_NAME))
-                logger.info(f"cad.shadow records documents in {self._file.path}, for `torchtitan-cad simulate`")
+                logger.info(
+                    f"cad.shadow records documents in {self._file.path}, for `torchtitan-cad simulate`"
+                )
             self._file.append(json.dumps(line, separators=(",", ":")))
         except OSError as error:  # a full disk is no reason to stop training
             if not self._write_failed:
-                logger.warning(f"cad.shadow cannot record this step, and tries again at every step: {error}")
+                logger.warning(
+                    f"cad.shadow cannot record this step, and tries again at every step: {error}"
+                )
             self._write_failed = True
 
 
@@ -112,7 +129,9 @@ def open_shadow(loader: Loader, job: Job, dump_folder: str) -> Shadow:
     ranks = job.topology.group_ranks(rank)
     if len(ranks) > 1 and not job.dry_run:
         timeout = timedelta(seconds=job.start_timeout_s + job.step_timeout_s)
-        group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+        group = dist.new_group(
+            ranks, timeout, backend="gloo", use_local_synchronization=True
+        )
     return Shadow(loader, job, dump_folder, group, job.topology.group_rank(rank))
 
 

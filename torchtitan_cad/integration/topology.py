@@ -27,8 +27,16 @@ class Topology:
         pp = parallelism.pipeline_parallel_degree
         cp = parallelism.context_parallel_degree
         tp = parallelism.tensor_parallel_degree
-        across_stages = pp > 1 and parallelism.pipeline_parallel_schedule in TICK_SCHEDULES
-        return cls(pp=pp, dp=world_size // (pp * cp * tp), cp=cp, tp=tp, across_stages=across_stages)
+        across_stages = (
+            pp > 1 and parallelism.pipeline_parallel_schedule in TICK_SCHEDULES
+        )
+        return cls(
+            pp=pp,
+            dp=world_size // (pp * cp * tp),
+            cp=cp,
+            tp=tp,
+            across_stages=across_stages,
+        )
 
     @property
     def group_stages(self) -> int:
@@ -61,7 +69,11 @@ class Topology:
         Raises ValueError if TP groups or CAD groups are spread over nodes unevenly.
         """
         together = self.group_size * self.tp
-        if ranks_per_node < 1 or ranks_per_node % self.tp or (together % ranks_per_node and ranks_per_node % together):
+        if (
+            ranks_per_node < 1
+            or ranks_per_node % self.tp
+            or (together % ranks_per_node and ranks_per_node % together)
+        ):
             raise ValueError(
                 f"cad.ranks_per_node = {ranks_per_node}: set the ranks of a node, a multiple of "
                 f"parallelism.tensor_parallel_degree = {self.tp} that divides the {together} ranks of a CAD group and "

@@ -17,10 +17,19 @@ from torchtitan_cad.planning.placement.microbatch import PlannedMicrobatch
 from torchtitan_cad.planning.placement.place import place_and_plan
 from torchtitan_cad.planning.placement.step import plan_step
 from torchtitan_cad.planning.plan import Plan, make_plan, warm_up
-from torchtitan_cad.planning.planners import Planner, get_planner, planner_names, register_planner
+from torchtitan_cad.planning.planners import (
+    Planner,
+    get_planner,
+    planner_names,
+    register_planner,
+)
 from torchtitan_cad.planning.stats import PlanStats
 from torchtitan_cad.planning.timed import LayerTimes
-from torchtitan_cad.planning.validate import PlanError, validate_exchanges, validate_plan
+from torchtitan_cad.planning.validate import (
+    PlanError,
+    validate_exchanges,
+    validate_plan,
+)
 
 __all__ = [
     "TASK_DTYPE",

@@ -20,7 +20,10 @@ MAX_STAGES = 2**16
 
 
 def complete(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None, cost: CostModel | None
+    layout: TokenLayout,
+    shape: AttentionShape,
+    config: PlannerConfig | None,
+    cost: CostModel | None,
 ) -> tuple[PlannerConfig, CostModel]:
     """Check the arguments of ``make_plan``; return the config, for the shape's window, and the cost, or the defaults.
 
@@ -29,7 +32,9 @@ def complete(
     _of_type("layout", layout, TokenLayout)
     config = complete_config(shape, config)
     if cost is not None and not hasattr(cost, "granularity"):
-        raise ValueError(f"cost = {brief(cost)}: give a cost model, or None for tile area")
+        raise ValueError(
+            f"cost = {brief(cost)}: give a cost model, or None for tile area"
+        )
     cost = cost_model(cost, config.cost_tile, shape.window)
     if config.min_shard % cost.granularity:
         raise ValueError(
@@ -40,7 +45,9 @@ def complete(
     return config, cost
 
 
-def complete_config(shape: AttentionShape, config: PlannerConfig | None) -> PlannerConfig:
+def complete_config(
+    shape: AttentionShape, config: PlannerConfig | None
+) -> PlannerConfig:
     """Return the config for the shape's window, by default the planner's own; ValueError for another type."""
     _of_type("shape", shape, AttentionShape)
     if config is None:
@@ -50,14 +57,22 @@ def complete_config(shape: AttentionShape, config: PlannerConfig | None) -> Plan
 
 
 def check_step(
-    given: Sequence[Sequence[TokenLayout]], kinds: Sequence[AttentionKind], stages: int, *, place: bool
+    given: Sequence[Sequence[TokenLayout]],
+    kinds: Sequence[AttentionKind],
+    stages: int,
+    *,
+    place: bool,
 ) -> None:
     """Check a step for ``plan_step``; ``place``: whether tokens may get other homes."""
     if not is_integer(stages, 1, MAX_STAGES):
-        raise ValueError(f"stages = {brief(stages)}: set a whole number from 1 to {MAX_STAGES}")
+        raise ValueError(
+            f"stages = {brief(stages)}: set a whole number from 1 to {MAX_STAGES}"
+        )
     _of_type("kinds", kinds, Sequence)
     if not kinds:
-        raise ValueError("kinds = []: give the model's kinds of attention, at least one")
+        raise ValueError(
+            "kinds = []: give the model's kinds of attention, at least one"
+        )
     for kind in kinds:
         _of_type("kind", kind, AttentionKind)
     _of_type("given", given, Sequence)
@@ -67,13 +82,19 @@ def check_step(
             _of_type("layout", layout, TokenLayout)
     nano_batches = sorted({len(nanos) for nanos in given})
     if nano_batches not in ([], [1], [2]):
-        raise ValueError(f"microbatches of a step need 1 or 2 nano-batches, all as many, got numbers {nano_batches}")
+        raise ValueError(
+            f"microbatches of a step need 1 or 2 nano-batches, all as many, got numbers {nano_batches}"
+        )
     if not place:
         return
     ranks = {layout.num_ranks for nanos in given for layout in nanos}
     if len(ranks) != 1:
-        raise ValueError(f"microbatches of a step need the same ranks, got numbers of ranks {sorted(ranks)}")
-    docs, counts = np.unique(np.concatenate([each.docs for each in holders(given)]), return_counts=True)
+        raise ValueError(
+            f"microbatches of a step need the same ranks, got numbers of ranks {sorted(ranks)}"
+        )
+    docs, counts = np.unique(
+        np.concatenate([each.docs for each in holders(given)]), return_counts=True
+    )
     if (counts > 1).any():
         raise ValueError(
             f"document {docs[counts > 1][0]} is in two microbatches: give the documents of a step ids of their own"
@@ -83,10 +104,16 @@ def check_step(
 def holders(given: Sequence[Sequence[TokenLayout]]) -> list[TokenLayout]:
     """Return the layouts that hold each of the step's tokens once: without nano-batches that are keys of the later
     ones."""
-    return [layout for nanos in given for layout in (nanos if nanos[-1].seg_attends.all() else nanos[-1:])]
+    return [
+        layout
+        for nanos in given
+        for layout in (nanos if nanos[-1].seg_attends.all() else nanos[-1:])
+    ]
 
 
 def _of_type(name: str, value: object, wanted: type) -> None:
     if not isinstance(value, wanted):
         shown = " ".join(brief(value).split())
-        raise ValueError(f"{name} = {shown}: give a {wanted.__name__}, not a {type(value).__name__}")
+        raise ValueError(
+            f"{name} = {shown}: give a {wanted.__name__}, not a {type(value).__name__}"
+        )

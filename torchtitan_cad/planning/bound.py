@@ -17,7 +17,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_cad.planning.intervals import FloatArray, IntArray, concat_ranges, sum_by_index
+from torchtitan_cad.planning.intervals import (
+    FloatArray,
+    IntArray,
+    concat_ranges,
+    sum_by_index,
+)
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 
@@ -58,7 +63,9 @@ class _Holdings(NamedTuple):
         return self.end - self.tokens
 
 
-def lower_bounds(layout: TokenLayout, shape: AttentionShape, max_pairs: int | IntArray) -> Bounds:
+def lower_bounds(
+    layout: TokenLayout, shape: AttentionShape, max_pairs: int | IntArray
+) -> Bounds:
     """Return the bounds of plans in which rank r executes at most ``max_pairs[r]`` pairs; int: the same for all ranks.
 
     All bounds are 0 for layouts that leave queries out, and for attention in a window.
@@ -68,15 +75,23 @@ def lower_bounds(layout: TokenLayout, shape: AttentionShape, max_pairs: int | In
     limit = np.broadcast_to(np.asarray(max_pairs, dtype=np.int64), layout.num_ranks)
     end = layout.seg_start + layout.seg_length
     pairs = _triangle(end) - _triangle(layout.seg_start)
-    holdings = _merge(layout.seg_rank, layout.doc_index(layout.seg_doc), layout.seg_length, pairs, end)
+    holdings = _merge(
+        layout.seg_rank, layout.doc_index(layout.seg_doc), layout.seg_length, pairs, end
+    )
     total = int(_total_bytes(layout, shape, holdings, limit) * SLACK)
     alone = _export_bytes(shape, holdings, limit, int(limit.max()))
     forced = int(alone.max(initial=0) * SLACK)
-    rank = max(-(-total // layout.num_ranks), forced, int(_group_bytes(layout, shape, holdings, limit) * SLACK))
+    rank = max(
+        -(-total // layout.num_ranks),
+        forced,
+        int(_group_bytes(layout, shape, holdings, limit) * SLACK),
+    )
     return Bounds(total, rank, forced)
 
 
-def _total_bytes(layout: TokenLayout, shape: AttentionShape, holdings: _Holdings, limit: IntArray) -> float:
+def _total_bytes(
+    layout: TokenLayout, shape: AttentionShape, holdings: _Holdings, limit: IntArray
+) -> float:
     """Bytes of all ranks' foreign pairs at their average prices, taking the cheapest pairs first."""
     local = _triangle(holdings.tokens)
     kept = np.minimum(sum_by_index(holdings.group, local, layout.num_ranks), limit)
@@ -96,33 +111,47 @@ def _total_bytes(layout: TokenLayout, shape: AttentionShape, holdings: _Holdings
     other = np.minimum(_triangle(length) - pairs, capacity[rank])
     other_price = _unit_price(shape, other, tokens + foreign / tokens, length)
     # Documents without a token on the rank.
-    far_price = _unit_price(shape, capacity, np.zeros(len(capacity)), layout.doc_lengths.max())
+    far_price = _unit_price(
+        shape, capacity, np.zeros(len(capacity)), layout.doc_lengths.max()
+    )
     price = np.concatenate([own_price, other_price, far_price])
     amount = np.concatenate([own, other, capacity])
     group = np.concatenate([rank, rank, np.arange(layout.num_ranks)])
     _, price, amount = _cheapest(group, price, amount, capacity)
-    _, price, amount = _cheapest(np.zeros(len(price), np.int64), price, amount, np.array([needed]))
+    _, price, amount = _cheapest(
+        np.zeros(len(price), np.int64), price, amount, np.array([needed])
+    )
     return float((price * amount).sum())
 
 
-def _export_bytes(shape: AttentionShape, holdings: _Holdings, limit: IntArray, most: int) -> FloatArray:
+def _export_bytes(
+    shape: AttentionShape, holdings: _Holdings, limit: IntArray, most: int
+) -> FloatArray:
     """Return [groups] bytes that each group must send because its queries' pairs exceed ``limit`` [groups].
 
     ``most`` is the largest limit of any rank.
     """
-    over = np.maximum(sum_by_index(holdings.group, holdings.pairs, len(limit)) - limit, 0)
+    over = np.maximum(
+        sum_by_index(holdings.group, holdings.pairs, len(limit)) - limit, 0
+    )
     mine = over[holdings.group] > 0
     holdings = _Holdings(*(column[mine] for column in holdings))
     largest = np.minimum(np.minimum(holdings.pairs, over[holdings.group]), most)
     price = _unit_price(shape, largest, holdings.free, holdings.end)
     group, price, amount = _cheapest(holdings.group, price, holdings.pairs, over)
-    return np.bincount(group, weights=price * amount, minlength=len(limit)).astype(np.float64)
+    return np.bincount(group, weights=price * amount, minlength=len(limit)).astype(
+        np.float64
+    )
 
 
-def _group_bytes(layout: TokenLayout, shape: AttentionShape, holdings: _Holdings, limit: IntArray) -> float:
+def _group_bytes(
+    layout: TokenLayout, shape: AttentionShape, holdings: _Holdings, limit: IntArray
+) -> float:
     """Bytes out of the busiest rank of the homes of one document, for the GROUPS documents with most work per home."""
     homes = np.bincount(holdings.doc, minlength=len(layout.docs))
-    weight = np.where(homes > 1, _triangle(layout.doc_lengths) / np.maximum(homes, 1), 0.0)
+    weight = np.where(
+        homes > 1, _triangle(layout.doc_lengths) / np.maximum(homes, 1), 0.0
+    )
     chosen = np.argsort(-weight, kind="stable")[:GROUPS]
     chosen = chosen[weight[chosen] > 0]
     number = np.full(len(layout.docs), -1)
@@ -139,18 +168,28 @@ def _group_bytes(layout: TokenLayout, shape: AttentionShape, holdings: _Holdings
     return float((sent / homes[chosen]).max(initial=0))
 
 
-def _merge(group: IntArray, doc: IntArray, tokens: IntArray, pairs: IntArray, end: IntArray) -> _Holdings:
+def _merge(
+    group: IntArray, doc: IntArray, tokens: IntArray, pairs: IntArray, end: IntArray
+) -> _Holdings:
     """Entries, with those of the same group and document added up."""
     order = np.lexsort((doc, group))
     group, doc, end = group[order], doc[order], end[order]
-    first = np.flatnonzero(np.append(True, (group[1:] != group[:-1]) | (doc[1:] != doc[:-1]))[: len(group)])
+    first = np.flatnonzero(
+        np.append(True, (group[1:] != group[:-1]) | (doc[1:] != doc[:-1]))[: len(group)]
+    )
     if len(first) == 0:
         return _Holdings(group, doc, tokens, pairs, end)
-    tokens, pairs = (np.add.reduceat(column[order], first) for column in (tokens, pairs))
-    return _Holdings(group[first], doc[first], tokens, pairs, np.maximum.reduceat(end, first))
+    tokens, pairs = (
+        np.add.reduceat(column[order], first) for column in (tokens, pairs)
+    )
+    return _Holdings(
+        group[first], doc[first], tokens, pairs, np.maximum.reduceat(end, first)
+    )
 
 
-def _unit_price(shape: AttentionShape, pairs: npt.NDArray, free: npt.NDArray, width: npt.NDArray) -> FloatArray:
+def _unit_price(
+    shape: AttentionShape, pairs: npt.NDArray, free: npt.NDArray, width: npt.NDArray
+) -> FloatArray:
     """price(pairs) / pairs as in the module's docstring, 0 without pairs. ``width`` is not below ``free``."""
     pairs = np.maximum(pairs, 1e-300)
     c_q, c_kv = float(shape.query_bytes), float(shape.kv_bytes)

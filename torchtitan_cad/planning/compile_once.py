@@ -37,7 +37,9 @@ def compile_once(run: Callable[[], None], report: Report) -> None:
     """
     folder = _cache_folder()
     if folder is None:
-        report("compiling the planner in every process, there is no writable cache folder: set NUMBA_CACHE_DIR to one")
+        report(
+            "compiling the planner in every process, there is no writable cache folder: set NUMBA_CACHE_DIR to one"
+        )
         return
     if is_compiled():
         return
@@ -47,7 +49,9 @@ def compile_once(run: Callable[[], None], report: Report) -> None:
         if is_compiled():
             return
         _remove_stale(folder)
-        report("compiling the planner, once per machine: 15 to 20 s, longer on a busy CPU ...")
+        report(
+            "compiling the planner, once per machine: 15 to 20 s, longer on a busy CPU ..."
+        )
         begin = time.perf_counter()
         with _no_garbage_collection():
             run()
@@ -82,7 +86,9 @@ def _acquire(lock: filelock.BaseFileLock, report: Report) -> None:
     try:
         lock.acquire(timeout=PATIENCE_S)
     except filelock.Timeout:
-        report(f"waiting for another process of this machine to compile the planner, {LOCK_S:.0f} s at most ...")
+        report(
+            f"waiting for another process of this machine to compile the planner, {LOCK_S:.0f} s at most ..."
+        )
         lock.acquire(timeout=LOCK_S - PATIENCE_S)
 
 
@@ -104,7 +110,9 @@ def _remove_stale(folder: Path) -> None:
         ready.unlink(missing_ok=True)
     for entry in entry_points():
         stem = Path(entry.py_func.__code__.co_filename).stem
-        for index in Path(entry.stats.cache_path).glob(f"{stem}.{entry.py_func.__qualname__}-*.nbi"):
+        for index in Path(entry.stats.cache_path).glob(
+            f"{stem}.{entry.py_func.__qualname__}-*.nbi"
+        ):
             index.unlink(missing_ok=True)
 
 
@@ -116,7 +124,9 @@ def _ready_name(machine: str) -> str:
 def _source_tag() -> str:
     """Hash of all files with compiled code: times, which numba's keys have, and contents, as images may fix times."""
     paths = [Path(path) for path in source_files()]
-    return _hash([(str(path), path.stat().st_mtime_ns, path.read_bytes()) for path in paths])
+    return _hash(
+        [(str(path), path.stat().st_mtime_ns, path.read_bytes()) for path in paths]
+    )
 
 
 def _machine_tag() -> str:

@@ -29,7 +29,9 @@ KINDS = {
 
 def kind_of(mode: int) -> str | None:
     """Return the kind of file in words, by its mode; None for a regular file."""
-    return None if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "no regular file")
+    return (
+        None if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "no regular file")
+    )
 
 
 def read_text(path: str | Path) -> str:
@@ -74,13 +76,17 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
 def _opened(path: str | Path, most: int) -> Iterator[BinaryIO]:
     """Open a regular file of at most ``most`` bytes; errors, also of the block, begin with the path."""
     try:
-        _check_kind(os.stat(path), most)  # before it is opened, which devices may answer to
+        _check_kind(
+            os.stat(path), most
+        )  # before it is opened, which devices may answer to
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
             _check_kind(os.fstat(descriptor), most)
             yield file
     except OSError as error:
-        raise ValueError(f"{printable(path)}: {error.strerror or error}; name a file that can be read") from None
+        raise ValueError(
+            f"{printable(path)}: {error.strerror or error}; name a file that can be read"
+        ) from None
     except ValueError as error:  # also for a null character in the path
         raise ValueError(f"{printable(path)}: {error}") from None
 
@@ -100,4 +106,6 @@ def _decoded(content: bytes, where: str = "") -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}is not UTF-8 at byte {error.start}; write it in UTF-8") from None
+        raise ValueError(
+            f"{where}is not UTF-8 at byte {error.start}; write it in UTF-8"
+        ) from None

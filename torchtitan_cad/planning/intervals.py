@@ -32,11 +32,15 @@ def _fill_ranges(starts: IntArray, offsets: IntArray, values: IntArray) -> None:
     """Fill the ranges in one pass over the result: a rank may send millions of rows."""
     for i in range(len(starts)):
         target, start = values[offsets[i] : offsets[i + 1]], starts[i]
-        for j in range(len(target)):  # indices of a slice are not negative: three times as fast for long ranges
+        for j in range(
+            len(target)
+        ):  # indices of a slice are not negative: three times as fast for long ranges
             target[j] = start + j
 
 
-def union_by_group(group: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+def union_by_group(
+    group: IntArray, start: IntArray, end: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
     """Return the union of intervals within each group; touching intervals are joined.
 
     Args are int64 [n] with non-negative positions and group numbers whose product fits in int64; returns (group, start,
@@ -53,10 +57,16 @@ def union_by_group(group: IntArray, start: IntArray, end: IntArray) -> tuple[Int
     first[1:] = start[1:] > reach[:-1]
     begins = np.flatnonzero(first)
     group = group[order[begins]]
-    return group, start[begins] - group * span, reach[np.append(begins[1:], len(start)) - 1] - group * span
+    return (
+        group,
+        start[begins] - group * span,
+        reach[np.append(begins[1:], len(start)) - 1] - group * span,
+    )
 
 
-def split_at(start: IntArray, end: IntArray, cuts: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def split_at(
+    start: IntArray, end: IntArray, cuts: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Cut intervals, none of them empty, at the sorted positions ``cuts``; ``cuts[0]`` must not exceed any start.
 
     Returns (source, cell, start, end) of the pieces: the index of the piece's interval, and the index i of its cell
@@ -68,17 +78,26 @@ def split_at(start: IntArray, end: IntArray, cuts: IntArray) -> tuple[IntArray, 
     source = np.repeat(np.arange(len(start), dtype=np.int64), pieces)
     cell = concat_ranges(first, pieces)
     cell_end = np.append(cuts[1:], np.iinfo(np.int64).max)
-    return source, cell, np.maximum(start[source], cuts[cell]), np.minimum(end[source], cell_end[cell])
+    return (
+        source,
+        cell,
+        np.maximum(start[source], cuts[cell]),
+        np.minimum(end[source], cell_end[cell]),
+    )
 
 
-def end_to_end(lengths: IntArray, capacities: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def end_to_end(
+    lengths: IntArray, capacities: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Lay intervals of these lengths, none of them empty, end to end into capacities.
 
     Returns (source, capacity, start, end) of the pieces: the index of the piece's interval, the index of its capacity,
     and the piece's positions inside the interval.
     """
     begin, used = exclusive_cumsum(lengths), np.flatnonzero(capacities)
-    source, cell, start, end = split_at(begin[:-1], begin[1:], exclusive_cumsum(capacities[used])[:-1])
+    source, cell, start, end = split_at(
+        begin[:-1], begin[1:], exclusive_cumsum(capacities[used])[:-1]
+    )
     return source, used[cell], start - begin[source], end - begin[source]
 
 

@@ -23,12 +23,19 @@ try:
     from numba.extending import register_jitable
 except Exception as error:  # besides ImportError, numba raises others for a numpy that is too new for it
     numba = None
-    _logger.warning(f"planning is slow: Python runs it, as numba cannot be imported ({type(error).__name__}: {error})")
+    _logger.warning(
+        f"planning is slow: Python runs it, as numba cannot be imported ({type(error).__name__}: {error})"
+    )
 if numba is not None and numba.config.DISABLE_JIT:
     numba = None
     _logger.warning("planning is slow: Python runs it, as NUMBA_DISABLE_JIT is set")
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
+_OPTIONS: dict[str, Any] = {
+    "nogil": True,
+    "error_model": "numpy",
+    "no_cfunc_wrapper": True,
+    "_nrt": False,
+}
 # The GIL is released: planning runs beside training. Without fast-math, the same IEEE results on every rank. Compiled
 # code creates no arrays: counting references to them takes most of the time where functions are small.
 

@@ -45,7 +45,9 @@ class KeepCapacity:
     @property
     def bytes_per_call(self) -> float:
         """Bytes of received rows that a server may keep in each call."""
-        return max(0.0, self.filled - self.used) / max(1, self.calls)  # A stage may have no layer.
+        return max(0.0, self.filled - self.used) / max(
+            1, self.calls
+        )  # A stage may have no layer.
 
     def describe(self) -> str:
         """Say what may be kept, in one line."""
@@ -68,7 +70,12 @@ def kept_by_setting(backward: str, *, in_ticks: bool) -> float | None:
     return 0.0 if backward == "resend" or in_ticks else None
 
 
-def kept_calls(layers: int, microbatches_in_flight: int, nano_batches: int, checkpointing: Checkpointing) -> int:
+def kept_calls(
+    layers: int,
+    microbatches_in_flight: int,
+    nano_batches: int,
+    checkpointing: Checkpointing,
+) -> int:
     """Count the calls of core attention that wait for their backward; recomputed layers keep those of one layer."""
     if checkpointing == "full":
         return nano_batches
@@ -97,22 +104,40 @@ class Stage:
     tp: int
     in_pipeline: bool
 
-    def token_bytes(self, checkpointing: Checkpointing, microbatches_in_flight: int, nano_batches: int = 1) -> float:
+    def token_bytes(
+        self,
+        checkpointing: Checkpointing,
+        microbatches_in_flight: int,
+        nano_batches: int = 1,
+    ) -> float:
         """Return the bytes of activations, on the fullest rank of a pipeline, per token of a microbatch."""
         of_layers = self.layers * self.layer_bytes(checkpointing, nano_batches)
         # One layer is computed again at a time.
         again = 0.0 if checkpointing == "none" else self.layer_bytes("none")
         logits = self.vocabulary / self.tp * (self.shape.dtype_bytes + LOGIT_BYTES)
         last = of_layers + logits + again
-        return max(microbatches_in_flight * of_layers + again, last) if self.in_pipeline else last
+        return (
+            max(microbatches_in_flight * of_layers + again, last)
+            if self.in_pipeline
+            else last
+        )
 
     def layer_bytes(self, checkpointing: Checkpointing, nano_batches: int = 1) -> float:
         """Return the bytes of a layer's activations per token: ``activation_bytes``, divided by TP."""
-        return activation_bytes(self.hidden, self.ffn, self.shape, checkpointing, nano_batches) / self.tp
+        return (
+            activation_bytes(
+                self.hidden, self.ffn, self.shape, checkpointing, nano_batches
+            )
+            / self.tp
+        )
 
 
 def activation_bytes(
-    hidden: int, ffn: float, shape: AttentionShape, checkpointing: Checkpointing, nano_batches: int = 1
+    hidden: int,
+    ffn: float,
+    shape: AttentionShape,
+    checkpointing: Checkpointing,
+    nano_batches: int = 1,
 ) -> float:
     """Return the bytes kept per token and layer until backward, before TP: bf16 tensors that torchtitan's blocks save.
 

@@ -44,8 +44,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_cad.planning.exchange.calls import bounded, combine_early, lie_in_order, weighted_rows
-from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, Chunks, buffer_bytes
+from torchtitan_cad.planning.exchange.calls import (
+    bounded,
+    combine_early,
+    lie_in_order,
+    weighted_rows,
+)
+from torchtitan_cad.planning.exchange.messages import (
+    BUFFERS_PER_CALL,
+    Chunks,
+    buffer_bytes,
+)
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
@@ -96,11 +105,18 @@ def attention_memory(
     stock_forward, stock_backward = _stock(plans)
     num_bytes = buffer_bytes(receive_buffer_gb, len(plans))
     compared = range(plans[0].layout.num_ranks) if ranks is None else ranks
-    found = [[working_memory(plan, rank, num_bytes, keep=keep) for plan in plans] for rank in compared]
+    found = [
+        [working_memory(plan, rank, num_bytes, keep=keep) for plan in plans]
+        for rank in compared
+    ]
     return AttentionMemory(
         buffers=len(plans) * BUFFERS_PER_CALL * num_bytes,
-        forward=max(_interleaved([passes.forward for passes in nanos]) for nanos in found),
-        backward=max(_interleaved([passes.backward for passes in nanos]) for nanos in found),
+        forward=max(
+            _interleaved([passes.forward for passes in nanos]) for nanos in found
+        ),
+        backward=max(
+            _interleaved([passes.backward for passes in nanos]) for nanos in found
+        ),
         stock_forward=stock_forward,
         stock_backward=stock_backward,
         kept=sum(plan.most_rows.kept_bytes(RowBytes.of(plan.shape)) for plan in plans),
@@ -129,11 +145,19 @@ class _Bytes:
 
     @classmethod
     def of(cls, shape: AttentionShape) -> _Bytes:
-        heads, kv_heads, fp32 = shape.num_heads, shape.num_kv_heads, max(_FP32_BYTES, shape.dtype_bytes)
+        heads, kv_heads, fp32 = (
+            shape.num_heads,
+            shape.num_kv_heads,
+            max(_FP32_BYTES, shape.dtype_bytes),
+        )
         rows = RowBytes.of(shape, keep=True)
         statistic = rows.backward_queries - rows.outputs
         output, query = rows.outputs - statistic, rows.forward_queries
-        wide = max(shape.head_dim, shape.out_dim) * shape.dtype_bytes if shape.out_dim != shape.head_dim else 0
+        wide = (
+            max(shape.head_dim, shape.out_dim) * shape.dtype_bytes
+            if shape.out_dim != shape.head_dim
+            else 0
+        )
         return cls(
             q=query,
             o=output,
@@ -182,7 +206,9 @@ def _interleaved(nano_batches: list[Pass]) -> int:
     return max(each.most + travelling - each.travelling for each in nano_batches)
 
 
-def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = False) -> Passes:
+def working_memory(
+    plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = False
+) -> Passes:
     """Return the bytes of forward and of backward on one rank, with receive buffers of ``buffer_bytes``.
 
     Raises ValueError as ``Plan.exchange``.
@@ -196,16 +222,28 @@ def working_memory(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool = Fal
     received_bytes = received_queries * size.q + received_keys * size.k
     in_place = len(chunks.queries_out) == 1 and (keep or len(chunks.keys_out) == 1)
     copied_out_forward = 0 if in_place or keep else received_bytes
-    copied_out_backward = received_queries * row_bytes.backward_queries + (0 if keep else received_keys * size.k)
+    copied_out_backward = received_queries * row_bytes.backward_queries + (
+        0 if keep else received_keys * size.k
+    )
     calls = _calls(exchange)
     forward, backward = _while_calls_run(
-        calls, exchange, size, copied_out_forward, 0 if in_place else copied_out_backward
+        calls,
+        exchange,
+        size,
+        copied_out_forward,
+        0 if in_place else copied_out_backward,
     )
     combined = _while_results_combine(plan, exchange, calls, size, chunks)
     kept = received_bytes if keep else 0
     return Passes(
-        Pass(max(forward, combined.forward.most) + kept, combined.forward.travelling + kept),
-        Pass(max(backward, combined.backward.most) + kept, combined.backward.travelling + kept),
+        Pass(
+            max(forward, combined.forward.most) + kept,
+            combined.forward.travelling + kept,
+        ),
+        Pass(
+            max(backward, combined.backward.most) + kept,
+            combined.backward.travelling + kept,
+        ),
     )
 
 
@@ -226,12 +264,17 @@ def _while_calls_run(
         queries = len(table.q_rows)
         keys = len(table.kv_rows)
         copied_queries = _num_copied(table.q_rows, exchange.queries.num_local)
-        copied_forward = copied_queries * size.q + _num_copied(table.kv_rows, exchange.keys.num_local) * size.k
+        copied_forward = (
+            copied_queries * size.q
+            + _num_copied(table.kv_rows, exchange.keys.num_local) * size.k
+        )
         copied_backward = copied_forward + copied_queries * (size.o + 2 * size.lse)
         outs = result_queries * (size.o + size.lse)
         gradients = result_queries * size.q + result_keys * size.k
         forward = max(forward, outs + copied_out_forward + copied_forward)
-        backward = max(backward, row_sums + gradients + copied_out_backward + copied_backward)
+        backward = max(
+            backward, row_sums + gradients + copied_out_backward + copied_backward
+        )
         if table is calls[-1]:  # no later call reads the rows that are copied
             copied_out_forward = 0
             copied_out_backward = 0
@@ -242,31 +285,66 @@ def _while_calls_run(
         gradients = result_queries * size.q + result_keys * size.k
         joined = keys * size.j
         padding = size.padding(queries, keys)
-        temporary = size.surrogate(queries) + size.temporary(queries, keys, table.num_tasks) + keys * size.repeated
-        forward = max(forward, outs + copied_out_forward + copied_forward + joined + padding)
-        backward = max(backward, row_sums + gradients + copied_out_backward + copied_backward + joined + temporary)
+        temporary = (
+            size.surrogate(queries)
+            + size.temporary(queries, keys, table.num_tasks)
+            + keys * size.repeated
+        )
+        forward = max(
+            forward, outs + copied_out_forward + copied_forward + joined + padding
+        )
+        backward = max(
+            backward,
+            row_sums
+            + gradients
+            + copied_out_backward
+            + copied_backward
+            + joined
+            + temporary,
+        )
     return forward, backward
 
 
 def _while_results_combine(
-    plan: Plan, exchange: RankExchange, calls: Sequence[CallTable], size: _Bytes, chunks: Chunks
+    plan: Plan,
+    exchange: RankExchange,
+    calls: Sequence[CallTable],
+    size: _Bytes,
+    chunks: Chunks,
 ) -> Passes:
     """Return the maximum bytes of both passes in steps 3 and 4 of the module's docstring, and while results travel."""
     queries = sum(len(table.q_rows) for table in calls)
     keys = sum(len(table.kv_rows) for table in calls)
     local_rows = [(exchange.queries.num_local, exchange.keys.num_local)]
-    if not plan.moves_rows and [(len(table.q_rows), len(table.kv_rows)) for table in calls] == local_rows:
+    if (
+        not plan.moves_rows
+        and [(len(table.q_rows), len(table.kv_rows)) for table in calls] == local_rows
+    ):
         # A single call over all local rows has nothing to combine.
-        return Passes(Pass(0, queries * (size.o + size.lse)), Pass(0, queries * size.q + keys * size.k))
-    early_queries = plan.moves_rows and combine_early(queries, exchange.queries.num_local)
+        return Passes(
+            Pass(0, queries * (size.o + size.lse)),
+            Pass(0, queries * size.q + keys * size.k),
+        )
+    early_queries = plan.moves_rows and combine_early(
+        queries, exchange.queries.num_local
+    )
     early_keys = plan.moves_rows and combine_early(keys, exchange.keys.num_local)
-    forward = _while_outs_combine(exchange, size, queries, len(chunks.queries_home), early=early_queries)
-    backward = _while_gradients_combine(exchange, size, queries, keys, chunks, early_queries, early_keys)
+    forward = _while_outs_combine(
+        exchange, size, queries, len(chunks.queries_home), early=early_queries
+    )
+    backward = _while_gradients_combine(
+        exchange, size, queries, keys, chunks, early_queries, early_keys
+    )
     return Passes(forward, backward)
 
 
 def _while_outs_combine(
-    exchange: RankExchange, size: _Bytes, result_rows: int, num_chunks: int, *, early: bool
+    exchange: RankExchange,
+    size: _Bytes,
+    result_rows: int,
+    num_chunks: int,
+    *,
+    early: bool,
 ) -> Pass:
     rows = exchange.queries.num_local
     narrow = size.o + size.lse
@@ -305,11 +383,17 @@ def _while_gradients_combine(
         dkv = keys * size.b
     q_chunks = len(chunks.queries_home)
     k_chunks = len(chunks.keys_home)
-    with_dq = served_dq + served_dkv + dkv + _combined(dq, queries, size.q, size.a, q_chunks)
-    with_dkv = served_dkv + queries * size.q + _combined(dkv, keys, size.k, size.b, k_chunks)
+    with_dq = (
+        served_dq + served_dkv + dkv + _combined(dq, queries, size.q, size.a, q_chunks)
+    )
+    with_dkv = (
+        served_dkv + queries * size.q + _combined(dkv, keys, size.k, size.b, k_chunks)
+    )
     dq_so_far = _so_far(dq, queries, size.a, q_chunks)
     dkv_so_far = _so_far(dkv, keys, size.b, k_chunks)
-    return Pass(max(most, with_dq, with_dkv), served_dq + dq_so_far + served_dkv + dkv_so_far)
+    return Pass(
+        max(most, with_dq, with_dkv), served_dq + dq_so_far + served_dkv + dkv_so_far
+    )
 
 
 def _calls(exchange: RankExchange) -> list[CallTable]:
@@ -317,7 +401,9 @@ def _calls(exchange: RankExchange) -> list[CallTable]:
     pairs = [(exchange.causal, True), (exchange.full, False)]
     used = [(table, causal) for table, causal in pairs if table.num_tasks]
     (calls,) = bounded([used], exchange.keys.num_local, split_keys=exchange.split_keys)
-    return sorted((table for table, _ in calls), key=lambda table: -int(weighted_rows(table)[-1]))
+    return sorted(
+        (table for table, _ in calls), key=lambda table: -int(weighted_rows(table)[-1])
+    )
 
 
 def _num_copied(rows: IntArray, num_local: int) -> int:
@@ -342,11 +428,15 @@ def _stock(plans: Sequence[Plan]) -> tuple[int, int]:
     tokens_per_rank = np.sum([layout.tokens_per_rank for layout in layouts], axis=0)
     rank = int(tokens_per_rank.argmax())
     tokens = int(tokens_per_rank[rank])
-    documents = sum(int(np.count_nonzero(layout.seg_rank == rank)) for layout in layouts)
+    documents = sum(
+        int(np.count_nonzero(layout.seg_rank == rank)) for layout in layouts
+    )
     return stock_memory(plans[0].shape, tokens, tokens, documents)
 
 
-def stock_memory(shape: AttentionShape, queries: int, keys: int, tasks: int) -> tuple[int, int]:
+def stock_memory(
+    shape: AttentionShape, queries: int, keys: int, tasks: int
+) -> tuple[int, int]:
     """Return the bytes of varlen attention's forward and backward in one call, without CAD."""
     size = _Bytes.of(shape)
     backward = queries * size.q + keys * size.k + size.temporary(queries, keys, tasks)

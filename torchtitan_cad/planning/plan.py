@@ -18,8 +18,18 @@ import numpy as np
 from torchtitan_cad.planning.arguments import complete
 from torchtitan_cad.planning.compile_once import Report, compile_once
 from torchtitan_cad.planning.exchange.messages import MostRows
-from torchtitan_cad.planning.exchange.needs import RowNeeds, key_needs, offsets_by_rank, order_by_rank, query_needs
-from torchtitan_cad.planning.exchange.tables import RankExchange, build_exchange, most_rows
+from torchtitan_cad.planning.exchange.needs import (
+    RowNeeds,
+    key_needs,
+    offsets_by_rank,
+    order_by_rank,
+    query_needs,
+)
+from torchtitan_cad.planning.exchange.tables import (
+    RankExchange,
+    build_exchange,
+    most_rows,
+)
 from torchtitan_cad.planning.exchange.traffic import Moved, measure_traffic, node_prices
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import is_plain_python
@@ -28,7 +38,12 @@ from torchtitan_cad.planning.model.cost import CostModel, cost_model
 from torchtitan_cad.planning.model.layout import WIDEST, TokenLayout
 from torchtitan_cad.planning.model.limits import Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.model.tasks import TASK_FIELDS, TaskArray, canonical, make_tasks
+from torchtitan_cad.planning.model.tasks import (
+    TASK_FIELDS,
+    TaskArray,
+    canonical,
+    make_tasks,
+)
 from torchtitan_cad.planning.planners import get_planner
 from torchtitan_cad.planning.serialize import (
     layout_from_dict,
@@ -79,8 +94,12 @@ class Plan:
             ValueError: a task's document or server is not in the layout.
         """
         begin = time.perf_counter() if begin is None else begin
-        if len(tasks) and (tasks["server"].min() < 0 or tasks["server"].max() >= layout.num_ranks):
-            raise ValueError(f"task servers must lie in [0, {layout.num_ranks}), got {np.unique(tasks['server'])}")
+        if len(tasks) and (
+            tasks["server"].min() < 0 or tasks["server"].max() >= layout.num_ranks
+        ):
+            raise ValueError(
+                f"task servers must lie in [0, {layout.num_ranks}), got {np.unique(tasks['server'])}"
+            )
         tasks = canonical(tasks)
         layout.doc_index(tasks["doc"])
         cost = cost_model(cost, config.cost_tile, shape.window)
@@ -90,7 +109,15 @@ class Plan:
     def stats(self) -> PlanStats:
         """Loads, bytes and counts of the plan; computed at the first access."""
         needs = self.query_needs, self.key_needs
-        return compute_stats(self.layout, self.shape, self.config, self.cost, self.tasks, needs, self.plan_seconds)
+        return compute_stats(
+            self.layout,
+            self.shape,
+            self.config,
+            self.cost,
+            self.tasks,
+            needs,
+            self.plan_seconds,
+        )
 
     @cached_property
     def query_needs(self) -> RowNeeds:
@@ -106,7 +133,9 @@ class Plan:
     def _by_server(self) -> tuple[TaskArray, IntArray]:
         """Tasks sorted by server, then in canonical order, and [num_ranks + 1] offsets of the servers."""
         server, num_ranks = self.tasks["server"], self.layout.num_ranks
-        return self.tasks[order_by_rank(server, num_ranks)], offsets_by_rank(server, num_ranks)
+        return self.tasks[order_by_rank(server, num_ranks)], offsets_by_rank(
+            server, num_ranks
+        )
 
     @property
     def moves_rows(self) -> bool:
@@ -133,8 +162,14 @@ class Plan:
             raise ValueError(f"rank {rank} is not in [0, {self.layout.num_ranks})")
         tasks, offsets = self._by_server
         mine = tasks[offsets[rank] : offsets[rank + 1]]
-        needs, split_keys, window = (self.query_needs, self.key_needs), self.config.split_kv, self.shape.window
-        return build_exchange(self.layout, mine, *needs, rank, split_keys=split_keys, window=window)
+        needs, split_keys, window = (
+            (self.query_needs, self.key_needs),
+            self.config.split_kv,
+            self.shape.window,
+        )
+        return build_exchange(
+            self.layout, mine, *needs, rank, split_keys=split_keys, window=window
+        )
 
     def fingerprint(self) -> str:
         """Return the 64-bit hash (16 hex digits) of the layout and the tasks, the same on every platform and run."""
@@ -144,7 +179,11 @@ class Plan:
         columns += [self.tasks[name] for name in TASK_FIELDS]
         if not layout.seg_attends.all():
             columns.append(layout.seg_attends.astype(np.int64))
-        digest.update(np.array([layout.num_ranks, len(layout.seg_rank), len(self.tasks)], dtype="<i8").tobytes())
+        digest.update(
+            np.array(
+                [layout.num_ranks, len(layout.seg_rank), len(self.tasks)], dtype="<i8"
+            ).tobytes()
+        )
         for column in columns:
             digest.update(np.ascontiguousarray(column, dtype="<i8").tobytes())
         return digest.hexdigest()
@@ -154,7 +193,10 @@ class Plan:
         columns = [self.tasks[name].tolist() for name in TASK_FIELDS]
         return json.dumps(
             {
-                "tasks": [dict(zip(TASK_FIELDS, record, strict=True)) for record in zip(*columns, strict=True)],
+                "tasks": [
+                    dict(zip(TASK_FIELDS, record, strict=True))
+                    for record in zip(*columns, strict=True)
+                ],
                 "stats": self.stats.to_dict(),
                 "config": asdict(self.config),
                 "fingerprint": self.fingerprint(),
@@ -175,8 +217,13 @@ class Plan:
         for number, record in enumerate(records):
             for name in TASK_FIELDS:
                 if not is_integer(require(record, name, int), -WIDEST, WIDEST):
-                    raise ValueError(f"tasks[{number}].{name} = {brief(record[name])} does not fit in 62 bits")
-        columns = [np.array([record[name] for record in records], dtype=np.int64) for name in TASK_FIELDS]
+                    raise ValueError(
+                        f"tasks[{number}].{name} = {brief(record[name])} does not fit in 62 bits"
+                    )
+        columns = [
+            np.array([record[name] for record in records], dtype=np.int64)
+            for name in TASK_FIELDS
+        ]
         config = _config_from_dict(require(data, "config", dict))
         shape = shape_from_dict(data)
         plan = cls(
@@ -188,10 +235,14 @@ class Plan:
         )
         if data.get("fingerprint") != plan.fingerprint():
             written = brief(data.get("fingerprint"))
-            raise ValueError(f"plan has fingerprint {written} but its content {plan.fingerprint()}")
+            raise ValueError(
+                f"plan has fingerprint {written} but its content {plan.fingerprint()}"
+            )
         num_ranks = plan.layout.num_ranks
         Speeds.of(config, num_ranks)
-        plan.__dict__["stats"] = PlanStats.from_dict(require(data, "stats", dict), num_ranks)
+        plan.__dict__["stats"] = PlanStats.from_dict(
+            require(data, "stats", dict), num_ranks
+        )
         return plan
 
 
@@ -227,7 +278,9 @@ def moved_by(*plans: Plan) -> Moved:
 def bytes_by_rank(plan: Plan) -> IntArray:
     """Return int64 [2, num_ranks] bytes into and out of every rank, weighted as in ``Moved``."""
     node, *prices = node_prices(plan.config, plan.layout.num_ranks)
-    return measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node).weighted(*prices)
+    return measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node).weighted(
+        *prices
+    )
 
 
 def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:

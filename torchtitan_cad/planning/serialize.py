@@ -15,8 +15,17 @@ from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.text import brief, printable
 
-_KIND_NAMES = {dict: "an object", list: "a list", int: "an integer", bool: "true or false"}
-_OPTIONAL = {field.name: field.default for field in fields(AttentionShape) if field.default is not MISSING}
+_KIND_NAMES = {
+    dict: "an object",
+    list: "a list",
+    int: "an integer",
+    bool: "true or false",
+}
+_OPTIONAL = {
+    field.name: field.default
+    for field in fields(AttentionShape)
+    if field.default is not MISSING
+}
 """Keys of "attention" that may be left out, with their values then."""
 _SEGMENT_KEYS = ("doc", "start", "length", "attends")
 
@@ -35,7 +44,9 @@ def refuse_unknown(data: dict[str, Any], known: Sequence[str], where: str) -> No
     """Raise ValueError for a key that is not among ``known``."""
     unknown = sorted(set(data) - set(known))
     if unknown:
-        raise ValueError(f"unknown key {brief(unknown[0])} in {where}: set {', '.join(known)}")
+        raise ValueError(
+            f"unknown key {brief(unknown[0])} in {where}: set {', '.join(known)}"
+        )
 
 
 def shape_from_dict(data: Any) -> AttentionShape:
@@ -52,12 +63,21 @@ def layout_from_dict(data: Any) -> TokenLayout:
     ranks, attends = [], []
     for rank, segments in enumerate(require(data, "ranks", list)):
         if not isinstance(segments, list):
-            raise ValueError(f"'ranks'[{rank}] must be a list of segments, got {brief(segments)}")
+            raise ValueError(
+                f"'ranks'[{rank}] must be a list of segments, got {brief(segments)}"
+            )
         try:
-            ranks.append([tuple(require(s, key, int) for key in _SEGMENT_KEYS[:3]) for s in segments])
+            ranks.append(
+                [
+                    tuple(require(s, key, int) for key in _SEGMENT_KEYS[:3])
+                    for s in segments
+                ]
+            )
             for segment in segments:
                 refuse_unknown(segment, _SEGMENT_KEYS, "a segment")
-                attends.append(require(segment, "attends", bool) if "attends" in segment else True)
+                attends.append(
+                    require(segment, "attends", bool) if "attends" in segment else True
+                )
         except ValueError as error:
             raise ValueError(f"'ranks'[{rank}]: {error}") from None
     return TokenLayout.from_segments(ranks, attends)
@@ -77,9 +97,18 @@ def read_layout(path: Path) -> tuple[TokenLayout, AttentionShape]:
 def layout_to_dict(layout: TokenLayout, shape: AttentionShape) -> dict[str, Any]:
     """Return the content of a layout file."""
     ranks: list[list[dict[str, Any]]]
-    ranks = [[{"doc": d, "start": s, "length": n} for d, s, n in segments] for segments in layout.segments()]
-    for segment, attends in zip((s for segments in ranks for s in segments), layout.seg_attends, strict=True):
+    ranks = [
+        [{"doc": d, "start": s, "length": n} for d, s, n in segments]
+        for segments in layout.segments()
+    ]
+    for segment, attends in zip(
+        (s for segments in ranks for s in segments), layout.seg_attends, strict=True
+    ):
         if not attends:
             segment["attends"] = False
-    attention = {name: value for name, value in asdict(shape).items() if value != _OPTIONAL.get(name, ...)}
+    attention = {
+        name: value
+        for name, value in asdict(shape).items()
+        if value != _OPTIONAL.get(name, ...)
+    }
     return {"attention": attention, "ranks": ranks}

@@ -92,7 +92,10 @@ class PlanStats:
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics and bounds for JSON; arrays become lists."""
         values = {name: getattr(self, name) for name in (*_STORED, *_BOUNDS)}
-        return {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in values.items()}
+        return {
+            key: value.tolist() if isinstance(value, np.ndarray) else value
+            for key, value in values.items()
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], num_ranks: int) -> PlanStats:
@@ -104,12 +107,19 @@ class PlanStats:
         missing = [name for name in (*_STORED, *_BOUNDS) if name not in values]
         if missing:
             raise ValueError(f"plan statistics lack {', '.join(missing)}")
-        stored = {name: _parsed(name, kind, values[name], num_ranks) for name, kind in _STORED.items()}
-        bounds = Bounds(*(_parsed(name, "int", values[name], num_ranks) for name in _BOUNDS))
+        stored = {
+            name: _parsed(name, kind, values[name], num_ranks)
+            for name, kind in _STORED.items()
+        }
+        bounds = Bounds(
+            *(_parsed(name, "int", values[name], num_ranks) for name in _BOUNDS)
+        )
         return cls(**stored, bounds=lambda: bounds)
 
 
-_STORED = {field.name: str(field.type) for field in fields(PlanStats) if field.name != "bounds"}
+_STORED = {
+    field.name: str(field.type) for field in fields(PlanStats) if field.name != "bounds"
+}
 """Fields of PlanStats in the JSON form, with their annotations."""
 
 _BOUNDS = ("lower_bound_bytes", "lower_bound_rank_bytes", "forced_export_bytes")
@@ -122,11 +132,16 @@ def _parsed(name: str, kind: str, value: Any, num_ranks: int) -> Any:
         case "float":
             wanted, valid = "a finite number", is_number(value)
         case "int":
-            wanted, valid = "an integer of 63 bits", is_integer(value, -largest, largest)
+            wanted, valid = (
+                "an integer of 63 bits",
+                is_integer(value, -largest, largest),
+            )
         case _:
             wanted = f"a list of {num_ranks} integers"
             valid = isinstance(value, list) and len(value) == num_ranks
-            valid = valid and all(is_integer(entry, -largest, largest) for entry in value)
+            valid = valid and all(
+                is_integer(entry, -largest, largest) for entry in value
+            )
             value = np.array(value, dtype=np.int64) if valid else value
     if not valid:
         raise ValueError(f"stats.{name} = {brief(value)}: must be {wanted}")
@@ -145,9 +160,13 @@ def compute_stats(
     """Return the statistics of the canonical ``tasks``, with their ``needs`` of queries and keys."""
     queries, keys = needs
     home = home_tasks(layout, shape.window)
-    loads, loads_before = (server_loads(each, cost, layout.num_ranks) for each in (tasks, home))
+    loads, loads_before = (
+        server_loads(each, cost, layout.num_ranks) for each in (tasks, home)
+    )
     limits = load_limits(layout, config, cost, loads_before)
-    traffic = measure_traffic(shape, queries, keys, node_of_ranks(config, layout.num_ranks))
+    traffic = measure_traffic(
+        shape, queries, keys, node_of_ranks(config, layout.num_ranks)
+    )
     total = int(traffic.bytes_in.sum())
     return PlanStats(
         max_over_mean=limits.over_mean(loads),
@@ -161,7 +180,9 @@ def compute_stats(
         max_rank_bytes=int(max(traffic.bytes_in.max(), traffic.bytes_out.max())),
         mean_rank_bytes=total / layout.num_ranks,
         inter_node_bytes=int(traffic.inter_in.sum()),
-        max_rank_inter_node_bytes=int(max(traffic.inter_in.max(), traffic.inter_out.max())),
+        max_rank_inter_node_bytes=int(
+            max(traffic.inter_in.max(), traffic.inter_out.max())
+        ),
         bytes_in=traffic.bytes_in,
         bytes_out=traffic.bytes_out,
         num_tasks=len(tasks),
@@ -169,7 +190,11 @@ def compute_stats(
         query_rows_moved=int(queries.rows_in.sum()),
         kv_rows_moved=int(keys.rows_in.sum()),
         plan_seconds=plan_seconds,
-        bounds=cache(lambda: lower_bounds(layout, shape, _max_pairs(layout, cost, limits.with_slowest(loads)))),
+        bounds=cache(
+            lambda: lower_bounds(
+                layout, shape, _max_pairs(layout, cost, limits.with_slowest(loads))
+            )
+        ),
     )
 
 
@@ -186,7 +211,10 @@ def mean_stats(kinds: Sequence[PlanStats], layers: Sequence[int]) -> PlanStats:
 
     def mean(name: str) -> Any:
         weights = work if name.endswith(("over_mean", "over_mean_before")) else shares
-        return sum(weight * getattr(each, name) for weight, each in zip(weights, kinds, strict=True))
+        return sum(
+            weight * getattr(each, name)
+            for weight, each in zip(weights, kinds, strict=True)
+        )
 
     bounds = cache(lambda: Bounds(*(int(mean(name)) for name in _BOUNDS)))
     return PlanStats(**{name: mean(name) for name in _STORED}, bounds=bounds)
@@ -196,7 +224,9 @@ def _max_pairs(layout: TokenLayout, cost: CostModel, loads: IntArray) -> IntArra
     """int64 [num_ranks] most pairs that each rank can compute within its load, limited to the layout's pairs."""
     every = int((layout.doc_lengths * (layout.doc_lengths + 1) // 2).sum())
     distinct, index = np.unique(loads, return_inverse=True)
-    return np.array([min(every, cost.max_pairs(load)) for load in distinct.tolist()], dtype=np.int64)[index]
+    return np.array(
+        [min(every, cost.max_pairs(load)) for load in distinct.tolist()], dtype=np.int64
+    )[index]
 
 
 def _tasks_moved(layout: TokenLayout, tasks: TaskArray) -> int:

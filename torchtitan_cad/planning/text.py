@@ -25,7 +25,8 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i in left else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
@@ -34,7 +35,10 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
 def printable(text: object) -> str:
     """Return ``str(text)`` with escapes for what a terminal would obey or cannot show, in a file's name, say."""
     return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in str(text)
+        character
+        if character.isprintable()
+        else character.encode("unicode_escape").decode()
+        for character in str(text)
     )
 
 
@@ -46,16 +50,22 @@ def parse_json(text: str) -> Any:
             as NaN, or is nested too deeply for Python.
     """
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        return json.loads(
+            text, object_pairs_hook=_object, parse_constant=_refuse_constant
+        )
     except RecursionError:
-        raise ValueError("nested too deeply: no file of this format needs more than five levels") from None
+        raise ValueError(
+            "nested too deeply: no file of this format needs more than five levels"
+        ) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict[str, Any]()
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {brief(key)} is there twice in one object: write it once")
+            raise ValueError(
+                f"the key {brief(key)} is there twice in one object: write it once"
+            )
         found[key] = value
     return found
 
@@ -67,9 +77,17 @@ def _refuse_constant(name: str) -> None:
 def is_number(value: object) -> bool:
     """Tell whether the value is a finite float, or an int that a float can hold."""
     # Compared, not converted: float() of a large integer raises.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
 
 
 def is_integer(value: object, least: int, most: int) -> bool:
     """Tell whether the value is an int in [least, most] and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    return (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and least <= value <= most
+    )

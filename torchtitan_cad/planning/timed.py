@@ -52,22 +52,36 @@ class LayerTimes:
     def __post_init__(self) -> None:
         for name in RATES:
             value = getattr(self, name)
-            if not is_number(value) or value < 0 or (value == 0 and name not in ("linear", "exchange")):
-                raise ValueError(f"{name} = {brief(value)}: set a positive finite number")
+            if (
+                not is_number(value)
+                or value < 0
+                or (value == 0 and name not in ("linear", "exchange"))
+            ):
+                raise ValueError(
+                    f"{name} = {brief(value)}: set a positive finite number"
+                )
         if not self.kept_bytes >= 0:
-            raise ValueError(f"kept_bytes = {brief(self.kept_bytes)}: set 0 or a positive number of bytes")
+            raise ValueError(
+                f"kept_bytes = {brief(self.kept_bytes)}: set 0 or a positive number of bytes"
+            )
 
     def describe(self) -> str:
         """Return the rates in words."""
         attention = f"attention takes {1e6 * self.unit:.3g} us a unit of cost, linear work {1e6 * self.linear:.3g} us"
         link = f"a link of {1e-9 * self.bytes_per_second:.3g} GB/s"
         if len(set(self.hosts)) > 1:
-            link += f" inside hosts and {8e-9 * self.between_hosts:.3g} Gbit/s between them"
+            link += (
+                f" inside hosts and {8e-9 * self.between_hosts:.3g} Gbit/s between them"
+            )
         return f"{attention} a token of a layer, {link}, {1e6 * self.exchange:.3g} us an exchange"
 
     def linear_seconds(self, layout: TokenLayout) -> float:
         """Return the seconds of linear work on the mean rank, counting only tokens that attend in this layout."""
-        return self.linear * int(layout.seg_length[layout.seg_attends].sum()) / layout.num_ranks
+        return (
+            self.linear
+            * int(layout.seg_length[layout.seg_attends].sum())
+            / layout.num_ranks
+        )
 
     def attention_seconds(self, plan: Plan) -> float:
         """Return the seconds of the slowest rank's attention."""
@@ -80,15 +94,26 @@ class LayerTimes:
         keep = plan.most_rows.are_kept(plan.shape, self.kept_bytes)
         rows = RowBytes.of(plan.shape, keep=keep)
         # Bytes that return count with the row that went there, as in PlanStats.
-        query_bytes = rows.forward_queries + rows.outputs + rows.backward_queries + rows.query_gradients
+        query_bytes = (
+            rows.forward_queries
+            + rows.outputs
+            + rows.backward_queries
+            + rows.query_gradients
+        )
         key_bytes = rows.keys + (0 if keep else rows.keys) + rows.key_gradients
         row_bytes = query_bytes, key_bytes
-        seconds = link_seconds(plan, row_bytes, self.hosts, self.bytes_per_second, self.between_hosts)
+        seconds = link_seconds(
+            plan, row_bytes, self.hosts, self.bytes_per_second, self.between_hosts
+        )
         return float(seconds.max()) + EXCHANGES * self.exchange
 
     def hidden_seconds(self, plan: Plan) -> float:
         """Return the seconds of an exchange that the other nano-batch's linear work and mean attention can hide."""
-        return self.linear_seconds(plan.layout) + self.unit * plan.stats.mean_load if self.overlaps else 0.0
+        return (
+            self.linear_seconds(plan.layout) + self.unit * plan.stats.mean_load
+            if self.overlaps
+            else 0.0
+        )
 
     def exposed_seconds(self, plan: Plan) -> float:
         """Return the seconds of the exchange that nothing hides."""
@@ -107,8 +132,14 @@ class LayerTimes:
         if any(plan.moves_rows for plan in plans):
             return sum(self.layer_seconds(plan) for plan in plans)
         speeds = plans[0].config.rank_speeds or (1.0,)
-        loads = np.sum([plan.stats.loads for plan in plans], axis=0) * np.mean(speeds) / speeds
-        return sum(self.linear_seconds(plan.layout) for plan in plans) + self.unit * float(loads.max())
+        loads = (
+            np.sum([plan.stats.loads for plan in plans], axis=0)
+            * np.mean(speeds)
+            / speeds
+        )
+        return sum(
+            self.linear_seconds(plan.layout) for plan in plans
+        ) + self.unit * float(loads.max())
 
     def best_seconds(self, plan: Plan) -> float:
         """Return the seconds of the same layer if its attention were even and no exchange took time."""
@@ -116,7 +147,11 @@ class LayerTimes:
 
 
 def link_seconds(
-    plan: Plan, row_bytes: tuple[int, int], hosts: Sequence[int], inside: float, between: float
+    plan: Plan,
+    row_bytes: tuple[int, int],
+    hosts: Sequence[int],
+    inside: float,
+    between: float,
 ) -> FloatArray:
     """Return the seconds, [num_ranks], in which a rank sends or receives its query and key rows, the longer of both.
 
@@ -127,9 +162,15 @@ def link_seconds(
     """
     host = np.asarray(hosts or [0] * plan.layout.num_ranks)
     every, local = np.zeros((2, len(host))), np.zeros((2, len(host)))
-    for needs, num_bytes in zip((plan.query_needs, plan.key_needs), row_bytes, strict=True):
+    for needs, num_bytes in zip(
+        (plan.query_needs, plan.key_needs), row_bytes, strict=True
+    ):
         if num_bytes:
             rows = np.stack([needs.rows_in, needs.rows_out])
             every += num_bytes * rows
-            local += num_bytes * (np.stack(needs.rows_inside(host)) if (host != host[0]).any() else rows)
-    return np.maximum(np.maximum(every - local, 0) / between, local / inside).max(axis=0)
+            local += num_bytes * (
+                np.stack(needs.rows_inside(host)) if (host != host[0]).any() else rows
+            )
+    return np.maximum(np.maximum(every - local, 0) / between, local / inside).max(
+        axis=0
+    )

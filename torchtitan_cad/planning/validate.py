@@ -11,7 +11,12 @@ from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange, RowExchange
 from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.tasks import TASK_DTYPE, TaskArray, first_keys, is_diagonal
+from torchtitan_cad.planning.model.tasks import (
+    TASK_DTYPE,
+    TaskArray,
+    first_keys,
+    is_diagonal,
+)
 from torchtitan_cad.planning.plan import Plan
 
 MAX_ENTRIES = 200_000_000
@@ -33,18 +38,34 @@ def validate_plan(plan: Plan) -> None:
     """
     _check_tasks(plan.layout, plan.tasks)
     if plan.shape.window is not None:
-        _reject(plan.tasks, ~is_diagonal(plan.tasks), f"a rectangle, which a window of {plan.shape.window} forbids")
+        _reject(
+            plan.tasks,
+            ~is_diagonal(plan.tasks),
+            f"a rectangle, which a window of {plan.shape.window} forbids",
+        )
     _check_cover(plan.layout, plan.tasks, plan.shape.window)
     _require_small_tables(plan)
-    validate_exchanges(plan.layout, plan.tasks, [plan.exchange(rank) for rank in range(plan.layout.num_ranks)])
+    validate_exchanges(
+        plan.layout,
+        plan.tasks,
+        [plan.exchange(rank) for rank in range(plan.layout.num_ranks)],
+    )
     _check_stats(plan)
 
 
 def _require_small_tables(plan: Plan) -> None:
     """Raise ValueError if the tables of all ranks have too many entries."""
     layout, tasks = plan.layout, plan.tasks
-    calls = int((tasks["q_end"] - tasks["q_start"]).sum() + (tasks["kv_end"] - tasks["kv_start"]).sum())
-    entries = 4 * layout.num_tokens + 3 * int(plan.rows_in.sum()) + 2 * calls + 8 * layout.num_ranks**2
+    calls = int(
+        (tasks["q_end"] - tasks["q_start"]).sum()
+        + (tasks["kv_end"] - tasks["kv_start"]).sum()
+    )
+    entries = (
+        4 * layout.num_tokens
+        + 3 * int(plan.rows_in.sum())
+        + 2 * calls
+        + 8 * layout.num_ranks**2
+    )
     if entries > MAX_ENTRIES:
         raise ValueError(
             f"the exchange tables of all {layout.num_ranks} ranks have some {entries} entries, more than {MAX_ENTRIES} "
@@ -68,10 +89,16 @@ def _reject(tasks: TaskArray, wrong: np.ndarray, problem: str) -> None:
 def _check_tasks(layout: TokenLayout, tasks: TaskArray) -> None:
     """Check dtype, document, ranges, kind and server of every task, and the canonical order."""
     if tasks.dtype != TASK_DTYPE or tasks.ndim != 1:
-        raise PlanError(f"tasks must be one-dimensional of dtype {TASK_DTYPE}, got {tasks.ndim}-d of {tasks.dtype}")
-    _reject(tasks, ~np.isin(tasks["doc"], layout.docs), "the document is not in the layout")
+        raise PlanError(
+            f"tasks must be one-dimensional of dtype {TASK_DTYPE}, got {tasks.ndim}-d of {tasks.dtype}"
+        )
+    _reject(
+        tasks, ~np.isin(tasks["doc"], layout.docs), "the document is not in the layout"
+    )
     length = layout.doc_lengths[layout.doc_index(tasks["doc"])]
-    q_start, q_end, kv_start, kv_end = (tasks[name] for name in ("q_start", "q_end", "kv_start", "kv_end"))
+    q_start, q_end, kv_start, kv_end = (
+        tasks[name] for name in ("q_start", "q_end", "kv_start", "kv_end")
+    )
     _reject(tasks, (q_start < 0) | (q_end > length), "queries outside the document")
     _reject(tasks, q_start >= q_end, "no queries")
     _reject(tasks, (kv_start < 0) | (kv_end > length), "keys outside the document")
@@ -80,10 +107,16 @@ def _check_tasks(layout: TokenLayout, tasks: TaskArray) -> None:
     _reject(tasks, wrong_server, f"the server is not in [0, {layout.num_ranks})")
     kind = (is_diagonal(tasks) & (kv_start <= q_start)) | (kv_end <= q_start)
     _reject(
-        tasks, ~kind, "neither a diagonal (kv_end == q_end, kv_start <= q_start) nor a rectangle (kv_end <= q_start)"
+        tasks,
+        ~kind,
+        "neither a diagonal (kv_end == q_end, kv_start <= q_start) nor a rectangle (kv_end <= q_start)",
     )
     order = np.lexsort((kv_start, q_start, tasks["doc"]))
-    _reject(tasks, order != np.arange(len(tasks)), "not in canonical order (doc, q_start, kv_start)")
+    _reject(
+        tasks,
+        order != np.arange(len(tasks)),
+        "not in canonical order (doc, q_start, kv_start)",
+    )
 
 
 def _check_cover(layout: TokenLayout, tasks: TaskArray, window: int | None) -> None:
@@ -114,7 +147,9 @@ def _check_cover(layout: TokenLayout, tasks: TaskArray, window: int | None) -> N
         i = int(np.argmax(wrong))
         where = _query_range(layout, cuts[cell[i]], cuts[cell[i] + 1])
         after = tasks[task[i + 1]] if diagonal[i] and not is_last[i] else None
-        raise PlanError(f"{where}: {_cover_problem(tasks[task[i]], int(due[i]), after)}")
+        raise PlanError(
+            f"{where}: {_cover_problem(tasks[task[i]], int(due[i]), after)}"
+        )
 
 
 def _check_queries(layout: TokenLayout, cuts: IntArray, cell: IntArray) -> None:
@@ -125,7 +160,11 @@ def _check_queries(layout: TokenLayout, cuts: IntArray, cell: IntArray) -> None:
     if (covered != wanted).any():
         first = int(np.argmax(covered != wanted))
         where = _query_range(layout, cuts[first], cuts[first + 1])
-        raise PlanError(f"no task has {where}" if wanted[first] else f"{where} do not attend, but a task has them")
+        raise PlanError(
+            f"no task has {where}"
+            if wanted[first]
+            else f"{where} do not attend, but a task has them"
+        )
 
 
 def _cover_problem(task: np.void, due: int, after: np.void | None) -> str:
@@ -137,7 +176,9 @@ def _cover_problem(task: np.void, due: int, after: np.void | None) -> str:
     if found > due:
         return f"no task covers keys [{due}, {found}); the next is {here}"
     if after is not None:
-        return f"{here} is a diagonal, but {_describe(after)} covers the same pairs again"
+        return (
+            f"{here} is a diagonal, but {_describe(after)} covers the same pairs again"
+        )
     return f"no diagonal task follows {here}"
 
 
@@ -148,7 +189,9 @@ def _query_range(layout: TokenLayout, start: int, end: int) -> str:
     return f"queries [{start - offset}, {end - offset}) of document {layout.docs[doc]}"
 
 
-def validate_exchanges(layout: TokenLayout, tasks: TaskArray, exchanges: Sequence[RankExchange]) -> None:
+def validate_exchanges(
+    layout: TokenLayout, tasks: TaskArray, exchanges: Sequence[RankExchange]
+) -> None:
     """Prove that the tables of all ranks, in rank order, agree and carry out ``tasks``, which are valid.
 
     Every row is identified by its global position and followed from its home over its arrival to the kernel call, where
@@ -163,10 +206,19 @@ def validate_exchanges(layout: TokenLayout, tasks: TaskArray, exchanges: Sequenc
     local = [layout.rank_positions(rank) for rank in range(num_ranks)]
     queries = [layout.rank_positions(rank, queries=True) for rank in range(num_ranks)]
     for rank, exchange in enumerate(exchanges):
-        found = (exchange.rank, exchange.num_ranks, exchange.keys.num_local, exchange.queries.num_local)
+        found = (
+            exchange.rank,
+            exchange.num_ranks,
+            exchange.keys.num_local,
+            exchange.queries.num_local,
+        )
         if found != (rank, num_ranks, len(local[rank]), len(queries[rank])):
-            raise PlanError(f"rank {rank}: table says (rank, num_ranks, local rows, local queries) = {found}")
-    q_spaces = _row_spaces(queries, [exchange.queries for exchange in exchanges], "queries")
+            raise PlanError(
+                f"rank {rank}: table says (rank, num_ranks, local rows, local queries) = {found}"
+            )
+    q_spaces = _row_spaces(
+        queries, [exchange.queries for exchange in exchanges], "queries"
+    )
     kv_spaces = _row_spaces(local, [exchange.keys for exchange in exchanges], "keys")
     _check_most(exchanges)
     for rank, exchange in enumerate(exchanges):
@@ -176,28 +228,49 @@ def validate_exchanges(layout: TokenLayout, tasks: TaskArray, exchanges: Sequenc
             ("causal", exchange.causal, mine[diagonal]),
             ("full", exchange.full, mine[~diagonal]),
         ):
-            _check_call(layout, f"rank {rank}, {name} call", call, subset, q_spaces[rank], kv_spaces[rank])
+            _check_call(
+                layout,
+                f"rank {rank}, {name} call",
+                call,
+                subset,
+                q_spaces[rank],
+                kv_spaces[rank],
+            )
 
 
-def _row_spaces(local: list[IntArray], exchanges: Sequence[RowExchange], kind: str) -> list[IntArray]:
+def _row_spaces(
+    local: list[IntArray], exchanges: Sequence[RowExchange], kind: str
+) -> list[IntArray]:
     """Return the global position of every row-space index of every rank, by exchanging positions instead of rows."""
     num_ranks = len(local)
-    arrived: list[list[IntArray]] = [[] for _ in range(num_ranks)]  # per server, in order of the homes
+    arrived: list[list[IntArray]] = [
+        [] for _ in range(num_ranks)
+    ]  # per server, in order of the homes
     received = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     for rank, exchange in enumerate(exchanges):
         rows, counts = exchange.send_rows, exchange.send_counts
-        if counts.shape != (num_ranks,) or (counts < 0).any() or counts.sum() != len(rows):
-            raise PlanError(f"rank {rank}: {kind}.send_counts do not divide its {len(rows)} send_rows by rank")
+        if (
+            counts.shape != (num_ranks,)
+            or (counts < 0).any()
+            or counts.sum() != len(rows)
+        ):
+            raise PlanError(
+                f"rank {rank}: {kind}.send_counts do not divide its {len(rows)} send_rows by rank"
+            )
         if counts[rank]:
             raise PlanError(f"rank {rank}: sends {counts[rank]} {kind} to itself")
         if len(rows) and (rows.min() < 0 or rows.max() >= len(local[rank])):
-            raise PlanError(f"rank {rank}: {kind}.send_rows leave its {len(local[rank])} local rows")
+            raise PlanError(
+                f"rank {rank}: {kind}.send_rows leave its {len(local[rank])} local rows"
+            )
         received[:, rank] = counts
         offsets = exclusive_cumsum(counts)
         for peer in np.flatnonzero(counts).tolist():
             sent = local[rank][rows[offsets[peer] : offsets[peer + 1]]]
             if (np.diff(sent) <= 0).any():
-                raise PlanError(f"rank {rank} sends {kind} to rank {peer} repeatedly or out of order")
+                raise PlanError(
+                    f"rank {rank} sends {kind} to rank {peer} repeatedly or out of order"
+                )
             arrived[peer].append(sent)
     spaces = []
     for rank, exchange in enumerate(exchanges):
@@ -211,12 +284,18 @@ def _row_spaces(local: list[IntArray], exchanges: Sequence[RowExchange], kind: s
     return spaces
 
 
-def _check_offsets(exchanges: Sequence[RowExchange], counts: IntArray, kind: str) -> None:
+def _check_offsets(
+    exchanges: Sequence[RowExchange], counts: IntArray, kind: str
+) -> None:
     """Check all offsets against those that follow from ``counts`` [home, server]."""
     for name, sent in (("put_offsets", counts), ("return_offsets", counts.T)):
         wanted = np.where(sent, np.cumsum(sent, axis=0) - sent, 0)
         for rank, exchange in enumerate(exchanges):
-            found = exchange.put_offsets if name == "put_offsets" else exchange.return_offsets
+            found = (
+                exchange.put_offsets
+                if name == "put_offsets"
+                else exchange.return_offsets
+            )
             if not np.array_equal(found, wanted[rank]):
                 raise PlanError(
                     f"rank {rank}: {kind}.{name} {found.tolist()}, but the counts give {wanted[rank].tolist()}"
@@ -233,34 +312,63 @@ def _check_most(exchanges: Sequence[RankExchange]) -> None:
     )
     for rank, exchange in enumerate(exchanges):
         if exchange.most != wanted:
-            raise PlanError(f"rank {rank}: most is {exchange.most}, but the counts give {wanted}")
+            raise PlanError(
+                f"rank {rank}: most is {exchange.most}, but the counts give {wanted}"
+            )
 
 
 def _check_call(
-    layout: TokenLayout, where: str, call: CallTable, tasks: TaskArray, q_space: IntArray, kv_space: IntArray
+    layout: TokenLayout,
+    where: str,
+    call: CallTable,
+    tasks: TaskArray,
+    q_space: IntArray,
+    kv_space: IntArray,
 ) -> None:
     """Check that the call's rows are exactly those its tasks name, in canonical order."""
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
     for name, start_field, rows, offsets, longest, starts, space in (
         ("q", "q_start", call.q_rows, call.cu_q, call.max_q, call.q_start, q_space),
-        ("kv", "kv_start", call.kv_rows, call.cu_k, call.max_k, call.kv_start, kv_space),
+        (
+            "kv",
+            "kv_start",
+            call.kv_rows,
+            call.cu_k,
+            call.max_k,
+            call.kv_start,
+            kv_space,
+        ),
     ):
         begin = tasks[start_field]
         length = tasks["q_end" if name == "q" else "kv_end"] - begin
         cumulative = exclusive_cumsum(length)
         if offsets.dtype != np.int32 or not np.array_equal(offsets, cumulative):
-            raise PlanError(f"{where}: cumulative {name} lengths {offsets.tolist()} do not fit the tasks")
+            raise PlanError(
+                f"{where}: cumulative {name} lengths {offsets.tolist()} do not fit the tasks"
+            )
         if longest != length.max(initial=0):
-            raise PlanError(f"{where}: longest {name} range {longest}, but the tasks' is {length.max(initial=0)}")
+            raise PlanError(
+                f"{where}: longest {name} range {longest}, but the tasks' is {length.max(initial=0)}"
+            )
         if not np.array_equal(starts, begin):
-            raise PlanError(f"{where}: {start_field} {starts.tolist()} is not that of the tasks")
-        if len(rows) != cumulative[-1] or (len(rows) and (rows.min() < 0 or rows.max() >= len(space))):
-            raise PlanError(f"{where}: {name}_rows have the wrong number or leave the {len(space)} rows at hand")
-        wanted = np.repeat(base + begin - cumulative[:-1], length) + np.arange(cumulative[-1])
+            raise PlanError(
+                f"{where}: {start_field} {starts.tolist()} is not that of the tasks"
+            )
+        if len(rows) != cumulative[-1] or (
+            len(rows) and (rows.min() < 0 or rows.max() >= len(space))
+        ):
+            raise PlanError(
+                f"{where}: {name}_rows have the wrong number or leave the {len(space)} rows at hand"
+            )
+        wanted = np.repeat(base + begin - cumulative[:-1], length) + np.arange(
+            cumulative[-1]
+        )
         if not np.array_equal(space[rows], wanted):
             i = int(np.argmax(space[rows] != wanted))
             owner = int(np.searchsorted(cumulative, i, side="right")) - 1
-            raise PlanError(f"{where}: {name}_rows[{i}] is not the row that {_describe(tasks[owner])} names")
+            raise PlanError(
+                f"{where}: {name}_rows[{i}] is not the row that {_describe(tasks[owner])} names"
+            )
 
 
 def _check_stats(plan: Plan) -> None:

@@ -34,7 +34,9 @@ def cad(config: Any, **table: Any) -> Any:
     return with_cad(config, table)
 
 
-def registry_of(model: str) -> tuple[Callable[[str], Callable[[], Any]], Callable[[], list[str]]]:
+def registry_of(
+    model: str,
+) -> tuple[Callable[[str], Callable[[], Any]], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a module with torchtitan's recipes of ``model``, each with CAD."""
 
     def get(name: str) -> Callable[[], Any]:

@@ -32,7 +32,11 @@ class RowSpace:
             from torchtitan_cad.runtime.triton.gather import gather_rows
 
             return gather_rows(self.local, self.received, rows)
-        return self._joined if rows is None else [x.index_select(0, rows) for x in self._joined]
+        return (
+            self._joined
+            if rows is None
+            else [x.index_select(0, rows) for x in self._joined]
+        )
 
     @cached_property
     def _joined(self) -> list[Tensor]:
@@ -56,7 +60,12 @@ class TaskRunner:
     """
 
     def __init__(
-        self, plan: PlanTables, queries: RowSpace, keys: RowSpace, compute: Compute, gathered: Callable[[], None]
+        self,
+        plan: PlanTables,
+        queries: RowSpace,
+        keys: RowSpace,
+        compute: Compute,
+        gathered: Callable[[], None],
     ) -> None:
         self._compute, self._gathered = compute, gathered
         self._spaces: tuple[RowSpace, ...] = (queries, keys)
@@ -66,7 +75,9 @@ class TaskRunner:
 
     def advance(self) -> None:
         """Run the next round."""
-        for call in sorted(self._rounds.popleft(), key=lambda call: -call.weighted_rows):
+        for call in sorted(
+            self._rounds.popleft(), key=lambda call: -call.weighted_rows
+        ):
             self._results[call] = self._compute(self._gather(call), call.args)
 
     def finish(self) -> list[tuple[Tensor, ...]]:

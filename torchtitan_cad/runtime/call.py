@@ -15,7 +15,12 @@ from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
 from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, compute_dtype
+from torchtitan_cad.runtime.kernels.base import (
+    AttentionKernel,
+    Merged,
+    VarlenArgs,
+    compute_dtype,
+)
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
 from torchtitan_cad.runtime.row_tables import Chunk
 from torchtitan_cad.runtime.tables import PlanTables
@@ -58,16 +63,24 @@ class Direction:
     name: str
     results_name: str
     results: Callable[[dict[Kind, list[Tensor]]], dict[Kind, list[Tensor]]]
-    compute: Callable[[AttentionKernel, bool, Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]]
-    combine: Callable[[Combination, Sequence[Sequence[Tensor]], Sequence[Tensor]], list[Tensor]]
+    compute: Callable[
+        [AttentionKernel, bool, Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]
+    ]
+    combine: Callable[
+        [Combination, Sequence[Sequence[Tensor]], Sequence[Tensor]], list[Tensor]
+    ]
 
 
-def _forward(kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
+def _forward(
+    kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], args: VarlenArgs
+) -> tuple[Tensor, ...]:
     q, *keys = rows
     return kernel.forward(q, *_join(*keys), args)
 
 
-def _backward(kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], args: VarlenArgs) -> tuple[Tensor, ...]:
+def _backward(
+    kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], args: VarlenArgs
+) -> tuple[Tensor, ...]:
     dout, lse, delta, q, *keys = rows
     merged = Merged(lse, out=delta) if delta.dim() == dout.dim() else Merged(lse, delta)
     dq, dk, dv = kernel.backward(dout, q, *_join(*keys), merged, args)
@@ -77,24 +90,36 @@ def _backward(kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], a
 
 def _join(k: Tensor, v: Tensor, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return k [T, Hkv, D], to whose heads the ``shared`` part [T, 1, D'] is appended, and v."""
-    return k if shared is None else torch.cat((k, shared.expand(-1, k.shape[1], -1)), -1), v
+    return k if shared is None else torch.cat(
+        (k, shared.expand(-1, k.shape[1], -1)), -1
+    ), v
 
 
-def _split(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, shared: Tensor | None = None) -> tuple[Tensor, ...]:
+def _split(
+    dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, shared: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Return the gradients of k, v and ``shared`` from those of the results of ``_join``."""
     if shared is None:
         return dk, dv
-    of_shared = dk[..., k.shape[2] :].sum(1, keepdim=True, dtype=compute_dtype(dk.dtype))
+    of_shared = dk[..., k.shape[2] :].sum(
+        1, keepdim=True, dtype=compute_dtype(dk.dtype)
+    )
     return dk[..., : k.shape[2]].contiguous(), dv, of_shared.to(dk.dtype)
 
 
 def _outputs(rows: dict[Kind, list[Tensor]]) -> dict[Kind, list[Tensor]]:
     (q,), (_, v, *_) = rows["queries"], rows["keys"]
-    return {"queries": [q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1])]}
+    return {
+        "queries": [q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1])]
+    }
 
 
 FORWARD = Direction(
-    "forward", "outputs", _outputs, _forward, lambda index, partials, like: index.merge(partials, like[0])
+    "forward",
+    "outputs",
+    _outputs,
+    _forward,
+    lambda index, partials, like: index.merge(partials, like[0]),
 )
 """query rows: q; key rows: k, v and the part that all heads of keys share, if any; results: out, lse"""
 
@@ -116,7 +141,9 @@ class Engine(Protocol):
     transport: Transport | None
     clock: ExchangeClock
 
-    def enter(self, step: Step, direction: Direction, key: int, rows: Tensor | None = None) -> int:
+    def enter(
+        self, step: Step, direction: Direction, key: int, rows: Tensor | None = None
+    ) -> int:
         """Begin a step that starts exchanges."""
         ...
 
@@ -163,7 +190,10 @@ class AttentionCall:
         (fp64) until the last chunk."""
         self._returning: deque[tuple[Exchange, Sequence[Chunk]]] = deque()
         """Exchanges of results in flight and their chunks, in the order of their starts."""
-        self._like = {kind: [x.new_empty(0, *x.shape[1:]) for x in tensors] for kind, tensors in rows.items()}
+        self._like = {
+            kind: [x.new_empty(0, *x.shape[1:]) for x in tensors]
+            for kind, tensors in rows.items()
+        }
         self._results_like = direction.results(self._like)
 
     def run(self) -> tuple[Tensor, ...]:
@@ -198,7 +228,9 @@ class AttentionCall:
             messages["queries"] = messages["queries"][:-1]  # without Q
         return self._start("rows", routes, [messages[route.kind] for route in routes])
 
-    def _start(self, what: str, routes: Routes, messages: Sequence[list[Tensor]]) -> Exchange:
+    def _start(
+        self, what: str, routes: Routes, messages: Sequence[list[Tensor]]
+    ) -> Exchange:
         clock, transport = self.engine.clock, self.engine.transport
         assert transport is not None
         phase = f"{self.direction.name} {what}"
@@ -206,7 +238,9 @@ class AttentionCall:
         clock.phase = phase
         with record_function(f"cad/exchange {phase}"), clock.measure("starting"):
             pending = transport.start(messages, routes, phase, self._number)
-        return Exchange(pending, [RowFormat.of(tensors) for tensors in messages], clock, phase)
+        return Exchange(
+            pending, [RowFormat.of(tensors) for tensors in messages], clock, phase
+        )
 
     # Kernel calls -----------------------------------------------------------------------------------------------------
 
@@ -229,19 +263,28 @@ class AttentionCall:
     def compute(self) -> None:
         """Compute the remaining rounds, and combine results for other ranks, and local results if they are many."""
         self.engine.enter("attend", self.direction, self.key)
-        tasks = self.begin_tasks(self._receive()) if self._tasks is None else self._tasks
+        tasks = (
+            self.begin_tasks(self._receive()) if self._tasks is None else self._tasks
+        )
         with self._traced():
             self.combine_results(tasks)
 
     def _traced(self) -> record_function:
         """Return a context that names the computation in traces."""
-        return record_function("cad/attention" if self.direction is FORWARD else "cad/attention backward")
+        return record_function(
+            "cad/attention" if self.direction is FORWARD else "cad/attention backward"
+        )
 
     def begin_tasks(self, received: dict[Kind, list[Tensor]]) -> TaskRunner:
         """Return the kernel calls over rows at home and ``received`` rows. The call then holds no rows at home."""
         at_home, self._rows = self._rows, {}
-        queries, keys = (RowSpace(rows, received.get(kind) or [x[:0] for x in rows]) for kind, rows in at_home.items())
-        compute = partial(self.direction.compute, self.engine.kernel, self._plan.is_plain)
+        queries, keys = (
+            RowSpace(rows, received.get(kind) or [x[:0] for x in rows])
+            for kind, rows in at_home.items()
+        )
+        compute = partial(
+            self.direction.compute, self.engine.kernel, self._plan.is_plain
+        )
         self._tasks = TaskRunner(self._plan, queries, keys, compute, self._release)
         return self._tasks
 
@@ -255,8 +298,13 @@ class AttentionCall:
         if self._has_kept_rows:
             kept_q, kept_kv = self._kept
             self._kept = ()
-            format_q, format_kv = RowFormat.of(self._like["queries"][-1:]), RowFormat.of(self._like["keys"])
-            received["queries"] += format_q.reveal(kept_q, self._plan.queries.num_remote)
+            format_q, format_kv = (
+                RowFormat.of(self._like["queries"][-1:]),
+                RowFormat.of(self._like["keys"]),
+            )
+            received["queries"] += format_q.reveal(
+                kept_q, self._plan.queries.num_remote
+            )
             received["keys"] = format_kv.reveal(kept_kv, self._plan.keys.num_remote)
         return received
 
@@ -269,7 +317,9 @@ class AttentionCall:
     def combine_results(self, tasks: TaskRunner) -> None:
         """Run the remaining kernel calls and combine their results, for other ranks and, if they are many, at home."""
         num_results = sum(len(like) for like in self._results_like.values())
-        partials = [list(of_calls) for of_calls in zip(*tasks.finish(), strict=True)] or [[]] * num_results
+        partials = [
+            list(of_calls) for of_calls in zip(*tasks.finish(), strict=True)
+        ] or [[]] * num_results
         self._tasks = None
         for kind, like in self._results_like.items():
             self._results[kind] = partials[: len(like)]
@@ -277,7 +327,9 @@ class AttentionCall:
         for kind, like in self._results_like.items():
             tables = getattr(self._plan, kind)
             if self._plan.moves:
-                self._remote_results[kind] = self.direction.combine(tables.remote, self._results[kind], like)
+                self._remote_results[kind] = self.direction.combine(
+                    tables.remote, self._results[kind], like
+                )
             if tables.local is not None:
                 self.combine(kind, tables.local)
 
@@ -291,13 +343,18 @@ class AttentionCall:
             if len(self._returning) == BUFFERS_PER_CALL:
                 self._take_in_next()
             exchange = self._start(
-                self.direction.results_name, routes, [remote_results[chunk.kind] for chunk in chunks]
+                self.direction.results_name,
+                routes,
+                [remote_results[chunk.kind] for chunk in chunks],
             )
             self._returning.append((exchange, chunks))
 
     def receive_all(self) -> None:
         """Wait for all rows in flight on the current stream, before a step on another stream uses them."""
-        for travelling in (self._incoming, *(exchange for exchange, _ in self._returning)):
+        for travelling in (
+            self._incoming,
+            *(exchange for exchange, _ in self._returning),
+        ):
             if travelling is not None:
                 travelling.receive()
 
@@ -313,7 +370,12 @@ class AttentionCall:
         exchange.release()
 
     def combine(
-        self, kind: Kind, combination: Combination, returned: Sequence[Tensor] = (), *, is_last: bool = False
+        self,
+        kind: Kind,
+        combination: Combination,
+        returned: Sequence[Tensor] = (),
+        *,
+        is_last: bool = False,
     ) -> None:
         """Combine the results so far with the ``returned`` rows of each result, if any.
 
@@ -321,9 +383,14 @@ class AttentionCall:
         """
         partials, like = self._results[kind], self._results_like[kind]
         if returned:
-            partials = [[*of_result, rows] for of_result, rows in zip(partials, returned, strict=True)]
+            partials = [
+                [*of_result, rows]
+                for of_result, rows in zip(partials, returned, strict=True)
+            ]
         like = like if is_last else [x.to(compute_dtype(x.dtype)) for x in like]
-        self._results[kind] = [[rows] for rows in self.direction.combine(combination, partials, like)]
+        self._results[kind] = [
+            [rows] for rows in self.direction.combine(combination, partials, like)
+        ]
 
     def finish(self) -> tuple[Tensor, ...]:
         """Take in the remaining results; returns the results of the rows at home and, forward, the kept messages."""
@@ -331,8 +398,12 @@ class AttentionCall:
             self._take_in_next()
         if not (self._plan.moves or self._plan.is_plain):
             for kind in self._results:
-                self.combine(kind, getattr(self._plan, kind).home[0].combination, is_last=True)
-        results = [rows.contiguous() for kind in self._results.values() for (rows,) in kind]
+                self.combine(
+                    kind, getattr(self._plan, kind).home[0].combination, is_last=True
+                )
+        results = [
+            rows.contiguous() for kind in self._results.values() for (rows,) in kind
+        ]
         if self.direction is FORWARD:
             nothing = [results[0].new_empty(0, dtype=torch.uint8) for _ in range(2)]
             results += self._kept or nothing

@@ -48,7 +48,12 @@ class Combination:
 
     @classmethod
     def build(
-        cls, targets: Sequence[np.ndarray], num_rows: int, device: torch.device, *, in_place: bool = True
+        cls,
+        targets: Sequence[np.ndarray],
+        num_rows: int,
+        device: torch.device,
+        *,
+        in_place: bool = True,
     ) -> "Combination":
         """Index partials on ``device``.
 
@@ -62,7 +67,9 @@ class Combination:
         """
         most_tensors = 1 << TENSOR_BITS
         if len(targets) > most_tensors:
-            raise ValueError(f"partials in {len(targets)} tensors, at most {most_tensors} can be combined")
+            raise ValueError(
+                f"partials in {len(targets)} tensors, at most {most_tensors} can be combined"
+            )
         rows = np.concatenate([np.empty(0, np.int64), *targets])
         num_unused = np.count_nonzero(rows < 0)
         order = np.argsort(rows, kind="stable")[num_unused:]
@@ -95,7 +102,9 @@ class Combination:
             (out,), in_place = self._targets([outs], [like])
             lse = like.new_empty(heads_shape, dtype=precise)
             if out.numel():
-                merge_rows(outs, lses, sources, offsets, out, lse, TENSOR_BITS, in_place)
+                merge_rows(
+                    outs, lses, sources, offsets, out, lse, TENSOR_BITS, in_place
+                )
             return [out, lse]
         out_NHD = like.new_zeros((*heads_shape, like.shape[-1]), dtype=precise)
         lse_NH = like.new_full(heads_shape, -torch.inf, dtype=precise)
@@ -103,7 +112,9 @@ class Combination:
             merge_partials(out_NHD, lse_NH, part_out_PHD, part_lse_PH, rows_P)
         return [out_NHD.to(like.dtype), lse_NH]
 
-    def add(self, partials: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
+    def add(
+        self, partials: Sequence[Sequence[Tensor]], like: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Return the sums of partials, for one or more results with the same index.
 
         Args:
@@ -121,19 +132,34 @@ class Combination:
             together = 2 if len(sums) > 1 and sums[0].shape == sums[1].shape else 1
             for begin, end in pairwise([0, *range(together, len(sums) + 1)]):
                 if sums[begin].numel():
-                    sum_rows(partials[begin:end], sources, offsets, sums[begin:end], TENSOR_BITS, in_place)
+                    sum_rows(
+                        partials[begin:end],
+                        sources,
+                        offsets,
+                        sums[begin:end],
+                        TENSOR_BITS,
+                        in_place,
+                    )
             return sums
-        sums = [x.new_zeros(self.num_rows, *x.shape[1:], dtype=compute_dtype(x.dtype)) for x in like]
+        sums = [
+            x.new_zeros(self.num_rows, *x.shape[1:], dtype=compute_dtype(x.dtype))
+            for x in like
+        ]
         for *parts, rows in self._waves(partials):
             for total, part in zip(sums, parts, strict=True):
                 total.index_add_(0, rows, part.to(total.dtype))
         return [total.to(x.dtype) for total, x in zip(sums, like, strict=True)]
 
-    def _targets(self, partials: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+    def _targets(
+        self, partials: Sequence[Sequence[Tensor]], like: Sequence[Tensor]
+    ) -> tuple[list[Tensor], int]:
         """Return the tensors for results, and the number of the partials' tensors that they are, or -1."""
         if self.in_place >= 0:
             there = [of_result[self.in_place] for of_result in partials]
-            if all(x.is_contiguous() and x.dtype == y.dtype for x, y in zip(there, like, strict=True)):
+            if all(
+                x.is_contiguous() and x.dtype == y.dtype
+                for x, y in zip(there, like, strict=True)
+            ):
                 return there, self.in_place
         return [x.new_empty(self.num_rows, *x.shape[1:]) for x in like], -1
 
@@ -142,13 +168,19 @@ class Combination:
         index = iter([] if self.is_fused else self.index)
         joined: list[Tensor] = []
         for source, rows in zip(index, index, strict=True):
-            joined = joined or [torch.cat(tuple(parts)) if len(parts) > 1 else parts[0] for parts in partials]
+            joined = joined or [
+                torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
+                for parts in partials
+            ]
             yield [*(part.index_select(0, source) for part in joined), rows]
 
 
 def _sources(targets: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
     """Return int32 [P] partials in their order: of each its row of its tensor, and the number of the tensor."""
-    names = [np.arange(len(rows)) << TENSOR_BITS | number for number, rows in enumerate(targets)]
+    names = [
+        np.arange(len(rows)) << TENSOR_BITS | number
+        for number, rows in enumerate(targets)
+    ]
     all_names = np.concatenate([np.empty(0, np.int64), *names])
     sources = np.zeros(len(all_names), np.int32)
     sources[: len(order)] = all_names[order]

@@ -22,9 +22,20 @@ from torch import Tensor
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionCall, Direction, Saved, Step
+from torchtitan_cad.runtime.call import (
+    BACKWARD,
+    FORWARD,
+    AttentionCall,
+    Direction,
+    Saved,
+    Step,
+)
 from torchtitan_cad.runtime.exchange import ExchangeClock
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, row_delta, subtract_lse_gradient
+from torchtitan_cad.runtime.kernels.base import (
+    AttentionKernel,
+    row_delta,
+    subtract_lse_gradient,
+)
 from torchtitan_cad.runtime.replay import TableSizes, copy_tables
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Transport
@@ -69,7 +80,12 @@ class CoreAttentionEngine:
                 "of tasks of any shape; set two_rounds = False and cad.kernel = 'varlen'"
             )
         self.kernel, self.transport, self.sizes = kernel, transport, sizes
-        self.rank, self.device, self.scale, self.two_rounds = rank, device, scale, two_rounds
+        self.rank, self.device, self.scale, self.two_rounds = (
+            rank,
+            device,
+            scale,
+            two_rounds,
+        )
         self.kept_bytes = kept_bytes
         self.clock = ExchangeClock()
         self.pending: dict[tuple[str, int], Any] = {}
@@ -87,15 +103,21 @@ class CoreAttentionEngine:
                 has a window and the kernel takes squares only.
         """
         if plan.shape.window is not None and self.kernel.squares_only:
-            raise ValueError(f"cad.kernel = {self.kernel.name!r} takes no windows: set cad.kernel = 'auto'")
+            raise ValueError(
+                f"cad.kernel = {self.kernel.name!r} takes no windows: set cad.kernel = 'auto'"
+            )
         moves, exchange, chunks = plan.moves_rows, plan.exchange(self.rank), None
         if moves and self.transport is None:
-            raise ValueError(f"plan {key} moves rows: give the engine a transport, see build_transport")
+            raise ValueError(
+                f"plan {key} moves rows: give the engine a transport, see build_transport"
+            )
         if self.sizes is not None:
             moves, exchange = self.transport is not None, self.sizes.pad(exchange)
         keeps = exchange.most.are_kept(plan.shape, self.kept_bytes)
         if self.sizes is None and self.transport is not None:
-            chunks = exchange.most.chunks(RowBytes.of(plan.shape, keep=keeps), self.transport.buffer_bytes)
+            chunks = exchange.most.chunks(
+                RowBytes.of(plan.shape, keep=keeps), self.transport.buffer_bytes
+            )
         tables = PlanTables.from_exchange(
             exchange,
             moves,
@@ -125,7 +147,9 @@ class CoreAttentionEngine:
             RuntimeError: a key is unknown.
             PeerError: an exchange has failed on the device.
         """
-        if self.sizes is None or not (self.transport is None or self.transport.replayable):
+        if self.sizes is None or not (
+            self.transport is None or self.transport.replayable
+        ):
             raise ValueError(
                 "copying plans takes an engine with sizes and, if rows move, a transport with replayable = True"
             )
@@ -152,7 +176,9 @@ class CoreAttentionEngine:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key: int, shared: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key: int, shared: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Compute core attention of this rank's tokens, all steps at once.
 
         Args:
@@ -169,7 +195,9 @@ class CoreAttentionEngine:
         """
         return self.begin_forward(q, k, v, key, shared).run()
 
-    def backward(self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
+    def backward(
+        self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Compute the gradients of ``Saved.arguments``, in their shapes and dtype.
 
         Args:
@@ -180,7 +208,9 @@ class CoreAttentionEngine:
         """
         return self.begin_backward(dout, saved, key, dlse).run()
 
-    def begin_forward(self, q: Tensor, k: Tensor, v: Tensor, key: int, shared: Tensor | None = None) -> AttentionCall:
+    def begin_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key: int, shared: Tensor | None = None
+    ) -> AttentionCall:
         """Begin a forward call, with the arguments of ``forward``. Raises ValueError for a wrong number of rows."""
         key = self.enter("start", FORWARD, key, q)
         plan = self.plan(key)
@@ -192,20 +222,31 @@ class CoreAttentionEngine:
         keys = [k, v, *([] if shared is None else [shared])]
         return AttentionCall(self, FORWARD, key, plan, {"queries": [q], "keys": keys})
 
-    def begin_backward(self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None) -> AttentionCall:
+    def begin_backward(
+        self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None
+    ) -> AttentionCall:
         """Begin a backward call, with the arguments of ``backward``."""
         given = Saved(*saved)
         q, *keys = given.arguments
         key = self.enter("start", BACKWARD, key, q)
         plan = self.plan(key)
         dout = dout.contiguous()
-        delta = given.out if plan.is_plain and dlse is None else row_delta(dout, given.out)
+        delta = (
+            given.out if plan.is_plain and dlse is None else row_delta(dout, given.out)
+        )
         if dlse is not None:
             dout, delta = subtract_lse_gradient(dout, delta, dlse)
-        rows: dict[Kind, list[Tensor]] = {"queries": [dout, given.lse, delta, q], "keys": keys}
-        return AttentionCall(self, BACKWARD, key, plan, rows, [given.kept_q, given.kept_kv])
+        rows: dict[Kind, list[Tensor]] = {
+            "queries": [dout, given.lse, delta, q],
+            "keys": keys,
+        }
+        return AttentionCall(
+            self, BACKWARD, key, plan, rows, [given.kept_q, given.kept_kv]
+        )
 
-    def enter(self, step: Step, direction: Direction, key: int, rows: Tensor | None = None) -> int:
+    def enter(
+        self, step: Step, direction: Direction, key: int, rows: Tensor | None = None
+    ) -> int:
         """Begin a step that starts exchanges; an engine that orders calls (tick_engine.py) waits here.
 
         Args:
@@ -232,4 +273,6 @@ def get_engine(name: str) -> CoreAttentionEngine:
     try:
         return _ENGINES[name]
     except KeyError:
-        raise RuntimeError(f"no core-attention engine named {name!r}; known: {sorted(_ENGINES)}") from None
+        raise RuntimeError(
+            f"no core-attention engine named {name!r}; known: {sorted(_ENGINES)}"
+        ) from None

@@ -4,7 +4,9 @@
 import re
 
 # torch appends C++ stacks and advice to the messages of failed communication.
-_NOT_THE_REASON = re.compile(r"\nException raised from|\nC\+\+ CapturedTraceback|\nLast error:|[.,] ?GLHF|\. This may ")
+_NOT_THE_REASON = re.compile(
+    r"\nException raised from|\nC\+\+ CapturedTraceback|\nLast error:|[.,] ?GLHF|\. This may "
+)
 # The stack in an error of a data-loading worker, up to its last line, the error itself.
 _STACK_OF_WORKER = re.compile(r"\nOriginal Traceback .*\n(?=\S)", re.DOTALL)
 

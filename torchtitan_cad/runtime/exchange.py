@@ -54,20 +54,37 @@ class Exchange:
         formats: row formats of its messages.
     """
 
-    def __init__(self, pending: Pending, formats: Sequence[RowFormat], clock: ExchangeClock, phase: str) -> None:
-        self.formats, self._pending, self._clock, self._phase = formats, pending, clock, phase
+    def __init__(
+        self,
+        pending: Pending,
+        formats: Sequence[RowFormat],
+        clock: ExchangeClock,
+        phase: str,
+    ) -> None:
+        self.formats, self._pending, self._clock, self._phase = (
+            formats,
+            pending,
+            clock,
+            phase,
+        )
         self._messages: list[Tensor] = []
 
     def receive(self) -> list[Tensor]:
         """Wait, on the current stream, for the messages, uint8 [rows, row_bytes]; a later ``wait`` returns at once."""
         if not self._messages:
-            with record_function(f"cad/wait {self._phase}"), self._clock.measure("waiting"):
+            with (
+                record_function(f"cad/wait {self._phase}"),
+                self._clock.measure("waiting"),
+            ):
                 self._messages = self._pending.wait()
         return self._messages
 
     def wait(self) -> list[list[Tensor]]:
         """Wait for the received rows of every tensor of every message, valid until ``release``."""
-        return [row_format.unpack(message) for row_format, message in zip(self.formats, self.receive(), strict=True)]
+        return [
+            row_format.unpack(message)
+            for row_format, message in zip(self.formats, self.receive(), strict=True)
+        ]
 
     def release(self) -> None:
         """Free the receive buffers."""
@@ -87,7 +104,10 @@ class Incoming:
     """
 
     def __init__(
-        self, start: Callable[[Routes], Exchange], exchanges: Sequence[Routes], num_rows: dict[Kind, int]
+        self,
+        start: Callable[[Routes], Exchange],
+        exchanges: Sequence[Routes],
+        num_rows: dict[Kind, int],
     ) -> None:
         self._start, self._num_rows = start, num_rows
         self._left, self._is_single = deque(exchanges), len(exchanges) == 1
@@ -101,22 +121,30 @@ class Incoming:
             routes = self._left.popleft()
             exchange = self._start(routes)
             self._travelling.append((routes, exchange))
-            self._formats |= zip((route.kind for route in routes), exchange.formats, strict=True)
+            self._formats |= zip(
+                (route.kind for route in routes), exchange.formats, strict=True
+            )
 
     def receive(self) -> list[Tensor]:
         """Wait on the current stream for the message of each kind, uint8 [rows, row_bytes], valid until ``release``."""
         if not self._messages:
-            self._messages = self._travelling[0][1].receive() if self._is_single else self._collect()
+            self._messages = (
+                self._travelling[0][1].receive() if self._is_single else self._collect()
+            )
         return self._messages
 
     def wait(self) -> dict[Kind, list[Tensor]]:
         """Wait for the rows of every tensor of each kind's message, valid until ``release``."""
         messages = self.receive()
         for message in messages:
-            if message.is_cuda and not self._is_single:  # allocated on the stream that waited for the chunks
+            if (
+                message.is_cuda and not self._is_single
+            ):  # allocated on the stream that waited for the chunks
                 message.record_stream(torch.cuda.current_stream(message.device))
         pairs = zip(self._formats.items(), messages, strict=True)
-        return {kind: row_format.unpack(message) for (kind, row_format), message in pairs}
+        return {
+            kind: row_format.unpack(message) for (kind, row_format), message in pairs
+        }
 
     def _collect(self) -> list[Tensor]:
         messages: dict[Kind, Tensor] = {}
@@ -125,7 +153,9 @@ class Incoming:
             (route,), exchange = self._travelling.popleft()
             (rows,) = exchange.receive()
             if route.kind not in messages:
-                messages[route.kind] = rows.new_empty(self._num_rows[route.kind], rows.shape[1])
+                messages[route.kind] = rows.new_empty(
+                    self._num_rows[route.kind], rows.shape[1]
+                )
             begin = filled[route.kind]
             filled[route.kind] += len(rows)
             messages[route.kind][begin : filled[route.kind]] = rows

@@ -36,4 +36,6 @@ class Heartbeat:
     @property
     def place(self) -> str:
         """The position in words."""
-        return f"step {self.step}" + (f", exchange {self.exchange} '{self.phase}'" if self.exchange else "")
+        return f"step {self.step}" + (
+            f", exchange {self.exchange} '{self.phase}'" if self.exchange else ""
+        )

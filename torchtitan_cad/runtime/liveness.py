@@ -127,7 +127,10 @@ class PeerMonitor:
         self._publish()
         self._answered = time.monotonic()
         """When the store answered last."""
-        self._threads = [self._thread("liveness", self._run), self._thread("waits", self._watch_own)]
+        self._threads = [
+            self._thread("liveness", self._run),
+            self._thread("waits", self._watch_own),
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -162,7 +165,9 @@ class PeerMonitor:
         self._announce(_EFFECT, f": {error[:_ERROR_CHARS]}", by_itself=False)
         if gone or self.ended_by_signal:
             return gone
-        failed = f"communication of rank {self._own.rank} failed at step {self._own.step}"
+        failed = (
+            f"communication of rank {self._own.rank} failed at step {self._own.step}"
+        )
         _logger.error(f"{failed}, looking for the cause among its peers: {error}")
         return self.diagnose()
 
@@ -172,12 +177,16 @@ class PeerMonitor:
         own = self._own
         if not self._launcher_is_gone():
             gone = self.name_gone(f"rank {own.rank} received {name}")
-            self._announce(f"received {name}", "; this ends the job", by_itself=not gone)
+            self._announce(
+                f"received {name}", "; this ends the job", by_itself=not gone
+            )
         elif own.rank > min(self._host, default=own.rank):
             time.sleep(_LAUNCHER_WAIT_S)
         else:
             launcher = f"the launcher ({own.host}, pid {self.launcher})"
-            _logger.error(f"{launcher} is gone: its process has ended, at {own.place}; this ends its ranks")
+            _logger.error(
+                f"{launcher} is gone: its process has ended, at {own.place}; this ends its ranks"
+            )
 
     def _launcher_is_gone(self) -> bool:
         """Tell whether the launcher has ended; it may have held the store."""
@@ -189,7 +198,10 @@ class PeerMonitor:
         if own.has_left:
             return
         own.step, own.exchange, own.phase = self.progress()
-        clause, key = f"{own.name} {how} at {own.place}{why}", _CAUSE if by_itself else _EFFECT
+        clause, key = (
+            f"{own.name} {how} at {own.place}{why}",
+            _CAUSE if by_itself else _EFFECT,
+        )
         if is_first := self._is_first(key):
             self._ask(lambda: self._store.set(f"{_PREFIX}/{key}", clause))
         own.has_left = True
@@ -212,13 +224,19 @@ class PeerMonitor:
         ``noticed`` tells how it was noticed, for the log.
         """
         known = self._known
-        ended = {rank: known[rank] for rank in self._host if rank in known and has_ended(known[rank].pid)}
+        ended = {
+            rank: known[rank]
+            for rank in self._host
+            if rank in known and has_ended(known[rank].pid)
+        }
         if ended:  # their last heartbeats may hold the reason
             ended = self._ask(lambda: self._read(ended)) or ended
         gone = [beat for beat in ended.values() if not beat.has_left]
         for beat in gone:
             if self._is_first(f"{beat.rank} is gone"):
-                _logger.error(f"{beat.name} is gone: its process has ended, at {beat.place}; {noticed}")
+                _logger.error(
+                    f"{beat.name} is gone: its process has ended, at {beat.place}; {noticed}"
+                )
         return [f"{beat.name} is gone" for beat in gone]
 
     def diagnose(self) -> list[str]:
@@ -232,9 +250,13 @@ class PeerMonitor:
         def look() -> list[str]:
             before = self._read(self._examined)
             time.sleep(self._silence_s)
-            findings = self._compare(before, self._read(self._examined), _SILENT_INTERVALS)
+            findings = self._compare(
+                before, self._read(self._examined), _SILENT_INTERVALS
+            )
             if self._is_first_of_host and self._host:
-                self._store.set(f"{_PREFIX}/{_FOUND} {self._own.rank}", json.dumps(findings))
+                self._store.set(
+                    f"{_PREFIX}/{_FOUND} {self._own.rank}", json.dumps(findings)
+                )
             cause, effect = self._value_of(_CAUSE), self._value_of(_EFFECT)
             if not findings and not cause and not self._is_first_of_host:
                 findings = self._found_by_first_of_host()
@@ -258,7 +280,9 @@ class PeerMonitor:
         first = min(self._host)
         for _ in range(_SILENT_INTERVALS):
             if told := self._value_of(f"{_FOUND} {first}"):
-                return [f"{finding} (found by rank {first})" for finding in json.loads(told)]
+                return [
+                    f"{finding} (found by rank {first})" for finding in json.loads(told)
+                ]
             time.sleep(self._silence_s / _SILENT_INTERVALS)
         return []
 
@@ -268,18 +292,34 @@ class PeerMonitor:
         Ranks of the own group come first. Only steps are compared with ranks of other groups, whose exchanges differ.
         """
         own, findings = self._own, []
-        if silent := [after[r] for r, b in before.items() if after[r].count == b.count and not after[r].has_left]:
-            names = ", ".join(b.name for b in silent[:_NAMED_RANKS]) + ", ..." * (len(silent) > _NAMED_RANKS)
-            findings = [f"{names} gave no sign of life for {self._silence_s:.1f} s, last seen at {silent[0].place}"]
+        if silent := [
+            after[r]
+            for r, b in before.items()
+            if after[r].count == b.count and not after[r].has_left
+        ]:
+            names = ", ".join(b.name for b in silent[:_NAMED_RANKS]) + ", ..." * (
+                len(silent) > _NAMED_RANKS
+            )
+            findings = [
+                f"{names} gave no sign of life for {self._silence_s:.1f} s, last seen at {silent[0].place}"
+            ]
             findings[0] += "; the job's key-value store answers"
         behind = [
             (beat.rank not in self._group, beat.position, beat)
             for beat in after.values()
-            if not beat.has_left and beat not in silent and beat.count - beat.moved >= still
-            if (beat.position < own.position if beat.rank in self._group else beat.step < own.step)
+            if not beat.has_left
+            and beat not in silent
+            and beat.count - beat.moved >= still
+            if (
+                beat.position < own.position
+                if beat.rank in self._group
+                else beat.step < own.step
+            )
         ]
         for *_, beat in sorted(behind, key=lambda each: each[:2])[:1]:
-            findings.append(f"{beat.name} is alive but behind, at {beat.place}, while this rank is at {own.place}")
+            findings.append(
+                f"{beat.name} is alive but behind, at {beat.place}, while this rank is at {own.place}"
+            )
         return findings
 
     def _run(self) -> None:
@@ -289,37 +329,61 @@ class PeerMonitor:
                 self._own.count += 1
                 self._publish()
                 known = self._known
-                beats = self._read(self._watched.union(rank for rank in self._host if rank not in known))
+                beats = self._read(
+                    self._watched.union(
+                        rank for rank in self._host if rank not in known
+                    )
+                )
                 self._known = known | beats
                 now = {rank: beats[rank] for rank in self._watched if rank in beats}
                 self._answered = time.monotonic()
                 self.name_gone(f"noticed by rank {self._own.rank}")
                 looks.extend([now] if now else [])
-                findings = self._compare(looks[0], now, self._stall_intervals) if len(looks) == looks.maxlen else []
+                findings = (
+                    self._compare(looks[0], now, self._stall_intervals)
+                    if len(looks) == looks.maxlen
+                    else []
+                )
                 for finding in findings:
                     if self._is_first(finding):
                         _logger.error(finding)
             except RuntimeError as error:
                 # If the launcher held the store and is gone, this process is about to end.
-                if not self._closing.wait(2 * _LAUNCHER_WAIT_S) and not self.ended_by_signal:
+                if (
+                    not self._closing.wait(2 * _LAUNCHER_WAIT_S)
+                    and not self.ended_by_signal
+                ):
                     self._lose_store(error)
                 return
 
     def _watch_own(self) -> None:
         """Watch how long the store has not answered, and how long this rank's step takes."""
-        begin, step, longest, is_reported = time.monotonic(), self.progress()[0], 0.0, False
+        begin, step, longest, is_reported = (
+            time.monotonic(),
+            self.progress()[0],
+            0.0,
+            False,
+        )
         while not self._closing.wait(self._interval_s):
             now = time.monotonic()
             if now - self._answered > max(self._silence_s, _LEAST_SILENCE_S):
                 self._lose_store(f"for {now - self._answered:.1f} s")
             elif self._lost.is_set():
                 self._lost.clear()
-                _logger.warning(f"{self._own.name} reaches the job's key-value store again")
+                _logger.warning(
+                    f"{self._own.name} reaches the job's key-value store again"
+                )
             if (at := self.progress()[0]) != step:
                 longest = max(longest, now - begin) if step > _STARTING_STEPS else 0.0
                 begin, step, is_reported = now, at, False
-            elif longest and now - begin > max(_SLOW_INTERVALS * self._interval_s, _SLOWER * longest):
-                if not is_reported and self._is_first_of_host and not self._lost.is_set():
+            elif longest and now - begin > max(
+                _SLOW_INTERVALS * self._interval_s, _SLOWER * longest
+            ):
+                if (
+                    not is_reported
+                    and self._is_first_of_host
+                    and not self._lost.is_set()
+                ):
                     _logger.warning(
                         f"{self._own.name} has been at {self._own.place} for {now - begin:.0f} s, where steps took at "
                         f"most {longest:.1f} s: it waits for a link or a peer{self._last_seen()}; the job's key-value "
@@ -343,27 +407,40 @@ class PeerMonitor:
         """Return a clause about the watched ranks of other hosts, or else of this one; empty if none is known."""
         known = list(self._known.values())
         others = [beat for beat in known if beat.host != self._own.host] or known
-        return "".join(f"; {beat.name} was last seen at {beat.place}" for beat in others[:_WATCHED_PEERS])
+        return "".join(
+            f"; {beat.name} was last seen at {beat.place}"
+            for beat in others[:_WATCHED_PEERS]
+        )
 
     def _is_first(self, event: str) -> bool:
         """Return whether this is the job's first call for an event, or the store does not answer."""
-        return self._ask(lambda: self._store.add(f"{_PREFIX}/count/{event}", 1)) in (None, 1)
+        return self._ask(lambda: self._store.add(f"{_PREFIX}/count/{event}", 1)) in (
+            None,
+            1,
+        )
 
     def _publish(self) -> None:
         with self._lock:
             own, before = self._own, self._own.position
             own.step, own.exchange, own.phase = self.progress()
             own.moved = own.moved if own.position == before else own.count
-            self._store.set(f"{_PREFIX}/{own.rank}", json.dumps(dataclasses.asdict(own)))
+            self._store.set(
+                f"{_PREFIX}/{own.rank}", json.dumps(dataclasses.asdict(own))
+            )
 
     def _read(self, ranks: Iterable[int]) -> _Beats:
         """Return the heartbeats of ``ranks``; empty until all of them have published one."""
         keys = {rank: f"{_PREFIX}/{rank}" for rank in ranks}
         unknown = [key for rank, key in keys.items() if rank not in self._known]
-        if not keys or (unknown and not self._store.check(unknown)):  # multi_get would wait
+        if not keys or (
+            unknown and not self._store.check(unknown)
+        ):  # multi_get would wait
             return {}
         values = self._store.multi_get([*keys.values()])
-        return {beat.rank: beat for beat in (Heartbeat(**json.loads(value)) for value in values)}
+        return {
+            beat.rank: beat
+            for beat in (Heartbeat(**json.loads(value)) for value in values)
+        }
 
     def _ask(self, question: Callable[[], _T], extra_s: float = 0.0) -> _T | None:
         """Return the answer to a question to the store; None if it fails or takes longer than the timeout.
@@ -391,6 +468,8 @@ class PeerMonitor:
 def has_ended(pid: int) -> bool:
     """Tell whether a process of this host has ended, zombies included; always False without /proc."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        )
     except OSError:
         return sys.platform == "linux"

@@ -29,7 +29,10 @@ def define(
     body: Callable[..., Any],
     like: Callable[..., Any],
     gradients: Callable[..., Sequence[Tensor | None]] | None = None,
-    remember: Callable[[Sequence[Any], Any], Remembered] = lambda arguments, results: ((), ()),
+    remember: Callable[[Sequence[Any], Any], Remembered] = lambda arguments, results: (
+        (),
+        (),
+    ),
 ) -> Any:
     """Define the operator torchtitan_cad::``signature``, with the additional arguments plan_key and engine.
 
@@ -42,7 +45,9 @@ def define(
             not called if no result has a gradient. By default the operator has no gradients.
         remember: returns the values that ``gradients`` needs, from the arguments and the results.
     """
-    name, arguments, results = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", signature).groups()  # type: ignore[union-attr]
+    name, arguments, results = re.fullmatch(
+        r"(\w+)\((.*)\) -> (.*)", signature
+    ).groups()  # type: ignore[union-attr]
 
     def run(*arguments: Any) -> Any:
         *rest, plan_key, engine = arguments
@@ -69,7 +74,9 @@ def define(
         *tensors, plan_key = ctx.saved_tensors
         of_arguments: Sequence[Tensor | None] = (None,) * ctx.num_arguments
         if any(gradient is not None for gradient in of_results):
-            of_arguments = gradients(of_results, tensors, *ctx.others, plan_key, ctx.engine)
+            of_arguments = gradients(
+                of_results, tensors, *ctx.others, plan_key, ctx.engine
+            )
         return *of_arguments, None, None
 
     operator.register_autograd(backward, setup_context=set_up)
@@ -78,8 +85,16 @@ def define(
 
 def results_like(q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Return tensors of the shapes and dtypes of ``CoreAttentionEngine.forward``'s results."""
-    kept, out = q.new_empty(0, dtype=torch.uint8), q.new_empty((*q.shape[:2], v.shape[2]))
-    return out, q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)), kept, kept.clone()
+    kept, out = (
+        q.new_empty(0, dtype=torch.uint8),
+        q.new_empty((*q.shape[:2], v.shape[2])),
+    )
+    return (
+        out,
+        q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)),
+        kept,
+        kept.clone(),
+    )
 
 
 def remember_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> Remembered:
@@ -93,7 +108,9 @@ def gradients_of_qkv(gradients: Sequence[Tensor]) -> list[Tensor | None]:
     return [*gradients, *[None] * (4 - len(gradients))]
 
 
-def backward_arguments(of_results: Sequence[Tensor | None], saved: Sequence[Tensor]) -> tuple[Any, ...]:
+def backward_arguments(
+    of_results: Sequence[Tensor | None], saved: Sequence[Tensor]
+) -> tuple[Any, ...]:
     """Return dout, saved and dlse as ``CoreAttentionEngine.backward`` takes them; one of ``RESULTS`` has a gradient."""
     dout, dlse, *_ = of_results
     return torch.zeros_like(Saved(*saved).out) if dout is None else dout, saved, dlse
@@ -101,7 +118,9 @@ def backward_arguments(of_results: Sequence[Tensor | None], saved: Sequence[Tens
 
 _core_attention_backward = define(
     "core_attention_backward(Tensor dout, Tensor[] saved, Tensor? dlse) -> Tensor[]",
-    lambda engine, key, dout, saved, dlse: list(engine.backward(dout, saved, key, dlse)),
+    lambda engine, key, dout, saved, dlse: list(
+        engine.backward(dout, saved, key, dlse)
+    ),
     lambda dout, saved, dlse: [x.new_empty(x.shape) for x in Saved(*saved).arguments],
 )
 _core_attention = define(
@@ -116,7 +135,13 @@ _core_attention = define(
 
 
 def core_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str, *, shared: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan_key: Tensor,
+    engine: str,
+    *,
+    shared: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(Q K^T) V of this rank's tokens, computed by the servers of a plan (arXiv 2510.18121, section 4).
 
@@ -137,7 +162,13 @@ def core_attention(
 
 
 def core_attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, plan_key: Tensor, engine: str, *, shared: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan_key: Tensor,
+    engine: str,
+    *,
+    shared: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of ``core_attention`` and its log-sum-exp, for models that rescale outputs by it.
 

@@ -37,16 +37,28 @@ class RowFormat:
         key = tuple([(x.shape[1:], x.dtype) for x in tensors])
         return _formats.get(key) or _formats.setdefault(key, cls(tensors))
 
-    def pack(self, tensors: Sequence[Tensor], rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def pack(
+        self,
+        tensors: Sequence[Tensor],
+        rows: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Gather ``rows`` (int64 [R], None for all) of every tensor into ``out``, a uint8 message [R, row_bytes]."""
         num_rows = tensors[0].shape[0] if rows is None else rows.shape[0]
         message = out
         if message is None:
-            message = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=tensors[0].device)
+            message = torch.empty(
+                num_rows, self.row_bytes, dtype=torch.uint8, device=tensors[0].device
+            )
         if triton.runs_on(message.device):
             from torchtitan_cad.runtime.triton.gather import gather_rows
 
-            gather_rows(tensors, [tensor[:0] for tensor in tensors], rows, outs=self.unpack(message))
+            gather_rows(
+                tensors,
+                [tensor[:0] for tensor in tensors],
+                rows,
+                outs=self.unpack(message),
+            )
             return message
         for tensor, view in zip(tensors, self.unpack(message), strict=True):
             view.copy_(tensor if rows is None else tensor.index_select(0, rows))
@@ -73,8 +85,12 @@ class RowFormat:
                 "servers cannot keep rows where hooks copy saved tensors, such as activation offloading: what one kept "
                 "was lost; set cad.backward = 'resend'"
             )
-        whole = torch.empty(0, dtype=torch.uint8, device=hidden.device).set_(hidden.untyped_storage())
-        return self.unpack(whole[: num_rows * self.row_bytes].view(num_rows, self.row_bytes))
+        whole = torch.empty(0, dtype=torch.uint8, device=hidden.device).set_(
+            hidden.untyped_storage()
+        )
+        return self.unpack(
+            whole[: num_rows * self.row_bytes].view(num_rows, self.row_bytes)
+        )
 
 
 _formats: dict[object, RowFormat] = {}

@@ -6,7 +6,12 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_cad.planning import AttentionShape, CostModel
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, random_rows
+from torchtitan_cad.runtime.kernels.base import (
+    AttentionKernel,
+    Merged,
+    VarlenArgs,
+    random_rows,
+)
 from torchtitan_cad.runtime.timing import Timing, median_milliseconds, time_calls
 from torchtitan_cad.runtime.transport.base import Transport, all_to_all
 
@@ -25,38 +30,59 @@ _LINEAR_PASSES = 3
 
 
 def attention_seconds(
-    kernel: AttentionKernel, shape: AttentionShape, dtype: torch.dtype, device: torch.device, cost: CostModel
+    kernel: AttentionKernel,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    cost: CostModel,
 ) -> float:
     """Return the seconds of attention per unit of ``cost``, forward and backward, measured on one causal document."""
     tokens = _TOKENS[device.type]
-    call = VarlenArgs.from_numpy([0, tokens], [0, tokens], causal=True, scale=shape.head_dim**-0.5, device=device)
+    call = VarlenArgs.from_numpy(
+        [0, tokens], [0, tokens], causal=True, scale=shape.head_dim**-0.5, device=device
+    )
     forward, backward = time_attention(kernel, shape, dtype, call, _REPEATS)
     seconds = 1e-3 * (forward.milliseconds + backward.milliseconds)
     return seconds / int(cost.prefix_cost(tokens)[-1])
 
 
 def time_attention(
-    kernel: AttentionKernel, shape: AttentionShape, dtype: torch.dtype, call: VarlenArgs, repeats: int
+    kernel: AttentionKernel,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    call: VarlenArgs,
+    repeats: int,
 ) -> tuple[Timing, Timing]:
     """Time the forward and the backward of a call with random rows."""
     q, k, v, dout = random_rows(shape, dtype, call)
     lse = kernel.forward(q, k, v, call)[1].contiguous()
     merged, device = Merged(lse, torch.zeros_like(lse)), q.device
     forward = time_calls(lambda: kernel.forward(q, k, v, call), device, repeats)
-    return forward, time_calls(lambda: kernel.backward(dout, q, k, v, merged, call), device, repeats)
+    return forward, time_calls(
+        lambda: kernel.backward(dout, q, k, v, merged, call), device, repeats
+    )
 
 
-def linear_seconds(parameters: int, dim: int, dtype: torch.dtype, device: torch.device) -> float:
+def linear_seconds(
+    parameters: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> float:
     """Return the seconds per token of matrix products with ``parameters``, of width ``dim``, forward and backward."""
     tokens = _TOKENS[device.type]
     generator = torch.Generator(device).manual_seed(0)  # as of random_rows
-    x, weight = (torch.randn(n, dim, device=device, generator=generator).to(dtype) for n in (tokens, dim))
+    x, weight = (
+        torch.randn(n, dim, device=device, generator=generator).to(dtype)
+        for n in (tokens, dim)
+    )
     seconds = 1e-3 * median_milliseconds(lambda: x @ weight.t(), device, _REPEATS)
     return _LINEAR_PASSES * parameters * seconds / (tokens * dim * dim)
 
 
 def link_rate(
-    transport: Transport, rank: int, sends: np.ndarray, device: torch.device, group: dist.ProcessGroup
+    transport: Transport,
+    rank: int,
+    sends: np.ndarray,
+    device: torch.device,
+    group: dist.ProcessGroup,
 ) -> tuple[float, float]:
     """Return the bytes per second into the slowest rank, and the seconds of an exchange without bytes.
 
@@ -70,10 +96,14 @@ def link_rate(
     def measure(num_bytes: int) -> tuple[int, float]:
         each = max(1, min(num_bytes, transport.buffer_bytes) // ROW_BYTES // senders)
         routes = all_to_all(rank, sends, each)
-        rows = torch.zeros(each * int(sends[rank].sum()), ROW_BYTES, dtype=torch.uint8, device=device)
+        rows = torch.zeros(
+            each * int(sends[rank].sum()), ROW_BYTES, dtype=torch.uint8, device=device
+        )
 
         def exchange() -> None:
-            pending = transport.start([[rows]], routes, "measurement of the link", transport.begin())
+            pending = transport.start(
+                [[rows]], routes, "measurement of the link", transport.begin()
+            )
             pending.wait()
             pending.release()
 
@@ -82,7 +112,9 @@ def link_rate(
 
     _, least = measure(1)
     few, seconds = measure(_FEW_BYTES)
-    received, seconds = measure(min(_MESSAGE_BYTES[device.type], int(few * _MESSAGE_SECONDS / seconds)))
+    received, seconds = measure(
+        min(_MESSAGE_BYTES[device.type], int(few * _MESSAGE_SECONDS / seconds))
+    )
     return received / max(seconds - least, seconds / 2), least
 
 

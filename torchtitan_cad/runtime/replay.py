@@ -68,8 +68,13 @@ class TableSizes:
                 )
         return replace(
             exchange,
-            queries=replace(exchange.queries, send_rows=_padded(exchange.queries.send_rows, self.queries, -1)),
-            keys=replace(exchange.keys, send_rows=_padded(exchange.keys.send_rows, self.keys, -1)),
+            queries=replace(
+                exchange.queries,
+                send_rows=_padded(exchange.queries.send_rows, self.queries, -1),
+            ),
+            keys=replace(
+                exchange.keys, send_rows=_padded(exchange.keys.send_rows, self.keys, -1)
+            ),
             most=MostRows(self.queries, self.keys, self.queries, self.keys),
             causal=self._pad_call(exchange.causal),
             full=self._pad_call(exchange.full),
@@ -102,7 +107,9 @@ def copy_tables(source: PlanTables, target: PlanTables) -> None:
     """
     ours, others = list(_tensors(target)), list(_tensors(source))
     if [x.shape for x in ours] != [x.shape for x in others]:
-        raise ValueError("tables differ in shape: copy between plans of the same TableSizes and numbers of tokens")
+        raise ValueError(
+            "tables differ in shape: copy between plans of the same TableSizes and numbers of tokens"
+        )
     for mine, theirs in zip(ours, others, strict=True):
         mine.copy_(theirs, non_blocking=True)
 
@@ -112,10 +119,20 @@ def _tensors(plan: PlanTables) -> Iterator[Tensor]:
     for route in dict.fromkeys(route for routes in exchanges for route in routes):
         yield from () if route.rows is None else (route.rows,)
     for routes in exchanges:
-        yield from (*routes.receivers.tables, *routes.senders.tables, *(routes.tables.tensors if routes.tables else ()))
+        yield from (
+            *routes.receivers.tables,
+            *routes.senders.tables,
+            *(routes.tables.tensors if routes.tables else ()),
+        )
     for call in plan.calls:
         yield from (call.args.cu_q, call.args.cu_k)
-        yield from (rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor))
+        yield from (
+            rows for rows in (call.q_rows, call.kv_rows) if isinstance(rows, Tensor)
+        )
     for tables in (plan.queries, plan.keys):
-        for combination in (tables.remote, tables.local, *(chunk.combination for chunk in tables.home)):
+        for combination in (
+            tables.remote,
+            tables.local,
+            *(chunk.combination for chunk in tables.home),
+        ):
             yield from () if combination is None else combination.index

@@ -77,7 +77,10 @@ class RowTables:
         padded_to = len(exchange.send_rows) if is_padded else None
         num_remote = exchange.num_received if padded_to is None else padded_to
         combine = partial(Combination.build, device=device, in_place=not is_padded)
-        remote = combine([np.where(rows < num_local, -1, rows - num_local) for rows in computed], num_remote)
+        remote = combine(
+            [np.where(rows < num_local, -1, rows - num_local) for rows in computed],
+            num_remote,
+        )
         so_far = [np.where(rows < num_local, rows, -1) for rows in computed]
         num_computed = sum(len(rows) for rows in computed)
         local = None
@@ -88,17 +91,26 @@ class RowTables:
         home: list[Chunk] = []
         # Results return in the order of the sent rows.
         returned_rows = np.split(
-            exchange.send_rows, np.cumsum([route.most_rows for route in routes_home[:-1]], dtype=int)
+            exchange.send_rows,
+            np.cumsum([route.most_rows for route in routes_home[:-1]], dtype=int),
         )
         for route, rows in zip(routes_home, returned_rows, strict=True):
             combination = combine([*so_far, rows] if moves else so_far, num_local)
-            home.append(Chunk(kind, route, combination, is_last=len(home) == len(routes_home) - 1))
+            home.append(
+                Chunk(
+                    kind, route, combination, is_last=len(home) == len(routes_home) - 1
+                )
+            )
             so_far = [np.arange(num_local)]
         return cls(num_local, num_remote, out, remote, local, home)
 
 
 def _routes(
-    exchange: RowExchange, kind: Kind, chunks: Chunks, device: torch.device, padded_to: int | None
+    exchange: RowExchange,
+    kind: Kind,
+    chunks: Chunks,
+    device: torch.device,
+    padded_to: int | None,
 ) -> tuple[list[Route], list[Route]]:
     """Return the routes of rows to their servers, and of results home.
 
@@ -176,7 +188,9 @@ def _divide(
     return routes
 
 
-def _within(first: np.ndarray, counts: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+def _within(
+    first: np.ndarray, counts: np.ndarray, begin: int, end: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return first row and count of the ranges of ``counts`` rows from ``first``, cut to [begin, end)."""
     head = np.clip(first, begin, end)
     tail = np.clip(first + counts, begin, end)

@@ -29,7 +29,9 @@ _POLL_S = 0.5
 
 
 @contextmanager
-def ending_on_signals(before_end: Callable[[str], None], limit_s: float, parent: int = 0) -> Iterator[None]:
+def ending_on_signals(
+    before_end: Callable[[str], None], limit_s: float, parent: int = 0
+) -> Iterator[None]:
     """End the process on SIGTERM and SIGINT in this context, with exit code 128 + signal number.
 
     First, ``before_end(name of the signal)`` runs in a thread for at most ``limit_s``. If ``parent`` is not 0, the end
@@ -45,9 +47,14 @@ def ending_on_signals(before_end: Callable[[str], None], limit_s: float, parent:
     os.set_blocking(writer, False)
     numbers = [number for number in SIGNALS if signal.getsignal(number) in _OF_NOBODY]
     for number in set(SIGNALS).difference(numbers):
-        logger.info(f"{number.name} is left to the handler that it had before training, and does not end this process")
+        logger.info(
+            f"{number.name} is left to the handler that it had before training, and does not end this process"
+        )
     thread = threading.Thread(
-        target=_watch, args=(reader, numbers, before_end, limit_s, parent), name="cad-signals", daemon=True
+        target=_watch,
+        args=(reader, numbers, before_end, limit_s, parent),
+        name="cad-signals",
+        daemon=True,
     )
     thread.start()
     register_after_fork(thread, lambda _: _detach(numbers))
@@ -79,7 +86,13 @@ def end_at_once(code: int) -> NoReturn:
         os._exit(code)
 
 
-def _watch(reader: int, numbers: Sequence[int], before_end: Callable[[str], None], limit_s: float, parent: int) -> None:
+def _watch(
+    reader: int,
+    numbers: Sequence[int],
+    before_end: Callable[[str], None],
+    limit_s: float,
+    parent: int,
+) -> None:
     number: int | None = None
     while number not in (*numbers, _DONE):
         if wait([reader], _POLL_S if parent else None):
@@ -88,7 +101,9 @@ def _watch(reader: int, numbers: Sequence[int], before_end: Callable[[str], None
             number = signal.SIGTERM
             break
     if number:
-        thread = threading.Thread(target=before_end, args=(signal.Signals(number).name,), daemon=True)
+        thread = threading.Thread(
+            target=before_end, args=(signal.Signals(number).name,), daemon=True
+        )
         thread.start()
         thread.join(limit_s)
         end_at_once(_EXIT_CODE + number)
@@ -103,7 +118,10 @@ def _detach(numbers: Sequence[int]) -> None:
     """
     signal.set_wakeup_fd(-1)
     for number in numbers:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number,
+            signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+        )
     parent = multiprocessing.parent_process()
     if parent is not None and multiprocessing.current_process().daemon:
 

@@ -66,7 +66,9 @@ class PendingCall:
             previous one.
     """
 
-    def __init__(self, engine: CoreAttentionEngine, call: AttentionCall, on_streams: bool) -> None:
+    def __init__(
+        self, engine: CoreAttentionEngine, call: AttentionCall, on_streams: bool
+    ) -> None:
         self._engine, self._call, self._on_streams = engine, call, on_streams
         self._event = streams.record_event(engine.device) if on_streams else None
         """End of the last step, on its stream."""
@@ -79,7 +81,11 @@ class PendingCall:
         Steps that only exchange rows run on the side stream. On a device, that stream also waits for received rows; on
         CPU the host would wait.
         """
-        device, call, is_exchange = self._engine.device, self._call, step in ("send", "send_home")
+        device, call, is_exchange = (
+            self._engine.device,
+            self._call,
+            step in ("send", "send_home"),
+        )
         streams.wait_event(device, self._event)
         self._keepalive = call.keepalive_tensors() if is_exchange else ()
         results = getattr(call, step)()
@@ -89,7 +95,13 @@ class PendingCall:
         return results
 
 
-def run_step(direction: Direction, step: str | None, engine: CoreAttentionEngine, key: int, *_: Any) -> Any:
+def run_step(
+    direction: Direction,
+    step: str | None,
+    engine: CoreAttentionEngine,
+    key: int,
+    *_: Any,
+) -> Any:
     """Run a step of the call of plan ``key`` and return its results; "finish" is the last step.
 
     Raises:
@@ -99,7 +111,9 @@ def run_step(direction: Direction, step: str | None, engine: CoreAttentionEngine
         return None
     call = engine.pending.get((direction.name, key))
     if call is None:
-        raise RuntimeError(f"no {direction.name} by plan {key} is in flight: its first step has not run")
+        raise RuntimeError(
+            f"no {direction.name} by plan {key} is in flight: its first step has not run"
+        )
     if step == "finish":
         del engine.pending[direction.name, key]
     return call.run(step)
@@ -115,12 +129,22 @@ def two_tokens_like(tensor: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return token_like(tensor), token_like(tensor)
 
 
-def _run_named(direction: Direction, engine: CoreAttentionEngine, key: int, token: Tensor, name: str) -> Tensor:
+def _run_named(
+    direction: Direction,
+    engine: CoreAttentionEngine,
+    key: int,
+    token: Tensor,
+    name: str,
+) -> Tensor:
     run_step(direction, STEP_METHODS[name][direction is BACKWARD], engine, key)
     return token_like(token)
 
 
-step_backward = define("step_backward(Tensor token, str name) -> Tensor", partial(_run_named, BACKWARD), token_like)
+step_backward = define(
+    "step_backward(Tensor token, str name) -> Tensor",
+    partial(_run_named, BACKWARD),
+    token_like,
+)
 step = define(
     "step(Tensor token, str name) -> Tensor",
     partial(_run_named, FORWARD),
@@ -131,7 +155,13 @@ step = define(
 """step(token, name): run the step ``STEP_METHODS[name]``; returns another token."""
 
 
-def _begin(direction: Direction, on_streams: bool, engine: CoreAttentionEngine, key: int, *arguments: Any) -> Any:
+def _begin(
+    direction: Direction,
+    on_streams: bool,
+    engine: CoreAttentionEngine,
+    key: int,
+    *arguments: Any,
+) -> Any:
     (*rows, option), call_key = arguments, (direction.name, key)
     if call_key in engine.pending:
         raise RuntimeError(
@@ -139,8 +169,14 @@ def _begin(direction: Direction, on_streams: bool, engine: CoreAttentionEngine, 
             "has failed: a plan serves one layer at a time"
         )
     call = getattr(engine, f"begin_{direction.name}")(*rows, key, option)
-    engine.pending[call_key] = PendingCall(engine, call if on_streams else call.send(), on_streams)
-    return two_tokens_like(rows[0]) if on_streams and direction is FORWARD else token_like(rows[0])
+    engine.pending[call_key] = PendingCall(
+        engine, call if on_streams else call.send(), on_streams
+    )
+    return (
+        two_tokens_like(rows[0])
+        if on_streams and direction is FORWARD
+        else token_like(rows[0])
+    )
 
 
 class Ends(NamedTuple):
@@ -189,10 +225,14 @@ def _define_open(family: str, tokens: str, on_streams: bool) -> Callable[..., An
     open_backward = define(
         f"{family}_open_backward({tokens}, {shapes}) -> Tensor[]",
         lambda *arguments: list(run_step(BACKWARD, "finish", *arguments)),
-        lambda token, *others: [token.new_empty(shape) for shape in others[-4:] if len(shape)],
+        lambda token, *others: [
+            token.new_empty(shape) for shape in others[-4:] if len(shape)
+        ],
     )
 
-    def gradients_of_rows(tokens: Sequence[Tensor], _: Any, *others: Any) -> list[Tensor | None]:
+    def gradients_of_rows(
+        tokens: Sequence[Tensor], _: Any, *others: Any
+    ) -> list[Tensor | None]:
         token, *keepalive = tokens
         if on_streams:  # torch 2.15 takes the device of an operator that waits for a stream from its only output
             *_, key, engine = others
@@ -208,7 +248,9 @@ def _define_open(family: str, tokens: str, on_streams: bool) -> Callable[..., An
     )
 
 
-def _define_close(family: str, tokens: str, num_tokens: int, on_streams: bool) -> Callable[..., Any]:
+def _define_close(
+    family: str, tokens: str, num_tokens: int, on_streams: bool
+) -> Callable[..., Any]:
     """Define what returns results forward, and begins the call backward."""
     close_backward = define(
         f"{family}_close_backward(Tensor dout, Tensor[] saved, Tensor? dlse) -> Tensor",
@@ -216,14 +258,18 @@ def _define_close(family: str, tokens: str, num_tokens: int, on_streams: bool) -
         token_like,
     )
 
-    def gradients_of_call(of_results: Any, saved: Sequence[Tensor], *call: Any) -> tuple[Tensor | None, ...]:
+    def gradients_of_call(
+        of_results: Any, saved: Sequence[Tensor], *call: Any
+    ) -> tuple[Tensor | None, ...]:
         token = close_backward(*backward_arguments(of_results, saved), *call)
         return *(token,) * num_tokens, *gradients_of_qkv([])
 
     return define(
         f"{family}_close({tokens}, {QKV}) -> {RESULTS}",
         partial(run_step, FORWARD, "finish"),
-        lambda *arguments: results_like(arguments[num_tokens], arguments[num_tokens + 2]),
+        lambda *arguments: results_like(
+            arguments[num_tokens], arguments[num_tokens + 2]
+        ),
         gradients_of_call,
         remember_call,
     )

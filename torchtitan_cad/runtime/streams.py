@@ -23,7 +23,12 @@ def record_event(device: torch.device) -> "torch.cuda.Event | None":
     return None if module is None else module.current_stream(device).record_event()
 
 
-def wait_event(device: torch.device, event: "torch.cuda.Event | None", *, from_outside: bool = False) -> None:
+def wait_event(
+    device: torch.device,
+    event: "torch.cuda.Event | None",
+    *,
+    from_outside: bool = False,
+) -> None:
     """Make the current stream of ``device`` wait for ``event``.
 
     Args:
@@ -31,7 +36,11 @@ def wait_event(device: torch.device, event: "torch.cuda.Event | None", *, from_o
             the run before the capture has waited already.
     """
     module = module_of(device)
-    if module is not None and event is not None and not (from_outside and module.is_current_stream_capturing()):
+    if (
+        module is not None
+        and event is not None
+        and not (from_outside and module.is_current_stream_capturing())
+    ):
         module.current_stream(device).wait_event(event)
 
 

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
-from torchtitan_cad.planning.exchange.calls import bounded, halves, lie_in_order, squares
+from torchtitan_cad.planning.exchange.calls import (
+    bounded,
+    halves,
+    lie_in_order,
+    squares,
+)
 from torchtitan_cad.planning.exchange.messages import Chunks
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.row_tables import Chunk, RowTables
@@ -83,7 +88,9 @@ class PlanTables:
             rounds = halves(used, exchange.window) if two_rounds and moves else [used]
             if squares_only:
                 rounds = [squares(tables) for tables in rounds]
-            rounds = bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
+            rounds = bounded(
+                rounds, exchange.keys.num_local, split_keys=exchange.split_keys
+            )
         computed = [table for tables in rounds for table, _ in tables]
         build_rows = partial(
             RowTables.build,
@@ -92,7 +99,9 @@ class PlanTables:
             moves=moves,
             is_padded=is_padded,
         )
-        queries = build_rows(exchange.queries, "queries", [table.q_rows for table in computed])
+        queries = build_rows(
+            exchange.queries, "queries", [table.q_rows for table in computed]
+        )
         keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
 
         def kernel_call(table: CallTable, causal: bool) -> KernelCall:
@@ -111,27 +120,48 @@ class PlanTables:
                 _rows_of_call(table.kv_rows, keys, device, in_place=not is_padded),
             )
 
-        return cls(queries, keys, moves, [[kernel_call(*table) for table in tables] for tables in rounds])
+        return cls(
+            queries,
+            keys,
+            moves,
+            [[kernel_call(*table) for table in tables] for tables in rounds],
+        )
 
     @cached_property
     def out(self) -> dict[str, list[Routes]]:
         """The exchanges that take rows to servers: of "all" kinds, or of "queries" alone if servers keep the keys."""
-        kinds = {"all": [self.queries.out, self.keys.out], "queries": [self.queries.out]}
-        return {name: [Routes(routes) for routes in _together(*of_kinds)] for name, of_kinds in kinds.items()}
+        kinds = {
+            "all": [self.queries.out, self.keys.out],
+            "queries": [self.queries.out],
+        }
+        return {
+            name: [Routes(routes) for routes in _together(*of_kinds)]
+            for name, of_kinds in kinds.items()
+        }
 
     @cached_property
     def home(self) -> dict[str, list[tuple[Routes, tuple[Chunk, ...]]]]:
         """The exchanges of results and their chunks, by direction."""
-        kinds = {"forward": [self.queries.home], "backward": [self.queries.home, self.keys.home]}
+        kinds = {
+            "forward": [self.queries.home],
+            "backward": [self.queries.home, self.keys.home],
+        }
         return {
-            direction: [(Routes(chunk.route for chunk in chunks), chunks) for chunks in _together(*of_kinds)]
+            direction: [
+                (Routes(chunk.route for chunk in chunks), chunks)
+                for chunks in _together(*of_kinds)
+            ]
             for direction, of_kinds in kinds.items()
         }
 
     @property
     def exchanges(self) -> list[Routes]:
         """All exchanges of the plan, in both directions."""
-        return [*self.out["all"], *self.out["queries"], *(routes for back in self.home.values() for routes, _ in back)]
+        return [
+            *self.out["all"],
+            *self.out["queries"],
+            *(routes for back in self.home.values() for routes, _ in back),
+        ]
 
     @property
     def calls(self) -> list[KernelCall]:
@@ -142,15 +172,22 @@ class PlanTables:
     def is_plain(self) -> bool:
         """True if there is only one kernel call, over all local rows in order: no gather, no merge, no exchange."""
         return (
-            not self.moves and len(self.calls) == 1 and self.calls[0].q_rows is None and self.calls[0].kv_rows is None
+            not self.moves
+            and len(self.calls) == 1
+            and self.calls[0].q_rows is None
+            and self.calls[0].kv_rows is None
         )
 
     def copied_bytes(self, shape: AttentionShape) -> int:
         """Return the bytes of rows that a forward copies because they are not in order for its kernel calls."""
         queries = sum(_num_copied(call.q_rows, self.queries) for call in self.calls)
         keys = sum(_num_copied(call.kv_rows, self.keys) for call in self.calls)
-        of_keys = shape.num_kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
-        return (queries * shape.num_heads * shape.head_dim + keys * of_keys) * shape.dtype_bytes
+        of_keys = (
+            shape.num_kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
+        )
+        return (
+            queries * shape.num_heads * shape.head_dim + keys * of_keys
+        ) * shape.dtype_bytes
 
 
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:

@@ -68,13 +68,27 @@ class TickEngine(CoreAttentionEngine):
         options: options of ``CoreAttentionEngine``.
     """
 
-    def __init__(self, shape: AttentionShape, dtype: torch.dtype, **options: Any) -> None:
+    def __init__(
+        self, shape: AttentionShape, dtype: torch.dtype, **options: Any
+    ) -> None:
         super().__init__(**options)
-        new, heads, kv_heads = torch.empty(0, dtype=dtype, device=self.device), shape.num_heads, shape.num_kv_heads
-        sizes = (heads, shape.head_dim), (kv_heads, shape.key_dim), (kv_heads, shape.out_dim), (heads, shape.out_dim)
+        new, heads, kv_heads = (
+            torch.empty(0, dtype=dtype, device=self.device),
+            shape.num_heads,
+            shape.num_kv_heads,
+        )
+        sizes = (
+            (heads, shape.head_dim),
+            (kv_heads, shape.key_dim),
+            (kv_heads, shape.out_dim),
+            (heads, shape.out_dim),
+        )
         q, k, v, out = (new.new_empty(0, *size) for size in sizes)
         shared = new.new_empty(0, 1, shape.shared_dim) if shape.shared_dim else None
-        lse, kept = new.new_empty(0, heads, dtype=compute_dtype(dtype)), new.new_empty(0, dtype=torch.uint8)
+        lse, kept = (
+            new.new_empty(0, heads, dtype=compute_dtype(dtype)),
+            new.new_empty(0, dtype=torch.uint8),
+        )
         self._saved = Saved(q, k, v, out, lse, kept, kept, shared)
         self._steps: Iterator[_Due] | None = None
         self._microbatch = range(0)
@@ -84,7 +98,9 @@ class TickEngine(CoreAttentionEngine):
 
     # Ticks ------------------------------------------------------------------------------------------------------------
 
-    def begin_tick(self, calls: Sequence[TickCall], microbatch: int | None = None) -> None:
+    def begin_tick(
+        self, calls: Sequence[TickCall], microbatch: int | None = None
+    ) -> None:
         """Start a tick.
 
         Args:
@@ -103,11 +119,15 @@ class TickEngine(CoreAttentionEngine):
         due = self._serve_until_mine()
         self._steps, self._microbatch = None, range(0)
         if due is not None:
-            raise RuntimeError(f"a tick ends, but a block of this rank has not made its step {due}")
+            raise RuntimeError(
+                f"a tick ends, but a block of this rank has not made its step {due}"
+            )
         while self._served:
             self._finish_oldest()
 
-    def enter(self, step: Step, direction: Direction, key: int, rows: Tensor | None = None) -> int:
+    def enter(
+        self, step: Step, direction: Direction, key: int, rows: Tensor | None = None
+    ) -> int:
         """Serve until the next step belongs to this rank's block, and return the key of its plan.
 
         Raises:
@@ -121,13 +141,20 @@ class TickEngine(CoreAttentionEngine):
                 "training.mixed_precision_param: cast queries, keys and values to that"
             )
         if step == "start" and key not in self._microbatch:
-            raise RuntimeError(f"a block computes core attention of microbatch {key} outside its tick")
+            raise RuntimeError(
+                f"a block computes core attention of microbatch {key} outside its tick"
+            )
         due = self._serve_until_mine() if self._steps is not None else None
-        if due is not None and (due.step, due.call.forward) == (step, direction is FORWARD):
+        if due is not None and (due.step, due.call.forward) == (
+            step,
+            direction is FORWARD,
+        ):
             plan_key = due.call.keys[due.nano]
             if key == (self._microbatch[due.nano] if step == "start" else plan_key):
                 return super().enter(step, direction, plan_key)
-        raise RuntimeError(f"a block makes the step {step}_{direction.name}, but its next step in this tick is {due}")
+        raise RuntimeError(
+            f"a block makes the step {step}_{direction.name}, but its next step in this tick is {due}"
+        )
 
     def _serve_until_mine(self) -> _Due | None:
         assert self._steps is not None, "a tick has begun"
@@ -150,7 +177,9 @@ class TickEngine(CoreAttentionEngine):
             q, k, v, *_, shared = self._saved
             self._served[due.nano] = self.begin_forward(q, k, v, key, shared).send()
         else:
-            self._served[due.nano] = self.begin_backward(self._saved.out, self._saved, key).send()
+            self._served[due.nano] = self.begin_backward(
+                self._saved.out, self._saved, key
+            ).send()
 
     def _finish_oldest(self) -> None:
         self._served.pop(next(iter(self._served))).finish()

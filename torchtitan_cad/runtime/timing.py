@@ -27,11 +27,15 @@ def time_calls(run: Callable[[], object], device: torch.device, repeats: int) ->
     for _ in range(WARM_UP):
         run()
     measure = _event_milliseconds if device.type == "cuda" else _clock_milliseconds
-    low, median, high = np.percentile([measure(run, device) for _ in range(repeats)], (25, 50, 75)).tolist()
+    low, median, high = np.percentile(
+        [measure(run, device) for _ in range(repeats)], (25, 50, 75)
+    ).tolist()
     return Timing(median, (high - low) / median if median else 0.0)
 
 
-def median_milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+def median_milliseconds(
+    run: Callable[[], object], device: torch.device, repeats: int
+) -> float:
     """Return the median of ``time_calls``."""
     return time_calls(run, device, repeats).milliseconds
 

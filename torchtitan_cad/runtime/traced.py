@@ -44,13 +44,21 @@ prepare, combine, _ = steps.define_ends("traced", on_streams=True)
 returns the output [Tq, Hq, Dv]; gradients flow to q, k, v and shared."""
 
 
-def _compute(direction: Direction, engine: CoreAttentionEngine, key: int, token: Tensor, keepalive: Tensor) -> Any:
+def _compute(
+    direction: Direction,
+    engine: CoreAttentionEngine,
+    key: int,
+    token: Tensor,
+    keepalive: Tensor,
+) -> Any:
     steps.run_step(direction, "compute", engine, key)
     return two_tokens_like(token) if direction is FORWARD else token_like(token)
 
 
 _attend_backward = define(
-    "traced_attend_backward(Tensor token, Tensor keepalive) -> Tensor", partial(_compute, BACKWARD), token_like
+    "traced_attend_backward(Tensor token, Tensor keepalive) -> Tensor",
+    partial(_compute, BACKWARD),
+    token_like,
 )
 attend = define(
     "traced_attend(Tensor token, Tensor keepalive) -> (Tensor, Tensor)",

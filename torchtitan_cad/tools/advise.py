@@ -27,7 +27,9 @@ KEYS = {
 }
 """Field of a configuration: the key that sets it, or the first of several."""
 OF_THE_JOB = {
-    **dict.fromkeys(("model", *(field.name for field in dataclasses.fields(Model))), "model.flavor"),
+    **dict.fromkeys(
+        ("model", *(field.name for field in dataclasses.fields(Model))), "model.flavor"
+    ),
     **KEYS,
     "dtype_bytes": "training.mixed_precision_param",
     "tp": "parallelism.tensor_parallel_degree",
@@ -61,25 +63,47 @@ def run(
         overrides: Further arguments of the job, such as --training.seq_len 65536. They come last.
         output: Write everything to this JSON file.
     """
-    check_outputs({"--output": output}, job, options.profile, documents_file(options.documents))
+    check_outputs(
+        {"--output": output}, job, options.profile, documents_file(options.documents)
+    )
     for name, key in OF_THE_JOB.items():
         if getattr(options, name, None) is not None:
-            raise ValueError(f"--{name.replace('_', '-')}: advice is for the job itself; set --{key} instead")
+            raise ValueError(
+                f"--{name.replace('_', '-')}: advice is for the job itself; set --{key} instead"
+            )
     inputs, notes, titan = read_inputs(job, overrides, options)
     assert titan is not None
-    if options.batches is None and not inputs.documents.given and inputs.documents.batches > BATCHES:
-        inputs = inputs._replace(documents=dataclasses.replace(inputs.documents, batches=BATCHES))
+    if (
+        options.batches is None
+        and not inputs.documents.given
+        and inputs.documents.batches > BATCHES
+    ):
+        inputs = inputs._replace(
+            documents=dataclasses.replace(inputs.documents, batches=BATCHES)
+        )
     from tqdm import tqdm
 
     load_planner(placement=True)
     with tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None) as bar:
-        advice = advise(*inputs[:5], refused=titan.refused, progress=bar.set_description_str)
-    keys = (titan.keys if advice.worth_it else titan.keys_without)(advice.recommended.configuration)
+        advice = advise(
+            *inputs[:5], refused=titan.refused, progress=bar.set_description_str
+        )
+    keys = (titan.keys if advice.worth_it else titan.keys_without)(
+        advice.recommended.configuration
+    )
     toml = snippet(keys)
-    print(f"{verdict(advice)}; means of {inputs.documents.batches} steps\n{reordering(advice)}\n")
+    print(
+        f"{verdict(advice)}; means of {inputs.documents.batches} steps\n{reordering(advice)}\n"
+    )
     print(f"{table(advice)}\n\n{toml}\n", *notes, sep="\n")
     if output is not None:
-        document = {"inputs": inputs.described(), "notes": notes, **_document(advice), "keys": keys, "toml": toml}
+        document = {
+            "inputs": inputs.described(),
+            "notes": notes,
+            **_document(advice),
+            "keys": keys,
+            "toml": toml,
+        }
         output.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
         say_written(output)
 
@@ -102,9 +126,15 @@ def _document(advice: Advice) -> dict[str, Any]:
         "job_as_written": of(advice.written),
         "gains_are_over": of(advice.base),
         "recommended": of(advice.recommended),
-        "without_cad": {"as_written": of(advice.without_written), "at_its_best": of(advice.without)},
+        "without_cad": {
+            "as_written": of(advice.without_written),
+            "at_its_best": of(advice.without),
+        },
         "reordered": of(advice.reorder),
-        "trials": {KEYS[name]: [of(trial) for trial in trials] for name, trials in advice.trials.items()},
+        "trials": {
+            KEYS[name]: [of(trial) for trial in trials]
+            for name, trials in advice.trials.items()
+        },
     }
 
 
@@ -135,15 +165,35 @@ def table(advice: Advice) -> str:
     rows = [["setting", "value", "a step", "gain", "GB", ""]]
 
     def add(setting: str, trial: Trial, over: Configuration, note: str = "") -> None:
-        gain, memory = trial.gain_over(advice.base), f"{trial.memory / 1e9:.1f}" if trial.memory else "-"
+        gain, memory = (
+            trial.gain_over(advice.base),
+            f"{trial.memory / 1e9:.1f}" if trial.memory else "-",
+        )
         changes = trial.configuration.changes(over)
-        value = ", ".join(f"{field} {value}" for field, value in changes.items()) or "as written"
+        value = (
+            ", ".join(f"{field} {value}" for field, value in changes.items())
+            or "as written"
+        )
         seconds = _step(trial).removesuffix(" a step") if trial.fits else "-"
         share = "-" if gain is None else f"{100 * gain:+z.1f} %"
-        rows.append([setting, value, seconds, share, memory, note if trial.fits else trial.reason])
+        rows.append(
+            [
+                setting,
+                value,
+                seconds,
+                share,
+                memory,
+                note if trial.fits else trial.reason,
+            ]
+        )
 
     written, base = advice.written.configuration, advice.base.configuration
-    add("without cad", advice.without_written, advice.without_written.configuration, "torchtitan alone")
+    add(
+        "without cad",
+        advice.without_written,
+        advice.without_written.configuration,
+        "torchtitan alone",
+    )
     add("without cad", advice.without, written, "its best")
     add("without cad", advice.reorder, written, "its best with whole rows reordered")
     add("with cad", advice.written, written)
@@ -151,7 +201,12 @@ def table(advice: Advice) -> str:
     for name, trials in advice.trials.items():
         for trial in trials:
             add(KEYS[name], trial, base)
-    add("recommended", advice.recommended, written, "" if advice.worth_it else "without cad")
+    add(
+        "recommended",
+        advice.recommended,
+        written,
+        "" if advice.worth_it else "without cad",
+    )
     return aligned(rows, (0, 1, 5))
 
 
@@ -160,11 +215,22 @@ def snippet(keys: dict[str, Any]) -> str:
     tables: dict[str, list[str]] = {}
     for key, value in keys.items():
         owner, name = key.split(".")
-        text = f"# leave {name} out" if value is None else f"{name} = {json.dumps(value)}"
+        text = (
+            f"# leave {name} out" if value is None else f"{name} = {json.dumps(value)}"
+        )
         tables.setdefault(owner, []).append(text)
     lines = [] if keys else ["# nothing to change: no setting gains 1 %"]
-    return "\n".join([*lines, *("\n".join([f"[{owner}]", *texts]) for owner, texts in tables.items())])
+    return "\n".join(
+        [
+            *lines,
+            *("\n".join([f"[{owner}]", *texts]) for owner, texts in tables.items()),
+        ]
+    )
 
 
 def _step(trial: Trial) -> str:
-    return f"{trial.seconds:.3f} s a step" if trial.seconds >= 1 else f"{1e3 * trial.seconds:.3g} ms a step"
+    return (
+        f"{trial.seconds:.3f} s a step"
+        if trial.seconds >= 1
+        else f"{1e3 * trial.seconds:.3g} ms a step"
+    )

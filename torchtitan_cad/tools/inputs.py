@@ -16,7 +16,11 @@ from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
 from torchtitan_cad.planning import Profile
 from torchtitan_cad.planning.files import read_json
 from torchtitan_cad.planning.text import printable
-from torchtitan_cad.tools.recorded_documents import RecordedDocuments, find_record, read_record
+from torchtitan_cad.tools.recorded_documents import (
+    RecordedDocuments,
+    find_record,
+    read_record,
+)
 from torchtitan_cad.tools.shared import check_job
 from torchtitan_cad.tools.simulation import (
     DEFAULT,
@@ -54,15 +58,25 @@ class Inputs(NamedTuple):
     def described(self) -> dict[str, Any]:
         """Turn the inputs into values that JSON can hold."""
         lengths, profile = self.documents.lengths, self.rates.profile
-        drawn = {key: getattr(self.documents, key) for key in ("row_tokens", "step_tokens", "batches", "seed")}
-        named = {"median": float(np.median(lengths)), "mean": float(lengths.mean()), "longest": int(lengths.max())}
+        drawn = {
+            key: getattr(self.documents, key)
+            for key in ("row_tokens", "step_tokens", "batches", "seed")
+        }
+        named = {
+            "median": float(np.median(lengths)),
+            "mean": float(lengths.mean()),
+            "longest": int(lengths.max()),
+        }
         return {
             "model": dataclasses.asdict(self.model),
             "cluster": dataclasses.asdict(self.cluster),
             "documents": {**drawn, "lengths": named},
             "configuration": dataclasses.asdict(self.configuration),
             "open": sorted(self.open),
-            "rates": {**vars(self.rates), "profile": profile.fingerprint() if profile else None},
+            "rates": {
+                **vars(self.rates),
+                "profile": profile.fingerprint() if profile else None,
+            },
         }
 
 
@@ -130,21 +144,37 @@ def read_inputs(
     if profile:
         chosen["profile"] = Profile.read(profile)
     rates = _made(Rates, chosen)
-    written = titan.configuration if titan else Configuration(tolerance="auto", placement="balanced")  # as jobs have
-    of_configuration = {key: value for key, value in chosen.items() if key != "microbatches"}
+    written = (
+        titan.configuration
+        if titan
+        else Configuration(tolerance="auto", placement="balanced")
+    )  # as jobs have
+    of_configuration = {
+        key: value for key, value in chosen.items() if key != "microbatches"
+    }
     configuration = _made(Configuration, of_configuration, written)
-    open_fields = (OPEN if titan is None else OPEN - {"pp", "checkpointing"}) - of_configuration.keys()
+    open_fields = (
+        OPEN if titan is None else OPEN - {"pp", "checkpointing"}
+    ) - of_configuration.keys()
     if record is None:
-        documents = _documents(options, titan, cluster, pp=configuration.pp, notes=notes)
+        documents = _documents(
+            options, titan, cluster, pp=configuration.pp, notes=notes
+        )
     else:
         count = _count(options, cluster, notes)
         documents = _given_documents(options.documents, record.batches[-count:])
-        configuration = dataclasses.replace(configuration, microbatches=record.microbatches)
+        configuration = dataclasses.replace(
+            configuration, microbatches=record.microbatches
+        )
         open_fields = frozenset() if titan else open_fields - {"microbatches"}
-        notes.append(f"documents: {printable(options.documents)}, {documents.batches} steps up to {record.last_step}")
+        notes.append(
+            f"documents: {printable(options.documents)}, {documents.batches} steps up to {record.last_step}"
+        )
     notes += _assumed(chosen, cluster, rates)
     if model.dtype_bytes != 2:
-        notes.append(f"rates: those of bf16, although the model computes in elements of {model.dtype_bytes} bytes")
+        notes.append(
+            f"rates: those of bf16, although the model computes in elements of {model.dtype_bytes} bytes"
+        )
     inputs = Inputs(
         model=model,
         cluster=cluster,
@@ -162,24 +192,38 @@ def _check(chosen: dict[str, Any]) -> None:
         kind.check(chosen)
     for option in ("row_tokens", "tokens_per_rank", "microbatches"):
         if chosen.get(option, 1) < 1:
-            raise ValueError(f"--{option.replace('_', '-')} {chosen[option]}: set a positive whole number")
+            raise ValueError(
+                f"--{option.replace('_', '-')} {chosen[option]}: set a positive whole number"
+            )
 
 
 def _made(kind: type, given: dict[str, Any], base: Any = None) -> Any:
     """Make one of the inputs, or change its ``base``, by the options that have the names of its fields."""
-    mine = {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
+    mine = {
+        field.name: given[field.name]
+        for field in dataclasses.fields(kind)
+        if field.name in given
+    }
     return kind(**mine) if base is None else dataclasses.replace(base, **mine)
 
 
-def _model(name: str | None, given: dict[str, Any], titan: SimulatedJob | None) -> Model:
+def _model(
+    name: str | None, given: dict[str, Any], titan: SimulatedJob | None
+) -> Model:
     base = titan.model if titan else None
     if name is not None:
         if name not in MODELS:
-            raise ValueError(f"--model {name}: choose one of {', '.join(MODELS)}, or give its numbers")
-        base = dataclasses.replace(MODELS[name], dtype_bytes=base.dtype_bytes if base else Model.dtype_bytes)
+            raise ValueError(
+                f"--model {name}: choose one of {', '.join(MODELS)}, or give its numbers"
+            )
+        base = dataclasses.replace(
+            MODELS[name], dtype_bytes=base.dtype_bytes if base else Model.dtype_bytes
+        )
     for field in dataclasses.fields(Model) if base is None else ():
         if field.default is dataclasses.MISSING and field.name not in given:
-            raise ValueError(f"--{field.name.replace('_', '-')}: set it, or --model, or name a job's TOML file")
+            raise ValueError(
+                f"--{field.name.replace('_', '-')}: set it, or --model, or name a job's TOML file"
+            )
     return _made(Model, given, base)
 
 
@@ -187,14 +231,23 @@ def _count(options: Options, cluster: Cluster, notes: list[str]) -> int:
     """Return how many steps are simulated."""
     if options.batches is not None:
         return options.batches
-    count = max(FEWEST_BATCHES, min(BATCHES, BATCHES * MANY_RANKS * cluster.tp // cluster.ranks))
+    count = max(
+        FEWEST_BATCHES, min(BATCHES, BATCHES * MANY_RANKS * cluster.tp // cluster.ranks)
+    )
     if count < BATCHES:
-        notes.append(f"batches: {count} (default), as {cluster.ranks} GPUs take longer; the last line has the error")
+        notes.append(
+            f"batches: {count} (default), as {cluster.ranks} GPUs take longer; the last line has the error"
+        )
     return count
 
 
 def _documents(
-    options: Options, titan: SimulatedJob | None, cluster: Cluster, *, pp: int, notes: list[str]
+    options: Options,
+    titan: SimulatedJob | None,
+    cluster: Cluster,
+    *,
+    pp: int,
+    notes: list[str],
 ) -> Documents:
     row = titan.row_tokens if titan else None
     step = titan.step_tokens if titan else None
@@ -203,7 +256,9 @@ def _documents(
         values = _values(options.documents)
         if isinstance(values, list) and isinstance(values[0], list):
             batches = values if isinstance(values[0][0], list) else [values]
-            notes.append(f"documents: {printable(options.documents)}, {len(batches)} batches of rows, as they are")
+            notes.append(
+                f"documents: {printable(options.documents)}, {len(batches)} batches of rows, as they are"
+            )
             return _given_documents(options.documents, batches)
         lengths = np.array(values, dtype=np.int64)
         notes.append(
@@ -213,18 +268,30 @@ def _documents(
     elif lengths is None:
         lengths = named_lengths(DEFAULT)
         notes.append(f"documents: {DEFAULT} (default)")
-    if options.tokens_per_rank is not None or options.microbatches is not None or step is None:
-        tokens = TOKENS_PER_RANK if options.tokens_per_rank is None else options.tokens_per_rank
+    if (
+        options.tokens_per_rank is not None
+        or options.microbatches is not None
+        or step is None
+    ):
+        tokens = (
+            TOKENS_PER_RANK
+            if options.tokens_per_rank is None
+            else options.tokens_per_rank
+        )
         microbatches = 1 if options.microbatches is None else options.microbatches
         step = tokens * microbatches * (cluster.ranks // (cluster.tp * pp))
         row = tokens if row is None else row
     if options.row_tokens is not None:
         row = options.row_tokens
     count = _count(options, cluster, notes)
-    return Documents(lengths, TOKENS_PER_RANK if row is None else row, step, count, options.seed)
+    return Documents(
+        lengths, TOKENS_PER_RANK if row is None else row, step, count, options.seed
+    )
 
 
-def _given_documents(spec: str | None, batches: Sequence[Sequence[Sequence[int]]]) -> Documents:
+def _given_documents(
+    spec: str | None, batches: Sequence[Sequence[Sequence[int]]]
+) -> Documents:
     try:
         return Documents.of_rows(batches)
     except ValueError as error:
@@ -233,7 +300,10 @@ def _given_documents(spec: str | None, batches: Sequence[Sequence[Sequence[int]]
 
 def _record(options: Options) -> RecordedDocuments | None:
     """Return the recorded steps that --documents names, as many as may be simulated; None if it names others."""
-    if options.documents is None or (path := find_record(Path(options.documents))) is None:
+    if (
+        options.documents is None
+        or (path := find_record(Path(options.documents))) is None
+    ):
         return None
     try:
         return read_record(path, options.batches or BATCHES)
@@ -246,7 +316,9 @@ def _assumed(given: dict[str, Any], cluster: Cluster, rates: Rates) -> list[str]
     measured, notes = set(), []
     if rates.profile is not None:
         measured = {"attention_flops", "backward_flops"}
-        notes.append(f"attention: measured on {rates.profile.device} with kernel {rates.profile.kernel}")
+        notes.append(
+            f"attention: measured on {rates.profile.device} with kernel {rates.profile.kernel}"
+        )
     for key, source in SOURCES.items():
         if key not in given and key not in measured:
             value = getattr(rates if hasattr(rates, key) else cluster, key)
@@ -287,10 +359,17 @@ def _values(spec: str) -> Any:
     except ValueError as error:
         raise ValueError(f"--documents {error}") from None
     found, depth = values, 0
-    while isinstance(found, list) and found and all(isinstance(each, list) and each for each in found) and depth < 2:
+    while (
+        isinstance(found, list)
+        and found
+        and all(isinstance(each, list) and each for each in found)
+        and depth < 2
+    ):
         found, depth = [each for every in found for each in every], depth + 1
     if not isinstance(found, list) or not found:
-        raise ValueError(f"--documents {path}: write a JSON list of lengths in tokens, one or more")
+        raise ValueError(
+            f"--documents {path}: write a JSON list of lengths in tokens, one or more"
+        )
     for value in found:
         if type(value) is not int or not 0 < value < 2**31:
             raise ValueError(

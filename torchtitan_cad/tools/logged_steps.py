@@ -11,7 +11,13 @@ from typing import Any
 
 from torchtitan_cad.integration.report.steps_file import STEPS_NAME
 from torchtitan_cad.planning.files import read_lines
-from torchtitan_cad.planning.text import brief, is_integer, is_number, parse_json, printable
+from torchtitan_cad.planning.text import (
+    brief,
+    is_integer,
+    is_number,
+    parse_json,
+    printable,
+)
 
 RANKED = ("ranked_before", "ranked_after")
 """Keys of every line: the ranks' work over the mean, the busiest first."""
@@ -25,7 +31,10 @@ MEANS = {
     "tasks_moved": ("tasks moved per microbatch", 1),
     "exposed_percent": ("exposed wait (% of the time)", 1),
 }
-MEDIANS = {"plan_seconds": ("planning (ms, median)", 1e3), "exchange_seconds": ("exchange (ms, median)", 1e3)}
+MEDIANS = {
+    "plan_seconds": ("planning (ms, median)", 1e3),
+    "exchange_seconds": ("exchange (ms, median)", 1e3),
+}
 """Both: keys that are summed up, with words and the factor for their unit."""
 FIGURES = (*MEANS, *MEDIANS, "loss")
 """Keys of numbers, any of which may be missing or null."""
@@ -45,10 +54,15 @@ def find_steps(path: Path) -> Path:
         return path
     if (here := path / STEPS_NAME).is_file():
         return here
-    found = sorted((file for file in _below(path) if file.is_file()), key=lambda file: file.stat().st_mtime_ns)
+    found = sorted(
+        (file for file in _below(path) if file.is_file()),
+        key=lambda file: file.stat().st_mtime_ns,
+    )
     if not found:
         name = printable(path)
-        raise ValueError(f"{name}: there is no {STEPS_NAME}; name the dump folder of a job with parallelism.cad")
+        raise ValueError(
+            f"{name}: there is no {STEPS_NAME}; name the dump folder of a job with parallelism.cad"
+        )
     return found[-1]
 
 
@@ -84,7 +98,9 @@ def read_steps(path: Path, say: Say = lambda text: None) -> list[dict[str, Any]]
         try:
             row = _checked(line)
         except ValueError as error:
-            raise ValueError(f"{printable(path)} does not hold the figures of a run: {where}: {error}") from None
+            raise ValueError(
+                f"{printable(path)} does not hold the figures of a run: {where}: {error}"
+            ) from None
         if rows and row["step"] <= rows[-1][1]["step"]:
             before = len(rows)
             rows = [known for known in rows if known[1]["step"] < row["step"]]
@@ -112,17 +128,25 @@ def _checked(line: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"{brief(row)} must be an object")
     if not is_integer(row.get("step"), 0, MOST_STEPS):
-        raise ValueError(f"step = {brief(row.get('step'))}: must be an integer, 0 to {MOST_STEPS}")
+        raise ValueError(
+            f"step = {brief(row.get('step'))}: must be an integer, 0 to {MOST_STEPS}"
+        )
     for key in RANKED:
         ranks = row.get(key)
         if not isinstance(ranks, list) or not ranks or not all(map(_is_figure, ranks)):
-            raise ValueError(f"{key} = {brief(ranks)}: must be a list of finite numbers, one a rank")
+            raise ValueError(
+                f"{key} = {brief(ranks)}: must be a list of finite numbers, one a rank"
+            )
     before, after = (len(row[key]) for key in RANKED)
     if before != after:
-        raise ValueError(f"{RANKED[0]} has {before} ranks, {RANKED[1]} has {after}: must be as many")
+        raise ValueError(
+            f"{RANKED[0]} has {before} ranks, {RANKED[1]} has {after}: must be as many"
+        )
     for key in FIGURES:
         if row.get(key) is not None and not _is_figure(row[key]):
-            raise ValueError(f"{key} = {brief(row[key])}: must be a finite number, at most {MOST:g}")
+            raise ValueError(
+                f"{key} = {brief(row[key])}: must be a finite number, at most {MOST:g}"
+            )
     return row
 
 

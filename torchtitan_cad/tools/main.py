@@ -22,7 +22,16 @@ from torchtitan_cad import __version__
 from torchtitan_cad.planning.text import printable
 from torchtitan_cad.tyro_errors import say_error
 
-COMMANDS = ("plan", "profile", "prepare", "report", "doctor", "compare", "simulate", "advise")
+COMMANDS = (
+    "plan",
+    "profile",
+    "prepare",
+    "report",
+    "doctor",
+    "compare",
+    "simulate",
+    "advise",
+)
 """Subcommands: each is a module of this package."""
 
 USER_ERROR = 2
@@ -35,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code. ``argv`` defaults to the process's arguments."""
     try:
         code = _main(sys.argv[1:] if argv is None else argv)
-        print(end="", flush=True)  # what cannot be written is known here, not at the interpreter's end
+        print(
+            end="", flush=True
+        )  # what cannot be written is known here, not at the interpreter's end
     except BrokenPipeError:  # whoever reads has enough, as `head` does
         _drop_output()
         return 0
@@ -44,10 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except RecursionError:
         _drop_output()
-        return _fail("a file is nested too deeply: write it with fewer brackets within brackets")
+        return _fail(
+            "a file is nested too deeply: write it with fewer brackets within brackets"
+        )
     except MemoryError:
         _drop_output()
-        return _fail("out of memory: name smaller files, or set fewer ranks, tokens or steps")
+        return _fail(
+            "out of memory: name smaller files, or set fewer ranks, tokens or steps"
+        )
     except KeyboardInterrupt:
         return INTERRUPTED
     return code
@@ -63,7 +78,9 @@ def _main(argv: Sequence[str]) -> int:
         argv = separate_overrides(argv)
     app = tyro.extras.SubcommandApp()
     for name in COMMANDS:
-        app.command(name=name)(_deferred(import_module(f"torchtitan_cad.tools.{name}").run))
+        app.command(name=name)(
+            _deferred(import_module(f"torchtitan_cad.tools.{name}").run)
+        )
     box = StringIO()
     try:
         # Parses only: what is wrong with the arguments comes as a box of many lines.
@@ -73,7 +90,9 @@ def _main(argv: Sequence[str]) -> int:
                 description=f"Core attention disaggregation for torchtitan, version {__version__} (--version).",
                 args=argv,
                 sort_subcommands=False,
-                config=(tyro.conf.OmitArgPrefixes,),  # options in a dataclass are options of the command
+                config=(
+                    tyro.conf.OmitArgPrefixes,
+                ),  # options in a dataclass are options of the command
             )
     except SystemExit as stopped:
         if not stopped.code:  # --help
@@ -131,7 +150,10 @@ def _least_columns() -> Iterator[None]:
 
 
 def _fail(message: str) -> int:
-    print(f"torchtitan-cad: error: {printable(' '.join(message.split()))}", file=sys.stderr)
+    print(
+        f"torchtitan-cad: error: {printable(' '.join(message.split()))}",
+        file=sys.stderr,
+    )
     return USER_ERROR
 
 

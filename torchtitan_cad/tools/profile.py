@@ -69,20 +69,40 @@ def run(output: Path, *, measurement: Options = DEFAULTS) -> None:
     from torchtitan_cad.tools.profiling import ProfileGrid, measure_profile
 
     check_output("--output", output)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if measurement.device == "auto" else measurement.device
+    device = (
+        ("cuda" if torch.cuda.is_available() else "cpu")
+        if measurement.device == "auto"
+        else measurement.device
+    )
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
-    dtype = ("bfloat16" if where.type == "cuda" else "float32") if measurement.dtype == "auto" else measurement.dtype
+    dtype = (
+        ("bfloat16" if where.type == "cuda" else "float32")
+        if measurement.dtype == "auto"
+        else measurement.dtype
+    )
     heads = measurement.num_heads, measurement.num_kv_heads, measurement.head_dim
     shape = AttentionShape(*heads, DTYPE_BYTES[dtype], measurement.value_dim)
     default = ProfileGrid.default(where)
-    given = {name: getattr(measurement, name) for name in ("q_lengths", "kv_lengths", "repeats")}
-    grid = replace(default, **{name: value for name, value in given.items() if value is not None})
+    given = {
+        name: getattr(measurement, name)
+        for name in ("q_lengths", "kv_lengths", "repeats")
+    }
+    grid = replace(
+        default, **{name: value for name, value in given.items() if value is not None}
+    )
     # Delayed, so that a grid that no profile can have is an error of one line.
-    with tqdm(total=grid.num_cells, desc="profiling", unit="cell", leave=False, delay=0.5) as bar:
+    with tqdm(
+        total=grid.num_cells, desc="profiling", unit="cell", leave=False, delay=0.5
+    ) as bar:
         profile = measure_profile(
-            get_kernel(measurement.kernel, where, shape), shape, getattr(torch, dtype), where, grid, bar.update
+            get_kernel(measurement.kernel, where, shape),
+            shape,
+            getattr(torch, dtype),
+            where,
+            grid,
+            bar.update,
         )
     output.write_text(profile.to_json() + "\n")
     print(report(profile))
@@ -93,8 +113,12 @@ def run(output: Path, *, measurement: Options = DEFAULTS) -> None:
 def report(profile: Profile) -> str:
     """Give the throughput of every cell, with a question mark if noisy, and the query length that saturates it."""
     heads = f"{profile.num_heads} query and {profile.num_kv_heads} key heads of {profile.head_dim}, {profile.dtype}"
-    lines = [f"{profile.device}, torch {profile.torch}, kernel {profile.kernel}, {heads}"]
-    return "\n\n".join([*lines, _table(profile, "forward"), _table(profile, "backward")])
+    lines = [
+        f"{profile.device}, torch {profile.torch}, kernel {profile.kernel}, {heads}"
+    ]
+    return "\n\n".join(
+        [*lines, _table(profile, "forward"), _table(profile, "backward")]
+    )
 
 
 def _warning(noisy: list[tuple[int, int]], grid: ProfileGrid) -> str:
@@ -111,11 +135,18 @@ def _warning(noisy: list[tuple[int, int]], grid: ProfileGrid) -> str:
 def _table(profile: Profile, direction: Direction) -> str:
     throughput, noisy = profile.throughput(direction), set(profile.noisy_cells())
     unit, name = (1e12, "TFLOP/s") if throughput.max() >= 1e12 else (1e9, "GFLOP/s")
-    rows = [[f"{direction}, {name}", *(f"{length} keys" for length in profile.kv_lengths)]]
+    rows = [
+        [f"{direction}, {name}", *(f"{length} keys" for length in profile.kv_lengths)]
+    ]
     for length, values in zip(profile.q_lengths, throughput, strict=True):
         cells = zip(profile.kv_lengths, values, strict=True)
-        texts = [f"{value / unit:.1f}" + "?" * ((length, keys) in noisy) for keys, value in cells]
+        texts = [
+            f"{value / unit:.1f}" + "?" * ((length, keys) in noisy)
+            for keys, value in cells
+        ]
         rows.append([f"{length} queries", *texts])
     saturated = (throughput >= SATURATED * throughput.max(axis=0)).argmax(axis=0)
-    rows.append(["saturated from", *(f"{profile.q_lengths[index]}" for index in saturated)])
+    rows.append(
+        ["saturated from", *(f"{profile.q_lengths[index]}" for index in saturated)]
+    )
     return aligned(rows)

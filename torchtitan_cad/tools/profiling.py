@@ -101,9 +101,14 @@ def measure_profile(
     noisy = list(itertools.product(grid.q_lengths, grid.kv_lengths))
     for retry in range(1 + MOST_RETRIES):
         for cell in noisy:
-            forward, backward = _measure_cell(kernel, shape, dtype, device, *cell, grid.repeats)
+            forward, backward = _measure_cell(
+                kernel, shape, dtype, device, *cell, grid.repeats
+            )
             before = cells.get(cell, (forward, backward))
-            cells[cell] = min(before[0], forward), min(before[1], backward)  # disturbances only add time
+            cells[cell] = (
+                min(before[0], forward),
+                min(before[1], backward),
+            )  # disturbances only add time
             if not retry:
                 on_cell()
         profile = _with_cells(profile, cells)
@@ -114,13 +119,17 @@ def measure_profile(
 def _with_cells(profile: Profile, cells: Cells) -> Profile:
     """Return the profile with the times of all its cells."""
     lengths = profile.q_lengths, profile.kv_lengths
-    table = np.array([np.ravel(cells[cell]) for cell in itertools.product(*lengths)]).reshape(*map(len, lengths), 4)
+    table = np.array(
+        [np.ravel(cells[cell]) for cell in itertools.product(*lengths)]
+    ).reshape(*map(len, lengths), 4)
     names = "forward_ms", "forward_spread", "backward_ms", "backward_spread"
     grids: Any = (tuple(map(tuple, grid)) for grid in table.transpose(2, 0, 1).tolist())
     return replace(profile, **dict(zip(names, grids, strict=True)))
 
 
-def _require_memory(shape: AttentionShape, device: torch.device, grid: ProfileGrid) -> None:
+def _require_memory(
+    shape: AttentionShape, device: torch.device, grid: ProfileGrid
+) -> None:
     """Raise ValueError if the tensors of some cell exceed half the device's memory."""
     if device.type == "cuda":
         limit = torch.cuda.get_device_properties(device).total_memory // 2
@@ -143,8 +152,14 @@ def num_tasks(num_q: int, num_k: int, num_heads: int, device: torch.device) -> i
     rows, blocks = CPU_ROWS, 1
     if device.type == "cuda":
         rows = GPU_ROWS
-        blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = max(-(-rows // max(num_q, num_k)), -(-blocks // (num_heads * -(-num_q // QUERY_TILE))))
+        blocks = (
+            BLOCKS_PER_SM
+            * torch.cuda.get_device_properties(device).multi_processor_count
+        )
+    wanted = max(
+        -(-rows // max(num_q, num_k)),
+        -(-blocks // (num_heads * -(-num_q // QUERY_TILE))),
+    )
     return max(1, min(wanted, LONGEST_CALL * rows // num_k))
 
 
@@ -159,13 +174,19 @@ def _measure_cell(
 ) -> tuple[Timing, Timing]:
     """Return the forward and backward time of one task of ``num_q`` x ``num_k``."""
     tasks = num_tasks(num_q, num_k, shape.num_heads, device)
-    offsets = [[length * task for task in range(tasks + 1)] for length in (num_q, num_k)]
+    offsets = [
+        [length * task for task in range(tasks + 1)] for length in (num_q, num_k)
+    ]
     # Keys precede queries and queries begin on a tile, as in a plan.
     q_start = [-(-num_k // QUERY_TILE) * QUERY_TILE] * tasks
     scale = shape.head_dim**-0.5
-    call = VarlenArgs.from_numpy(*offsets, causal=False, scale=scale, device=device, q_start=q_start)
+    call = VarlenArgs.from_numpy(
+        *offsets, causal=False, scale=scale, device=device, q_start=q_start
+    )
     forward, backward = time_attention(kernel, shape, dtype, call, repeats)
-    return Timing(forward.milliseconds / tasks, forward.spread), Timing(backward.milliseconds / tasks, backward.spread)
+    return Timing(forward.milliseconds / tasks, forward.spread), Timing(
+        backward.milliseconds / tasks, backward.spread
+    )
 
 
 def _powers(first: int, last: int) -> tuple[int, ...]:

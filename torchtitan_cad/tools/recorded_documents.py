@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME, DOCUMENTS_VERSION
+from torchtitan_cad.integration.report.steps_file import (
+    DOCUMENTS_NAME,
+    DOCUMENTS_VERSION,
+)
 from torchtitan_cad.planning.files import read_lines
 from torchtitan_cad.planning.text import brief, is_integer, parse_json, printable
 
@@ -55,38 +58,62 @@ def read_record(path: Path, count: int) -> RecordedDocuments:
         try:
             step = _check_line(parse_json(text))
         except ValueError as error:
-            raise ValueError(f"{name} does not hold recorded documents: line {number}: {error}") from None
+            raise ValueError(
+                f"{name} does not hold recorded documents: line {number}: {error}"
+            ) from None
         while lines and lines[-1][0] >= step:
             lines.pop()
         lines.append((step, text))
     if not lines:
-        raise ValueError(f"{name}: no step has been recorded; name the dump folder of a job with cad.shadow = true")
+        raise ValueError(
+            f"{name}: no step has been recorded; name the dump folder of a job with cad.shadow = true"
+        )
     rows = [json.loads(text) for _, text in lines[-count:]]
     batches = [
-        [row for rank in zip(*line["microbatches"], strict=True) for part in rank for row in part] for line in rows
+        [
+            row
+            for rank in zip(*line["microbatches"], strict=True)
+            for part in rank
+            for row in part
+        ]
+        for line in rows
     ]
     last = rows[-1]
-    return RecordedDocuments(batches, last["ranks"], len(last["microbatches"]), last["step"])
+    return RecordedDocuments(
+        batches, last["ranks"], len(last["microbatches"]), last["step"]
+    )
 
 
 def _check_line(line: Any) -> int:
     """Return a line's step. Raises ValueError for anything but a step's documents."""
     if not isinstance(line, dict) or line.get("version") != DOCUMENTS_VERSION:
-        raise ValueError(f"{brief(line)} must be an object with version = {DOCUMENTS_VERSION}")
+        raise ValueError(
+            f"{brief(line)} must be an object with version = {DOCUMENTS_VERSION}"
+        )
     for key in ("step", "ranks", "row_tokens"):
         if not is_integer(line.get(key), 1, MOST):
-            raise ValueError(f"{key} = {brief(line.get(key))}: must be a positive integer")
+            raise ValueError(
+                f"{key} = {brief(line.get(key))}: must be a positive integer"
+            )
     microbatches: Any = line.get("microbatches")
     rows = [microbatches]
     for _ in range(3):  # microbatches, ranks, rows
         if not all(isinstance(part, list) and part for part in rows):
-            raise ValueError(f"microbatches = {brief(microbatches)}: must be lists of ranks of rows of lengths")
+            raise ValueError(
+                f"microbatches = {brief(microbatches)}: must be lists of ranks of rows of lengths"
+            )
         rows = [item for part in rows for item in part]
     if len({len(ranks) for ranks in microbatches}) > 1:
         raise ValueError("microbatches: must have as many ranks each")
     for row in rows:
-        if not isinstance(row, list) or not all(is_integer(length, 1, MOST) for length in row):
-            raise ValueError(f"microbatches: a row is {brief(row)}: must be a list of positive integers")
+        if not isinstance(row, list) or not all(
+            is_integer(length, 1, MOST) for length in row
+        ):
+            raise ValueError(
+                f"microbatches: a row is {brief(row)}: must be a list of positive integers"
+            )
         if sum(row) != line["row_tokens"]:
-            raise ValueError(f"microbatches: a row is {brief(row)}: must add up to row_tokens = {line['row_tokens']}")
+            raise ValueError(
+                f"microbatches: a row is {brief(row)}: must add up to row_tokens = {line['row_tokens']}"
+            )
     return line["step"]

@@ -41,21 +41,34 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
     """
     steps_file = find_steps(folder)
     rows = read_steps(steps_file, say=lambda text: print(text, file=sys.stderr))
-    summary_file, picture_file = (steps_file.with_name(name) for name in ("cad_summary.json", "imbalance.png"))
+    summary_file, picture_file = (
+        steps_file.with_name(name) for name in ("cad_summary.json", "imbalance.png")
+    )
     for path in (summary_file, picture_file):
         if path.is_symlink():
-            raise ValueError(f"report {path}: this is a link to another file; remove it")
+            raise ValueError(
+                f"report {path}: this is a link to another file; remove it"
+            )
         check_output("report", path)
     summary = summarize(rows)
-    print(f"Core attention disaggregation on {summary['ranks']} ranks, logged steps: {summary['steps']}")
-    labels = {**MEANS, **MEDIANS, "loss_first": ("loss, first step", 1), "loss_last": ("loss, last step", 1)}
+    print(
+        f"Core attention disaggregation on {summary['ranks']} ranks, logged steps: {summary['steps']}"
+    )
+    labels = {
+        **MEANS,
+        **MEDIANS,
+        "loss_first": ("loss, first step", 1),
+        "loss_last": ("loss, last step", 1),
+    }
     for name, (label, factor) in labels.items():
         if summary.get(name) is not None:
             print(f"  {label:42}{factor * summary[name]:z9.3f}")
     summary_file.write_text(f"{to_json(summary, indent=2)}\n")
     if draws := find_spec("matplotlib") is not None:
         draw(rows, picture_file)
-    picture = "and imbalance.png" if draws else "(imbalance.png needs the extra [plots])"
+    picture = (
+        "and imbalance.png" if draws else "(imbalance.png needs the extra [plots])"
+    )
     print(f"wrote cad_summary.json {picture} in {printable(steps_file.parent)}")
     for trace in folder.glob("*/iteration_*/rank*_trace.json"):
         link = trace.with_name(trace.name.replace("_trace.json", ".pt.trace.json"))
@@ -65,12 +78,19 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return means over steps, and medians of times: a mean would spread the first step's wait over all."""
-    steps, ranked = [row["step"] for row in rows], [row[f"ranked_{when}"] for when in STYLES for row in rows]
+    steps, ranked = (
+        [row["step"] for row in rows],
+        [row[f"ranked_{when}"] for when in STYLES for row in rows],
+    )
     summary = {"steps": len(steps), "last_step": steps[-1], "ranks": len(ranked[-1])}
     for name in (*MEANS, *MEDIANS):
         if values := [row[name] for row in rows if row.get(name) is not None]:
             summary[name] = float((np.median if name in MEDIANS else np.mean)(values))
-    return {**summary, "loss_first": rows[0].get("loss"), "loss_last": rows[-1].get("loss")}
+    return {
+        **summary,
+        "loss_first": rows[0].get("loss"),
+        "loss_last": rows[-1].get("loss"),
+    }
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -93,15 +113,27 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for axes in (by_rank, by_step):
         axes.margins(y=0.1)
         axes.set_ylabel("attention work over the mean rank's")
-        axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="perfect balance")
+        axes.axhline(
+            1.0, color="black", linewidth=1, linestyle="--", label="perfect balance"
+        )
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*by_step.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(f"Core attention on {ranked.shape[1]} ranks, logged steps: {len(steps)}", fontweight="bold")
+    figure.legend(
+        *by_step.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+    )
+    figure.suptitle(
+        f"Core attention on {ranked.shape[1]} ranks, logged steps: {len(steps)}",
+        fontweight="bold",
+    )
     figure.savefig(path, dpi=100)
 
 
-def _draw_ranks(axes: Axes, ranked: np.ndarray, offset: float, style: dict[str, str]) -> None:
+def _draw_ranks(
+    axes: Axes, ranked: np.ndarray, offset: float, style: dict[str, str]
+) -> None:
     """Draw the mean and the range over plans, [plans, ranks], of every rank's work: bars, lines if ranks are many."""
     low = ranked.min(axis=0)
     mean = ranked.mean(axis=0)
@@ -109,9 +141,19 @@ def _draw_ranks(axes: Axes, ranked: np.ndarray, offset: float, style: dict[str, 
     places = 1 + np.arange(len(mean))
     if len(places) > MOST_BARS:
         axes.plot(places, mean, color=style["color"], label=style["label"])
-        axes.fill_between(places, low, high, color=style["color"], alpha=0.25, linewidth=0)
+        axes.fill_between(
+            places, low, high, color=style["color"], alpha=0.25, linewidth=0
+        )
         return
     ranges = np.stack([mean - low, high - mean]).clip(min=0)  # a mean may be rounded
-    bars = axes.bar(places + offset, mean, 0.38, yerr=ranges, capsize=4, color=style["color"], label=style["label"])
+    bars = axes.bar(
+        places + offset,
+        mean,
+        0.38,
+        yerr=ranges,
+        capsize=4,
+        color=style["color"],
+        label=style["label"],
+    )
     labels = [f"{work:.2f}" if len(places) <= MOST_LABELS else "" for work in mean]
     axes.bar_label(bars, labels, padding=3)

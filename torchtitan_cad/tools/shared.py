@@ -29,7 +29,9 @@ def check_job(path: Path) -> None:
     enable_cpu()
 
 
-def check_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None) -> None:
+def check_outputs(
+    outputs: Mapping[str, Path | None], *inputs: str | Path | None
+) -> None:
     """Open what a command will write, before its work, and leave it as it is.
 
     Args:
@@ -39,7 +41,11 @@ def check_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None
     Raises:
         ValueError: a file cannot be written, is read too, or is written by two options; names option, path and remedy.
     """
-    taken = {_place(path): "the command reads this file" for path in inputs if path is not None}
+    taken = {
+        _place(path): "the command reads this file"
+        for path in inputs
+        if path is not None
+    }
     for option, path in outputs.items():
         if path is None:
             continue
@@ -52,13 +58,19 @@ def check_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None
 def check_output(option: str, path: Path) -> None:
     """Open a file to write, and leave it as it is. Raises ValueError naming option, path and remedy."""
     if os.path.isdir(path):
-        raise ValueError(f"{option} {path}: this is a folder; name a file, such as {path / 'output'}")
+        raise ValueError(
+            f"{option} {path}: this is a folder; name a file, such as {path / 'output'}"
+        )
     if not os.path.isdir(path.absolute().parent):
-        raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        raise ValueError(
+            f"{option} {path}: there is no folder {path.parent}; make it first"
+        )
     try:
         place = os.path.realpath(path)
         is_new = not os.path.lexists(place)
-        if not is_new and (kind := kind_of(os.stat(place).st_mode)):  # opening a pipe waits for who reads it
+        if not is_new and (
+            kind := kind_of(os.stat(place).st_mode)
+        ):  # opening a pipe waits for who reads it
             raise ValueError(f"this is {kind}")
         with open(place, "ab"):
             pass
@@ -66,7 +78,9 @@ def check_output(option: str, path: Path) -> None:
             os.unlink(place)
     except (OSError, ValueError) as error:  # ValueError also for a null character
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{option} {path}: {reason}; name a file that can be written") from None
+        raise ValueError(
+            f"{option} {path}: {reason}; name a file that can be written"
+        ) from None
 
 
 def _place(path: str | Path) -> tuple[int, int] | str:
@@ -89,15 +103,21 @@ def check_folder(option: str, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # ValueError for a null character
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{option} {path}: {reason}; name a folder that can be written to") from error
+        raise ValueError(
+            f"{option} {path}: {reason}; name a folder that can be written to"
+        ) from error
 
 
 def check_picture(option: str, path: Path) -> None:
     """Raise ValueError for a name that no picture can have, or without matplotlib."""
     if path.suffix.lower() not in PICTURES:
-        raise ValueError(f"{option} {path}: name a file that ends in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
+        raise ValueError(
+            f"{option} {path}: name a file that ends in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
+        )
     if find_spec("matplotlib") is None:
-        raise ValueError(f"{option} {path}: matplotlib is not installed; `pip install matplotlib`, or leave it out")
+        raise ValueError(
+            f"{option} {path}: matplotlib is not installed; `pip install matplotlib`, or leave it out"
+        )
 
 
 def load_planner(placement: bool = False) -> None:
@@ -112,4 +132,6 @@ def load_planner(placement: bool = False) -> None:
 def byte_unit(largest: float) -> tuple[float, str]:
     """Return (bytes of a unit, its name) in which ``largest`` is at least 1: GB, MB, kB or B."""
     units = {1e9: "GB", 1e6: "MB", 1e3: "kB"}
-    return next(((scale, name) for scale, name in units.items() if largest >= scale), (1.0, "B"))
+    return next(
+        ((scale, name) for scale, name in units.items() if largest >= scale), (1.0, "B")
+    )

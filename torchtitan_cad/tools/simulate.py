@@ -10,7 +10,12 @@ from typing import Annotated
 import tyro
 
 from torchtitan_cad.tools.inputs import Options, documents_file, read_inputs
-from torchtitan_cad.tools.shared import check_outputs, check_picture, load_planner, say_written
+from torchtitan_cad.tools.shared import (
+    check_outputs,
+    check_picture,
+    load_planner,
+    say_written,
+)
 from torchtitan_cad.tools.simulation import simulate
 from torchtitan_cad.tools.simulation.memory import COMPARED
 from torchtitan_cad.tools.simulation.simulate import PARTS
@@ -40,7 +45,12 @@ def run(
     """
     if plot is not None:
         check_picture("--plot", plot)
-    check_outputs({"--output": output, "--plot": plot}, job, options.profile, documents_file(options.documents))
+    check_outputs(
+        {"--output": output, "--plot": plot},
+        job,
+        options.profile,
+        documents_file(options.documents),
+    )
     inputs, notes, _ = read_inputs(job, overrides, options)
     if inputs.cluster.is_large:
         notes += _notes_of_large(inputs.cluster.ranks // inputs.cluster.tp)
@@ -49,7 +59,9 @@ def run(
     from tqdm import tqdm
 
     with tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None) as bar:
-        report = simulate(*inputs[:5], open=inputs.open, progress=bar.set_description_str)
+        report = simulate(
+            *inputs[:5], open=inputs.open, progress=bar.set_description_str
+        )
     print(report.table())
     if output is not None:
         document = {"inputs": inputs.described(), "notes": notes, **report.to_dict()}
@@ -58,10 +70,22 @@ def run(
     if plot is not None:
         from torchtitan_cad.tools.plots import draw_parts
 
-        systems = {name: system for name, system in report.systems.items() if system.fits}
-        labels = [f"{name}, {report.share_of_perfect(name):.0%} of perfect" for name in systems]
-        parts = {part: [system.part(part) for system in systems.values()] for part in PARTS}
-        draw_parts(plot, f"{report.cluster.ranks} GPUs, {report.step_tokens:,} tokens per step", labels, parts)
+        systems = {
+            name: system for name, system in report.systems.items() if system.fits
+        }
+        labels = [
+            f"{name}, {report.share_of_perfect(name):.0%} of perfect"
+            for name in systems
+        ]
+        parts = {
+            part: [system.part(part) for system in systems.values()] for part in PARTS
+        }
+        draw_parts(
+            plot,
+            f"{report.cluster.ranks} GPUs, {report.step_tokens:,} tokens per step",
+            labels,
+            parts,
+        )
         say_written(plot)
 
 

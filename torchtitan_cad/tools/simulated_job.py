@@ -23,7 +23,12 @@ from torchtitan_cad.integration.torchtitan_v0_2.model import update_without_cp
 from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of
 from torchtitan_cad.integration.torchtitan_v0_2.room import checkpointing_kind
 from torchtitan_cad.tools.simulation.batches import DEFAULT, named_lengths
-from torchtitan_cad.tools.simulation.inputs import Cluster, Configuration, Model, Schedule
+from torchtitan_cad.tools.simulation.inputs import (
+    Cluster,
+    Configuration,
+    Model,
+    Schedule,
+)
 
 RANKS = 64
 """Taken where neither the job nor the caller says how many there are."""
@@ -58,13 +63,19 @@ class SimulatedJob:
         changes, cluster = choice.changes(self.configuration), self.cluster
         wanted: dict[str, Any] = {"parallelism.cad": True}
         wanted |= {
-            f"cad.{name}": changes[name] for name in ("nano_batches", "tolerance", "backward") if name in changes
+            f"cad.{name}": changes[name]
+            for name in ("nano_batches", "tolerance", "backward")
+            if name in changes
         }
         if "placement" in changes:
-            wanted["cad.placement"] = "auto" if choice.placement == "balanced" else choice.placement
+            wanted["cad.placement"] = (
+                "auto" if choice.placement == "balanced" else choice.placement
+            )
         if "checkpointing" in changes:
             is_full = choice.checkpointing in ("linear", "full")
-            wanted["activation_checkpoint.mode"] = "full" if is_full else choice.checkpointing
+            wanted["activation_checkpoint.mode"] = (
+                "full" if is_full else choice.checkpointing
+            )
             if choice.checkpointing == "selective":
                 wanted["activation_checkpoint.selective_ac_option"] = "op"
             if is_full:
@@ -77,18 +88,26 @@ class SimulatedJob:
             per_microbatch = rows // (dp * choice.microbatches)
             wanted["parallelism.context_parallel_degree"] = choice.cp
             wanted["parallelism.pipeline_parallel_degree"] = choice.pp
-            wanted["training.local_batch_size"] = rows // dp if choice.pp > 1 else per_microbatch
+            wanted["training.local_batch_size"] = (
+                rows // dp if choice.pp > 1 else per_microbatch
+            )
             if choice.pp > 1:
                 wanted["parallelism.pipeline_parallel_microbatch_size"] = per_microbatch
             elif choice.microbatches > 1:
                 wanted["training.global_batch_size"] = rows
             if self.config.parallelism.data_parallel_shard_degree > 1:
-                wanted["parallelism.data_parallel_shard_degree"] = dp // cluster.replicas
+                wanted["parallelism.data_parallel_shard_degree"] = (
+                    dp // cluster.replicas
+                )
         return {key: value for key, value in wanted.items() if self._get(key) != value}
 
     def keys_without(self, choice: Configuration) -> dict[str, Any]:
         """Return the TOML keys by which the job takes a choice without CAD; schedules in ticks are CAD's."""
-        found = {key: value for key, value in self.keys(choice).items() if not key.startswith("cad.")}
+        found = {
+            key: value
+            for key, value in self.keys(choice).items()
+            if not key.startswith("cad.")
+        }
         found["parallelism.cad"] = False
         if self.config.parallelism.pipeline_parallel_schedule in TICK_SCHEDULES:
             found["parallelism.pipeline_parallel_schedule"] = "1F1B"
@@ -97,7 +116,9 @@ class SimulatedJob:
     def refused(self, choice: Configuration) -> str:
         """Say why the job could not start with a choice; empty if it could."""
         try:
-            with quiet():  # warnings about what is tried would be taken for warnings about the job
+            with (
+                quiet()
+            ):  # warnings about what is tried would be taken for warnings about the job
                 plugin.check(self.changed(self.keys(choice)), self.cluster.ranks)
         except ValueError as error:
             return str(error)
@@ -123,14 +144,21 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     cannot be read, or a job that CAD cannot run.
     """
     config, _ = read_config(args)
-    name, parallelism, training, cad = config.model.name, config.parallelism, config.training, config.cad
+    name, parallelism, training, cad = (
+        config.model.name,
+        config.parallelism,
+        config.training,
+        config.cad,
+    )
     notes: list[str] = []
     degrees = parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree
     degrees *= parallelism.context_parallel_degree
     if ranks is None:
         ranks = _ranks(config, degrees, notes)
     if adapter_of(name) is None:
-        raise ValueError(f"model.name = {name!r}: set it to one of {', '.join(SUPPORTED_MODELS)}, which cad knows")
+        raise ValueError(
+            f"model.name = {name!r}: set it to one of {', '.join(SUPPORTED_MODELS)}, which cad knows"
+        )
     plugin.check(config, ranks)
     dp, local = ranks // degrees, training.local_batch_size
     rows = max(training.global_batch_size, local * dp)
@@ -152,24 +180,46 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     )
 
 
-def _configuration(config: JobConfig, accumulation: int, notes: list[str]) -> Configuration:
+def _configuration(
+    config: JobConfig, accumulation: int, notes: list[str]
+) -> Configuration:
     """Read the configuration of a job that accumulates the gradients of several local batches."""
-    parallelism, cad, checkpointing = config.parallelism, config.cad, config.activation_checkpoint
-    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    parallelism, cad, checkpointing = (
+        config.parallelism,
+        config.cad,
+        config.activation_checkpoint,
+    )
+    pp, schedule = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.pipeline_parallel_schedule,
+    )
     mode = checkpointing.mode
-    per_batch = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size if pp > 1 else 1
+    per_batch = (
+        config.training.local_batch_size
+        // parallelism.pipeline_parallel_microbatch_size
+        if pp > 1
+        else 1
+    )
     kind = checkpointing_kind(config)
     simulated = "CAD1F1B" if schedule in TICK_SCHEDULES else "1F1B"
     if (fixed := cad_table(config).tolerance) != cad.tolerance:
-        notes.append(f"tolerance: {cad.tolerance}, as without debug.deterministic, with which it is {fixed}")
+        notes.append(
+            f"tolerance: {cad.tolerance}, as without debug.deterministic, with which it is {fixed}"
+        )
     if cad.rank_speeds is not None:
         notes.append("not simulated: cad.rank_speeds")
     if pp > 1 and schedule not in ("1F1B", "CAD1F1B"):
         notes.append(f"schedule: {schedule} is simulated as {simulated}")
-    if kind == "selective" and (mode != "selective" or checkpointing.selective_ac_option != "op"):
-        notes.append(f"activation checkpointing: {mode} is simulated as selective with selective_ac_option = op")
+    if kind == "selective" and (
+        mode != "selective" or checkpointing.selective_ac_option != "op"
+    ):
+        notes.append(
+            f"activation checkpointing: {mode} is simulated as selective with selective_ac_option = op"
+        )
     if pp > 1 and accumulation > 1:
-        notes.append("gradient accumulation: simulated as one pipeline, without a bubble between its parts")
+        notes.append(
+            "gradient accumulation: simulated as one pipeline, without a bubble between its parts"
+        )
     return Configuration(
         pp=pp,
         cp=parallelism.context_parallel_degree,
@@ -190,7 +240,9 @@ def _ranks(config: JobConfig, degrees: int, notes: list[str]) -> int:
     if (sharded := config.parallelism.data_parallel_shard_degree) > 0:
         return degrees * sharded
     ranks = -(-RANKS // max(1, degrees)) * degrees
-    notes.append(f"ranks: {ranks}, as data_parallel_shard_degree = {sharded} leaves it open (--ranks)")
+    notes.append(
+        f"ranks: {ranks}, as data_parallel_shard_degree = {sharded} leaves it open (--ranks)"
+    )
     return ranks
 
 
@@ -207,11 +259,15 @@ def _model(config: JobConfig, notes: list[str]) -> Model:
     adapter = adapter_of(name)
     assert adapter is not None, "the config has been checked"
     args: Any = copy.deepcopy(get_train_spec(name).model_args[config.model.flavor])
-    args.attn_type = "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
+    args.attn_type = (
+        "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
+    )
     with quiet():
         update_without_cp(args.update_from_config, config)
     parameters = build_on_meta(config, args).named_parameters()
-    weights = {name: weight.numel() for name, weight in parameters if not name.endswith("bias")}
+    weights = {
+        name: weight.numel() for name, weight in parameters if not name.endswith("bias")
+    }
     shared = _width(args, weights, ".feed_forward.", ".shared_experts.")
     routed = _width(args, weights, ".experts.")
     active = 0
@@ -220,12 +276,19 @@ def _model(config: JobConfig, notes: list[str]) -> Model:
         active = routed * args.moe_args.top_k // args.moe_args.num_experts
         degree = parallelism.expert_parallel_degree
         if degree > 1:  # else TP divides experts, too
-            ranks = degree * parallelism.expert_tensor_parallel_degree / parallelism.tensor_parallel_degree
+            ranks = (
+                degree
+                * parallelism.expert_tensor_parallel_degree
+                / parallelism.tensor_parallel_degree
+            )
         notes.append(
             "experts: all as busy; what expert parallelism exchanges is not simulated, and they cannot train in ticks"
         )
     kinds = adapter.kinds(
-        args, config.training.seq_len, 1, TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
+        args,
+        config.training.seq_len,
+        1,
+        TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
     )
     shape = kinds[0].shape
     return Model(
@@ -248,7 +311,9 @@ def _model(config: JobConfig, notes: list[str]) -> Model:
 
 def _width(args: Any, weights: dict[str, int], *parts: str) -> int:
     """Return the width of the gated MLP that has as many parameters as the mean layer has in parts of these names."""
-    count = sum(size for name, size in weights.items() if any(part in name for part in parts))
+    count = sum(
+        size for name, size in weights.items() if any(part in name for part in parts)
+    )
     return round(count / (3 * args.dim * args.n_layers))
 
 
@@ -261,11 +326,15 @@ def _lengths(config: JobConfig, notes: list[str]) -> np.ndarray:
     if training.dataset == SYNTHETIC and not own:
         drawn = parse_lengths(training.dataset_path)
         notes.append(f"documents: {training.dataset_path} (training.dataset_path)")
-        lengths = [drawn.draw(i, np.random.default_rng((drawn.seed, i))) for i in range(DRAWN)]
+        lengths = [
+            drawn.draw(i, np.random.default_rng((drawn.seed, i))) for i in range(DRAWN)
+        ]
         return np.array(lengths, dtype=np.int64)
     if (unit := UNITS.get(training.dataset)) is not None and not own:
         characters = CHARACTERS_PER_TOKEN[unit]
-        notes.append(f"documents: the dataset's {unit}s, {characters} characters a token (approximate)")
+        notes.append(
+            f"documents: the dataset's {unit}s, {characters} characters a token (approximate)"
+        )
         texts = read_sources(training.dataset_path, unit=unit)
         return np.array([1 + round(len(text) / characters) for text in texts])
     notes.append(

@@ -26,7 +26,11 @@ CAD = (
 )
 """Homes of the loader; test_placement.py repeats the compositions with the default."""
 PLACED = (*CAD, "--cad.placement=auto")
-COMMON = ("--training.seq_len=1024", "--validation.seq_len=1024", "--metrics.enable_tensorboard")
+COMMON = (
+    "--training.seq_len=1024",
+    "--validation.seq_len=1024",
+    "--metrics.enable_tensorboard",
+)
 FAST, SLOW = 1e12, 1.0
 """bytes / s: links by which all attention moves that is uneven, and by which none does; see ``run``"""
 VALIDATION = ("--validation.enable", "--validation.steps=1")
@@ -54,7 +58,9 @@ class Composition:
 
 
 def dp(**degrees: int) -> tuple[str, ...]:
-    return tuple(f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items())
+    return tuple(
+        f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()
+    )
 
 
 def schedule(name: str) -> tuple[str, ...]:
@@ -96,10 +102,14 @@ FULL = ("--activation_checkpoint.mode=full",)
 ATTENTION_KEPT = (*FULL, "--cad.no-recompute-attention")
 
 
-def pp2(name: str, *args: str, reference_args: tuple[str, ...] = (), **options: Any) -> Composition:
+def pp2(
+    name: str, *args: str, reference_args: tuple[str, ...] = (), **options: Any
+) -> Composition:
     """Two stages of two data-parallel ranks, beside a run without stages."""
     options = {"nranks": 4, "reference_nranks": 2, **options}
-    return Composition(name, args=(*PP2, *args), reference_args=(*BATCH4, *reference_args), **options)
+    return Composition(
+        name, args=(*PP2, *args), reference_args=(*BATCH4, *reference_args), **options
+    )
 
 
 def pp2_of_four_blocks(name: str, *args: str, **options: Any) -> Composition:
@@ -112,10 +122,16 @@ COMPOSITIONS = [
     Composition("resend", args=RESEND),
     Composition("tolerance_auto", args=TOLERANCE_AUTO, moves=False),
     Composition("cpu_offload", shared=("--training.enable_cpu_offload",)),
-    Composition("hsdp2x2", nranks=4, shared=dp(data_parallel_replicate=2, data_parallel_shard=2)),
+    Composition(
+        "hsdp2x2", nranks=4, shared=dp(data_parallel_replicate=2, data_parallel_shard=2)
+    ),
     Composition("ddp2", args=DDP2),
     Composition("tp2", shared=TP2, moves=False),
-    Composition("tp2_no_loss_parallel", shared=(*TP2, "--parallelism.disable_loss_parallel"), moves=False),
+    Composition(
+        "tp2_no_loss_parallel",
+        shared=(*TP2, "--parallelism.disable_loss_parallel"),
+        moves=False,
+    ),
     Composition("fsdp2xtp2", nranks=4, args=TP2, reference_nranks=2),
     Composition("small_buffers", args=SMALL_BUFFERS),
     Composition("small_buffers_resend", args=(*SMALL_BUFFERS, *RESEND)),
@@ -126,18 +142,30 @@ COMPOSITIONS = [
     Composition("ac_full_attention_kept", args=ATTENTION_KEPT),
     Composition("ac_full_resend", args=(*RESEND, *FULL)),
     # The loss and validation, which are graphs of their own, are compiled in compile_resend_ac_op_tp2 and below.
-    Composition("compile", args=(*COMPILE, "--compile.components=model"), validates=False),
+    Composition(
+        "compile", args=(*COMPILE, "--compile.components=model"), validates=False
+    ),
     # Stock torchtitan's gradients under TP with compile differ from those without (torch 2.13): the twin compiles too.
-    Composition("compile_resend_ac_op_tp2", nranks=4, args=RESEND, shared=(*COMPILE, *OP, *TP2)),
-    Composition("ddp2_gradient_accumulation", args=(*DDP2, *global_batch(8)), reference_args=global_batch(8)),
+    Composition(
+        "compile_resend_ac_op_tp2", nranks=4, args=RESEND, shared=(*COMPILE, *OP, *TP2)
+    ),
+    Composition(
+        "ddp2_gradient_accumulation",
+        args=(*DDP2, *global_batch(8)),
+        reference_args=global_batch(8),
+    ),
     Composition("cp2", args=CP2, reference_nranks=1),
     Composition("fsdp2xcp2", nranks=4, args=CP2, reference_nranks=2),
     Composition("cp2xtp2", nranks=4, args=(*CP2, *TP2), reference_nranks=1),
     pp2("pp2_1f1b"),
-    pp2_of_four_blocks("pp2_interleaved_tolerance_auto", *schedule("Interleaved1F1B"), *TOLERANCE_AUTO),
+    pp2_of_four_blocks(
+        "pp2_interleaved_tolerance_auto", *schedule("Interleaved1F1B"), *TOLERANCE_AUTO
+    ),
     pp2_of_four_blocks("pp2_interleaved", *schedule("Interleaved1F1B")),
     # torch cannot validate in V schedules, and its 2.11 cannot run them over gloo: a rank sends to itself.
-    pp2_of_four_blocks("pp2_zbv", *schedule("ZBVZeroBubble"), needs_torch="2.13", validates=False),
+    pp2_of_four_blocks(
+        "pp2_zbv", *schedule("ZBVZeroBubble"), needs_torch="2.13", validates=False
+    ),
     # torchtitan reports no loss with this one: it takes that of the first pipeline rank for ZBVZeroBubble alone.
     pp2_of_four_blocks(
         "pp2_dualpipev",
@@ -149,17 +177,30 @@ COMPOSITIONS = [
     ),
     pp2("pp2xcp2", *CP2, reference_nranks=1),
     Composition("qwen3_fsdp2", shared=QWEN3),
-    Composition("qwen3_fsdp2xtp2", nranks=4, args=TP2, shared=QWEN3, reference_nranks=2),
+    Composition(
+        "qwen3_fsdp2xtp2", nranks=4, args=TP2, shared=QWEN3, reference_nranks=2
+    ),
     Composition("qwen3_cp2", args=CP2, shared=QWEN3, reference_nranks=1),
     Composition("tied_fsdp2", shared=TIED),
     Composition("tied_fsdp2xtp2", nranks=4, args=TP2, shared=TIED, reference_nranks=2),
     Composition("tied_cp2", args=CP2, shared=TIED, reference_nranks=1),
     # Plain causal attention over the whole row, with grouped queries: the sdpa flavors.
-    Composition("sdpa_gqa_rows", args=("--cad.documents=row", *CP2), shared=SDPA_GQA, reference_nranks=1),
-    # One document over four ranks, cut finely: the default planner splits keys, the greedy one does not.
-    Composition("split_kv_cp4", nranks=4, args=ROWS_CP4, shared=SDPA_GQA, reference_nranks=1),
     Composition(
-        "whole_keys_cp4", nranks=4, args=(*ROWS_CP4, "--cad.planner=greedy"), shared=SDPA_GQA, reference_nranks=1
+        "sdpa_gqa_rows",
+        args=("--cad.documents=row", *CP2),
+        shared=SDPA_GQA,
+        reference_nranks=1,
+    ),
+    # One document over four ranks, cut finely: the default planner splits keys, the greedy one does not.
+    Composition(
+        "split_kv_cp4", nranks=4, args=ROWS_CP4, shared=SDPA_GQA, reference_nranks=1
+    ),
+    Composition(
+        "whole_keys_cp4",
+        nranks=4,
+        args=(*ROWS_CP4, "--cad.planner=greedy"),
+        shared=SDPA_GQA,
+        reference_nranks=1,
     ),
     Composition("validation", shared=VALIDATE_OFTEN),
     pp2("validation_pp2", shared=VALIDATE_OFTEN),
@@ -186,10 +227,18 @@ MORE_HALVED = [
     Composition("rows_compile_attention_kept", args=(*ATTENTION_KEPT, *COMPILE)),
     Composition("middle_ac_op_3_rows", args=(*OP, "--training.local_batch_size=3")),
     Composition("middle_qwen3_cp2", args=(*ROW1, *CP2), shared=QWEN3),
-    Composition("middle_fsdp2xcp2_gqa", nranks=4, args=(*ROW1, *CP2, "--model.flavor=tiny_varlen_gqa")),
+    Composition(
+        "middle_fsdp2xcp2_gqa",
+        nranks=4,
+        args=(*ROW1, *CP2, "--model.flavor=tiny_varlen_gqa"),
+    ),
     Composition("fsdp2xtp2_attention_kept", nranks=4, args=(*TP2, *ATTENTION_KEPT)),
     Composition("fsdp2xtp2_ac_full", nranks=4, args=(*TP2, *FULL)),
-    Composition("fsdp2xtp2_ac_layer_accumulation_resend", nranks=4, args=(*TP2, *LAYER, *global_batch(8), *RESEND)),
+    Composition(
+        "fsdp2xtp2_ac_layer_accumulation_resend",
+        nranks=4,
+        args=(*TP2, *LAYER, *global_batch(8), *RESEND),
+    ),
     pp2("rows_pp2", *BY_ROW),
 ]
 """All that one nano-batch composes with, halved by rows, and what halving in the middle of rows adds to it."""
@@ -224,7 +273,12 @@ HALVED_SYMMETRIC = [
 
 @functools.cache
 def reference(
-    nranks: int, args: tuple[str, ...], *, validates: bool = True, grads_at: int = 2, fp64: bool = False
+    nranks: int,
+    args: tuple[str, ...],
+    *,
+    validates: bool = True,
+    grads_at: int = 2,
+    fp64: bool = False,
 ) -> RunResult:
     """A run without CAD that validates after step 1 if it can; one serves many compositions.
 
@@ -235,7 +289,14 @@ def reference(
     needed = {"compile_caches": {*COMPILE, *TP2}, "tied_embeddings": {*TIED}}
     names = [name for name, met_by in needed.items() if met_by <= {*args}]
     search = [torchtitan_with(*names)] if names else []
-    return run([*COMMON, *validation, *args], nranks, 300, grads_at=grads_at, fp64=fp64, pythonpath=search)
+    return run(
+        [*COMMON, *validation, *args],
+        nranks,
+        300,
+        grads_at=grads_at,
+        fp64=fp64,
+        pythonpath=search,
+    )
 
 
 @functools.cache
@@ -247,7 +308,13 @@ def stock(nranks: int, *args: str) -> RunResult:
 @functools.cache
 def alone(flavor: str, degree: int, steps: int, *cad: str) -> RunResult:
     """One process on the batches of ``degree`` data-parallel ranks, with the last gradients; without CAD in fp64."""
-    args = [*COMMON, *cad, f"--model.flavor={flavor}", f"--training.steps={steps}", *global_batch(2 * degree)]
+    args = [
+        *COMMON,
+        *cad,
+        f"--model.flavor={flavor}",
+        f"--training.steps={steps}",
+        *global_batch(2 * degree),
+    ]
     return run(args, nranks=1, as_dp=degree, fp64=not cad, grads_at=steps)
 
 
@@ -258,7 +325,11 @@ def rounding() -> float:
 
 
 def assert_trains_alike(
-    result: RunResult, expected: RunResult, *, reports_loss: bool = True, exact: Callable[[], RunResult] | None = None
+    result: RunResult,
+    expected: RunResult,
+    *,
+    reports_loss: bool = True,
+    exact: Callable[[], RunResult] | None = None,
 ) -> None:
     """Losses, gradients, their norms and the validation losses that ``result`` has differ by rounding.
 
@@ -269,18 +340,30 @@ def assert_trains_alike(
     if reports_loss:
         assert_close(result.losses, expected.losses, "loss")
     for step, loss in result.validation_losses.items():
-        assert_close([loss], [expected.validation_losses[step]], f"validation loss of step {step}")
-    name, error = max(gradient_errors(result, expected).items(), key=lambda item: item[1])
+        assert_close(
+            [loss],
+            [expected.validation_losses[step]],
+            f"validation loss of step {step}",
+        )
+    name, error = max(
+        gradient_errors(result, expected).items(), key=lambda item: item[1]
+    )
     allowed = 4 * rounding()
     if error > allowed and exact:
-        error, allowed = (max(gradient_errors(each, exact()).values()) for each in (result, expected))
+        error, allowed = (
+            max(gradient_errors(each, exact()).values()) for each in (result, expected)
+        )
         allowed *= 2
-    assert error <= allowed, f"gradient of {name} differs by {error:.2e} of its norm, more than {allowed:.2e}"
+    assert error <= allowed, (
+        f"gradient of {name} differs by {error:.2e} of its norm, more than {allowed:.2e}"
+    )
 
 
 def assert_not_recompiled(result: RunResult) -> None:
     """Plans of later steps take the graphs of the first; validation, after the first step, has its own."""
-    assert len(set(result.graphs[bool(result.validation_losses) :])) == 1, "recompiled for another plan"
+    assert len(set(result.graphs[bool(result.validation_losses) :])) == 1, (
+        "recompiled for another plan"
+    )
 
 
 def cad_summary(result: RunResult) -> dict:
@@ -290,4 +373,6 @@ def cad_summary(result: RunResult) -> dict:
 def assert_close(values: Sequence[float], expected: Sequence[float], name: str) -> None:
     assert len(values) == len(expected) > 0
     for step, (value, want) in enumerate(zip(values, expected, strict=True), start=1):
-        assert value == pytest.approx(want, rel=TOLERANCE), f"{name} at step {step}: {value!r}, reference {want!r}"
+        assert value == pytest.approx(want, rel=TOLERANCE), (
+            f"{name} at step {step}: {value!r}, reference {want!r}"
+        )

@@ -6,7 +6,12 @@ from typing import Any
 
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
-from torchtitan.models.llama3 import Transformer, TransformerModelArgs, get_train_spec, llama3_args
+from torchtitan.models.llama3 import (
+    Transformer,
+    TransformerModelArgs,
+    get_train_spec,
+    llama3_args,
+)
 from torchtitan.protocols.train_spec import _extra_train_specs
 
 
@@ -19,8 +24,17 @@ def parallelize(model: Any, *_: Any) -> Any:
     return model
 
 
-stock, args = get_train_spec(), TransformerModelArgs(dim=64, n_layers=2, n_heads=2, vocab_size=2048)
+stock, args = (
+    get_train_spec(),
+    TransformerModelArgs(dim=64, n_layers=2, n_heads=2, vocab_size=2048),
+)
 llama3_args["mine"] = args
-DATASETS["mine"] = DatasetConfig(path="mine", loader=lambda path: [], sample_processor=str)
-_extra_train_specs["mine"] = dataclasses.replace(stock, model_cls=Derived, model_args={"small": args})
-_extra_train_specs["own_parallelize"] = dataclasses.replace(_extra_train_specs["mine"], parallelize_fn=parallelize)
+DATASETS["mine"] = DatasetConfig(
+    path="mine", loader=lambda path: [], sample_processor=str
+)
+_extra_train_specs["mine"] = dataclasses.replace(
+    stock, model_cls=Derived, model_args={"small": args}
+)
+_extra_train_specs["own_parallelize"] = dataclasses.replace(
+    _extra_train_specs["mine"], parallelize_fn=parallelize
+)

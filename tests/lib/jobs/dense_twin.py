@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks
-from torchtitan.models.attention import FlexAttentionWrapper, get_causal_mask_mod, get_document_mask_mod
+from torchtitan.models.attention import (
+    FlexAttentionWrapper,
+    get_causal_mask_mod,
+    get_document_mask_mod,
+)
 from torchtitan.models.deepseek_v3.model import model as deepseek_v3
 from torchtitan.models.gpt_oss.model import model as gpt_oss
 from torchtitan.models.llama4.model import model as llama4
@@ -25,7 +29,9 @@ def install() -> None:
         module.BlockMask = Tensor
     FlexAttentionWrapper.forward = dense_attention
     gpt_oss.get_document_mask_mod = causal_document_mask
-    gpt_oss.TransformerBlock.to = lambda self, dtype: self  # keeps the precision of the job instead of bfloat16
+    gpt_oss.TransformerBlock.to = lambda self, dtype: (
+        self
+    )  # keeps the precision of the job instead of bfloat16
     init = llama4.Attention.__init__
 
     @functools.wraps(init)
@@ -36,7 +42,9 @@ def install() -> None:
     llama4.Attention.__init__ = init_and_tell
 
 
-def dense_mask(mask_mod: Any, rows: int, heads: None, queries: int, keys: int) -> Tensor:
+def dense_mask(
+    mask_mod: Any, rows: int, heads: None, queries: int, keys: int
+) -> Tensor:
     """The mask [B, 1, Q, K], True where a query sees a key; arguments as of torchtitan's ``create_attention_mask``."""
     row, query, key = torch.arange(rows), torch.arange(queries), torch.arange(keys)
     zero = torch.zeros((), dtype=torch.int64)

@@ -66,7 +66,9 @@ class RunResult:
         """Every rank has failed before training, with one ValueError that matches ``message``."""
         for code, log in zip(self.returncodes, self.logs, strict=True):
             assert code not in (0, None), self.report()
-            errors = [line for line in log.splitlines() if line.startswith("ValueError: ")]
+            errors = [
+                line for line in log.splitlines() if line.startswith("ValueError: ")
+            ]
             assert len(errors) == 1, self.report()
             assert re.search(message, errors[0]), errors[0]
             assert "Training starts" not in log
@@ -75,7 +77,9 @@ class RunResult:
         """Exit codes and the last lines of every rank's log, for assertion messages."""
         parts = [f"exit codes {self.returncodes}"]
         for rank, log in enumerate(self.logs):
-            parts.append(f"--- rank {rank}\n" + "\n".join(log.splitlines()[-tail_lines:]))
+            parts.append(
+                f"--- rank {rank}\n" + "\n".join(log.splitlines()[-tail_lines:])
+            )
         return "\n".join(parts)
 
 
@@ -118,8 +122,16 @@ def run(
     """
     record_dir = Path(tempfile.mkdtemp(prefix="run_", dir=scratch_folder()))
     dump_folder = dump_folder or record_dir / "dump"
-    numbers = {"grads-at": grads_at, "trace-at": trace_at, "init-seed": init_seed, "as-dp": as_dp, "link": link}
-    hooks = [f"--{name}={number}" for name, number in numbers.items() if number is not None]
+    numbers = {
+        "grads-at": grads_at,
+        "trace-at": trace_at,
+        "init-seed": init_seed,
+        "as-dp": as_dp,
+        "link": link,
+    }
+    hooks = [
+        f"--{name}={number}" for name, number in numbers.items() if number is not None
+    ]
     hooks += [f"--record-dir={record_dir}", *["--fp64"] * fp64]
     # Hosting the rendezvous store here lets the system choose the port, so parallel runs cannot collide.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -157,9 +169,15 @@ def parse_job(dump_folder: Path, *args: str) -> Any:
     from torchtitan_cad.integration.torchtitan_v0_2 import plugin
     from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager
 
-    known = ["--model.flavor=debugmodel_varlen_attn", "--training.dataset=python_stdlib", "--parallelism.cad"]
+    known = [
+        "--model.flavor=debugmodel_varlen_attn",
+        "--training.dataset=python_stdlib",
+        "--parallelism.cad",
+    ]
     try:
-        return CadConfigManager().parse_args([*job_files(BASE_TOML, dump_folder), *known, *args])
+        return CadConfigManager().parse_args(
+            [*job_files(BASE_TOML, dump_folder), *known, *args]
+        )
     finally:
         plugin.restore()  # torchtitan as it was
 
@@ -167,7 +185,11 @@ def parse_job(dump_folder: Path, *args: str) -> Any:
 def child_environment(pythonpath: Sequence[Path] = ()) -> dict[str, str]:
     """Variables of processes that import this repository."""
     search = [*map(str, pythonpath), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, search))}
+    return {
+        **os.environ,
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join(filter(None, search)),
+    }
 
 
 class _RankServer:
@@ -176,7 +198,9 @@ class _RankServer:
     def __init__(self, pythonpath: Sequence[Path]):
         env = {
             **child_environment(pythonpath),
-            "TORCHINDUCTOR_CACHE_DIR": str(scratch_folder() / "compiled"),  # of all jobs of the session
+            "TORCHINDUCTOR_CACHE_DIR": str(
+                scratch_folder() / "compiled"
+            ),  # of all jobs of the session
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "HF_DATASETS_OFFLINE": "1",
         }
@@ -194,7 +218,9 @@ class _RankServer:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"rank_server.py ended with exit code {self._process.wait()}; its error is on stderr")
+            raise RuntimeError(
+                f"rank_server.py ended with exit code {self._process.wait()}; its error is on stderr"
+            )
         return json.loads(answer)
 
     def close(self) -> None:
@@ -221,12 +247,17 @@ def read_scalars(folder: Path) -> dict[str, list[float]]:
     (events,) = folder.rglob("events.out.tfevents.*")
     accumulator = EventAccumulator(str(events), size_guidance={"scalars": 0}).Reload()
     assert accumulator.Tags()["images"] == []
-    return {tag: [event.value for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+    return {
+        tag: [event.value for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
 
 
 def gradient_errors(result: RunResult, reference: RunResult) -> dict[str, float]:
     """Relative error (Frobenius norm, in fp64) of every parameter's gradient; the parameters must be the same."""
-    assert result.grads.keys() == reference.grads.keys() != set(), "pass grads_at to both runs"
+    assert result.grads.keys() == reference.grads.keys() != set(), (
+        "pass grads_at to both runs"
+    )
     errors = {}
     for name, expected in reference.grads.items():
         difference = result.grads[name].double() - expected.double()
@@ -235,11 +266,15 @@ def gradient_errors(result: RunResult, reference: RunResult) -> dict[str, float]
     return errors
 
 
-def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None]) -> RunResult:
+def _collect(
+    record_dir: Path, dump_folder: Path, returncodes: list[int | None]
+) -> RunResult:
     records: list[list[dict[str, Any]]] = []
     for path in sorted(record_dir.glob("rank*.jsonl")):
         records.append([json.loads(line) for line in path.read_text().splitlines()])
-    reported = [record for of_rank in records for record in of_rank if record["is_metrics_rank"]]
+    reported = [
+        record for of_rank in records for record in of_rank if record["is_metrics_rank"]
+    ]
     train = [record for record in reported if record["kind"] == "train"]
     last = [of_rank[-1]["cached"] for of_rank in records if of_rank]
     grads: dict[str, torch.Tensor] = {}
@@ -247,16 +282,31 @@ def _collect(record_dir: Path, dump_folder: Path, returncodes: list[int | None])
         grads |= torch.load(path)
     return RunResult(
         returncodes=returncodes,
-        logs=[(record_dir / f"rank{rank}.log").read_text(errors="replace") for rank in range(len(returncodes))],
+        logs=[
+            (record_dir / f"rank{rank}.log").read_text(errors="replace")
+            for rank in range(len(returncodes))
+        ],
         dump_folder=dump_folder,
         steps=[record["step"] for record in train],
         losses=[float.fromhex(record["loss"]) for record in train],
         grad_norms=[float.fromhex(record["grad_norm"]) for record in train],
-        validation_losses={r["step"]: float.fromhex(r["loss"]) for r in reported if r["kind"] == "validation"},
+        validation_losses={
+            r["step"]: float.fromhex(r["loss"])
+            for r in reported
+            if r["kind"] == "validation"
+        },
         graphs=[record["graphs"] for record in train],
-        cached={name: sum(of_rank[name] for of_rank in last) for name in ("hit", "miss")},
-        resident_bytes=[{r["step"]: r["resident_bytes"] for r in rank if r["kind"] == "train"} for rank in records],
-        traces=[json.loads(path.read_text()) for path in sorted(record_dir.glob("trace_rank*.json"))],
+        cached={
+            name: sum(of_rank[name] for of_rank in last) for name in ("hit", "miss")
+        },
+        resident_bytes=[
+            {r["step"]: r["resident_bytes"] for r in rank if r["kind"] == "train"}
+            for rank in records
+        ],
+        traces=[
+            json.loads(path.read_text())
+            for path in sorted(record_dir.glob("trace_rank*.json"))
+        ],
         grads=grads,
     )
 
@@ -275,7 +325,11 @@ def tokenizer_folder() -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<bos>", "<eos>"])
@@ -283,5 +337,7 @@ def tokenizer_folder() -> Path:
     folder = scratch_folder() / "tokenizer"
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"})
+    )
     return folder

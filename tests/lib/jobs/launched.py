@@ -43,11 +43,30 @@ class Launched:
         args: of the job, over ``llama3_debug_cpu.toml`` made small.
     """
 
-    def __init__(self, args: Sequence[str], dump_folder: Path, nranks: int = 2, launcher: str = LAUNCH) -> None:
-        command = [sys.executable, "-m", launcher, "--standalone", f"--nproc_per_node={nranks}"]
+    def __init__(
+        self,
+        args: Sequence[str],
+        dump_folder: Path,
+        nranks: int = 2,
+        launcher: str = LAUNCH,
+    ) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            launcher,
+            "--standalone",
+            f"--nproc_per_node={nranks}",
+        ]
         self._id = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [*command, "-m", "torchtitan_cad.train", *job_files(CONFIG, dump_folder), *SMALL, *args],
+            [
+                *command,
+                "-m",
+                "torchtitan_cad.train",
+                *job_files(CONFIG, dump_folder),
+                *SMALL,
+                *args,
+            ],
             env={**child_environment(), MARK: self._id},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -55,7 +74,9 @@ class Launched:
             start_new_session=True,  # a foreground process group of its own, as in a terminal
         )
         self.lines: list[str] = []
-        self._reader = threading.Thread(target=read_lines, args=(self.process, self.lines.append), daemon=True)
+        self._reader = threading.Thread(
+            target=read_lines, args=(self.process, self.lines.append), daemon=True
+        )
         self._reader.start()
 
     def wait_for(self, pattern: str, timeout_s: float) -> None:
@@ -85,7 +106,15 @@ class Launched:
         pids = []
         for pid in sorted(self._environments()):
             with contextlib.suppress(OSError):
-                if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                if (
+                    int(
+                        Path(f"/proc/{pid}/stat")
+                        .read_text()
+                        .rpartition(")")[2]
+                        .split()[1]
+                    )
+                    == parent
+                ):
                     pids.append(pid)
         return pids
 
@@ -103,7 +132,9 @@ class Launched:
         begin = time.monotonic()
         returncode = self.process.wait(timeout_s)
         while left := self._environments():
-            assert time.monotonic() < begin + timeout_s, f"processes are left: {list(left)}"
+            assert time.monotonic() < begin + timeout_s, (
+                f"processes are left: {list(left)}"
+            )
             time.sleep(0.05)
         self._reader.join(5)
         return returncode, time.monotonic() - begin
@@ -118,7 +149,9 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(args: Sequence[str], dump_folder: Path, nranks: int = 2, launcher: str = LAUNCH) -> Iterator[Launched]:
+def launched(
+    args: Sequence[str], dump_folder: Path, nranks: int = 2, launcher: str = LAUNCH
+) -> Iterator[Launched]:
     """A job that has ended when the context does."""
     job = Launched(args, dump_folder, nranks, launcher)
     try:
@@ -134,7 +167,10 @@ def shared_memory() -> set[str]:
     """
 
     def unmapped() -> set[str]:
-        names, mapped = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}, set()
+        names, mapped = (
+            {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")},
+            set(),
+        )
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
                 mapped |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))

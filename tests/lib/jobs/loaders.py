@@ -18,7 +18,9 @@ EOS = 9
 CPU = torch.device("cpu")
 
 
-def gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+def gloo_group(
+    store: dist.Store, rank: int, size: int, timeout_s: float
+) -> dist.ProcessGroup:
     """A gloo group of threads, this one of which is ``rank``; blocks until all have come."""
     gloo: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     group = dist.ProcessGroup(store, rank, size)
@@ -32,7 +34,12 @@ class CountingLoader(BaseDataLoader):
 
     documents: Callable[[int], torch.Tensor] | None = None
 
-    def __init__(self, num_batches: int, fails_at: int | None = None, extra: dict[str, torch.Tensor] | None = None):
+    def __init__(
+        self,
+        num_batches: int,
+        fails_at: int | None = None,
+        extra: dict[str, torch.Tensor] | None = None,
+    ):
         self.num_batches, self.fails_at, self.extra = num_batches, fails_at, extra or {}
         self.next = 0
 

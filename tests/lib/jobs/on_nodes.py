@@ -16,45 +16,71 @@ from tests.lib.network import Nodes
 class NodesJob:
     """``train_configs/llama3_debug_cpu.toml``, made small, with ``ranks`` ranks on every node."""
 
-    def __init__(self, nodes: Nodes, ranks: int, args: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self, nodes: Nodes, ranks: int, args: Sequence[str], folder: Path
+    ) -> None:
         job = [*job_files(CONFIG, folder), *SMALL, *args]
         self.lines: list[list[tuple[float, str]]] = [[] for _ in range(nodes.count)]
         """Per node, every line with the time when it came."""
-        pipe = {"env": ENVIRONMENT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        pipe = {
+            "env": ENVIRONMENT,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
         self.processes = [
-            nodes.torchrun(node, ranks, ["-m", "torchtitan_cad.train", *job], **pipe) for node in range(nodes.count)
+            nodes.torchrun(node, ranks, ["-m", "torchtitan_cad.train", *job], **pipe)
+            for node in range(nodes.count)
         ]
         for process, lines in zip(self.processes, self.lines, strict=True):
             take = lambda line, lines=lines: lines.append((time.monotonic(), line))  # noqa: E731
-            threading.Thread(target=read_lines, args=(process, take), daemon=True).start()
+            threading.Thread(
+                target=read_lines, args=(process, take), daemon=True
+            ).start()
 
     @property
     def text(self) -> str:
         """Everything that was printed, node by node."""
-        return "\n".join(f"node{node}: {line}" for node, lines in enumerate(self.lines) for _, line in lines)
+        return "\n".join(
+            f"node{node}: {line}"
+            for node, lines in enumerate(self.lines)
+            for _, line in lines
+        )
 
     @property
     def losses(self) -> list[float]:
         """Losses of the steps so far, once each: in a pipeline only the last stage knows them."""
         found = re.findall(r"step: +(\d+) +loss: +(\d[\d.]+)", self.text)
-        return [loss for _, loss in sorted({(int(step), float(loss)) for step, loss in found})]
+        return [
+            loss
+            for _, loss in sorted({(int(step), float(loss)) for step, loss in found})
+        ]
 
-    def first(self, node: int, pattern: str, since: float = 0.0) -> tuple[float, str] | None:
+    def first(
+        self, node: int, pattern: str, since: float = 0.0
+    ) -> tuple[float, str] | None:
         """Return the first line of a node that matches, and the seconds from ``since`` until it came."""
         for at, line in self.lines[node]:
             if at >= since and re.search(pattern, line):
                 return at - since, line
         return None
 
-    def wait_for(self, node: int, pattern: str, timeout_s: float, since: float = 0.0) -> tuple[float, str]:
+    def wait_for(
+        self, node: int, pattern: str, timeout_s: float, since: float = 0.0
+    ) -> tuple[float, str]:
         """Wait for such a line. Raises AssertionError if none comes in time."""
         deadline = time.monotonic() + timeout_s
         while (found := self.first(node, pattern, since)) is None:
-            assert time.monotonic() < deadline, f"no line {pattern!r} of node {node}:\n{self.text}"
+            assert time.monotonic() < deadline, (
+                f"no line {pattern!r} of node {node}:\n{self.text}"
+            )
             time.sleep(0.05)
         return found
 
     def finish(self, timeout_s: float) -> list[int]:
         """Wait for the launchers; returns their exit codes."""
         deadline = time.monotonic() + timeout_s
-        return [process.wait(max(0.0, deadline - time.monotonic())) for process in self.processes]
+        return [
+            process.wait(max(0.0, deadline - time.monotonic()))
+            for process in self.processes
+        ]

@@ -54,12 +54,19 @@ def run_job(
     pids: list[int] = []
     try:
         for rank, log in enumerate(logs):
-            rank_env = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(logs))}
+            rank_env = {
+                **env,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(len(logs)),
+            }
             pid = os.fork()
             if pid == 0:
                 _become_rank(main, argv, rank_env, log)
             pids.append(pid)
-            os.setpgid(pid, pid)  # so that a rank dies together with the processes it starts
+            os.setpgid(
+                pid, pid
+            )  # so that a rank dies together with the processes it starts
         return _wait(pids, timeout_s)
     finally:
         for pid in pids:
@@ -69,7 +76,9 @@ def run_job(
                 os.waitpid(pid, 0)
 
 
-def _become_rank(main: Callable[[list[str]], None], argv: list[str], env: dict[str, str], log: str) -> NoReturn:
+def _become_rank(
+    main: Callable[[list[str]], None], argv: list[str], env: dict[str, str], log: str
+) -> NoReturn:
     """Run ``main`` in this forked process and exit with its status."""
     code = 1
     try:
@@ -81,7 +90,9 @@ def _become_rank(main: Callable[[list[str]], None], argv: list[str], env: dict[s
         main(argv)
         code = 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = (
+            error.code if isinstance(error.code, int) else int(error.code is not None)
+        )
     except BaseException:
         traceback.print_exc()
     finally:

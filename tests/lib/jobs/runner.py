@@ -52,7 +52,12 @@ from tests.lib.observer import observe  # noqa: E402
 from torchtitan_cad.integration import session  # noqa: E402
 from torchtitan_cad.integration.loading.placement import Layouts, Placement  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
-from torchtitan_cad.planning import TASK_DTYPE, LayerTimes, TokenLayout, register_planner  # noqa: E402
+from torchtitan_cad.planning import (  # noqa: E402
+    TASK_DTYPE,
+    LayerTimes,
+    TokenLayout,
+    register_planner,
+)
 from torchtitan_cad.runtime.kernels import VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, _run  # noqa: E402
 
@@ -60,16 +65,43 @@ WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record-dir", type=Path, required=True, help="folder for rank<r>.jsonl and grads_rank<r>.pt")
-    parser.add_argument("--grads-at", type=int, help="step whose full gradients are saved, before clipping")
-    parser.add_argument("--init-seed", type=int, help="initialise parameters by name from this seed")
-    parser.add_argument(
-        "--as-dp", type=int, help="one process: take the batches of that many data-parallel ranks in turn"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--link", type=float, help="bytes per second of links, in place of what is measured")
-    parser.add_argument("--fp64", action="store_true", help="compute in fp64, attention as a dense softmax")
-    parser.add_argument("--trace-at", type=int, help="step whose order of steps and collectives is written down")
+    parser.add_argument(
+        "--record-dir",
+        type=Path,
+        required=True,
+        help="folder for rank<r>.jsonl and grads_rank<r>.pt",
+    )
+    parser.add_argument(
+        "--grads-at",
+        type=int,
+        help="step whose full gradients are saved, before clipping",
+    )
+    parser.add_argument(
+        "--init-seed", type=int, help="initialise parameters by name from this seed"
+    )
+    parser.add_argument(
+        "--as-dp",
+        type=int,
+        help="one process: take the batches of that many data-parallel ranks in turn",
+    )
+    parser.add_argument(
+        "--link",
+        type=float,
+        help="bytes per second of links, in place of what is measured",
+    )
+    parser.add_argument(
+        "--fp64",
+        action="store_true",
+        help="compute in fp64, attention as a dense softmax",
+    )
+    parser.add_argument(
+        "--trace-at",
+        type=int,
+        help="step whose order of steps and collectives is written down",
+    )
     parser.add_argument("titan_args", nargs="*")
     options = parser.parse_args(argv)
 
@@ -96,10 +128,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.fp64:
         compute_in_fp64()
     # The final sleep lets other ranks finish before a store hosted by rank 0 disappears; here the harness hosts it.
-    titan_train.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    titan_train.time = types.SimpleNamespace(
+        perf_counter=time.perf_counter, sleep=lambda seconds: None
+    )
     # The default of parse_args() was bound to this script's sys.argv when torchtitan was imported.
     parse_args = titan_train.ConfigManager.parse_args
-    titan_train.ConfigManager.parse_args = functools.partialmethod(parse_args, options.titan_args)
+    titan_train.ConfigManager.parse_args = functools.partialmethod(
+        parse_args, options.titan_args
+    )
     titan_train.main(titan_train.Trainer)
     assert "matplotlib" not in sys.modules, "training draws nothing"
 
@@ -109,13 +145,30 @@ def register_datasets() -> None:
 
     def load(path: str, lengths_in_words: list[int]) -> datasets.Dataset:
         rng = random.Random(path)
-        words = ["core", "attention", "is", "stateless", "and", "can", "be", "cut", "anywhere", "along", "queries"]
-        return datasets.Dataset.from_dict({"text": [" ".join(rng.choices(words, k=n)) for n in lengths_in_words]})
+        words = [
+            "core",
+            "attention",
+            "is",
+            "stateless",
+            "and",
+            "can",
+            "be",
+            "cut",
+            "anywhere",
+            "along",
+            "queries",
+        ]
+        return datasets.Dataset.from_dict(
+            {"text": [" ".join(rng.choices(words, k=n)) for n in lengths_in_words]}
+        )
 
     rng = random.Random(0)
     lengths = {
-        "packed_documents": [max(1, int(rng.lognormvariate(2.0, 1.2))) for _ in range(512)],
-        "one_document": [20_000] * 8,  # one per data-parallel rank, longer than any test reads
+        "packed_documents": [
+            max(1, int(rng.lognormvariate(2.0, 1.2))) for _ in range(512)
+        ],
+        "one_document": [20_000]
+        * 8,  # one per data-parallel rank, longer than any test reads
     }
     for name in lengths:
         DATASETS[name] = DatasetConfig(
@@ -136,7 +189,9 @@ def add_variants() -> None:
     def iterate_variants(self: Any) -> Iterator[Any]:
         for inputs, labels in iterate(self):
             if self.dataset_name.endswith("_with_ignored_labels"):
-                labels = labels.masked_fill(torch.arange(len(labels)) < len(labels) // 3, IGNORE_INDEX)
+                labels = labels.masked_fill(
+                    torch.arange(len(labels)) < len(labels) // 3, IGNORE_INDEX
+                )
             if self.dataset_name.endswith("_with_positions"):
                 inputs["positions"] = torch.arange(len(labels)).flip(0)
             yield inputs, labels
@@ -146,7 +201,14 @@ def add_variants() -> None:
 
 def register_flavors() -> None:
     """Add flavors small enough that starting the processes dominates a run."""
-    tiny = functools.partial(TransformerModelArgs, dim=64, n_layers=2, n_heads=4, vocab_size=288, max_seq_len=2048)
+    tiny = functools.partial(
+        TransformerModelArgs,
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+        vocab_size=288,
+        max_seq_len=2048,
+    )
     varlen = functools.partial(tiny, attn_type="varlen", attn_mask_type="block_causal")
     llama3_args["tiny_sdpa"] = tiny()
     llama3_args["tiny_sdpa_gqa"] = tiny(n_kv_heads=2)
@@ -171,7 +233,12 @@ def register_flavors() -> None:
     qwen3_args["tiny_varlen"] = tiny_qwen3()
     qwen3_args["tiny_tied"] = tiny_qwen3(enable_weight_tying=True)
     experts = functools.partial(
-        MoEArgs, num_shared_experts=0, score_func="softmax", route_norm=True, score_before_experts=False, top_k=2
+        MoEArgs,
+        num_shared_experts=0,
+        score_func="softmax",
+        route_norm=True,
+        score_before_experts=False,
+        top_k=2,
     )
     moe = functools.partial(tiny_qwen3, moe_enabled=True, moe_inter_dim=32)
     qwen3_args["tiny_moe"] = moe(moe_args=experts(use_grouped_mm=False))
@@ -183,7 +250,9 @@ def attend_to_sharded_heads() -> None:
     attend = VarlenAttentionWrapper.forward
 
     @functools.wraps(attend)
-    def attend_locally(self: Any, xq: Any, xk: Any, xv: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attend_locally(
+        self: Any, xq: Any, xk: Any, xv: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if not isinstance(xq, DTensor):
             return attend(self, xq, xk, xv, *args, **kwargs)
         out = attend(self, xq.to_local(), xk.to_local(), xv.to_local(), *args, **kwargs)
@@ -203,13 +272,17 @@ def register_split_keys_planner() -> None:
     @register_planner("test_split_keys")
     def plan(layout: TokenLayout, *_: Any) -> np.ndarray:
         tasks = []
-        for doc, length in zip(layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True):
+        for doc, length in zip(
+            layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True
+        ):
             for start in range(0, length, 128):
                 end, middle = min(start + 128, length), start // 256 * 128
                 ranges = [(start, end), (0, middle), (middle, start)]
                 for lo, hi in ranges:
                     if lo < hi:
-                        tasks.append((doc, start, end, lo, hi, len(tasks) % layout.num_ranks))
+                        tasks.append(
+                            (doc, start, end, lo, hi, len(tasks) % layout.num_ranks)
+                        )
         return np.array(tasks, dtype=TASK_DTYPE)
 
 
@@ -218,13 +291,20 @@ def tell_what_changes_its_microbatch() -> None:
     choose = Placement.choose
 
     def microbatches(layouts: Layouts) -> set[tuple[int, int]]:
-        return {(i, doc) for i, nanos in enumerate(layouts) for nano in nanos for doc in nano.docs.tolist()}
+        return {
+            (i, doc)
+            for i, nanos in enumerate(layouts)
+            for nano in nanos
+            for doc in nano.docs.tolist()
+        }
 
     @functools.wraps(choose)
     def choose_and_tell(self: Placement, given: Layouts, *args: Any) -> Any:
         placed = choose(self, given, *args)
         homes = [microbatch.layouts for microbatch in placed]
-        print(f"{len(microbatches(homes) - microbatches(given))} documents change their microbatch")
+        print(
+            f"{len(microbatches(homes) - microbatches(given))} documents change their microbatch"
+        )
         return placed
 
     Placement.choose = choose_and_tell
@@ -244,13 +324,29 @@ def record_steps(record_dir: Path) -> None:
     log, log_validation = processor.log, processor.log_validation
 
     def write(self: Any, **record: Any) -> None:
-        metrics_rank = titan_metrics._get_metrics_rank(self.parallel_dims, self.job_config)
+        metrics_rank = titan_metrics._get_metrics_rank(
+            self.parallel_dims, self.job_config
+        )
         with path.open("a") as file:
-            cached = {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss")}
-            file.write(json.dumps({**record, "cached": cached, "is_metrics_rank": rank() == metrics_rank}) + "\n")
+            cached = {
+                name: counters["aot_autograd"][f"autograd_cache_{name}"]
+                for name in ("hit", "miss")
+            }
+            file.write(
+                json.dumps(
+                    {
+                        **record,
+                        "cached": cached,
+                        "is_metrics_rank": rank() == metrics_rank,
+                    }
+                )
+                + "\n"
+            )
 
     @functools.wraps(log)
-    def recording_log(self: Any, step: int, loss: float, *more: Any, **kwargs: Any) -> None:
+    def recording_log(
+        self: Any, step: int, loss: float, *more: Any, **kwargs: Any
+    ) -> None:
         _, grad_norm, *_ = more
         write(
             self,
@@ -264,7 +360,9 @@ def record_steps(record_dir: Path) -> None:
         log(self, step, loss, *more, **kwargs)
 
     @functools.wraps(log_validation)
-    def recording_log_validation(self: Any, loss: float, step: int, *args: Any, **kwargs: Any) -> None:
+    def recording_log_validation(
+        self: Any, loss: float, step: int, *args: Any, **kwargs: Any
+    ) -> None:
         write(self, kind="validation", step=step, loss=float(loss).hex())
         log_validation(self, loss, step, *args, **kwargs)
 
@@ -276,7 +374,9 @@ def resident_bytes() -> int:
     """Memory of this process that is in use: its own and what it shares; 0 where the system does not say."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+    return sum(
+        int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")
+    )
 
 
 def record_gradients(record_dir: Path, step: int) -> None:
@@ -290,8 +390,15 @@ def record_gradients(record_dir: Path, step: int) -> None:
     def train_step_with_dump(self: Any, *args: Any, **kwargs: Any) -> None:
         def dump_and_clip(*clip_args: Any, **clip_kwargs: Any) -> torch.Tensor:
             if self.step == step:
-                named = [(name, p.grad) for name, p in named_parameters(self.model_parts) if p.grad is not None]
-                whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named}
+                named = [
+                    (name, p.grad)
+                    for name, p in named_parameters(self.model_parts)
+                    if p.grad is not None
+                ]
+                whole = {
+                    name: x.full_tensor() if isinstance(x, DTensor) else x
+                    for name, x in named
+                }
                 whole |= dict(named_biases(self.model_parts))
                 torch.save(whole, record_dir / f"grads_rank{rank()}.pt")
             return clip(*clip_args, **clip_kwargs)
@@ -319,10 +426,16 @@ def record_trace(record_dir: Path, step: int) -> None:
         engine = current_session().engine
         observe(engine, lambda name, key: events.append((name, key)))
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=activities, profile_memory=True
+        ) as profile:
             train_step(self, *args, **kwargs)
         observe(engine, None)
-        record = {"events": events, "collectives": collectives(profile), "peak_bytes": peak_bytes(profile)}
+        record = {
+            "events": events,
+            "collectives": collectives(profile),
+            "peak_bytes": peak_bytes(profile),
+        }
         (record_dir / f"trace_rank{rank()}.json").write_text(json.dumps(record))
 
     titan_train.Trainer.train_step = traced_step
@@ -330,14 +443,24 @@ def record_trace(record_dir: Path, step: int) -> None:
 
 def collectives(profile: torch.profiler.profile) -> list[str]:
     """Names of the c10d operators that ran while profiled, compiled code or not."""
-    events = [event for event in profile.profiler.kineto_results.events() if event.name().startswith("c10d::")]
-    return [event.name() for event in sorted(events, key=lambda event: event.start_ns())]
+    events = [
+        event
+        for event in profile.profiler.kineto_results.events()
+        if event.name().startswith("c10d::")
+    ]
+    return [
+        event.name() for event in sorted(events, key=lambda event: event.start_ns())
+    ]
 
 
 def peak_bytes(profile: torch.profiler.profile) -> int:
     """Most bytes that were allocated at once while the profiler ran."""
     events = profile.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]"
+    )
     return max(itertools.accumulate(num_bytes for _, num_bytes in changes))
 
 
@@ -365,7 +488,9 @@ def take_turns(degree: int) -> None:
 
     def build_all(dp_world_size: int, dp_rank: int, **kwargs: Any) -> RoundRobinLoader:
         assert dp_world_size == 1
-        return RoundRobinLoader([build(dp_world_size=degree, dp_rank=r, **kwargs) for r in range(degree)])
+        return RoundRobinLoader(
+            [build(dp_world_size=degree, dp_rank=r, **kwargs) for r in range(degree)]
+        )
 
     llama3.build_text_dataloader = build_all
 
@@ -373,7 +498,9 @@ def take_turns(degree: int) -> None:
 def plant_rates(link: float) -> None:
     """Make sessions measure links of that many bytes per second, and attention that takes 1 ms for a unit of cost."""
 
-    def measure(_compute: Any, _transport: Any, hosts: tuple[int, ...], *_: Any, overlaps: bool) -> LayerTimes:
+    def measure(
+        _compute: Any, _transport: Any, hosts: tuple[int, ...], *_: Any, overlaps: bool
+    ) -> LayerTimes:
         return LayerTimes(1e-3, 0.0, link, link, 0.0, overlaps, hosts)
 
     session.measure_times = measure
@@ -383,18 +510,27 @@ def compute_in_fp64() -> None:
     """Everything that is fp32 becomes fp64, and attention is the textbook's. Rotary angles keep their fp32 values."""
     TORCH_DTYPE_MAP["float32"] = torch.float64
     narrow, convert = torch.Tensor.float, torch.Tensor.to
-    torch.Tensor.float = lambda self: self if self.dtype == torch.float64 else narrow(self)
+    torch.Tensor.float = lambda self: (
+        self if self.dtype == torch.float64 else narrow(self)
+    )
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        is_narrowed = self.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values())
+        is_narrowed = self.dtype == torch.float64 and torch.float32 in (
+            *args,
+            *kwargs.values(),
+        )
         return self if is_narrowed else convert(self, *args, **kwargs)
 
     torch.Tensor.to = to
 
-    def attend(self: Any, xq: Any, xk: Any, xv: Any, masks: Any, scale: float | None = None) -> torch.Tensor:
+    def attend(
+        self: Any, xq: Any, xk: Any, xv: Any, masks: Any, scale: float | None = None
+    ) -> torch.Tensor:
         cu, scale = masks.cu_seq_q.numpy(), scale or xq.shape[-1] ** -0.5
         call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=scale)
-        return dense_attention(*(x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv)), call)[0]
+        return dense_attention(
+            *(x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv)), call
+        )[0]
 
     VarlenAttentionWrapper.forward = attend
 
@@ -411,26 +547,44 @@ def initialise_by_name(seed: int) -> None:
         init(self, *args, **kwargs)
         with torch.no_grad():
             for name, parameter in named_parameters(self.model_parts):
-                if parameter.dim() < 2 and not name.endswith(("bias", "sinks")):  # weights of norms, which are 1
+                if parameter.dim() < 2 and not name.endswith(
+                    ("bias", "sinks")
+                ):  # weights of norms, which are 1
                     continue
-                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-                scale = 0.2 if "router.gate" in name else 0.02  # of two experts rounding must not choose the other
+                generator = torch.Generator().manual_seed(
+                    zlib.crc32(f"{seed}/{name}".encode())
+                )
+                scale = (
+                    0.2 if "router.gate" in name else 0.02
+                )  # of two experts rounding must not choose the other
                 value = torch.randn(parameter.shape, generator=generator).mul_(scale)
                 if isinstance(parameter, DTensor):
-                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                    value = distribute_tensor(
+                        value, parameter.device_mesh, parameter.placements
+                    )
                 parameter.copy_(value)
 
     titan_train.Trainer.__init__ = init_then_fill
 
 
-def named_parameters(model_parts: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
+def named_parameters(
+    model_parts: list[torch.nn.Module],
+) -> list[tuple[str, torch.nn.Parameter]]:
     """Parameters under the names they have before activation checkpointing, compile and DDP wrap their modules."""
-    return [(unwrapped(name), parameter) for part in model_parts for name, parameter in part.named_parameters()]
+    return [
+        (unwrapped(name), parameter)
+        for part in model_parts
+        for name, parameter in part.named_parameters()
+    ]
 
 
 def named_biases(model_parts: list[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
     """Biases by which torchtitan balances experts, under their names."""
-    buffers = [(unwrapped(name), buffer) for part in model_parts for name, buffer in part.named_buffers()]
+    buffers = [
+        (unwrapped(name), buffer)
+        for part in model_parts
+        for name, buffer in part.named_buffers()
+    ]
     return [(name, buffer) for name, buffer in buffers if name.endswith("expert_bias")]
 
 

@@ -12,7 +12,13 @@ from torchtitan.models.moe import MoEArgs
 
 def register_flavors() -> None:
     """Add them, with masks for documents that flex attention takes, and with plain causal sdpa where it is possible."""
-    flex = {"vocab_size": 288, "dim": 64, "n_heads": 4, "attn_type": "flex", "attn_mask_type": "block_causal"}
+    flex = {
+        "vocab_size": 288,
+        "dim": 64,
+        "n_heads": 4,
+        "attn_type": "flex",
+        "attn_mask_type": "block_causal",
+    }
     deepseek = functools.partial(
         DeepSeekV3ModelArgs,
         **flex,
@@ -20,7 +26,13 @@ def register_flavors() -> None:
         moe_inter_dim=32,
         n_layers=2,
         n_dense_layers=1,
-        moe_args=MoEArgs(num_experts=4, num_shared_experts=1, top_k=2, score_func="sigmoid", route_norm=True),
+        moe_args=MoEArgs(
+            num_experts=4,
+            num_shared_experts=1,
+            top_k=2,
+            score_func="sigmoid",
+            route_norm=True,
+        ),
         kv_lora_rank=32,
         qk_nope_head_dim=16,
         qk_rope_head_dim=8,
@@ -46,7 +58,9 @@ def register_flavors() -> None:
     )
     llama4_args["tiny"] = llama4()
     llama4_args["tiny4"] = llama4(n_layers=4)
-    llama4_args["tiny_sdpa"] = llama4(every_n_layers_nope=None, attn_type="sdpa", attn_mask_type="causal")
+    llama4_args["tiny_sdpa"] = llama4(
+        every_n_layers_nope=None, attn_type="sdpa", attn_mask_type="causal"
+    )
 
     gpt_oss = functools.partial(
         GptOssModelArgs,

@@ -4,5 +4,7 @@
 import multiprocessing
 import os
 
-if multiprocessing.get_start_method(allow_none=True) is None:  # torchtitan 0.2.2 has no option for it
+if (
+    multiprocessing.get_start_method(allow_none=True) is None
+):  # torchtitan 0.2.2 has no option for it
     multiprocessing.set_start_method(os.environ["WORKER_START_METHOD"])

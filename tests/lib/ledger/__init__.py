@@ -30,7 +30,8 @@ SOURCE = Path(__file__).with_name("ledger.cpp")
 TIMEOUT_S = 300
 
 needs_ledger = pytest.mark.skipif(
-    sys.platform != "linux" or find_compiler() is None, reason="the device that checks streams needs a C++ compiler"
+    sys.platform != "linux" or find_compiler() is None,
+    reason="the device that checks streams needs a C++ compiler",
 )
 
 

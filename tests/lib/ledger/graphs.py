@@ -21,11 +21,15 @@ _compile = torch.compile  # tests put this function in its place
 
 def compile_for_shuffling(function: Any) -> Callable[..., Any]:
     """``function`` through Dynamo, AOTAutograd and the partitioner, then node by node on the streams of the graph."""
-    backend = aot_autograd(fw_compiler=_run_nodes, bw_compiler=_run_nodes, partition_fn=_partition)
+    backend = aot_autograd(
+        fw_compiler=_run_nodes, bw_compiler=_run_nodes, partition_fn=_partition
+    )
     return _compile(function, backend=backend, fullgraph=True)
 
 
-def _partition(module: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _partition(
+    module: fx.GraphModule, *args: Any, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     RecomputeFromBefore()(module.graph)
     return min_cut_rematerialization_partition(module, *args, **kwargs)
 
@@ -45,7 +49,9 @@ def _order(module: fx.GraphModule) -> list[fx.Node]:
     draw, done, order = random.Random(shuffle), set(), []
     first, last = [n for n in waiting if n.op == "placeholder"], waiting.pop()
     while waiting:
-        ready = first[:1] or [n for n in waiting if all(source in done for source in n.all_input_nodes)]
+        ready = first[:1] or [
+            n for n in waiting if all(source in done for source in n.all_input_nodes)
+        ]
         node = draw.choice(ready)
         first = [n for n in first if n is not node]
         waiting.remove(node)
@@ -66,7 +72,11 @@ class _Nodes(fx.Interpreter):
         return result
 
     def run_node(self, node: fx.Node) -> Any:
-        index = (node.meta.get("custom") or {}).get("stream") if node.op == "call_function" else None
+        index = (
+            (node.meta.get("custom") or {}).get("stream")
+            if node.op == "call_function"
+            else None
+        )
         if index is None:
             return super().run_node(node)
         from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index

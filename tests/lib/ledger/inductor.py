@@ -7,8 +7,15 @@ Import it in a process that has the device and compiles nothing else. What gener
 import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.scheduler as scheduler
-from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
-from torch._inductor.codegen.common import DeviceOpOverrides, register_backend_for_device, register_device_op_overrides
+from torch._dynamo.device_interface import (
+    DeviceInterface,
+    register_interface_for_device,
+)
+from torch._inductor.codegen.common import (
+    DeviceOpOverrides,
+    register_backend_for_device,
+    register_device_op_overrides,
+)
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.virtualized import V
@@ -42,7 +49,9 @@ class Interface(DeviceInterface):
     is_available = staticmethod(lambda: True)
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 1)
-    current_stream = staticmethod(lambda device=None: torch.accelerator.current_stream())
+    current_stream = staticmethod(
+        lambda device=None: torch.accelerator.current_stream()
+    )
     set_stream = staticmethod(torch.accelerator.set_stream)
     synchronize = staticmethod(lambda device=None: torch.accelerator.synchronize())
     get_compute_capability = staticmethod(lambda device=None: 0)
@@ -60,11 +69,23 @@ torch._functorch.config.enable_autograd_cache = False
 _call = PythonWrapperCodegen._generate_kernel_call_helper
 
 
-def call(self, kernel_name, call_args, *, device=None, triton=True, arg_types=None, **kwargs):
+def call(
+    self, kernel_name, call_args, *, device=None, triton=True, arg_types=None, **kwargs
+):
     if triton or (device or V.graph.get_current_device_or_throw()).type != "ledger":
-        return _call(self, kernel_name, call_args, device=device, triton=triton, arg_types=arg_types, **kwargs)
+        return _call(
+            self,
+            kernel_name,
+            call_args,
+            device=device,
+            triton=triton,
+            arg_types=arg_types,
+            **kwargs,
+        )
     if arg_types is not None:
-        pairs = [(a, t) for a, t in zip(call_args, arg_types, strict=True) if "*" in str(t)]
+        pairs = [
+            (a, t) for a, t in zip(call_args, arg_types, strict=True) if "*" in str(t)
+        ]
         reads = ", ".join(a for a, t in pairs if "const" in str(t))
         writes = ", ".join(a for a, t in pairs if "const" not in str(t))
         self.writeline(f"torch.ops.ledger.use([{reads}], [{writes}], '{kernel_name}')")

@@ -21,26 +21,58 @@ from torchtitan_cad.runtime.transport.memory import Epoch, Message
 class OneKernel(CpuKernel):
     """The CPU kernel as one kernel on the current stream."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
-        results = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype))
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor]:
+        results = (
+            torch.empty_like(q),
+            q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)),
+        )
         return self._launch(super().forward, [q, k, v], call, results)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        merged: Merged,
+        call: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        results = tuple(torch.empty_like(x, dtype=compute_dtype(x.dtype)) for x in (q, k, v))
+        results = tuple(
+            torch.empty_like(x, dtype=compute_dtype(x.dtype)) for x in (q, k, v)
+        )
         name = "delta" if merged.out is None else "out"
 
-        def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, rest: Tensor, call: VarlenArgs) -> tuple:
-            return CpuKernel.backward(self, dout, q, k, v, Merged(lse, **{name: rest}), call)
+        def run(
+            dout: Tensor,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            lse: Tensor,
+            rest: Tensor,
+            call: VarlenArgs,
+        ) -> tuple:
+            return CpuKernel.backward(
+                self, dout, q, k, v, Merged(lse, **{name: rest}), call
+            )
 
-        return self._launch(run, [dout, q, k, v, merged.lse, getattr(merged, name)], call, results)
+        return self._launch(
+            run, [dout, q, k, v, merged.lse, getattr(merged, name)], call, results
+        )
 
     @staticmethod
-    def _launch(run: Callable[..., tuple], inputs: list[Tensor], call: VarlenArgs, results: tuple) -> tuple:
+    def _launch(
+        run: Callable[..., tuple],
+        inputs: list[Tensor],
+        call: VarlenArgs,
+        results: tuple,
+    ) -> tuple:
         ledger = torch.ops.ledger
         ledger.use([*inputs, call.cu_q, call.cu_k], list(results), "attention kernel")
-        for result, computed in zip(results, run(*map(ledger.on_host, inputs), call), strict=True):
+        for result, computed in zip(
+            results, run(*map(ledger.on_host, inputs), call), strict=True
+        ):
             ledger.on_host(result).copy_(computed)
         return results
 
@@ -59,34 +91,62 @@ class Words:
 
     def wait(self, owner: int, word: int, value: int) -> torch.Event:
         with self._changed:
-            assert self._changed.wait_for(lambda: (owner, word, value) in self._events, TIMEOUT_S)
+            assert self._changed.wait_for(
+                lambda: (owner, word, value) in self._events, TIMEOUT_S
+            )
             return self._events[owner, word, value]
 
 
 class LedgerMemory(DeviceMemory):
     """Streams and marks are those of CUDA devices; copies and events stand for the kernels that write and signal."""
 
-    def __init__(self, buffers: Sequence[Tensor], rank: int, stream: torch.Stream, words: Words) -> None:
-        super().__init__(buffers[rank], [buffer.data_ptr() for buffer in buffers], stream)
+    def __init__(
+        self, buffers: Sequence[Tensor], rank: int, stream: torch.Stream, words: Words
+    ) -> None:
+        super().__init__(
+            buffers[rank], [buffer.data_ptr() for buffer in buffers], stream
+        )
         self._buffers, self._rank, self._words_of_all = buffers, rank, words
 
     def prepare(self, routes: Routes) -> None:
         pass
 
-    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
+    def send(
+        self,
+        messages: Sequence[Message],
+        routes: Routes,
+        begins: Sequence[int],
+        word: int,
+        epoch: Epoch,
+    ) -> None:
         for message, route, begin in zip(messages, routes, begins, strict=True):
             self._write(*message, route, begin)
         self.post(routes.receivers, word, epoch)
 
-    def _write(self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int) -> None:
-        ledger, row_bytes, first, rows = torch.ops.ledger, row_format.row_bytes, 0, route.rows
+    def _write(
+        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int
+    ) -> None:
+        ledger, row_bytes, first, rows = (
+            torch.ops.ledger,
+            row_format.row_bytes,
+            0,
+            route.rows,
+        )
         for peer in range(len(self._buffers)):
-            last, at = first + route.send_counts[peer], begin + route.put_offsets[peer] * row_bytes
-            arrival = self._buffers[peer][at : at + (last - first) * row_bytes].view(last - first, row_bytes)
+            last, at = (
+                first + route.send_counts[peer],
+                begin + route.put_offsets[peer] * row_bytes,
+            )
+            arrival = self._buffers[peer][at : at + (last - first) * row_bytes].view(
+                last - first, row_bytes
+            )
             chosen = [] if rows is None else [rows[first:last]]
             ledger.use([*parts, *chosen], [arrival], "put kernel")
             index = slice(first, last) if rows is None else ledger.on_host(*chosen)
-            row_format.pack([ledger.on_host(part)[index] for part in parts], out=ledger.on_host(arrival))
+            row_format.pack(
+                [ledger.on_host(part)[index] for part in parts],
+                out=ledger.on_host(arrival),
+            )
             first = last
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
@@ -94,8 +154,13 @@ class LedgerMemory(DeviceMemory):
         for peer in peers.ranks:
             self._words_of_all.post(peer, word, epoch[0], event)
 
-    def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
-        events = [self._words_of_all.wait(self._rank, first_word + peer, epoch[0]) for peer in peers.ranks]
+    def wait(
+        self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float
+    ) -> list[int]:
+        events = [
+            self._words_of_all.wait(self._rank, first_word + peer, epoch[0])
+            for peer in peers.ranks
+        ]
         self.follow(events)
         return []
 
@@ -117,7 +182,9 @@ class LedgerAllocations(ThreadRounds):
         self._words: dict[int, Words] = {}
 
     def allocate(self, rank: int, num_bytes: int) -> LedgerMemory:
-        buffers = self.exchange(rank, torch.empty(num_bytes, dtype=torch.uint8, device=f"ledger:{rank}"))
+        buffers = self.exchange(
+            rank, torch.empty(num_bytes, dtype=torch.uint8, device=f"ledger:{rank}")
+        )
         with self._changed:
             words = self._words.setdefault(buffers[0].data_ptr(), Words())
         return LedgerMemory(buffers, rank, self._streams[rank], words)
@@ -146,17 +213,39 @@ class LedgerMessages:
     def __init__(self, num_ranks: int) -> None:
         self._streams = [torch.Stream(f"ledger:{rank}") for rank in range(num_ranks)]
         self._lock = threading.Lock()
-        self._posted: dict[tuple[int, int, int, bool], tuple[Tensor, torch.Event, LedgerWork]] = {}
+        self._posted: dict[
+            tuple[int, int, int, bool], tuple[Tensor, torch.Event, LedgerWork]
+        ] = {}
         """By sender, receiver, tag, and whether it is the receive."""
 
-    def transfer(self, rank: int, sent: Sequence[Part], received: Sequence[Part]) -> Works:
+    def transfer(
+        self, rank: int, sent: Sequence[Part], received: Sequence[Part]
+    ) -> Works:
         """The transfer of one rank."""
         before = torch.accelerator.current_stream().record_event()
-        receives = [(part.peer, self._post((part.peer, rank, part.tag), True, part.rows, before)) for part in received]
-        sends = [(part.peer, self._post((rank, part.peer, part.tag), False, part.rows, before)) for part in sent]
+        receives = [
+            (
+                part.peer,
+                self._post((part.peer, rank, part.tag), True, part.rows, before),
+            )
+            for part in received
+        ]
+        sends = [
+            (
+                part.peer,
+                self._post((rank, part.peer, part.tag), False, part.rows, before),
+            )
+            for part in sent
+        ]
         return Works(sends, receives)
 
-    def _post(self, message: tuple[int, int, int], receives: bool, rows: Tensor, before: torch.Event) -> LedgerWork:
+    def _post(
+        self,
+        message: tuple[int, int, int],
+        receives: bool,
+        rows: Tensor,
+        before: torch.Event,
+    ) -> LedgerWork:
         work = LedgerWork()
         with self._lock:
             other = self._posted.pop((*message, not receives), None)
@@ -171,7 +260,10 @@ class LedgerMessages:
         return work
 
     def _copy(
-        self, receiver: int, send: tuple[Tensor, torch.Event], receive: tuple[Tensor, torch.Event]
+        self,
+        receiver: int,
+        send: tuple[Tensor, torch.Event],
+        receive: tuple[Tensor, torch.Event],
     ) -> torch.Event:
         """Copy the rows on the receiver's stream, behind what came before on either rank."""
         ledger, (source, sent), (target, free) = torch.ops.ledger, send, receive
@@ -183,11 +275,17 @@ class LedgerMessages:
             return stream.record_event()
 
 
-def ledger_transports(num_ranks: int, hosts: Sequence[int] | None = None) -> list[SymmetricTransport]:
+def ledger_transports(
+    num_ranks: int, hosts: Sequence[int] | None = None
+) -> list[SymmetricTransport]:
     """Over memory of devices; between ``hosts``, if there are several, by messages."""
     messages = LedgerMessages(num_ranks)
 
     def far_of(rank: int) -> FarRanks | None:
-        return None if hosts is None else far_ranks(messages, hosts, rank, torch.device("ledger", rank))
+        return (
+            None
+            if hosts is None
+            else far_ranks(messages, hosts, rank, torch.device("ledger", rank))
+        )
 
     return transports_over(LedgerAllocations(num_ranks), num_ranks, far_of=far_of)

@@ -17,13 +17,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 
 from tests.lib.accuracy import assert_as_exact
 from tests.lib.ledger import load
 from torchtitan_cad.integration.pingpong import segment_graph
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import (
+    AttentionShape,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+)
 from torchtitan_cad.planning.exchange.messages import Chunks, MostRows, RowBytes
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.runtime import steps, traced
@@ -71,7 +81,9 @@ class Outcome:
     """Results of one rank: of every run the races and histories, forward and backward."""
 
     races: list[tuple[list[str], list[str]]] = dataclasses.field(default_factory=list)
-    histories: list[tuple[list[str], list[str]]] = dataclasses.field(default_factory=list)
+    histories: list[tuple[list[str], list[str]]] = dataclasses.field(
+        default_factory=list
+    )
     errors: list[str] = dataclasses.field(default_factory=list)
     """Outputs and gradients that are less exact than those of the same blocks, each as a whole."""
     graphs: list[int] = dataclasses.field(default_factory=list)
@@ -87,10 +99,14 @@ class BlockSegment(nn.Module):
         super().__init__()
         self.before, self.after = before, after
 
-    def forward(self, x: Tensor, attended: Tensor | None, rope: None, positions: None) -> tuple[Tensor | None, ...]:
+    def forward(
+        self, x: Tensor, attended: Tensor | None, rope: None, positions: None
+    ) -> tuple[Tensor | None, ...]:
         if self.before is not None and attended is not None:
             hidden = x + (attended.flatten(0, 1) @ self.before.wo).view(x.shape)
-            x = hidden + (torch.relu(hidden.flatten(0, 1) @ self.before.w1) @ self.before.w2).view(x.shape)
+            x = hidden + (
+                torch.relu(hidden.flatten(0, 1) @ self.before.w1) @ self.before.w2
+            ).view(x.shape)
         if self.after is None:
             return x, None, None, None
         return x, *project(x, self.after)
@@ -99,14 +115,25 @@ class BlockSegment(nn.Module):
 def project(x: Tensor, block: nn.Module) -> tuple[Tensor, ...]:
     widths = [DIM, KEYS_DIM, KEYS_DIM]
     parts = (x.flatten(0, 1) @ block.wqkv).split(widths, 1)
-    return tuple(part.reshape(x.shape[0] * x.shape[1], -1, SHAPE.head_dim) for part in parts)
+    return tuple(
+        part.reshape(x.shape[0] * x.shape[1], -1, SHAPE.head_dim) for part in parts
+    )
 
 
 def new_block() -> nn.Module:
     block = nn.Module()
-    sizes = {"wqkv": (DIM, DIM + 2 * KEYS_DIM), "wo": (DIM, DIM), "w1": (DIM, 2 * DIM), "w2": (2 * DIM, DIM)}
+    sizes = {
+        "wqkv": (DIM, DIM + 2 * KEYS_DIM),
+        "wo": (DIM, DIM),
+        "w1": (DIM, 2 * DIM),
+        "w2": (2 * DIM, DIM),
+    }
     for name, (rows, columns) in sizes.items():
-        setattr(block, name, nn.Parameter((torch.randn(rows, columns) / rows**0.5).to("ledger")))
+        setattr(
+            block,
+            name,
+            nn.Parameter((torch.randn(rows, columns) / rows**0.5).to("ledger")),
+        )
     return block
 
 
@@ -116,7 +143,11 @@ class Collective:
     name, replayable, buffer_bytes = "ledger", False, 2**22
 
     def __init__(self, group: dist.ProcessGroup, *, one_buffer: bool = False) -> None:
-        self._group, self._stream, self._one_buffer = group, torch.Stream("ledger"), one_buffer
+        self._group, self._stream, self._one_buffer = (
+            group,
+            torch.Stream("ledger"),
+            one_buffer,
+        )
         self._buffers: dict[tuple[int, ...], Tensor] = {}
 
     def prepare(self, exchanges: Sequence[Routes]) -> None: ...
@@ -124,8 +155,16 @@ class Collective:
     def begin(self) -> int:
         return 0
 
-    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "Pending":
-        return Pending([self._start(*each) for each in zip(messages, routes, strict=True)])
+    def start(
+        self,
+        messages: Sequence[Sequence[Tensor]],
+        routes: Routes,
+        phase: str,
+        call: int,
+    ) -> "Pending":
+        return Pending(
+            [self._start(*each) for each in zip(messages, routes, strict=True)]
+        )
 
     def _start(self, parts: Sequence[Tensor], route: Route) -> "Arriving":
         message = RowFormat(parts).pack(parts, route.rows)
@@ -138,10 +177,18 @@ class Collective:
             torch.ops.ledger.use([message], [received], "all_to_all")
         arrived = self._stream.record_event()
         hosts = [
-            torch.ops.ledger.on_host(x) if x.numel() else torch.empty(x.shape, dtype=x.dtype)
+            torch.ops.ledger.on_host(x)
+            if x.numel()
+            else torch.empty(x.shape, dtype=x.dtype)
             for x in (received, message)
         ]
-        work = dist.all_to_all_single(*hosts, route.recv_counts, route.send_counts, group=self._group, async_op=True)
+        work = dist.all_to_all_single(
+            *hosts,
+            route.recv_counts,
+            route.send_counts,
+            group=self._group,
+            async_op=True,
+        )
         return Arriving(work, received, message, arrived)
 
 
@@ -171,14 +218,24 @@ class Pending:
 
 
 def _no_wait(
-    self: segment_graph.SegmentGraph, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor
+    self: segment_graph.SegmentGraph,
+    way: str,
+    nano_batch: int,
+    step: str,
+    token: Tensor,
+    key: Tensor,
 ) -> Tensor:
     with self.side_streams.sides[nano_batch]:
         return traced.step(token, step, key, self.engine)
 
 
 def _early(
-    self: segment_graph.SegmentGraph, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor
+    self: segment_graph.SegmentGraph,
+    way: str,
+    nano_batch: int,
+    step: str,
+    token: Tensor,
+    key: Tensor,
 ) -> Tensor:
     ready, done = getattr(self.side_streams, way)[nano_batch]
     side = self.side_streams.sides[nano_batch]
@@ -212,8 +269,12 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "one chunk": lambda: mock.patch.object(MostRows, "chunks", _short_chunks),
     "marks": lambda: mock.patch.object(steps, "PendingCall", _Unmarked),
     "a wait": lambda: mock.patch.object(segment_graph.SegmentGraph, "_wait", _no_wait),
-    "a record in time": lambda: mock.patch.object(segment_graph.SegmentGraph, "_exchange", _early),
-    "buffers of their own": lambda: mock.patch.object(Collective.__init__, "__kwdefaults__", {"one_buffer": True}),
+    "a record in time": lambda: mock.patch.object(
+        segment_graph.SegmentGraph, "_exchange", _early
+    ),
+    "buffers of their own": lambda: mock.patch.object(
+        Collective.__init__, "__kwdefaults__", {"one_buffer": True}
+    ),
     "inputs kept alive": lambda: mock.patch.object(steps, "PendingCall", _Forgetful),
 }
 
@@ -231,13 +292,20 @@ def make_plans(in_rows: bool) -> list[Any]:
     for number in range(NUM_PLANS):
         if in_rows:
             cut = 8 * draw.randrange(3)
-            starts = [np.unique([0, TOKENS - cut, 2 * TOKENS]), np.arange(0, 2 * TOKENS + 1, TOKENS // 8)]
+            starts = [
+                np.unique([0, TOKENS - cut, 2 * TOKENS]),
+                np.arange(0, 2 * TOKENS + 1, TOKENS // 8),
+            ]
             layouts += nano_layouts(starts, BatchShape(1, 2 * TOKENS, 1), 0, 1, 2)
             continue
         for _ in range(2):
             cut = 8 * draw.randrange(3) if number else 0
             long = [(0, 0, TOKENS - cut), *([(1, 0, cut)] if cut else [])]
-            layouts.append(TokenLayout.from_segments([long, [(2 + i, 0, TOKENS // 8) for i in range(8)]]))
+            layouts.append(
+                TokenLayout.from_segments(
+                    [long, [(2 + i, 0, TOKENS // 8) for i in range(8)]]
+                )
+            )
     plans = [make_plan(layout, SHAPE, PlannerConfig(min_shard=8)) for layout in layouts]
     assert all(plan.moves_rows for plan in plans)
     return plans
@@ -246,14 +314,25 @@ def make_plans(in_rows: bool) -> list[Any]:
 def run_job(group: dist.ProcessGroup, job: Job) -> Outcome:
     """One rank of a group of two."""
     load()
-    with tempfile.TemporaryDirectory() as folder, chdir(folder), ExitStack() as stack:  # torch dumps graphs
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        chdir(folder),
+        ExitStack() as stack,
+    ):  # torch dumps graphs
         # torch 2.14 asks Triton how fast the device's memory is.
-        stack.enter_context(mock.patch("torch._inductor.analysis.device_info.datasheet_dram_bw_gbs", return_value=1e3))
+        stack.enter_context(
+            mock.patch(
+                "torch._inductor.analysis.device_info.datasheet_dram_bw_gbs",
+                return_value=1e3,
+            )
+        )
         for name in job.without:
             stack.enter_context(WITHOUT[name]())
         try:
             return _run(group, job)
-        except torch._dynamo.exc.TorchDynamoException as error:  # cannot be sent to another process
+        except (
+            torch._dynamo.exc.TorchDynamoException
+        ) as error:  # cannot be sent to another process
             raise AssertionError(str(error)) from None
 
 
@@ -263,7 +342,12 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
 
     device, transport = torch.device("ledger", 0), Collective(group)
     engine = CoreAttentionEngine(
-        OneKernel(), transport, rank=group.rank(), device=device, scale=0.25, kept_bytes=math.inf if job.keep else 0.0
+        OneKernel(),
+        transport,
+        rank=group.rank(),
+        device=device,
+        scale=0.25,
+        kept_bytes=math.inf if job.keep else 0.0,
     )
     for key, plan in enumerate(make_plans(job.in_rows)):
         engine.add_plan(key, plan)
@@ -273,34 +357,50 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
     views: list[Any] = [types.SimpleNamespace(block=block) for block in blocks]
     doubles = [copy.deepcopy(block).double() for block in blocks]
     segments: list[Any] = [
-        BlockSegment(before, after) for before, after in zip([None, *blocks], [*blocks, None], strict=True)
+        BlockSegment(before, after)
+        for before, after in zip([None, *blocks], [*blocks, None], strict=True)
     ]
     if job.recompute:
-        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_nothing)
-        segments = [checkpoint_wrapper(x, context_fn=contexts, preserve_rng_state=False) for x in segments]
+        contexts = functools.partial(
+            create_selective_checkpoint_contexts, _keep_nothing
+        )
+        segments = [
+            checkpoint_wrapper(x, context_fn=contexts, preserve_rng_state=False)
+            for x in segments
+        ]
     if job.compiler == "nodes":
-        with mock.patch.object(torch, "compile", lambda graph, **_: graphs.compile_for_shuffling(graph)):
+        with mock.patch.object(
+            torch, "compile", lambda graph, **_: graphs.compile_for_shuffling(graph)
+        ):
             compiled = segment_graph.compile_graphs(segments, ENGINE, device)
     else:
         from tests.lib.ledger import inductor  # noqa: F401
 
         compiled = segment_graph.compile_graphs(segments, ENGINE, device)
 
-    def whole(blocks: list[nn.Module], xs: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
+    def whole(
+        blocks: list[nn.Module], xs: list[Tensor], keys: list[Tensor]
+    ) -> list[Tensor]:
         for block in blocks:
             (q, k, v), (second_q, second_k, second_v) = (project(x, block) for x in xs)
             if job.in_rows:
                 second_k, second_v = torch.cat((k, second_k)), torch.cat((v, second_v))
             nano_batches = (q, k, v), (second_q, second_k, second_v)
             attended = [
-                core_attention(*qkv, key, ENGINE).flatten(1) for qkv, key in zip(nano_batches, keys, strict=True)
+                core_attention(*qkv, key, ENGINE).flatten(1)
+                for qkv, key in zip(nano_batches, keys, strict=True)
             ]
-            xs = [BlockSegment(block, None)(x, out[None], None, None)[0] for x, out in zip(xs, attended, strict=True)]
+            xs = [
+                BlockSegment(block, None)(x, out[None], None, None)[0]
+                for x, out in zip(xs, attended, strict=True)
+            ]
         return xs
 
     def in_graphs(xs: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
         nothing: Any = [None, None]
-        return segment_graph.run_graphs(compiled, views, xs, nothing, nothing, keys, job.in_rows)
+        return segment_graph.run_graphs(
+            compiled, views, xs, nothing, nothing, keys, job.in_rows
+        )
 
     outcome = Outcome()
     for run in range(job.runs):
@@ -309,11 +409,20 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
         batches = []
         for number in range(job.microbatches):
             key = 2 * (run * job.microbatches + number)
-            batches.append(([torch.randn(1, TOKENS, DIM) for _ in (0, 1)], [torch.tensor(key + i) for i in (0, 1)]))
+            batches.append(
+                (
+                    [torch.randn(1, TOKENS, DIM) for _ in (0, 1)],
+                    [torch.tensor(key + i) for i in (0, 1)],
+                )
+            )
         exactly = [([x.double() for x in xs], keys) for xs, keys in batches]
-        want, _, _ = _train(functools.partial(whole, blocks), batches, blocks, job.validate)
+        want, _, _ = _train(
+            functools.partial(whole, blocks), batches, blocks, job.validate
+        )
         got, forward, backward = _train(in_graphs, batches, blocks, job.validate)
-        exact, _, _ = _train(functools.partial(whole, doubles), exactly, doubles, job.validate)
+        exact, _, _ = _train(
+            functools.partial(whole, doubles), exactly, doubles, job.validate
+        )
         outcome.errors += _less_exact(got, want, exact)
         outcome.races.append((forward[0], backward[0]))
         outcome.histories.append((forward[1], backward[1]))
@@ -322,9 +431,13 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
     return outcome
 
 
-def _less_exact(results: list[Tensor], independent: list[Tensor], exact: list[Tensor]) -> list[str]:
+def _less_exact(
+    results: list[Tensor], independent: list[Tensor], exact: list[Tensor]
+) -> list[str]:
     found = []
-    for number, (result, other, reference) in enumerate(zip(results, independent, exact, strict=True)):
+    for number, (result, other, reference) in enumerate(
+        zip(results, independent, exact, strict=True)
+    ):
         try:
             assert_as_exact(result, other, reference, f"result {number}")
         except AssertionError as error:
@@ -346,7 +459,9 @@ def _train(
     Args:
         batches: nano-batches and keys of the microbatches that are in flight together.
     """
-    batches = [([x.to("ledger").requires_grad_() for x in xs], keys) for xs, keys in batches]
+    batches = [
+        ([x.to("ledger").requires_grad_() for x in xs], keys) for xs, keys in batches
+    ]
     inputs = [x for xs, _ in batches for x in xs]
     parameters = [parameter for block in blocks for parameter in block.parameters()]
     for parameter in parameters:
@@ -364,4 +479,11 @@ def _train(
         (a.sum() + (b * b).sum()).backward()
     backward = torch.ops.ledger.races(), torch.ops.ledger.history()
     torch.accelerator.synchronize()
-    return [x.detach().cpu() for x in (*results, *(x.grad for x in (*inputs, *parameters)))], forward, backward
+    return (
+        [
+            x.detach().cpu()
+            for x in (*results, *(x.grad for x in (*inputs, *parameters)))
+        ],
+        forward,
+        backward,
+    )

@@ -19,10 +19,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.integration.loading.placement import Layouts, Parcel, Placement, moved_bytes
+from torchtitan_cad.integration.loading.placement import (
+    Layouts,
+    Parcel,
+    Placement,
+    moved_bytes,
+)
 from torchtitan_cad.integration.loading.redistribution import Batch, columns_of
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import CostModel, LayerTimes, Plan, PlannedMicrobatch, PlannerConfig, plan_step
+from torchtitan_cad.planning import (
+    CostModel,
+    LayerTimes,
+    Plan,
+    PlannedMicrobatch,
+    PlannerConfig,
+    plan_step,
+)
 from torchtitan_cad.planning.exchange.traffic import measure_traffic
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, step_layouts
@@ -79,7 +91,11 @@ class PlannedBatch:
     @property
     def by_kind(self) -> list[tuple[Plan, ...]]:
         """For every nano-batch of every microbatch the plans of all kinds of attention."""
-        return [plans for microbatch in self.microbatches for plans in zip(*microbatch.plans, strict=True)]
+        return [
+            plans
+            for microbatch in self.microbatches
+            for plans in zip(*microbatch.plans, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -140,7 +156,12 @@ class BatchPlanner:
         self._has_stayed = False
 
     def plan(
-        self, starts: np.ndarray, shape: BatchShape, batches: int = 1, *, to_redistribute: Sequence[Batch] | None = None
+        self,
+        starts: np.ndarray,
+        shape: BatchShape,
+        batches: int = 1,
+        *,
+        to_redistribute: Sequence[Batch] | None = None,
     ) -> tuple[list[PlannedBatch], Parcel | None]:
         """Plan the ``batches`` of a step and make the plans known to the engines.
 
@@ -158,30 +179,59 @@ class BatchPlanner:
             PlanMismatchError: a peer computed another plan, or a replica other homes.
             Exhausted: a peer has no more data.
         """
-        travelling = len(columns_of(*to_redistribute[0])) if to_redistribute is not None else 0
-        gathered, shapes, can_redistribute = self._gather_starts(starts, shape, batches, travelling)
+        travelling = (
+            len(columns_of(*to_redistribute[0])) if to_redistribute is not None else 0
+        )
+        gathered, shapes, can_redistribute = self._gather_starts(
+            starts, shape, batches, travelling
+        )
         begin = time.perf_counter()  # without waits for peers
         parcel = None
         try:
-            steps = [replace(of_rank, rows=batches * of_rank.rows) for of_rank in shapes]
+            steps = [
+                replace(of_rank, rows=batches * of_rank.rows) for of_rank in shapes
+            ]
             layouts = step_layouts(gathered, steps, self._cp, self._rules.nano_batches)
             # document ids count over data-parallel ranks
-            columns = np.concatenate([own % of_rank.seq_len for own, of_rank in zip(gathered, shapes, strict=True)])
+            columns = np.concatenate(
+                [
+                    own % of_rank.seq_len
+                    for own, of_rank in zip(gathered, shapes, strict=True)
+                ]
+            )
             placed = None
             if self.placement is not None and can_redistribute:
                 placed = self.placement.choose(layouts, columns, self._rules.times)
-            parts = [slice(first, first + shape.microbatches) for first in range(0, len(layouts), shape.microbatches)]
+            parts = [
+                slice(first, first + shape.microbatches)
+                for first in range(0, len(layouts), shape.microbatches)
+            ]
             homes = [None if placed is None else placed[part] for part in parts]
-            by_batch = [self._plan_batch(layouts[part], columns, of) for part, of in zip(parts, homes, strict=True)]
-            plans = [plan for microbatches in by_batch for plan in _in_order(microbatches)]
-            keys = [[self._add_to_engines(microbatch) for microbatch in microbatches] for microbatches in by_batch]
+            by_batch = [
+                self._plan_batch(layouts[part], columns, of)
+                for part, of in zip(parts, homes, strict=True)
+            ]
+            plans = [
+                plan for microbatches in by_batch for plan in _in_order(microbatches)
+            ]
+            keys = [
+                [self._add_to_engines(microbatch) for microbatch in microbatches]
+                for microbatches in by_batch
+            ]
             self._say_that_it_stays(plans)
             for plan in plans:
-                _ = plan.stats  # computed here, beside training, not when they are logged
+                _ = (
+                    plan.stats
+                )  # computed here, beside training, not when they are logged
             seconds = (time.perf_counter() - begin) / batches
-            planned = [self._describe(*batch, shape, seconds) for batch in zip(by_batch, keys, homes, strict=True)]
+            planned = [
+                self._describe(*batch, shape, seconds)
+                for batch in zip(by_batch, keys, homes, strict=True)
+            ]
             if self.placement is not None:
-                parcel = self.placement.pack(layouts, placed, steps[0], to_redistribute or ())
+                parcel = self.placement.pack(
+                    layouts, placed, steps[0], to_redistribute or ()
+                )
         except Exception:
             self.announce_failure("planning a batch")
             raise
@@ -197,9 +247,13 @@ class BatchPlanner:
         seconds: float,
     ) -> PlannedBatch:
         """Return what one batch needs of its plans, of whose microbatches these are the keys, and the chosen homes."""
-        engine_keys = [key + nano for key in keys for nano in range(self._rules.nano_batches)]
+        engine_keys = [
+            key + nano for key in keys for nano in range(self._rules.nano_batches)
+        ]
         planned = PlannedBatch(
-            keys=torch.tensor(keys[: shape.microbatches]).repeat_interleave(shape.rows_per_microbatch),
+            keys=torch.tensor(keys[: shape.microbatches]).repeat_interleave(
+                shape.rows_per_microbatch
+            ),
             microbatches=microbatches,
             seconds=seconds,
             engine_keys=engine_keys,
@@ -211,7 +265,9 @@ class BatchPlanner:
 
     def _copied_bytes(self, key: int) -> int:
         executed = zip(self._engines, self._rules.kinds, strict=True)
-        return self._mean([engine.plan(key).copied_bytes(kind.shape) for engine, kind in executed])
+        return self._mean(
+            [engine.plan(key).copied_bytes(kind.shape) for engine, kind in executed]
+        )
 
     def _between_hosts(self, planned: PlannedBatch) -> list[int]:
         hosts = np.array(self._rules.hosts)
@@ -219,13 +275,21 @@ class BatchPlanner:
             return []
 
         def received(plan: Plan) -> int:
-            return int(measure_traffic(plan.shape, plan.query_needs, plan.key_needs, hosts).inter_in.sum())
+            return int(
+                measure_traffic(
+                    plan.shape, plan.query_needs, plan.key_needs, hosts
+                ).inter_in.sum()
+            )
 
-        return [self._mean([received(plan) for plan in plans]) for plans in planned.by_kind]
+        return [
+            self._mean([received(plan) for plan in plans]) for plans in planned.by_kind
+        ]
 
     def _mean(self, of_kinds: Sequence[int]) -> int:
         """Return the mean over layers."""
-        weighted = (layers * value for layers, value in zip(self._layers, of_kinds, strict=True))
+        weighted = (
+            layers * value for layers, value in zip(self._layers, of_kinds, strict=True)
+        )
         return sum(weighted) // sum(self._layers)
 
     def drop(self, planned: PlannedBatch) -> None:
@@ -235,19 +299,35 @@ class BatchPlanner:
                 engine.drop_plan(key)
 
     def _plan_batch(
-        self, given: Layouts, columns: IntArray, placed: Sequence[PlannedMicrobatch] | None
+        self,
+        given: Layouts,
+        columns: IntArray,
+        placed: Sequence[PlannedMicrobatch] | None,
     ) -> Sequence[PlannedMicrobatch]:
         """Return the plans of a batch: those of its homes, or new ones for ``given``."""
         if placed is not None:
             return placed
         rules = self._rules
-        return plan_step(given, rules.kinds, rules.config, rules.times, rules.cost, columns=columns, place=False)
+        return plan_step(
+            given,
+            rules.kinds,
+            rules.config,
+            rules.times,
+            rules.cost,
+            columns=columns,
+            place=False,
+        )
 
     def _say_that_it_stays(self, plans: Sequence[Plan]) -> None:
         """Log once that a batch stays home by its time, and why."""
         moves = any(plan.config.planner != "home" for plan in plans)
         times = self._rules.times
-        if times is None or self._rules.config.planner == "home" or self._has_stayed or moves:
+        if (
+            times is None
+            or self._rules.config.planner == "home"
+            or self._has_stayed
+            or moves
+        ):
             return
         self._has_stayed = True
         imbalance = max(plan.stats.max_over_mean for plan in plans)
@@ -271,7 +351,10 @@ class BatchPlanner:
         try:
             self._gather_rows(torch.tensor([_FAILED] + [0] * _WORDS))
         except PeerError:
-            logger.warning("CAD could not tell the peers of this failure: they do not answer", exc_info=True)
+            logger.warning(
+                "CAD could not tell the peers of this failure: they do not answer",
+                exc_info=True,
+            )
 
     def _add_to_engines(self, microbatch: PlannedMicrobatch) -> int:
         """Make the plans of a microbatch executable, under a key and the next ones; returns the first."""
@@ -289,7 +372,14 @@ class BatchPlanner:
 
         It can if all have one shape and as many ``columns``, at least one.
         """
-        words = [len(starts), columns, shape.rows, shape.seq_len, shape.rows_per_microbatch, batches]
+        words = [
+            len(starts),
+            columns,
+            shape.rows,
+            shape.seq_len,
+            shape.rows_per_microbatch,
+            batches,
+        ]
         headers = self._gather_header(_OK, *words)
         padded = torch.zeros(int(headers[:, 1].max()), dtype=torch.int64)
         padded[: len(starts)] = torch.from_numpy(starts)
@@ -303,14 +393,24 @@ class BatchPlanner:
                     f"ranks {self._ranks[first]} and {self._ranks[i]} share a sequence but loaded "
                     "different documents; the data loader must depend on the data-parallel rank alone"
                 )
-        alike = all(shape == shapes[0] for shape in shapes) and bool((headers[:, 2] == headers[0, 2]).all())
+        alike = all(shape == shapes[0] for shape in shapes) and bool(
+            (headers[:, 2] == headers[0, 2]).all()
+        )
         first_of_rows = slice(0, self._per_stage, self._cp)
-        return every[first_of_rows], shapes[first_of_rows], alike and bool(headers[0, 2])
+        return (
+            every[first_of_rows],
+            shapes[first_of_rows],
+            alike and bool(headers[0, 2]),
+        )
 
     def _gather_header(self, status: int, *words: int) -> torch.Tensor:
         """[ranks, 1 + ``_WORDS``] of all ranks, before their batches are planned."""
         headers = self._gather_status(status, *words)
-        if exhausted := [rank for rank, row in zip(self._ranks, headers, strict=True) if row[0] == _EXHAUSTED]:
+        if exhausted := [
+            rank
+            for rank, row in zip(self._ranks, headers, strict=True)
+            if row[0] == _EXHAUSTED
+        ]:
             raise Exhausted(*exhausted)
         first = BatchShape(*headers[0, _SHAPE].tolist())
         for rank, row in zip(self._ranks, headers, strict=True):
@@ -331,9 +431,15 @@ class BatchPlanner:
 
     def _compare(self, plans: Sequence[Plan]) -> None:
         """Raise ``PlanMismatchError`` unless all ranks have made the same plans."""
-        digest = hashlib.blake2b("".join(plan.fingerprint() for plan in plans).encode(), digest_size=7).digest()
+        digest = hashlib.blake2b(
+            "".join(plan.fingerprint() for plan in plans).encode(), digest_size=7
+        ).digest()
         every = self._gather_status(_OK, int.from_bytes(digest))
-        differing = [rank for rank, row in zip(self._ranks, every, strict=True) if not torch.equal(row, every[0])]
+        differing = [
+            rank
+            for rank, row in zip(self._ranks, every, strict=True)
+            if not torch.equal(row, every[0])
+        ]
         if differing:
             raise PlanMismatchError(
                 f"ranks {differing} planned a batch differently from rank {self._ranks[0]}: "
@@ -342,10 +448,18 @@ class BatchPlanner:
 
     def _gather_status(self, status: int, *words: int) -> torch.Tensor:
         """[ranks, 1 + ``_WORDS``] status and words of all ranks; raises ``PeerError`` if one of them has failed."""
-        every = self._gather_rows(torch.tensor([status, *words] + [0] * (_WORDS - len(words))))
-        failed = [f"rank {rank}" for rank, row in zip(self._ranks, every, strict=True) if row[0] == _FAILED]
+        every = self._gather_rows(
+            torch.tensor([status, *words] + [0] * (_WORDS - len(words)))
+        )
+        failed = [
+            f"rank {rank}"
+            for rank, row in zip(self._ranks, every, strict=True)
+            if row[0] == _FAILED
+        ]
         if failed:
-            raise PeerError(f"{', '.join(failed)} failed while loading or planning a batch; its log has the error")
+            raise PeerError(
+                f"{', '.join(failed)} failed while loading or planning a batch; its log has the error"
+            )
         return every
 
     def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
@@ -355,7 +469,9 @@ class BatchPlanner:
         try:
             dist.all_gather(rows, row, group=self._group)
         except RuntimeError as error:
-            raise PeerError(f"planning gather among ranks {self._ranks} failed: {error}") from error
+            raise PeerError(
+                f"planning gather among ranks {self._ranks} failed: {error}"
+            ) from error
         return torch.stack(rows)
 
 

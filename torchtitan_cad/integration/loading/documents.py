@@ -33,8 +33,14 @@ class DocumentRule:
         tokens, document_ids = inputs["input"], inputs.get(DOCUMENT_IDS)
         if document_ids is not None or not self.by_positions:
             return document_starts(tokens, self.eos_id, document_ids)
-        if (positions := inputs.get(OWN_POSITIONS)) is None or positions.shape != tokens.shape:
-            found = "none" if positions is None else f"one of shape {tuple(positions.shape)}"
+        if (
+            positions := inputs.get(OWN_POSITIONS)
+        ) is None or positions.shape != tokens.shape:
+            found = (
+                "none"
+                if positions is None
+                else f"one of shape {tuple(positions.shape)}"
+            )
             raise ValueError(
                 f"cad.documents = 'positions' needs a batch key {OWN_POSITIONS!r} of shape {tuple(tokens.shape)}, and "
                 f"the data loader gives {found}; let it give one, or set cad.documents to 'eos' or 'row'"
@@ -46,10 +52,16 @@ class DocumentRule:
         """The rule in a clause."""
         if self.by_positions:
             return "a document begins where positions are 0"
-        return "every row is one document" if self.eos_id is None else f"a document ends after EOS = {self.eos_id}"
+        return (
+            "every row is one document"
+            if self.eos_id is None
+            else f"a document ends after EOS = {self.eos_id}"
+        )
 
 
-def document_starts(tokens: Tensor, eos_id: int | None, document_ids: Tensor | None = None) -> np.ndarray:
+def document_starts(
+    tokens: Tensor, eos_id: int | None, document_ids: Tensor | None = None
+) -> np.ndarray:
     """Find the flat positions (row * S + column) at which documents begin; every row begins one.
 
     Args:

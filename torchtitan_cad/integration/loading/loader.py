@@ -17,7 +17,11 @@ from torch._C import _error_if_any_worker_fails
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_cad.integration.host_tensor import HostTensor
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, Exhausted, PlannedBatch
+from torchtitan_cad.integration.loading.batch_planner import (
+    BatchPlanner,
+    Exhausted,
+    PlannedBatch,
+)
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, DocumentRule
 from torchtitan_cad.integration.loading.redistribution import Batch, columns_of
 from torchtitan_cad.integration.run_state import run_state
@@ -67,10 +71,14 @@ class _Producer:
         ahead: items that may wait in the queue.
     """
 
-    def __init__(self, produce: Callable[[Callable[[Any], bool]], None], ahead: int) -> None:
+    def __init__(
+        self, produce: Callable[[Callable[[Any], bool]], None], ahead: int
+    ) -> None:
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=ahead)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(produce,), name="cad-planning", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(produce,), name="cad-planning", daemon=True
+        )
         self._thread.start()
 
     def get(self) -> Any:
@@ -80,7 +88,9 @@ class _Producer:
         data was killed, for whose half a message the thread may wait for ever.
         """
         while True:
-            alive = self._thread.is_alive()  # asked first: what a thread delivers last must not be missed
+            alive = (
+                self._thread.is_alive()
+            )  # asked first: what a thread delivers last must not be missed
             try:
                 item = self._queue.get(timeout=_POLL_S)
             except queue.Empty:
@@ -97,7 +107,9 @@ class _Producer:
     def close(self, timeout_s: float) -> bool:
         """Tell the thread to stop and wait for it; False if it is still running."""
         self._stop.set()
-        with contextlib.suppress(queue.Empty):  # make room for what the thread waits to hand out
+        with contextlib.suppress(
+            queue.Empty
+        ):  # make room for what the thread waits to hand out
             while True:
                 self._queue.get_nowait()
         self._thread.join(timeout_s)
@@ -124,12 +136,20 @@ class _Pace:
 
     def add(self, waited: float, planned: float) -> None:
         """Add a batch: the seconds that training has waited for it, and those that planning has taken."""
-        self._batches, self._waited, self._planned = self._batches + 1, self._waited + waited, self._planned + planned
+        self._batches, self._waited, self._planned = (
+            self._batches + 1,
+            self._waited + waited,
+            self._planned + planned,
+        )
         if self._batches % WATCHED:
             return
         now = time.perf_counter()
         elapsed, counts = now - self._begin, self._batches > WATCHED
-        if counts and not self._warned and 2 * self._planned > self._waited > LONG_WAIT * elapsed:
+        if (
+            counts
+            and not self._warned
+            and 2 * self._planned > self._waited > LONG_WAIT * elapsed
+        ):
             self._warned = True
             logger.warning(
                 f"training waits for plans {100 * self._waited / elapsed:.0f} % of the time: planning a batch takes "
@@ -172,10 +192,14 @@ class PlanningLoader(Stateful):
     def __iter__(self) -> Iterator[Batch]:
         self._end_iteration()
         planner = self.planner()
-        producer = self._producer = _Producer(lambda put: self._produce(planner, put), self.accumulation)
+        producer = self._producer = _Producer(
+            lambda put: self._produce(planner, put), self.accumulation
+        )
         # A step draws all its batches before its first forward, so plans of a step are in use until the next one draws.
         in_use: deque[PlannedBatch] = deque()
-        cheaper = "" if planner.placement is None else "set cad.placement = 'loader', or "
+        cheaper = (
+            "" if planner.placement is None else "set cad.placement = 'loader', or "
+        )
         pace = _Pace(f"{cheaper}give every rank more CPU cores")
         while True:
             begin = time.perf_counter()
@@ -196,13 +220,19 @@ class PlanningLoader(Stateful):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict() if self._consumed_state is None else self._consumed_state
+        return (
+            self.inner.state_dict()
+            if self._consumed_state is None
+            else self._consumed_state
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._end_iteration()
         self._consumed_state = state_dict
         self._to_skip = state_dict.get(TRAINED, 0)
-        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != TRAINED})
+        self.inner.load_state_dict(
+            {key: value for key, value in state_dict.items() if key != TRAINED}
+        )
 
     def close(self, timeout_s: float = JOIN_S) -> None:
         """Stop the planning thread, once it has joined its peers' current gather, so that none waits in vain.
@@ -215,7 +245,9 @@ class PlanningLoader(Stateful):
         if self._producer.close(timeout_s):
             self._producer = None
         else:
-            logger.warning("the CAD planning thread still waits for its peers, and is left behind")
+            logger.warning(
+                "the CAD planning thread still waits for its peers, and is left behind"
+            )
 
     def _end_iteration(self) -> None:
         """Make sure that no other thread draws from the inner loader or plans."""
@@ -235,7 +267,9 @@ class PlanningLoader(Stateful):
             begin, step = end, list[tuple[Batch, PlannedBatch]]()
             with announced_failure(planner, "loading a batch"):
                 drawn = list(itertools.islice(iterator, self.accumulation))
-                by_shape = itertools.groupby(drawn, lambda batch: batch[0]["input"].shape)
+                by_shape = itertools.groupby(
+                    drawn, lambda batch: batch[0]["input"].shape
+                )
                 parts = [list(batches) for _, batches in by_shape]
             if len(drawn) < self.accumulation:
                 planner.announce_exhausted()
@@ -244,29 +278,44 @@ class PlanningLoader(Stateful):
             with announced_failure(planner, "loading a batch"):
                 end = self._snapshot()
             for number, each in enumerate(step, start=1):
-                state = begin and {**begin, TRAINED: number} if number < len(step) else end
+                state = (
+                    begin and {**begin, TRAINED: number} if number < len(step) else end
+                )
                 if not put((*each, state)):
                     planner.announce_exhausted()
 
     def _snapshot(self) -> dict[str, Any] | None:
         return self.inner.state_dict() if self.snapshot else None
 
-    def _plan(self, planner: BatchPlanner, batches: list[Batch]) -> list[tuple[Batch, PlannedBatch]]:
+    def _plan(
+        self, planner: BatchPlanner, batches: list[Batch]
+    ) -> list[tuple[Batch, PlannedBatch]]:
         """Plan batches of one shape together, and redistribute their tokens."""
-        placement, starts, can_redistribute = planner.placement, list[np.ndarray](), True
+        placement, starts, can_redistribute = (
+            planner.placement,
+            list[np.ndarray](),
+            True,
+        )
         with announced_failure(planner, "planning a batch"):
             rows, seq_len = batches[0][0]["input"].shape
             for number, (inputs, labels) in enumerate(batches):
                 begun = self.documents.starts(inputs)
                 inputs.pop(DOCUMENT_IDS, None)
                 can_redistribute = (
-                    can_redistribute and placement is not None and placement.can_redistribute(inputs, labels)
+                    can_redistribute
+                    and placement is not None
+                    and placement.can_redistribute(inputs, labels)
                 )
                 starts.append(number * rows * seq_len + begun)
-            can_redistribute = can_redistribute and len({len(columns_of(*batch)) for batch in batches}) == 1
+            can_redistribute = (
+                can_redistribute
+                and len({len(columns_of(*batch)) for batch in batches}) == 1
+            )
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch or rows)
         to_redistribute = batches if can_redistribute else None
-        planned, parcel = planner.plan(np.concatenate(starts), shape, len(batches), to_redistribute=to_redistribute)
+        planned, parcel = planner.plan(
+            np.concatenate(starts), shape, len(batches), to_redistribute=to_redistribute
+        )
         if placement is not None and parcel is not None:
             came = placement.exchange(parcel)
             with announced_failure(planner, "planning a batch"):

@@ -22,7 +22,14 @@ from torchtitan_cad.integration.loading.redistribution import (
     make_redistribution,
 )
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import CostModel, LayerTimes, PlannedMicrobatch, PlannerConfig, TokenLayout, plan_step
+from torchtitan_cad.planning import (
+    CostModel,
+    LayerTimes,
+    PlannedMicrobatch,
+    PlannerConfig,
+    TokenLayout,
+    plan_step,
+)
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, slots_of_nano_batches
 from torchtitan_cad.planning.model.kind import AttentionKind
@@ -55,10 +62,23 @@ class Parcel:
 
     def unpack(self, came: Tensor) -> list[Batch]:
         """Return the batches that this rank trains on, from what ``Placement.exchange`` has returned."""
-        ids, targets, *own = (column.reshape(self.shape) for column in self.redistribution.scatter(came).unbind(1))
-        positions = own[0].to(torch.int32) if own else self.redistribution.positions(self.shape[1])
-        per_batch = zip(*(tensor.chunk(self.batches) for tensor in (ids, positions, targets)), strict=True)
-        return [({"input": ids, POSITIONS: positions}, targets) for ids, positions, targets in per_batch]
+        ids, targets, *own = (
+            column.reshape(self.shape)
+            for column in self.redistribution.scatter(came).unbind(1)
+        )
+        positions = (
+            own[0].to(torch.int32)
+            if own
+            else self.redistribution.positions(self.shape[1])
+        )
+        per_batch = zip(
+            *(tensor.chunk(self.batches) for tensor in (ids, positions, targets)),
+            strict=True,
+        )
+        return [
+            ({"input": ids, POSITIONS: positions}, targets)
+            for ids, positions, targets in per_batch
+        ]
 
 
 @dataclass(eq=False)
@@ -99,22 +119,36 @@ class Placement:
             if self.strict:
                 raise
             if not self._warned:
-                logger.warning(f"CAD leaves batches on the ranks that loaded them: {error}")
+                logger.warning(
+                    f"CAD leaves batches on the ranks that loaded them: {error}"
+                )
             self._warned = True
             return False
         return True
 
-    def choose(self, given: Layouts, columns: IntArray, times: LayerTimes | None = None) -> list[PlannedMicrobatch]:
+    def choose(
+        self, given: Layouts, columns: IntArray, times: LayerTimes | None = None
+    ) -> list[PlannedMicrobatch]:
         """Choose homes for the tokens of a step, maybe by time; the same on all ranks of the group.
 
         Args:
             given: homes of the loader, with document ids of the step.
             columns: of each document's first token, by id.
         """
-        if self.topology.group_stages > 1:  # in ticks the ranks of a stage do not attend alone
+        if (
+            self.topology.group_stages > 1
+        ):  # in ticks the ranks of a stage do not attend alone
             times = None
         stages = self.topology.pp
-        return plan_step(given, self.kinds, self.config, times, self.cost, columns=columns, stages=stages)
+        return plan_step(
+            given,
+            self.kinds,
+            self.config,
+            times,
+            self.cost,
+            columns=columns,
+            stages=stages,
+        )
 
     def pack(
         self,
@@ -152,7 +186,9 @@ class Placement:
             shape=columns[0].shape,
         )
 
-    def _redistribution(self, given: Layouts, homes: Layouts, shape: BatchShape) -> Redistribution | None:
+    def _redistribution(
+        self, given: Layouts, homes: Layouts, shape: BatchShape
+    ) -> Redistribution | None:
         """Return how this rank's tokens come to their homes; None if all tokens stay."""
         cp = self.topology.cp
         old, new, slots = [], [], []
@@ -175,7 +211,13 @@ class Placement:
             return parcel.rows
         came = torch.empty_like(parcel.rows)
         try:
-            dist.all_to_all_single(came, parcel.rows, parcel.receive_counts, parcel.send_counts, group=self.group)
+            dist.all_to_all_single(
+                came,
+                parcel.rows,
+                parcel.receive_counts,
+                parcel.send_counts,
+                group=self.group,
+            )
         except RuntimeError as error:
             raise PeerError(f"redistributing tokens failed: {error}") from error
         return came
@@ -193,13 +235,24 @@ class Placement:
             return
         digest = hashlib.blake2b(digest_size=7)
         for layout in chain.from_iterable(layouts):
-            digest.update(np.stack([layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length]).tobytes())
+            digest.update(
+                np.stack(
+                    [
+                        layout.seg_rank,
+                        layout.seg_doc,
+                        layout.seg_start,
+                        layout.seg_length,
+                    ]
+                ).tobytes()
+            )
         mine = torch.tensor([int.from_bytes(digest.digest())])
         every = [torch.empty_like(mine) for _ in range(self.replicas.size())]
         try:
             dist.all_gather(every, mine, group=self.replicas)
         except RuntimeError as error:
-            raise PeerError(f"comparing homes of stages and tensor-parallel ranks failed: {error}") from error
+            raise PeerError(
+                f"comparing homes of stages and tensor-parallel ranks failed: {error}"
+            ) from error
         if any(not torch.equal(theirs, mine) for theirs in every):
             raise PlanMismatchError(
                 "pipeline stages or tensor-parallel ranks redistribute a batch's tokens to different homes: all ranks "
@@ -207,14 +260,18 @@ class Placement:
             )
 
 
-def moved_bytes(microbatches: Sequence[PlannedMicrobatch], kinds: Sequence[AttentionKind]) -> np.ndarray:
+def moved_bytes(
+    microbatches: Sequence[PlannedMicrobatch], kinds: Sequence[AttentionKind]
+) -> np.ndarray:
     """[2, 2] bytes of the mean layer's forward, as ``Moved`` counts them, summed over layouts.
 
     Those of all ranks and of the worst, first with the loader's homes and then with the new ones.
     """
     moved = np.zeros((2, 2), dtype=np.int64)
     for microbatch in microbatches:
-        for kind, given_plans, plans in zip(kinds, microbatch.given_plans, microbatch.plans, strict=True):
+        for kind, given_plans, plans in zip(
+            kinds, microbatch.given_plans, microbatch.plans, strict=True
+        ):
             for given_plan, plan in zip(given_plans, plans, strict=True):
                 moved += kind.layers * np.array([moved_by(given_plan), moved_by(plan)])
     return moved // sum(kind.layers for kind in kinds)
@@ -226,4 +283,8 @@ def _of_one_stage(config: PlannerConfig, num_ranks: int) -> PlannerConfig:
     All stages have the same homes, so that the speeds of their ranks say nothing.
     """
     node = config.ranks_per_node
-    return dataclasses.replace(config, rank_speeds=None, ranks_per_node=None if node and num_ranks % node else node)
+    return dataclasses.replace(
+        config,
+        rank_speeds=None,
+        ranks_per_node=None if node and num_ranks % node else node,
+    )

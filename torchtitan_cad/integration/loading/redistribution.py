@@ -61,7 +61,10 @@ class Redistribution:
 
 
 def make_redistribution(
-    given: Sequence[TokenLayout], homes: Sequence[TokenLayout], slots: Sequence[np.ndarray], dp_rank: int
+    given: Sequence[TokenLayout],
+    homes: Sequence[TokenLayout],
+    slots: Sequence[np.ndarray],
+    dp_rank: int,
 ) -> Redistribution:
     """Return the part of data-parallel rank ``dp_rank`` in redistributing a step.
 
@@ -77,7 +80,10 @@ def make_redistribution(
     ways = []
     for mine, other in ((old, new), (new, old)):
         own = mine.seg_rank % num_ranks // slices == dp_rank
-        token = concat_ranges(mine.global_position(mine.seg_doc[own], mine.seg_start[own]), mine.seg_length[own])
+        token = concat_ranges(
+            mine.global_position(mine.seg_doc[own], mine.seg_start[own]),
+            mine.seg_length[own],
+        )
         run = np.searchsorted(other.run_start, token, side="right") - 1
         part, rank = np.divmod(other.run_rank[run], num_ranks)
         peer, cut = np.divmod(rank, slices)
@@ -90,15 +96,29 @@ def make_redistribution(
 def _joined(parts: Sequence[TokenLayout]) -> TokenLayout:
     """Join parts into one layout over parts x ranks, which may have more tokens than others."""
     num_ranks = parts[0].num_ranks
-    ranks = np.concatenate([part.seg_rank + number * num_ranks for number, part in enumerate(parts)])
-    doc, start, length = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("seg_doc", "seg_start", "seg_length")
+    ranks = np.concatenate(
+        [part.seg_rank + number * num_ranks for number, part in enumerate(parts)]
     )
-    return TokenLayout(len(parts) * num_ranks, ranks, doc, start, length, np.ones(len(ranks), dtype=bool))
+    doc, start, length = (
+        np.concatenate([getattr(part, name) for part in parts])
+        for name in ("seg_doc", "seg_start", "seg_length")
+    )
+    return TokenLayout(
+        len(parts) * num_ranks,
+        ranks,
+        doc,
+        start,
+        length,
+        np.ones(len(ranks), dtype=bool),
+    )
 
 
 def _in_order(
-    peer: np.ndarray, token: np.ndarray, here: np.ndarray, there: np.ndarray, num_peers: int
+    peer: np.ndarray,
+    token: np.ndarray,
+    here: np.ndarray,
+    there: np.ndarray,
+    num_peers: int,
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Give flat positions here and there by peer and token, and tokens per peer."""
     order = np.lexsort((token, peer))
@@ -108,17 +128,27 @@ def _in_order(
 
 def columns_of(inputs: Mapping[str, Tensor], labels: Tensor) -> list[Tensor]:
     """Return what travels with the tokens of a batch: ids, labels and, where it has some, positions, all [B, S]."""
-    return [inputs["input"], labels, *([inputs[OWN_POSITIONS]] if OWN_POSITIONS in inputs else [])]
+    return [
+        inputs["input"],
+        labels,
+        *([inputs[OWN_POSITIONS]] if OWN_POSITIONS in inputs else []),
+    ]
 
 
 def check_redistributable(inputs: Mapping[str, Tensor], labels: Tensor) -> None:
     """Raise ValueError unless a batch is ids, labels and maybe positions, all integers [B, S], and nothing else."""
     remedy = "; give integers [B, S] for tokens, labels and positions alone, or set cad.placement to 'loader'"
     if unknown := sorted(inputs.keys() - {"input", OWN_POSITIONS}):
-        raise ValueError(f"cad.placement cannot redistribute batch key {unknown[0]!r} with the tokens{remedy}")
+        raise ValueError(
+            f"cad.placement cannot redistribute batch key {unknown[0]!r} with the tokens{remedy}"
+        )
     tokens, *others = columns_of(inputs, labels)
     for name, column in zip(("labels", OWN_POSITIONS), others, strict=False):
-        if column.shape != tokens.shape or tokens.is_floating_point() or column.is_floating_point():
+        if (
+            column.shape != tokens.shape
+            or tokens.is_floating_point()
+            or column.is_floating_point()
+        ):
             raise ValueError(
                 f"cad.placement cannot redistribute {name} {column.dtype} {tuple(column.shape)} with tokens "
                 f"{tokens.dtype} {tuple(tokens.shape)}{remedy}"

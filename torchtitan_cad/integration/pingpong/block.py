@@ -39,7 +39,9 @@ class BlockView(Protocol):
     can_split: bool
     """Whether the parts below compute the block: plain linear layers, RMSNorm, a gated SiLU MLP."""
 
-    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+    def project(
+        self, x: Tensor, rope: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Normalize and project the block's input x [B, S, dim] to q, k, v [B * S, heads, head_dim], rotated, and what
         the heads of keys share [B * S, 1, shared], if anything.
 
@@ -73,7 +75,9 @@ class BlockView(Protocol):
         """Project hidden units [B, S, hidden] to this rank's summands [B, S, dim] of the MLP's output."""
         ...
 
-    def project_normed(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project_normed(
+        self, x: Tensor, rope: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Project normalized x to q, k, v; arguments and shapes as in ``project``."""
         ...
 
@@ -89,7 +93,11 @@ class BlockSegment(nn.Module):
         self.before, self.after = before, after
 
     def forward(
-        self, x: Tensor, attended: Tensor | None, rope: Tensor | None, positions: Tensor | None
+        self,
+        x: Tensor,
+        attended: Tensor | None,
+        rope: Tensor | None,
+        positions: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Run the segment.
 

@@ -33,14 +33,22 @@ def open_block(block: Any, *tensors: Tensor | None) -> tuple[Any, ...]:
             args, _ = hook(block, args, {})
         else:
             result = hook(block, args)
-            args = args if result is None else result if isinstance(result, tuple) else (result,)
+            args = (
+                args
+                if result is None
+                else result
+                if isinstance(result, tuple)
+                else (result,)
+            )
     return args
 
 
 def close_block(block: Any, output: Tensor) -> Tensor:
     """Run the forward hooks of ``block`` on ``output``; returns the tensor that takes its place."""
     for number, hook in block._forward_hooks.items():
-        inputs: tuple[Any, ...] = ((), {}) if number in block._forward_hooks_with_kwargs else ((),)
+        inputs: tuple[Any, ...] = (
+            ((), {}) if number in block._forward_hooks_with_kwargs else ((),)
+        )
         result = hook(block, *inputs, output)
         output = output if result is None else result
     return output
@@ -54,7 +62,10 @@ def adopt_hooks(block: nn.Module) -> None:
             continue
         for number, hook in list(module._forward_pre_hooks.items()):
             if getattr(hook, "__self__", None) is state:
-                del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
+                del (
+                    module._forward_pre_hooks[number],
+                    module._forward_pre_hooks_with_kwargs[number],
+                )
                 block.register_forward_pre_hook(hook, with_kwargs=True)
         for number, after in list(module._forward_hooks.items()):
             if getattr(after, "__self__", None) is state:

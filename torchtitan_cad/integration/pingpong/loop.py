@@ -88,7 +88,14 @@ class _NanoBatch:
         with record_function(f"cad/{name}.{self.name}"):
             return work(*args)
 
-    def send(self, block: BlockView, q: Tensor, k: Tensor, v: Tensor, shared: Tensor | None = None) -> None:
+    def send(
+        self,
+        block: BlockView,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shared: Tensor | None = None,
+    ) -> None:
         if self.earlier is not None:
             _, first_k, first_v, first_shared = self.earlier._rows
             k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
@@ -113,7 +120,10 @@ class _NanoBatch:
         self._attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
     def exchange(
-        self, boundary: Boundary, summands: Tensor | None, norm: tuple[Tensor, float] | None
+        self,
+        boundary: Boundary,
+        summands: Tensor | None,
+        norm: tuple[Tensor, float] | None,
     ) -> tuple[Boundary, Tensor]:
         """Start the reduction of ``summands``, and with a ``norm`` its application and the gathering."""
         weight, eps = norm or (None, 0.0)
@@ -152,12 +162,26 @@ class _Unit(nn.Module):
         self.index = index
         self.__dict__["schedule"] = schedule  # not a submodule
 
-    def forward(self, xs: tuple[Tensor, Tensor], ropes: tuple, positions: tuple, key: int, in_rows: bool) -> tuple:
+    def forward(
+        self,
+        xs: tuple[Tensor, Tensor],
+        ropes: tuple,
+        positions: tuple,
+        key: int,
+        in_rows: bool,
+    ) -> tuple:
         """Compute the next block's inputs of both nano-batches from this one's, ``xs`` [B, S, dim]."""
-        schedule, nano_batches = self.schedule, self.schedule.nano_batches(xs, ropes, positions, key, in_rows)
-        schedule.run_segment(self.start, nano_batches, self.index, before=False, after=True)
+        schedule, nano_batches = (
+            self.schedule,
+            self.schedule.nano_batches(xs, ropes, positions, key, in_rows),
+        )
+        schedule.run_segment(
+            self.start, nano_batches, self.index, before=False, after=True
+        )
         schedule.attend(nano_batches)
-        schedule.run_segment(self.end, nano_batches, self.index + 1, before=True, after=False)
+        schedule.run_segment(
+            self.end, nano_batches, self.index + 1, before=True, after=False
+        )
         return tuple(nano_batch.x for nano_batch in nano_batches)
 
 
@@ -183,11 +207,15 @@ class PingPong:
     ) -> None:
         self.blocks, self.engine, self.new_boundary = list(blocks), engine, new_boundary
         self.traced_on = traced_on
-        self.splits = new_boundary is not None and all(block.can_split for block in self.blocks)
+        self.splits = new_boundary is not None and all(
+            block.can_split for block in self.blocks
+        )
         """Whether segments run by parts, between which TP communicates."""
         self.traceable = all(block.traceable for block in self.blocks)
         self.segments: list[Any] = (
-            list(map(BlockSegment, [None, *self.blocks], [*self.blocks, None])) if self.blocks else []
+            list(map(BlockSegment, [None, *self.blocks], [*self.blocks, None]))
+            if self.blocks
+            else []
         )
         self.units: list[nn.Module] = []
         self.graphs: list[Callable[..., Any]] = []
@@ -205,7 +233,10 @@ class PingPong:
                 segments in which the outputs of chosen operators are kept, core attention's among them.
         """
         if kept == "blocks":
-            self.segments, self.units = [], wrap([_Unit(block, i, self) for i, block in enumerate(self.blocks)])
+            self.segments, self.units = (
+                [],
+                wrap([_Unit(block, i, self) for i, block in enumerate(self.blocks)]),
+            )
             return
         if kept == "operators":
             # What a part gathers from other TP ranks would be kept as its input, where a whole segment gathers it
@@ -222,10 +253,16 @@ class PingPong:
             self.graphs = compile_graphs(self.segments, self.engine, self.traced_on)
             return
 
-        compiled: Any = functools.partial(torch.compile, backend=backend, fullgraph=True)
+        compiled: Any = functools.partial(
+            torch.compile, backend=backend, fullgraph=True
+        )
         if self.splits or not self.traceable:
             for block in self.blocks:
-                parts = ("attention_out", "expand", "contract", "project_normed") if self.splits else block.graphs
+                parts = (
+                    ("attention_out", "expand", "contract", "project_normed")
+                    if self.splits
+                    else block.graphs
+                )
                 for name in parts:
                     setattr(block, name, compiled(getattr(block, name)))
             return
@@ -234,7 +271,9 @@ class PingPong:
             inner: Any = getattr(unit, "_checkpoint_wrapped_module", unit)
             inner.start, inner.end = compiled(inner.start), compiled(inner.end)
 
-    def __call__(self, x: Tensor, rope: Tensor, positions: Tensor | None, key: int) -> Tensor:
+    def __call__(
+        self, x: Tensor, rope: Tensor, positions: Tensor | None, key: int
+    ) -> Tensor:
         """Run the blocks on x [B, S, dim] (S / TP under TP), for an output of its shape; ``rope`` as a block's."""
         if not self.blocks:
             return x
@@ -248,22 +287,34 @@ class PingPong:
         xs: Sequence[Tensor] = x.chunk(2, dim)
         if self.graphs:
             keys = [torch.tensor(key + i, device="cpu") for i in range(2)]
-            outputs = run_graphs(self.graphs, self.blocks, xs, ropes, halved, keys, in_rows)
+            outputs = run_graphs(
+                self.graphs, self.blocks, xs, ropes, halved, keys, in_rows
+            )
         elif self.units:
             outputs = self._run_units(xs, ropes, halved, key, in_rows)
         else:
-            outputs = self._run_segments(self.nano_batches(xs, ropes, halved, key, in_rows))
+            outputs = self._run_segments(
+                self.nano_batches(xs, ropes, halved, key, in_rows)
+            )
         return torch.cat(outputs, dim)
 
     def _run_segments(self, nano_batches: list[_NanoBatch]) -> list[Tensor]:
         first, second = nano_batches
-        ends = zip(self.segments, [None, *self.blocks], [*self.blocks, None], strict=True)
+        ends = zip(
+            self.segments, [None, *self.blocks], [*self.blocks, None], strict=True
+        )
         for i, (segment, before, after) in enumerate(ends):
             if before is not None:
                 first.receive()
             if after is not None:
                 first.open(after.block, second)
-            self.run_segment(segment, nano_batches, i, before=before is not None, after=after is not None)
+            self.run_segment(
+                segment,
+                nano_batches,
+                i,
+                before=before is not None,
+                after=after is not None,
+            )
             if before is not None:
                 second.close(before.block)
             if after is not None:
@@ -271,24 +322,39 @@ class PingPong:
         return [first.x, second.x]
 
     def _run_units(
-        self, xs: Sequence[Tensor], ropes: Sequence[Tensor], positions: Sequence[Tensor | None], key: int, in_rows: bool
+        self,
+        xs: Sequence[Tensor],
+        ropes: Sequence[Tensor],
+        positions: Sequence[Tensor | None],
+        key: int,
+        in_rows: bool,
     ) -> list[Tensor]:
         first, second = xs
         for block, unit in zip(self.blocks, self.units, strict=True):
             first, *ropes = open_block(block.block, first, *ropes)
-            first, second = unit((first, second), tuple(ropes), tuple(positions), key, in_rows)
+            first, second = unit(
+                (first, second), tuple(ropes), tuple(positions), key, in_rows
+            )
             second = close_block(block.block, second)
         return [first, second]
 
     def run_segment(
-        self, segment: Any, nano_batches: list[_NanoBatch], index: int, *, before: bool, after: bool
+        self,
+        segment: Any,
+        nano_batches: list[_NanoBatch],
+        index: int,
+        *,
+        before: bool,
+        after: bool,
     ) -> None:
         """Advance both nano-batches by the segment before the attention of block ``index``; ``attend`` follows.
 
         ``before`` and ``after`` tell whether a block ends there, and whether one begins.
         """
         if self.splits:
-            parts = [self._parts(segment, nano_batch, index) for nano_batch in nano_batches]
+            parts = [
+                self._parts(segment, nano_batch, index) for nano_batch in nano_batches
+            ]
             for action in _ORDER[before, after]:
                 if isinstance(action, int):
                     next(parts[action], None)
@@ -299,12 +365,19 @@ class PingPong:
         for nano_batch in nano_batches:
             attended = nano_batch.take_attended() if before else None
             nano_batch.x, *qkv = nano_batch.run(
-                name, segment, nano_batch.x, attended, nano_batch.rope, nano_batch.positions
+                name,
+                segment,
+                nano_batch.x,
+                attended,
+                nano_batch.rope,
+                nano_batch.positions,
             )
             if after:
                 nano_batch.send(self.blocks[index], *qkv)
 
-    def _parts(self, segment: BlockSegment, nano_batch: _NanoBatch, index: int) -> Iterator[None]:
+    def _parts(
+        self, segment: BlockSegment, nano_batch: _NanoBatch, index: int
+    ) -> Iterator[None]:
         """Run a cut segment in parts: out of attention; into the MLP; out of it; q, k, v.
 
         The first and the third start what TP communicates, and the parts after them wait for it.
@@ -313,22 +386,36 @@ class PingPong:
         before, after, end = segment.before, segment.after, f"post {index - 1}"
         summands = None
         if before is not None:
-            out = nano_batch.run(f"{end} out", before.attention_out, nano_batch.take_attended())
-            boundary, token = nano_batch.exchange(self.new_boundary(), out, before.mlp_norm())
+            out = nano_batch.run(
+                f"{end} out", before.attention_out, nano_batch.take_attended()
+            )
+            boundary, token = nano_batch.exchange(
+                self.new_boundary(), out, before.mlp_norm()
+            )
             del out
             yield
-            hidden = nano_batch.run(f"{end} expand", before.expand, nano_batch.gather(boundary, token))
+            hidden = nano_batch.run(
+                f"{end} expand", before.expand, nano_batch.gather(boundary, token)
+            )
             yield
             summands = nano_batch.run(f"{end} contract", before.contract, hidden)
             del hidden
-        boundary, token = nano_batch.exchange(self.new_boundary(), summands, after and after.attention_norm())
+        boundary, token = nano_batch.exchange(
+            self.new_boundary(), summands, after and after.attention_norm()
+        )
         del summands
         yield
         gathered = nano_batch.gather(boundary, token)
         if after is not None:
             nano_batch.send(
                 after,
-                *nano_batch.run(f"pre {index}", after.project_normed, gathered, nano_batch.rope, nano_batch.positions),
+                *nano_batch.run(
+                    f"pre {index}",
+                    after.project_normed,
+                    gathered,
+                    nano_batch.rope,
+                    nano_batch.positions,
+                ),
             )
 
     def attend(self, nano_batches: list[_NanoBatch]) -> None:
@@ -341,11 +428,23 @@ class PingPong:
             first.attend()
             second.attend()
 
-    def nano_batches(self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool) -> list[_NanoBatch]:
+    def nano_batches(
+        self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool
+    ) -> list[_NanoBatch]:
         """Make the microbatch's nano-batches; ``in_rows``: the second one's queries attend to the first one's keys."""
         nano_batches: list[_NanoBatch] = []
-        for i, (name, x, rope, position) in enumerate(zip(NAMES, xs, ropes, positions, strict=True)):
+        for i, (name, x, rope, position) in enumerate(
+            zip(NAMES, xs, ropes, positions, strict=True)
+        ):
             nano_batches.append(
-                _NanoBatch(name, key + i, self.engine, x, rope, position, nano_batches[0] if in_rows and i else None)
+                _NanoBatch(
+                    name,
+                    key + i,
+                    self.engine,
+                    x,
+                    rope,
+                    position,
+                    nano_batches[0] if in_rows and i else None,
+                )
             )
         return nano_batches

@@ -23,7 +23,10 @@ class RecomputeFromBefore(CustomGraphPass):
         computed: dict[fx.Node, fx.Node] = {}
         for node in graph.find_nodes(op="call_function", target=operator.getitem):
             passing, index = node.args
-            if passing.target is not torch.ops.higher_order.control_deps or "recompute" not in node.meta:
+            if (
+                passing.target is not torch.ops.higher_order.control_deps
+                or "recompute" not in node.meta
+            ):
                 continue
             del node.meta["recompute"]
             if is_bwd_node(passing):

@@ -24,7 +24,10 @@ from torchtitan_cad.runtime import streams, traced
 FIRST_TORCH = "2.14.1"
 """Before, compiled graphs lose the order of streams and events."""
 
-COMPILE_OPTIONS: dict[str, Any] = {"reorder_for_peak_memory": False, "allow_buffer_reuse": False}
+COMPILE_OPTIONS: dict[str, Any] = {
+    "reorder_for_peak_memory": False,
+    "allow_buffer_reuse": False,
+}
 """Inductor (torch 2.14, 2.15) would else move a wait next to its start and write over what is still being sent."""
 
 Carried = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -42,7 +45,9 @@ class SideStreams:
         module: Any = streams.module_of(device)
         self.current = module.current_stream
         self.sides = [module.Stream(device, priority=-1) for _ in range(2)]
-        self.there, self.back = ([(module.Event(), module.Event()) for _ in range(2)] for _ in range(2))
+        self.there, self.back = (
+            [(module.Event(), module.Event()) for _ in range(2)] for _ in range(2)
+        )
         self.end = module.Event()
 
 
@@ -57,7 +62,12 @@ class SegmentGraph(nn.Module):
     """
 
     def __init__(
-        self, segment: nn.Module, ends: bool, begins: bool, engine: str, side_streams: SideStreams | None
+        self,
+        segment: nn.Module,
+        ends: bool,
+        begins: bool,
+        engine: str,
+        side_streams: SideStreams | None,
     ) -> None:
         super().__init__()
         self.segment = segment
@@ -108,7 +118,9 @@ class SegmentGraph(nn.Module):
             self.side_streams.end.record(self.side_streams.current())
         return new_xs, pending_after
 
-    def _receive(self, i: int, call: Carried, earlier: Tensor | None, key: Tensor) -> Tensor:
+    def _receive(
+        self, i: int, call: Carried, earlier: Tensor | None, key: Tensor
+    ) -> Tensor:
         """Return core attention's output [T, Hq, Dv] of nano-batch ``i``; ``earlier`` as ``traced.after``."""
         token, keepalive, q, k, v = call
         keepalive = traced.step(keepalive, "keepalive", key, self.engine)
@@ -130,16 +142,22 @@ class SegmentGraph(nn.Module):
         token = self._exchange("back", i, "give_back", token, key)
         return token, keepalive, q.detach(), k.detach(), v.detach()
 
-    def _wait(self, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor) -> Tensor:
+    def _wait(
+        self, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor
+    ) -> Tensor:
         """Make the current stream wait for an exchange; ``step`` starts one in backward, on the side stream."""
         if self.side_streams is None:
             return traced.step(token, step, key, self.engine)
         with self.side_streams.sides[nano_batch]:
             token = traced.step(token, step, key, self.engine)
-        self.side_streams.current().wait_event(getattr(self.side_streams, way)[nano_batch][1])
+        self.side_streams.current().wait_event(
+            getattr(self.side_streams, way)[nano_batch][1]
+        )
         return token
 
-    def _exchange(self, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor) -> Tensor:
+    def _exchange(
+        self, way: str, nano_batch: int, step: str, token: Tensor, key: Tensor
+    ) -> Tensor:
         """Run an exchange on the side stream, after what the current one has done so far."""
         if self.side_streams is None:
             return traced.step(token, step, key, self.engine)
@@ -153,19 +171,29 @@ class SegmentGraph(nn.Module):
         return token
 
 
-def compile_graphs(segments: Sequence[nn.Module], engine: str, device: torch.device) -> list[Callable[..., Any]]:
+def compile_graphs(
+    segments: Sequence[nn.Module], engine: str, device: torch.device
+) -> list[Callable[..., Any]]:
     """Return the graphs of ``segments``, each compiled by Inductor; those of one kind are one graph."""
     side_streams = None
     options = COMPILE_OPTIONS
     if device.type != "cpu":
-        from torchtitan_cad.integration.pingpong.recomputation import RecomputeFromBefore
+        from torchtitan_cad.integration.pingpong.recomputation import (
+            RecomputeFromBefore,
+        )
 
         side_streams = SideStreams(device)
         options = options | {"joint_custom_pre_pass": RecomputeFromBefore()}
     last = len(segments) - 1
     graphs: list[Callable[..., Any]] = []
     for i, segment in enumerate(segments):
-        graph = SegmentGraph(segment, ends=i > 0, begins=i < last, engine=engine, side_streams=side_streams)
+        graph = SegmentGraph(
+            segment,
+            ends=i > 0,
+            begins=i < last,
+            engine=engine,
+            side_streams=side_streams,
+        )
         graphs.append(torch.compile(graph, fullgraph=True, options=options))
     return graphs
 
@@ -183,14 +211,18 @@ def run_graphs(
     streams.forget_objects_of_graphs(xs[0].device)
     first, second = xs
     pending: list[Any] = []
-    for i, (graph, before, after) in enumerate(zip(graphs, [None, *blocks], [*blocks, None], strict=True)):
+    for i, (graph, before, after) in enumerate(
+        zip(graphs, [None, *blocks], [*blocks, None], strict=True)
+    ):
         if after is not None:
             token, *rest = pending[0] if pending else (None,)
             first, token, *ropes = open_block(after.block, first, token, *ropes)
             pending[:1] = [(token, *rest)] if pending else []
         with record_function(f"cad/segments {i}"):
             begun = [None, None] if after is None else ropes
-            (first, second), pending = graph([first, second], pending, begun, positions, keys, in_rows)
+            (first, second), pending = graph(
+                [first, second], pending, begun, positions, keys, in_rows
+            )
         if before is not None and after is not None:
             token, *rest = pending[1]
             pending[1] = (close_block(before.block, token), *rest)

@@ -32,8 +32,16 @@ class TickPlanner(BatchPlanner):
         self._pools = program.pools
 
     def _plan_batch(
-        self, given: Layouts, columns: IntArray, placed: Sequence[PlannedMicrobatch] | None
+        self,
+        given: Layouts,
+        columns: IntArray,
+        placed: Sequence[PlannedMicrobatch] | None,
     ) -> Sequence[PlannedMicrobatch]:
-        layouts = given if placed is None else [microbatch.layouts for microbatch in placed]
-        pools = [pool_layouts(layouts, pool.microbatches, self._per_stage) for pool in self._pools]
+        layouts = (
+            given if placed is None else [microbatch.layouts for microbatch in placed]
+        )
+        pools = [
+            pool_layouts(layouts, pool.microbatches, self._per_stage)
+            for pool in self._pools
+        ]
         return super()._plan_batch(pools, columns, None)

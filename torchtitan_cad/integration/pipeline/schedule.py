@@ -25,7 +25,14 @@ from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.pipeline.ticks import Tick
 from torchtitan_cad.runtime.tick_engine import TickCall, TickEngine
 
-_BACKWARD = ("FULL_BACKWARD", "SEND_B", "WAIT_SEND_B", "RECV_B", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
+_BACKWARD = (
+    "FULL_BACKWARD",
+    "SEND_B",
+    "WAIT_SEND_B",
+    "RECV_B",
+    "REDUCE_GRAD",
+    "WAIT_REDUCE_GRAD",
+)
 """Names of the types of actions that validation leaves out; both WAIT types are new in torch 2.15."""
 
 
@@ -56,19 +63,31 @@ class TickSchedule(_PipelineScheduleRuntime):
         engine: TickEngine,
         nano_batches: int,
     ) -> None:
-        super().__init__(stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=False)
+        super().__init__(
+            stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=False
+        )
         self._engine, self._nano_batches = engine, nano_batches
         self._programs = {True: training, False: validation}
         self._prepare_schedule_with_comms(
-            {rank: [_action(tick, rank) for tick in training.ticks] for rank in range(self.pp_group_size)}
+            {
+                rank: [_action(tick, rank) for tick in training.ticks]
+                for rank in range(self.pp_group_size)
+            }
         )
         lowered = self.pipeline_order_with_comms
         forward_only = {
-            rank: [a for a in row if a.computation_type.name not in _BACKWARD] for rank, row in lowered.items()
+            rank: [a for a in row if a.computation_type.name not in _BACKWARD]
+            for rank, row in lowered.items()
         }
         self._orders = {
-            True: {rank: with_marks(row, training.ticks, rank) for rank, row in lowered.items()},
-            False: {rank: with_marks(row, validation.ticks, rank) for rank, row in forward_only.items()},
+            True: {
+                rank: with_marks(row, training.ticks, rank)
+                for rank, row in lowered.items()
+            },
+            False: {
+                rank: with_marks(row, validation.ticks, rank)
+                for rank, row in forward_only.items()
+            },
         }
         self._comp_type_to_function_map[_Mark.BEGIN] = self._begin_tick  # type: ignore[index]
         self._comp_type_to_function_map[_Mark.END] = self._end_tick  # type: ignore[index]
@@ -80,11 +99,20 @@ class TickSchedule(_PipelineScheduleRuntime):
     def _begin_tick(self, action: _Action, context: _PipelineContext) -> None:
         program, number = self._programs[self._has_backward], action.microbatch_index
         assert number is not None
-        keys = [int(kwargs["attention_masks"].cu_seq_q.reshape(-1)[0]) for kwargs in context.kwarg_mbs or ()]
+        keys = [
+            int(kwargs["attention_masks"].cu_seq_q.reshape(-1)[0])
+            for kwargs in context.kwarg_mbs or ()
+        ]
         calls = []
         for call in program.calls[number]:
             mine = program.pools[call.pool].microbatches[self.rank] is not None
-            calls.append(TickCall(call.forward, pool_keys(keys[0], call.pool, self._nano_batches), mine))
+            calls.append(
+                TickCall(
+                    call.forward,
+                    pool_keys(keys[0], call.pool, self._nano_batches),
+                    mine,
+                )
+            )
         work = program.ticks[number].work[self.rank]
         self._engine.begin_tick(calls, None if work is None else keys[work.microbatch])
 
@@ -100,7 +128,9 @@ def _action(tick: Tick, rank: int) -> _Action | None:
     return _Action(work.chunk * len(tick.work) + rank, kind, work.microbatch)
 
 
-def with_marks(lowered: Sequence[_Action], ticks: Sequence[Tick], rank: int) -> list[_Action]:
+def with_marks(
+    lowered: Sequence[_Action], ticks: Sequence[Tick], rank: int
+) -> list[_Action]:
     """Put the beginning and the end of every tick among a rank's lowered actions.
 
     Ticks without work of this rank follow what the last tick with work sends, which others may need in order to come to
@@ -121,7 +151,9 @@ def with_marks(lowered: Sequence[_Action], ticks: Sequence[Tick], rank: int) -> 
             continue
         while _action(ticks[number], rank) is None:
             pass_tick()
-        assert _action(ticks[number], rank) == action, f"{action} is not the work of tick {number}"
+        assert _action(ticks[number], rank) == action, (
+            f"{action} is not the work of tick {number}"
+        )
         pass_tick(action)
     while number < len(ticks):
         assert ticks[number].work[rank] is None, f"{ticks[number]} was lost"

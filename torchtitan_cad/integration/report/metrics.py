@@ -7,7 +7,11 @@ import threading
 import time
 from typing import Any
 
-from torchtitan_cad.integration.report.steps_file import LinesFile, new_steps_file, to_json
+from torchtitan_cad.integration.report.steps_file import (
+    LinesFile,
+    new_steps_file,
+    to_json,
+)
 from torchtitan_cad.integration.session import current_session
 from torchtitan_cad.integration.shadow import Shadow
 
@@ -53,7 +57,9 @@ class CadMetrics:
         """The step of this process's last log line; before the first, the step before the process's own first one."""
         self._steps_file: LinesFile | None = None
         self._write_failed = False
-        self._writing = threading.Lock()  # a signal closes from another thread, perhaps in the middle of a step's log
+        self._writing = (
+            threading.Lock()
+        )  # a signal closes from another thread, perhaps in the middle of a step's log
         self._closed = False
         self._writes_steps = writes_steps
 
@@ -67,7 +73,14 @@ class CadMetrics:
             self._last_step = step - 1
         return super().should_log(step)  # type: ignore[misc]
 
-    def log(self, step: int, global_avg_loss: float, *others: float, extra_metrics: Any = None, **named: float) -> None:
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        *others: float,
+        extra_metrics: Any = None,
+        **named: float,
+    ) -> None:
         """Log a step, unless an exchange of it has failed: then raise ``PeerError``, as its loss means nothing."""
         session = current_session()
         session.confirm_exchanges()
@@ -90,9 +103,13 @@ class CadMetrics:
             if "imbalance_before" in figures:
                 logger.info(_log_line(figures))
                 if self._writes_steps:
-                    self._write_step({"step": step, "loss": float(global_avg_loss), **figures})
+                    self._write_step(
+                        {"step": step, "loss": float(global_avg_loss), **figures}
+                    )
 
-    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+    def log_validation(
+        self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
+    ) -> None:
         """Log a validation; raises ``PeerError`` in place of it if an exchange so far has failed."""
         session = current_session()
         session.confirm_exchanges()
@@ -114,11 +131,15 @@ class CadMetrics:
         try:
             if self._steps_file is None:
                 self._steps_file = new_steps_file(self.run_folder())
-                logger.info(f"CAD writes figures to {self._steps_file.path}, which `torchtitan-cad report` sums up")
+                logger.info(
+                    f"CAD writes figures to {self._steps_file.path}, which `torchtitan-cad report` sums up"
+                )
             self._steps_file.append(to_json(figures))
         except OSError as error:  # a full disk is no reason to stop training
             if not self._write_failed:
-                logger.warning(f"CAD cannot write the figures of this step, and tries again at every log line: {error}")
+                logger.warning(
+                    f"CAD cannot write the figures of this step, and tries again at every log line: {error}"
+                )
             self._write_failed = True
 
 
@@ -127,10 +148,19 @@ class ShadowMetrics:
 
     shadow: Shadow
 
-    def log(self, step: int, global_avg_loss: float, *others: float, extra_metrics: Any = None, **named: float) -> None:
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        *others: float,
+        extra_metrics: Any = None,
+        **named: float,
+    ) -> None:
         """Log a step, with the mean imbalance of the steps since the last log line."""
         imbalances = self.shadow.drain_imbalances()
-        scalars = {"cad/imbalance/before": statistics.fmean(imbalances)} if imbalances else {}
+        scalars = (
+            {"cad/imbalance/before": statistics.fmean(imbalances)} if imbalances else {}
+        )
         metrics = {**(extra_metrics or {}), **scalars}
         super().log(step, global_avg_loss, *others, extra_metrics=metrics, **named)  # type: ignore[misc]
         for imbalance in scalars.values():
@@ -139,19 +169,28 @@ class ShadowMetrics:
 
 def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
     """Return the scalars of docs/operations.md by tag; ``ranks`` are the global ranks of the CAD group."""
-    scalars = {tag: unit * figures[name] for tag, (name, unit) in TAGS.items() if name in figures}
+    scalars = {
+        tag: unit * figures[name]
+        for tag, (name, unit) in TAGS.items()
+        if name in figures
+    }
     if "imbalance_before" in figures and len(ranks) <= MOST_LOAD_SCALARS:
         for when in ("before", "after"):
             loads = figures[f"loads_{when}"]
             mean = sum(loads) / len(loads) or 1.0
-            scalars |= {f"cad/load/{when}/rank{rank}": load / mean for rank, load in zip(ranks, loads, strict=True)}
+            scalars |= {
+                f"cad/load/{when}/rank{rank}": load / mean
+                for rank, load in zip(ranks, loads, strict=True)
+            }
     return scalars
 
 
 def _log_line(figures: dict[str, Any]) -> str:
     exposed = placed = hosts = ""
     if "placed_total" in figures:
-        total, worst = (100 * figures[name] for name in ("placed_total", "placed_worst"))
+        total, worst = (
+            100 * figures[name] for name in ("placed_total", "placed_worst")
+        )
         placed = f"; {total:.0f}% of what the loader's homes would move, worst rank {worst:.0f}%"
     if "bytes_between_hosts" in figures:
         hosts = f"; {figures['bytes_between_hosts'] / 1e6:.2f} MB between hosts"

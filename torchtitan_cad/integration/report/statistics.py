@@ -12,7 +12,13 @@ from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.stats import mean_stats
 
 PER = {
-    "plans": ("imbalance_before", "imbalance_after", "tolerance", "ranked_before", "ranked_after"),
+    "plans": (
+        "imbalance_before",
+        "imbalance_after",
+        "tolerance",
+        "ranked_before",
+        "ranked_after",
+    ),
     "microbatches": ("bytes_per_rank_mean", "bytes_copied", "tasks", "tasks_moved"),
     "batches": ("plan_seconds",),
 }
@@ -43,7 +49,9 @@ class StepStatistics:
     def add(self, planned: PlannedBatch) -> None:
         """Add a batch's plans, of which numbers alone are kept."""
         by_kind, layers, nanos = planned.by_kind, planned.layers, planned.nano_batches
-        stats = [mean_stats([plan.stats for plan in plans], layers) for plans in by_kind]
+        stats = [
+            mean_stats([plan.stats for plan in plans], layers) for plans in by_kind
+        ]
         sums = dict(
             batches=1,
             microbatches=len(stats) // nanos,
@@ -58,7 +66,9 @@ class StepStatistics:
             tasks_moved=sum(s.tasks_moved for s in stats),
             loads_before=np.sum([s.loads_before for s in stats], axis=0),
             loads_after=np.sum([s.loads for s in stats], axis=0),
-            ranked_before=sum(_ranked(plans, layers, "loads_before") for plans in by_kind),
+            ranked_before=sum(
+                _ranked(plans, layers, "loads_before") for plans in by_kind
+            ),
             ranked_after=sum(_ranked(plans, layers, "loads") for plans in by_kind),
         )
         if planned.home_bytes is not None:
@@ -67,7 +77,9 @@ class StepStatistics:
             sums["between_hosts"] = sum(planned.between_hosts)
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value
-        worst_rank = np.reshape([s.max_rank_bytes for s in stats], (-1, nanos)).sum(axis=1)
+        worst_rank = np.reshape([s.max_rank_bytes for s in stats], (-1, nanos)).sum(
+            axis=1
+        )
         self._most_bytes = max(self._most_bytes, *worst_rank.tolist())
 
     def drain(self) -> dict[str, Any]:
@@ -75,16 +87,28 @@ class StepStatistics:
         sums = self._sums
         if not sums["plans"]:
             return {}
-        figures = {name: sums[name] / sums[per] for per, names in PER.items() for name in names}
-        figures |= {"loads_before": sums["loads_before"], "loads_after": sums["loads_after"]}
+        figures = {
+            name: sums[name] / sums[per] for per, names in PER.items() for name in names
+        }
+        figures |= {
+            "loads_before": sums["loads_before"],
+            "loads_after": sums["loads_after"],
+        }
         figures["bytes_per_rank_max"] = float(self._most_bytes)
         if "home_bytes" in sums:
-            given, placed = np.maximum(sums["home_bytes"], 1)  # no bytes are no more than no bytes
+            given, placed = np.maximum(
+                sums["home_bytes"], 1
+            )  # no bytes are no more than no bytes
             figures["placed_total"], figures["placed_worst"] = (placed / given).tolist()
         if "between_hosts" in sums:
-            figures["bytes_between_hosts"] = sums["between_hosts"] / sums["microbatches"]
+            figures["bytes_between_hosts"] = (
+                sums["between_hosts"] / sums["microbatches"]
+            )
         self._sums, self._most_bytes = defaultdict(float), 0.0
-        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in figures.items()}
+        return {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in figures.items()
+        }
 
 
 def _ranked(kinds: Sequence[Plan], layers: Sequence[int], loads: str) -> np.ndarray:
@@ -92,12 +116,17 @@ def _ranked(kinds: Sequence[Plan], layers: Sequence[int], loads: str) -> np.ndar
 
     ``kinds`` are the plans of layers of every kind; the result is the mean over the layers' work.
     """
-    work = [count * plan.stats.mean_load for plan, count in zip(kinds, layers, strict=True)]
+    work = [
+        count * plan.stats.mean_load for plan, count in zip(kinds, layers, strict=True)
+    ]
     if not any(work):
         return np.ones(len(kinds[0].stats.loads))
     ranked = np.zeros(len(kinds[0].stats.loads))
     for plan, of_kind in zip(kinds, work, strict=True):
-        speeds, relative = plan.config.rank_speeds, getattr(plan.stats, loads) / (plan.stats.mean_load or 1)
+        speeds, relative = (
+            plan.config.rank_speeds,
+            getattr(plan.stats, loads) / (plan.stats.mean_load or 1),
+        )
         if speeds is not None:
             relative *= np.mean(speeds) / np.array(speeds)
         ranked += of_kind / sum(work) * -np.sort(-relative)

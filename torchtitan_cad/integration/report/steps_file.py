@@ -54,7 +54,9 @@ def new_steps_file(folder: str | os.PathLike[str]) -> LinesFile:
     Raises OSError if that cannot be written to.
     """
     for number in itertools.count(1):
-        path = Path(f"{os.fspath(folder)}-{number}" if number > 1 else folder, STEPS_NAME)
+        path = Path(
+            f"{os.fspath(folder)}-{number}" if number > 1 else folder, STEPS_NAME
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             path.touch(exist_ok=False)

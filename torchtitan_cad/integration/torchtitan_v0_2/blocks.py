@@ -53,12 +53,16 @@ class CoreAttentionParallel(ParallelStyle):
             scale: float | None = None,
         ) -> Tensor:
             if scale is not None and abs(scale - engine_scale) > 1e-6 * engine_scale:
-                raise ValueError(f"attention scale {scale} differs from {engine_scale}, with which CAD was built")
+                raise ValueError(
+                    f"attention scale {scale} differs from {engine_scale}, with which CAD was built"
+                )
             q, k, v = (rows(local(x).transpose(1, 2)) for x in (xq, xk, xv))
             out = core_attention(q, k, v, attention_masks.cu_seq_q, engine)
             out = out.view(xq.shape[0], xq.shape[2], *out.shape[1:])
             if isinstance(xq, DTensor):
-                out = DTensor.from_local(out, xq.device_mesh, [Shard(2)], run_check=False)
+                out = DTensor.from_local(
+                    out, xq.device_mesh, [Shard(2)], run_check=False
+                )
             return out
 
         module.forward = types.MethodType(forward, module)
@@ -83,7 +87,10 @@ class TitanBlock(nn.Module):
         super().__init__()
         self.block: Any = block
         self.traceable = not getattr(block, "moe_enabled", False)
-        self.graphs: tuple[str, ...] = ("project", "finish" if self.traceable else "add_attention")
+        self.graphs: tuple[str, ...] = (
+            "project",
+            "finish" if self.traceable else "add_attention",
+        )
         self.take_core()
 
     def take_core(self) -> None:
@@ -93,12 +100,18 @@ class TitanBlock(nn.Module):
         attention.rotate = sys.modules[type(attention).__module__].apply_rotary_emb
         attention.forward = types.MethodType(_project, attention)
 
-    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+    def project(
+        self, x: Tensor, rope: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, ...]:
         return self.block.attention(self.block.attention_norm(x), rope, None, positions)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         h, normed = self.add_attention(x, attended)
-        return h + (self.block.feed_forward(normed) if self.traceable else self.block.moe(normed))
+        return h + (
+            self.block.feed_forward(normed)
+            if self.traceable
+            else self.block.moe(normed)
+        )
 
     def add_attention(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """Do what comes before the MLP or the experts; return the residual and its norm, [B, S, dim] each."""
@@ -106,7 +119,10 @@ class TitanBlock(nn.Module):
         return h, self.block.ffn_norm(h)
 
     def attention_norm(self) -> tuple[Tensor, float]:
-        return self.block.attention_norm.weight.to_local(), self.block.attention_norm.eps
+        return (
+            self.block.attention_norm.weight.to_local(),
+            self.block.attention_norm.eps,
+        )
 
     def mlp_norm(self) -> tuple[Tensor, float]:
         return self.block.ffn_norm.weight.to_local(), self.block.ffn_norm.eps
@@ -121,9 +137,13 @@ class TitanBlock(nn.Module):
     def contract(self, hidden: Tensor) -> Tensor:
         return _linear(self.block.feed_forward.w2, hidden)
 
-    def project_normed(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project_normed(
+        self, x: Tensor, rope: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         attention = self.block.attention
-        q, k, v = (_linear(linear, x) for linear in (attention.wq, attention.wk, attention.wv))
+        q, k, v = (
+            _linear(linear, x) for linear in (attention.wq, attention.wk, attention.wv)
+        )
         return _finish_projection(attention, q, k, v, rope, positions)
 
 
@@ -138,7 +158,11 @@ def _is_plain(block: Any) -> bool:
 
 
 def _project(
-    self: Any, x: Tensor, rope: Tensor, attention_masks: None, positions: Tensor | None = None
+    self: Any,
+    x: Tensor,
+    rope: Tensor,
+    attention_masks: None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Project x to q, k and v rows, in place of ``Attention.forward``."""
     q, k, v = (linear(x) for linear in (self.wq, self.wk, self.wv))
@@ -146,7 +170,12 @@ def _project(
 
 
 def _finish_projection(
-    attention: Any, q: Tensor, k: Tensor, v: Tensor, rope: Tensor, positions: Tensor | None
+    attention: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: Tensor,
+    positions: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split into heads [B, S, heads * head_dim], normalize, rotate."""
     q, k, v = (x.view(*x.shape[:2], -1, attention.head_dim) for x in (q, k, v))
@@ -187,7 +216,13 @@ def selects_operators(config: Any) -> bool:
     return config.mode == "selective" and config.selective_ac_option == "op"
 
 
-def apply_compile(pingpong: PingPong, apply: Callable[..., None], _: nn.Module, config: Any, *options: Any) -> None:
+def apply_compile(
+    pingpong: PingPong,
+    apply: Callable[..., None],
+    _: nn.Module,
+    config: Any,
+    *options: Any,
+) -> None:
     """Compile what the loop runs, and of experts what torchtitan's ``apply`` compiles."""
     stand_in = nn.Module()
     stand_in.layers = nn.ModuleDict()
@@ -201,16 +236,22 @@ def apply_compile(pingpong: PingPong, apply: Callable[..., None], _: nn.Module, 
     pingpong.compile(config.backend)
 
 
-def apply_ac(pingpong: PingPong, apply: Callable[..., None], config: Any, **options: Any) -> None:
+def apply_ac(
+    pingpong: PingPong, apply: Callable[..., None], config: Any, **options: Any
+) -> None:
     """Apply torchtitan's activation checkpointing ``apply(model, config, **options)`` to what the loop runs."""
 
     def wrap(modules: list[nn.Module]) -> list[nn.Module]:
         stand_in = nn.Module()
-        stand_in.layers = nn.ModuleDict({str(i): module for i, module in enumerate(modules)})
+        stand_in.layers = nn.ModuleDict(
+            {str(i): module for i, module in enumerate(modules)}
+        )
         apply(stand_in, config, **options)
         return list(stand_in.layers.values())
 
     if selects_operators(config):
         pingpong.checkpoint(wrap, "operators")
     else:
-        pingpong.checkpoint(wrap, "blocks" if config.mode in ("full", "selective") else "segments")
+        pingpong.checkpoint(
+            wrap, "blocks" if config.mode in ("full", "selective") else "segments"
+        )

@@ -9,8 +9,15 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
-from torchtitan_cad.integration.torchtitan_v0_2.blocks import checkpointing, selects_operators
-from torchtitan_cad.integration.torchtitan_v0_2.job_checks import check_job, compiles_model, launched_ranks
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
+    checkpointing,
+    selects_operators,
+)
+from torchtitan_cad.integration.torchtitan_v0_2.job_checks import (
+    check_job,
+    compiles_model,
+    launched_ranks,
+)
 from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS, adapter_of
 from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
 from torchtitan_cad.planning.model.batch import divides_by_row
@@ -82,8 +89,15 @@ def _check_untried(config: JobConfig) -> None:
 
 def _check_ticks(config: JobConfig) -> None:
     """Check what schedules in ticks cannot do. As in torchtitan, the schedule has no meaning without a pipeline."""
-    parallelism, training, validation = config.parallelism, config.training, config.validation
-    schedule, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    parallelism, training, validation = (
+        config.parallelism,
+        config.training,
+        config.validation,
+    )
+    schedule, pp = (
+        parallelism.pipeline_parallel_schedule,
+        parallelism.pipeline_parallel_degree,
+    )
     if schedule not in TICK_SCHEDULES or pp == 1:
         return
     selected = f"with parallelism.pipeline_parallel_schedule = {schedule!r}"
@@ -107,7 +121,9 @@ def _check_ticks(config: JobConfig) -> None:
             f"activation_checkpoint.mode = 'memory_budget' is not available {selected}: ranks that serve must know "
             "which attention is recomputed; set activation_checkpoint.mode to 'full', 'selective' or 'none'"
         )
-    microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    microbatches = (
+        training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    )
     if microbatches == 1:
         logger.warning(
             f"training.local_batch_size = {training.local_batch_size} is one microbatch, so the {pp} stages take turns "
@@ -136,11 +152,15 @@ def _check_nano_batches(config: JobConfig) -> None:
         return
     rows = {"training.local_batch_size": batch}
     if parallelism.pipeline_parallel_degree > 1:
-        rows = {"parallelism.pipeline_parallel_microbatch_size": parallelism.pipeline_parallel_microbatch_size}
+        rows = {
+            "parallelism.pipeline_parallel_microbatch_size": parallelism.pipeline_parallel_microbatch_size
+        }
     if config.validation.enable:
         microbatches = batch // parallelism.pipeline_parallel_microbatch_size
         parts = microbatches if parallelism.pipeline_parallel_degree > 1 else 1
-        rows["validation.local_batch_size"] = config.validation.local_batch_size // parts
+        rows["validation.local_batch_size"] = (
+            config.validation.local_batch_size // parts
+        )
     for key, count in rows.items():
         if not divides_by_row(count):
             raise ValueError(
@@ -178,7 +198,9 @@ def _check_streams(config: JobConfig) -> None:
         raise ValueError(f"cad.streams = 'traced' {obstacle}, or cad.streams to 'auto'")
 
 
-def choose_streams(config: JobConfig, device: torch.device, experts: bool) -> tuple[bool, str]:
+def choose_streams(
+    config: JobConfig, device: torch.device, experts: bool
+) -> tuple[bool, str]:
     """Tell whether to trace streams, and why; ``experts``: whether the model has any."""
     streams = config.cad.streams
     if streams != "auto":
@@ -194,7 +216,11 @@ def choose_streams(config: JobConfig, device: torch.device, experts: bool) -> tu
 
 def _obstacle(config: JobConfig) -> str | None:
     """Return what ``traced`` needs and does not have, and what to set."""
-    compiler, checkpoints, parallelism = config.compile, config.activation_checkpoint, config.parallelism
+    compiler, checkpoints, parallelism = (
+        config.compile,
+        config.activation_checkpoint,
+        config.parallelism,
+    )
     if config.cad.nano_batches != 2:
         return f"needs cad.nano_batches = 2, not {config.cad.nano_batches}; set that"
     if not compiler.enable:
@@ -214,11 +240,16 @@ def _obstacle(config: JobConfig) -> str | None:
             f"selective_ac_option = {checkpoints.selective_ac_option!r}); set the mode to 'none', to 'selective' "
             "with selective_ac_option = 'op', or to 'full' with cad.recompute_attention = false"
         )
-    if parallelism.pipeline_parallel_degree > 1 and parallelism.pipeline_parallel_schedule_csv:
+    if (
+        parallelism.pipeline_parallel_degree > 1
+        and parallelism.pipeline_parallel_schedule_csv
+    ):
         return (
             "cannot run backward in two parts, as parallelism.pipeline_parallel_schedule_csv = "
             f"{parallelism.pipeline_parallel_schedule_csv!r} may; leave that out"
         )
     if TorchVersion(torch.__version__) < FIRST_TORCH:
-        return f"needs torch {FIRST_TORCH} or newer, not {torch.__version__}; install that"
+        return (
+            f"needs torch {FIRST_TORCH} or newer, not {torch.__version__}; install that"
+        )
     return None

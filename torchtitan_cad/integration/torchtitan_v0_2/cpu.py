@@ -50,7 +50,9 @@ def _name_one_backend() -> None:
     init_distributed = utils.init_distributed
 
     @functools.wraps(init_distributed)
-    def with_one_backend(*args: Any, enable_cpu_backend: bool = False, **kwargs: Any) -> int:
+    def with_one_backend(
+        *args: Any, enable_cpu_backend: bool = False, **kwargs: Any
+    ) -> int:
         return init_distributed(*args, **kwargs)
 
     utils.init_distributed = with_one_backend
@@ -68,7 +70,11 @@ def _replace_moe_triton_kernels() -> None:
 
 
 def _generate_permute_indices(
-    tokens_per_expert_group: torch.Tensor, experts_per_rank: int, num_ranks: int, max_len: int, alignment: int
+    tokens_per_expert_group: torch.Tensor,
+    experts_per_rank: int,
+    num_ranks: int,
+    max_len: int,
+    alignment: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Order tokens that lie by rank, then by expert, into slots of their experts.
 
@@ -80,9 +86,18 @@ def _generate_permute_indices(
     Returns:
         [max_len] int32 token of every slot, -1 for none; [experts_per_rank] int32 slots of every expert and their sums.
     """
-    experts = torch.arange(experts_per_rank).repeat(num_ranks).repeat_interleave(tokens_per_expert_group)
+    experts = (
+        torch.arange(experts_per_rank)
+        .repeat(num_ranks)
+        .repeat_interleave(tokens_per_expert_group)
+    )
     tokens = tokens_per_expert_group.view(num_ranks, experts_per_rank).sum(0)
-    sizes = tokens.clamp_min(alignment).add(alignment - 1).div(alignment, rounding_mode="floor") * alignment
+    sizes = (
+        tokens.clamp_min(alignment)
+        .add(alignment - 1)
+        .div(alignment, rounding_mode="floor")
+        * alignment
+    )
     # Slots of an expert that remain empty shift what follows.
     shifts = (sizes - tokens).cumsum(0) - (sizes - tokens)
     slots = torch.arange(len(experts)) + shifts.repeat_interleave(tokens)

@@ -13,8 +13,15 @@ def check_experts(config: JobConfig, model_args: Any, world_size: int | None) ->
 
     ``world_size`` None: ranks are not known yet, and what depends on them is skipped.
     """
-    parallelism, flavor, mode = config.parallelism, config.model.flavor, config.comm.mode
-    schedule, ranks = parallelism.pipeline_parallel_schedule, parallelism.expert_parallel_degree
+    parallelism, flavor, mode = (
+        config.parallelism,
+        config.model.flavor,
+        config.comm.mode,
+    )
+    schedule, ranks = (
+        parallelism.pipeline_parallel_schedule,
+        parallelism.expert_parallel_degree,
+    )
     etp = parallelism.expert_tensor_parallel_degree
     experts = model_args.moe_args.num_experts
     if config.cad.streams == "traced":
@@ -28,16 +35,23 @@ def check_experts(config: JobConfig, model_args: Any, world_size: int | None) ->
         )
     key = f"parallelism.expert_parallel_degree = {ranks}"
     if experts % ranks:
-        raise ValueError(f"{key} does not divide the {experts} experts of a layer; set it to a divisor")
+        raise ValueError(
+            f"{key} does not divide the {experts} experts of a layer; set it to a divisor"
+        )
     if ranks == 1:
         return
-    if mode == "fake_backend":  # torchtitan's own dry runs end with an error inside torch
+    if (
+        mode == "fake_backend"
+    ):  # torchtitan's own dry runs end with an error inside torch
         raise ValueError(
             f"{key}: comm.mode = {mode!r} cannot play expert parallelism, whose ranks tell each other counts of "
             "tokens; set parallelism.expert_parallel_degree to 1"
         )
     if world_size is not None:
-        sharded = world_size // (parallelism.pipeline_parallel_degree * parallelism.data_parallel_replicate_degree)
+        sharded = world_size // (
+            parallelism.pipeline_parallel_degree
+            * parallelism.data_parallel_replicate_degree
+        )
         if sharded % (ranks * etp):
             raise ValueError(
                 f"{key} x expert_tensor_parallel_degree = {etp} does not divide the {sharded} ranks of a pipeline "

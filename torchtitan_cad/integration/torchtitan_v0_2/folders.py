@@ -24,7 +24,11 @@ def check_folders(config: JobConfig, world_size: int | None = None) -> None:
         _check_writable(config, "checkpoint.folder")
         start = resumed_from(config)
         if start is not None:
-            check_resumed(config, start, launched_ranks(config) if world_size is None else world_size)
+            check_resumed(
+                config,
+                start,
+                launched_ranks(config) if world_size is None else world_size,
+            )
     _check_writable(config, "job.dump_folder")
     for key, is_used in _FOLDERS.items():
         if is_used(config):
@@ -33,14 +37,20 @@ def check_folders(config: JobConfig, world_size: int | None = None) -> None:
     if config.job.save_config_file is not None:
         _check_writable(config, "job.save_config_file")
         if Path(config.job.dump_folder, config.job.save_config_file).is_dir():
-            raise ValueError(f"job.save_config_file = {config.job.save_config_file!r} is a folder; name a file")
+            raise ValueError(
+                f"job.save_config_file = {config.job.save_config_file!r} is a folder; name a file"
+            )
 
 
 _FOLDERS: dict[str, Callable[[JobConfig], bool]] = {
-    "comm.save_traces_folder": lambda config: config.comm.trace_buf_size > 0 and config.comm.mode == "default",
+    "comm.save_traces_folder": lambda config: (
+        config.comm.trace_buf_size > 0 and config.comm.mode == "default"
+    ),
     "metrics.save_tb_folder": lambda config: config.metrics.enable_tensorboard,
     "profiling.save_traces_folder": lambda config: config.profiling.enable_profiling,
-    "profiling.save_memory_snapshot_folder": lambda config: config.profiling.enable_memory_snapshot,
+    "profiling.save_memory_snapshot_folder": lambda config: (
+        config.profiling.enable_memory_snapshot
+    ),
 }
 """Keys of folders in ``job.dump_folder``, and whether a job writes to them."""
 
@@ -91,15 +101,22 @@ def _initial_checkpoint(config: JobConfig) -> Path | None:
     if checkpoint.initial_load_path:
         key, path = "checkpoint.initial_load_path", checkpoint.initial_load_path
     elif checkpoint.initial_load_in_hf:
-        key, path = "checkpoint.initial_load_in_hf = true, model.hf_assets_path", config.model.hf_assets_path
+        key, path = (
+            "checkpoint.initial_load_in_hf = true, model.hf_assets_path",
+            config.model.hf_assets_path,
+        )
     else:
         return None
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"{key} = {path!r}: there is no such folder; set it to that of a checkpoint")
+        raise ValueError(
+            f"{key} = {path!r}: there is no such folder; set it to that of a checkpoint"
+        )
     if checkpoint.initial_load_in_hf:
         if not any(folder.glob("*.safetensors")):
-            raise ValueError(f"{key} = {path!r}: there is no *.safetensors; set it to a folder with a model's weights")
+            raise ValueError(
+                f"{key} = {path!r}: there is no *.safetensors; set it to a folder with a model's weights"
+            )
     elif not (folder / METADATA).is_file():
         raise ValueError(
             f"{key} = {path!r}: there is no {METADATA}, which a complete checkpoint has; set it to a folder such as "
@@ -127,7 +144,9 @@ def _check_writable(config: JobConfig, key: str) -> None:
         _check_names(folder, nearest)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        in_folder = "" if key == "job.dump_folder" else f" in job.dump_folder = {dump_folder!r}"
+        in_folder = (
+            "" if key == "job.dump_folder" else f" in job.dump_folder = {dump_folder!r}"
+        )
         is_absolute = Path(value).is_absolute()
         is_long = getattr(error, "errno", None) == errno.ENAMETOOLONG
         setting = key if is_absolute or is_long else "job.dump_folder"
@@ -142,4 +161,7 @@ def _check_names(folder: Path, nearest: Path) -> None:
     longest = os.pathconf(nearest, "PC_NAME_MAX")
     for name in folder.absolute().relative_to(nearest).parts:
         if len(os.fsencode(name)) > longest:
-            raise OSError(errno.ENAMETOOLONG, f"{os.strerror(errno.ENAMETOOLONG)} ({longest} bytes at most)")
+            raise OSError(
+                errno.ENAMETOOLONG,
+                f"{os.strerror(errno.ENAMETOOLONG)} ({longest} bytes at most)",
+            )

@@ -23,7 +23,12 @@ from torchtitan_cad.runtime.kernels.select import get_kernel
 
 SYNTHETIC = "synthetic"
 """Name of the demo's dataset for training that yields tokens, not text."""
-_DEMO_TEXTS = ("python_stdlib", "python_stdlib_validation", "python_packages", "python_packages_validation")
+_DEMO_TEXTS = (
+    "python_stdlib",
+    "python_stdlib_validation",
+    "python_packages",
+    "python_packages_validation",
+)
 _DEMO_FLAVOR = "debugmodel_cpu"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 _DEMO_VOCAB_SIZE = 2048
@@ -31,7 +36,11 @@ _DEMO_VOCAB_SIZE = 2048
 
 def add_demo(config: JobConfig) -> None:
     """Make the demo's datasets and model known to torchtitan if the job names any; no other job imports the demo."""
-    named = {config.training.dataset.lower(), config.validation.dataset.lower(), config.model.flavor}
+    named = {
+        config.training.dataset.lower(),
+        config.validation.dataset.lower(),
+        config.model.flavor,
+    }
     if named & {*_DEMO_TEXTS, _DEMO_FLAVOR}:
         from torchtitan_cad.demo import datasets, flavors
 
@@ -66,14 +75,18 @@ def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
 
     Raises ValueError that names the TOML key, the value, and what to set instead.
     """
-    if has_cad(config) and utils.device_type == "cpu":  # on CUDA the session looks, once the rank has its device
+    if (
+        has_cad(config) and utils.device_type == "cpu"
+    ):  # on CUDA the session looks, once the rank has its device
         config.cad.profile_of(get_kernel(config.cad.kernel, "cpu").name)
     check_known(config, spec)
     folder = Path(config.model.hf_assets_path)
     readable = any((folder / name).is_file() for name in _TOKENIZER_FILES)
     if spec.build_tokenizer_fn is build_hf_tokenizer and not readable:
         reason = "no tokenizer in it" if folder.is_dir() else "no such folder"
-        raise ValueError(f"model.hf_assets_path = {config.model.hf_assets_path!r}: {reason}; {_prepare()}")
+        raise ValueError(
+            f"model.hf_assets_path = {config.model.hf_assets_path!r}: {reason}; {_prepare()}"
+        )
 
 
 def check_known(config: JobConfig, spec: TrainSpec) -> None:
@@ -85,19 +98,26 @@ def check_known(config: JobConfig, spec: TrainSpec) -> None:
 
 
 def _check_name(section: str, name: str) -> None:
-    known = sorted({*DATASETS, *_DEMO_TEXTS, *([SYNTHETIC] if section == "training" else [])})
+    known = sorted(
+        {*DATASETS, *_DEMO_TEXTS, *([SYNTHETIC] if section == "training" else [])}
+    )
     if name.lower() not in known:
         raise ValueError(
             f"{section}.dataset = {name!r} is not a dataset; set {section}.dataset to one of {', '.join(known)}"
         )
 
 
-def open_dataset(section: str, build: Callable[..., Any], *, job_config: JobConfig, **options: Any) -> Any:
+def open_dataset(
+    section: str, build: Callable[..., Any], *, job_config: JobConfig, **options: Any
+) -> Any:
     """Return the data loader that ``build``, of torchtitan's TrainSpec, makes for "training" or "validation".
 
     ``options`` are other arguments of ``build``. Raises ValueError for data that is unknown or cannot be read.
     """
-    name, path = getattr(job_config, section).dataset, getattr(job_config, section).dataset_path
+    name, path = (
+        getattr(job_config, section).dataset,
+        getattr(job_config, section).dataset_path,
+    )
     if section == "training":
         build = training_loader(job_config, build)
     where = f"{section}.dataset_path = {path!r}"
@@ -110,7 +130,9 @@ def open_dataset(section: str, build: Callable[..., Any], *, job_config: JobConf
     except Exception as error:  # whatever a dataset's loader raises
         if f"{section}.dataset" in str(error):
             raise
-        if isinstance(error, IndexError) and "for dataset of size" in str(error):  # of the rank's first document
+        if isinstance(error, IndexError) and "for dataset of size" in str(
+            error
+        ):  # of the rank's first document
             raise ValueError(too_few) from error
         _check_name(section, name)
         where = where if path else repr(DATASETS[name.lower()].path)
@@ -119,13 +141,19 @@ def open_dataset(section: str, build: Callable[..., Any], *, job_config: JobConf
             f"{section}.dataset = {name!r} at {where}: {' '.join(str(error).split()).rstrip('.')}; set "
             f"{section}.dataset_path to where it is, or {section}.dataset to {ours!r}, which needs no download"
         ) from error
-    documents = getattr(getattr(loader, "dataset", None), "_data", None)  # of torchtitan's text datasets
-    if isinstance(documents, Dataset) and len(documents) == 0:  # torchtitan would look for the first one for ever
+    documents = getattr(
+        getattr(loader, "dataset", None), "_data", None
+    )  # of torchtitan's text datasets
+    if (
+        isinstance(documents, Dataset) and len(documents) == 0
+    ):  # torchtitan would look for the first one for ever
         raise ValueError(too_few)
     return loader
 
 
-def load_tokenizer(build: Callable[[Any], Any], job_config: JobConfig, vocab_size: int) -> Any:
+def load_tokenizer(
+    build: Callable[[Any], Any], job_config: JobConfig, vocab_size: int
+) -> Any:
     """Return the tokenizer that ``build``, of torchtitan's TrainSpec, makes of `model.hf_assets_path`.
 
     Raises ValueError if there is none that can be read, or it has more tokens than the model.

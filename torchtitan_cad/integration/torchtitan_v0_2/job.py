@@ -24,17 +24,25 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
     parallelism, training = config.parallelism, config.training
     topology = Topology.from_job(parallelism, dist.get_world_size())
     rows = training.local_batch_size
-    steps = 1 if training.global_batch_size < 0 else training.global_batch_size // (rows * topology.dp)
+    steps = (
+        1
+        if training.global_batch_size < 0
+        else training.global_batch_size // (rows * topology.dp)
+    )
     return Job(
         cad=cad_table(config),
         topology=topology,
         kinds=attention_kinds(config, model_args),
         dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        experts_per_token=model_args.moe_args.top_k if hasattr(model_args, "moe_args") else 0,
+        experts_per_token=model_args.moe_args.top_k
+        if hasattr(model_args, "moe_args")
+        else 0,
         device=torch.device(utils.device_type, utils.device_module.current_device()),
         documents=document_rule(config.cad, eos_id, model_args.vocab_size),
         rows=rows,
-        microbatches=1 if topology.pp == 1 else rows // parallelism.pipeline_parallel_microbatch_size,
+        microbatches=1
+        if topology.pp == 1
+        else rows // parallelism.pipeline_parallel_microbatch_size,
         accumulation=max(1, steps),
         checkpoints=config.checkpoint.enable,
         deterministic=config.debug.deterministic,
@@ -50,11 +58,19 @@ def cad_table(config: JobConfig) -> Cad:
     return config.cad.deterministic() if config.debug.deterministic else config.cad
 
 
-def attention_kinds(job_config: JobConfig, model_args: Any) -> tuple[AttentionKind, ...]:
+def attention_kinds(
+    job_config: JobConfig, model_args: Any
+) -> tuple[AttentionKind, ...]:
     """Return the kinds of the model's attention in a TP rank. Raises ValueError if TP does not divide the heads."""
-    adapter, tp = adapter_of(job_config.model.name), job_config.parallelism.tensor_parallel_degree
+    adapter, tp = (
+        adapter_of(job_config.model.name),
+        job_config.parallelism.tensor_parallel_degree,
+    )
     assert adapter is not None, "the config has been checked"
-    for name, heads in (("query", model_args.n_heads), ("key/value", adapter.key_heads(model_args))):
+    for name, heads in (
+        ("query", model_args.n_heads),
+        ("key/value", adapter.key_heads(model_args)),
+    ):
         if heads % tp:
             raise ValueError(
                 f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} {name} heads of "
@@ -72,7 +88,9 @@ def document_rule(cad: Cad, eos_id: int | None, vocab_size: int) -> DocumentRule
     if cad.documents != "eos":
         return DocumentRule(by_positions=cad.documents == "positions")
     if cad.eos_id is not None and not 0 <= cad.eos_id < vocab_size:
-        raise ValueError(f"cad.eos_id = {cad.eos_id} is no token: the model has {vocab_size}; set one of them")
+        raise ValueError(
+            f"cad.eos_id = {cad.eos_id} is no token: the model has {vocab_size}; set one of them"
+        )
     end = eos_id if cad.eos_id is None else cad.eos_id
     if end is None:
         raise ValueError(

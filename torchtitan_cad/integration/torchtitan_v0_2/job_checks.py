@@ -13,12 +13,19 @@ from torch.distributed.pipelining.schedules import (
 from torchtitan.config import JobConfig
 
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
-from torchtitan_cad.integration.torchtitan_v0_2.blocks import checkpointing, selects_operators
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
+    checkpointing,
+    selects_operators,
+)
 from torchtitan_cad.integration.torchtitan_v0_2.rules import check_rules, has_cad
 from torchtitan_cad.integration.torchtitan_v0_2.stages import V_SCHEDULES
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
 
-_SPLIT_BACKWARD = (ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
+_SPLIT_BACKWARD = (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 """Schedules that compute gradients of inputs and of weights apart from each other."""
 
 
@@ -71,7 +78,9 @@ def _check_world_size(config: JobConfig, world_size: int) -> None:
     degrees, shard = _degrees(config), config.parallelism.data_parallel_shard_degree
     product = math.prod(degrees.values())
     if world_size % product or (shard > 0 and product * shard != world_size):
-        listed = ", ".join(f"parallelism.{key} = {degree}" for key, degree in degrees.items())
+        listed = ", ".join(
+            f"parallelism.{key} = {degree}" for key, degree in degrees.items()
+        )
         raise ValueError(
             f"{listed}, parallelism.data_parallel_shard_degree = {shard} do not multiply to the {world_size} ranks of "
             "this job; set parallelism.data_parallel_shard_degree to -1 and the others to divisors of the rank count"
@@ -81,10 +90,17 @@ def _check_world_size(config: JobConfig, world_size: int) -> None:
 def _check_unsharded(config: JobConfig, world_size: int) -> None:
     """Refuse what fails without FSDP, which torchtitan uses where ranks are left to shard over."""
     degrees, parallelism = _degrees(config), config.parallelism
-    if world_size > math.prod(degrees.values()) or parallelism.context_parallel_degree > 1:
+    if (
+        world_size > math.prod(degrees.values())
+        or parallelism.context_parallel_degree > 1
+    ):
         return
     replicas = parallelism.data_parallel_replicate_degree
-    others = [key for key in ("tensor_parallel_degree", "pipeline_parallel_degree") if degrees[key] > 1]
+    others = [
+        key
+        for key in ("tensor_parallel_degree", "pipeline_parallel_degree")
+        if degrees[key] > 1
+    ]
     if replicas > 1 and others:
         raise ValueError(
             f"parallelism.data_parallel_replicate_degree = {replicas} without shards is DDP, which torchtitan does not "
@@ -106,9 +122,17 @@ def _check_batch(config: JobConfig, world_size: int | None) -> None:
 
 
 def _check_sequences(config: JobConfig) -> None:
-    parallelism, training, validation = config.parallelism, config.training, config.validation
-    divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
-    sections = {"training": training} | ({"validation": validation} if validation.enable else {})
+    parallelism, training, validation = (
+        config.parallelism,
+        config.training,
+        config.validation,
+    )
+    divisor = (
+        parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
+    )
+    sections = {"training": training} | (
+        {"validation": validation} if validation.enable else {}
+    )
     for name, section in sections.items():
         if section.seq_len % divisor:
             raise ValueError(
@@ -130,10 +154,15 @@ def _check_sequences(config: JobConfig) -> None:
 
 def _check_pipeline(config: JobConfig) -> None:
     parallelism, batch = config.parallelism, config.training.local_batch_size
-    pp, microbatch = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_microbatch_size
+    pp, microbatch = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.pipeline_parallel_microbatch_size,
+    )
     if pp == 1:
         return
-    if config.comm.mode != "default":  # torchtitan's own dry runs end with an error inside torch
+    if (
+        config.comm.mode != "default"
+    ):  # torchtitan's own dry runs end with an error inside torch
         raise ValueError(
             f"parallelism.pipeline_parallel_degree = {pp}: comm.mode = {config.comm.mode!r} cannot play a pipeline, "
             "whose stages ask each other for shapes; set parallelism.pipeline_parallel_degree to 1"
@@ -163,7 +192,9 @@ def _check_schedule(config: JobConfig) -> None:
         schedule_class = get_schedule_class(schedule)
     except ValueError as error:
         ours = " or ".join(map(repr, TICK_SCHEDULES))
-        raise ValueError(f"{selected}: set it to {ours}, or to one of torch's ({error})") from None
+        raise ValueError(
+            f"{selected}: set it to {ours}, or to one of torch's ({error})"
+        ) from None
     overlaps = parallelism.pipeline_parallel_expert_parallel_overlap
     if has_cad(config) and schedule_class is ScheduleDualPipeV and overlaps:
         raise ValueError(
@@ -191,7 +222,11 @@ def _check_split_backward(config: JobConfig, selected: str) -> None:
     section = checkpointing(config) if has_cad(config) else config.activation_checkpoint
     if selects_operators(section):
         by_mode = config.activation_checkpoint.mode == "selective"
-        kept = "activation_checkpoint.selective_ac_option = 'op'" if by_mode else "cad.recompute_attention = false"
+        kept = (
+            "activation_checkpoint.selective_ac_option = 'op'"
+            if by_mode
+            else "cad.recompute_attention = false"
+        )
         raise ValueError(
             f"{apart} with {kept}; set activation_checkpoint.mode to 'full' and cad.recompute_attention to true, or "
             "the schedule to 'Interleaved1F1B'"
@@ -213,8 +248,13 @@ def _check_compiled(config: JobConfig) -> None:
             f"activation_checkpoint.mode = 'memory_budget' is what the compiler does: {remedy}, or the mode to 'full'"
         )
     parallelism = config.parallelism
-    if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1:
-        raise ValueError(f"parallelism.enable_async_tensor_parallel = true: {remedy}, or it to false")
+    if (
+        parallelism.enable_async_tensor_parallel
+        and parallelism.tensor_parallel_degree > 1
+    ):
+        raise ValueError(
+            f"parallelism.enable_async_tensor_parallel = true: {remedy}, or it to false"
+        )
 
 
 def _check_rate(config: JobConfig) -> None:
@@ -230,7 +270,10 @@ def _check_rate(config: JobConfig) -> None:
 def _check_experts(config: JobConfig) -> None:
     """Check degrees of experts as torchtitan's ``ParallelDims`` does, whether the model has experts or not."""
     parallelism = config.parallelism
-    tp, etp = parallelism.tensor_parallel_degree, parallelism.expert_tensor_parallel_degree
+    tp, etp = (
+        parallelism.tensor_parallel_degree,
+        parallelism.expert_tensor_parallel_degree,
+    )
     if parallelism.expert_parallel_degree > 1 and etp not in (1, tp):
         raise ValueError(
             f"parallelism.expert_tensor_parallel_degree = {etp}: set it to 1, or to "
@@ -266,7 +309,9 @@ def _check_seed_checkpoint(config: JobConfig, world_size: int | None) -> None:
     if not checkpoint.create_seed_checkpoint:
         return
     if not checkpoint.enable:
-        raise ValueError("checkpoint.create_seed_checkpoint = true saves nothing without checkpoint.enable = true")
+        raise ValueError(
+            "checkpoint.create_seed_checkpoint = true saves nothing without checkpoint.enable = true"
+        )
     if world_size not in (None, 1):
         raise ValueError(
             f"checkpoint.create_seed_checkpoint = true needs a job of one rank, not of {world_size}; start it with "

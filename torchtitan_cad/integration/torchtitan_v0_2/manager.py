@@ -49,13 +49,19 @@ class CadConfigManager(ConfigManager):
         printed = io.StringIO()
         try:
             with contextlib.redirect_stderr(printed), _left_to_rules():
-                config = super().parse_args([arg for arg in args if arg != TRACEBACK_OPTION])
+                config = super().parse_args(
+                    [arg for arg in args if arg != TRACEBACK_OPTION]
+                )
         except SystemExit as end:  # tyro has printed a panel
             if not end.code:
                 raise
-            raise ValueError(f"{say_error(printed.getvalue())}; --help lists every option and what it takes") from None
+            raise ValueError(
+                f"{say_error(printed.getvalue())}; --help lists every option and what it takes"
+            ) from None
         sys.stderr.write(printed.getvalue())
-        if not has_cad(config):  # those with CAD have been checked by the plugin, under torchtitan's manager too
+        if not has_cad(
+            config
+        ):  # those with CAD have been checked by the plugin, under torchtitan's manager too
             plugin.check_start(config)
         return config
 
@@ -63,19 +69,31 @@ class CadConfigManager(ConfigManager):
         files = _config_files(args)
         if len(files) > 1:  # torchtitan reads the first and does not say so
             listed = " and ".join(map(repr, files))
-            raise ValueError(f"job.config_file is given {len(files)} times, as {listed}; give it once")
+            raise ValueError(
+                f"job.config_file is given {len(files)} times, as {listed}; give it once"
+            )
         try:
             with quiet():  # torchtitan logs a traceback, and raises as well
                 return super()._maybe_load_toml(args)
         except (OSError, ValueError) as error:
             path = getattr(error, "filename", None) or files[0]
             if isinstance(error, OSError):
-                reason, remedy = error.strerror, "set it to a TOML file that can be read"
+                reason, remedy = (
+                    error.strerror,
+                    "set it to a TOML file that can be read",
+                )
             else:
-                reason, remedy = str(error), "correct that line; every [table] may appear once, with all of its keys"
-            raise ValueError(f"job.config_file = {path!r}: {reason}; {remedy}") from error
+                reason, remedy = (
+                    str(error),
+                    "correct that line; every [table] may appear once, with all of its keys",
+                )
+            raise ValueError(
+                f"job.config_file = {path!r}: {reason}; {remedy}"
+            ) from error
 
-    def _maybe_add_custom_config(self, args: list[str], toml_values: dict[str, Any] | None) -> type[JobConfig]:
+    def _maybe_add_custom_config(
+        self, args: list[str], toml_values: dict[str, Any] | None
+    ) -> type[JobConfig]:
         try:
             config_cls = super()._maybe_add_custom_config(args, toml_values)
         except ModuleNotFoundError as error:
@@ -98,7 +116,9 @@ def read_config(args: Sequence[str]) -> tuple[JobConfig, bool]:
     """
     manager = CadConfigManager()
     toml = manager._maybe_load_toml(list(args)) or {}
-    on_command_line = any(arg.removeprefix("--").split("=")[0] in _MODULE_KEYS for arg in args)
+    on_command_line = any(
+        arg.removeprefix("--").split("=")[0] in _MODULE_KEYS for arg in args
+    )
     try:
         manager.parse_args(list(args))
     except Exception:
@@ -106,7 +126,9 @@ def read_config(args: Sequence[str]) -> tuple[JobConfig, bool]:
             raise
     finally:
         plugin.restore()
-    return manager.config, on_command_line or bool(toml.get("job", {}).get("custom_config_module"))
+    return manager.config, on_command_line or bool(
+        toml.get("job", {}).get("custom_config_module")
+    )
 
 
 def check_keys(config_cls: Any, table: dict[str, Any], args: list[str]) -> None:
@@ -133,11 +155,15 @@ def job_keys(config_cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + field.name, field.type
 
 
-def _given(table: dict[str, Any], kinds: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _given(
+    table: dict[str, Any], kinds: Collection[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Yield every key of a TOML file with its value."""
     for key, value in table.items():
         name = prefix + key
-        if isinstance(value, dict) and any(kind.startswith(f"{name}.") for kind in kinds):
+        if isinstance(value, dict) and any(
+            kind.startswith(f"{name}.") for kind in kinds
+        ):
             yield from _given(value, kinds, f"{name}.")
         else:
             yield name, value
@@ -166,13 +192,20 @@ def _words(kind: Any) -> str:
         return " or ".join(_words(other) for other in args if other is not NoneType)
     if origin in (list, tuple):
         return f"a list, of which each is {_words(args[0])}"
-    return {bool: "true or false", int: "an integer", float: "a number", str: "a text"}.get(kind, "a table")
+    return {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "a text",
+    }.get(kind, "a table")
 
 
 def _option_keys(args: list[str], known: Collection[str]) -> Iterator[str]:
     for arg in args:
         name = arg.removeprefix("--").split("=")[0].replace("-", "_")
-        if not arg.startswith("--") or "." not in name:  # a value, or an option of tyro's own
+        if (
+            not arg.startswith("--") or "." not in name
+        ):  # a value, or an option of tyro's own
             continue
         table, _, key = name.rpartition(".")
         positive = f"{table}.{key.removeprefix('no_')}"
@@ -181,7 +214,9 @@ def _option_keys(args: list[str], known: Collection[str]) -> Iterator[str]:
 
 def _nearest(name: str, known: Collection[str]) -> str:
     table, _, key = name.rpartition(".")
-    siblings = sorted(other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == table)
+    siblings = sorted(
+        other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == table
+    )
     if close := difflib.get_close_matches(key, siblings, 1):
         return f"did you mean {table}.{close[0]}?"
     if elsewhere := sorted(other for other in known if other.rpartition(".")[2] == key):
@@ -193,14 +228,23 @@ def _nearest(name: str, known: Collection[str]) -> str:
         return f"did you mean the table [{close[0]}]?"
     if not table or not siblings:
         return f"the tables are {', '.join(tables)}"
-    listed = ", ".join(siblings[:_LISTED_KEYS]) + (", ..." if len(siblings) > _LISTED_KEYS else "")
+    listed = ", ".join(siblings[:_LISTED_KEYS]) + (
+        ", ..." if len(siblings) > _LISTED_KEYS else ""
+    )
     return f"set one of [{table}]: {listed}"
 
 
 def _config_files(args: list[str]) -> list[str]:
     """Return all values of ``--job.config_file``, in either form."""
-    options = (arg.split("=", 1) if "=" in arg else (arg, after) for arg, after in itertools.pairwise([*args, ""]))
-    return [value for name, value in options if name.replace("-", "_") == "__job.config_file"]
+    options = (
+        arg.split("=", 1) if "=" in arg else (arg, after)
+        for arg, after in itertools.pairwise([*args, ""])
+    )
+    return [
+        value
+        for name, value in options
+        if name.replace("-", "_") == "__job.config_file"
+    ]
 
 
 @contextlib.contextmanager

@@ -6,7 +6,11 @@ from datetime import datetime
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.components.metrics import MetricsProcessor, TensorBoardLogger, _get_metrics_rank
+from torchtitan.components.metrics import (
+    MetricsProcessor,
+    TensorBoardLogger,
+    _get_metrics_rank,
+)
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
@@ -17,9 +21,13 @@ from torchtitan_cad.integration.shadow import Shadow
 class CadMetricsProcessor(CadMetrics, MetricsProcessor):
     """torchtitan's metrics plus CAD's."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None) -> None:
+    def __init__(
+        self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None
+    ) -> None:
         super().__init__(job_config, parallel_dims)
-        self.begin(writes_steps=dist.get_rank() == _get_metrics_rank(parallel_dims, job_config))
+        self.begin(
+            writes_steps=dist.get_rank() == _get_metrics_rank(parallel_dims, job_config)
+        )
 
     def run_folder(self) -> str:
         """TensorBoard's folder of this run; without TensorBoard one that torchtitan would have made for it."""
@@ -27,13 +35,19 @@ class CadMetricsProcessor(CadMetrics, MetricsProcessor):
             if isinstance(one, TensorBoardLogger):
                 return one.writer.log_dir
         name = datetime.now().strftime("%Y%m%d-%H%M")
-        return os.path.join(self.job_config.job.dump_folder, self.job_config.metrics.save_tb_folder, name)
+        return os.path.join(
+            self.job_config.job.dump_folder,
+            self.job_config.metrics.save_tb_folder,
+            name,
+        )
 
 
 class ShadowMetricsProcessor(ShadowMetrics, MetricsProcessor):
     """torchtitan's metrics plus the imbalance as loaded."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, shadow: Shadow) -> None:
+    def __init__(
+        self, job_config: JobConfig, parallel_dims: ParallelDims, shadow: Shadow
+    ) -> None:
         super().__init__(job_config, parallel_dims)
         self.shadow = shadow
 

@@ -44,7 +44,10 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
             upstream.initialise_router_biases(self)
 
         def get_attention_masks(
-            self, input_batch: torch.Tensor, tokenizer: Any, extra_inputs: dict[str, torch.Tensor] | None = None
+            self,
+            input_batch: torch.Tensor,
+            tokenizer: Any,
+            extra_inputs: dict[str, torch.Tensor] | None = None,
         ) -> VarlenMetadata:
             """One plan key per row of the batch, which pipeline schedules chunk along with the rows.
 
@@ -52,14 +55,21 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
             """
             extra_inputs = {} if extra_inputs is None else extra_inputs
             if (keys := extra_inputs.pop(PLAN_KEYS, None)) is None:
-                keys = current_session().plan_now({**extra_inputs, "input": input_batch})
+                keys = current_session().plan_now(
+                    {**extra_inputs, "input": input_batch}
+                )
             extra_inputs.pop(DOCUMENT_IDS, None)
             positions = _take_positions(extra_inputs, input_batch)
             # Tensors in every field: zero-bubble schedules of torch 2.11 ask every leaf for requires_grad.
-            return VarlenMetadata(keys, keys if positions is None else positions, keys, keys)
+            return VarlenMetadata(
+                keys, keys if positions is None else positions, keys, keys
+            )
 
         def forward(
-            self, tokens: torch.Tensor, attention_masks: VarlenMetadata, positions: torch.Tensor | None = None
+            self,
+            tokens: torch.Tensor,
+            attention_masks: VarlenMetadata,
+            positions: torch.Tensor | None = None,
         ) -> torch.Tensor:
             keys = attention_masks.cu_seq_q
             if positions is None:  # context parallelism has cut them
@@ -70,7 +80,9 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
             if self.pingpong is None and not adapter.runs_blocks:
                 return super().forward(tokens, masks, positions)
             h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-            rope = self.freqs_cis if hasattr(self, "freqs_cis") else self.rope_cache  # qwen3, gpt_oss
+            rope = (
+                self.freqs_cis if hasattr(self, "freqs_cis") else self.rope_cache
+            )  # qwen3, gpt_oss
             if self.pingpong is None:
                 h = adapter.run_blocks(self.layers.values(), h, rope, masks, positions)
             else:
@@ -84,13 +96,20 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
 
 
 def build_engine(
-    parts: Sequence[nn.Module], parallel_dims: ParallelDims, job_config: Any, ticks: Ticks | None = None
+    parts: Sequence[nn.Module],
+    parallel_dims: ParallelDims,
+    job_config: Any,
+    ticks: Ticks | None = None,
 ) -> CoreAttentionEngine:
     """Build the session's engine, once all ``parts`` of the model that this rank runs are parallelized."""
     session, models = current_session(), [cast(Any, part) for part in parts]
-    two_rounds = any(model.pingpong is not None and model.pingpong.splits for model in models)
+    two_rounds = any(
+        model.pingpong is not None and model.pingpong.splits for model in models
+    )
     blocks = [block for model in models for block in model.layers.values()]
-    room = read_room(models, parallel_dims, job_config, session.job, session.device_bytes)
+    room = read_room(
+        models, parallel_dims, job_config, session.job, session.device_bytes
+    )
     mesh = session.build_mesh(parallel_dims.world_mesh)
     return session.build(mesh, blocks, room, two_rounds=two_rounds, ticks=ticks)
 
@@ -101,9 +120,13 @@ def has_positions() -> bool:
     return session.redistributes or session.job.documents.by_positions
 
 
-def _take_positions(extra_inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor | None:
+def _take_positions(
+    extra_inputs: dict[str, torch.Tensor], tokens: torch.Tensor
+) -> torch.Tensor | None:
     """Take int32 [B, S] positions out of a batch's inputs; columns where it has none and needs some."""
-    own, redistributed = (extra_inputs.pop(name, None) for name in (OWN_POSITIONS, POSITIONS))
+    own, redistributed = (
+        extra_inputs.pop(name, None) for name in (OWN_POSITIONS, POSITIONS)
+    )
     if redistributed is not None:
         return redistributed
     if own is not None:
@@ -111,7 +134,9 @@ def _take_positions(extra_inputs: dict[str, torch.Tensor], tokens: torch.Tensor)
     if not has_positions():
         return None
     rows, seq_len = tokens.shape
-    return torch.arange(seq_len, dtype=torch.int32, device=tokens.device).repeat(rows, 1)
+    return torch.arange(seq_len, dtype=torch.int32, device=tokens.device).repeat(
+        rows, 1
+    )
 
 
 def positions_of(masks: VarlenMetadata) -> torch.Tensor | None:
@@ -119,7 +144,9 @@ def positions_of(masks: VarlenMetadata) -> torch.Tensor | None:
     return masks.cu_seq_k if masks.cu_seq_k.ndim == 2 else None
 
 
-def update_without_cp(update_from_config: Callable[..., None], job_config: Any, **kwargs: Any) -> None:
+def update_without_cp(
+    update_from_config: Callable[..., None], job_config: Any, **kwargs: Any
+) -> None:
     """Update model args as torchtitan does, which refuses context parallelism with all of its attention but sdpa."""
     with mock.patch.object(job_config.parallelism, "context_parallel_degree", 1):
         update_from_config(job_config, **kwargs)
@@ -140,5 +167,9 @@ def cad_model_args(args: Any) -> Any:
             self.attn_type, self.attn_mask_type = "varlen", "block_causal"
 
     CadModelArgs.__name__ = CadModelArgs.__qualname__ = f"Cad{args_cls.__name__}"
-    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+    values = {
+        field.name: getattr(args, field.name)
+        for field in dataclasses.fields(args)
+        if field.init
+    }
     return CadModelArgs(**values)

@@ -26,7 +26,12 @@ from torchtitan.models.gpt_oss.model import model as gpt_oss
 from torchtitan.models.llama4.model import model as llama4
 from torchtitan.protocols.train_spec import get_train_spec
 
-from torchtitan_cad.integration.torchtitan_v0_2.blocks import CoreAttentionParallel, TitanBlock, local, rows
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
+    CoreAttentionParallel,
+    TitanBlock,
+    local,
+    rows,
+)
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.runtime.ops import core_attention, core_attention_with_lse
@@ -45,14 +50,22 @@ class Adapter:
     runs_blocks = False
     """Whether ``run_blocks`` calls the blocks, in place of the model's ``forward``."""
 
-    def kinds(self, args: Any, seq_len: int, tp: int, dtype_bytes: int) -> tuple[AttentionKind, ...]:
+    def kinds(
+        self, args: Any, seq_len: int, tp: int, dtype_bytes: int
+    ) -> tuple[AttentionKind, ...]:
         """Return the kinds of attention of a flavor's layers, with the heads of a TP rank, for rows of ``seq_len``."""
-        layers = Counter(self.kind_of(args, layer, seq_len) for layer in range(args.n_layers))
+        layers = Counter(
+            self.kind_of(args, layer, seq_len) for layer in range(args.n_layers)
+        )
         shape, scale = self.shape(args, tp, dtype_bytes), self.scale(args, seq_len)
         names: tuple[Kind, ...] = ("full", "chunked", "window")
 
         def kind(name: Kind) -> AttentionKind:
-            of_kind = replace(shape, window=args.sliding_window_size) if name == "window" else shape
+            of_kind = (
+                replace(shape, window=args.sliding_window_size)
+                if name == "window"
+                else shape
+            )
             block = args.fixed_attn_block_size if name == "chunked" else None
             return AttentionKind(name, layers[name], of_kind, block, scale)
 
@@ -65,7 +78,9 @@ class Adapter:
     def shape(self, args: Any, tp: int, dtype_bytes: int) -> AttentionShape:
         """Return the attention shape of a TP rank without a window."""
         head_dim = getattr(args, "head_dim", None) or args.dim // args.n_heads
-        return AttentionShape(args.n_heads // tp, self.key_heads(args) // tp, head_dim, dtype_bytes)
+        return AttentionShape(
+            args.n_heads // tp, self.key_heads(args) // tp, head_dim, dtype_bytes
+        )
 
     def key_heads(self, args: Any) -> int:
         """Return the number of key heads of the whole model."""
@@ -76,14 +91,23 @@ class Adapter:
         return None
 
     def run_blocks(
-        self, blocks: Iterable[Any], h: Tensor, rope: Tensor, masks: VarlenMetadata, positions: Tensor | None
+        self,
+        blocks: Iterable[Any],
+        h: Tensor,
+        rope: Tensor,
+        masks: VarlenMetadata,
+        positions: Tensor | None,
     ) -> Tensor:
         """Compute the last block's output from the first one's input ``h`` [B, S, dim]."""
         raise NotImplementedError
 
-    def replace_attention(self, block: Any, mesh: DeviceMesh, engine: str, scale: float) -> None:
+    def replace_attention(
+        self, block: Any, mesh: DeviceMesh, engine: str, scale: float
+    ) -> None:
         """Make ``block`` attend through the registered ``engine``, with the ``scale`` that it was built for."""
-        parallelize_module(block.attention.inner_attention, mesh, CoreAttentionParallel(engine, scale))
+        parallelize_module(
+            block.attention.inner_attention, mesh, CoreAttentionParallel(engine, scale)
+        )
 
     def view(self, block: Any, engine: str) -> TitanBlock:
         """Return the block as ping-pong runs it."""
@@ -95,22 +119,37 @@ class _ByProjection(Adapter):
     has_sinks = False
     """Whether a learned sink takes part of every head's attention."""
 
-    def project(self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None) -> Projected:
+    def project(
+        self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None
+    ) -> Projected:
         """Project x [B, S, dim] to rows of queries, keys and values, rotated."""
         raise NotImplementedError
 
-    def replace_attention(self, block: Any, mesh: DeviceMesh, engine: str, scale: float) -> None:
+    def replace_attention(
+        self, block: Any, mesh: DeviceMesh, engine: str, scale: float
+    ) -> None:
         attention, adapter = block.attention, self
         own = getattr(attention, "softmax_scale", scale)
         if abs(own - scale) > 1e-6 * scale:
-            raise ValueError(f"attention scale {own} differs from {scale}, with which CAD was built")
+            raise ValueError(
+                f"attention scale {own} differs from {scale}, with which CAD was built"
+            )
 
         def forward(
-            self: Any, x: Tensor, rope: Tensor, masks: VarlenMetadata, positions: Tensor | None = None
+            self: Any,
+            x: Tensor,
+            rope: Tensor,
+            masks: VarlenMetadata,
+            positions: Tensor | None = None,
         ) -> Tensor:
             q, k, v, shared = adapter.project(self, x, rope, positions)
             if adapter.has_sinks:
-                out = _feed_sinks(self, *core_attention_with_lse(q, k, v, masks.cu_seq_q, engine, shared=shared))
+                out = _feed_sinks(
+                    self,
+                    *core_attention_with_lse(
+                        q, k, v, masks.cu_seq_q, engine, shared=shared
+                    ),
+                )
             else:
                 out = core_attention(q, k, v, masks.cu_seq_q, engine, shared=shared)
             return self.wo(out.reshape(*x.shape[:2], -1))
@@ -135,7 +174,13 @@ class _ProjectedBlock(TitanBlock):
         if adapter.has_sinks:
             self.rescale = partial(_feed_sinks, block.attention)
 
-        def forward(self: Any, x: Tensor, rope: Tensor, masks: None, positions: Tensor | None = None) -> Projected:
+        def forward(
+            self: Any,
+            x: Tensor,
+            rope: Tensor,
+            masks: None,
+            positions: Tensor | None = None,
+        ) -> Projected:
             return adapter.project(self, x, rope, positions)
 
         block.attention.forward = types.MethodType(forward, block.attention)
@@ -143,10 +188,14 @@ class _ProjectedBlock(TitanBlock):
     def take_core(self) -> None:
         self.can_split = False
 
-    def project(self, x: Tensor, rope: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+    def project(
+        self, x: Tensor, rope: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, ...]:
         normed = self.block.attention_norm(x)
         if self.adapter.runs_blocks:  # attention takes no positions
-            return self.block.attention(normed, rope if positions is None else rope[positions], None)
+            return self.block.attention(
+                normed, rope if positions is None else rope[positions], None
+            )
         return self.block.attention(normed, rope, None, positions)
 
 
@@ -154,22 +203,45 @@ class DeepSeekV3(_ByProjection):
     """Multi-head latent attention: values have other sizes than keys, whose rotary part all heads share."""
 
     def shape(self, args: Any, tp: int, dtype_bytes: int) -> AttentionShape:
-        heads, key_dim = args.n_heads // tp, args.qk_nope_head_dim + args.qk_rope_head_dim
-        return AttentionShape(heads, heads, key_dim, dtype_bytes, args.v_head_dim, args.qk_rope_head_dim)
+        heads, key_dim = (
+            args.n_heads // tp,
+            args.qk_nope_head_dim + args.qk_rope_head_dim,
+        )
+        return AttentionShape(
+            heads, heads, key_dim, dtype_bytes, args.v_head_dim, args.qk_rope_head_dim
+        )
 
     def scale(self, args: Any, seq_len: int) -> float:
-        mscale = 0.1 * args.mscale * math.log(args.rope_factor) + 1.0 if seq_len > args.original_seq_len else 1.0
+        mscale = (
+            0.1 * args.mscale * math.log(args.rope_factor) + 1.0
+            if seq_len > args.original_seq_len
+            else 1.0
+        )
         return self.shape(args, 1, 1).head_dim ** -0.5 * mscale * mscale
 
-    def project(self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None) -> Projected:
+    def project(
+        self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None
+    ) -> Projected:
         rotate, by_head = deepseek_v3.apply_rotary_emb, (*x.shape[:2], -1)
-        nope, rotary, value = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim
-        q = attention.wq(x) if attention.q_lora_rank == 0 else attention.wq_b(attention.q_norm(attention.wq_a(x)))
+        nope, rotary, value = (
+            attention.qk_nope_head_dim,
+            attention.qk_rope_head_dim,
+            attention.v_head_dim,
+        )
+        q = (
+            attention.wq(x)
+            if attention.q_lora_rank == 0
+            else attention.wq_b(attention.q_norm(attention.wq_a(x)))
+        )
         q, q_rotary = q.view(*by_head, nope + rotary).split([nope, rotary], dim=-1)
         q = torch.cat((q, rotate(q_rotary, rope, positions)), dim=-1)
-        latent, k_rotary = attention.wkv_a(x).split([attention.kv_lora_rank, rotary], dim=-1)
+        latent, k_rotary = attention.wkv_a(x).split(
+            [attention.kv_lora_rank, rotary], dim=-1
+        )
         shared = rotate(k_rotary.unsqueeze(2), rope, positions)
-        if isinstance(shared, DTensor):  # every TP rank adds what its heads contribute to the gradient
+        if isinstance(
+            shared, DTensor
+        ):  # every TP rank adds what its heads contribute to the gradient
             shared = shared.to_local(grad_placements=[Partial()])
         kv = attention.wkv_b(attention.kv_norm(latent)).view(*by_head, nope + value)
         k, v = kv.split([nope, value], dim=-1)
@@ -181,11 +253,19 @@ class Llama4(_ByProjection):
 
     def kind_of(self, args: Any, layer: int, seq_len: int) -> Kind:
         period, block = args.every_n_layers_nope, args.fixed_attn_block_size
-        return "full" if period is None or layer % period == 0 or seq_len <= block else "chunked"
+        return (
+            "full"
+            if period is None or layer % period == 0 or seq_len <= block
+            else "chunked"
+        )
 
-    def project(self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None) -> Projected:
+    def project(
+        self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None
+    ) -> Projected:
         linears = attention.wq, attention.wk, attention.wv
-        q, k, v = (linear(x).view(*x.shape[:2], -1, attention.head_dim) for linear in linears)
+        q, k, v = (
+            linear(x).view(*x.shape[:2], -1, attention.head_dim) for linear in linears
+        )
         if attention.use_rope:
             q, k = llama4.apply_rotary_emb(q, k, freqs_cis=rope, positions=positions)
         return rows(q), rows(k), rows(v), None
@@ -197,20 +277,36 @@ class GptOss(_ByProjection):
     has_sinks = runs_blocks = True
 
     def kind_of(self, args: Any, layer: int, seq_len: int) -> Kind:
-        return "full" if layer % 2 == 1 or seq_len <= args.sliding_window_size else "window"
+        return (
+            "full"
+            if layer % 2 == 1 or seq_len <= args.sliding_window_size
+            else "window"
+        )
 
     def run_blocks(
-        self, blocks: Iterable[Any], h: Tensor, rope: Tensor, masks: VarlenMetadata, positions: Tensor | None
+        self,
+        blocks: Iterable[Any],
+        h: Tensor,
+        rope: Tensor,
+        masks: VarlenMetadata,
+        positions: Tensor | None,
     ) -> Tensor:
-        rope = rope if positions is None else rope[positions]  # blocks take no positions
+        rope = (
+            rope if positions is None else rope[positions]
+        )  # blocks take no positions
         by_name = dict.fromkeys(("basic_mask", "sliding_window_mask"), masks)
         for block in blocks:
             h = block(h, rope, by_name)
         return h
 
-    def project(self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None) -> Projected:
+    def project(
+        self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None
+    ) -> Projected:
         linears, rope = (attention.wq, attention.wk, attention.wv), local(rope)
-        q, k, v = (local(linear(x)).view(*x.shape[:2], -1, attention.head_dim) for linear in linears)
+        q, k, v = (
+            local(linear(x)).view(*x.shape[:2], -1, attention.head_dim)
+            for linear in linears
+        )
         rope = rope[: x.shape[1]] if rope.ndim == 2 else rope
         cos, sin = rope.to(q.dtype).unsqueeze(-2).chunk(2, dim=-1)
         q, k = (heads * cos + gpt_oss.rotate_half(heads) * sin for heads in (q, k))
@@ -233,10 +329,15 @@ def adapter_of(name: str) -> Adapter | None:
         return ADAPTERS[name]
     try:
         model_cls = get_train_spec(name).model_cls
-    except Exception:  # unknown, or whatever importing one of torchtitan's experiments raises
+    except (
+        Exception
+    ):  # unknown, or whatever importing one of torchtitan's experiments raises
         return None
     for known, adapter in ADAPTERS.items():
-        if issubclass(model_cls, import_module(f"torchtitan.models.{known}").get_train_spec().model_cls):
+        if issubclass(
+            model_cls,
+            import_module(f"torchtitan.models.{known}").get_train_spec().model_cls,
+        ):
             return adapter
     return None
 

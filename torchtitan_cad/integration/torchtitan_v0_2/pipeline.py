@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+)
 from torch.distributed.pipelining import PipelineStage
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -16,7 +18,10 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.engines import Ticks
 from torchtitan_cad.integration.pipeline.schedule import TickSchedule
-from torchtitan_cad.integration.torchtitan_v0_2.blocks import checkpointing, selects_operators
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
+    checkpointing,
+    selects_operators,
+)
 from torchtitan_cad.integration.torchtitan_v0_2.model import build_engine
 from torchtitan_cad.integration.torchtitan_v0_2.stages import stage_modules
 from torchtitan_cad.planning.pipeline.program import make_program
@@ -37,35 +42,74 @@ def pipeline_in_ticks(
     loss_fn: Callable[..., torch.Tensor],
 ) -> tuple[TickSchedule, list[nn.Module], bool, bool]:
     """Cut the model into stages and build their schedule; arguments and results as of torchtitan's ``pipeline_llm``."""
-    parallelism, section, pp_mesh = job_config.parallelism, job_config.training, parallel_dims.get_mesh("pp")
+    parallelism, section, pp_mesh = (
+        job_config.parallelism,
+        job_config.training,
+        parallel_dims.get_mesh("pp"),
+    )
     # The dtype of activations, which FSDP alone casts: torchtitan does not use its autocast with pipelines.
-    dtype = TORCH_DTYPE_MAP[section.mixed_precision_param if parallel_dims.fsdp_enabled else section.dtype]
+    dtype = TORCH_DTYPE_MAP[
+        section.mixed_precision_param if parallel_dims.fsdp_enabled else section.dtype
+    ]
     names = stage_modules(parallelism, model_args.n_layers)
     split, parts = pipeline_module_split(model, pp_mesh, _LOOPED, device, names)
     parts = [parallelize_fn(part, parallel_dims, job_config) for part in parts]
     stages = []
     for old, part in zip(split, parts, strict=True):
-        inputs, outputs = _boundary(job_config, model_args, dtype, old.stage_index, old.num_stages)
+        inputs, outputs = _boundary(
+            job_config, model_args, dtype, old.stage_index, old.num_stages
+        )
         stages.append(
-            PipelineStage(part, old.stage_index, old.num_stages, device, inputs, outputs, group=pp_mesh.get_group("pp"))
+            PipelineStage(
+                part,
+                old.stage_index,
+                old.num_stages,
+                device,
+                inputs,
+                outputs,
+                group=pp_mesh.get_group("pp"),
+            )
         )
 
-    microbatches = section.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    microbatches = (
+        section.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    )
     ticks = tick_schedule(parallel_dims.pp, microbatches, len(stages))
-    mine = {stage.stage_index: recomputed_blocks(stage.submod, job_config) for stage in stages}
+    mine = {
+        stage.stage_index: recomputed_blocks(stage.submod, job_config)
+        for stage in stages
+    }
     every: list[Any] = [None] * parallel_dims.pp
     dist.all_gather_object(every, mine, group=pp_mesh.get_group("pp"))
-    blocks = [recomputed for _, recomputed in sorted(stage for each in every for stage in each.items())]
+    blocks = [
+        recomputed
+        for _, recomputed in sorted(stage for each in every for stage in each.items())
+    ]
     training = make_program(ticks, blocks)
     validation = make_program([tick for tick in ticks if tick.forward], blocks)
-    engine = build_engine(parts, parallel_dims, job_config, Ticks(training, validation, dtype))
+    engine = build_engine(
+        parts, parallel_dims, job_config, Ticks(training, validation, dtype)
+    )
     assert isinstance(engine, TickEngine)
-    schedule = TickSchedule(stages, microbatches, loss_fn, training, validation, engine, job_config.cad.nano_batches)
+    schedule = TickSchedule(
+        stages,
+        microbatches,
+        loss_fn,
+        training,
+        validation,
+        engine,
+        job_config.cad.nano_batches,
+    )
     logger.info(
         f"Using pipeline schedule {parallelism.pipeline_parallel_schedule} with {microbatches} microbatches and "
         f"{len(names)} stages: {len(ticks)} ticks, blocks per stage {[len(stage) for stage in blocks]}"
     )
-    return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    return (
+        schedule,
+        parts,
+        any(stage.is_first for stage in stages),
+        any(stage.is_last for stage in stages),
+    )
 
 
 def recomputed_blocks(part: nn.Module, job_config: JobConfig) -> list[bool]:
@@ -75,12 +119,18 @@ def recomputed_blocks(part: nn.Module, job_config: JobConfig) -> list[bool]:
     # With two nano-batches, whole blocks are checkpointed as units of their own.
     blocks = (stage.pingpong and stage.pingpong.units) or stage.layers.values()
     return [
-        not by_operator and any(isinstance(module, CheckpointWrapper) for module in block.modules()) for block in blocks
+        not by_operator
+        and any(isinstance(module, CheckpointWrapper) for module in block.modules())
+        for block in blocks
     ]
 
 
 def _boundary(
-    job_config: JobConfig, model_args: Any, dtype: torch.dtype, stage: int, num_stages: int
+    job_config: JobConfig,
+    model_args: Any,
+    dtype: torch.dtype,
+    stage: int,
+    num_stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and output of a stage, as meta tensors. Between stages rows are sharded over CP and TP."""
     parallelism = job_config.parallelism
@@ -88,7 +138,11 @@ def _boundary(
     tokens = job_config.training.seq_len // parallelism.context_parallel_degree
     with torch.device("meta"):
         shard = tokens // parallelism.tensor_parallel_degree
-        hidden = torch.empty(rows, shard, model_args.dim, dtype=dtype, requires_grad=True)
+        hidden = torch.empty(
+            rows, shard, model_args.dim, dtype=dtype, requires_grad=True
+        )
         first = torch.empty(rows, tokens, dtype=torch.int64)
-        last = torch.empty(rows, tokens, model_args.vocab_size, dtype=dtype, requires_grad=True)
+        last = torch.empty(
+            rows, tokens, model_args.vocab_size, dtype=dtype, requires_grad=True
+        )
     return (hidden if stage else first), (hidden if stage < num_stages - 1 else last)

@@ -21,7 +21,10 @@ import torchtitan.distributed.context_parallel as titan_cp
 import torchtitan.protocols.train_spec as titan_specs
 from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
+from torchtitan.components.optimizer import (
+    build_optimizers,
+    build_optimizers_with_moe_load_balancing,
+)
 from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -40,7 +43,12 @@ from torchtitan_cad.integration.run_state import begin_run
 from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.integration.torchtitan_v0_2 import upstream
-from torchtitan_cad.integration.torchtitan_v0_2.blocks import apply_ac, apply_compile, checkpointing, selects_operators
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
+    apply_ac,
+    apply_compile,
+    checkpointing,
+    selects_operators,
+)
 from torchtitan_cad.integration.torchtitan_v0_2.checks import choose_streams, validate
 from torchtitan_cad.integration.torchtitan_v0_2.experts import check_experts
 from torchtitan_cad.integration.torchtitan_v0_2.folders import check_folders
@@ -64,7 +72,12 @@ from torchtitan_cad.integration.torchtitan_v0_2.model import (
     has_positions,
     positions_of,
 )
-from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS, Adapter, adapter_of, has_experts
+from torchtitan_cad.integration.torchtitan_v0_2.models import (
+    ADAPTERS,
+    Adapter,
+    adapter_of,
+    has_experts,
+)
 from torchtitan_cad.integration.torchtitan_v0_2.pipeline import pipeline_in_ticks
 from torchtitan_cad.integration.torchtitan_v0_2.resume import check_workers_when_loaded
 from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
@@ -101,22 +114,34 @@ def on_config(config: JobConfig) -> None:
     name = config.model.name
     schedule = config.parallelism.pipeline_parallel_schedule
     if not has_cad(config):
-        if schedule in TICK_SCHEDULES and config.parallelism.pipeline_parallel_degree > 1:
+        if (
+            schedule in TICK_SCHEDULES
+            and config.parallelism.pipeline_parallel_degree > 1
+        ):
             raise ValueError(
                 f"parallelism.pipeline_parallel_schedule = {schedule!r} needs parallelism.cad = true; set that, or the "
                 "schedule to one of torchtitan's, such as '1F1B'"
             )
         if hasattr(config, "cad") and config.cad.shadow:
-            logger.warning("cad.shadow = true does nothing without parallelism.cad = true")
+            logger.warning(
+                "cad.shadow = true does nothing without parallelism.cad = true"
+            )
         if hasattr(config, "cad"):
             _leave_out_document_ids()
         spec = registered_spec(name)
         check_known(config, spec)
-        if (build := training_loader(config, spec.build_dataloader_fn)) is not spec.build_dataloader_fn:
+        if (
+            build := training_loader(config, spec.build_dataloader_fn)
+        ) is not spec.build_dataloader_fn:
             _override(name, dataclasses.replace(spec, build_dataloader_fn=build))
         return
     spec = check_start(config)
-    _undo.callback(setattr, torch.compiler.config, "cache_key_tag", torch.compiler.config.cache_key_tag)
+    _undo.callback(
+        setattr,
+        torch.compiler.config,
+        "cache_key_tag",
+        torch.compiler.config.cache_key_tag,
+    )
     if config.cad.shadow:
         _leave_out_document_ids()
         _override(name, shadow_train_spec(spec, config.model.flavor))
@@ -124,10 +149,14 @@ def on_config(config: JobConfig) -> None:
     adapter = adapter_of(name)
     assert adapter is not None, "the config has been checked"
     _override(name, cad_train_spec(spec, adapter, config.model.flavor))
-    _undo.enter_context(mock.patch.object(titan_cp, "cp_shard", _contiguous_for_cad(titan_cp.cp_shard)))
+    _undo.enter_context(
+        mock.patch.object(titan_cp, "cp_shard", _contiguous_for_cad(titan_cp.cp_shard))
+    )
     for trainer_cls in _trainer_classes():
         for method in ("forward_backward_step", "train", "close"):
-            _undo.enter_context(mock.patch.object(trainer_cls, method, getattr(trainer_cls, method)))
+            _undo.enter_context(
+                mock.patch.object(trainer_cls, method, getattr(trainer_cls, method))
+            )
         upstream.normalize_pipeline_gradients(trainer_cls)
         name_dead_peers(trainer_cls)
 
@@ -162,7 +191,11 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
     """
     import_custom(config)
     validate(config, world_size)
-    name, parallelism, optimizer = config.model.name, config.parallelism, config.optimizer.name
+    name, parallelism, optimizer = (
+        config.model.name,
+        config.parallelism,
+        config.optimizer.name,
+    )
     spec = registered_spec(name)
     if config.model.flavor not in spec.model_args:
         raise ValueError(
@@ -170,7 +203,11 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
             f"set model.flavor to one of {', '.join(spec.model_args)}"
         )
     model_args = spec.model_args[config.model.flavor]
-    if has_cad(config) and name not in ADAPTERS and not spec.parallelize_fn.__module__.startswith("torchtitan.models."):
+    if (
+        has_cad(config)
+        and name not in ADAPTERS
+        and not spec.parallelize_fn.__module__.startswith("torchtitan.models.")
+    ):
         raise ValueError(
             f"model.name = {name!r}: CAD changes what torchtitan's parallelize functions call; its TrainSpec has one "
             f"of {spec.parallelize_fn.__module__}, give it the parallelize_fn of the model that its class derives from"
@@ -186,10 +223,18 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
             f"pipelines for model.name = {name!r}; set it to 1"
         )
     if spec.build_optimizers_fn in _OPTIMIZER_BUILDERS and optimizer not in _OPTIMIZERS:
-        raise ValueError(f"optimizer.name = {optimizer!r}: set optimizer.name to one of: {', '.join(_OPTIMIZERS)}")
+        raise ValueError(
+            f"optimizer.name = {optimizer!r}: set optimizer.name to one of: {', '.join(_OPTIMIZERS)}"
+        )
     if has_experts(model_args):
-        check_experts(config, model_args, launched_ranks(config) if world_size is None else world_size)
-    if parallelism.pipeline_parallel_degree > 1 and (has_cad(config) or spec.pipelining_fn is pipeline_llm):
+        check_experts(
+            config,
+            model_args,
+            launched_ranks(config) if world_size is None else world_size,
+        )
+    if parallelism.pipeline_parallel_degree > 1 and (
+        has_cad(config) or spec.pipelining_fn is pipeline_llm
+    ):
         stage_modules(parallelism, model_args.n_layers)
     return spec
 
@@ -215,7 +260,9 @@ def _override(name: str, spec: TrainSpec) -> None:
 def _leave_out_document_ids() -> None:
     for cls in (*_trainer_classes(), Validator):
         processed = without_document_ids(cls.post_dataloading_process)
-        _undo.enter_context(mock.patch.object(cls, "post_dataloading_process", processed))
+        _undo.enter_context(
+            mock.patch.object(cls, "post_dataloading_process", processed)
+        )
 
 
 def _trainer_classes() -> list[Any]:
@@ -228,41 +275,68 @@ def _trainer_classes() -> list[Any]:
 def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
     """Make a spec with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
     model_args = {name: cad_model_args(args) for name, args in spec.model_args.items()}
-    tokenize, validator, partial = spec.build_tokenizer_fn, spec.build_validator_fn, functools.partial
+    tokenize, validator, partial = (
+        spec.build_tokenizer_fn,
+        spec.build_validator_fn,
+        functools.partial,
+    )
 
-    def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
-        session = open_session(read_job(job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None))
+    def build_dataloader(
+        *, tokenizer: Any, job_config: JobConfig, **kwargs: Any
+    ) -> BaseDataLoader:
+        session = open_session(
+            read_job(
+                job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None
+            )
+        )
         build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
         loader = open_dataset("training", build, job_config=job_config, **options)
         check_workers_when_loaded(loader)
         return session.wrap_loader(loader)
 
-    def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    def parallelize(
+        model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+    ) -> nn.Module:
         separate_compile_caches(parallel_dims.get_all_one_dimensional_meshes())
         apply_cad(model, parallel_dims, job_config)
-        with _left_to_cad(spec, model, job_config), upstream.sharding_ties_together(model):
+        with (
+            _left_to_cad(spec, model, job_config),
+            upstream.sharding_ties_together(model),
+        ):
             parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
         # Else checkpointing by operator (torch 2.13) stops at what FSDP2 records inside of a block.
-        if parallelized.pingpong is not None or selects_operators(checkpointing(job_config)):
+        if parallelized.pingpong is not None or selects_operators(
+            checkpointing(job_config)
+        ):
             for block in parallelized.layers.values():
                 adopt_hooks(block)
         if not parallel_dims.pp_enabled:
             build_engine([parallelized], parallel_dims, job_config)
         return parallelized
 
-    def pipeline(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, *args: Any) -> Any:
+    def pipeline(
+        model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, *args: Any
+    ) -> Any:
         if current_session().topology.across_stages:
             return pipeline_in_ticks(model, parallel_dims, job_config, *args)
-        schedule, parts, *ends = spec.pipelining_fn(model, parallel_dims, job_config, *args)
+        schedule, parts, *ends = spec.pipelining_fn(
+            model, parallel_dims, job_config, *args
+        )
         build_engine(parts, parallel_dims, job_config)
         return schedule, parts, *ends
 
-    def build_loss(job_config: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any) -> Any:
+    def build_loss(
+        job_config: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any
+    ) -> Any:
         loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
-        return upstream.GradientScaledLoss(loss_fn, upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims))
+        return upstream.GradientScaledLoss(
+            loss_fn, upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims)
+        )
 
     def build_validator(*, job_config: JobConfig, **options: Any) -> Any:
-        built = upstream.build_validator(spec.build_validator_fn, job_config=job_config, **options)
+        built = upstream.build_validator(
+            spec.build_validator_fn, job_config=job_config, **options
+        )
         plan_validation(built, job_config)
         return built
 
@@ -272,7 +346,8 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         model_args=model_args,
         parallelize_fn=parallelize,
         pipelining_fn=spec.pipelining_fn and pipeline,
-        build_tokenizer_fn=tokenize and partial(load_tokenizer, tokenize, vocab_size=model_args[flavor].vocab_size),
+        build_tokenizer_fn=tokenize
+        and partial(load_tokenizer, tokenize, vocab_size=model_args[flavor].vocab_size),
         build_dataloader_fn=build_dataloader,
         build_loss_fn=build_loss,
         build_validator_fn=validator and build_validator,
@@ -280,22 +355,38 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
     )
 
 
-def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+def apply_cad(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> None:
     """Replace the attention of every block by core attention on the CAD mesh."""
     session = current_session()
     mesh = session.build_mesh(parallel_dims.world_mesh)
     adapter, layers = cast(Adapter, model.adapter), cast(nn.ModuleDict, model.layers)
     by_name = {kind.name: kind for kind in session.job.kinds}
-    names = [adapter.kind_of(model.model_args, int(layer), job_config.training.seq_len) for layer in layers]
-    blocks = [(block, engine_name(session.job.kinds, name)) for block, name in zip(layers.values(), names, strict=True)]
+    names = [
+        adapter.kind_of(model.model_args, int(layer), job_config.training.seq_len)
+        for layer in layers
+    ]
+    blocks = [
+        (block, engine_name(session.job.kinds, name))
+        for block, name in zip(layers.values(), names, strict=True)
+    ]
     if session.cad.nano_batches == 2:
-        traced, why = choose_streams(job_config, session.job.device, has_experts(model.model_args))
-        logger.info(f"Streams of nano-batches: {'traced' if traced else 'opaque'} ({why})")
+        traced, why = choose_streams(
+            job_config, session.job.device, has_experts(model.model_args)
+        )
+        logger.info(
+            f"Streams of nano-batches: {'traced' if traced else 'opaque'} ({why})"
+        )
         if traced and session.job.device.type != "cpu":
-            logger.warning("cad.streams = 'traced' has not run on GPUs yet; if it fails, set cad.streams to 'opaque'")
+            logger.warning(
+                "cad.streams = 'traced' has not run on GPUs yet; if it fails, set cad.streams to 'opaque'"
+            )
         new_boundary = None
         if parallel_dims.tp_enabled and not session.job.async_tp:
-            new_boundary = functools.partial(Boundary, session.side_stream, parallel_dims.get_mesh("tp").get_group())
+            new_boundary = functools.partial(
+                Boundary, session.side_stream, parallel_dims.get_mesh("tp").get_group()
+            )
         model.pingpong = PingPong(  # type: ignore[assignment]
             [adapter.view(block, engine) for block, engine in blocks],
             ENGINE,
@@ -312,7 +403,9 @@ def apply_cad(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
 
 
 @contextmanager
-def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> Iterator[None]:
+def _left_to_cad(
+    spec: TrainSpec, model: nn.Module, job_config: JobConfig
+) -> Iterator[None]:
     """Make the model's own parallelize function leave out, or do differently, what CAD does.
 
     It applies no ring or all-gather attention. As it refuses varlen attention under CP, the model meanwhile claims to
@@ -321,7 +414,10 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
     whole blocks where ``checkpointing`` says so. Where tokens are redistributed, tensor parallelism expects their
     positions, as it does those that CP cuts.
     """
-    module, section = sys.modules[spec.parallelize_fn.__module__], checkpointing(job_config)
+    module, section = (
+        sys.modules[spec.parallelize_fn.__module__],
+        checkpointing(job_config),
+    )
     pingpong: Any = model.pingpong
     original_ac = module.apply_ac
 
@@ -340,15 +436,23 @@ def _left_to_cad(spec: TrainSpec, model: nn.Module, job_config: JobConfig) -> It
     if hasattr(module, "apply_cp_to_attention_module"):
         replaced["apply_cp_to_attention_module"] = lambda *_: None
     if pingpong is not None and hasattr(module, "apply_compile"):
-        replaced["apply_compile"] = functools.partial(apply_compile, pingpong, module.apply_compile)
+        replaced["apply_compile"] = functools.partial(
+            apply_compile, pingpong, module.apply_compile
+        )
     if has_positions():
-        appliers = {name: getattr(module, name, None) for name in ("apply_tp", "apply_non_moe_tp")}
+        appliers = {
+            name: getattr(module, name, None)
+            for name in ("apply_tp", "apply_non_moe_tp")
+        }
         replaced |= {
             name: with_positions(apply)
             for name, apply in appliers.items()
             if apply is not None and "cp_enabled" in inspect.signature(apply).parameters
         }
-    with mock.patch.multiple(module, **replaced), mock.patch.object(model.model_args, "attn_type", "sdpa"):
+    with (
+        mock.patch.multiple(module, **replaced),
+        mock.patch.object(model.model_args, "attn_type", "sdpa"),
+    ):
         yield
 
 
@@ -360,14 +464,26 @@ def _contiguous_for_cad(cp_shard: Any) -> Any:
     """
 
     @functools.wraps(cp_shard)
-    def shard(cp_mesh: Any, inputs: Any, attention_masks: Any, load_balancer_type: Any = None, **kwargs: Any) -> Any:
+    def shard(
+        cp_mesh: Any,
+        inputs: Any,
+        attention_masks: Any,
+        load_balancer_type: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         if not isinstance(attention_masks, VarlenMetadata):
-            return cp_shard(cp_mesh, inputs, attention_masks, load_balancer_type, **kwargs)
+            return cp_shard(
+                cp_mesh, inputs, attention_masks, load_balancer_type, **kwargs
+            )
         session, positions = current_session(), positions_of(attention_masks)
         if positions is not None:
             inputs = (*inputs[:2], positions)
-        if session.cad.nano_batches == 2 and not divides_by_row(session.rows_per_microbatch(len(inputs[0]))):
-            inputs = tuple(cut_for_nano_batches(rows, cp_mesh.size()) for rows in inputs)
+        if session.cad.nano_batches == 2 and not divides_by_row(
+            session.rows_per_microbatch(len(inputs[0]))
+        ):
+            inputs = tuple(
+                cut_for_nano_batches(rows, cp_mesh.size()) for rows in inputs
+            )
         inputs, _ = cp_shard(cp_mesh, inputs, None, None, **kwargs)
         return inputs, attention_masks
 

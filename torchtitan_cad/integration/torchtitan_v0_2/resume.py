@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
-from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE
+from torchtitan.components.checkpoint import (
+    DATALOADER,
+    LR_SCHEDULER,
+    OPTIMIZER,
+    TRAIN_STATE,
+)
 from torchtitan.config import JobConfig
 
 from torchtitan_cad.integration.topology import Topology
@@ -19,7 +24,9 @@ METADATA = ".metadata"
 """File that torch writes when a checkpoint is complete."""
 _RANK = re.compile(rf"{DATALOADER}\.dp_rank_(\d+)")
 """Key of the state of a data-parallel rank's loader."""
-_DATA_ANEW = f"add {DATALOADER!r} to checkpoint.exclude_from_loading: the data then begin anew"
+_DATA_ANEW = (
+    f"add {DATALOADER!r} to checkpoint.exclude_from_loading: the data then begin anew"
+)
 _STEP = re.compile(r"step-(\d+)$")
 
 
@@ -32,8 +39,12 @@ def check_resumed(config: JobConfig, start: Path, world_size: int | None) -> Non
     """
     checkpoint = config.checkpoint
     is_own = start.parent == Path(config.job.dump_folder, checkpoint.folder)
-    loads_model_only = start.name == "step-0" if is_own else checkpoint.initial_load_model_only
-    wanted = [name for name in _BESIDE_MODEL if name not in checkpoint.exclude_from_loading]
+    loads_model_only = (
+        start.name == "step-0" if is_own else checkpoint.initial_load_model_only
+    )
+    wanted = [
+        name for name in _BESIDE_MODEL if name not in checkpoint.exclude_from_loading
+    ]
     if loads_model_only or not wanted:
         return
     keys = _saved_keys(start)
@@ -74,8 +85,16 @@ def _model_alone(config: JobConfig, start: Path, is_own: bool) -> str:
             "checkpoint.initial_load_model_only to true"
         )
     found = f"checkpoint.load_step = {config.checkpoint.load_step} is {start}, which holds the model alone"
-    folders = [path for path in start.parent.glob("step-*") if _STEP.match(path.name) and path != start]
-    full = [path for path in folders if any(key.startswith(_BESIDE_MODEL) for key in _saved_keys(path) or ())]
+    folders = [
+        path
+        for path in start.parent.glob("step-*")
+        if _STEP.match(path.name) and path != start
+    ]
+    full = [
+        path
+        for path in folders
+        if any(key.startswith(_BESIDE_MODEL) for key in _saved_keys(path) or ())
+    ]
     if full:
         last = max(int(path.name.removeprefix("step-")) for path in full)
         return f"{found} (checkpoint.last_save_model_only); set checkpoint.load_step to {last}, the last full one"

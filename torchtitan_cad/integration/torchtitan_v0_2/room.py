@@ -21,7 +21,11 @@ def checkpointing_kind(config: JobConfig) -> Checkpointing:
 
 
 def read_room(
-    parts: Sequence[Any], parallel_dims: ParallelDims, config: JobConfig, job: Job, device_bytes: float
+    parts: Sequence[Any],
+    parallel_dims: ParallelDims,
+    config: JobConfig,
+    job: Job,
+    device_bytes: float,
 ) -> KeepCapacity:
     """Return the room of this rank.
 

@@ -143,7 +143,12 @@ def positive(key: str, applies: Condition = always) -> Rule:
 
 
 def positive_if_set(key: str, applies: Condition) -> Rule:
-    return Rule(key, lambda number: number is None or number > 0, "set a positive integer, or leave it out", applies)
+    return Rule(
+        key,
+        lambda number: number is None or number > 0,
+        "set a positive integer, or leave it out",
+        applies,
+    )
 
 
 def not_negative(key: str, applies: Condition = always) -> Rule:
@@ -151,15 +156,24 @@ def not_negative(key: str, applies: Condition = always) -> Rule:
 
 
 def finite(key: str) -> Rule:
-    return Rule(key, lambda number: 0 <= number < math.inf, "set 0 or a positive number", always)
+    return Rule(
+        key, lambda number: 0 <= number < math.inf, "set 0 or a positive number", always
+    )
 
 
 def below_one(key: str) -> Rule:
-    return Rule(key, lambda number: 0 <= number < 1, "set a number from 0 to less than 1", always)
+    return Rule(
+        key,
+        lambda number: 0 <= number < 1,
+        "set a number from 0 to less than 1",
+        always,
+    )
 
 
 def fraction(key: str, applies: Condition = always) -> Rule:
-    return Rule(key, lambda number: 0 <= number <= 1, "set a number from 0 to 1", applies)
+    return Rule(
+        key, lambda number: 0 <= number <= 1, "set a number from 0 to 1", applies
+    )
 
 
 def seconds(key: str) -> Rule:
@@ -174,12 +188,19 @@ def tokens(key: str, applies: Condition = always) -> Rule:
 
 def one_of(key: str, *choices: Any, applies: Condition = always) -> Rule:
     listed = ", ".join(repr(choice) for choice in choices)
-    return Rule(key, lambda value: value in choices, f"set {key} to one of: {listed}", applies)
+    return Rule(
+        key, lambda value: value in choices, f"set {key} to one of: {listed}", applies
+    )
 
 
 def all_of(key: str, *choices: str, applies: Condition = always) -> Rule:
     listed = ", ".join(repr(choice) for choice in choices)
-    return Rule(key, lambda values: set(values) <= set(choices), f"list none but {listed}", applies)
+    return Rule(
+        key,
+        lambda values: set(values) <= set(choices),
+        f"list none but {listed}",
+        applies,
+    )
 
 
 def true(key: str, remedy: str, applies: Condition) -> Rule:
@@ -189,13 +210,24 @@ def true(key: str, remedy: str, applies: Condition) -> Rule:
 def false_on_cpu(key: str) -> Rule:
     """Make a rule for what watches the memory of accelerators."""
     remedy = "it watches an accelerator's memory, which ranks on CPU do not have; set it to false"
-    return Rule(key, lambda enabled: not enabled or utils.device_type != "cpu", remedy, always)
+    return Rule(
+        key, lambda enabled: not enabled or utils.device_type != "cpu", remedy, always
+    )
 
 
-def installed(key: str, value: Any, package: str, remedy: str, applies: Condition = always) -> Rule:
+def installed(
+    key: str, value: Any, package: str, remedy: str, applies: Condition = always
+) -> Rule:
     """Make a rule that refuses a value whose package is not there."""
-    remedy = f"needs the package {package}, which is not installed; install it, or {remedy}"
-    return Rule(key, lambda found: found != value or find_spec(package) is not None, remedy, applies)
+    remedy = (
+        f"needs the package {package}, which is not installed; install it, or {remedy}"
+    )
+    return Rule(
+        key,
+        lambda found: found != value or find_spec(package) is not None,
+        remedy,
+        applies,
+    )
 
 
 def _is_layer_option(option: str) -> bool:
@@ -207,7 +239,10 @@ def _is_backend(name: str) -> bool:
 
 
 RULES = (
-    *(one_of(f"cad.{key}", *choices, applies=has_cad) for key, choices in CHOICES.items()),
+    *(
+        one_of(f"cad.{key}", *choices, applies=has_cad)
+        for key, choices in CHOICES.items()
+    ),
     Rule(
         "cad.heartbeat_seconds",
         lambda number: 0 < number < math.inf,
@@ -245,7 +280,12 @@ RULES = (
         always,
     ),
     tokens("training.seq_len"),
-    Rule("training.max_norm", lambda norm: norm > 0, "set a positive number, or inf to clip nothing", always),
+    Rule(
+        "training.max_norm",
+        lambda norm: norm > 0,
+        "set a positive number, or inf to clip nothing",
+        always,
+    ),
     positive("training.steps"),
     positive("training.gc_freq"),
     false_on_cpu("training.gc_debug"),
@@ -267,9 +307,19 @@ RULES = (
     not_negative("parallelism.pipeline_parallel_first_stage_less_layers", has_pipeline),
     not_negative("parallelism.pipeline_parallel_last_stage_less_layers", has_pipeline),
     positive_if_set("parallelism.pipeline_parallel_layers_per_stage", has_pipeline),
-    one_of("parallelism.context_parallel_load_balancer", "headtail", "ptrr", None, applies=balances_rings),
+    one_of(
+        "parallelism.context_parallel_load_balancer",
+        "headtail",
+        "ptrr",
+        None,
+        applies=balances_rings,
+    ),
     installed(
-        "parallelism.expert_parallel_comm_backend", "deepep", "deep_ep", "set it to 'standard'", has_expert_parallel
+        "parallelism.expert_parallel_comm_backend",
+        "deepep",
+        "deep_ep",
+        "set it to 'standard'",
+        has_expert_parallel,
     ),
     positive("checkpoint.interval", saves),
     Rule(
@@ -289,20 +339,46 @@ RULES = (
         *("model", "optimizer", "dataloader", "lr_scheduler", "train_state"),
         applies=saves,
     ),
-    true("checkpoint.last_save_model_only", "checkpoint.last_save_in_hf to false", saves_in_hf),
-    true("checkpoint.initial_load_model_only", "checkpoint.initial_load_in_hf to false", starts_from_hf),
-    true("checkpoint.initial_load_in_hf", "checkpoint.initial_load_in_hf_quantized to false", starts_from_quantized),
-    installed("checkpoint.last_save_in_hf", True, "safetensors", "set it to false", saves),
-    installed("checkpoint.initial_load_in_hf", True, "safetensors", "set it to false", saves),
+    true(
+        "checkpoint.last_save_model_only",
+        "checkpoint.last_save_in_hf to false",
+        saves_in_hf,
+    ),
+    true(
+        "checkpoint.initial_load_model_only",
+        "checkpoint.initial_load_in_hf to false",
+        starts_from_hf,
+    ),
+    true(
+        "checkpoint.initial_load_in_hf",
+        "checkpoint.initial_load_in_hf_quantized to false",
+        starts_from_quantized,
+    ),
+    installed(
+        "checkpoint.last_save_in_hf", True, "safetensors", "set it to false", saves
+    ),
+    installed(
+        "checkpoint.initial_load_in_hf", True, "safetensors", "set it to false", saves
+    ),
     Rule(
         "activation_checkpoint.selective_ac_option",
         _is_layer_option,
         "set it to 'op', or to a number n such as '2' to checkpoint every nth block",
         checkpoints_selected,
     ),
-    one_of("activation_checkpoint.determinism_check", "default", "none", applies=checkpoints_activations),
+    one_of(
+        "activation_checkpoint.determinism_check",
+        "default",
+        "none",
+        applies=checkpoints_activations,
+    ),
     fraction("activation_checkpoint.memory_budget", has_memory_budget),
-    Rule("compile.backend", _is_backend, "set it to one that torch knows, such as 'inductor'", compiles),
+    Rule(
+        "compile.backend",
+        _is_backend,
+        "set it to one that torch knows, such as 'inductor'",
+        compiles,
+    ),
     seconds("comm.init_timeout_seconds"),
     seconds("comm.train_timeout_seconds"),
     installed("fault_tolerance.enable", True, "torchft", "set it to false", has_no_cad),

@@ -24,7 +24,9 @@ def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
     """Make a spec that trains as ``spec`` does, while a ``Shadow`` sees the batches, with compile caches as CAD's."""
     shadow: Shadow | None = None
 
-    def build_dataloader(*, tokenizer: Any, job_config: JobConfig, **kwargs: Any) -> BaseDataLoader:
+    def build_dataloader(
+        *, tokenizer: Any, job_config: JobConfig, **kwargs: Any
+    ) -> BaseDataLoader:
         nonlocal shadow
         build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
         loader = open_dataset("training", build, job_config=job_config, **options)
@@ -35,11 +37,15 @@ def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         shadow = open_shadow(loader, job, job_config.job.dump_folder)
         return shadow
 
-    def build_metrics(job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None) -> MetricsProcessor:
+    def build_metrics(
+        job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None
+    ) -> MetricsProcessor:
         assert shadow is not None, "torchtitan builds the data loader first"
         return ShadowMetricsProcessor(job_config, parallel_dims, shadow)
 
-    def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    def parallelize(
+        model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+    ) -> nn.Module:
         separate_compile_caches(parallel_dims.get_all_one_dimensional_meshes())
         return spec.parallelize_fn(model, parallel_dims, job_config)
 

@@ -26,15 +26,24 @@ def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
     per_stage = parallelism.pipeline_parallel_layers_per_stage
     if names is not None:
         count = len(names)
-        _check_count(parallelism, count, f"module_fqns_per_model_part has {count} parts")
+        _check_count(
+            parallelism, count, f"module_fqns_per_model_part has {count} parts"
+        )
         _check_names(names, num_layers)
         return names
     if per_stage is not None:
         count = math.ceil((num_layers + first + last) / per_stage)
-        _check_count(parallelism, count, f"pipeline_parallel_layers_per_stage = {per_stage} makes {count} stages")
+        _check_count(
+            parallelism,
+            count,
+            f"pipeline_parallel_layers_per_stage = {per_stage} makes {count} stages",
+        )
     else:
         count = _fewest_stages(parallelism)
-    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    pp, schedule = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.pipeline_parallel_schedule,
+    )
     if count > num_layers + first + last:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree = {pp} with parallelism.pipeline_parallel_schedule = {schedule!r} "
@@ -52,7 +61,10 @@ def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
 
 def _fewest_stages(parallelism: Any) -> int:
     """Return the stages of a pipeline that is told nothing: one a rank, or two."""
-    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    pp, schedule = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.pipeline_parallel_schedule,
+    )
     return pp if _has_one_stage_a_rank(schedule) else 2 * pp
 
 
@@ -63,7 +75,9 @@ def _has_one_stage_a_rank(schedule: str) -> bool:
 
 
 def _has_two_stages_a_rank(schedule: str) -> bool:
-    return schedule not in TICK_SCHEDULES and get_schedule_class(schedule) in V_SCHEDULES
+    return (
+        schedule not in TICK_SCHEDULES and get_schedule_class(schedule) in V_SCHEDULES
+    )
 
 
 def _check_count(parallelism: Any, count: int, cause: str) -> None:
@@ -71,12 +85,18 @@ def _check_count(parallelism: Any, count: int, cause: str) -> None:
 
     ``cause`` tells which key makes them.
     """
-    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    pp, schedule = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.pipeline_parallel_schedule,
+    )
     fewest = _fewest_stages(parallelism)
     if _has_one_stage_a_rank(schedule) or _has_two_stages_a_rank(schedule):
         is_right, needed = count == fewest, f"exactly {fewest} stages"
     else:
-        is_right, needed = count % pp == 0 and count >= fewest, f"two or more times {pp} stages"
+        is_right, needed = (
+            count % pp == 0 and count >= fewest,
+            f"two or more times {pp} stages",
+        )
     if not is_right:
         first = parallelism.pipeline_parallel_first_stage_less_layers
         last = parallelism.pipeline_parallel_last_stage_less_layers
@@ -91,7 +111,9 @@ def _check_names(parts: list[list[str]], num_layers: int) -> None:
     """Raise ValueError unless the parts have every module of the model once."""
     (expected,) = generate_llm_fqn_per_model_part(1, num_layers)
     found = [name for part in parts for name in part]
-    wrong = sorted(set(found) ^ set(expected)) or [name for name in expected if found.count(name) > 1]
+    wrong = sorted(set(found) ^ set(expected)) or [
+        name for name in expected if found.count(name) > 1
+    ]
     if wrong:
         raise ValueError(
             f"parallelism.module_fqns_per_model_part = {parts!r}: {wrong[0]!r} is missing, unknown or there twice; "

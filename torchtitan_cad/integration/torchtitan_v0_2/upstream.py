@@ -30,7 +30,11 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 def _has(cls: type, code: str) -> bool:
     """Whether the source of a class of torchtitan's, or one derived from it, has some code: then it is patched."""
-    return any(code in inspect.getsource(each) for each in cls.__mro__ if each.__module__.startswith("torchtitan."))
+    return any(
+        code in inspect.getsource(each)
+        for each in cls.__mro__
+        if each.__module__.startswith("torchtitan.")
+    )
 
 
 class GradientScaledLoss:
@@ -40,7 +44,9 @@ class GradientScaledLoss:
     every backward reduces the gradients accumulated so far once more.)
     """
 
-    def __init__(self, loss_fn: Callable[..., Tensor], scale: float | Tensor | None = None) -> None:
+    def __init__(
+        self, loss_fn: Callable[..., Tensor], scale: float | Tensor | None = None
+    ) -> None:
         self.loss_fn = loss_fn
         self.scale = scale
 
@@ -51,10 +57,14 @@ class GradientScaledLoss:
         return loss
 
 
-def ddp_gradient_scale(trainer_classes: list[Any], parallel_dims: ParallelDims) -> float | None:
+def ddp_gradient_scale(
+    trainer_classes: list[Any], parallel_dims: ParallelDims
+) -> float | None:
     """Find the factor by which the loss's gradient is too small (repair 2); None without DDP or if patched."""
     is_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled
-    is_patched = any(_has(cls, "(loss * ddp_degree).backward()") for cls in trainer_classes)
+    is_patched = any(
+        _has(cls, "(loss * ddp_degree).backward()") for cls in trainer_classes
+    )
     return float(parallel_dims.dp_replicate) if is_ddp and not is_patched else None
 
 
@@ -68,8 +78,13 @@ def normalize_pipeline_gradients(trainer_cls: Any) -> None:
     original = trainer_cls.forward_backward_step
 
     @functools.wraps(original)
-    def forward_backward_step(self: Any, *, global_valid_tokens: Any, **kwargs: Any) -> Tensor:
-        if not (self.parallel_dims.pp_enabled and isinstance(self.loss_fn, GradientScaledLoss)):
+    def forward_backward_step(
+        self: Any, *, global_valid_tokens: Any, **kwargs: Any
+    ) -> Tensor:
+        if not (
+            self.parallel_dims.pp_enabled
+            and isinstance(self.loss_fn, GradientScaledLoss)
+        ):
             return original(self, global_valid_tokens=global_valid_tokens, **kwargs)
         self.loss_fn.scale = 1.0 / global_valid_tokens
         try:
@@ -109,7 +124,9 @@ def build_validator(build: Callable[..., Any], **options: Any) -> Any:
     is_stock = getattr(type(validator), "validate", None) is Validator.validate
     if is_stock and not is_patched and validator.parallel_dims.cp_enabled:
         # Batches are cut by a copy, which keeps the degrees as they are.
-        validator.post_dataloading_process = copy.copy(validator).post_dataloading_process
+        validator.post_dataloading_process = copy.copy(
+            validator
+        ).post_dataloading_process
         validator.parallel_dims = _ContextAsData(validator.parallel_dims)
     return validator
 
@@ -127,13 +144,26 @@ def sharding_ties_together(model: Any) -> Iterator[None]:
 
     Under tensor parallelism each has a weight of its own while it is sharded, and nothing changes.
     """
-    embedding, output, original = model.tok_embeddings, model.output, titan_sharding.fully_shard
+    embedding, output, original = (
+        model.tok_embeddings,
+        model.output,
+        titan_sharding.fully_shard,
+    )
 
     def fully_shard(modules: Any, **options: Any) -> Any:
-        is_tied = embedding is not None and output is not None and embedding.weight is output.weight
+        is_tied = (
+            embedding is not None
+            and output is not None
+            and embedding.weight is output.weight
+        )
         if is_tied and modules is embedding:
             return embedding
-        if is_tied and isinstance(modules, list) and output in modules and embedding not in modules:
+        if (
+            is_tied
+            and isinstance(modules, list)
+            and output in modules
+            and embedding not in modules
+        ):
             modules = [embedding, *modules]
         return original(modules, **options)
 

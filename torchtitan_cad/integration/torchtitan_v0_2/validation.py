@@ -10,7 +10,11 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.loading.batch_planner import Exhausted
-from torchtitan_cad.integration.loading.loader import PLAN_KEYS, Loader, announced_failure
+from torchtitan_cad.integration.loading.loader import (
+    PLAN_KEYS,
+    Loader,
+    announced_failure,
+)
 from torchtitan_cad.integration.loading.redistribution import Batch
 from torchtitan_cad.integration.session import CadSession, current_session
 
@@ -18,7 +22,9 @@ from torchtitan_cad.integration.session import CadSession, current_session
 def plan_validation(validator: Any, config: JobConfig) -> None:
     """Make torchtitan's ``validator`` draw its batches through a ``ValidationLoader``; others plan as they compute."""
     if (loader := getattr(validator, "validation_dataloader", None)) is not None:
-        validator.validation_dataloader = ValidationLoader(loader, config, current_session())
+        validator.validation_dataloader = ValidationLoader(
+            loader, config, current_session()
+        )
 
 
 @dataclass(eq=False)
@@ -54,7 +60,9 @@ class ValidationLoader:
                 if batch is None or not self._fits(len(batch[1])):
                     planner.announce_exhausted()
                 inputs, labels = batch
-                if self._is_whole_set or handed_out < self.config.validation.steps:  # one more is drawn, and not used
+                if (
+                    self._is_whole_set or handed_out < self.config.validation.steps
+                ):  # one more is drawn, and not used
                     inputs = {**inputs, PLAN_KEYS: self.session.plan_now(inputs)}
                 yield inputs, labels
                 handed_out += 1
@@ -63,7 +71,10 @@ class ValidationLoader:
 
     def _fits(self, rows: int) -> bool:
         """Tell whether the job can run a batch of that many rows, which may be the rest of a data set."""
-        parallelism, wanted = self.config.parallelism, self.config.validation.local_batch_size
+        parallelism, wanted = (
+            self.config.parallelism,
+            self.config.validation.local_batch_size,
+        )
         fits = rows == wanted
         if parallelism.pipeline_parallel_degree == 1:  # else buffers have one size
             cuts_rows = self.config.cad.nano_batches == 2 and rows % 2 == 1
@@ -85,7 +96,11 @@ class ValidationLoader:
                 f"validation.dataset = {name!r} has no batch for {ranks}; set a larger one, or "
                 "validation.local_batch_size or validation.seq_len lower"
             )
-        if len(ended) < len(self.session.ranks) and not self._warned and self.session.group_rank == 0:
+        if (
+            len(ended) < len(self.session.ranks)
+            and not self._warned
+            and self.session.group_rank == 0
+        ):
             self._warned = True
             logger.warning(
                 f"validation.steps = {self.config.validation.steps} ends after {batches} batches, with the data of "

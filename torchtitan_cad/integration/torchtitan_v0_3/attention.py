@@ -36,9 +36,15 @@ class CadAttention(Module):
             sharding = config.sharding_config
             if sharding is not None:
                 shards = sharding.in_src_shardings
-                gradients = dataclasses.replace(sharding.local_map, in_grad_placements=(*shards.values(),))
-                sharding = dataclasses.replace(sharding, in_dst_shardings=shards, local_map=gradients)
-            return Module.Config.build(dataclasses.replace(config, sharding_config=sharding), **options)
+                gradients = dataclasses.replace(
+                    sharding.local_map, in_grad_placements=(*shards.values(),)
+                )
+                sharding = dataclasses.replace(
+                    sharding, in_dst_shardings=shards, local_map=gradients
+                )
+            return Module.Config.build(
+                dataclasses.replace(config, sharding_config=sharding), **options
+            )
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -63,17 +69,25 @@ class CadAttention(Module):
         """
         own = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
         if abs(own - self.scale) > 1e-6 * self.scale:
-            raise ValueError(f"attention scale {own} differs from {self.scale}, with which CAD was built")
+            raise ValueError(
+                f"attention scale {own} differs from {self.scale}, with which CAD was built"
+            )
         batch = q_BLNH.shape[:2]
         with spmd.no_typecheck():
-            q, k, v = (x.to(v_BLNH.dtype).flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
+            q, k, v = (
+                x.to(v_BLNH.dtype).flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH)
+            )
             shared = None
             if self.shared:
                 # Of head 0: the gradients of the other heads' copies, which are zero, are added to this one's.
                 shared = k[:, :1, -self.shared :]
                 k = k[..., : -self.shared]
             if out_transform is None:
-                out = core_attention(q, k, v, plan_key=attention_masks, engine=self.engine, shared=shared)
+                out = core_attention(
+                    q, k, v, plan_key=attention_masks, engine=self.engine, shared=shared
+                )
                 return out.unflatten(0, batch)
-            out, lse = core_attention_with_lse(q, k, v, plan_key=attention_masks, engine=self.engine, shared=shared)
+            out, lse = core_attention_with_lse(
+                q, k, v, plan_key=attention_masks, engine=self.engine, shared=shared
+            )
         return out_transform(out.unflatten(0, batch), lse.unflatten(0, batch))

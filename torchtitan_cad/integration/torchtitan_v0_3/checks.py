@@ -35,7 +35,9 @@ def _check_table(cad: Cad) -> None:
     for key, choices in CHOICES.items():
         value = getattr(cad, key)
         if value not in choices:
-            raise ValueError(f"cad.{key} = {value!r}: set it to one of: {', '.join(map(repr, choices))}")
+            raise ValueError(
+                f"cad.{key} = {value!r}: set it to one of: {', '.join(map(repr, choices))}"
+            )
     if cad.nano_batches != 1 or cad.streams != "auto":
         key = "nano_batches" if cad.nano_batches != 1 else "streams"
         raise ValueError(
@@ -49,7 +51,9 @@ def _check_table(cad: Cad) -> None:
             "goes as well; leave it out"
         )
     if not 0 < cad.heartbeat_seconds < math.inf:
-        raise ValueError(f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0")
+        raise ValueError(
+            f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0"
+        )
     cad.planner_config()
     cad.read_profile()
     _ = cad.buffer_bytes
@@ -60,18 +64,27 @@ def _check_table(cad: Cad) -> None:
 def _check_model(model: Any, config: Trainer.Config) -> None:
     name = f"{config.model_spec.name} {config.model_spec.flavor}"
     layers = getattr(model, "layers", [])
-    if not layers or not all(type(getattr(layer, "attention", None)) in KNOWN for layer in layers):
+    if not layers or not all(
+        type(getattr(layer, "attention", None)) in KNOWN for layer in layers
+    ):
         raise ValueError(
             f"the model {name} has attention that CAD does not know; take a recipe of llama3, qwen3, deepseek_v3 or "
             "gpt_oss, or this one without cad"
         )
     if getattr(model, "mtp_layers", []):
-        raise ValueError(f"the model {name} predicts several tokens, which CAD does not know; take a recipe without")
+        raise ValueError(
+            f"the model {name} predicts several tokens, which CAD does not know; take a recipe without"
+        )
     if has_quantization(model):
-        raise ValueError(f"the model {name} is quantized, which no test has tried with CAD; take a recipe without")
+        raise ValueError(
+            f"the model {name} is quantized, which no test has tried with CAD; take a recipe without"
+        )
     tp = config.parallelism.tensor_parallel_degree
     attention = model.layers[0].attention
-    for what, heads in (("query", attention.n_heads), ("key", getattr(attention, "n_kv_heads", None))):
+    for what, heads in (
+        ("query", attention.n_heads),
+        ("key", getattr(attention, "n_kv_heads", None)),
+    ):
         if heads and heads % tp:
             raise ValueError(
                 f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} {what} heads of {name}; set it "
@@ -89,19 +102,28 @@ def _check_job(config: Trainer.Config, cad: Cad) -> None:
             "(docs/models.md); set it to one of torch's, such as '1F1B'"
         )
     if config.comm.mode != "default":
-        raise ValueError(f"comm.mode = {config.comm.mode!r} cannot play CAD's exchanges; leave it out")
-    if parallelism.context_parallel_degree > 1 and parallelism.spmd_backend == "partial_dtensor":
+        raise ValueError(
+            f"comm.mode = {config.comm.mode!r} cannot play CAD's exchanges; leave it out"
+        )
+    if (
+        parallelism.context_parallel_degree > 1
+        and parallelism.spmd_backend == "partial_dtensor"
+    ):
         raise ValueError(
             f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} with CAD needs another "
             "backend than parallelism.spmd_backend = 'partial_dtensor'; leave that out"
         )
-    if cad.transport == "nvshmem" and (config.compile.enable_async_tensor_parallel or parallelism.enable_fsdp_symm_mem):
+    if cad.transport == "nvshmem" and (
+        config.compile.enable_async_tensor_parallel or parallelism.enable_fsdp_symm_mem
+    ):
         raise ValueError(
             "cad.transport = 'nvshmem' does not go with compile.enable_async_tensor_parallel or "
             "parallelism.enable_fsdp_symm_mem, as torch's symmetric memory has one backend in a process; set it to "
             "'auto'"
         )
-    if not cad.recompute_attention and not isinstance(checkpointing, FullAC.Config | SelectiveAC.Config | None):
+    if not cad.recompute_attention and not isinstance(
+        checkpointing, FullAC.Config | SelectiveAC.Config | None
+    ):
         raise ValueError(
             "cad.recompute_attention = false does not go with activation-checkpoint:memory-budget; leave one out"
         )
@@ -113,11 +135,20 @@ def _check_job(config: Trainer.Config, cad: Cad) -> None:
 
 def _check_ranks(config: Trainer.Config, cad: Cad, ranks: int) -> None:
     parallelism = config.parallelism
-    degrees = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
+    degrees = (
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "pipeline_parallel_degree",
+    )
     product = math.prod(getattr(parallelism, degree) for degree in degrees)
     if ranks % product:
-        listed = ", ".join(f"parallelism.{degree} = {getattr(parallelism, degree)}" for degree in degrees)
-        raise ValueError(f"{listed}: their product does not divide the {ranks} ranks; set others")
+        listed = ", ".join(
+            f"parallelism.{degree} = {getattr(parallelism, degree)}"
+            for degree in degrees
+        )
+        raise ValueError(
+            f"{listed}: their product does not divide the {ranks} ranks; set others"
+        )
     topology = Topology.from_job(parallelism, ranks)
     cad.planner_config(topology)
     if cad.rank_speeds is not None and len(cad.rank_speeds) != topology.group_size:

@@ -39,7 +39,9 @@ def _name_one_backend() -> None:
     init_distributed = utils.init_distributed
 
     @functools.wraps(init_distributed)
-    def with_one_backend(*args: Any, enable_cpu_backend: bool = False, **options: Any) -> int:
+    def with_one_backend(
+        *args: Any, enable_cpu_backend: bool = False, **options: Any
+    ) -> int:
         return init_distributed(*args, **options)
 
     utils.init_distributed = with_one_backend
@@ -49,12 +51,17 @@ def _exchange_unequal_parts() -> None:
     """Experts' tokens travel by ``all_to_all``, which gloo does for parts of one size alone, unlike the one below."""
 
     def all_to_all(
-        output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None, async_op: bool = False
+        output_tensor_list: list[Tensor],
+        input_tensor_list: list[Tensor],
+        group: Any = None,
+        async_op: bool = False,
     ) -> None:
         received = [len(part) for part in output_tensor_list]
         sent = [len(part) for part in input_tensor_list]
         came = torch.cat(output_tensor_list)
-        dist.all_to_all_single(came, torch.cat(input_tensor_list), received, sent, group)
+        dist.all_to_all_single(
+            came, torch.cat(input_tensor_list), received, sent, group
+        )
         for part, rows in zip(output_tensor_list, came.split(received), strict=True):
             part.copy_(rows)
 

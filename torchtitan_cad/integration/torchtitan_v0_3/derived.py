@@ -19,7 +19,9 @@ def derived(config: Any, methods: type, **added: Any) -> Any:
     for name, value in added.items():
         value_cls = type(value)
         new_fields.append((name, value_cls, field(default_factory=value_cls)))
-    config_cls = make_dataclass("Config", new_fields, bases=(base,), kw_only=True, slots=True)
+    config_cls = make_dataclass(
+        "Config", new_fields, bases=(base,), kw_only=True, slots=True
+    )
     body = {"Config": config_cls, "__module__": methods.__module__}
     # torchtitan notes the new class as what the new config builds.
     type(owner)(f"{methods.__name__}Of{owner.__name__}", (methods, owner), body)

@@ -14,7 +14,12 @@ from torchtitan_cad.integration.errors import TRACEBACK_OPTION, is_first_of_node
 from torchtitan_cad.integration.torchtitan_v0_3.derived import derived
 from torchtitan_cad.tyro_errors import say_error
 
-_DEMO_DATASETS = ("python_stdlib", "python_stdlib_validation", "python_packages", "python_packages_validation")
+_DEMO_DATASETS = (
+    "python_stdlib",
+    "python_stdlib_validation",
+    "python_packages",
+    "python_packages_validation",
+)
 
 
 def run_recipe(arguments: list[str], progress: SimpleNamespace) -> None:
@@ -60,4 +65,6 @@ def parse(arguments: list[str]) -> Any:
     except SystemExit as end:  # tyro has printed a panel
         if not end.code:
             raise
-        raise ValueError(f"{say_error(printed.getvalue())}; --help lists every option and what it takes") from None
+        raise ValueError(
+            f"{say_error(printed.getvalue())}; --help lists every option and what it takes"
+        ) from None

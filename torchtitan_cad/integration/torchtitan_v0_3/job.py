@@ -30,13 +30,18 @@ def read_job(config: Trainer.Config, cad: Cad, device: torch.device) -> Job:
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     model = config.model_spec.model
     microbatches = microbatches_of(config)
-    batches = max(1, training.global_batch_size // (training.local_batch_size * topology.dp))
+    batches = max(
+        1, training.global_batch_size // (training.local_batch_size * topology.dp)
+    )
     return Job(
         cad=cad.deterministic() if config.debug.deterministic else cad,
         topology=topology,
         kinds=recipe_kinds(model, training.seq_len, topology.tp, dtype.itemsize),
         dtype=dtype,
-        experts_per_token=max((layer.moe.router.top_k for layer in model.layers if layer.moe is not None), default=0),
+        experts_per_token=max(
+            (layer.moe.router.top_k for layer in model.layers if layer.moe is not None),
+            default=0,
+        ),
         device=device,
         documents=DocumentRule(by_positions=True),
         # The loader gives one microbatch at a time, and a step has those of all its batches.
@@ -57,21 +62,32 @@ def microbatches_of(config: Trainer.Config) -> int:
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1:
         return 1
-    return config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    return (
+        config.training.local_batch_size
+        // parallelism.pipeline_parallel_microbatch_size
+    )
 
 
-def recipe_kinds(model: Any, seq_len: int, tp: int, dtype_bytes: int) -> tuple[AttentionKind, ...]:
+def recipe_kinds(
+    model: Any, seq_len: int, tp: int, dtype_bytes: int
+) -> tuple[AttentionKind, ...]:
     """Return the kinds of a model's attention in a TP rank, for rows of ``seq_len`` tokens."""
     layers = Counter(layer_kind(layer.attention, seq_len) for layer in model.layers)
     kinds = []
     names: tuple[KindName, ...] = ("full", "window")
     for name in names:
         if layers[name]:
-            attention = next(x.attention for x in model.layers if layer_kind(x.attention, seq_len) == name)
+            attention = next(
+                x.attention
+                for x in model.layers
+                if layer_kind(x.attention, seq_len) == name
+            )
             shape = attention_shape(attention, tp, dtype_bytes)
             if name == "window":
                 shape = replace(shape, window=attention.sliding_window_size)
-            kinds.append(AttentionKind(name, layers[name], shape, scale=score_scale(attention)))
+            kinds.append(
+                AttentionKind(name, layers[name], shape, scale=score_scale(attention))
+            )
     return tuple(kinds)
 
 
@@ -104,7 +120,11 @@ def attention_shape(attention: Any, tp: int, dtype_bytes: int) -> AttentionShape
 def score_scale(attention: Any) -> float | None:
     """Return the factor on a layer's scores, as its module computes it; None: 1 / sqrt(head_dim)."""
     rope = attention.rope
-    if isinstance(attention, GQAttention.Config) or rope.scaling != "yarn" or rope.rope_factor <= 1.0:
+    if (
+        isinstance(attention, GQAttention.Config)
+        or rope.scaling != "yarn"
+        or rope.rope_factor <= 1.0
+    ):
         return None
     mscale = 0.1 * getattr(attention, "mscale", 1.0) * math.log(rope.rope_factor) + 1.0
     return _head_dim(attention) ** -0.5 * mscale * mscale

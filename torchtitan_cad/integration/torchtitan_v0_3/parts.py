@@ -32,10 +32,24 @@ class PlannedMetrics(CadMetrics):
 
     logger: Any
 
-    def __init__(self, config: Any, *, parallel_dims: Any, dump_folder: str, pp_schedule: str, **options: Any) -> None:
-        own: dict[str, Any] = {"parallel_dims": parallel_dims, "dump_folder": dump_folder, "pp_schedule": pp_schedule}
+    def __init__(
+        self,
+        config: Any,
+        *,
+        parallel_dims: Any,
+        dump_folder: str,
+        pp_schedule: str,
+        **options: Any,
+    ) -> None:
+        own: dict[str, Any] = {
+            "parallel_dims": parallel_dims,
+            "dump_folder": dump_folder,
+            "pp_schedule": pp_schedule,
+        }
         super().__init__(config, **own, **options)  # type: ignore[call-arg]
-        self._folder = os.path.join(dump_folder, config.save_tb_folder, datetime.now().strftime("%Y%m%d-%H%M"))
+        self._folder = os.path.join(
+            dump_folder, config.save_tb_folder, datetime.now().strftime("%Y%m%d-%H%M")
+        )
         rank = _get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule)
         self.begin(writes_steps=dist.get_rank() == rank)
 
@@ -54,10 +68,15 @@ class RecordedMetrics(ShadowMetrics):
 class PlannedValidator:
     """torchtitan's validator with plans that are made as batches come."""
 
-    def post_dataloading_process(self, input_dict: Any, labels: Any, model_parts: Any) -> tuple[Any, Any, Any]:
+    def post_dataloading_process(
+        self, input_dict: Any, labels: Any, model_parts: Any
+    ) -> tuple[Any, Any, Any]:
         """Return tokens, labels and the models' arguments, the plan's key in place of a mask."""
         key = current_session().plan_now(input_dict)
-        tokens, labels, others = super().post_dataloading_process(input_dict, labels, model_parts)  # type: ignore[misc]
+        stock: Any = super()
+        tokens, labels, others = stock.post_dataloading_process(
+            input_dict, labels, model_parts
+        )
         return tokens, labels, {**others, "attention_masks": key}
 
 

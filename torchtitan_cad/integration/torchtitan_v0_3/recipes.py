@@ -19,7 +19,9 @@ def with_cad(config: Any, table: dict[str, Any]) -> Any:
     for key in table:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, 1) or sorted(known)
-            raise ValueError(f"cad({key}=...): no such key; did you mean {', '.join(nearest)}?")
+            raise ValueError(
+                f"cad({key}=...): no such key; did you mean {', '.join(nearest)}?"
+            )
     return derived(config, CadTrainer, cad=Cad(**{"documents": "positions", **table}))
 
 
@@ -34,5 +36,7 @@ def upstream_names(model: str) -> list[str]:
     return [
         name
         for name, value in vars(registry).items()
-        if inspect.isfunction(value) and value.__module__ == registry.__name__ and not name.startswith("_")
+        if inspect.isfunction(value)
+        and value.__module__ == registry.__name__
+        and not name.startswith("_")
     ]

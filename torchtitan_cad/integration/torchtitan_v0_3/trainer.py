@@ -27,7 +27,12 @@ from torchtitan_cad.integration.shadow import open_shadow
 from torchtitan_cad.integration.torchtitan_v0_3.attention import CadAttention
 from torchtitan_cad.integration.torchtitan_v0_3.checks import check_recipe
 from torchtitan_cad.integration.torchtitan_v0_3.derived import derived
-from torchtitan_cad.integration.torchtitan_v0_3.job import layer_kind, microbatches_of, read_job, recipe_kinds
+from torchtitan_cad.integration.torchtitan_v0_3.job import (
+    layer_kind,
+    microbatches_of,
+    read_job,
+    recipe_kinds,
+)
 from torchtitan_cad.integration.torchtitan_v0_3.parts import (
     KeptAttention,
     PlannedMetrics,
@@ -66,9 +71,12 @@ class CadTrainer(Trainer):
     def _recorded(self, config: Any) -> Any:
         """Return a config that trains as ``config`` does, while a ``Shadow`` sees the batches."""
         loader = WrappedLoader(
-            inner=config.dataloader, wrap=lambda inner: open_shadow(inner, self.job, config.dump_folder)
+            inner=config.dataloader,
+            wrap=lambda inner: open_shadow(inner, self.job, config.dump_folder),
         )
-        return dataclasses.replace(config, dataloader=loader, metrics=derived(config.metrics, RecordedMetrics))
+        return dataclasses.replace(
+            config, dataloader=loader, metrics=derived(config.metrics, RecordedMetrics)
+        )
 
     def _build_engine(self) -> None:
         session = current_session()
@@ -89,9 +97,13 @@ class CadTrainer(Trainer):
         room = room_of(of_rank, session.job, session.device_bytes)
         blocks = [block for part in parts for block in part.layers.values()]
         session.build(mesh, blocks, room, two_rounds=False)
-        logger.info(f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks")
+        logger.info(
+            f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks"
+        )
 
-    def post_dataloading_process(self, input_dict: Any, labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def post_dataloading_process(
+        self, input_dict: Any, labels: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return tokens, labels and the model's arguments, the plan's key in place of a mask."""
         if self.shadow:
             return super().post_dataloading_process(input_dict, labels)
@@ -125,7 +137,9 @@ class CadTrainer(Trainer):
             close_job(super().close)
 
 
-def _unwrap_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _unwrap_key(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Make the key a plain host tensor, once FSDP2's root has moved the other arguments to the device."""
     return args, {**kwargs, "attention_masks": kwargs["attention_masks"].unwrap()}
 
@@ -133,18 +147,27 @@ def _unwrap_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _with_cad(config: Any) -> Any:
     """Return a config of the same job with CAD's components."""
     changes: dict[str, Any] = {
-        "model_spec": dataclasses.replace(config.model_spec, model=_with_cad_attention(config)),
-        "dataloader": WrappedLoader(inner=config.dataloader, wrap=lambda inner: current_session().wrap_loader(inner)),
+        "model_spec": dataclasses.replace(
+            config.model_spec, model=_with_cad_attention(config)
+        ),
+        "dataloader": WrappedLoader(
+            inner=config.dataloader,
+            wrap=lambda inner: current_session().wrap_loader(inner),
+        ),
         "metrics": derived(config.metrics, PlannedMetrics),
         "activation_checkpoint": _keeping_attention(config),
         # Rows go where documents are: plans balance, so nothing has to be reordered for that.
-        "parallelism": dataclasses.replace(config.parallelism, context_parallel_load_balancer=None),
+        "parallelism": dataclasses.replace(
+            config.parallelism, context_parallel_load_balancer=None
+        ),
         "training": dataclasses.replace(config.training, disable_cuda_graphs=True),
     }
     if config.validator.enable:
         changes["validator"] = derived(config.validator, PlannedValidator)
     if not config.training.disable_cuda_graphs:
-        logger.info("CUDA graphs of the whole step are off with CAD, whose exchanges differ from batch to batch")
+        logger.info(
+            "CUDA graphs of the whole step are off with CAD, whose exchanges differ from batch to batch"
+        )
     return dataclasses.replace(config, **changes)
 
 
@@ -157,7 +180,9 @@ def _with_cad_attention(config: Any) -> Any:
         name = layer_kind(layer.attention, row_tokens)
         kind = next(kind for kind in kinds if kind.name == name)
         layer.attention.inner_attention = CadAttention.Config(
-            engine=engine_name(kinds, name), scale=kind.score_scale, shared=kind.shape.shared_dim
+            engine=engine_name(kinds, name),
+            scale=kind.score_scale,
+            shared=kind.shape.shared_dim,
         )
     return model
 

@@ -63,7 +63,12 @@ def _middle(tables: Calls, window: int | None) -> tuple[int, int]:
     none = np.zeros(0, np.int64)
     queries = np.concatenate([none, *(np.diff(table.cu_q) for table, _ in tables)])
     keys = np.concatenate([none, *(np.diff(table.cu_k) for table, _ in tables)])
-    causal = np.concatenate([none, *(np.full(table.num_tasks, int(is_causal)) for table, is_causal in tables)])
+    causal = np.concatenate(
+        [
+            none,
+            *(np.full(table.num_tasks, int(is_causal)) for table, is_causal in tables),
+        ]
+    )
     of_tasks = _pairs(queries, queries=queries, keys=keys, causal=causal, window=window)
     before = exclusive_cumsum(of_tasks)
     total = before[-1]
@@ -73,7 +78,13 @@ def _middle(tables: Calls, window: int | None) -> tuple[int, int]:
         return cut, 0
     task = int(np.searchsorted(2 * before, total, side="right")) - 1
     firsts = np.arange(CUT_AT, queries[task], CUT_AT)
-    pairs = _pairs(firsts, queries=queries[task], keys=keys[task], causal=causal[task], window=window)
+    pairs = _pairs(
+        firsts,
+        queries=queries[task],
+        keys=keys[task],
+        causal=causal[task],
+        window=window,
+    )
     left = np.abs(2 * (before[task] + pairs) - total)
     if not len(firsts) or left.min() >= uneven:
         return cut, 0
@@ -81,16 +92,31 @@ def _middle(tables: Calls, window: int | None) -> tuple[int, int]:
     repeated = keys[task] - causal[task] * (queries[task] - first)
     if window is not None:
         repeated = min(repeated, window - 1)
-    return (task, first) if repeated <= MOST_REPEATED * (2 * queries + keys).sum() else (cut, 0)
+    return (
+        (task, first)
+        if repeated <= MOST_REPEATED * (2 * queries + keys).sum()
+        else (cut, 0)
+    )
 
 
-def _pairs(firsts: IntArray, *, queries: IntArray, keys: IntArray, causal: IntArray, window: int | None) -> IntArray:
+def _pairs(
+    firsts: IntArray,
+    *,
+    queries: IntArray,
+    keys: IntArray,
+    causal: IntArray,
+    window: int | None,
+) -> IntArray:
     """Return the (query, key) pairs of the ``firsts`` first queries of tasks; ``causal`` is 1 or 0."""
     masked = firsts * (queries - firsts) + firsts * (firsts - 1) // 2
     pairs = firsts * keys - causal * masked
     if window is None:
         return pairs
-    return pairs - _triangle(keys - queries + firsts - window) + _triangle(keys - queries - window)
+    return (
+        pairs
+        - _triangle(keys - queries + firsts - window)
+        + _triangle(keys - queries - window)
+    )
 
 
 def _triangle(rows: IntArray) -> IntArray:
@@ -107,7 +133,10 @@ def squares(tables: Calls) -> Calls:
     square: Calls = []
     unmasked = [table for table, causal in tables if not causal]
     for table in (table for table, causal in tables if causal):
-        queries, keys = np.diff(table.cu_q).astype(np.int64), np.diff(table.cu_k).astype(np.int64)
+        queries, keys = (
+            np.diff(table.cu_q).astype(np.int64),
+            np.diff(table.cu_k).astype(np.int64),
+        )
         before = keys - queries
         square.append((table.pieces(np.arange(table.num_tasks), before, keys), True))
         longer = np.flatnonzero(before)
@@ -121,8 +150,12 @@ def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Ca
 
     Cuts lie between tasks and, with ``split_keys``, along the keys of a task that is too large by itself.
     """
-    total = sum(int(weighted_rows(table)[-1]) for tables in rounds for table, _ in tables)
-    tokens = num_local or sum(len(table.q_rows) for tables in rounds for table, _ in tables)
+    total = sum(
+        int(weighted_rows(table)[-1]) for tables in rounds for table, _ in tables
+    )
+    tokens = num_local or sum(
+        len(table.q_rows) for tables in rounds for table, _ in tables
+    )
     most = max((MOST_ROWS * tokens - total) / WORKING_ROWS, total / MOST_CALLS)
 
     while True:
@@ -135,7 +168,9 @@ def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Ca
 def _cut(tables: Calls, most: float, *, split_keys: bool) -> Calls:
     """Return the calls of a round, cut to about ``most`` weighted rows each."""
     if split_keys:
-        tables = [call for table, causal in tables for call in _divided(table, causal, most)]
+        tables = [
+            call for table, causal in tables for call in _divided(table, causal, most)
+        ]
     return [(call, causal) for table, causal in tables for call in _split(table, most)]
 
 
@@ -145,7 +180,10 @@ def _split(table: CallTable, most: float) -> list[CallTable]:
     if count <= 1:
         return [table]
     # One more call where whole tasks would leave a call too large.
-    cuts = min((_even_cuts(rows, n) for n in (count, count + 1)), key=lambda cuts: max(most, np.diff(rows[cuts]).max()))
+    cuts = min(
+        (_even_cuts(rows, n) for n in (count, count + 1)),
+        key=lambda cuts: max(most, np.diff(rows[cuts]).max()),
+    )
     return [table.tasks(begin, end) for begin, end in pairwise(cuts) if begin < end]
 
 
@@ -201,4 +239,6 @@ def combine_early(num_results: int, num_local: int) -> bool:
 
 def lie_in_order(rows: IntArray) -> bool:
     """Tell whether rows [n] are consecutive, so that a call can read local rows in place."""
-    return bool(rows.size) and np.array_equal(rows, np.arange(rows[0], rows[0] + rows.size))
+    return bool(rows.size) and np.array_equal(
+        rows, np.arange(rows[0], rows[0] + rows.size)
+    )

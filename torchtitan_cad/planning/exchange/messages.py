@@ -58,13 +58,22 @@ class MostRows:
 
     def chunks(self, row_bytes: RowBytes, buffer_bytes: int) -> Chunks:
         """Divide rows of all kinds into chunks for receive buffers of ``buffer_bytes``."""
-        out = (self.received_queries, self.received_keys), (row_bytes.queries_out, row_bytes.keys)
-        home = (self.sent_queries, self.sent_keys), (row_bytes.queries_home, row_bytes.key_gradients)
+        out = (
+            (self.received_queries, self.received_keys),
+            (row_bytes.queries_out, row_bytes.keys),
+        )
+        home = (
+            (self.sent_queries, self.sent_keys),
+            (row_bytes.queries_home, row_bytes.key_gradients),
+        )
         return Chunks(*_divide(*out, buffer_bytes), *_divide(*home, buffer_bytes))
 
     def kept_bytes(self, row_bytes: RowBytes) -> int:
         """Return the bytes of Q, K and V that a server receives, and may keep for backward, at most."""
-        return self.received_queries * row_bytes.forward_queries + self.received_keys * row_bytes.keys
+        return (
+            self.received_queries * row_bytes.forward_queries
+            + self.received_keys * row_bytes.keys
+        )
 
     def are_kept(self, shape: AttentionShape, bytes_per_call: float) -> bool:
         """Tell whether servers keep the Q, K and V that they receive, if each may keep ``bytes_per_call``."""
@@ -72,7 +81,12 @@ class MostRows:
 
     def in_one_chunk(self) -> Chunks:
         """Return one chunk of each kind, for receive buffers of any size."""
-        rows = (self.received_queries, self.received_keys, self.sent_queries, self.sent_keys)
+        rows = (
+            self.received_queries,
+            self.received_keys,
+            self.sent_queries,
+            self.sent_keys,
+        )
         return Chunks(*((each,) for each in rows))
 
 
@@ -81,13 +95,26 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
 
 
-def _divide(rows: tuple[int, ...], row_bytes: tuple[int, ...], buffer_bytes: int) -> list[tuple[int, ...]]:
+def _divide(
+    rows: tuple[int, ...], row_bytes: tuple[int, ...], buffer_bytes: int
+) -> list[tuple[int, ...]]:
     """Divide the rows of every kind into chunks: one if all fit together, else the fewest of at least one row each."""
-    if sum(aligned(num * size) for num, size in zip(rows, row_bytes, strict=True)) <= BUFFERS_PER_CALL * buffer_bytes:
+    if (
+        sum(aligned(num * size) for num, size in zip(rows, row_bytes, strict=True))
+        <= BUFFERS_PER_CALL * buffer_bytes
+    ):
         return [(num,) for num in rows]
-    counts = [max(1, -(-num // max(1, buffer_bytes // size))) for num, size in zip(rows, row_bytes, strict=True)]
+    counts = [
+        max(1, -(-num // max(1, buffer_bytes // size)))
+        for num, size in zip(rows, row_bytes, strict=True)
+    ]
     return [
-        tuple(end - begin for begin, end in pairwise(num * number // count for number in range(count + 1)))
+        tuple(
+            end - begin
+            for begin, end in pairwise(
+                num * number // count for number in range(count + 1)
+            )
+        )
         for num, count in zip(rows, counts, strict=True)
     ]
 
@@ -105,6 +132,13 @@ def buffer_bytes(gigabytes: float | None = None, nano_batches: int = 1) -> int:
     if gigabytes is None:
         gigabytes = RECEIVE_BUFFER_GB * max(1, nano_batches)
     if not is_number(gigabytes) or gigabytes <= 0:
-        raise ValueError(f"receive_buffer_gb = {brief(gigabytes)}: set a positive number, such as {RECEIVE_BUFFER_GB}")
-    num_bytes = int(min(gigabytes * 1e9 / (BUFFERS_PER_CALL * max(1, nano_batches)), MAX_BUFFER_BYTES))
+        raise ValueError(
+            f"receive_buffer_gb = {brief(gigabytes)}: set a positive number, such as {RECEIVE_BUFFER_GB}"
+        )
+    num_bytes = int(
+        min(
+            gigabytes * 1e9 / (BUFFERS_PER_CALL * max(1, nano_batches)),
+            MAX_BUFFER_BYTES,
+        )
+    )
     return max(num_bytes // BUFFER_ALIGNMENT, 1) * BUFFER_ALIGNMENT

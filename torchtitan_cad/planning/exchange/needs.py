@@ -55,7 +55,12 @@ class RowNeeds:
         """Return the rows that a server uses, its own included, by position."""
         mine = slice(self.server_offsets[server], self.server_offsets[server + 1])
         _, run, start, end = split_at(self.start[mine], self.end[mine], self.run_start)
-        return Rows(self.run_home[run], start, end, self.run_row[run] + start - self.run_start[run])
+        return Rows(
+            self.run_home[run],
+            start,
+            end,
+            self.run_row[run] + start - self.run_start[run],
+        )
 
     def sent_by(self, home: int) -> Rows:
         """Return the rows that a home sends, by (server, position)."""
@@ -68,7 +73,12 @@ class RowNeeds:
         source = np.repeat(source, pieces)
         start = np.maximum(self.start[source], self.run_start[run])
         end = np.minimum(self.end[source], self.run_end[run])
-        return Rows(self.server[source], start, end, self.run_row[run] + start - self.run_start[run])
+        return Rows(
+            self.server[source],
+            start,
+            end,
+            self.run_row[run] + start - self.run_start[run],
+        )
 
     @property
     def sends(self) -> npt.NDArray[np.bool_]:
@@ -76,7 +86,10 @@ class RowNeeds:
         first = np.searchsorted(self.run_start, self.start, side="right") - 1
         stop = np.searchsorted(self.run_start, self.end, side="left")
         sends = np.zeros((self.num_ranks, self.num_ranks), dtype=bool)
-        sends[self.run_home[concat_ranges(first, stop - first)], np.repeat(self.server, stop - first)] = True
+        sends[
+            self.run_home[concat_ranges(first, stop - first)],
+            np.repeat(self.server, stop - first),
+        ] = True
         np.fill_diagonal(sends, False)
         return sends
 
@@ -128,7 +141,10 @@ class RowNeeds:
     @cached_property
     def rows_in(self) -> IntArray:
         """[num_ranks] rows each rank receives."""
-        return sum_by_index(self.server, self.end - self.start, self.num_ranks) - self._local
+        return (
+            sum_by_index(self.server, self.end - self.start, self.num_ranks)
+            - self._local
+        )
 
     @cached_property
     def _first_run(self) -> IntArray:
@@ -143,15 +159,27 @@ class RowNeeds:
     @cached_property
     def _local(self) -> IntArray:
         """[num_ranks] rows that each rank uses and is home to."""
-        used = covered((self.server, self.start, self.end), (self.run_home, self.run_start, self.run_end))
+        used = covered(
+            (self.server, self.start, self.end),
+            (self.run_home, self.run_start, self.run_end),
+        )
         return sum_by_index(self.server, used, self.num_ranks)
 
     def _rows_of_homes(self, count: int) -> IntArray:
         """[num_ranks] rows of each home that the first ``count`` intervals use, once per server."""
-        head, tail, runs = self._first_run[:count], self._last_run[:count], len(self.run_start)
-        begins, ends = np.bincount(head, minlength=runs), np.bincount(tail, minlength=runs)
+        head, tail, runs = (
+            self._first_run[:count],
+            self._last_run[:count],
+            len(self.run_start),
+        )
+        begins, ends = (
+            np.bincount(head, minlength=runs),
+            np.bincount(tail, minlength=runs),
+        )
         # Intervals that use some of a run, times its rows; those that begin or end in it leave some rows out.
-        rows = (np.cumsum(begins) - np.cumsum(ends) + ends) * (self.run_end - self.run_start)
+        rows = (np.cumsum(begins) - np.cumsum(ends) + ends) * (
+            self.run_end - self.run_start
+        )
         np.subtract.at(rows, head, self.start[:count] - self.run_start[head])
         np.subtract.at(rows, tail, self.run_end[tail] - self.end[:count])
         return sum_by_index(self.run_home, rows, self.num_ranks)
@@ -172,7 +200,9 @@ class Rows(NamedTuple):
 
 def order_by_rank(rank: IntArray, num_ranks: int) -> IntArray:
     """Return the stable permutation that sorts by rank; linear time below 2**16 ranks (radix sort)."""
-    return np.argsort(rank.astype(np.uint16) if num_ranks <= 2**16 else rank, kind="stable")
+    return np.argsort(
+        rank.astype(np.uint16) if num_ranks <= 2**16 else rank, kind="stable"
+    )
 
 
 def offsets_by_rank(rank: IntArray, num_ranks: int) -> IntArray:
@@ -190,9 +220,19 @@ def key_needs(layout: TokenLayout, tasks: TaskArray) -> RowNeeds:
     return _needs(layout, tasks, "kv_start", "kv_end", layout.run_row)
 
 
-def _needs(layout: TokenLayout, tasks: TaskArray, start_field: str, end_field: str, run_row: IntArray) -> RowNeeds:
+def _needs(
+    layout: TokenLayout,
+    tasks: TaskArray,
+    start_field: str,
+    end_field: str,
+    run_row: IntArray,
+) -> RowNeeds:
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
-    server, start, end = union_by_group(tasks["server"], base + tasks[start_field], base + tasks[end_field])
+    server, start, end = union_by_group(
+        tasks["server"], base + tasks[start_field], base + tasks[end_field]
+    )
     run_end = layout.run_start + layout.seg_length[layout.run_order]
     offsets = offsets_by_rank(server, layout.num_ranks)
-    return RowNeeds(server, start, end, offsets, layout.run_start, run_end, layout.run_rank, run_row)
+    return RowNeeds(
+        server, start, end, offsets, layout.run_start, run_end, layout.run_rank, run_row
+    )

@@ -30,7 +30,13 @@ import numpy as np
 
 from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.needs import RowNeeds
-from torchtitan_cad.planning.intervals import IntArray, concat_ranges, exclusive_cumsum, split_at, sum_by_index
+from torchtitan_cad.planning.intervals import (
+    IntArray,
+    concat_ranges,
+    exclusive_cumsum,
+    split_at,
+    sum_by_index,
+)
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal
 
@@ -68,11 +74,15 @@ class CallTable:
         """Return one call with the tasks of all ``tables``, in their order."""
 
         def rows(name: str) -> IntArray:
-            return np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)])
+            return np.concatenate(
+                [np.zeros(0, np.int64), *(getattr(table, name) for table in tables)]
+            )
 
         def offsets(name: str) -> np.ndarray:
             lengths = [np.diff(getattr(table, name)) for table in tables]
-            return exclusive_cumsum(np.concatenate([np.zeros(0, np.int64), *lengths])).astype(np.int32)
+            return exclusive_cumsum(
+                np.concatenate([np.zeros(0, np.int64), *lengths])
+            ).astype(np.int32)
 
         return cls(
             q_rows=rows("q_rows"),
@@ -88,7 +98,11 @@ class CallTable:
     def tasks(self, begin: int, end: int) -> CallTable:
         """Return a call of tasks [begin, end)."""
         tasks = np.arange(begin, end)
-        return self.pieces(tasks, np.zeros_like(tasks), self.cu_k[tasks + 1].astype(np.int64) - self.cu_k[tasks])
+        return self.pieces(
+            tasks,
+            np.zeros_like(tasks),
+            self.cu_k[tasks + 1].astype(np.int64) - self.cu_k[tasks],
+        )
 
     def divided(
         self, task: int, queries: int, *, causal: bool, window: int | None = None
@@ -99,7 +113,10 @@ class CallTable:
         ``window``, neither do the others to the keys before the first of their windows.
         """
         before, rest = np.arange(task + (queries > 0)), np.arange(task, self.num_tasks)
-        q_length, k_length = np.diff(self.cu_q).astype(np.int64), np.diff(self.cu_k).astype(np.int64)
+        q_length, k_length = (
+            np.diff(self.cu_q).astype(np.int64),
+            np.diff(self.cu_k).astype(np.int64),
+        )
         q_begin, q_end, k_end = np.zeros_like(rest), q_length[before], k_length[before]
         if queries:
             q_begin[0] = q_end[-1] = queries
@@ -108,16 +125,25 @@ class CallTable:
         if queries and window is not None:
             k_begin[0] = max(0, k_end[-1] + 1 - window)
         first = self.pieces(before, none, k_end, (none, q_end))
-        return first, self.pieces(rest, k_begin, k_length[rest], (q_begin, q_length[rest]))
+        return first, self.pieces(
+            rest, k_begin, k_length[rest], (q_begin, q_length[rest])
+        )
 
     def pieces(
-        self, task: IntArray, begin: IntArray, end: IntArray, queries: tuple[IntArray, IntArray] | None = None
+        self,
+        task: IntArray,
+        begin: IntArray,
+        end: IntArray,
+        queries: tuple[IntArray, IntArray] | None = None,
     ) -> CallTable:
         """Return a call of pieces of tasks: piece i has the keys [begin[i], end[i]) of ``task[i]``.
 
         ``queries`` are [first, end) of each piece's queries within its task, by default all.
         """
-        q_first, q_end = queries or (np.zeros_like(task), self.cu_q[task + 1].astype(np.int64) - self.cu_q[task])
+        q_first, q_end = queries or (
+            np.zeros_like(task),
+            self.cu_q[task + 1].astype(np.int64) - self.cu_q[task],
+        )
         q_begin, k_begin = self.cu_q[task] + q_first, self.cu_k[task] + begin
         q_length, k_length = q_end - q_first, end - begin
         cu_q, cu_k = exclusive_cumsum(q_length), exclusive_cumsum(k_length)
@@ -235,9 +261,14 @@ def most_rows(queries: RowNeeds, keys: RowNeeds) -> MostRows:
     return MostRows(*(int(each.max(initial=0)) for each in rows))
 
 
-def _require_size(rank: int, tasks: TaskArray, queries: RowNeeds, keys: RowNeeds) -> None:
+def _require_size(
+    rank: int, tasks: TaskArray, queries: RowNeeds, keys: RowNeeds
+) -> None:
     """Raise ValueError if the tables of ``rank`` would have too many rows."""
-    for needs, name, start, end in ((queries, "query", "q_start", "q_end"), (keys, "key", "kv_start", "kv_end")):
+    for needs, name, start, end in (
+        (queries, "query", "q_start", "q_end"),
+        (keys, "key", "kv_start", "kv_end"),
+    ):
         rows = {
             "sends": needs.rows_out[rank],
             "receives": needs.rows_in[rank],
@@ -268,12 +299,19 @@ class _RowSpace:
         if len(start) == 0:
             return np.zeros(0, dtype=np.int64)
         _, piece, start, end = split_at(start, end, self._start)
-        return concat_ranges(self._index[piece] + start - self._start[piece], end - start)
+        return concat_ranges(
+            self._index[piece] + start - self._start[piece], end - start
+        )
 
 
-def _call_table(layout: TokenLayout, tasks: TaskArray, q_space: _RowSpace, kv_space: _RowSpace) -> CallTable:
+def _call_table(
+    layout: TokenLayout, tasks: TaskArray, q_space: _RowSpace, kv_space: _RowSpace
+) -> CallTable:
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
-    q_length, k_length = tasks["q_end"] - tasks["q_start"], tasks["kv_end"] - tasks["kv_start"]
+    q_length, k_length = (
+        tasks["q_end"] - tasks["q_start"],
+        tasks["kv_end"] - tasks["kv_start"],
+    )
     cu_q, cu_k = exclusive_cumsum(q_length), exclusive_cumsum(k_length)
     return CallTable(
         q_rows=q_space.rows(base + tasks["q_start"], base + tasks["q_end"]),

@@ -30,7 +30,10 @@ class Traffic:
     def weighted(self, inside: int, between: int) -> IntArray:
         """Return int64 [2, num_ranks] bytes into and out of every rank, at the prices of ``node_prices``."""
         inter = np.stack([self.inter_in, self.inter_out])
-        return inside * np.stack([self.bytes_in, self.bytes_out]) + (between - inside) * inter
+        return (
+            inside * np.stack([self.bytes_in, self.bytes_out])
+            + (between - inside) * inter
+        )
 
 
 class Moved(NamedTuple):
@@ -46,22 +49,32 @@ class Moved(NamedTuple):
 
     def score(self, given: Moved) -> Fraction:
         """Return the objective, relative to the bytes of the given homes, which are not 0."""
-        return Fraction(self.total, given.total) + WORST_WEIGHT * Fraction(self.worst, given.worst)
+        return Fraction(self.total, given.total) + WORST_WEIGHT * Fraction(
+            self.worst, given.worst
+        )
 
 
 def node_of_ranks(config: PlannerConfig, num_ranks: int) -> IntArray:
     """Return int64 [num_ranks] node of every rank, 0 for all if ``config.ranks_per_node`` is not set."""
-    return np.arange(num_ranks, dtype=np.int64) // (config.ranks_per_node or max(1, num_ranks))
+    return np.arange(num_ranks, dtype=np.int64) // (
+        config.ranks_per_node or max(1, num_ranks)
+    )
 
 
 def node_prices(config: PlannerConfig, num_ranks: int) -> tuple[IntArray, int, int]:
     """Return int64 [num_ranks] nodes, and integer prices of a byte inside a node and between nodes."""
     node = node_of_ranks(config, num_ranks)
-    weight = Fraction(config.inter_node_weight).limit_denominator(1000) if num_ranks and node[-1] else Fraction(1)
+    weight = (
+        Fraction(config.inter_node_weight).limit_denominator(1000)
+        if num_ranks and node[-1]
+        else Fraction(1)
+    )
     return node, weight.denominator, weight.numerator
 
 
-def measure_traffic(shape: AttentionShape, queries: RowNeeds, keys: RowNeeds, node: IntArray) -> Traffic:
+def measure_traffic(
+    shape: AttentionShape, queries: RowNeeds, keys: RowNeeds, node: IntArray
+) -> Traffic:
     """Return the traffic of a plan with these needs; ``node`` [num_ranks] is the node of every rank."""
     num_ranks = len(node)
     one_node = not node.any()

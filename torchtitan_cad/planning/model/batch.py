@@ -33,7 +33,9 @@ def divides_by_row(rows: int) -> bool:
     return rows % 2 == 0
 
 
-def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: int, cp: int) -> TokenLayout:
+def group_layout(
+    starts: Sequence[np.ndarray], shape: BatchShape, microbatch: int, cp: int
+) -> TokenLayout:
     """Lay out one microbatch over a CAD group of len(starts) data-parallel times ``cp`` context-parallel ranks.
 
     Every row is cut into ``cp`` contiguous slices; a rank's tokens are its slices of the rows, one row after another.
@@ -63,7 +65,11 @@ def group_layout(starts: Sequence[np.ndarray], shape: BatchShape, microbatch: in
 
 
 def nano_layouts(
-    starts: Sequence[np.ndarray], shape: BatchShape, microbatch: int, cp: int, nano_batches: int
+    starts: Sequence[np.ndarray],
+    shape: BatchShape,
+    microbatch: int,
+    cp: int,
+    nano_batches: int,
 ) -> list[TokenLayout]:
     """Lay out a microbatch's nano-batches: one, or two (see ``divides_by_row``).
 
@@ -73,20 +79,33 @@ def nano_layouts(
     if nano_batches == 1:
         return [group_layout(starts, shape, microbatch, cp)]
     if divides_by_row(shape.rows_per_microbatch):
-        divided = dataclasses.replace(shape, rows_per_microbatch=shape.rows_per_microbatch // 2)
-        return [group_layout(starts, divided, 2 * microbatch + nano, cp) for nano in range(2)]
+        divided = dataclasses.replace(
+            shape, rows_per_microbatch=shape.rows_per_microbatch // 2
+        )
+        return [
+            group_layout(starts, divided, 2 * microbatch + nano, cp)
+            for nano in range(2)
+        ]
     # As over twice as many ranks, of which r and cp + r are one: see integration/loading/documents.py.
     sliced = group_layout(starts, shape, microbatch, 2 * cp)
     doc, start, length = sliced.seg_doc, sliced.seg_start, sliced.seg_length
     dp_rank, part = np.divmod(sliced.seg_rank, 2 * cp)
     rank, later = dp_rank * cp + part % cp, part >= cp
     num_ranks, first = len(starts) * cp, ~later
-    earlier = TokenLayout.from_arrays(num_ranks, rank[first], doc[first], start[first], length[first])
-    return [earlier, TokenLayout.from_arrays(num_ranks, rank, doc, start, length, attends=later)]
+    earlier = TokenLayout.from_arrays(
+        num_ranks, rank[first], doc[first], start[first], length[first]
+    )
+    return [
+        earlier,
+        TokenLayout.from_arrays(num_ranks, rank, doc, start, length, attends=later),
+    ]
 
 
 def step_layouts(
-    starts: Sequence[np.ndarray], shapes: Sequence[BatchShape], cp: int, nano_batches: int
+    starts: Sequence[np.ndarray],
+    shapes: Sequence[BatchShape],
+    cp: int,
+    nano_batches: int,
 ) -> list[list[TokenLayout]]:
     """Return the ``nano_layouts`` of every microbatch, for batches whose ``shapes`` may differ between ranks.
 
@@ -95,27 +114,45 @@ def step_layouts(
     """
     microbatches = range(shapes[0].microbatches)
     if all(shape == shapes[0] for shape in shapes):
-        return [nano_layouts(starts, shapes[0], number, cp, nano_batches) for number in microbatches]
+        return [
+            nano_layouts(starts, shapes[0], number, cp, nano_batches)
+            for number in microbatches
+        ]
     firsts = np.cumsum([0, *(len(own) for own in starts[:-1])])
     layouts = []
     for number in microbatches:
         alone = [
-            nano_layouts([own], shape, number, cp, nano_batches) for own, shape in zip(starts, shapes, strict=True)
+            nano_layouts([own], shape, number, cp, nano_batches)
+            for own, shape in zip(starts, shapes, strict=True)
         ]
-        layouts.append([_side_by_side(parts, firsts, cp) for parts in zip(*alone, strict=True)])
+        layouts.append(
+            [_side_by_side(parts, firsts, cp) for parts in zip(*alone, strict=True)]
+        )
     return layouts
 
 
-def _side_by_side(layouts: Sequence[TokenLayout], firsts: np.ndarray, num_ranks: int) -> TokenLayout:
+def _side_by_side(
+    layouts: Sequence[TokenLayout], firsts: np.ndarray, num_ranks: int
+) -> TokenLayout:
     """Join layouts of ``num_ranks`` ranks each into one, in which their documents count from ``firsts``."""
     columns = [
-        (part.seg_rank + place * num_ranks, part.seg_doc + first, part.seg_start, part.seg_length, part.seg_attends)
+        (
+            part.seg_rank + place * num_ranks,
+            part.seg_doc + first,
+            part.seg_start,
+            part.seg_length,
+            part.seg_attends,
+        )
         for place, (part, first) in enumerate(zip(layouts, firsts, strict=True))
     ]
-    return TokenLayout.from_arrays(len(layouts) * num_ranks, *map(np.concatenate, zip(*columns, strict=True)))
+    return TokenLayout.from_arrays(
+        len(layouts) * num_ranks, *map(np.concatenate, zip(*columns, strict=True))
+    )
 
 
-def slots_of_nano_batches(shape: BatchShape, microbatch: int, cp: int, nano_batches: int) -> list[np.ndarray]:
+def slots_of_nano_batches(
+    shape: BatchShape, microbatch: int, cp: int, nano_batches: int
+) -> list[np.ndarray]:
     """Find the tokens of ``nano_layouts`` in a data-parallel rank's batch, for layouts that hold all between them.
 
     Returns:
@@ -123,16 +160,22 @@ def slots_of_nano_batches(shape: BatchShape, microbatch: int, cp: int, nano_batc
         Rows divided in the middle have one layout, the later nano-batch's, which holds the earlier nano-batch's tokens,
         too.
     """
-    rows = np.arange(shape.rows_per_microbatch * shape.seq_len).reshape(shape.rows_per_microbatch, -1)
+    rows = np.arange(shape.rows_per_microbatch * shape.seq_len).reshape(
+        shape.rows_per_microbatch, -1
+    )
     rows += microbatch * rows.size
     if nano_batches == 2 and not divides_by_row(len(rows)):
-        return [rows.reshape(len(rows), 2, cp, -1).transpose(2, 1, 0, 3).reshape(cp, -1)]
+        return [
+            rows.reshape(len(rows), 2, cp, -1).transpose(2, 1, 0, 3).reshape(cp, -1)
+        ]
     parts = rows.reshape(nano_batches, -1, cp, shape.seq_len // cp)
     return [part.swapaxes(0, 1).reshape(cp, -1) for part in parts]
 
 
 def pool_layouts(
-    layouts: Sequence[Sequence[TokenLayout]], microbatches: Sequence[int | None], per_stage: int
+    layouts: Sequence[Sequence[TokenLayout]],
+    microbatches: Sequence[int | None],
+    per_stage: int,
 ) -> list[TokenLayout]:
     """Lay out what the ranks of a pipeline attend to together, one layout per nano-batch, stages slowest.
 
@@ -141,6 +184,12 @@ def pool_layouts(
         microbatches: per pipeline rank; None for ranks without tokens.
     """
     return [
-        stack([None if number is None else layouts[number][nano] for number in microbatches], per_stage)
+        stack(
+            [
+                None if number is None else layouts[number][nano]
+                for number in microbatches
+            ],
+            per_stage,
+        )
         for nano in range(len(layouts[0]))
     ]

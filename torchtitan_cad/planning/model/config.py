@@ -54,12 +54,20 @@ class PlannerConfig:
             value = getattr(self, key)
             optional = key == "ranks_per_node" and value is None
             if not optional and not is_integer(value, 1, MAX_TOKENS):
-                at_most = f", at most {MAX_TOKENS}" if isinstance(value, int) and value > MAX_TOKENS else ""
-                raise ValueError(f"{key} = {brief(value)}: set a positive integer{at_most}, such as {example}")
+                at_most = (
+                    f", at most {MAX_TOKENS}"
+                    if isinstance(value, int) and value > MAX_TOKENS
+                    else ""
+                )
+                raise ValueError(
+                    f"{key} = {brief(value)}: set a positive integer{at_most}, such as {example}"
+                )
         if not isinstance(self.split_kv, bool):
             raise ValueError(f"split_kv = {brief(self.split_kv)}: set true or false")
         if not isinstance(self.planner, str):
-            raise ValueError(f"planner = {brief(self.planner)}: set the name of a planner, such as 'local_search'")
+            raise ValueError(
+                f"planner = {brief(self.planner)}: set the name of a planner, such as 'local_search'"
+            )
         if self.rank_speeds is not None:
             object.__setattr__(self, "rank_speeds", _speeds(self.rank_speeds))
         weight = self.inter_node_weight
@@ -82,10 +90,14 @@ class PlannerConfig:
 def _speeds(speeds: object) -> tuple[float, ...]:
     """Return the speeds as a tuple. Raises ValueError naming the first that is not a positive finite number."""
     if not isinstance(speeds, (tuple, list)):
-        raise ValueError(f"rank_speeds = {brief(speeds)}: set one positive number per rank, such as [1.0, 0.9]")
+        raise ValueError(
+            f"rank_speeds = {brief(speeds)}: set one positive number per rank, such as [1.0, 0.9]"
+        )
     for rank, speed in enumerate(speeds):
         if not is_number(speed) or speed <= 0:
-            raise ValueError(f"rank_speeds[{rank}] = {brief(speed)}: set a positive finite number, such as 1.0")
+            raise ValueError(
+                f"rank_speeds[{rank}] = {brief(speed)}: set a positive finite number, such as 1.0"
+            )
     if speeds and max(speeds) > MAX_SPEED_RATIO * min(speeds):
         raise ValueError(
             f"rank_speeds = {brief(speeds)}: set speeds of which the largest is at most {MAX_SPEED_RATIO} times the "

@@ -114,22 +114,44 @@ class ProfileCost:
     granularity: int
     key_tiles: tuple[int, ...]
     row_costs: tuple[int, ...]
-    _prefix: IntArray = field(init=False, repr=False, compare=False, default_factory=lambda: np.zeros(1, np.int64))
+    _prefix: IntArray = field(
+        init=False,
+        repr=False,
+        compare=False,
+        default_factory=lambda: np.zeros(1, np.int64),
+    )
 
     def __post_init__(self) -> None:
         tiles, costs = self.key_tiles, self.row_costs
-        if len(tiles) != len(costs) or not tiles or tiles[0] != 1 or any(a >= b for a, b in pairwise(tiles)):
-            raise ValueError(f"key_tiles = {tiles}: set one ascending entry per row cost, the first 1")
+        if (
+            len(tiles) != len(costs)
+            or not tiles
+            or tiles[0] != 1
+            or any(a >= b for a, b in pairwise(tiles))
+        ):
+            raise ValueError(
+                f"key_tiles = {tiles}: set one ascending entry per row cost, the first 1"
+            )
         if costs[0] < 1 or any(a > b for a, b in pairwise(costs)):
-            raise ValueError(f"row_costs = {costs}: set positive integers that do not decrease")
+            raise ValueError(
+                f"row_costs = {costs}: set positive integers that do not decrease"
+            )
         if costs[-1] > LARGEST:
-            raise ValueError(f"a row of {tiles[-1]} key tiles takes more than {LARGEST} ps by this profile: {SMALLER}")
+            raise ValueError(
+                f"a row of {tiles[-1]} key tiles takes more than {LARGEST} ps by this profile: {SMALLER}"
+            )
 
     @classmethod
-    def from_times(cls, granularity: int, key_tiles: Sequence[int], seconds: Sequence[Fraction]) -> ProfileCost:
+    def from_times(
+        cls, granularity: int, key_tiles: Sequence[int], seconds: Sequence[Fraction]
+    ) -> ProfileCost:
         """Fit measured times of one row of tiles; times that decrease are averaged, see ``isotonic``."""
         smooth = isotonic(seconds)
-        return cls(granularity, tuple(key_tiles), tuple(max(1, round(time * PICOSECONDS)) for time in smooth))
+        return cls(
+            granularity,
+            tuple(key_tiles),
+            tuple(max(1, round(time * PICOSECONDS)) for time in smooth),
+        )
 
     def cost(self, tasks: TaskArray) -> IntArray:
         tile = self.granularity
@@ -138,8 +160,12 @@ class ProfileCost:
         prefix = self._prefix_up_to(int(q_stop.max(initial=0)))
         diagonal = is_diagonal(tasks)
         # Keys of a rectangle end before its queries, so the table reaches far enough for both kinds.
-        causal = prefix[q_stop - k_first] - prefix[np.where(diagonal, q_first - k_first, 0)]
-        return np.where(diagonal, causal, (q_stop - q_first) * self.row_cost(k_stop - k_first))
+        causal = (
+            prefix[q_stop - k_first] - prefix[np.where(diagonal, q_first - k_first, 0)]
+        )
+        return np.where(
+            diagonal, causal, (q_stop - q_first) * self.row_cost(k_stop - k_first)
+        )
 
     def row_cost(self, num_key_tiles: IntArray) -> IntArray:
         tiles, costs, rise, run = self._segments
@@ -149,7 +175,9 @@ class ProfileCost:
         # Rounded up: ``max_pairs`` relies on it. Divided first, so that nothing overflows.
         cost = costs[segment] + rise // run * beyond - (-(rise % run) * beyond) // run
         if (costs[segment] + rise / run * beyond).max(initial=0) > LARGEST:
-            raise ValueError(f"{count.max()} key tiles take more than {LARGEST} ps by this profile: {SMALLER}")
+            raise ValueError(
+                f"{count.max()} key tiles take more than {LARGEST} ps by this profile: {SMALLER}"
+            )
         return np.where(count > 0, cost, 0)
 
     def prefix_cost(self, length: int) -> IntArray:
@@ -164,7 +192,10 @@ class ProfileCost:
     @property
     def _best_tile(self) -> tuple[int, int]:
         """(tiles, cost) of the grid point with the least cost per tile."""
-        return min(zip(self.key_tiles, self.row_costs, strict=True), key=lambda point: Fraction(point[1], point[0]))
+        return min(
+            zip(self.key_tiles, self.row_costs, strict=True),
+            key=lambda point: Fraction(point[1], point[0]),
+        )
 
     @cached_property
     def _segments(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -177,16 +208,24 @@ class ProfileCost:
         if rise:
             slope = max(slope, Fraction(rise[-1], run[-1]))
         columns = (tiles, costs, [*rise, slope.numerator], [*run, slope.denominator])
-        first, second, third, fourth = (np.array(column, dtype=np.int64) for column in columns)
+        first, second, third, fourth = (
+            np.array(column, dtype=np.int64) for column in columns
+        )
         return first, second, third, fourth
 
     def _prefix_up_to(self, rows: int) -> IntArray:
         """Return the cumulative cost of rows with 1, 2, ... key tiles, at least ``rows`` rows; cached."""
         prefix = self._prefix
         if len(prefix) <= rows:
-            prefix = exclusive_cumsum(self.row_cost(np.arange(1, max(rows + 1, 2 * len(prefix)))))
-            if (prefix < 0).any():  # no cost exceeds LARGEST, so a sum that does not fit is negative first
-                raise ValueError(f"{rows} rows of tiles take more than {LARGEST} ps by this profile: {SMALLER}")
+            prefix = exclusive_cumsum(
+                self.row_cost(np.arange(1, max(rows + 1, 2 * len(prefix))))
+            )
+            if (
+                prefix < 0
+            ).any():  # no cost exceeds LARGEST, so a sum that does not fit is negative first
+                raise ValueError(
+                    f"{rows} rows of tiles take more than {LARGEST} ps by this profile: {SMALLER}"
+                )
             object.__setattr__(self, "_prefix", prefix)
         return prefix
 
@@ -221,7 +260,9 @@ class WindowCost:
         return self.base.row_cost(np.minimum(num_key_tiles, self.most))
 
     def prefix_cost(self, length: int) -> IntArray:
-        return exclusive_cumsum(self.row_cost(np.arange(1, -(-length // self.granularity) + 1)))
+        return exclusive_cumsum(
+            self.row_cost(np.arange(1, -(-length // self.granularity) + 1))
+        )
 
     def max_pairs(self, load: int) -> int:
         return self.base.max_pairs(load)
@@ -231,7 +272,11 @@ def cost_model(cost: CostModel | None, tile: int, window: int | None) -> CostMod
     """Return ``cost``, by default tile area in tiles of ``tile``, for tasks with this window."""
     if cost is None:
         cost = TileAreaCost(tile)
-    return cost if window is None or isinstance(cost, WindowCost) else WindowCost(cost, window)
+    return (
+        cost
+        if window is None or isinstance(cost, WindowCost)
+        else WindowCost(cost, window)
+    )
 
 
 def isotonic(values: Sequence[Fraction]) -> list[Fraction]:

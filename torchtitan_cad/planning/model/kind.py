@@ -39,10 +39,18 @@ class AttentionKind:
 
     def __post_init__(self) -> None:
         for key, value in (("layers", self.layers), ("block", self.block)):
-            if not is_integer(value, 1, MAX_TOKENS) and not (key == "block" and value is None):
+            if not is_integer(value, 1, MAX_TOKENS) and not (
+                key == "block" and value is None
+            ):
                 raise ValueError(f"kind.{key} = {brief(value)}: set a positive integer")
-        wanted = {(False, False): "full", (True, False): "chunked", (False, True): "window"}
-        if self.name != wanted.get((self.block is not None, self.shape.window is not None)):
+        wanted = {
+            (False, False): "full",
+            (True, False): "chunked",
+            (False, True): "window",
+        }
+        if self.name != wanted.get(
+            (self.block is not None, self.shape.window is not None)
+        ):
             raise ValueError(
                 f"kind.name = {self.name!r} with block = {self.block} and window = {self.shape.window}: set 'chunked' "
                 "with a block, 'window' with a window, 'full' with neither"
@@ -58,7 +66,9 @@ class AttentionKind:
         if self.block is None:
             return layout
         if columns is None:
-            raise ValueError("columns = None: give the columns at which documents begin, from which chunks are counted")
+            raise ValueError(
+                "columns = None: give the columns at which documents begin, from which chunks are counted"
+            )
         return chunked_layout(layout, columns, self.block)
 
     def cut(self, lengths: IntArray) -> IntArray:
@@ -66,17 +76,23 @@ class AttentionKind:
         if self.block is None:
             return lengths
         ends = np.cumsum(lengths)
-        return np.diff(np.union1d(ends, np.arange(self.block, ends[-1], self.block)), prepend=0)
+        return np.diff(
+            np.union1d(ends, np.arange(self.block, ends[-1], self.block)), prepend=0
+        )
 
 
 def spread(kinds: Sequence[AttentionKind], layers: int) -> IntArray:
     """Return the number of the kind of each of a model's first ``layers``, over which kinds are spread evenly."""
-    places = np.concatenate([(np.arange(kind.layers) + 0.5) / kind.layers for kind in kinds])
+    places = np.concatenate(
+        [(np.arange(kind.layers) + 0.5) / kind.layers for kind in kinds]
+    )
     numbers = np.repeat(np.arange(len(kinds)), [kind.layers for kind in kinds])
     return np.resize(numbers[np.argsort(places, kind="stable")], layers)
 
 
-def attention_work(rows: Sequence[Sequence[int]], kinds: Sequence[AttentionKind], tile: int) -> float:
+def attention_work(
+    rows: Sequence[Sequence[int]], kinds: Sequence[AttentionKind], tile: int
+) -> float:
     """Return the attention of a model's mean layer to some rows, in tiles of ``tile`` x ``tile`` as ``TileAreaCost``.
 
     Args:
@@ -85,7 +101,9 @@ def attention_work(rows: Sequence[Sequence[int]], kinds: Sequence[AttentionKind]
     work = 0
     for kind in kinds:
         lengths = np.concatenate([kind.cut(np.array(row)) for row in rows])
-        of_length = cost_model(None, tile, kind.shape.window).prefix_cost(int(lengths.max()))
+        of_length = cost_model(None, tile, kind.shape.window).prefix_cost(
+            int(lengths.max())
+        )
         work += kind.layers * int(of_length[-(-lengths // tile)].sum())
     return work / sum(kind.layers for kind in kinds)
 

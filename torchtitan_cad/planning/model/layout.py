@@ -10,7 +10,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_cad.planning.intervals import IntArray, concat_ranges, exclusive_cumsum, sum_by_index
+from torchtitan_cad.planning.intervals import (
+    IntArray,
+    concat_ranges,
+    exclusive_cumsum,
+    sum_by_index,
+)
 from torchtitan_cad.planning.text import brief, is_integer
 
 BoolArray = npt.NDArray[np.bool_]
@@ -55,7 +60,9 @@ class TokenLayout:
     seg_attends: BoolArray
 
     @classmethod
-    def from_segments(cls, ranks: Sequence[Iterable[Segment]], attends: Sequence[bool] | None = None) -> TokenLayout:
+    def from_segments(
+        cls, ranks: Sequence[Iterable[Segment]], attends: Sequence[bool] | None = None
+    ) -> TokenLayout:
         """Return the layout from one list of (document, start, length) per rank, in the order of the rank's tokens.
 
         Segments of length 0 hold no token and are dropped. ``attends`` has one entry per segment, one rank after the
@@ -69,9 +76,15 @@ class TokenLayout:
         for rank, segments in enumerate(per_rank):
             for segment in segments:
                 _check_segment(rank, segment)
-        rank_of = np.repeat(np.arange(len(per_rank)), [len(segments) for segments in per_rank])
-        table = np.array([s for segments in per_rank for s in segments], dtype=np.int64).reshape(-1, 3)
-        return cls.from_arrays(len(per_rank), rank_of, table[:, 0], table[:, 1], table[:, 2], attends)
+        rank_of = np.repeat(
+            np.arange(len(per_rank)), [len(segments) for segments in per_rank]
+        )
+        table = np.array(
+            [s for segments in per_rank for s in segments], dtype=np.int64
+        ).reshape(-1, 3)
+        return cls.from_arrays(
+            len(per_rank), rank_of, table[:, 0], table[:, 1], table[:, 2], attends
+        )
 
     @classmethod
     def from_arrays(
@@ -92,19 +105,31 @@ class TokenLayout:
                 [1, ``MAX_RANKS``].
         """
         if not is_integer(num_ranks, 1, MAX_RANKS):
-            raise ValueError(f"a layout needs at least one rank and at most {MAX_RANKS}, got {brief(num_ranks)}")
+            raise ValueError(
+                f"a layout needs at least one rank and at most {MAX_RANKS}, got {brief(num_ranks)}"
+            )
         columns = {"rank": rank, "document": doc, "start": start, "length": length}
-        rank, doc, start, length = (_integers(name, column) for name, column in columns.items())
-        attends = np.ones(rank.shape, dtype=bool) if attends is None else _bools(attends)
+        rank, doc, start, length = (
+            _integers(name, column) for name, column in columns.items()
+        )
+        attends = (
+            np.ones(rank.shape, dtype=bool) if attends is None else _bools(attends)
+        )
         shapes = [column.shape for column in (rank, doc, start, length, attends)]
         if len(set(shapes)) != 1 or len(shapes[0]) != 1:
-            raise ValueError(f"segment arrays must be one-dimensional and equally long, got {shapes}")
+            raise ValueError(
+                f"segment arrays must be one-dimensional and equally long, got {shapes}"
+            )
         if len(rank) and (rank.min() < 0 or rank.max() >= num_ranks):
-            raise ValueError(f"segment ranks must lie in [0, {num_ranks}), got {rank.min()}..{rank.max()}")
+            raise ValueError(
+                f"segment ranks must lie in [0, {num_ranks}), got {rank.min()}..{rank.max()}"
+            )
         for name, column in (("start", start), ("length", length)):
             if (column < 0).any():
                 i = int(np.argmax(column < 0))
-                raise ValueError(f"rank {rank[i]}: segment of document {doc[i]} has negative {name} {column[i]}")
+                raise ValueError(
+                    f"rank {rank[i]}: segment of document {doc[i]} has negative {name} {column[i]}"
+                )
             if (column > MAX_TOKENS).any():
                 i = int(np.argmax(column > MAX_TOKENS))
                 raise ValueError(
@@ -112,17 +137,30 @@ class TokenLayout:
                     f"{MAX_TOKENS} tokens of a layout: plan fewer tokens at a time"
                 )
         if (tokens := int(length.sum())) > MAX_TOKENS:
-            raise ValueError(f"the layout has {tokens} tokens, more than {MAX_TOKENS}: plan fewer tokens at a time")
+            raise ValueError(
+                f"the layout has {tokens} tokens, more than {MAX_TOKENS}: plan fewer tokens at a time"
+            )
         order = np.argsort(rank, kind="stable")
         order = order[length[order] > 0]
-        layout = cls(num_ranks, rank[order], doc[order], start[order], length[order], attends[order])
+        layout = cls(
+            num_ranks,
+            rank[order],
+            doc[order],
+            start[order],
+            length[order],
+            attends[order],
+        )
         layout._check_documents()
         return layout
 
     def _check_documents(self) -> None:
         """Raise ValueError unless every document is tiled exactly, from position 0, by its runs."""
         order = self.run_order
-        doc, start, rank = self.seg_doc[order], self.seg_start[order], self.seg_rank[order]
+        doc, start, rank = (
+            self.seg_doc[order],
+            self.seg_start[order],
+            self.seg_rank[order],
+        )
         end = start + self.seg_length[order]
         expected = np.roll(end, 1)
         expected[self._doc_run] = 0
@@ -132,7 +170,9 @@ class TokenLayout:
         i = int(wrong[0])
         here = f"document {doc[i]}: segment [{start[i]}, {end[i]}) on rank {rank[i]}"
         if i in self._doc_run:
-            raise ValueError(f"{here} is its first, but a document starts at position 0 of the layout")
+            raise ValueError(
+                f"{here} is its first, but a document starts at position 0 of the layout"
+            )
         before = f"segment [{start[i - 1]}, {end[i - 1]}) on rank {rank[i - 1]}"
         problem = "overlaps" if start[i] < expected[i] else "leaves a gap after"
         raise ValueError(f"{here} {problem} {before}; every token has exactly one home")
@@ -178,7 +218,10 @@ class TokenLayout:
 
     def _rows_before(self, seg_rows: IntArray, rows_per_rank: IntArray) -> IntArray:
         """[S] rows of the same rank before each run, which has ``seg_rows``."""
-        return exclusive_cumsum(seg_rows)[:-1] - exclusive_cumsum(rows_per_rank)[self.seg_rank]
+        return (
+            exclusive_cumsum(seg_rows)[:-1]
+            - exclusive_cumsum(rows_per_rank)[self.seg_rank]
+        )
 
     @cached_property
     def run_order(self) -> IntArray:
@@ -211,7 +254,9 @@ class TokenLayout:
     @cached_property
     def run_query_row(self) -> IntArray:
         """[S] like :attr:`run_row`, counting only rows that are queries; meaningless for runs that do not attend."""
-        return self._rows_before(self._seg_queries, self.queries_per_rank)[self.run_order]
+        return self._rows_before(self._seg_queries, self.queries_per_rank)[
+            self.run_order
+        ]
 
     @cached_property
     def run_attends(self) -> BoolArray:
@@ -221,7 +266,9 @@ class TokenLayout:
     def doc_index(self, doc: IntArray) -> IntArray:
         """Return each document id's index into :attr:`docs`. Raises ValueError for an id that is not in the layout."""
         docs = self.docs
-        if len(docs) and docs[-1] - docs[0] == len(docs) - 1:  # consecutive ids, as a loader gives them
+        if (
+            len(docs) and docs[-1] - docs[0] == len(docs) - 1
+        ):  # consecutive ids, as a loader gives them
             index = np.asarray(doc - docs[0])
             if not len(index) or 0 <= index.min() <= index.max() < len(docs):
                 return index
@@ -229,7 +276,9 @@ class TokenLayout:
         known = index < len(docs)
         known[known] = self.docs[index[known]] == doc[known]
         if not known.all():
-            raise ValueError(f"document {doc[int(np.argmin(known))]} is not in the layout")
+            raise ValueError(
+                f"document {doc[int(np.argmin(known))]} is not in the layout"
+            )
         return index
 
     def global_position(self, doc: IntArray, position: IntArray) -> IntArray:
@@ -239,13 +288,18 @@ class TokenLayout:
     def rank_positions(self, rank: int, *, queries: bool = False) -> IntArray:
         """Return [rows] the global position of each local row, with ``queries`` of each local query row."""
         mine = (self.seg_rank == rank) & (self.seg_attends | (not queries))
-        return concat_ranges(self.global_position(self.seg_doc[mine], self.seg_start[mine]), self.seg_length[mine])
+        return concat_ranges(
+            self.global_position(self.seg_doc[mine], self.seg_start[mine]),
+            self.seg_length[mine],
+        )
 
     def segments(self) -> list[list[Segment]]:
         """Return one list of (document, start, length) per rank, as :meth:`from_segments` takes them."""
         ranks: list[list[Segment]] = [[] for _ in range(self.num_ranks)]
         columns = (self.seg_rank, self.seg_doc, self.seg_start, self.seg_length)
-        for rank, doc, start, length in zip(*(column.tolist() for column in columns), strict=True):
+        for rank, doc, start, length in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
             ranks[rank].append((doc, start, length))
         return ranks
 
@@ -254,14 +308,19 @@ def _check_segment(rank: int, segment: Segment) -> None:
     """Raise ValueError unless the segment is three integers."""
     try:
         valid = len(segment) == 3 and all(
-            isinstance(value, (int, np.integer)) and not isinstance(value, bool) for value in segment
+            isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+            for value in segment
         )
     except TypeError:
         valid = False
     if not valid:
-        raise ValueError(f"rank {rank}: a segment is three integers (document, start, length), got {brief(segment)}")
+        raise ValueError(
+            f"rank {rank}: a segment is three integers (document, start, length), got {brief(segment)}"
+        )
     if any(not -WIDEST < value < WIDEST for value in segment):
-        raise ValueError(f"rank {rank}: segment {brief(segment)} does not fit in 62 bits")
+        raise ValueError(
+            f"rank {rank}: segment {brief(segment)} does not fit in 62 bits"
+        )
 
 
 def _integers(name: str, column: npt.ArrayLike) -> IntArray:
@@ -269,15 +328,23 @@ def _integers(name: str, column: npt.ArrayLike) -> IntArray:
     values = np.asarray(column)
     if values.size == 0:  # of any type: an empty list becomes float64
         return values.astype(np.int64)
-    if values.dtype.kind not in "iu" or int(values.min()) <= -WIDEST or int(values.max()) >= WIDEST:
-        raise ValueError(f"the {name}s of segments must be integers of 62 bits, got {values.dtype}, {brief(column)}")
+    if (
+        values.dtype.kind not in "iu"
+        or int(values.min()) <= -WIDEST
+        or int(values.max()) >= WIDEST
+    ):
+        raise ValueError(
+            f"the {name}s of segments must be integers of 62 bits, got {values.dtype}, {brief(column)}"
+        )
     return values.astype(np.int64, copy=False)
 
 
 def _bools(column: npt.ArrayLike) -> BoolArray:
     values = np.asarray(column)
     if values.size and values.dtype != np.bool_:
-        raise ValueError(f"attends must be booleans, got {values.dtype}, {brief(column)}")
+        raise ValueError(
+            f"attends must be booleans, got {values.dtype}, {brief(column)}"
+        )
     return values.astype(np.bool_, copy=False)
 
 
@@ -292,6 +359,10 @@ def stack(layouts: Sequence[TokenLayout | None], num_ranks: int) -> TokenLayout:
         if layout is None:
             continue
         rank, doc = layout.seg_rank + index * num_ranks, layout.seg_doc + next_doc
-        columns.append((rank, doc, layout.seg_start, layout.seg_length, layout.seg_attends))
+        columns.append(
+            (rank, doc, layout.seg_start, layout.seg_length, layout.seg_attends)
+        )
         next_doc = int(doc.max()) + 1
-    return TokenLayout.from_arrays(len(layouts) * num_ranks, *map(np.concatenate, zip(*columns, strict=True)))
+    return TokenLayout.from_arrays(
+        len(layouts) * num_ranks, *map(np.concatenate, zip(*columns, strict=True))
+    )

@@ -61,8 +61,13 @@ class Speeds:
                 f"rank_speeds has {len(config.rank_speeds)} entries for {num_ranks} ranks: set one per rank, or none"
             )
         mean = sum(map(Fraction, config.rank_speeds), Fraction(0)) / num_ranks
-        distinct, index = np.unique(np.array(config.rank_speeds, dtype=np.float64), return_inverse=True)
-        return cls(tuple(Fraction(speed) / mean for speed in distinct.tolist()), index.astype(np.int64))
+        distinct, index = np.unique(
+            np.array(config.rank_speeds, dtype=np.float64), return_inverse=True
+        )
+        return cls(
+            tuple(Fraction(speed) / mean for speed in distinct.tolist()),
+            index.astype(np.int64),
+        )
 
     def loads(self, time: Fraction, extra: int = 0) -> IntArray:
         """Return int64 [num_ranks] the load that each rank completes in ``time``, plus ``extra``, rounded down."""
@@ -94,14 +99,20 @@ class LoadLimits:
 
     def over_mean(self, loads: IntArray) -> float:
         """Return the time of the slowest rank with ``loads`` [num_ranks] over the mean; 1.0 without any load."""
-        return float(self.speeds.slowest(loads)) / (self.total / len(loads)) if self.total else 1.0
+        return (
+            float(self.speeds.slowest(loads)) / (self.total / len(loads))
+            if self.total
+            else 1.0
+        )
 
     def with_slowest(self, loads: IntArray) -> IntArray:
         """Return int64 [num_ranks]: the guaranteed load, or the load completed in the slowest rank's time if larger.
 
         The slowest rank is that of ``loads`` [num_ranks], none of which exceeds the result.
         """
-        return np.maximum(self.guaranteed, self.speeds.loads(self.speeds.slowest(loads)))
+        return np.maximum(
+            self.guaranteed, self.speeds.loads(self.speeds.slowest(loads))
+        )
 
 
 def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> int:
@@ -109,11 +120,15 @@ def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> i
     longest = int(layout.doc_lengths.max(initial=0))
     if longest == 0:
         return 0
-    rows = make_tasks(np.zeros(1), max(0, longest - config.min_shard), longest, 0, longest, 0)
+    rows = make_tasks(
+        np.zeros(1), max(0, longest - config.min_shard), longest, 0, longest, 0
+    )
     return int(cost.cost(rows)[0])
 
 
-def load_limits(layout: TokenLayout, config: PlannerConfig, cost: CostModel, loads: IntArray) -> LoadLimits:
+def load_limits(
+    layout: TokenLayout, config: PlannerConfig, cost: CostModel, loads: IntArray
+) -> LoadLimits:
     """Return the limits for a layout, given the loads [num_ranks] of its home plan.
 
     Raises:
@@ -124,7 +139,13 @@ def load_limits(layout: TokenLayout, config: PlannerConfig, cost: CostModel, loa
     mean = Fraction(total, layout.num_ranks)
     shard = shard_cost(layout, config, cost)
     tolerated = speeds.loads((1 + Fraction(config.tolerance)) * mean)
-    return LoadLimits(total, shard, speeds, tolerated, np.maximum(tolerated, speeds.loads(mean, shard)))
+    return LoadLimits(
+        total,
+        shard,
+        speeds,
+        tolerated,
+        np.maximum(tolerated, speeds.loads(mean, shard)),
+    )
 
 
 def server_loads(tasks: TaskArray, cost: CostModel, num_ranks: int) -> IntArray:
@@ -145,7 +166,9 @@ def require_plannable(layout: TokenLayout, cost: CostModel) -> None:
         )
     every, width = int(rows.sum()) + len(layout.seg_rank), 1
     while most:
-        row = int(cost.row_cost(np.array([width]))[0])  # longer rows one by one, so that no overflow is missed
+        row = int(
+            cost.row_cost(np.array([width]))[0]
+        )  # longer rows one by one, so that no overflow is missed
         if not 0 <= row * every <= MAX_LOAD:
             raise ValueError(
                 f"{every} rows of tiles against up to {most} tiles of keys cost more than {MAX_LOAD} units of the cost "

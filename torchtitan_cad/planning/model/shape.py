@@ -48,15 +48,21 @@ class AttentionShape:
             if value is field.default:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"attention.{field.name} = {brief(value)}: set a positive integer")
+                raise ValueError(
+                    f"attention.{field.name} = {brief(value)}: set a positive integer"
+                )
             if value > MAX_ROW_BYTES:
-                raise ValueError(f"attention.{field.name} = {brief(value)}: set at most {MAX_ROW_BYTES}")
+                raise ValueError(
+                    f"attention.{field.name} = {brief(value)}: set at most {MAX_ROW_BYTES}"
+                )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"attention.num_kv_heads = {self.num_kv_heads}: set a divisor of num_heads = {self.num_heads}"
             )
         if self.shared_dim >= self.head_dim:
-            raise ValueError(f"attention.shared_dim = {self.shared_dim}: set less than head_dim = {self.head_dim}")
+            raise ValueError(
+                f"attention.shared_dim = {self.shared_dim}: set less than head_dim = {self.head_dim}"
+            )
         for key, dim in (("head_dim", self.head_dim), ("value_dim", self.out_dim)):
             row_bytes = self.num_heads * dim * self.dtype_bytes
             if row_bytes > MAX_ROW_BYTES:
@@ -132,8 +138,15 @@ class RowBytes:
     @cache
     def of(cls, shape: AttentionShape, *, keep: bool = False) -> RowBytes:
         """Return the bytes of a row of every message; with ``keep`` servers keep received Q, K and V for backward."""
-        heads, kv_heads, element = shape.num_heads, shape.num_kv_heads, shape.dtype_bytes
-        query, output = _aligned(heads * shape.head_dim * element), _aligned(heads * shape.out_dim * element)
+        heads, kv_heads, element = (
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.dtype_bytes,
+        )
+        query, output = (
+            _aligned(heads * shape.head_dim * element),
+            _aligned(heads * shape.out_dim * element),
+        )
         statistic = _aligned(heads * max(LSE_BYTES, element))
         parts = kv_heads * shape.key_dim, kv_heads * shape.out_dim, shape.shared_dim
         keys = sum(_aligned(elements * element) for elements in parts)

@@ -23,17 +23,24 @@ TaskArray = npt.NDArray[np.void]
 """Structured array of dtype TASK_DTYPE, one record per task; positions are half-open ranges inside the document."""
 
 
-def make_tasks(doc: Any, q_start: Any, q_end: Any, kv_start: Any, kv_end: Any, server: Any) -> TaskArray:
+def make_tasks(
+    doc: Any, q_start: Any, q_end: Any, kv_start: Any, kv_end: Any, server: Any
+) -> TaskArray:
     """Return the task array of columns that broadcast to the shape of ``doc`` [n]."""
     tasks = np.empty(len(doc), dtype=TASK_DTYPE)
-    for name, column in zip(TASK_FIELDS, (doc, q_start, q_end, kv_start, kv_end, server), strict=True):
+    for name, column in zip(
+        TASK_FIELDS, (doc, q_start, q_end, kv_start, kv_end, server), strict=True
+    ):
         tasks[name] = column
     return tasks
 
 
 def task_table(layout: TokenLayout, tasks: TaskArray) -> IntArray:
     """Return int64 [n, TASK_COLUMNS] the tasks for compiled code, documents as indices into ``layout.docs``."""
-    return np.stack([layout.doc_index(tasks["doc"]), *(tasks[name] for name in TASK_FIELDS[1:])], axis=1)
+    return np.stack(
+        [layout.doc_index(tasks["doc"]), *(tasks[name] for name in TASK_FIELDS[1:])],
+        axis=1,
+    )
 
 
 def from_table(docs: IntArray, table: IntArray) -> TaskArray:
@@ -52,7 +59,14 @@ def canonical(tasks: TaskArray) -> TaskArray:
     if not _ascends(tasks):
         tasks = tasks[np.lexsort((tasks["kv_start"], tasks["q_start"], tasks["doc"]))]
         if not _ascends(tasks):  # ties, which no valid plan has
-            tasks = tasks[np.lexsort([tasks[key] for key in ("server", "kv_end", "q_end", *ORDER_FIELDS[::-1])])]
+            tasks = tasks[
+                np.lexsort(
+                    [
+                        tasks[key]
+                        for key in ("server", "kv_end", "q_end", *ORDER_FIELDS[::-1])
+                    ]
+                )
+            ]
     return np.ascontiguousarray(tasks, dtype=TASK_DTYPE)
 
 
@@ -76,7 +90,9 @@ def merge_queries(tasks: TaskArray) -> TaskArray:
     diagonal = is_diagonal(tasks)
     # For a diagonal kv_end follows q_end, so it does not identify the group.
     key_end: IntArray = np.where(diagonal, -1, tasks["kv_end"])
-    order = np.lexsort((tasks["q_start"], key_end, tasks["kv_start"], tasks["server"], tasks["doc"]))
+    order = np.lexsort(
+        (tasks["q_start"], key_end, tasks["kv_start"], tasks["server"], tasks["doc"])
+    )
     tasks, key_end = tasks[order], key_end[order]
     joins = tasks["q_start"][1:] == tasks["q_end"][:-1]
     for column in (tasks["doc"], tasks["server"], tasks["kv_start"], key_end):
@@ -91,7 +107,11 @@ def merge_queries(tasks: TaskArray) -> TaskArray:
 
 def first_keys(q_start: IntArray, window: int | None) -> IntArray:
     """Return the first key that each query of ``q_start`` attends to."""
-    return np.zeros_like(q_start) if window is None else np.maximum(0, q_start - (window - 1))
+    return (
+        np.zeros_like(q_start)
+        if window is None
+        else np.maximum(0, q_start - (window - 1))
+    )
 
 
 def home_tasks(layout: TokenLayout, window: int | None = None) -> TaskArray:
@@ -101,9 +121,18 @@ def home_tasks(layout: TokenLayout, window: int | None = None) -> TaskArray:
     that follow.
     """
     order = layout.run_order[layout.run_attends]
-    rank, doc, start = layout.seg_rank[order], layout.seg_doc[order], layout.seg_start[order]
+    rank, doc, start = (
+        layout.seg_rank[order],
+        layout.seg_doc[order],
+        layout.seg_start[order],
+    )
     end = start + layout.seg_length[order]
     joins = (doc[1:] == doc[:-1]) & (rank[1:] == rank[:-1]) & (start[1:] == end[:-1])
-    begins, ends = np.append(True, ~joins)[: len(doc)], np.append(~joins, True)[: len(doc)]
+    begins, ends = (
+        np.append(True, ~joins)[: len(doc)],
+        np.append(~joins, True)[: len(doc)],
+    )
     first = first_keys(start[begins], window)
-    return make_tasks(doc[begins], start[begins], end[ends], first, end[ends], rank[begins])
+    return make_tasks(
+        doc[begins], start[begins], end[ends], first, end[ends], rank[begins]
+    )

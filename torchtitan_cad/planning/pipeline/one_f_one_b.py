@@ -26,14 +26,21 @@ TRIES = 125
 LINEAR, FIXED, LOOSE = range(3)
 
 
-def one_f_one_b(stages: int, forward: Any, backward: Any, together: Sequence[bool] | None = None) -> float:
+def one_f_one_b(
+    stages: int, forward: Any, backward: Any, together: Sequence[bool] | None = None
+) -> float:
     """Return the time of stock 1F1B over equal ``stages``, in which a pass begins as soon as what it needs is there.
 
     Args:
         forward, backward: times of every microbatch on one stage, a number or [ranks].
         together: whether the ranks of a stage begin and end a microbatch together; by default none does.
     """
-    times = np.stack([np.array(each, dtype=np.float64).reshape(len(each), -1) for each in (forward, backward)])
+    times = np.stack(
+        [
+            np.array(each, dtype=np.float64).reshape(len(each), -1)
+            for each in (forward, backward)
+        ]
+    )
     scratch = _scratch(stages, *times.shape[1:])
     if together is not None:
         scratch[0][:] = together
@@ -57,10 +64,14 @@ def best_order(attention: FloatArray, stages: int, linear: float = 0.0) -> IntAr
     if stages == 1:
         return as_is
     found = order[_improved(attention[order], 0.0, stages, linear)[1]]
-    return min(as_is, found, key=lambda each: in_stages(attention[each], stages, linear))
+    return min(
+        as_is, found, key=lambda each: in_stages(attention[each], stages, linear)
+    )
 
 
-def best_profile(documents: FloatArray, microbatches: int, stages: int, linear: float) -> FloatArray:
+def best_profile(
+    documents: FloatArray, microbatches: int, stages: int, linear: float
+) -> FloatArray:
     """Return [microbatches] the attention with which they would take little time, in the order in which they run.
 
     Args:
@@ -80,22 +91,39 @@ def light_ends(work: FloatArray) -> IntArray:
     return np.concatenate([order[..., ::2], order[..., 1::2][..., ::-1]], axis=-1)
 
 
-def _improved(fixed: FloatArray, loose: float, stages: int, linear: float) -> tuple[FloatArray, IntArray]:
+def _improved(
+    fixed: FloatArray, loose: float, stages: int, linear: float
+) -> tuple[FloatArray, IntArray]:
     """Return the microbatches' attention, of which ``loose`` of each may move, and their numbers in ``fixed``."""
     order, numbers = np.arange(len(fixed)), np.zeros(1, dtype=np.int64)
     table = np.stack([np.full(len(fixed), linear), fixed, np.full(len(fixed), loose)])
-    improve(table, order, numbers, np.zeros((2, len(fixed), 1)), _scratch(stages, len(fixed), 1))
+    improve(
+        table,
+        order,
+        numbers,
+        np.zeros((2, len(fixed), 1)),
+        _scratch(stages, len(fixed), 1),
+    )
     return table[FIXED] + table[LOOSE], order
 
 
-def _scratch(stages: int, count: int, ranks: int) -> tuple[IntArray, FloatArray, FloatArray, IntArray]:
+def _scratch(
+    stages: int, count: int, ranks: int
+) -> tuple[IntArray, FloatArray, FloatArray, IntArray]:
     """Return whether the ranks meet in each microbatch (none), and the other arguments of ``run``."""
     numbers = np.zeros(count, dtype=np.int64), np.zeros(stages, dtype=np.int64)
-    return numbers[0], np.zeros((2, stages, count, ranks)), np.zeros((stages, ranks)), numbers[1]
+    return (
+        numbers[0],
+        np.zeros((2, stages, count, ranks)),
+        np.zeros((stages, ranks)),
+        numbers[1],
+    )
 
 
 @jit
-def run(times: FloatArray, meets: IntArray, ends: FloatArray, free: FloatArray, at: IntArray) -> float:
+def run(
+    times: FloatArray, meets: IntArray, ends: FloatArray, free: FloatArray, at: IntArray
+) -> float:
     """Return the time of 1F1B for ``times`` [2, microbatches, ranks], forward and backward.
 
     Scratch: the ends of all passes, -1 before; when stages are free; their passes so far.
@@ -112,7 +140,9 @@ def run(times: FloatArray, meets: IntArray, ends: FloatArray, free: FloatArray, 
         for stage in range(stages):
             ahead = min(count, stages - stage)
             while at[stage] < 2 * count:
-                done = at[stage] - ahead  # a stage runs ``ahead`` forwards, then backward and forward in turn
+                done = (
+                    at[stage] - ahead
+                )  # a stage runs ``ahead`` forwards, then backward and forward in turn
                 m, way = at[stage], 0
                 if done >= 2 * (count - ahead):
                     m, way = done - (count - ahead), 1
@@ -124,11 +154,18 @@ def run(times: FloatArray, meets: IntArray, ends: FloatArray, free: FloatArray, 
                 start, longest = 0.0, 0.0
                 for rank in range(ranks):
                     if 0 <= before < stages:
-                        free[stage, rank] = max(free[stage, rank], ends[way, before, m, rank])
-                    start, longest = max(start, free[stage, rank]), max(longest, times[way, m, rank])
+                        free[stage, rank] = max(
+                            free[stage, rank], ends[way, before, m, rank]
+                        )
+                    start, longest = (
+                        max(start, free[stage, rank]),
+                        max(longest, times[way, m, rank]),
+                    )
                 for rank in range(ranks):
                     alone = free[stage, rank] + times[way, m, rank]
-                    free[stage, rank] = ends[way, stage, m, rank] = start + longest if meets[m] != 0 else alone
+                    free[stage, rank] = ends[way, stage, m, rank] = (
+                        start + longest if meets[m] != 0 else alone
+                    )
                 at[stage] += 1
                 left -= 1
     latest = 0.0
@@ -141,7 +178,10 @@ def run(times: FloatArray, meets: IntArray, ends: FloatArray, free: FloatArray, 
 def _change(table: FloatArray, order: IntArray, i: int, j: int, part: float) -> None:
     """Move the ``part`` of attention from one microbatch to another, or swap them if it is 0."""
     if part != 0:
-        table[LOOSE, i], table[LOOSE, j] = table[LOOSE, i] - part, table[LOOSE, j] + part
+        table[LOOSE, i], table[LOOSE, j] = (
+            table[LOOSE, i] - part,
+            table[LOOSE, j] + part,
+        )
         return
     for row in range(len(table)):
         table[row, i], table[row, j] = table[row, j], table[row, i]
@@ -149,7 +189,13 @@ def _change(table: FloatArray, order: IntArray, i: int, j: int, part: float) -> 
 
 
 @jit
-def improve(table: FloatArray, order: IntArray, numbers: IntArray, times: FloatArray, scratch: Any) -> None:
+def improve(
+    table: FloatArray,
+    order: IntArray,
+    numbers: IntArray,
+    times: FloatArray,
+    scratch: Any,
+) -> None:
     """Swap microbatches, with their numbers in ``order``, and move loose attention, for the least time of 1F1B.
 
     ``numbers`` is the state of the random numbers, ``scratch`` are the other arguments of ``run``.
@@ -162,7 +208,9 @@ def improve(table: FloatArray, order: IntArray, numbers: IntArray, times: FloatA
             _change(table, order, i, j, part)
         for m in range(count):
             linear, attention = table[LINEAR, m], table[FIXED, m] + table[LOOSE, m]
-            times[0, m, 0] = linear / (1 + BACKWARD_LINEAR) + attention / (1 + BACKWARD_ATTENTION)
+            times[0, m, 0] = linear / (1 + BACKWARD_LINEAR) + attention / (
+                1 + BACKWARD_ATTENTION
+            )
             times[1, m, 0] = linear + attention - times[0, m, 0]
         now = run(times, meets, ends, free, at)
         if now <= best:

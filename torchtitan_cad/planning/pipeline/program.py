@@ -51,7 +51,9 @@ class TickProgram:
     pools: tuple[AttentionPool, ...]
 
 
-def make_program(ticks: Sequence[Tick], blocks: Sequence[Sequence[bool]]) -> TickProgram:
+def make_program(
+    ticks: Sequence[Tick], blocks: Sequence[Sequence[bool]]
+) -> TickProgram:
     """Return the program of a schedule.
 
     Args:
@@ -65,7 +67,8 @@ def make_program(ticks: Sequence[Tick], blocks: Sequence[Sequence[bool]]) -> Tic
         in_tick = []
         for forward, live in _live_ranks(tick, blocks):
             microbatches = tuple(
-                w.microbatch if w and alive else None for w, alive in zip(tick.work, live, strict=True)
+                w.microbatch if w and alive else None
+                for w, alive in zip(tick.work, live, strict=True)
             )
             if microbatches not in known:
                 known[microbatches] = len(pools)
@@ -75,16 +78,23 @@ def make_program(ticks: Sequence[Tick], blocks: Sequence[Sequence[bool]]) -> Tic
     return TickProgram(tuple(ticks), tuple(calls), tuple(pools))
 
 
-def _live_ranks(tick: Tick, blocks: Sequence[Sequence[bool]]) -> Iterator[tuple[bool, list[bool]]]:
+def _live_ranks(
+    tick: Tick, blocks: Sequence[Sequence[bool]]
+) -> Iterator[tuple[bool, list[bool]]]:
     """Yield, for every call of the tick, True if it is forward, and per rank True if a block of the rank makes it."""
     num_ranks = len(tick.work)
-    mine = [blocks[w.chunk * num_ranks + rank] if w else () for rank, w in enumerate(tick.work)]
+    mine = [
+        blocks[w.chunk * num_ranks + rank] if w else ()
+        for rank, w in enumerate(tick.work)
+    ]
     for index in range(max(map(len, mine))):
         live = [index < len(stage) for stage in mine]
         if tick.forward:
             yield True, live
             continue
-        recomputed = [alive and stage[-1 - index] for alive, stage in zip(live, mine, strict=True)]
+        recomputed = [
+            alive and stage[-1 - index] for alive, stage in zip(live, mine, strict=True)
+        ]
         if any(recomputed):
             yield True, recomputed
         yield False, live

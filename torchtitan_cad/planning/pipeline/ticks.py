@@ -39,7 +39,9 @@ class Tick:
     work: tuple[StageWork | None, ...]
 
 
-def tick_schedule(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> list[Tick]:
+def tick_schedule(
+    num_ranks: int, num_microbatches: int, num_chunks: int = 1
+) -> list[Tick]:
     """Return the ticks of one step.
 
     Args:
@@ -50,7 +52,11 @@ def tick_schedule(num_ranks: int, num_microbatches: int, num_chunks: int = 1) ->
     Raises:
         ValueError: a number is not positive, or with several chunks ``num_microbatches`` is not a multiple of P.
     """
-    for name, value in (("ranks", num_ranks), ("microbatches", num_microbatches), ("stages per rank", num_chunks)):
+    for name, value in (
+        ("ranks", num_ranks),
+        ("microbatches", num_microbatches),
+        ("stages per rank", num_chunks),
+    ):
         if value < 1:
             raise ValueError(f"a pipeline with {value} {name}: set at least one")
     if num_chunks > 1 and num_microbatches % num_ranks:
@@ -69,7 +75,9 @@ def _ticks(num_ranks: int, num_microbatches: int, num_chunks: int) -> Iterator[T
             return None
         group, rest = divmod(k, ahead)
         chunk, microbatch = divmod(rest, num_ranks) if num_chunks > 1 else (0, rest)
-        return StageWork(chunk if forward else num_chunks - 1 - chunk, group * num_ranks + microbatch)
+        return StageWork(
+            chunk if forward else num_chunks - 1 - chunk, group * num_ranks + microbatch
+        )
 
     def tick(number: int, forward: bool) -> Tick:
         first = [rank if forward else num_ranks - 1 - rank for rank in range(num_ranks)]

@@ -32,13 +32,19 @@ MOST_CHUNKS = 12
 
 
 @jit_inner
-def cut(state: State, doc: int, length: int, most_work: float, shortest: int, longest: int) -> None:
+def cut(
+    state: State, doc: int, length: int, most_work: float, shortest: int, longest: int
+) -> None:
     """Cut a document into chunks of ``shortest`` to ``longest`` tokens and at most ``most_work``, where possible."""
     prefix, tile, grid, start = state.prefix, state.sizes[TILE], state.sizes[GRID], 0
     before = len(state.ints) - 1
     while start < length:
         tokens = shortest
-        while tokens < longest and work_of(prefix, tile, start, min(length, start + tokens + grid)) <= most_work:
+        while (
+            tokens < longest
+            and work_of(prefix, tile, start, min(length, start + tokens + grid))
+            <= most_work
+        ):
             tokens += grid
         if length - start - tokens < shortest // 2 and length - start <= longest:
             tokens = length - start
@@ -50,7 +56,13 @@ def cut(state: State, doc: int, length: int, most_work: float, shortest: int, lo
 
 @jit
 def cut_long(
-    state: State, capacities: IntArray, long: IntArray, lengths: IntArray, most_work: float, shortest: int, longest: int
+    state: State,
+    capacities: IntArray,
+    long: IntArray,
+    lengths: IntArray,
+    most_work: float,
+    shortest: int,
+    longest: int,
 ) -> None:
     """Empty the state for ranks with ``capacities`` [num_ranks], and cut the documents ``long`` [n] of ``lengths``
     [n]."""
@@ -62,11 +74,15 @@ def cut_long(
 def by_work(state: State) -> IntArray:
     """Return the rows of all chunks in descending order of work."""
     first = len(state.limit)
-    return first + np.argsort(-state.reals[first : state.ints[-1, COUNT], WORK], kind="stable")
+    return first + np.argsort(
+        -state.reals[first : state.ints[-1, COUNT], WORK], kind="stable"
+    )
 
 
 @jit_inner
-def assign_chunks(state: State, order: IntArray, heap: IntArray, time: FloatArray) -> None:
+def assign_chunks(
+    state: State, order: IntArray, heap: IntArray, time: FloatArray
+) -> None:
     """Assign the chunks of ``order`` one by one, each to the rank of least time.
 
     A chunk that does not fit is cut, and its rest goes to the next rank. Chunks that no rank can take, because all are
@@ -99,7 +115,9 @@ def assign_chunks(state: State, order: IntArray, heap: IntArray, time: FloatArra
 
 
 @jit
-def assign_short(state: State, lengths: IntArray, home: IntArray, heap: IntArray, time: FloatArray) -> None:
+def assign_short(
+    state: State, lengths: IntArray, home: IntArray, heap: IntArray, time: FloatArray
+) -> None:
     """Assign whole documents of descending ``lengths`` [n], each to the rank of least time.
 
     A rank on which a document does not fit gets no more documents. ``home`` [n] is set to the rank, or -1.

@@ -47,11 +47,18 @@ from torchtitan_cad.planning.placement.state import (
 
 
 @jit_inner
-def _read(state: State, i: int, j: int, keys: float, strips: float) -> tuple[float, float]:
+def _read(
+    state: State, i: int, j: int, keys: float, strips: float
+) -> tuple[float, float]:
     """Count the keys of chunk ``j`` that are read for the work that chunk ``i`` offloads, and that it keeps."""
-    start, end = float(state.ints[j, START]), float(state.ints[j, START] + state.ints[j, LENGTH])
+    start, end = (
+        float(state.ints[j, START]),
+        float(state.ints[j, START] + state.ints[j, LENGTH]),
+    )
     offloaded = strips * max(0.0, min(end, abs(keys)) - start)
-    return offloaded, max(0.0, end - max(start, keys)) if state.ints[j, RANK] != state.ints[i, RANK] else 0.0
+    return offloaded, max(0.0, end - max(start, keys)) if state.ints[
+        j, RANK
+    ] != state.ints[i, RANK] else 0.0
 
 
 @jit_inner
@@ -77,7 +84,9 @@ def _read_of(state: State, j: int, sign: float) -> None:
     home, k, end = state.ints[j, RANK], state.ints[j, BEHIND], len(state.ints) - 1
     shared, out, key_bytes = 0.0, 0.0, sign * state.prices[KEY_BYTES]
     while k != end:
-        offloaded, kept = _read(state, k, j, state.reals[k, KEYS_OFFLOADED], state.reals[k, STRIPS])
+        offloaded, kept = _read(
+            state, k, j, state.reals[k, KEYS_OFFLOADED], state.reals[k, STRIPS]
+        )
         shared += offloaded
         out += offloaded + kept
         if kept > 0:
@@ -145,7 +154,9 @@ def _begin_choice(state: State, rank: int) -> None:
 
 
 @jit_inner
-def _best_offer(state: State, rank: int, excess: float) -> tuple[int, tuple[float, ...]]:
+def _best_offer(
+    state: State, rank: int, excess: float
+) -> tuple[int, tuple[float, ...]]:
     """Return the chunk, of those that offload nothing yet, whose block costs the fewest bytes for its work, and the
     block; -1 if there is none."""
     ints = state.ints
@@ -156,9 +167,15 @@ def _best_offer(state: State, rank: int, excess: float) -> tuple[int, tuple[floa
     i = ints[rank, NEXT_CHUNK]
     while i != len(ints) - 1:
         if state.reals[i, STRIPS] == 0:
-            block = offload(float(ints[i, START]), float(ints[i, LENGTH]), excess, state.prices)
+            block = offload(
+                float(ints[i, START]), float(ints[i, LENGTH]), excess, state.prices
+            )
             if block[0] > 0:
-                value = (block[2] - block[3] * key_bytes) / block[0] * (2 - block[0] / excess)
+                value = (
+                    (block[2] - block[3] * key_bytes)
+                    / block[0]
+                    * (2 - block[0] / excess)
+                )
                 if value < least:
                     chosen = i
                     least = value
@@ -173,7 +190,10 @@ def _read_anew(state: State, rank: int, one: int, other: int) -> None:
     reals = state.reals
     k = state.ints[rank, NEXT_CHUNK]
     while k != len(state.ints) - 1:
-        changes = reals[k, KEYS_OFFLOADED] != reals[k, OLD_KEYS_OFFLOADED] or reals[k, STRIPS] != reals[k, OLD_STRIPS]
+        changes = (
+            reals[k, KEYS_OFFLOADED] != reals[k, OLD_KEYS_OFFLOADED]
+            or reals[k, STRIPS] != reals[k, OLD_STRIPS]
+        )
         if changes and k not in (one, other):
             read_by(state, k, -1.0, reals[k, OLD_KEYS_OFFLOADED], reals[k, OLD_STRIPS])
             read_by(state, k, 1.0, reals[k, KEYS_OFFLOADED], reals[k, STRIPS])
@@ -185,9 +205,15 @@ def rank_bytes(state: State, rank: int) -> tuple[float, float, float]:
     """Return the bytes into and out of a rank, and the bytes of keys that it holds of those are offloaded with work."""
     reals = state.reals
     # A rank with capacity gets as many bytes of queries as of keys, and already holds some of the keys.
-    helps = state.prices[HELP] * np.sqrt(max(0.0, state.limit[rank] - reals[rank, LOAD]))
+    helps = state.prices[HELP] * np.sqrt(
+        max(0.0, state.limit[rank] - reals[rank, LOAD])
+    )
     held = min(helps / 2, reals[rank, KEYS_SHARED])
-    return reals[rank, KEYS_IN] + helps - held, reals[rank, KEYS_OUT] + reals[rank, QUERIES_OUT] - held, held
+    return (
+        reals[rank, KEYS_IN] + helps - held,
+        reals[rank, KEYS_OUT] + reals[rank, QUERIES_OUT] - held,
+        held,
+    )
 
 
 @jit_inner
@@ -206,7 +232,9 @@ def estimate(state: State) -> float:
             reals[rank, POWER] = _power(into) + _power(out)
             reals[end, BYTES] += reals[rank, BYTES] - state.reals_before[at, BYTES]
             reals[end, POWER] += reals[rank, POWER] - state.reals_before[at, POWER]
-    worst = np.sqrt(np.sqrt(np.sqrt(max(0.0, reals[end, POWER]) / (2 * len(state.limit)))))
+    worst = np.sqrt(
+        np.sqrt(np.sqrt(max(0.0, reals[end, POWER]) / (2 * len(state.limit))))
+    )
     return reals[end, BYTES] + prices[WORST_WEIGHT] * len(state.limit) * worst
 
 

@@ -54,7 +54,9 @@ def fill(
     order = np.argsort(lengths, kind="stable")
     docs, lengths = docs[order], lengths[order]
     unassigned = _Unassigned(lengths.tolist())
-    microbatches = [_Microbatch(unassigned, of_ranks.tolist(), filled) for of_ranks in capacities]
+    microbatches = [
+        _Microbatch(unassigned, of_ranks.tolist(), filled) for of_ranks in capacities
+    ]
     for first in range(0, len(microbatches), together):
         group = microbatches[first : first + together]
         _assign_longest(unassigned, group, list(less[first : first + together]))
@@ -95,10 +97,14 @@ class _Unassigned:
     def give_back(self, doc: int) -> None:
         """Put a document back, which happens a few times a microbatch at most."""
         left = {*self.left(), doc}
-        self._below = [i if i == 0 or i - 1 in left else i - 1 for i in range(len(self._below))]
+        self._below = [
+            i if i == 0 or i - 1 in left else i - 1 for i in range(len(self._below))
+        ]
 
 
-def _assign_longest(unassigned: _Unassigned, microbatches: Sequence[_Microbatch], sums: list[float]) -> None:
+def _assign_longest(
+    unassigned: _Unassigned, microbatches: Sequence[_Microbatch], sums: list[float]
+) -> None:
     """Assign the longest documents to the ranks of microbatches, until few tokens of each are left or none fits.
 
     With ``sums`` of squared tokens that the microbatches begin with, it is the turn of the microbatch with the least.
@@ -124,12 +130,18 @@ def _assign_longest(unassigned: _Unassigned, microbatches: Sequence[_Microbatch]
             microbatch.take(doc, rank)
             length = unassigned.lengths[doc]
             sums[number] += of_sums * length**2
-            heapq.heappush(microbatch.queue, (work + length**2, capacity + length, rank))
+            heapq.heappush(
+                microbatch.queue, (work + length**2, capacity + length, rank)
+            )
         queue_turn(number)
 
 
 def _spread_longest(
-    unassigned: _Unassigned, microbatches: Sequence[_Microbatch], sums: list[float], *, of_sums: bool
+    unassigned: _Unassigned,
+    microbatches: Sequence[_Microbatch],
+    sums: list[float],
+    *,
+    of_sums: bool,
 ) -> None:
     """Spread the documents that are longer than any rank's capacity over several ranks."""
     widest = max(max(microbatch.capacities) for microbatch in microbatches)
@@ -138,8 +150,17 @@ def _spread_longest(
         if doc is None or unassigned.lengths[doc] <= widest:
             return
         length = unassigned.lengths[doc]
-        roomy = [number for number, microbatch in enumerate(microbatches) if microbatch.left >= length]
-        chosen = min(roomy, key=lambda number: sums[number] if of_sums else sum(microbatches[number].work))
+        roomy = [
+            number
+            for number, microbatch in enumerate(microbatches)
+            if microbatch.left >= length
+        ]
+        chosen = min(
+            roomy,
+            key=lambda number: (
+                sums[number] if of_sums else sum(microbatches[number].work)
+            ),
+        )
         microbatches[chosen].spread(doc)
         sums[chosen] += of_sums * length**2
 
@@ -157,12 +178,20 @@ class _Microbatch:
         queue: heap of (squared lengths on a rank, -tokens of capacity, rank), of the ranks with capacity.
     """
 
-    def __init__(self, unassigned: _Unassigned, capacities: list[int], filled: float) -> None:
+    def __init__(
+        self, unassigned: _Unassigned, capacities: list[int], filled: float
+    ) -> None:
         self._unassigned, self._tokens = unassigned, capacities
         self.docs: list[tuple[int, int]] = []
-        self.capacities, self.work, self.left = capacities.copy(), [0] * len(capacities), sum(capacities)
+        self.capacities, self.work, self.left = (
+            capacities.copy(),
+            [0] * len(capacities),
+            sum(capacities),
+        )
         self.few = filled * self.left / len(capacities)
-        self.queue = [(0, -capacity, rank) for rank, capacity in enumerate(capacities) if capacity]
+        self.queue = [
+            (0, -capacity, rank) for rank, capacity in enumerate(capacities) if capacity
+        ]
         heapq.heapify(self.queue)
 
     def take(self, doc: int, rank: int = -1) -> None:
@@ -191,10 +220,18 @@ class _Microbatch:
         """Take documents that fill what is left exactly, or all; returns False where none are found that do."""
         unassigned = self._unassigned
         for _ in range(RETRIES):
-            docs = [doc for doc in unassigned.left() if all_left or unassigned.lengths[doc] <= self.left]
+            docs = [
+                doc
+                for doc in unassigned.left()
+                if all_left or unassigned.lengths[doc] <= self.left
+            ]
             lengths = [unassigned.lengths[doc] for doc in docs]
             enough = bisect_right(list(accumulate(lengths)), 2 * self.left) + 1
-            chosen = range(len(docs)) if all_left else add_up(lengths[: max(CANDIDATES, enough)], self.left)
+            chosen = (
+                range(len(docs))
+                if all_left
+                else add_up(lengths[: max(CANDIDATES, enough)], self.left)
+            )
             if chosen is not None:
                 for i in chosen:
                     self.take(docs[i])
@@ -211,7 +248,9 @@ class _Microbatch:
         """Return the documents' homes; ``ids`` and ``lengths`` are those of the step's documents."""
         doc, rank = np.array(self.docs, dtype=np.int64).reshape(-1, 2).T
         placed, loose = rank >= 0, doc[rank < 0]
-        gaps = np.array(self._tokens) - sum_by_index(rank[placed], lengths[doc[placed]], len(self._tokens))
+        gaps = np.array(self._tokens) - sum_by_index(
+            rank[placed], lengths[doc[placed]], len(self._tokens)
+        )
         source, gap, start, end = end_to_end(lengths[loose], gaps)
         columns = (
             np.append(rank[placed], gap),
@@ -219,7 +258,9 @@ class _Microbatch:
             np.append(np.zeros_like(doc[placed]), start),
             np.append(lengths[doc[placed]], end - start),
         )
-        order = np.lexsort(columns[2:0:-1])  # that of tasks, so that a rank that serves no other copies no rows
+        order = np.lexsort(
+            columns[2:0:-1]
+        )  # that of tasks, so that a rank that serves no other copies no rows
         rank, doc, start, length = (column[order] for column in columns)
         return TokenLayout.from_arrays(len(self._tokens), rank, doc, start, length)
 

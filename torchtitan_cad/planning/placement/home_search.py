@@ -83,7 +83,12 @@ class HomeSearch:
     """Finds homes for the tokens of a layout; every call of :meth:`find` searches anew. Nodes are left to the plan."""
 
     def __init__(
-        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, weights: Weights
+        self,
+        layout: TokenLayout,
+        shape: AttentionShape,
+        config: PlannerConfig,
+        cost: CostModel,
+        weights: Weights,
     ) -> None:
         lengths = layout.doc_lengths
         grid = config.min_shard
@@ -98,11 +103,17 @@ class HomeSearch:
         self._short = whole[np.argsort(-lengths[whole], kind="stable")]
         self._long = np.flatnonzero(is_long)
         self._most_work = MOST_WORK * mean_work
-        self._tries = int(MOVES * (layout.num_ranks / 64) ** (0.25 if layout.num_ranks > 64 else 0.6))
+        self._tries = int(
+            MOVES * (layout.num_ranks / 64) ** (0.25 if layout.num_ranks > 64 else 0.6)
+        )
 
-        rows = _chunk_bounds(_pairs(lengths).sum() / layout.num_ranks, shape, grid, longest_chunk)
+        rows = _chunk_bounds(
+            _pairs(lengths).sum() / layout.num_ranks, shape, grid, longest_chunk
+        )
         sizes = np.array([cost.granularity, grid, rows.min()])
-        _, price, _ = node_prices(config, layout.num_ranks)  # of a byte in a node, as in the bytes of plans
+        _, price, _ = node_prices(
+            config, layout.num_ranks
+        )  # of a byte in a node, as in the bytes of plans
         prices = np.zeros(8)
         prices[QUERY_BYTES] = price * shape.query_bytes
         prices[KEY_BYTES] = price * shape.kv_bytes
@@ -113,13 +124,18 @@ class HomeSearch:
         speeds = Speeds.of(config, layout.num_ranks)
         speed = np.array([float(value) for value in speeds.values])[speeds.index]
         limit = (1 + config.tolerance) * mean_work * speed
-        most_chunks = int((lengths[self._long] // sizes[LEAST_CHUNK] + 3).sum()) + layout.num_ranks
+        most_chunks = (
+            int((lengths[self._long] // sizes[LEAST_CHUNK] + 3).sum())
+            + layout.num_ranks
+        )
         self._state = make_state(most_chunks, limit, speed, prefix, sizes, prices)
 
         bounds = sorted(set(product(*rows.tolist())))
         _, shortest, longest = min((self._assign_long(*pair), *pair) for pair in bounds)
         self._assign_long(shortest, longest)
-        self._initial = Assignment(self._state.ints.copy(), self._state.reals.copy(), self._state.prices.copy())
+        self._initial = Assignment(
+            self._state.ints.copy(), self._state.reals.copy(), self._state.prices.copy()
+        )
 
     def find(self, seed: int) -> TokenLayout:
         """Return the layout found with the pseudo-random numbers of ``seed``."""
@@ -141,30 +157,55 @@ class HomeSearch:
         placed = segments[:, rank >= 0]
         loose = segments[:, (rank < 0) & (length > 0)]
         if loose.size:
-            placed = np.concatenate([placed, _laid_out(loose, state.ints[: layout.num_ranks, CAPACITY])], axis=1)
+            placed = np.concatenate(
+                [placed, _laid_out(loose, state.ints[: layout.num_ranks, CAPACITY])],
+                axis=1,
+            )
         rank, doc, start, length = _joined(placed)
         # Sorted and whole: ``TokenLayout.from_arrays`` would only check it.
-        return TokenLayout(layout.num_ranks, rank, layout.docs[doc], start, length, np.ones(len(rank), dtype=bool))
+        return TokenLayout(
+            layout.num_ranks,
+            rank,
+            layout.docs[doc],
+            start,
+            length,
+            np.ones(len(rank), dtype=bool),
+        )
 
     def _assign_short(self) -> IntArray:
         """Assign short documents to what the chunks leave; returns the rank of each, or -1."""
         state = self._state
         ranks = slice(self._layout.num_ranks)
-        load = state.reals[ranks, LOAD] - state.prices[PER_TOKEN] * state.ints[ranks, CAPACITY]
+        load = (
+            state.reals[ranks, LOAD]
+            - state.prices[PER_TOKEN] * state.ints[ranks, CAPACITY]
+        )
         home = np.empty_like(self._short)
         heap = np.empty_like(self._capacity)
-        assign_short(state, self._layout.doc_lengths[self._short], home, heap, load / state.speed)
+        assign_short(
+            state, self._layout.doc_lengths[self._short], home, heap, load / state.speed
+        )
         return home
 
     def _assign_long(self, shortest: int, longest: int) -> float:
         """Assign long documents in chunks of ``shortest`` to ``longest`` tokens, and return the objective."""
         state, lengths = self._state, self._layout.doc_lengths[self._long]
-        cut_long(state, self._capacity, self._long, lengths, self._most_work, shortest, longest)
+        cut_long(
+            state,
+            self._capacity,
+            self._long,
+            lengths,
+            self._most_work,
+            shortest,
+            longest,
+        )
         time = state.reals[: len(self._capacity), LOAD] / state.speed
         return begin_search(state, by_work(state), np.empty_like(self._capacity), time)
 
 
-def _chunk_bounds(mean_pairs: float, shape: AttentionShape, grid: int, most: int) -> IntArray:
+def _chunk_bounds(
+    mean_pairs: float, shape: AttentionShape, grid: int, most: int
+) -> IntArray:
     """Return [2, 3] shortest and longest chunks that are tried, of ``most`` tokens; see ``SHORTEST``."""
     best_rows = float(np.sqrt(mean_pairs * shape.kv_bytes / shape.query_bytes))
     rows = (np.array([SHORTEST, LONGEST]) * best_rows).astype(np.int64) // grid * grid
@@ -191,4 +232,6 @@ def _joined(segments: IntArray) -> IntArray:
     joins = np.zeros(len(rank), dtype=bool)
     joins[1:] = is_same & (start[1:] == (start + length)[:-1])
     first = np.flatnonzero(~joins)
-    return np.stack([rank[first], doc[first], start[first], np.add.reduceat(length, first)])
+    return np.stack(
+        [rank[first], doc[first], start[first], np.add.reduceat(length, first)]
+    )

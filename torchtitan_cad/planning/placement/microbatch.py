@@ -51,7 +51,10 @@ class PlannedMicrobatch:
 
 
 def plan_in_place(
-    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
+    layouts: Sequence[TokenLayout],
+    shape: AttentionShape,
+    config: PlannerConfig,
+    cost: CostModel | None = None,
 ) -> PlannedMicrobatch:
     """Plan the nano-batches for the homes that they have."""
     plans = [make_plan(layout, shape, config, cost) for layout in layouts]
@@ -59,14 +62,20 @@ def plan_in_place(
 
 
 def stay_home(
-    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
+    layouts: Sequence[TokenLayout],
+    shape: AttentionShape,
+    config: PlannerConfig,
+    cost: CostModel | None = None,
 ) -> PlannedMicrobatch:
     """Plan the nano-batches such that every query is served at home."""
     return plan_in_place(layouts, shape, replace(config, planner="home"), cost)
 
 
 def place_microbatch(
-    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig, cost: CostModel | None = None
+    layouts: Sequence[TokenLayout],
+    shape: AttentionShape,
+    config: PlannerConfig,
+    cost: CostModel | None = None,
 ) -> PlannedMicrobatch:
     """Place and plan a microbatch: one nano-batch, two by rows, or two of which the later attends to the earlier.
 
@@ -84,7 +93,9 @@ def place_microbatch(
     if not layouts[-1].seg_attends.all():
         return _place_nano_batches(layouts[0], layouts[1], shape, config, cost)
     pairs = [place_and_plan(layout, shape, config, cost) for layout in layouts]
-    return PlannedMicrobatch([[plan for plan, _ in pairs]], [[given_plan for _, given_plan in pairs]])
+    return PlannedMicrobatch(
+        [[plan for plan, _ in pairs]], [[given_plan for _, given_plan in pairs]]
+    )
 
 
 def plan_by_time(
@@ -127,18 +138,27 @@ def plan_by_time(
 
 
 def _place_nano_batches(
-    earlier: TokenLayout, every: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel | None
+    earlier: TokenLayout,
+    every: TokenLayout,
+    shape: AttentionShape,
+    config: PlannerConfig,
+    cost: CostModel | None,
 ) -> PlannedMicrobatch:
     """Place and plan two nano-batches of which the later attends to the earlier; ``every`` holds the tokens of both."""
     earlier_capacities = earlier.tokens_per_rank
     begun = divide_documents(every.doc_lengths, int(earlier_capacities.sum()))
     # Within a nano-batch, the tokens of a document that is cut count as a document of their own.
     first_given = _lay_out(every.docs, begun, earlier_capacities)
-    second_given = _lay_out(every.docs, every.doc_lengths - begun, every.queries_per_rank)
+    second_given = _lay_out(
+        every.docs, every.doc_lengths - begun, every.queries_per_rank
+    )
     first, _ = place_and_plan(first_given, shape, config, cost)
     second, _ = place_and_plan(second_given, shape, config, cost)
     shift = begun[every.doc_index(second.layout.seg_doc)]
-    new = [first, make_plan(_joined(first.layout, second.layout, shift), shape, config, cost)]
+    new = [
+        first,
+        make_plan(_joined(first.layout, second.layout, shift), shape, config, cost),
+    ]
     old = [make_plan(layout, shape, config, cost) for layout in (earlier, every)]
     before = moved_by(*old)
     is_better = before.worst and moved_by(*new).score(before) < before.score(before)
@@ -176,7 +196,9 @@ def _lay_out(docs: IntArray, lengths: IntArray, capacities: IntArray) -> TokenLa
     """Lay documents of these ids and lengths end to end over ranks with ``capacities`` [num_ranks] tokens."""
     used = lengths > 0
     source, rank, start, end = end_to_end(lengths[used], capacities)
-    return TokenLayout.from_arrays(len(capacities), rank, docs[used][source], start, end - start)
+    return TokenLayout.from_arrays(
+        len(capacities), rank, docs[used][source], start, end - start
+    )
 
 
 def _joined(first: TokenLayout, second: TokenLayout, shift: IntArray) -> TokenLayout:

@@ -53,7 +53,12 @@ def swap(state: State, i: int, numbers: IntArray) -> bool:
     j = first + random(numbers, ints[len(ints) - 1, COUNT] - first)
     one, other = ints[i, RANK], ints[j, RANK]
     more = ints[i, LENGTH] - ints[j, LENGTH]
-    if other < 0 or other == one or ints[other, CAPACITY] < more or ints[one, CAPACITY] < -more:
+    if (
+        other < 0
+        or other == one
+        or ints[other, CAPACITY] < more
+        or ints[one, CAPACITY] < -more
+    ):
         return False
     if ints[one, COUNT] == ints[other, COUNT] == 1:
         return False  # the same as exchanging the ranks' numbers
@@ -71,7 +76,11 @@ def swap(state: State, i: int, numbers: IntArray) -> bool:
 def relocate(state: State, i: int, numbers: IntArray) -> bool:
     """Give a chunk, or its first tokens, to a random other rank."""
     ints, end = state.ints, len(state.ints) - 1
-    one, other, splits = ints[i, RANK], random(numbers, len(state.limit)), random(numbers, 2) == 1
+    one, other, splits = (
+        ints[i, RANK],
+        random(numbers, len(state.limit)),
+        random(numbers, 2) == 1,
+    )
     start, tokens = ints[i, START], ints[i, LENGTH]
     least, grid = state.sizes[LEAST_CHUNK], state.sizes[GRID]
     if other == one or ints[other, COUNT] >= MOST_CHUNKS:
@@ -81,13 +90,17 @@ def relocate(state: State, i: int, numbers: IntArray) -> bool:
         if cells <= 0 or ints[end, COUNT] == end or ints[one, COUNT] >= MOST_CHUNKS:
             return False
         tokens = least + random(numbers, cells) * grid
-    elif ints[other, CAPACITY] < tokens or (ints[one, COUNT] == 1 and ints[other, COUNT] == 0):
+    elif ints[other, CAPACITY] < tokens or (
+        ints[one, COUNT] == 1 and ints[other, COUNT] == 0
+    ):
         return False  # no capacity, or the same as exchanging the ranks' numbers
     detach(state, i)
     take(state, i)
     rest = -1
     if splits:
-        rest = append(state, ints[i, CHUNK_DOC], start + tokens, ints[i, LENGTH] - tokens, i)
+        rest = append(
+            state, ints[i, CHUNK_DOC], start + tokens, ints[i, LENGTH] - tokens, i
+        )
         resize(state, i, start, start + tokens)
         give(state, rest, one)
     give(state, i, other)
@@ -105,7 +118,12 @@ def shift(state: State, i: int, numbers: IntArray) -> bool:
     if j == len(ints) - 1 or ints[j, START] != middle or one == other:
         return False
     end = middle + ints[j, LENGTH]
-    cut = end if joins else middle + (random(numbers, 33) - 16) * max(1, ints[i, LENGTH] // (40 * grid)) * grid
+    cut = (
+        end
+        if joins
+        else middle
+        + (random(numbers, 33) - 16) * max(1, ints[i, LENGTH] // (40 * grid)) * grid
+    )
     if cut == middle or cut - start < grid or (end - cut < grid and not joins):
         return False
     if ints[one, CAPACITY] < cut - middle or ints[other, CAPACITY] < middle - cut:

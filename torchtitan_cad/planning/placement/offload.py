@@ -7,11 +7,19 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray
 from torchtitan_cad.planning.jit import jit_inner
-from torchtitan_cad.planning.placement.state import KEY_BYTES, PER_PAIR, QUERY_BYTES, SPARE, TYPICAL
+from torchtitan_cad.planning.placement.state import (
+    KEY_BYTES,
+    PER_PAIR,
+    QUERY_BYTES,
+    SPARE,
+    TYPICAL,
+)
 
 
 @jit_inner
-def _beside(excess: float, rows: float, keys: float, prices: FloatArray) -> tuple[float, float]:
+def _beside(
+    excess: float, rows: float, keys: float, prices: FloatArray
+) -> tuple[float, float]:
     """Return the (helpers side by side, strips) in which a block of ``rows`` x ``keys`` costs the fewest bytes.
 
     There is less than one strip if rows of other chunks join the block, so that its keys are read once for all.
@@ -22,7 +30,9 @@ def _beside(excess: float, rows: float, keys: float, prices: FloatArray) -> tupl
 
 
 @jit_inner
-def offload(start: float, rows: float, excess: float, prices: FloatArray) -> tuple[float, ...]:
+def offload(
+    start: float, rows: float, excess: float, prices: FloatArray
+) -> tuple[float, ...]:
     """Return (work, bytes of queries out, bytes into helpers, keys not imported, keys read, strips) of the best block.
 
     The block has at most the work ``excess``. It belongs to a chunk of ``rows`` rows from row ``start`` of a document.
@@ -35,9 +45,13 @@ def offload(start: float, rows: float, excess: float, prices: FloatArray) -> tup
             width = min(start, pairs / rows)
             height, spared = rows, width
         else:
-            height = min(rows, max(1.0, np.sqrt(pairs * prices[KEY_BYTES] / prices[QUERY_BYTES])))
+            height = min(
+                rows, max(1.0, np.sqrt(pairs * prices[KEY_BYTES] / prices[QUERY_BYTES]))
+            )
             reach = start + rows
-            if height * (reach - height) < pairs:  # more rows, up to the middle of the triangle
+            if (
+                height * (reach - height) < pairs
+            ):  # more rows, up to the middle of the triangle
                 root = reach * reach / 4 - pairs
                 height = min(rows, reach / 2 - np.sqrt(root) if root > 0 else reach / 2)
             width = min(pairs / height, reach - height)

@@ -18,7 +18,14 @@ from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TaskArray
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order
 from torchtitan_cad.planning.placement.home_search import WEIGHTS, HomeSearch
-from torchtitan_cad.planning.plan import Plan, bytes_by_rank, entry_point_callers, make_plan, moved_by, warm_up
+from torchtitan_cad.planning.plan import (
+    Plan,
+    bytes_by_rank,
+    entry_point_callers,
+    make_plan,
+    moved_by,
+    warm_up,
+)
 from torchtitan_cad.planning.planners.local_search.planner import search
 
 _logger = logging.getLogger(__name__)
@@ -29,7 +36,10 @@ each result. Few ranks search more often, as estimates are coarse there."""
 
 
 def place_and_plan(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig | None = None, cost: CostModel | None = None
+    layout: TokenLayout,
+    shape: AttentionShape,
+    config: PlannerConfig | None = None,
+    cost: CostModel | None = None,
 ) -> tuple[Plan, Plan]:
     """Choose new homes for the tokens, for which the plan moves fewer bytes, above all on the worst rank.
 
@@ -49,10 +59,18 @@ def place_and_plan(
     cost = TileAreaCost(config.cost_tile) if cost is None else cost
     given_plan = make_plan(layout, shape, config, cost)
     before = moved_by(given_plan)
-    if layout.num_ranks == 1 or not before.worst or not layout.seg_attends.all() or shape.window is not None:
+    if (
+        layout.num_ranks == 1
+        or not before.worst
+        or not layout.seg_attends.all()
+        or shape.window is not None
+    ):
         return given_plan, given_plan
     num_searches = max(1, SEARCHES // max(8, layout.num_ranks))
-    searches = [HomeSearch(layout, shape, config, cost, weights) for weights in WEIGHTS[:num_searches]]
+    searches = [
+        HomeSearch(layout, shape, config, cost, weights)
+        for weights in WEIGHTS[:num_searches]
+    ]
     least_score = before.score(before)
     best: tuple[TokenLayout, Callable[[], TaskArray]] | None = None
     for seed in range(num_searches):
@@ -90,7 +108,9 @@ def place_small_batch() -> None:
     layout = TokenLayout.from_segments([[(0, 0, 2048)], [(1, 0, 1024), (2, 0, 1024)]])
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
     config = PlannerConfig()
-    HomeSearch(layout, shape, config, TileAreaCost(config.cost_tile), WEIGHTS[0]).find(0)
+    HomeSearch(layout, shape, config, TileAreaCost(config.cost_tile), WEIGHTS[0]).find(
+        0
+    )
     best_order(layout.tokens_per_rank.astype(float), 2)
 
 

@@ -11,7 +11,12 @@ import numpy as np
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.placement.assign import assign_chunks
-from torchtitan_cad.planning.placement.estimate import choose, estimate, read_by, worst_rank
+from torchtitan_cad.planning.placement.estimate import (
+    choose,
+    estimate,
+    read_by,
+    worst_rank,
+)
 from torchtitan_cad.planning.placement.moves import random, relocate, shift, swap
 from torchtitan_cad.planning.placement.state import (
     COUNT,
@@ -30,7 +35,9 @@ from torchtitan_cad.planning.placement.state import (
 
 
 @jit
-def begin_search(state: State, order: IntArray, heap: IntArray, time: FloatArray) -> float:
+def begin_search(
+    state: State, order: IntArray, heap: IntArray, time: FloatArray
+) -> float:
     """Assign chunks as ``assign_chunks`` and return the objective; those left over leave their documents' lists."""
     assign_chunks(state, order, heap, time)
     first, end = len(state.limit), len(state.ints) - 1

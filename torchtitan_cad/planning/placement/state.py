@@ -61,7 +61,9 @@ NUM_TOUCHED, MOVE_NUMBER = range(2)
 TILE, GRID, LEAST_CHUNK = range(3)
 """Sizes in tokens: rows of a tile; grid of the cuts; smallest chunk that a move makes."""
 
-QUERY_BYTES, KEY_BYTES, PER_PAIR, PER_TOKEN, TYPICAL, HELP, WORST_WEIGHT, SPARE = range(8)
+QUERY_BYTES, KEY_BYTES, PER_PAIR, PER_TOKEN, TYPICAL, HELP, WORST_WEIGHT, SPARE = range(
+    8
+)
 """Prices:
 
     QUERY_BYTES   bytes of a query
@@ -103,7 +105,12 @@ class State(NamedTuple):
 
 
 def make_state(
-    chunks: int, limit: FloatArray, speed: FloatArray, prefix: FloatArray, sizes: IntArray, prices: FloatArray
+    chunks: int,
+    limit: FloatArray,
+    speed: FloatArray,
+    prefix: FloatArray,
+    sizes: IntArray,
+    prices: FloatArray,
 ) -> State:
     """Return a state for at most ``chunks`` chunks, to be filled by :func:`begin`."""
     rows = len(limit) + chunks + 1
@@ -145,7 +152,11 @@ def touch(state: State, row: int) -> None:
     """Save a row before the current move changes it."""
     if state.stamp[row] != state.counters[MOVE_NUMBER]:
         at = state.counters[NUM_TOUCHED]
-        state.stamp[row], state.touched[at], state.counters[NUM_TOUCHED] = state.counters[MOVE_NUMBER], row, at + 1
+        state.stamp[row], state.touched[at], state.counters[NUM_TOUCHED] = (
+            state.counters[MOVE_NUMBER],
+            row,
+            at + 1,
+        )
         for column in range(COLUMNS):
             state.ints_before[at, column] = state.ints[row, column]
             state.reals_before[at, column] = state.reals[row, column]
@@ -169,7 +180,10 @@ def append(state: State, doc: int, start: int, length: int, before: int) -> int:
     touch(state, row)
     state.ints[end, COUNT] += 1
     state.ints[row, RANK], state.ints[row, CHUNK_DOC] = -1, doc
-    state.ints[row, BEFORE], state.ints[row, BEHIND] = before, end if before == end else state.ints[before, BEHIND]
+    state.ints[row, BEFORE], state.ints[row, BEHIND] = (
+        before,
+        end if before == end else state.ints[before, BEHIND],
+    )
     state.reals[row, KEYS_OFFLOADED], state.reals[row, STRIPS] = 0.0, 0.0
     resize(state, row, start, start + length)
     return row
@@ -190,7 +204,9 @@ def _count_in(state: State, i: int, sign: int) -> None:
     touch(state, rank)
     state.ints[rank, CAPACITY] -= sign * tokens
     state.ints[rank, COUNT] += sign
-    state.reals[rank, LOAD] += sign * (state.reals[i, WORK] - state.prices[PER_TOKEN] * tokens)
+    state.reals[rank, LOAD] += sign * (
+        state.reals[i, WORK] - state.prices[PER_TOKEN] * tokens
+    )
 
 
 @jit_inner
@@ -198,7 +214,11 @@ def give(state: State, i: int, rank: int) -> None:
     """Give chunk ``i``, which has no rank, to a rank."""
     touch(state, i)
     touch(state, rank)
-    state.ints[i, RANK], state.ints[i, NEXT_CHUNK], state.ints[rank, NEXT_CHUNK] = rank, state.ints[rank, NEXT_CHUNK], i
+    state.ints[i, RANK], state.ints[i, NEXT_CHUNK], state.ints[rank, NEXT_CHUNK] = (
+        rank,
+        state.ints[rank, NEXT_CHUNK],
+        i,
+    )
     _count_in(state, i, 1)
 
 

@@ -24,7 +24,11 @@ from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, best_profile, in_stages
+from torchtitan_cad.planning.pipeline.one_f_one_b import (
+    best_order,
+    best_profile,
+    in_stages,
+)
 from torchtitan_cad.planning.placement.fill import FILLED, fill
 from torchtitan_cad.planning.placement.microbatch import (
     LEAST_GAIN,
@@ -83,16 +87,24 @@ def plan_step(
     check_step(given, kinds, stages, place=place)
 
     def plan_in_homes(homes: Microbatches, kind: AttentionKind) -> Step:
-        layouts = [[kind.layout(layout, columns) for layout in nanos] for nanos in homes]
-        return _StepPlanner(kind.shape, complete_config(kind.shape, config), times, cost, False, 1).plan(layouts)
+        layouts = [
+            [kind.layout(layout, columns) for layout in nanos] for nanos in homes
+        ]
+        return _StepPlanner(
+            kind.shape, complete_config(kind.shape, config), times, cost, False, 1
+        ).plan(layouts)
 
     shape = kinds[0].shape
-    first = _StepPlanner(shape, complete_config(shape, config), times, cost, place, stages).plan(given)
+    first = _StepPlanner(
+        shape, complete_config(shape, config), times, cost, place, stages
+    ).plan(given)
     if len(kinds) == 1:
         return first
     homes = [microbatch.layouts for microbatch in first]
     steps = [first, *(plan_in_homes(homes, kind) for kind in kinds[1:])]
-    if homes == [list(nanos) for nanos in given]:  # layouts are equal if they are the same
+    if homes == [
+        list(nanos) for nanos in given
+    ]:  # layouts are equal if they are the same
         return _of_all_kinds(steps)
     stay = [plan_in_homes(given, kind) for kind in kinds]
     if not _is_better(steps, stay, kinds, times, stages):
@@ -109,32 +121,52 @@ def _of_all_kinds(steps: Sequence[Step]) -> Step:
     """Return a step with the plans of all kinds, from a step of each."""
     return [
         PlannedMicrobatch(
-            [microbatch.plans[0] for microbatch in by_kind], [microbatch.given_plans[0] for microbatch in by_kind]
+            [microbatch.plans[0] for microbatch in by_kind],
+            [microbatch.given_plans[0] for microbatch in by_kind],
         )
         for by_kind in zip(*steps, strict=True)
     ]
 
 
 def _is_better(
-    steps: Sequence[Step], stay: Sequence[Step], kinds: Sequence[AttentionKind], times: LayerTimes | None, stages: int
+    steps: Sequence[Step],
+    stay: Sequence[Step],
+    kinds: Sequence[AttentionKind],
+    times: LayerTimes | None,
+    stages: int,
 ) -> bool:
     """Tell whether steps of all kinds take less time than others or, without rates, move fewer bytes."""
     if times is not None:
-        return _all_seconds(steps, kinds, times, stages) < _all_seconds(stay, kinds, times, stages)
+        return _all_seconds(steps, kinds, times, stages) < _all_seconds(
+            stay, kinds, times, stages
+        )
     new = _all_moved(steps, kinds)
     old = _all_moved(stay, kinds)
-    return new.score(old) < old.score(old) if old.worst else stages > 1  # homes for equal work, as nothing moved before
+    return (
+        new.score(old) < old.score(old) if old.worst else stages > 1
+    )  # homes for equal work, as nothing moved before
 
 
-def _all_seconds(steps: Sequence[Step], kinds: Sequence[AttentionKind], times: LayerTimes, stages: int) -> float:
-    seconds = [[times.microbatch_seconds(microbatch.plans[0]) for microbatch in step] for step in steps]
+def _all_seconds(
+    steps: Sequence[Step],
+    kinds: Sequence[AttentionKind],
+    times: LayerTimes,
+    stages: int,
+) -> float:
+    seconds = [
+        [times.microbatch_seconds(microbatch.plans[0]) for microbatch in step]
+        for step in steps
+    ]
     layers = np.array([kind.layers for kind in kinds])
     return in_stages(layers @ np.array(seconds), stages)
 
 
 def _all_moved(steps: Sequence[Step], kinds: Sequence[AttentionKind]) -> Moved:
     """Return what all layers move."""
-    moved = [kind.layers * np.array(_moved(step)) for kind, step in zip(kinds, steps, strict=True)]
+    moved = [
+        kind.layers * np.array(_moved(step))
+        for kind, step in zip(kinds, steps, strict=True)
+    ]
     return Moved(*np.sum(moved, axis=0).tolist())
 
 
@@ -155,8 +187,12 @@ class _StepPlanner:
 
     def plan(self, given: Microbatches) -> Step:
         """Plan the microbatches, and maybe place them."""
-        if not any(len(layout.docs) for nanos in given for layout in nanos):  # no tokens
-            return [stay_home(nanos, self.shape, self.config, self.cost) for nanos in given]
+        if not any(
+            len(layout.docs) for nanos in given for layout in nanos
+        ):  # no tokens
+            return [
+                stay_home(nanos, self.shape, self.config, self.cost) for nanos in given
+            ]
         if self.times is not None:
             return self._by_time(given, self.times)
         step = self._by_bytes(given)
@@ -169,24 +205,37 @@ class _StepPlanner:
         return self._reordered(step, np.array(work), float(np.mean(work)))
 
     def _by_bytes(self, given: Microbatches) -> Step:
-        stay = [plan_in_place(nanos, self.shape, self.config, self.cost) for nanos in given]
+        stay = [
+            plan_in_place(nanos, self.shape, self.config, self.cost) for nanos in given
+        ]
         before = _moved(stay)
         may_gain = before.worst or self.stages > 1
         if not self.place or self.config.planner == "home" or not may_gain:
             return stay
         refilled = [self._place(nanos) for nanos in _refilled(given, self.stages)]
         if refilled:
-            refilled = self._finished(refilled, given, [microbatch.plans[0] for microbatch in stay])
+            refilled = self._finished(
+                refilled, given, [microbatch.plans[0] for microbatch in stay]
+            )
         if not before.worst:  # nothing moves in the given layouts
             return refilled or stay
         moved = _moved(refilled)
-        is_accepted = moved.total <= ACCEPTED_TOTAL * before.total and moved.worst <= ACCEPTED_WORST * before.worst
+        is_accepted = (
+            moved.total <= ACCEPTED_TOTAL * before.total
+            and moved.worst <= ACCEPTED_WORST * before.worst
+        )
         if refilled and is_accepted:
             return refilled
         alone = [self._place(nanos) for nanos in given]
         least = _moved(alone)
-        exceeds = self.stages == 1 and (moved.total > least.total or moved.worst > least.worst)
-        return alone if not refilled or exceeds or least.score(before) <= moved.score(before) else refilled
+        exceeds = self.stages == 1 and (
+            moved.total > least.total or moved.worst > least.worst
+        )
+        return (
+            alone
+            if not refilled or exceeds or least.score(before) <= moved.score(before)
+            else refilled
+        )
 
     def _by_time(self, given: Microbatches, times: LayerTimes) -> Step:
         home = [stay_home(nanos, self.shape, self.config, self.cost) for nanos in given]
@@ -194,19 +243,37 @@ class _StepPlanner:
         linear = sum(times.linear_seconds(plan.layout) for plan in home_plans)
         even = sum(times.best_seconds(plan) for plan in home_plans)
         least = (1 - LEAST_GAIN) * self._seconds(home, times)
-        if self.config.planner == "home" or even + (self.stages - 1) * linear / len(given) > least:
+        if (
+            self.config.planner == "home"
+            or even + (self.stages - 1) * linear / len(given) > least
+        ):
             return home
         steps = []
-        refilled = _refilled(given, self.stages, linear / (even - linear)) if self.place else []
+        refilled = (
+            _refilled(given, self.stages, linear / (even - linear))
+            if self.place
+            else []
+        )
         if refilled:
             made = [self._fastest(nanos, times) for nanos in refilled]
-            given_plans = [self._as(given_nanos, new.plans[0]) for given_nanos, new in zip(given, made, strict=True)]
+            given_plans = [
+                self._as(given_nanos, new.plans[0])
+                for given_nanos, new in zip(given, made, strict=True)
+            ]
             steps.append(self._finished(made, given, given_plans))
         even += (self.stages - 1) * even / len(given)  # of equal microbatches
         if not steps or self._seconds(steps[0], times) > (1 + LEAST_GAIN) * even:
-            steps.append([self._fastest(nanos, times, stay) for nanos, stay in zip(given, home, strict=True)])
+            steps.append(
+                [
+                    self._fastest(nanos, times, stay)
+                    for nanos, stay in zip(given, home, strict=True)
+                ]
+            )
         if self.place and self.stages > 1:
-            steps = [self._reordered(step, *_attention_and_linear(step, times)) for step in steps]
+            steps = [
+                self._reordered(step, *_attention_and_linear(step, times))
+                for step in steps
+            ]
         taken = [self._seconds(step, times) for step in steps]
         return steps[int(np.argmin(taken))] if min(taken) < least else home
 
@@ -214,14 +281,28 @@ class _StepPlanner:
         return place_microbatch(nanos, self.shape, self.config, self.cost)
 
     def _fastest(
-        self, nanos: Sequence[TokenLayout], times: LayerTimes, home: PlannedMicrobatch | None = None
+        self,
+        nanos: Sequence[TokenLayout],
+        times: LayerTimes,
+        home: PlannedMicrobatch | None = None,
     ) -> PlannedMicrobatch:
-        return plan_by_time(nanos, self.shape, self.config, times, self.cost, place=self.place, home=home)
+        return plan_by_time(
+            nanos,
+            self.shape,
+            self.config,
+            times,
+            self.cost,
+            place=self.place,
+            home=home,
+        )
 
     def _as(self, nanos: Sequence[TokenLayout], plans: Sequence[Plan]) -> list[Plan]:
         """Plan layouts with the options of ``plans``."""
         pairs = zip(nanos, plans, strict=True)
-        return [make_plan(layout, self.shape, plan.config, self.cost) for layout, plan in pairs]
+        return [
+            make_plan(layout, self.shape, plan.config, self.cost)
+            for layout, plan in pairs
+        ]
 
     def _seconds(self, step: Step, times: LayerTimes) -> float:
         attention, linear = _attention_and_linear(step, times)
@@ -229,13 +310,23 @@ class _StepPlanner:
 
     def _reordered(self, step: Step, attention: FloatArray, linear: float) -> Step:
         """Return the microbatches in the order that pipelines like best, if they have the same numbers of tokens."""
-        tokens = np.array([[layout.queries_per_rank for layout in microbatch.layouts] for microbatch in step])
+        tokens = np.array(
+            [
+                [layout.queries_per_rank for layout in microbatch.layouts]
+                for microbatch in step
+            ]
+        )
         if (tokens != tokens[0]).any():
             return step
         order = best_order(attention, self.stages, linear)
-        return [PlannedMicrobatch(step[i].plans, old.given_plans) for i, old in zip(order, step, strict=True)]
+        return [
+            PlannedMicrobatch(step[i].plans, old.given_plans)
+            for i, old in zip(order, step, strict=True)
+        ]
 
-    def _finished(self, refilled: Step, given: Microbatches, given_plans: Sequence[Sequence[Plan]]) -> Step:
+    def _finished(
+        self, refilled: Step, given: Microbatches, given_plans: Sequence[Sequence[Plan]]
+    ) -> Step:
         """Return refilled microbatches with the plans for the given ones; later nano-batches get the earlier ones'
         keys."""
         step = []
@@ -249,7 +340,11 @@ class _StepPlanner:
 
 def _attention_and_linear(step: Step, times: LayerTimes) -> tuple[FloatArray, float]:
     """Return the seconds of every microbatch's layer, less those of the mean one's linear work, and these."""
-    linear = sum(times.linear_seconds(plan.layout) for microbatch in step for plan in microbatch.plans[0]) / len(step)
+    linear = sum(
+        times.linear_seconds(plan.layout)
+        for microbatch in step
+        for plan in microbatch.plans[0]
+    ) / len(step)
     seconds = [times.microbatch_seconds(microbatch.plans[0]) for microbatch in step]
     return np.array(seconds) - linear, linear
 
@@ -275,24 +370,40 @@ def _refilled(given: Microbatches, stages: int, linear: float = 1.0) -> Microbat
 
 
 def _fill_stages(
-    docs: IntArray, lengths: IntArray, capacities: list[IntArray], count: int, stages: int, linear: float
+    docs: IntArray,
+    lengths: IntArray,
+    capacities: list[IntArray],
+    count: int,
+    stages: int,
+    linear: float,
 ) -> list[TokenLayout]:
     """Fill ``count`` microbatches of a pipeline: all alike, or with the attention of ``best_profile``, or between."""
     work = lengths.astype(np.float64) ** 2
     linear *= work.sum() / count
     wanted = best_profile(work, count, stages, linear)
-    less = np.repeat((wanted.max() - wanted) * count / len(capacities), len(capacities) // count)
+    less = np.repeat(
+        (wanted.max() - wanted) * count / len(capacities), len(capacities) // count
+    )
 
     def seconds(parts: list[TokenLayout]) -> float:
-        of_parts = np.array([(part.doc_lengths.astype(np.float64) ** 2).sum() for part in parts])
+        of_parts = np.array(
+            [(part.doc_lengths.astype(np.float64) ** 2).sum() for part in parts]
+        )
         of_microbatches = of_parts.reshape(count, -1).sum(axis=1)
-        return in_stages(of_microbatches[best_order(of_microbatches, stages, linear)], stages, linear)
+        return in_stages(
+            of_microbatches[best_order(of_microbatches, stages, linear)], stages, linear
+        )
 
     for filled in (FILLED, 4 * FILLED):
         made = []
         for share in (1.0, 0.5, 0.0):
             layouts = fill(
-                docs, lengths, capacities, together=len(capacities), less=(share * less).tolist(), filled=filled
+                docs,
+                lengths,
+                capacities,
+                together=len(capacities),
+                less=(share * less).tolist(),
+                filled=filled,
             )
             if layouts:
                 made.append(layouts)

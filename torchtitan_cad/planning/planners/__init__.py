@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Planners by name. A planner is pure, deterministic and free of global state: every rank runs it for itself."""
 
-from torchtitan_cad.planning.planners.base import Planner, get_planner, planner_names, register_planner
+from torchtitan_cad.planning.planners.base import (
+    Planner,
+    get_planner,
+    planner_names,
+    register_planner,
+)
 from torchtitan_cad.planning.planners.greedy import plan_greedy
 from torchtitan_cad.planning.planners.home import plan_home
 from torchtitan_cad.planning.planners.local_search.planner import plan_local_search

@@ -22,7 +22,11 @@ class Planner(Protocol):
     """
 
     def __call__(
-        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+        self,
+        layout: TokenLayout,
+        shape: AttentionShape,
+        config: PlannerConfig,
+        cost: CostModel,
     ) -> TaskArray: ...
 
 
@@ -34,7 +38,9 @@ def register_planner(name: str) -> Callable[[Planner], Planner]:
 
     def register(planner: Planner) -> Planner:
         if name in _PLANNERS:
-            raise ValueError(f"planner {name!r} is already registered: choose another name")
+            raise ValueError(
+                f"planner {name!r} is already registered: choose another name"
+            )
         _PLANNERS[name] = planner
         return planner
 

@@ -49,12 +49,16 @@ GRAIN, STEP, PER_QUERY, PER_KEY = range(4)
 
 
 @register_planner("greedy")
-def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
+def plan_greedy(
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+) -> TaskArray:
     """Return full-prefix tasks within the guaranteed load, in time ~ servers x items x log(longest document)."""
     search = _Search(layout, shape, config, cost)
     limits = load_limits(layout, config, cost, search.loads)
     for step in range(LEVELS + 1):
-        search.fill(limits.tolerated + (limits.guaranteed - limits.tolerated) * step // LEVELS)
+        search.fill(
+            limits.tolerated + (limits.guaranteed - limits.tolerated) * step // LEVELS
+        )
     items = search.items[: search.count]
     items[:, KV_END] = items[:, Q_END]
     return from_table(layout.docs, items)
@@ -63,19 +67,41 @@ def plan_greedy(layout: TokenLayout, shape: AttentionShape, config: PlannerConfi
 class _Search:
     """State of one greedy search: the server of every query range, and the load of every server."""
 
-    def __init__(self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> None:
+    def __init__(
+        self,
+        layout: TokenLayout,
+        shape: AttentionShape,
+        config: PlannerConfig,
+        cost: CostModel,
+    ) -> None:
         home = home_tasks(layout)
-        self.items, self.loads = task_table(layout, home), server_loads(home, cost, layout.num_ranks)
+        self.items, self.loads = (
+            task_table(layout, home),
+            server_loads(home, cost, layout.num_ranks),
+        )
         self.count = len(self.items)
         self._prefix = cost.prefix_cost(int(layout.doc_lengths.max(initial=0)))
-        self._rules = np.array([cost.granularity, config.min_shard, shape.query_bytes, shape.kv_bytes], dtype=np.int64)
+        self._rules = np.array(
+            [cost.granularity, config.min_shard, shape.query_bytes, shape.kv_bytes],
+            dtype=np.int64,
+        )
         held = np.zeros((len(layout.seg_doc), TASK_COLUMNS), dtype=np.int64)
-        held[:, DOC], held[:, SERVER] = layout.doc_index(layout.seg_doc), layout.seg_rank
-        held[:, Q_START], held[:, Q_END] = layout.seg_start, layout.seg_start + layout.seg_length
+        held[:, DOC], held[:, SERVER] = (
+            layout.doc_index(layout.seg_doc),
+            layout.seg_rank,
+        )
+        held[:, Q_START], held[:, Q_END] = (
+            layout.seg_start,
+            layout.seg_start + layout.seg_length,
+        )
         self._held = held[np.lexsort((held[:, Q_START], held[:, DOC], held[:, SERVER]))]
-        self._first_held = np.searchsorted(self._held[:, SERVER], np.arange(layout.num_ranks + 1))
+        self._first_held = np.searchsorted(
+            self._held[:, SERVER], np.arange(layout.num_ranks + 1)
+        )
         # Every document of every server: its number, and its rows among those that the server holds.
-        changes = (np.diff(self._held[:, [SERVER, DOC]], axis=0, prepend=-1) != 0).any(axis=1)
+        changes = (np.diff(self._held[:, [SERVER, DOC]], axis=0, prepend=-1) != 0).any(
+            axis=1
+        )
         first, server = np.flatnonzero(changes), self._held[changes, SERVER]
         self._docs = self._held[changes, DOC]
         self._ranges = np.stack([first, np.append(first, len(self._held))[1:]], axis=1)
@@ -98,9 +124,21 @@ class _Search:
                 if self.count + 2 > len(self.items):
                     free = np.empty((len(self.items) + 2, TASK_COLUMNS), np.int64)
                     self.items = np.concatenate([self.items, free])
-                state = self.loads, self.items, self.count, self._received, held, self._held_ranges
-                scratch = np.empty(len(self.items)), np.empty(len(self.items), dtype=np.int64)
-                self.count = _fill_server(server, levels, *state, self._prefix, self._rules, *scratch)
+                state = (
+                    self.loads,
+                    self.items,
+                    self.count,
+                    self._received,
+                    held,
+                    self._held_ranges,
+                )
+                scratch = (
+                    np.empty(len(self.items)),
+                    np.empty(len(self.items), dtype=np.int64),
+                )
+                self.count = _fill_server(
+                    server, levels, *state, self._prefix, self._rules, *scratch
+                )
                 if self.count + 2 <= len(self.items):
                     break
             self._held_ranges[docs] = 0
@@ -113,10 +151,15 @@ def _cost(prefix: IntArray, rules: IntArray, start: int, end: int) -> int:
 
 
 @jit_inner
-def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: int) -> int:
+def _last_start(
+    prefix: IntArray, rules: IntArray, start: int, end: int, work: int
+) -> int:
     """Largest cut a >= start such that [a, end) costs at least ``work``, as [start, end) does."""
     step = rules[STEP]
-    low, high = start // step, (end - 1) // step  # cut number ``low`` stands for ``start`` itself
+    low, high = (
+        start // step,
+        (end - 1) // step,
+    )  # cut number ``low`` stands for ``start`` itself
     while low < high:
         middle = (low + high + 1) // 2
         if _cost(prefix, rules, middle * step, end) >= work:
@@ -127,17 +170,30 @@ def _last_start(prefix: IntArray, rules: IntArray, start: int, end: int, work: i
 
 
 @jit_inner
-def _first_end(prefix: IntArray, rules: IntArray, start: int, end: int, work: int, is_best: bool) -> int:
+def _first_end(
+    prefix: IntArray, rules: IntArray, start: int, end: int, work: int, is_best: bool
+) -> int:
     """Smallest cut b in (start, end] such that [a, b) costs at least ``work``, or ``end``.
 
     The first query a is ``start`` or, with ``is_best``, b c_q / (c_q + c_kv).
     """
     step = rules[STEP]
-    low, high, begin = start // step + 1, -(-end // step), start  # cut number ``high`` stands for ``end`` itself
+    low, high, begin = (
+        start // step + 1,
+        -(-end // step),
+        start,
+    )  # cut number ``high`` stands for ``end`` itself
     while low < high:
         middle = (low + high) // 2
         if is_best:
-            begin = middle * step * rules[PER_QUERY] // (rules[PER_QUERY] + rules[PER_KEY]) // step * step
+            begin = (
+                middle
+                * step
+                * rules[PER_QUERY]
+                // (rules[PER_QUERY] + rules[PER_KEY])
+                // step
+                * step
+            )
         if _cost(prefix, rules, begin, middle * step) >= work:
             high = middle
         else:
@@ -156,7 +212,13 @@ def _missing_keys(stop: int, received: int, held: IntArray) -> int:
 
 @jit_inner
 def _best_range(
-    item: IntArray, excess: int, capacity: int, received: int, held: IntArray, prefix: IntArray, rules: IntArray
+    item: IntArray,
+    excess: int,
+    capacity: int,
+    received: int,
+    held: IntArray,
+    prefix: IntArray,
+    rules: IntArray,
 ) -> tuple[float, int, int]:
     """(work per byte, start, end) of the best part of an item to move; work per byte 0 when no part fits.
 
@@ -167,7 +229,12 @@ def _best_range(
     step = rules[STEP]
     work = min(excess, capacity, _cost(prefix, rules, start, end))
     best, best_start, best_end = 0.0, start, end
-    stops = (_first_end(prefix, rules, start, end, work, True), end, start, received // step * step)
+    stops = (
+        _first_end(prefix, rules, start, end, work, True),
+        end,
+        start,
+        received // step * step,
+    )
     for stop in stops:
         if stop > end or stop < start:
             continue
@@ -182,7 +249,9 @@ def _best_range(
         if a >= b:
             continue
         moved = min(_cost(prefix, rules, a, b), excess)
-        volume = rules[PER_QUERY] * (b - a) + rules[PER_KEY] * _missing_keys(b, received, held)
+        volume = rules[PER_QUERY] * (b - a) + rules[PER_KEY] * _missing_keys(
+            b, received, held
+        )
         efficiency = moved / volume
         if efficiency > best:
             best, best_start, best_end = efficiency, a, b
@@ -230,11 +299,16 @@ def _fill_server(  # noqa: PLR0913  numba unpacks no objects
     size, fresh = 0, 0
     while loads[server] < levels[server] and count + 2 <= len(items):
         for i in range(fresh, count):
-            doc, excess = items[i, DOC], loads[items[i, SERVER]] - levels[items[i, SERVER]]
+            doc, excess = (
+                items[i, DOC],
+                loads[items[i, SERVER]] - levels[items[i, SERVER]],
+            )
             if excess > 0:
                 mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
                 capacity = levels[server] - loads[server]
-                keys[i] = -_best_range(items[i], excess, capacity, received[doc], mine, prefix, rules)[0]
+                keys[i] = -_best_range(
+                    items[i], excess, capacity, received[doc], mine, prefix, rules
+                )[0]
                 if keys[i] < 0:
                     size = push(heap, size, keys, i)
         fresh = count
@@ -243,11 +317,16 @@ def _fill_server(  # noqa: PLR0913  numba unpacks no objects
         i = pop(heap, size, keys)
         size -= 1
         doc, source = items[i, DOC], items[i, SERVER]
-        excess, capacity = loads[source] - levels[source], levels[server] - loads[server]
+        excess, capacity = (
+            loads[source] - levels[source],
+            levels[server] - loads[server],
+        )
         efficiency = 0.0
         if excess > 0:
             mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
-            efficiency, start, end = _best_range(items[i], excess, capacity, received[doc], mine, prefix, rules)
+            efficiency, start, end = _best_range(
+                items[i], excess, capacity, received[doc], mine, prefix, rules
+            )
         is_worse, keys[i] = -efficiency > keys[i], -efficiency
         if is_worse and efficiency > 0 and size > 0 and comes_before(keys, heap[0], i):
             size = push(heap, size, keys, i)

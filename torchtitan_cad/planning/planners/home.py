@@ -12,6 +12,8 @@ from torchtitan_cad.planning.planners.base import register_planner
 
 
 @register_planner("home")
-def plan_home(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
+def plan_home(
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+) -> TaskArray:
     """Leave all queries at home; only keys of documents that span ranks move. There is no guarantee."""
     return home_tasks(layout, shape.window)

@@ -70,32 +70,53 @@ class VarlenArgs:
             ValueError: invalid offsets, a wrong number of positions, or a window in a call without a mask.
         """
         if window is not None and (window < 1 or not causal):
-            raise ValueError(f"window = {window}, causal = {causal}: set a window of at least 1 key, and causal = True")
+            raise ValueError(
+                f"window = {window}, causal = {causal}: set a window of at least 1 key, and causal = True"
+            )
         cu_q, cu_k = _offsets("cu_q", cu_q), _offsets("cu_k", cu_k)
         if len(cu_q) != len(cu_k):
-            raise ValueError(f"cu_q has {len(cu_q) - 1} tasks and cu_k {len(cu_k) - 1}: give offsets of the same tasks")
+            raise ValueError(
+                f"cu_q has {len(cu_q) - 1} tasks and cu_k {len(cu_k) - 1}: give offsets of the same tasks"
+            )
         len_q, len_k = np.diff(cu_q), np.diff(cu_k)
         if q_start is None:
             q_start = np.maximum(len_k - len_q, 0) if causal else np.zeros_like(len_q)
         q_start = np.asarray(q_start, np.int64)
         if q_start.shape != len_q.shape:
-            raise ValueError(f"q_start has shape {q_start.shape}: give one entry for each of the {len(len_q)} tasks")
-        device_q, device_k = (rows_to_device(offsets, torch.device(device), np.int32) for offsets in (cu_q, cu_k))
+            raise ValueError(
+                f"q_start has shape {q_start.shape}: give one entry for each of the {len(len_q)} tasks"
+            )
+        device_q, device_k = (
+            rows_to_device(offsets, torch.device(device), np.int32)
+            for offsets in (cu_q, cu_k)
+        )
         max_q, max_k = int(len_q.max(initial=0)), int(len_k.max(initial=0))
-        return cls(device_q, device_k, max_q, max_k, causal, scale, cu_q, cu_k, q_start, window)
+        return cls(
+            device_q, device_k, max_q, max_k, causal, scale, cu_q, cu_k, q_start, window
+        )
 
 
-def random_rows(shape: AttentionShape, dtype: torch.dtype, call: VarlenArgs) -> list[Tensor]:
+def random_rows(
+    shape: AttentionShape, dtype: torch.dtype, call: VarlenArgs
+) -> list[Tensor]:
     """Return random q, k, v and dout for the rows of a call, [rows, heads, D or Dv] on its device.
 
     They have a generator of their own: a job's parameters are drawn as if nothing was measured.
     """
     num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
     queries, keys = (num_q, shape.num_heads), (num_k, shape.num_kv_heads)
-    sizes = [(*queries, shape.head_dim), (*keys, shape.head_dim), (*keys, shape.out_dim), (*queries, shape.out_dim)]
+    sizes = [
+        (*queries, shape.head_dim),
+        (*keys, shape.head_dim),
+        (*keys, shape.out_dim),
+        (*queries, shape.out_dim),
+    ]
     device = call.cu_q.device
     generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(*size, dtype=dtype, device=device, generator=generator) for size in sizes]
+    return [
+        torch.randn(*size, dtype=dtype, device=device, generator=generator)
+        for size in sizes
+    ]
 
 
 class Merged(NamedTuple):
@@ -130,7 +151,13 @@ class AttentionKernel(Protocol):
     def __str__(self) -> str:
         return self.name
 
-    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int | None = None, window: int | None = None) -> None:
+    def check(
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        value_dim: int | None = None,
+        window: int | None = None,
+    ) -> None:
         """Raise a ValueError with the remedy if the kernel does not take this dtype, these head dims or windows.
 
         Args:
@@ -144,7 +171,9 @@ class AttentionKernel(Protocol):
         """Return the elements that all heads are padded to; None if the kernel takes them as they are."""
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor]:
         """Return softmax(scale * q k^T) v of every task.
 
         Args:
@@ -158,7 +187,13 @@ class AttentionKernel(Protocol):
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        merged: Merged,
+        call: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of every task's contribution.
 
@@ -187,7 +222,9 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     return (dout.to(dtype) * out.to(dtype)).sum(-1)
 
 
-def subtract_lse_gradient(dout: Tensor, delta: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+def subtract_lse_gradient(
+    dout: Tensor, delta: Tensor, dlse: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return ``dout`` and ``delta`` of rows whose log-sum-exp has the gradient ``dlse`` [T, H].
 
     The gradient of the scores is P * (dout v^T - delta + dlse), so a kernel needs no more than delta - dlse. Libraries
@@ -203,8 +240,17 @@ def subtract_lse_gradient(dout: Tensor, delta: Tensor, dlse: Tensor) -> tuple[Te
 
 def _offsets(name: str, values: np.ndarray | Sequence[int]) -> np.ndarray:
     offsets = np.array(values, dtype=np.int64)
-    if offsets.ndim != 1 or len(offsets) == 0 or offsets[0] != 0 or np.any(np.diff(offsets) < 0):
-        raise ValueError(f"{name} must hold the tasks' offsets: from 0, non-decreasing, one more than tasks")
+    if (
+        offsets.ndim != 1
+        or len(offsets) == 0
+        or offsets[0] != 0
+        or np.any(np.diff(offsets) < 0)
+    ):
+        raise ValueError(
+            f"{name} must hold the tasks' offsets: from 0, non-decreasing, one more than tasks"
+        )
     if offsets[-1] > _INT32_MAX:
-        raise ValueError(f"{name} ends at {offsets[-1]} rows; kernels take 32-bit offsets (at most {_INT32_MAX})")
+        raise ValueError(
+            f"{name} ends at {offsets[-1]} rows; kernels take 32-bit offsets (at most {_INT32_MAX})"
+        )
     return offsets

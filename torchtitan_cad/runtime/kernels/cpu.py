@@ -19,7 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, compute_dtype, row_delta
+from torchtitan_cad.runtime.kernels.base import (
+    AttentionKernel,
+    Merged,
+    VarlenArgs,
+    compute_dtype,
+    row_delta,
+)
 from torchtitan_cad.runtime.kernels.merge import combine
 
 QUERY_TILE = 128
@@ -55,7 +61,12 @@ def iter_tiles(call: VarlenArgs) -> Iterator[Tile]:
     """Yield the tiles of all tasks, in order, without rows that see no key."""
     cu_q, cu_k = call.cu_q_host.tolist(), call.cu_k_host.tolist()
     for task, position in enumerate(call.q_start.tolist()):
-        q_lo, q_end, k_lo, k_end = cu_q[task], cu_q[task + 1], cu_k[task], cu_k[task + 1]
+        q_lo, q_end, k_lo, k_end = (
+            cu_q[task],
+            cu_q[task + 1],
+            cu_k[task],
+            cu_k[task + 1],
+        )
         while q_lo < q_end:
             q_hi = min(q_lo + QUERY_TILE - position % QUERY_TILE, q_end)
             if call.causal:
@@ -69,7 +80,9 @@ def iter_tiles(call: VarlenArgs) -> Iterator[Tile]:
             q_lo = q_hi
 
 
-def _causal_tile(q_lo: int, q_hi: int, k_lo: int, k_hi: int, window: int | None) -> Tile:
+def _causal_tile(
+    q_lo: int, q_hi: int, k_lo: int, k_hi: int, window: int | None
+) -> Tile:
     k_mid = k_hi - (q_hi - q_lo)
     if window is not None:
         k_lo = max(k_lo, k_mid + 1 - window)
@@ -85,7 +98,9 @@ def _window_mask(rows: int, before: int, window: int, dtype: torch.dtype) -> Ten
     """
     hidden = torch.ones(rows + -rows % _FUSED_ROWS, before + rows, dtype=torch.bool)
     hidden[rows:] = False
-    hidden[:rows] = ~torch.ones(rows, before + rows, dtype=torch.bool).tril_(before).triu_(before + 1 - window)
+    hidden[:rows] = ~torch.ones(rows, before + rows, dtype=torch.bool).tril_(
+        before
+    ).triu_(before + 1 - window)
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
@@ -98,11 +113,15 @@ class CpuKernel(AttentionKernel):
 
     name = "cpu"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor]:
         """Return out [Tq, Hq, Dv] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             # PyTorch's fused attention takes heads of one size.
-            qh, kh, vh = (_heads_first(x, max(q.shape[2], v.shape[2])) for x in (q, k, v))
+            qh, kh, vh = (
+                _heads_first(x, max(q.shape[2], v.shape[2])) for x in (q, k, v)
+            )
             out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype)
             lse = torch.full(q.shape[:2], -torch.inf, dtype=qh.dtype)
             for tile in iter_tiles(call):
@@ -112,7 +131,13 @@ class CpuKernel(AttentionKernel):
             return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        merged: Merged,
+        call: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [Tq, Hq, D], dk [Tk, Hkv, D] and dv [Tk, Hkv, Dv], all in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -121,13 +146,19 @@ class CpuKernel(AttentionKernel):
                 assert out is not None, "backward needs delta or out"
                 delta = row_delta(dout, out)
             dout, q_, k_, v_ = (_heads_first(x, x.shape[2]) for x in (dout, q, k, v))
-            shift = torch.where(lse == -torch.inf, lse, -lse)  # a row without keys has probability exp(-inf) = 0
-            shift, neg_delta = (x.to(q_.dtype).t().unsqueeze(-1) for x in (shift, -delta))
+            shift = torch.where(
+                lse == -torch.inf, lse, -lse
+            )  # a row without keys has probability exp(-inf) = 0
+            shift, neg_delta = (
+                x.to(q_.dtype).t().unsqueeze(-1) for x in (shift, -delta)
+            )
             grads = [torch.zeros_like(x) for x in (q_, k_, v_)]
             for tile in iter_tiles(call):
                 _add_tile(grads, (dout, q_, shift, neg_delta), k_, v_, tile, call.scale)
             wide = zip(grads, (q, k, v), strict=True)
-            dq, dk, dv = (grad[..., : x.shape[2]].transpose(0, 1).contiguous() for grad, x in wide)
+            dq, dk, dv = (
+                grad[..., : x.shape[2]].transpose(0, 1).contiguous() for grad, x in wide
+            )
             return dq, dk, dv
 
 
@@ -141,23 +172,35 @@ def _heads_first(x: Tensor, least: int) -> Tensor:
     return copy
 
 
-def _tile_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+def _tile_forward(
+    q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float
+) -> tuple[Tensor, Tensor]:
     """out [rows, Hq, D] and lse [rows, Hq] of one tile; q, k, v heads first."""
     queries = q[:, tile.q_lo : tile.q_hi]
     if tile.window is not None:
         keys = slice(tile.k_lo, tile.k_hi)
-        mask = _window_mask(tile.q_hi - tile.q_lo, tile.k_mid - tile.k_lo, tile.window, q.dtype)
+        mask = _window_mask(
+            tile.q_hi - tile.q_lo, tile.k_mid - tile.k_lo, tile.window, q.dtype
+        )
         return _fused_attention(queries, k[:, keys], v[:, keys], False, scale, mask)
     partials = [
         _fused_attention(queries, k[:, lo:hi], v[:, lo:hi], causal, scale)
-        for lo, hi, causal in ((tile.k_lo, tile.k_mid, False), (tile.k_mid, tile.k_hi, True))
+        for lo, hi, causal in (
+            (tile.k_lo, tile.k_mid, False),
+            (tile.k_mid, tile.k_hi, True),
+        )
         if lo < hi
     ]
     return partials[0] if len(partials) == 1 else combine(*partials[0], *partials[1])
 
 
 def _fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """PyTorch's fused CPU attention of q [Hq, n, D], k, v [Hkv, m, D]: out [n, Hq, D], lse [n, Hq].
 
@@ -177,7 +220,12 @@ def _fused_attention(
 
 
 def _add_tile(
-    grads: Sequence[Tensor], rows: Sequence[Tensor], all_k: Tensor, all_v: Tensor, tile: Tile, scale: float
+    grads: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    all_k: Tensor,
+    all_v: Tensor,
+    tile: Tile,
+    scale: float,
 ) -> None:
     """Add one tile's gradients to dq, dk and dv; all tensors are heads first and in the compute dtype.
 
@@ -188,7 +236,9 @@ def _add_tile(
     """
     all_dq, dk, dv = grads
     num_rows = tile.q_hi - tile.q_lo
-    dout, q, shift, neg_delta = (_fold(x[:, tile.q_lo : tile.q_hi], all_k.shape[0]) for x in rows)
+    dout, q, shift, neg_delta = (
+        _fold(x[:, tile.q_lo : tile.q_hi], all_k.shape[0]) for x in rows
+    )
     dq = torch.zeros_like(q)
     for lo, hi in _key_blocks(tile):
         k = all_k[:, lo:hi]

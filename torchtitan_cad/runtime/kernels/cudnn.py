@@ -34,7 +34,13 @@ class CudnnKernel(FusedKernel):
     def __init__(self) -> None:
         from torch.nn.attention import varlen  # noqa: F401  registers the operators; it imports triton
 
-    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int | None = None, window: int | None = None) -> None:
+    def check(
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        value_dim: int | None = None,
+        window: int | None = None,
+    ) -> None:
         """Raise a ValueError unless ``FusedKernel.check`` is content, and sums need not be deterministic."""
         super().check(dtype, head_dim, value_dim, window)
         if torch.are_deterministic_algorithms_enabled():
@@ -43,19 +49,36 @@ class CudnnKernel(FusedKernel):
                 "set cad.kernel = 'varlen'"
             )
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor]:
         """Run the forward operator."""
-        options = {"scale": call.scale, "window_size": _window(call), "enable_gqa": True}
-        out, lse, _ = torch.ops.torch_attn._varlen_attn(q, k, v, *_shared(call), **options, **_BACKEND)
+        options = {
+            "scale": call.scale,
+            "window_size": _window(call),
+            "enable_gqa": True,
+        }
+        out, lse, _ = torch.ops.torch_attn._varlen_attn(
+            q, k, v, *_shared(call), **options, **_BACKEND
+        )
         return out, lse
 
     def run_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the backward operator. It does not read its argument for random numbers, so an offset is passed."""
         options = {"scale": call.scale, "window_size": _window(call)}
         rest = *_shared(call), call.cu_q
-        dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(dout, q, k, v, out, lse, *rest, **options, **_BACKEND)
+        dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
+            dout, q, k, v, out, lse, *rest, **options, **_BACKEND
+        )
         return dq, dk, dv
 
 
@@ -79,10 +102,18 @@ def _shared(call: VarlenArgs) -> tuple[Tensor, Tensor, int, int, bool]:
         ValueError: a causal task is not square.
     """
     if call.causal and not np.array_equal(call.cu_q_host, call.cu_k_host):
-        raise ValueError("cad.kernel = 'cudnn' takes causal tasks of as many keys as queries only: divide them first")
+        raise ValueError(
+            "cad.kernel = 'cudnn' takes causal tasks of as many keys as queries only: divide them first"
+        )
     # Passing one tensor for both saves the launches that cuDNN makes for the second tensor.
     cu_k = call.cu_q if call.causal else call.cu_k
-    return call.cu_q, cu_k, max(call.max_q, _MIN_BOUND), max(call.max_k, _MIN_BOUND), call.causal
+    return (
+        call.cu_q,
+        cu_k,
+        max(call.max_q, _MIN_BOUND),
+        max(call.max_k, _MIN_BOUND),
+        call.causal,
+    )
 
 
 def _window(call: VarlenArgs) -> list[int]:

@@ -54,16 +54,40 @@ class Library:
     def __str__(self) -> str:
         return f"FlashAttention-{self.generation} ({self.module})"
 
-    def forward_arguments(self, tensors: Sequence[Tensor | None], call: VarlenArgs) -> dict[str, Any]:
+    def forward_arguments(
+        self, tensors: Sequence[Tensor | None], call: VarlenArgs
+    ) -> dict[str, Any]:
         """Return the arguments of the forward for q, k and v."""
         options = {**self.forward_options, **_window(call)}
-        return {**dict(zip("qkv", tensors, strict=True)), **_lengths(call, "causal"), **options}
+        return {
+            **dict(zip("qkv", tensors, strict=True)),
+            **_lengths(call, "causal"),
+            **options,
+        }
 
-    def backward_arguments(self, tensors: Sequence[Tensor | None], call: VarlenArgs) -> dict[str, Any]:
+    def backward_arguments(
+        self, tensors: Sequence[Tensor | None], call: VarlenArgs
+    ) -> dict[str, Any]:
         """Return the arguments of the backward for dout, q, k, v, out, lse [Hq, Tq] and gradients to fill."""
-        names = ("dout", "q", "k", "v", "out", self.lse, *(() if self.makes_gradients else ("dq", "dk", "dv")))
-        options = {**self.backward_options, "deterministic": torch.are_deterministic_algorithms_enabled()}
-        return {**dict(zip(names, tensors, strict=False)), **_lengths(call, self.causal), **options, **_window(call)}
+        names = (
+            "dout",
+            "q",
+            "k",
+            "v",
+            "out",
+            self.lse,
+            *(() if self.makes_gradients else ("dq", "dk", "dv")),
+        )
+        options = {
+            **self.backward_options,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+        return {
+            **dict(zip(names, tensors, strict=False)),
+            **_lengths(call, self.causal),
+            **options,
+            **_window(call),
+        }
 
     def load(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Import the forward and the backward.
@@ -72,25 +96,51 @@ class Library:
             ImportError, OSError, RuntimeError: the package cannot be imported.
             AttributeError, TypeError: a function is missing, or has other arguments in the installed version.
         """
-        module, nothing = importlib.import_module(self.module), VarlenArgs.from_numpy([0], [0], causal=True, scale=1.0)
+        module, nothing = (
+            importlib.import_module(self.module),
+            VarlenArgs.from_numpy([0], [0], causal=True, scale=1.0),
+        )
         return (
-            _function(module, self.forward, self.forward_arguments([None] * 3, nothing)),
-            _function(module, self.backward, self.backward_arguments([None] * 9, nothing)),
+            _function(
+                module, self.forward, self.forward_arguments([None] * 3, nothing)
+            ),
+            _function(
+                module, self.backward, self.backward_arguments([None] * 9, nothing)
+            ),
         )
 
 
-_PLAIN = {"dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+_PLAIN = {
+    "dropout_p": 0.0,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+}
 """arguments without defaults in FlashAttention-2"""
 _UNPACKED = {"pack_gqa": False}
 """option: a tile never holds several query heads, so that tiles do not depend on lengths."""
 LIBRARIES = (
     Library(
-        *(3, "flash_attn_interface", (9,), "_flash_attn_forward", "_flash_attn_backward", _UNPACKED),
+        *(
+            3,
+            "flash_attn_interface",
+            (9,),
+            "_flash_attn_forward",
+            "_flash_attn_backward",
+            _UNPACKED,
+        ),
         causal="is_causal",
         unequal=(range(136, 193, 8), range(104, 129, 8)),
     ),
     Library(
-        *(4, "flash_attn.cute.interface", (9, 10, 11), "_flash_attn_fwd", "_flash_attn_bwd"),
+        *(
+            4,
+            "flash_attn.cute.interface",
+            (9, 10, 11),
+            "_flash_attn_fwd",
+            "_flash_attn_bwd",
+        ),
         forward_options={**_UNPACKED, "return_lse": True},
         lse="lse",
         makes_gradients=True,
@@ -119,17 +169,32 @@ class FlashAttnKernel(FusedKernel):
     def __str__(self) -> str:
         return f"flash_attn, {self.library}"
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor]:
         """Run the package's forward."""
         out, lse, *_ = self._forward(**self.library.forward_arguments((q, k, v), call))
         return out, lse
 
     def run_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the package's backward."""
-        given = () if self.library.makes_gradients else tuple(torch.empty_like(x) for x in (q, k, v))
-        made = self._backward(**self.library.backward_arguments((dout, q, k, v, out, lse, *given), call))
+        given = (
+            ()
+            if self.library.makes_gradients
+            else tuple(torch.empty_like(x) for x in (q, k, v))
+        )
+        made = self._backward(
+            **self.library.backward_arguments((dout, q, k, v, out, lse, *given), call)
+        )
         dq, dk, dv = given or made
         return dq, dk, dv
 
@@ -146,10 +211,16 @@ def find_kernels(device: torch.device) -> tuple[list[FlashAttnKernel], list[str]
         major, minor = torch.cuda.get_device_capability(device)
         if major in library.capabilities:
             kernel.max_head_dim = 128 if library.generation == 4 and major > 9 else 256
-            kernel.unequal = FusedKernel.unequal if library.generation == 4 and major == 9 else library.unequal
+            kernel.unequal = (
+                FusedKernel.unequal
+                if library.generation == 4 and major == 9
+                else library.unequal
+            )
             kernels.append(kernel)
         else:
-            reasons.append(f"{library} is not made for compute capability {major}.{minor}")
+            reasons.append(
+                f"{library} is not made for compute capability {major}.{minor}"
+            )
     return kernels, reasons
 
 
@@ -166,15 +237,23 @@ def _lengths(call: VarlenArgs, causal: str) -> dict[str, Any]:
 
 def _window(call: VarlenArgs) -> dict[str, int]:
     """Return the arguments of a call with a window: keys to the left and to the right of a query's own position."""
-    return {} if call.window is None else {"window_size_left": call.window - 1, "window_size_right": 0}
+    return (
+        {}
+        if call.window is None
+        else {"window_size_left": call.window - 1, "window_size_right": 0}
+    )
 
 
 def _function(module: Any, name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
     """Return ``module.name``. Raises TypeError unless it takes ``arguments``."""
     function = getattr(module, name)
-    plain = getattr(function, "_init_fn", function)  # the function inside a torch.library.custom_op
+    plain = getattr(
+        function, "_init_fn", function
+    )  # the function inside a torch.library.custom_op
     try:
         inspect.signature(plain).bind(**arguments)
     except TypeError as error:
-        raise TypeError(f"{module.__name__}.{name} of another version is needed: {error}") from None
+        raise TypeError(
+            f"{module.__name__}.{name} of another version is needed: {error}"
+        ) from None
     return function

@@ -32,12 +32,21 @@ class FusedKernel(AttentionKernel, Protocol):
     empty_lse: float = torch.inf
     remedy: str = "set cad.kernel = 'varlen'"
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor]:
         """Return out [Tq, Hq, Dv], lse [Hq, Tq] of a call that has rows."""
         ...
 
     def run_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of a call that has rows; ``lse`` [Hq, Tq] contiguous."""
         ...
@@ -48,7 +57,13 @@ class FusedKernel(AttentionKernel, Protocol):
         takes = head_dim == value_dim or (head_dim in keys and value_dim in values)
         return None if takes else max(head_dim, value_dim)
 
-    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int | None = None, window: int | None = None) -> None:
+    def check(
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        value_dim: int | None = None,
+        window: int | None = None,
+    ) -> None:
         """Raise a ValueError unless the library takes this dtype, these head dims and windows on this device."""
         title = f"cad.kernel = {self.name!r} ({self.library})"
         if dtype not in (torch.bfloat16, torch.float16):
@@ -68,7 +83,9 @@ class FusedKernel(AttentionKernel, Protocol):
                 f"got {largest}; {self.remedy}"
             )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor]:
         """Return out [Tq, Hq, Dv] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
 
         Raises:
@@ -85,7 +102,13 @@ class FusedKernel(AttentionKernel, Protocol):
         return _narrowed(out, value_dim), lse.t()
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        merged: Merged,
+        call: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv in the shapes of q, k and v, in q's dtype.
 
@@ -102,7 +125,9 @@ class FusedKernel(AttentionKernel, Protocol):
             assert delta is not None, "backward needs delta or out"
             from torchtitan_cad.runtime.triton.delta import prepare_statistics
 
-            out, lse = prepare_statistics(dout, lse.contiguous(), delta.contiguous(), empty_lse=self.empty_lse)
+            out, lse = prepare_statistics(
+                dout, lse.contiguous(), delta.contiguous(), empty_lse=self.empty_lse
+            )
         else:
             out, lse = _padded(out, common), lse.t().contiguous()
         gradients = self.run_backward(dout, q, k, v, out, lse, call)

@@ -5,7 +5,13 @@ import torch
 from torch import Tensor
 
 
-def merge_partials(out_NHD: Tensor, lse_NH: Tensor, part_out_PHD: Tensor, part_lse_PH: Tensor, rows_P: Tensor) -> None:
+def merge_partials(
+    out_NHD: Tensor,
+    lse_NH: Tensor,
+    part_out_PHD: Tensor,
+    part_lse_PH: Tensor,
+    rows_P: Tensor,
+) -> None:
     """Merge one partial result per row into accumulators, in place.
 
     With o_i the softmax-weighted values over key set i and l_i its log-sum-exp, the result over the union of two
@@ -28,13 +34,19 @@ def merge_partials(out_NHD: Tensor, lse_NH: Tensor, part_out_PHD: Tensor, part_l
     both_out_PHD, both_lse_PH = combine(out_PHD, lse_PH, part_out_PHD, part_lse_PH)
     is_first_PH1 = is_first_PH.unsqueeze(-1)
     is_empty_PH1 = is_empty_PH.unsqueeze(-1)
-    out_PHD = torch.where(is_empty_PH1, out_PHD, torch.where(is_first_PH1, part_out_PHD, both_out_PHD))
-    lse_PH = torch.where(is_empty_PH, lse_PH, torch.where(is_first_PH, part_lse_PH, both_lse_PH))
+    out_PHD = torch.where(
+        is_empty_PH1, out_PHD, torch.where(is_first_PH1, part_out_PHD, both_out_PHD)
+    )
+    lse_PH = torch.where(
+        is_empty_PH, lse_PH, torch.where(is_first_PH, part_lse_PH, both_lse_PH)
+    )
     out_NHD.index_copy_(0, rows_P, out_PHD)
     lse_NH.index_copy_(0, rows_P, lse_PH)
 
 
-def combine(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def combine(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the merge of two partials of the same rows, [..., H, D] and [..., H]; undefined for rows empty in both.
 
     The weights are normalised by their sum instead of the merged lse, whose rounding error would scale the output if

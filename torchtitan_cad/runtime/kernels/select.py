@@ -12,7 +12,13 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels import cudnn
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs, random_rows, row_delta
+from torchtitan_cad.runtime.kernels.base import (
+    AttentionKernel,
+    Merged,
+    VarlenArgs,
+    random_rows,
+    row_delta,
+)
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_kernels
 from torchtitan_cad.runtime.kernels.varlen import VarlenKernel
@@ -83,7 +89,9 @@ def choose_kernel(
         case "auto", "cuda":
             return _best(device, shape, group, timed=timed)
         case "auto", _:
-            raise ValueError(f"cad.kernel = 'auto' knows no kernel for {device.type} tensors; train on cuda or cpu")
+            raise ValueError(
+                f"cad.kernel = 'auto' knows no kernel for {device.type} tensors; train on cuda or cpu"
+            )
         case "varlen", "cuda":
             return VarlenKernel(), "as set"
         case "flash_attn", "cuda":
@@ -96,11 +104,17 @@ def choose_kernel(
             return kernels[0], "as set"
         case "cudnn", "cuda":
             if lacking := cudnn.lacking(device):
-                raise ValueError(f"cad.kernel = 'cudnn' {lacking}; set cad.kernel = 'auto'")
+                raise ValueError(
+                    f"cad.kernel = 'cudnn' {lacking}; set cad.kernel = 'auto'"
+                )
             return cudnn.CudnnKernel(), "as set"
     if name in KERNELS:
-        raise ValueError(f"cad.kernel = {name!r} does not run on {device.type} tensors; set cad.kernel = 'auto'")
-    raise ValueError(f"cad.kernel = {name!r} is unknown; set one of {', '.join(map(repr, KERNELS))}")
+        raise ValueError(
+            f"cad.kernel = {name!r} does not run on {device.type} tensors; set cad.kernel = 'auto'"
+        )
+    raise ValueError(
+        f"cad.kernel = {name!r} is unknown; set one of {', '.join(map(repr, KERNELS))}"
+    )
 
 
 def padding_remark(kernel: AttentionKernel, shape: AttentionShape) -> str | None:
@@ -108,7 +122,10 @@ def padding_remark(kernel: AttentionKernel, shape: AttentionShape) -> str | None
     keys, values = shape.head_dim, shape.out_dim
     if (common := kernel.common_dim(keys, values)) is None:
         return None
-    forward, backward = 2 * common / (keys + values), 5 * common / (3 * keys + 2 * values)
+    forward, backward = (
+        2 * common / (keys + values),
+        5 * common / (3 * keys + 2 * values),
+    )
     return (
         f"{kernel} takes heads of one size only: those of {min(keys, values)} elements are padded to {common}, so that "
         f"attention computes {forward:.2f} times as much forward and {backward:.2f} times as much backward, and copies "
@@ -118,12 +135,16 @@ def padding_remark(kernel: AttentionKernel, shape: AttentionShape) -> str | None
 
 def slower_than_possible(kernel: AttentionKernel, device: torch.device) -> str | None:
     """Return what to install if ``kernel`` is FlashAttention-2 on a device with faster libraries; otherwise None."""
-    is_2 = kernel.name == "varlen" or (isinstance(kernel, FlashAttnKernel) and kernel.library.generation == 2)
+    is_2 = kernel.name == "varlen" or (
+        isinstance(kernel, FlashAttnKernel) and kernel.library.generation == 2
+    )
     major, minor = torch.cuda.get_device_capability(device) if is_2 else (0, 0)
     if major not in (9, 10):
         return None
     stock = (
-        ", and slower than stock attention, which is cuDNN's with this torch" if cudnn.lacking(device) is None else ""
+        ", and slower than stock attention, which is cuDNN's with this torch"
+        if cudnn.lacking(device) is None
+        else ""
     )
     package = "flash-attn-4 or FlashAttention-3" if major == 9 else "flash-attn-4"
     return (
@@ -140,10 +161,23 @@ class Trial:
     documents in windows, if the shape has one.
     """
 
-    def __init__(self, trusted: AttentionKernel, device: torch.device, shape: AttentionShape, rows: int = ROWS) -> None:
-        self._trusted, self._device, self._scale, self._num_rows = trusted, device, shape.head_dim**-0.5, rows
+    def __init__(
+        self,
+        trusted: AttentionKernel,
+        device: torch.device,
+        shape: AttentionShape,
+        rows: int = ROWS,
+    ) -> None:
+        self._trusted, self._device, self._scale, self._num_rows = (
+            trusted,
+            device,
+            shape.head_dim**-0.5,
+            rows,
+        )
         self._window = shape.window
-        whole = VarlenArgs.from_numpy([0, rows], [0, rows], causal=True, scale=self._scale, device=device)
+        whole = VarlenArgs.from_numpy(
+            [0, rows], [0, rows], causal=True, scale=self._scale, device=device
+        )
         self._rows = random_rows(shape, torch.bfloat16, whole)
 
     def outcome(self, kernel: AttentionKernel, *, timed: bool = True) -> float | str:
@@ -152,20 +186,36 @@ class Trial:
         Without ``timed`` the milliseconds are 0.
         """
         try:
-            return self._disagreement(kernel) or (self._milliseconds(kernel) if timed else 0.0)
-        except Exception as error:  # packages and their compilers have exceptions of their own
+            return self._disagreement(kernel) or (
+                self._milliseconds(kernel) if timed else 0.0
+            )
+        except (
+            Exception
+        ) as error:  # packages and their compilers have exceptions of their own
             return f"failed: {type(error).__name__}: {error}"
 
     def _disagreement(self, kernel: AttentionKernel) -> str | None:
         squares, rectangles, prefixes = self._calls()
-        windows = [] if self._window is None else [replace(squares, window=self._window)]
-        for call in (squares, rectangles, *([] if kernel.squares_only else [prefixes]), *windows):
+        windows = (
+            [] if self._window is None else [replace(squares, window=self._window)]
+        )
+        for call in (
+            squares,
+            rectangles,
+            *([] if kernel.squares_only else [prefixes]),
+            *windows,
+        ):
             want, merged = self._run(self._trusted, call)
             got, _ = self._run(kernel, call, merged)
-            for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+            for name, mine, theirs in zip(
+                ("out", "lse", "dq", "dk", "dv"), got, want, strict=True
+            ):
                 if mine.shape != theirs.shape:
                     return f"is wrong: {name} has shape {tuple(mine.shape)} instead of {tuple(theirs.shape)}"
-                error = float((mine.double() - theirs.double()).abs().max() / theirs.double().abs().max())
+                error = float(
+                    (mine.double() - theirs.double()).abs().max()
+                    / theirs.double().abs().max()
+                )
                 if not error < TOLERANCE:
                     return f"is wrong: {name} is off by {error:.2g} of its largest value, causal = {call.causal}"
         return None
@@ -190,16 +240,24 @@ class Trial:
 
         def call(queries: list[int], keys: list[int], causal: bool) -> VarlenArgs:
             cu_q, cu_k = ([0, *itertools.accumulate(each)] for each in (queries, keys))
-            return VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=self._scale, device=self._device)
+            return VarlenArgs.from_numpy(
+                cu_q, cu_k, causal=causal, scale=self._scale, device=self._device
+            )
 
-        return [call(lengths, lengths, True), call(after, before, False), call(after, lengths, True)]
+        return [
+            call(lengths, lengths, True),
+            call(after, before, False),
+            call(after, lengths, True),
+        ]
 
     def _run(
         self, kernel: AttentionKernel, call: VarlenArgs, merged: Merged | None = None
     ) -> tuple[list[Tensor], Merged]:
         """Return out, lse, dq, dk and dv of a call, and the statistics for its backward, ``merged`` or its own."""
         num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
-        q, k, v, dout = (x[:n] for x, n in zip(self._rows, (num_q, num_k, num_k, num_q), strict=True))
+        q, k, v, dout = (
+            x[:n] for x, n in zip(self._rows, (num_q, num_k, num_k, num_q), strict=True)
+        )
         out, lse = kernel.forward(q, k, v, call)
         merged = merged or Merged(lse, row_delta(dout, out))
         return [out, lse, *kernel.backward(dout, q, k, v, merged, call)], merged
@@ -235,33 +293,61 @@ def compare_kernels(
 
 def preferred(names: Iterable[str]) -> str:
     """Return the newest FlashAttention of kernels' ``names``, or without one cudnn, or varlen."""
-    return max(names, key=lambda name: (name.startswith("flash_attn"), name != "varlen", name))
+    return max(
+        names, key=lambda name: (name.startswith("flash_attn"), name != "varlen", name)
+    )
 
 
 def _best(
-    device: torch.device, shape: AttentionShape, group: dist.ProcessGroup | None, *, timed: bool
+    device: torch.device,
+    shape: AttentionShape,
+    group: dist.ProcessGroup | None,
+    *,
+    timed: bool,
 ) -> tuple[AttentionKernel, str]:
     """Return a kernel that is right on all ranks, and a text with the outcome of every kernel.
 
     It is that with the least time on its slowest rank; without ``timed`` the ``preferred`` one.
     """
     compared, reasons = compare_kernels(device, shape, timed=timed)
-    kernels, outcomes = {str(each): each for each, _ in compared}, {str(each): outcome for each, outcome in compared}
+    kernels, outcomes = (
+        {str(each): each for each, _ in compared},
+        {str(each): outcome for each, outcome in compared},
+    )
     if group is not None:
         outcomes = _agree(outcomes, group)
-    times = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, float)}
+    times = {
+        name: outcome
+        for name, outcome in outcomes.items()
+        if isinstance(outcome, float)
+    }
     right = times or [next(iter(kernels))]
-    best = min(right, key=lambda name: times.get(name, 0.0)) if timed else preferred(right)
-    found = {name: f"{time:.1f} ms" if timed else "is right" for name, time in times.items()}
+    best = (
+        min(right, key=lambda name: times.get(name, 0.0)) if timed else preferred(right)
+    )
+    found = {
+        name: f"{time:.1f} ms" if timed else "is right" for name, time in times.items()
+    }
     took = [f"{name} {found.get(name, outcome)}" for name, outcome in outcomes.items()]
-    return kernels[best], "; ".join([*(took if len(outcomes) > 1 else ["no other can be used"]), *reasons])
+    return kernels[best], "; ".join(
+        [*(took if len(outcomes) > 1 else ["no other can be used"]), *reasons]
+    )
 
 
-def _agree(mine: dict[str, float | str], group: dist.ProcessGroup) -> dict[str, float | str]:
+def _agree(
+    mine: dict[str, float | str], group: dist.ProcessGroup
+) -> dict[str, float | str]:
     """Return every kernel's longest time over the ranks of the group, or the first rank's reason against it."""
     everyone, agreed = gather(mine, group), {}
     for name in sorted({name for outcomes in everyone.values() for name in outcomes}):
-        of_ranks = {rank: outcomes.get(name, "cannot be used") for rank, outcomes in everyone.items()}
-        wrong = [f"{each} (rank {rank})" for rank, each in of_ranks.items() if isinstance(each, str)]
+        of_ranks = {
+            rank: outcomes.get(name, "cannot be used")
+            for rank, outcomes in everyone.items()
+        }
+        wrong = [
+            f"{each} (rank {rank})"
+            for rank, each in of_ranks.items()
+            if isinstance(each, str)
+        ]
         agreed[name] = wrong[0] if wrong else max(of_ranks.values())
     return agreed

@@ -25,7 +25,9 @@ def register_cpu_varlen() -> None:
     varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, *call: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """out like query, lse [Hq, Tq] as FlashAttention-2 lays it out, and an unused random state.
 
     Args:
@@ -37,18 +39,31 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Ten
 
 
 def _backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients like query, key and value. The rest is cu_seq_q .. is_causal, a random state, and maybe further."""
     *call, _, scale, window = (*rest, None, None)[:8]
     merged = Merged(lse.t(), row_delta(grad_out, out))
-    gradients = CpuKernel().backward(grad_out, query, key, value, merged, _call(query, *call, scale, window))
+    gradients = CpuKernel().backward(
+        grad_out, query, key, value, merged, _call(query, *call, scale, window)
+    )
     dq, dk, dv = map(_like, (query, key, value), gradients)
     return dq, dk, dv
 
 
 def _call(
-    query: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *options: Any
+    query: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *options: Any,
 ) -> VarlenArgs:
     """Return the call's tasks: whole documents, so the default document positions are right.
 
@@ -57,10 +72,14 @@ def _call(
     """
     is_causal, scale, window_size, _, *paged = (*options, *[None] * 6)[:6]
     if cu_seq_k is None or any(x is not None for x in paged):
-        raise ValueError("varlen_attn on the CPU supports neither seqused_k nor block_table; pass cu_seq_k only")
+        raise ValueError(
+            "varlen_attn on the CPU supports neither seqused_k nor block_table; pass cu_seq_k only"
+        )
     left, right = (-1, -1) if window_size is None else window_size
     if right not in (-1, 0) or (left >= 0 and right < 0 and not is_causal):
-        raise ValueError(f"varlen_attn on the CPU supports window_size (-1, -1) and (n, 0), got {(left, right)}")
+        raise ValueError(
+            f"varlen_attn on the CPU supports window_size (-1, -1) and (n, 0), got {(left, right)}"
+        )
     return VarlenArgs.from_numpy(
         cu_seq_q.numpy(),
         cu_seq_k.numpy(),

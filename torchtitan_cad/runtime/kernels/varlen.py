@@ -24,26 +24,48 @@ class VarlenKernel(FusedKernel):
     library = "FlashAttention-2"
     remedy = "set model.flavor to a model with such heads"
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
+    ) -> tuple[Tensor, Tensor]:
         """Run the forward op."""
         # One split: with more, the order of summation would depend on the other tasks of the call.
         splits = {"num_splits": 1} if _takes(_forward_op, "num_splits") else {}
-        out, lse, *_ = _forward_op(q, k, v, *_positional(call), False, scale=call.scale, **_window(call), **splits)
+        out, lse, *_ = _forward_op(
+            q,
+            k,
+            v,
+            *_positional(call),
+            False,
+            scale=call.scale,
+            **_window(call),
+            **splits,
+        )
         return out, lse
 
     def run_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenArgs
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the backward op. A row without keys has the log-sum-exp +inf, so that its probabilities are 0."""
         rest = *_positional(call), *_without_dropout(q.device)
-        dq, dk, dv = _backward_op(dout, q, k, v, out, lse, *rest, scale=call.scale, **_window(call))
+        dq, dk, dv = _backward_op(
+            dout, q, k, v, out, lse, *rest, scale=call.scale, **_window(call)
+        )
         return dq, dk, dv
 
 
 @cache
 def _without_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the backward op's state of random numbers, which it does not read."""
-    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(
+        0, device=device
+    )
 
 
 def _positional(call: VarlenArgs) -> tuple[Tensor, Tensor, int, int, float, bool]:

@@ -22,7 +22,9 @@ from torch.profiler import record_function
 from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStream, Work
 
 # Their names up to torch 2.12 are deprecated.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_reduce_scatter = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -40,7 +42,13 @@ class Boundary:
         """Arguments of the last start, for its wait: weight, eps, and True if there is a partial."""
         self._pending: PendingWork | None = None
 
-    def start(self, partial: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    def start(
+        self,
+        partial: Tensor | None,
+        residual: Tensor,
+        weight: Tensor | None,
+        eps: float,
+    ) -> Tensor:
         """Start h = residual + reduce_scatter(partial) and g = all_gather(rms_norm(h)).
 
         Args:
@@ -62,7 +70,9 @@ class Boundary:
     def launch(self, direction: str, work: Work, *inputs: Tensor | None) -> None:
         """Start ``work`` on ``inputs`` on the side stream; for autograd functions, once before each ``collect``."""
         with record_function(f"cad/exchange tp {direction}"):
-            self._pending = self.side_stream.start(work, [x for x in inputs if x is not None])
+            self._pending = self.side_stream.start(
+                work, [x for x in inputs if x is not None]
+            )
 
     def collect(self, direction: str) -> tuple[Tensor, ...]:
         """Wait for the work started last and return its results."""
@@ -75,24 +85,38 @@ class Boundary:
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, boundary: Boundary, partial: Tensor | None, residual: Tensor, weight: Tensor | None
+        ctx: Any,
+        boundary: Boundary,
+        partial: Tensor | None,
+        residual: Tensor,
+        weight: Tensor | None,
     ) -> Tensor:
         group, (_, eps, _) = boundary.group, boundary.started
 
         def work() -> tuple[Tensor, ...]:
-            h = residual.detach() if partial is None else residual + reduce_scatter(partial, group)
+            h = (
+                residual.detach()
+                if partial is None
+                else residual + reduce_scatter(partial, group)
+            )
             if weight is None:
                 return h, h.new_empty(0)
             return h, all_gather(F.rms_norm(h, weight.shape, weight, eps), group)
 
         boundary.launch("forward", work, partial, residual, weight)
-        ctx.boundary, ctx.needed = boundary, (partial is not None, True, weight is not None)
+        ctx.boundary, ctx.needed = (
+            boundary,
+            (partial is not None, True, weight is not None),
+        )
         return residual.new_zeros(1)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.boundary.collect("backward")
-        return None, *(x if needed else None for x, needed in zip(gradients, ctx.needed, strict=True))
+        return None, *(
+            x if needed else None
+            for x, needed in zip(gradients, ctx.needed, strict=True)
+        )
 
 
 class _Wait(torch.autograd.Function):
@@ -105,7 +129,12 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dg: Tensor) -> tuple[Tensor | None, ...]:
-        boundary, normed, eps, reduces = ctx.boundary, ctx.saved_tensors, ctx.eps, ctx.reduces
+        boundary, normed, eps, reduces = (
+            ctx.boundary,
+            ctx.saved_tensors,
+            ctx.eps,
+            ctx.reduces,
+        )
         group = boundary.group
 
         def work() -> tuple[Tensor, ...]:
@@ -113,10 +142,16 @@ class _Wait(torch.autograd.Function):
             dresidual, dweight = dh, dh.new_empty(0)
             if normed:
                 h, weight = normed
-                through_norm, dweight = rms_norm_backward(reduce_scatter(dg, group), h, weight, eps)
+                through_norm, dweight = rms_norm_backward(
+                    reduce_scatter(dg, group), h, weight, eps
+                )
                 dresidual = dh + through_norm
                 dist.all_reduce(dweight, group=group)
-            return all_gather(dresidual, group) if reduces else dh.new_empty(0), dresidual, dweight
+            return (
+                all_gather(dresidual, group) if reduces else dh.new_empty(0),
+                dresidual,
+                dweight,
+            )
 
         boundary.launch("backward", work, dh, dg, *normed)
         return None, dh.new_zeros(1)
@@ -125,7 +160,12 @@ class _Wait(torch.autograd.Function):
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum x [B, S, dim] over the ranks; returns this rank's part of the sequence [B, S / P, dim]."""
     batch, length, dim = x.shape
-    parts = x.view(batch, group.size(), length // group.size(), dim).transpose(0, 1).flatten(0, 1).contiguous()
+    parts = (
+        x.view(batch, group.size(), length // group.size(), dim)
+        .transpose(0, 1)
+        .flatten(0, 1)
+        .contiguous()
+    )
     mine = parts.new_empty(batch, length // group.size(), dim)
     _reduce_scatter(mine, parts, group=group)
     return mine
@@ -138,7 +178,9 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return parts.unflatten(0, (group.size(), x.shape[0])).transpose(0, 1).flatten(1, 2)
 
 
-def rms_norm_backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    dout: Tensor, x: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``F.rms_norm(x, weight.shape, weight, eps)``, x [..., dim] and weight [dim], in fp32."""
     precise = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide, dout = x.to(precise), dout.to(precise)

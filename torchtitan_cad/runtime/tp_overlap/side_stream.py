@@ -29,18 +29,26 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         # Above the default priority, as the compute waits for it.
         self._module = streams.module_of(device)
-        self.stream = None if self._module is None else self._module.Stream(device, priority=-1)
+        self.stream = (
+            None if self._module is None else self._module.Stream(device, priority=-1)
+        )
         self._queue: _Queue = queue.SimpleQueue()
         # A daemon: a collective that never ends must not keep a failed process alive.
-        self._thread = threading.Thread(target=_run_all, args=(self._queue,), name="cad-side-stream", daemon=True)
+        self._thread = threading.Thread(
+            target=_run_all, args=(self._queue,), name="cad-side-stream", daemon=True
+        )
         if self.stream is None:
             self._thread.start()
-            atexit.register(self.close)  # a thread at work while the interpreter ends would abort the process
+            atexit.register(
+                self.close
+            )  # a thread at work while the interpreter ends would abort the process
 
     def start(self, work: Work, inputs: Sequence[Tensor]) -> "PendingWork":
         """Start ``work``, which reads ``inputs`` and builds no autograd graph."""
         for tensor in inputs:
-            if isinstance(tensor, AsyncCollectiveTensor):  # as DTensor hands out; threads must not share its first use
+            if isinstance(
+                tensor, AsyncCollectiveTensor
+            ):  # as DTensor hands out; threads must not share its first use
                 tensor.trigger_wait()
         module = self._module
         if module is None or self.stream is None:
@@ -49,7 +57,9 @@ class SideStream:
         with module.stream(self.stream):
             done = _run(Future(), work)
             event = self.stream.record_event()
-        return PendingWork(done, lambda: module.current_stream().wait_event(event), inputs)
+        return PendingWork(
+            done, lambda: module.current_stream().wait_event(event), inputs
+        )
 
     def close(self) -> None:
         """End the thread after the started work, and wait for its end for at most ``_CLOSE_S``."""
@@ -67,7 +77,12 @@ class SideStream:
 class PendingWork:
     """Started work. It keeps its inputs alive, so that their memory is not reused before ``wait``."""
 
-    def __init__(self, done: _Done, wait: Callable[[], None] | None = None, inputs: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        done: _Done,
+        wait: Callable[[], None] | None = None,
+        inputs: Sequence[Tensor] = (),
+    ) -> None:
         self._done, self._wait, self._inputs = done, wait, inputs
 
     def wait(self) -> tuple[Tensor, ...]:

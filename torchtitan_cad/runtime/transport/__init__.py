@@ -2,9 +2,18 @@
 """Transports: how rows travel between the ranks of a CAD group."""
 
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
-from torchtitan_cad.runtime.transport.base import Peers, Pending, Route, Routes, Transport
+from torchtitan_cad.runtime.transport.base import (
+    Peers,
+    Pending,
+    Route,
+    Routes,
+    Transport,
+)
 from torchtitan_cad.runtime.transport.build import build_transport, expected_transport
-from torchtitan_cad.runtime.transport.collective import CollectiveTransport, DryTransport
+from torchtitan_cad.runtime.transport.collective import (
+    CollectiveTransport,
+    DryTransport,
+)
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 __all__ = [

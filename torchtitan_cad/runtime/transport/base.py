@@ -69,10 +69,16 @@ class Route:
         rows = self.rows
         if counts[~is_peer].any():
             first = np.cumsum(counts) - counts
-            index = rows_to_device(concat_ranges(first[is_peer], counts[is_peer]), device)
+            index = rows_to_device(
+                concat_ranges(first[is_peer], counts[is_peer]), device
+            )
             rows = index if self.rows is None else self.rows[index]
-        send_counts, recv_counts = (np.where(is_peer, x, 0).tolist() for x in (counts, self.recv_counts))
-        return replace(self, rows=rows, send_counts=send_counts, recv_counts=recv_counts)
+        send_counts, recv_counts = (
+            np.where(is_peer, x, 0).tolist() for x in (counts, self.recv_counts)
+        )
+        return replace(
+            self, rows=rows, send_counts=send_counts, recv_counts=recv_counts
+        )
 
 
 class Routes(tuple[Route, ...]):
@@ -100,7 +106,9 @@ class Routes(tuple[Route, ...]):
 
 
 def _with_rows(counts: Sequence[Sequence[int]]) -> list[int]:
-    return [rank for rank, of_rank in enumerate(zip(*counts, strict=True)) if any(of_rank)]
+    return [
+        rank for rank, of_rank in enumerate(zip(*counts, strict=True)) if any(of_rank)
+    ]
 
 
 def all_to_all(rank: int, sends: np.ndarray, each: int, buffer: int = 0) -> Routes:
@@ -111,7 +119,9 @@ def all_to_all(rank: int, sends: np.ndarray, each: int, buffer: int = 0) -> Rout
     rows = each * sends.astype(np.int64)
     offsets = rows[:rank].sum(axis=0).tolist()
     counts = rows[rank].tolist(), rows[:, rank].tolist()
-    return Routes([Route("queries", None, *counts, offsets, int(rows.sum(axis=0).max()), buffer)])
+    return Routes(
+        [Route("queries", None, *counts, offsets, int(rows.sum(axis=0).max()), buffer)]
+    )
 
 
 class Pending(Protocol):
@@ -159,7 +169,13 @@ class Transport(Protocol):
         """
         ...
 
-    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
+    def start(
+        self,
+        messages: Sequence[Sequence[Tensor]],
+        routes: Routes,
+        phase: str,
+        call: int,
+    ) -> Pending:
         """Start the exchange of the rows of every route.
 
         Every rank of the group must call it with the same formats of messages in the same order. Exchanges of a call
@@ -181,9 +197,15 @@ def gather(value: _T, group: dist.ProcessGroup | None) -> dict[int, _T]:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to ``device`` without waiting for it."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return (
+        tensor
+        if device.type == "cpu"
+        else tensor.pin_memory().to(device, non_blocking=True)
+    )
 
 
-def rows_to_device(rows: np.ndarray, device: torch.device, dtype: type = np.int64) -> Tensor:
+def rows_to_device(
+    rows: np.ndarray, device: torch.device, dtype: type = np.int64
+) -> Tensor:
     """Copy host indices, as ``dtype``, to ``device`` without waiting for it."""
     return to_device(torch.from_numpy(np.ascontiguousarray(rows, dtype=dtype)), device)

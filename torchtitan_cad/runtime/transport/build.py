@@ -24,9 +24,16 @@ from torchtitan_cad.runtime.hosts import host_name, number_hosts
 from torchtitan_cad.runtime.transport.base import Transport, all_to_all, gather
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.far import FarRanks, transfer_over
-from torchtitan_cad.runtime.transport.memory import CpuMemory, NearRanks, SymmetricMemory
+from torchtitan_cad.runtime.transport.memory import (
+    CpuMemory,
+    NearRanks,
+    SymmetricMemory,
+)
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
-from torchtitan_cad.runtime.triton.nvshmem_library import check_host_library, find_device_library
+from torchtitan_cad.runtime.triton.nvshmem_library import (
+    check_host_library,
+    find_device_library,
+)
 
 TRANSPORTS = ("auto", "symm_mem", "collective", "nvshmem")
 _PROBE_TIMEOUT_S = 20.0
@@ -85,23 +92,41 @@ def build_transport(
         ValueError: the transport is unknown or unavailable; names the key ``cad.transport``.
     """
     if replayable and name != "symm_mem":
-        raise ValueError(f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'")
-    num_bytes = messages.buffer_bytes(nano_batches=calls_in_flight) if buffer_bytes is None else buffer_bytes
+        raise ValueError(
+            f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'"
+        )
+    num_bytes = (
+        messages.buffer_bytes(nano_batches=calls_in_flight)
+        if buffer_bytes is None
+        else buffer_bytes
+    )
 
     def attempt() -> SymmetricTransport:
         agreed = agreement or group
-        numbers = number_hosts([*gather(host_name(), agreed).values()]) if hosts is None else hosts
-        request = _Request(group, agreed, device, num_bytes, numbers, calls_in_flight, replayable)
+        numbers = (
+            number_hosts([*gather(host_name(), agreed).values()])
+            if hosts is None
+            else hosts
+        )
+        request = _Request(
+            group, agreed, device, num_bytes, numbers, calls_in_flight, replayable
+        )
         return _over_nvshmem(request) if name == "nvshmem" else _symmetric(request)
 
     transport, reason = _choose(name, device, attempt)
     if name == "auto":
-        choice = f"collective; {reason}" if reason else "symm_mem, which passed its trial on all ranks of the group"
+        choice = (
+            f"collective; {reason}"
+            if reason
+            else "symm_mem, which passed its trial on all ranks of the group"
+        )
         _logger.info(f"cad.transport = 'auto': {choice}")
     return transport or CollectiveTransport(group, num_bytes)
 
 
-def expected_transport(name: str, device: torch.device, num_hosts: int) -> tuple[str, str]:
+def expected_transport(
+    name: str, device: torch.device, num_hosts: int
+) -> tuple[str, str]:
     """Predict, in one process, the choice of ``build_transport`` over ``num_hosts`` hosts, and return its reason, too.
 
     Raises:
@@ -119,14 +144,22 @@ def expected_transport(name: str, device: torch.device, num_hosts: int) -> tuple
         return "collective", reason
     if name == "nvshmem":
         return name, "as set; where NVSHMEM cannot start, it ends the process"
-    between = "" if num_hosts == 1 else f" inside {num_hosts} hosts, send and receive between them"
+    between = (
+        ""
+        if num_hosts == 1
+        else f" inside {num_hosts} hosts, send and receive between them"
+    )
     return f"symm_mem{between}", "decided at start by a trial on all ranks of the group"
 
 
-def _choose(name: str, device: torch.device, attempt: Callable[[], _T]) -> tuple[_T | None, str]:
+def _choose(
+    name: str, device: torch.device, attempt: Callable[[], _T]
+) -> tuple[_T | None, str]:
     """Return the result of ``attempt`` at symmetric memory; or None and the reason for the collective transport."""
     if name not in TRANSPORTS:
-        raise ValueError(f"cad.transport = {name!r}: set cad.transport to one of {', '.join(TRANSPORTS)}")
+        raise ValueError(
+            f"cad.transport = {name!r}: set cad.transport to one of {', '.join(TRANSPORTS)}"
+        )
     if name == "collective":
         return None, "as set"
     if name == "auto" and device.type == "cpu":
@@ -144,14 +177,19 @@ def _choose(name: str, device: torch.device, attempt: Callable[[], _T]) -> tuple
 def _symmetric(request: _Request) -> SymmetricTransport:
     """Build the transport over memory of near ranks, and messages to far ones; raises _Unavailable on all ranks."""
     group, agreement, device = request.group, request.agreement, request.device
-    _agree(lambda: _check(device, request.num_hosts, replayable=request.replayable), agreement)
+    _agree(
+        lambda: _check(device, request.num_hosts, replayable=request.replayable),
+        agreement,
+    )
     near = _agree(lambda: _near_ranks(request), agreement)
     far, description = None, "symm_mem"
     if request.num_hosts > 1:
         ranks = dist.get_process_group_ranks(group)
         far = FarRanks(group.rank(), near.ranks, ranks, transfer_over(group), device)
         backend = group._get_backend(device).name()
-        description = f"symm_mem inside {request.num_hosts} hosts, {backend} between them"
+        description = (
+            f"symm_mem inside {request.num_hosts} hosts, {backend} between them"
+        )
 
     def allocate(num_bytes: int) -> SymmetricMemory:
         if device.type == "cpu":
@@ -167,7 +205,9 @@ def _symmetric(request: _Request) -> SymmetricTransport:
         return _tried_out(request, allocate, far, description)
     finally:
         if near.group is not group:
-            dist.destroy_process_group(near.group)  # memory that is shared needs it no longer
+            dist.destroy_process_group(
+                near.group
+            )  # memory that is shared needs it no longer
 
 
 def _near_ranks(request: _Request) -> NearRanks:
@@ -176,9 +216,14 @@ def _near_ranks(request: _Request) -> NearRanks:
     near = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank()]]
     if request.num_hosts == 1:
         return NearRanks(group, request.agreement, near, len(hosts))
-    ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=_START_TIMEOUT_S)
+    ranks, timeout = (
+        dist.get_process_group_ranks(group),
+        timedelta(seconds=_START_TIMEOUT_S),
+    )
     global_ranks = [ranks[rank] for rank in near]
-    of_host = dist.new_group(global_ranks, timeout, backend="gloo", use_local_synchronization=True)
+    of_host = dist.new_group(
+        global_ranks, timeout, backend="gloo", use_local_synchronization=True
+    )
     return NearRanks(of_host, of_host, near, len(hosts))
 
 
@@ -193,10 +238,18 @@ def _over_nvshmem(request: _Request) -> SymmetricTransport:
 
     def allocate(num_bytes: int) -> SymmetricMemory:
         with _ends_if_late("NVSHMEM has not started", _START_TIMEOUT_S):
-            own = _agree(lambda: NodesMemory.reserve_for(num_bytes, buffer_bytes, device), dist.group.WORLD)
-        return _agree(lambda: NodesMemory.share_with(own, request.group, buffer_bytes), dist.group.WORLD)
+            own = _agree(
+                lambda: NodesMemory.reserve_for(num_bytes, buffer_bytes, device),
+                dist.group.WORLD,
+            )
+        return _agree(
+            lambda: NodesMemory.share_with(own, request.group, buffer_bytes),
+            dist.group.WORLD,
+        )
 
-    return _tried_out(request, allocate, None, f"NVSHMEM between {request.num_hosts} hosts")
+    return _tried_out(
+        request, allocate, None, f"NVSHMEM between {request.num_hosts} hosts"
+    )
 
 
 @contextlib.contextmanager
@@ -204,7 +257,9 @@ def _ends_if_late(what: str, seconds: float) -> Iterator[None]:
     """End the process, with a line in the log, unless this context ends in time: a wait in a library has no bound."""
 
     def end() -> None:
-        _logger.error(f"cad.transport = 'nvshmem': {what} for {seconds:.0f} s; set cad.transport to 'auto'")
+        _logger.error(
+            f"cad.transport = 'nvshmem': {what} for {seconds:.0f} s; set cad.transport to 'auto'"
+        )
         logging.shutdown()
         os._exit(1)
 
@@ -218,7 +273,10 @@ def _ends_if_late(what: str, seconds: float) -> Iterator[None]:
 
 
 def _tried_out(
-    request: _Request, allocate: Callable[[int], SymmetricMemory], far: FarRanks | None, description: str
+    request: _Request,
+    allocate: Callable[[int], SymmetricMemory],
+    far: FarRanks | None,
+    description: str,
 ) -> SymmetricTransport:
     """Build a transport, and try it out on all ranks of the group; raises _Unavailable on all of them if it fails."""
     group, device = request.group, request.device
@@ -240,9 +298,14 @@ def _tried_out(
     together, others = host[:, None] == host, ~np.eye(len(host), dtype=bool)
     # Inside hosts first: a rank that fails there leaves no other waiting for its messages, which have no such bound.
     for sends in (together & others, others)[request.num_hosts == 1 :]:
-        _agree(partial(_try_out, transport, group, sends, request.calls_in_flight, device), request.agreement)
+        _agree(
+            partial(_try_out, transport, group, sends, request.calls_in_flight, device),
+            request.agreement,
+        )
     transport.description = description
-    transport.timeout_s = lambda: group._get_backend(device).options._timeout.total_seconds()
+    transport.timeout_s = lambda: group._get_backend(
+        device
+    ).options._timeout.total_seconds()
     return transport
 
 
@@ -254,7 +317,9 @@ def _check(device: torch.device, num_hosts: int, *, replayable: bool) -> None:
         if replayable:
             raise RuntimeError("CUDA graphs need CUDA devices")
         if sys.platform != "linux":
-            raise RuntimeError(f"symmetric memory of CPU ranks needs Linux, this is {sys.platform}")
+            raise RuntimeError(
+                f"symmetric memory of CPU ranks needs Linux, this is {sys.platform}"
+            )
         return
     _check_device(device)
     if (backend := symm_mem.get_backend(device)) not in (None, "CUDA"):
@@ -277,12 +342,18 @@ def _check_nvshmem(device: torch.device) -> None:
     _check_device(device)
     if not symm_mem.is_nvshmem_available():
         raise RuntimeError("this build of torch has no NVSHMEM")
-    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    capability = (
+        torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    )
     check_host_library(find_device_library(capability))
 
 
 def _try_out(
-    transport: Transport, group: dist.ProcessGroup, sends: np.ndarray, calls_in_flight: int, device: torch.device
+    transport: Transport,
+    group: dist.ProcessGroup,
+    sends: np.ndarray,
+    calls_in_flight: int,
+    device: torch.device,
 ) -> None:
     """Exchange rows until every buffer was used twice; raises RuntimeError if a row is wrong.
 
@@ -293,8 +364,12 @@ def _try_out(
     others = np.flatnonzero(sends[rank]).tolist()
     wrong = ""
     for number in range(1, 2 * calls_in_flight * BUFFERS_PER_CALL + 1):
-        routes = all_to_all(rank, sends, 1, buffer=number // calls_in_flight % BUFFERS_PER_CALL)
-        rows = torch.full((len(others), 4), 1000 * number + rank, dtype=torch.int32, device=device)
+        routes = all_to_all(
+            rank, sends, 1, buffer=number // calls_in_flight % BUFFERS_PER_CALL
+        )
+        rows = torch.full(
+            (len(others), 4), 1000 * number + rank, dtype=torch.int32, device=device
+        )
         pending = transport.start([[rows]], routes, "trial", transport.begin())
         received = pending.wait()[0].view(torch.int32)[:, 0].tolist()
         pending.release()
@@ -314,10 +389,18 @@ def _agree(act: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
     except _Unavailable:  # on all ranks, from an agreement inside
         raise
     except Exception as error:  # compilers and drivers have exceptions of their own; peers wait in the gather below
-        failure = f"{type(error).__name__}: {error}" if not isinstance(error, RuntimeError) else str(error)
+        failure = (
+            f"{type(error).__name__}: {error}"
+            if not isinstance(error, RuntimeError)
+            else str(error)
+        )
         failure = " ".join(failure.split())[:300] or type(error).__name__
     if group is not None:
-        failures = [f"{reason} (rank {rank})" for rank, reason in gather(failure, group).items() if reason]
+        failures = [
+            f"{reason} (rank {rank})"
+            for rank, reason in gather(failure, group).items()
+            if reason
+        ]
         failure = next(iter(failures), "")
     if failure:
         raise _Unavailable(failure)

@@ -16,9 +16,18 @@ class _Received(Pending):
     """Rows received in new tensors, complete after ``works``; ``sent`` is kept alive until then."""
 
     def __init__(
-        self, received: list[Tensor], works: Sequence[dist.Work], sent: list[Tensor], describe: Callable[[], str]
+        self,
+        received: list[Tensor],
+        works: Sequence[dist.Work],
+        sent: list[Tensor],
+        describe: Callable[[], str],
     ) -> None:
-        self._received, self._works, self._sent, self._describe = received, works, sent, describe
+        self._received, self._works, self._sent, self._describe = (
+            received,
+            works,
+            sent,
+            describe,
+        )
 
     def wait(self) -> list[Tensor]:
         try:
@@ -35,21 +44,36 @@ class CollectiveTransport:
     name = description = "collective"
     replayable = False
 
-    def __init__(self, group: dist.ProcessGroup, buffer_bytes: int | None = None) -> None:
-        self.buffer_bytes = planned.buffer_bytes() if buffer_bytes is None else buffer_bytes
+    def __init__(
+        self, group: dist.ProcessGroup, buffer_bytes: int | None = None
+    ) -> None:
+        self.buffer_bytes = (
+            planned.buffer_bytes() if buffer_bytes is None else buffer_bytes
+        )
         self._group = group
 
     def prepare(self, exchanges: Sequence[Routes]) -> None:
         if any(route.padded_to is not None for routes in exchanges for route in routes):
-            raise ValueError("cad.transport = 'collective' cannot exchange padded tables: build 'symm_mem'")
+            raise ValueError(
+                "cad.transport = 'collective' cannot exchange padded tables: build 'symm_mem'"
+            )
 
     def begin(self) -> int:
         return 0
 
-    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> Pending:
+    def start(
+        self,
+        messages: Sequence[Sequence[Tensor]],
+        routes: Routes,
+        phase: str,
+        call: int,
+    ) -> Pending:
         def describe() -> str:
             ranks = dist.get_process_group_ranks(self._group)
-            peers = [ranks[peer] for peer in sorted({*routes.receivers.ranks, *routes.senders.ranks})]
+            peers = [
+                ranks[peer]
+                for peer in sorted({*routes.receivers.ranks, *routes.senders.ranks})
+            ]
             return f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers}"
 
         works, received, sent = [], [], []
@@ -62,9 +86,15 @@ class CollectiveTransport:
                 raise PeerError(f"{describe()} failed: {error}") from error
         return _Received(received, works, sent, describe)
 
-    def _exchange(self, received: Tensor, sent: Tensor, route: Route) -> list[dist.Work]:
+    def _exchange(
+        self, received: Tensor, sent: Tensor, route: Route
+    ) -> list[dist.Work]:
         counts = route.recv_counts, route.send_counts
-        return [dist.all_to_all_single(received, sent, *counts, group=self._group, async_op=True)]
+        return [
+            dist.all_to_all_single(
+                received, sent, *counts, group=self._group, async_op=True
+            )
+        ]
 
 
 class DryTransport(CollectiveTransport):
@@ -78,6 +108,8 @@ class DryTransport(CollectiveTransport):
     def __init__(self, buffer_bytes: int) -> None:
         self.buffer_bytes = buffer_bytes
 
-    def _exchange(self, received: Tensor, sent: Tensor, route: Route) -> list[dist.Work]:
+    def _exchange(
+        self, received: Tensor, sent: Tensor, route: Route
+    ) -> list[dist.Work]:
         received.zero_()
         return []

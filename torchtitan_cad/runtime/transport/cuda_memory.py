@@ -18,7 +18,13 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from torchtitan_cad.runtime.transport.base import Peers, Routes, to_device
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message, NearRanks, SymmetricMemory
+from torchtitan_cad.runtime.transport.memory import (
+    WORD_BYTES,
+    Epoch,
+    Message,
+    NearRanks,
+    SymmetricMemory,
+)
 from torchtitan_cad.runtime.triton import put, signals
 
 _RENDEZVOUS_TIMEOUT_S = 60.0
@@ -37,7 +43,11 @@ class DeviceMemory(SymmetricMemory):
     """
 
     def __init__(
-        self, own: Tensor, addresses: Sequence[int], stream: "torch.cuda.Stream | None", owner: object = None
+        self,
+        own: Tensor,
+        addresses: Sequence[int],
+        stream: "torch.cuda.Stream | None",
+        owner: object = None,
     ) -> None:
         self.own, self._stream, self._owner = own, stream, owner
         self._words = own[: own.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
@@ -49,9 +59,13 @@ class DeviceMemory(SymmetricMemory):
     def reserve(num_bytes: int, device: torch.device) -> Tensor:
         """Allocate memory of zeros that peers can map, uint8 [num_bytes]."""
         # symm_mem.empty takes memory from a pool, which may give words to others while peers still signal to them.
-        own = symm_mem._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        own = symm_mem._SymmetricMemory.empty_strided_p2p(
+            (num_bytes,), (1,), torch.uint8, device
+        )
         own.zero_()
-        torch.cuda.current_stream(device).synchronize()  # peers write, and other streams use it, too
+        torch.cuda.current_stream(
+            device
+        ).synchronize()  # peers write, and other streams use it, too
         return own
 
     @classmethod
@@ -68,7 +82,9 @@ class DeviceMemory(SymmetricMemory):
                 handle = symm_mem.rendezvous(own, near.group)
             for rank, address in zip(near.ranks, handle.buffer_ptrs, strict=True):
                 if rank == near.rank and address != own.data_ptr():
-                    raise RuntimeError("torch's symmetric memory does not begin at its tensor's address")
+                    raise RuntimeError(
+                        "torch's symmetric memory does not begin at its tensor's address"
+                    )
                 addresses[rank] = address
         return cls(own, addresses, sending_stream(own.device), (own, handle))
 
@@ -76,15 +92,22 @@ class DeviceMemory(SymmetricMemory):
         routes.tables = routes.tables or self._tables(routes)
         padded_to = 0 if routes[0].padded_to is None else len(self._addresses)
         for peers in (routes.receivers, routes.senders):
-            peers.tables += [] if peers.tables else self._peer_tables(peers.ranks, padded_to)
+            peers.tables += (
+                [] if peers.tables else self._peer_tables(peers.ranks, padded_to)
+            )
 
     def _peer_tables(self, ranks: list[int], padded_to: int) -> list[Tensor]:
         """Copy ranks to the device, int32 padded with -1."""
-        padded = torch.tensor(ranks + [-1] * (padded_to - len(ranks)), dtype=torch.int32)
+        padded = torch.tensor(
+            ranks + [-1] * (padded_to - len(ranks)), dtype=torch.int32
+        )
         return [to_device(padded, self.own.device)]
 
     def _tables(self, routes: Routes) -> Any:
-        tables = [put.split_into_blocks(x.send_counts, x.put_offsets, padded_to=x.padded_to) for x in routes]
+        tables = [
+            put.split_into_blocks(x.send_counts, x.put_offsets, padded_to=x.padded_to)
+            for x in routes
+        ]
         return put.Blocks.of(tables, [route.rows for route in routes], self.own.device)
 
     @contextmanager
@@ -97,20 +120,41 @@ class DeviceMemory(SymmetricMemory):
         with module.stream(self._stream):
             yield
 
-    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
+    def send(
+        self,
+        messages: Sequence[Message],
+        routes: Routes,
+        begins: Sequence[int],
+        word: int,
+        epoch: Epoch,
+    ) -> None:
         put.put_rows(messages, routes.tables, begins, self._addresses, self._failed)
         self.post(routes.receivers, word, epoch)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
         signals.post(peers.tables[0], self._addresses, word, *epoch, self._failed)
 
-    def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
-        signals.wait(peers.tables[0], self._words, first_word, *epoch, timeout_s, self._failed, self._record)
+    def wait(
+        self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float
+    ) -> list[int]:
+        signals.wait(
+            peers.tables[0],
+            self._words,
+            first_word,
+            *epoch,
+            timeout_s,
+            self._failed,
+            self._record,
+        )
         return []
 
     def overdue(self) -> tuple[int, int] | None:
         record = int(self._record) - 1
-        return None if record < 0 else (record % (1 << signals.PEER_BITS), record >> signals.PEER_BITS)
+        return (
+            None
+            if record < 0
+            else (record % (1 << signals.PEER_BITS), record >> signals.PEER_BITS)
+        )
 
 
 @functools.cache

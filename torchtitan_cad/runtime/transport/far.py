@@ -66,7 +66,9 @@ def transfer_over(group: dist.ProcessGroup) -> Transfer:
     return transfer
 
 
-def _by_peer(parts: Sequence[Part], works: Sequence[dist.Work]) -> list[tuple[int, dist.Work]]:
+def _by_peer(
+    parts: Sequence[Part], works: Sequence[dist.Work]
+) -> list[tuple[int, dist.Work]]:
     return list(zip([part.peer for part in parts], works, strict=True))
 
 
@@ -82,7 +84,12 @@ class FarRanks:
     """
 
     def __init__(
-        self, rank: int, near: Sequence[int], ranks: Sequence[int], transfer: Transfer, device: torch.device
+        self,
+        rank: int,
+        near: Sequence[int],
+        ranks: Sequence[int],
+        transfer: Transfer,
+        device: torch.device,
     ) -> None:
         self._own, self._near, self._names = rank, list(near), list(ranks)
         self._transfer, self._device = transfer, device
@@ -94,11 +101,21 @@ class FarRanks:
     def split(self, routes: Routes) -> Routes:
         """Make the near and the far part of ``routes``, once; returns the near one. May run in another thread."""
         if routes.near is None:
-            routes.far = Routes([route.among(self._far, self._device) for route in routes])
-            routes.near = Routes([route.among(self._near, self._device) for route in routes])
+            routes.far = Routes(
+                [route.among(self._far, self._device) for route in routes]
+            )
+            routes.near = Routes(
+                [route.among(self._near, self._device) for route in routes]
+            )
         return routes.near
 
-    def start(self, messages: Sequence[Message], routes: Routes, arrivals: Sequence[Tensor], phase: str) -> "FarRows":
+    def start(
+        self,
+        messages: Sequence[Message],
+        routes: Routes,
+        arrivals: Sequence[Tensor],
+        phase: str,
+    ) -> "FarRows":
         """Send and receive the far part of an exchange; the current stream must have made the buffer free.
 
         Args:
@@ -108,7 +125,9 @@ class FarRanks:
         while self._ends:
             streams.wait_event(self._device, self._ends.pop())
         sent, received, packed = list[Part](), list[Part](), list[Tensor]()
-        for (tensors, row_format), route, far, arrival in zip(messages, routes, routes.far, arrivals, strict=True):
+        for (tensors, row_format), route, far, arrival in zip(
+            messages, routes, routes.far, arrivals, strict=True
+        ):
             self._messages = tag = (self._messages + 1) % _TAGS
             if any(far.send_counts):
                 packed.append(row_format.pack(tensors, far.rows))
@@ -128,7 +147,11 @@ class FarRanks:
 def _parts(rows: Tensor, counts: Sequence[int], tag: int) -> list[Part]:
     """Cut rows into those of every peer that has some, given counts by peer."""
     ends = accumulate(counts, initial=0)
-    return [Part(peer, rows[begin:end], tag) for peer, (begin, end) in enumerate(pairwise(ends)) if begin < end]
+    return [
+        Part(peer, rows[begin:end], tag)
+        for peer, (begin, end) in enumerate(pairwise(ends))
+        if begin < end
+    ]
 
 
 @dataclass
@@ -169,7 +192,9 @@ class FarRows:
             self.ends.append(end)
         self.packed.clear()
 
-    def _wait(self, works: Sequence[tuple[int, dist.Work]], failure: str, timeout_s: float) -> None:
+    def _wait(
+        self, works: Sequence[tuple[int, dist.Work]], failure: str, timeout_s: float
+    ) -> None:
         for peer, work in works:
             try:
                 if self.device.type == "cpu":
@@ -177,4 +202,6 @@ class FarRows:
                 else:  # a stream waits; with a timeout the host would
                     work.wait()
             except RuntimeError as error:
-                raise PeerError(f"{self.what} failed: rank {self.names[peer]} {failure}: {error}") from error
+                raise PeerError(
+                    f"{self.what} failed: rank {self.names[peer]} {failure}: {error}"
+                ) from error

@@ -71,7 +71,14 @@ class SymmetricMemory(Protocol):
         """Return a context on the sending stream, which first waits for the current stream."""
         return nullcontext()
 
-    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
+    def send(
+        self,
+        messages: Sequence[Message],
+        routes: Routes,
+        begins: Sequence[int],
+        word: int,
+        epoch: Epoch,
+    ) -> None:
         """Write each route's packed rows to each receiver's memory, from byte ``begin`` + put offset, and then post.
 
         ``word`` and ``epoch`` are arguments of ``post``.
@@ -82,7 +89,9 @@ class SymmetricMemory(Protocol):
         """Set one word in each peer's memory with release order, after all earlier writes."""
         ...
 
-    def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
+    def wait(
+        self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float
+    ) -> list[int]:
         """Wait until the words ``first_word`` + peer of this rank's memory are at least ``epoch``.
 
         Returns the peers whose words did not arrive in time; a device returns at once, see ``overdue``.
@@ -105,7 +114,9 @@ class CpuMemory(SymmetricMemory):
     def __init__(self, buffers: Mapping[int, Tensor], rank: int) -> None:
         self.buffers, self.own = buffers, buffers[rank]
         self._words = {
-            peer: buffer[: len(buffer) // WORD_BYTES * WORD_BYTES].view(torch.int64).numpy()
+            peer: buffer[: len(buffer) // WORD_BYTES * WORD_BYTES]
+            .view(torch.int64)
+            .numpy()
             for peer, buffer in buffers.items()
         }
         self._rank = rank
@@ -135,19 +146,35 @@ class CpuMemory(SymmetricMemory):
                     "processes see each other"
                 )
         paths = [peers_path for _, peers_path in named_paths.values()]
-        mapped = [torch.from_file(peers_path, True, num_bytes, dtype=torch.uint8) for peers_path in paths]
+        mapped = [
+            torch.from_file(peers_path, True, num_bytes, dtype=torch.uint8)
+            for peers_path in paths
+        ]
         return cls(dict(zip(near.ranks, mapped, strict=True)), near.rank)
 
-    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
-        for (tensors, row_format), route, begin in zip(messages, routes, begins, strict=True):
+    def send(
+        self,
+        messages: Sequence[Message],
+        routes: Routes,
+        begins: Sequence[int],
+        word: int,
+        epoch: Epoch,
+    ) -> None:
+        for (tensors, row_format), route, begin in zip(
+            messages, routes, begins, strict=True
+        ):
             row_bytes, first = row_format.row_bytes, 0
             for peer, count in enumerate(route.send_counts):
                 if not count:
                     continue
                 last, at = first + count, begin + route.put_offsets[peer] * row_bytes
-                arrival = self.buffers[peer][at : at + count * row_bytes].view(count, row_bytes)
+                arrival = self.buffers[peer][at : at + count * row_bytes].view(
+                    count, row_bytes
+                )
                 if route.rows is None:
-                    row_format.pack([tensor[first:last] for tensor in tensors], out=arrival)
+                    row_format.pack(
+                        [tensor[first:last] for tensor in tensors], out=arrival
+                    )
                 else:
                     row_format.pack(tensors, route.rows[first:last], out=arrival)
                 first = last
@@ -158,7 +185,9 @@ class CpuMemory(SymmetricMemory):
         for peer in peers.ranks:
             self._words[peer][word] = epoch[0]
 
-    def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
+    def wait(
+        self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float
+    ) -> list[int]:
         words, late, looks = self._words[self._rank], peers.ranks, 0
         deadline = time.monotonic() + timeout_s
         while late := [peer for peer in late if words[first_word + peer] < epoch[0]]:

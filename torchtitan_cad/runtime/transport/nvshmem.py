@@ -17,7 +17,11 @@ from torch import Tensor
 
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, rows_to_device
-from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, bounded_waits, sending_stream
+from torchtitan_cad.runtime.transport.cuda_memory import (
+    DeviceMemory,
+    bounded_waits,
+    sending_stream,
+)
 from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message
 from torchtitan_cad.runtime.triton import put, signals
 from torchtitan_cad.runtime.triton.nvshmem_library import reserve_heap
@@ -55,7 +59,12 @@ class NodesMemory(DeviceMemory):
     """
 
     def __init__(
-        self, own: Tensor, addresses: Sequence[int], staging_bytes: int, ranks: Sequence[int], **kwargs
+        self,
+        own: Tensor,
+        addresses: Sequence[int],
+        staging_bytes: int,
+        ranks: Sequence[int],
+        **kwargs,
     ) -> None:
         super().__init__(own, addresses, **kwargs)
         from torchtitan_cad.runtime.triton import nvshmem
@@ -65,7 +74,9 @@ class NodesMemory(DeviceMemory):
         self._ranks = torch.tensor(ranks, dtype=torch.int32, device=own.device)
         self._staging = own.data_ptr() + own.numel() - staging_bytes
         self._spare = self._staging - _SPARE_BYTES
-        self._staging_addresses = torch.full((len(ranks),), self._staging, dtype=torch.int64, device=own.device)
+        self._staging_addresses = torch.full(
+            (len(ranks),), self._staging, dtype=torch.int64, device=own.device
+        )
 
     @staticmethod
     def reserve_for(num_bytes: int, buffer_bytes: int, device: torch.device) -> Tensor:
@@ -77,15 +88,21 @@ class NodesMemory(DeviceMemory):
         total = num_bytes + _SPARE_BYTES + BUFFERS_PER_CALL * buffer_bytes
         reserve_heap(total)
         symm_mem.set_backend("NVSHMEM")
-        own = symm_mem._SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
+        own = symm_mem._SymmetricMemory.empty_strided_p2p(
+            (total,), (1,), torch.uint8, device
+        )
         if not own.data_ptr():
-            raise RuntimeError(f"NVSHMEM has no {total} bytes: set a smaller cad.receive_buffer_gb")
+            raise RuntimeError(
+                f"NVSHMEM has no {total} bytes: set a smaller cad.receive_buffer_gb"
+            )
         own.zero_()
         torch.cuda.synchronize(device)
         return own
 
     @classmethod
-    def share_with(cls, own: Tensor, group: dist.ProcessGroup, buffer_bytes: int) -> "NodesMemory":
+    def share_with(
+        cls, own: Tensor, group: dist.ProcessGroup, buffer_bytes: int
+    ) -> "NodesMemory":
         """Map the memory that all ranks of the group have reserved. Collective.
 
         Raises:
@@ -99,7 +116,14 @@ class NodesMemory(DeviceMemory):
         ranks = dist.get_process_group_ranks(group)
         staging_bytes = BUFFERS_PER_CALL * buffer_bytes
         stream = sending_stream(own.device)
-        return cls(own, handle.buffer_ptrs, staging_bytes, ranks, stream=stream, owner=(own, handle))
+        return cls(
+            own,
+            handle.buffer_ptrs,
+            staging_bytes,
+            ranks,
+            stream=stream,
+            owner=(own, handle),
+        )
 
     def _peer_tables(self, ranks: list[int], padded_to: int) -> list[Tensor]:
         """Return the tables of all ranks, of those on this node, and of those on other nodes."""
@@ -117,10 +141,17 @@ class NodesMemory(DeviceMemory):
             batches += self._batches(number, route)
         is_near = np.isin(np.arange(len(self._ranks)), list(self._far), invert=True)
         near = [
-            put.split_into_blocks(route.send_counts * is_near, route.put_offsets, _first(np.array(route.send_counts)))
+            put.split_into_blocks(
+                route.send_counts * is_near,
+                route.put_offsets,
+                _first(np.array(route.send_counts)),
+            )
             for route in routes
         ]
-        return Tables(put.Blocks.of(near, [route.rows for route in routes], self.own.device), batches)
+        return Tables(
+            put.Blocks.of(near, [route.rows for route in routes], self.own.device),
+            batches,
+        )
 
     def _batches(self, number: int, route: Route) -> Iterator[Batch]:
         """Yield batches of at most the rows that any rank receives, so that they fit into the staging area."""
@@ -130,20 +161,44 @@ class NodesMemory(DeviceMemory):
         first, first_far = _first(sent), _first(to_far)
         most = max(1, route.most_rows)
         for begin in range(0, int(to_far.sum()), most):
-            head, tail = (np.clip(x, begin, begin + most) for x in (first_far, first_far + to_far))
+            head, tail = (
+                np.clip(x, begin, begin + most) for x in (first_far, first_far + to_far)
+            )
             counts, staged, skipped = tail - head, head - begin, head - first_far
-            messages = np.stack((peers, staged, offsets + skipped, counts), axis=1)[counts > 0]
-            blocks = put.Blocks.of([put.split_into_blocks(counts, staged, first + skipped)], [route.rows], device)
+            messages = np.stack((peers, staged, offsets + skipped, counts), axis=1)[
+                counts > 0
+            ]
+            blocks = put.Blocks.of(
+                [put.split_into_blocks(counts, staged, first + skipped)],
+                [route.rows],
+                device,
+            )
             yield Batch(number, blocks, rows_to_device(messages, device, np.int32))
 
-    def send(self, messages: Sequence[Message], routes: Routes, begins: Sequence[int], word: int, epoch: Epoch) -> None:
+    def send(
+        self,
+        messages: Sequence[Message],
+        routes: Routes,
+        begins: Sequence[int],
+        word: int,
+        epoch: Epoch,
+    ) -> None:
         # Peers on this node come first: messages to other nodes take longer, and the kernel waits for their arrival.
-        put.put_rows(messages, routes.tables.near, begins, self._addresses, self._failed)
+        put.put_rows(
+            messages, routes.tables.near, begins, self._addresses, self._failed
+        )
         self._post_near(routes.receivers, word, epoch)
         for route, blocks, to_far in routes.tables.batches:
-            target, row_bytes = self.own.data_ptr() + begins[route], messages[route][1].row_bytes
-            put.put_rows([messages[route]], blocks, [0], self._staging_addresses, self._failed)
-            self._nvshmem.put_messages(to_far, self._ranks, self._staging, target, row_bytes, self._failed)
+            target, row_bytes = (
+                self.own.data_ptr() + begins[route],
+                messages[route][1].row_bytes,
+            )
+            put.put_rows(
+                [messages[route]], blocks, [0], self._staging_addresses, self._failed
+            )
+            self._nvshmem.put_messages(
+                to_far, self._ranks, self._staging, target, row_bytes, self._failed
+            )
         self._post_far(routes.receivers, word, epoch)
 
     def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
@@ -155,9 +210,13 @@ class NodesMemory(DeviceMemory):
 
     def _post_far(self, peers: Peers, word: int, epoch: Epoch) -> None:
         address = self.own.data_ptr() + word * WORD_BYTES
-        self._nvshmem.post(peers.tables[2], self._ranks, address, self._spare, epoch[0], self._failed)
+        self._nvshmem.post(
+            peers.tables[2], self._ranks, address, self._spare, epoch[0], self._failed
+        )
 
-    def wait(self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float) -> list[int]:
+    def wait(
+        self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float
+    ) -> list[int]:
         super().wait(peers, first_word, epoch, timeout_s)
         address = self.own.data_ptr() + first_word * WORD_BYTES
         self._nvshmem.confirm(peers.tables[2], address, epoch[0], self._failed)

@@ -84,7 +84,10 @@ class SymmetricTransport:
         """Slot, number in the slot, and name of the latest exchanges."""
         # Exchanges of each slot that the device has counted, for CUDA graphs; the host counts others.
         device = self._memory.own.device
-        self._counters = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(calls_in_flight)]
+        self._counters = [
+            torch.zeros(1, dtype=torch.int64, device=device)
+            for _ in range(calls_in_flight)
+        ]
 
     def prepare(self, exchanges: Sequence[Routes]) -> None:
         self._raise_overdue()
@@ -99,7 +102,9 @@ class SymmetricTransport:
         self._raise_overdue()
         call = self._calls
         self._calls += 1
-        self._require_free(self._buffers(call % self._num_slots), "another core attention")
+        self._require_free(
+            self._buffers(call % self._num_slots), "another core attention"
+        )
         return call
 
     @staticmethod
@@ -114,7 +119,13 @@ class SymmetricTransport:
                     f"{self._num_slots} core attentions at most, with {BUFFERS_PER_CALL} buffers each, are in flight"
                 )
 
-    def start(self, messages: Sequence[Sequence[Tensor]], routes: Routes, phase: str, call: int) -> "SymmetricPending":
+    def start(
+        self,
+        messages: Sequence[Sequence[Tensor]],
+        routes: Routes,
+        phase: str,
+        call: int,
+    ) -> "SymmetricPending":
         self._raise_overdue()
         packed = [(tensors, RowFormat.of(tensors)) for tensors in messages]
         row_bytes = [row_format.row_bytes for _, row_format in packed]
@@ -129,7 +140,11 @@ class SymmetricTransport:
         arrived = slot * len(self._ranks)
         memory.post(near.senders, ready + self._rank, epoch)
         with memory.sending():
-            far = None if self._far is None else self._far.start(packed, routes, arrivals, phase)
+            far = (
+                None
+                if self._far is None
+                else self._far.start(packed, routes, arrivals, phase)
+            )
             self._await(near.receivers, ready, epoch, phase)
             memory.send(packed, near, begins, arrived + self._rank, epoch)
             sent = streams.record_event(memory.own.device)
@@ -152,16 +167,22 @@ class SymmetricTransport:
     def _rows(self, begin: int, route: Route, row_bytes: int) -> Tensor:
         """Return uint8 [num_received, row_bytes] of this rank's memory from byte ``begin``."""
         num_rows = route.num_received
-        return self._memory.own[begin : begin + num_rows * row_bytes].view(num_rows, row_bytes)
+        return self._memory.own[begin : begin + num_rows * row_bytes].view(
+            num_rows, row_bytes
+        )
 
     def _free(self, buffers: range) -> None:
         """Let later exchanges use the buffers after what the current stream has done."""
-        freed = None if self.replayable else streams.record_event(self._memory.own.device)
+        freed = (
+            None if self.replayable else streams.record_event(self._memory.own.device)
+        )
         for buffer in buffers:
             self._users[buffer] = None
             self._freed[buffer] = freed
 
-    def _place(self, slot: int, routes: Routes, row_bytes: Sequence[int], phase: str) -> tuple[range, list[int]]:
+    def _place(
+        self, slot: int, routes: Routes, row_bytes: Sequence[int], phase: str
+    ) -> tuple[range, list[int]]:
         """Return the buffers that an exchange uses, and the bytes of the memory at which the routes' rows begin."""
         first, each = slot * BUFFERS_PER_CALL + routes[0].buffer, self.buffer_bytes
         begins, end = [], self._first_byte + first * each
@@ -205,7 +226,9 @@ class SymmetricTransport:
         if late := self._memory.wait(peers, first_word, epoch, timeout_s):
             raise PeerError(self._describe(late, first_word, phase, timeout_s))
 
-    def _describe(self, late: Sequence[int], first_word: int, phase: str, timeout_s: float) -> str:
+    def _describe(
+        self, late: Sequence[int], first_word: int, phase: str, timeout_s: float
+    ) -> str:
         names = ", ".join(f"rank {self._ranks[peer]}" for peer in late)
         what = "sent its rows" if first_word < self._ready(0) else "begun to receive"
         return (
@@ -220,8 +243,16 @@ class SymmetricTransport:
         word, value = overdue
         slot, peer = divmod(word, len(self._ranks))
         slot %= self._num_slots
-        phases = dict.fromkeys(p for at, n, p in self._latest if at == slot and (self.replayable or n == value))
-        raise PeerError(self._describe([peer], word, " or ".join(phases) or "long ago", self.timeout_s()))
+        phases = dict.fromkeys(
+            p
+            for at, n, p in self._latest
+            if at == slot and (self.replayable or n == value)
+        )
+        raise PeerError(
+            self._describe(
+                [peer], word, " or ".join(phases) or "long ago", self.timeout_s()
+            )
+        )
 
 
 class SymmetricPending:
@@ -233,9 +264,18 @@ class SymmetricPending:
     """
 
     def __init__(
-        self, phase: str, receive: Callable[[], list[Tensor]], release: Callable[[], None], sent: object
+        self,
+        phase: str,
+        receive: Callable[[], list[Tensor]],
+        release: Callable[[], None],
+        sent: object,
     ) -> None:
-        self._phase, self._receive, self._release, self._sent = phase, receive, release, sent
+        self._phase, self._receive, self._release, self._sent = (
+            phase,
+            receive,
+            release,
+            sent,
+        )
         self._state = "started"
 
     def wait(self) -> list[Tensor]:
@@ -252,4 +292,6 @@ class SymmetricPending:
 
     def _expect(self, state: str, action: str) -> None:
         if self._state != state:
-            raise RuntimeError(f"exchange '{self._phase}' is {self._state}: it cannot be {action} in this state")
+            raise RuntimeError(
+                f"exchange '{self._phase}' is {self._state}: it cannot be {action} in this state"
+            )

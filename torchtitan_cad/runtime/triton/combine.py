@@ -62,12 +62,31 @@ def merge_rows(
     count = len(partials.places[0])
     head_strides = [part.stride(1) * part.element_size() for part in lses]
     addresses = addresses_of(lses, [lse] * len(lses))
-    lse_places = tuple(padded(numbers, count) for numbers in (addresses, strides_of(lses), head_strides))
+    lse_places = tuple(
+        padded(numbers, count)
+        for numbers in (addresses, strides_of(lses), head_strides)
+    )
     _merge_rows.launch(
         (num_rows, divided(heads, block_heads), 1),
         (sources, offsets, lse),
-        (partials.places, lse_places, out.data_ptr(), partials.wide, int(out.dtype == lse.dtype), in_place),
-        (partials.dtype, partials.is_aligned, heads, dim, block_heads, block_dim, tensor_bits, count),
+        (
+            partials.places,
+            lse_places,
+            out.data_ptr(),
+            partials.wide,
+            int(out.dtype == lse.dtype),
+            in_place,
+        ),
+        (
+            partials.dtype,
+            partials.is_aligned,
+            heads,
+            dim,
+            block_heads,
+            block_dim,
+            tensor_bits,
+            count,
+        ),
         num_warps=1,
     )
 
@@ -91,7 +110,9 @@ def sum_rows(
     first, last = described[0], described[-1]
     row_size, count = sums[0].numel() // sums[0].shape[0], len(first.places[0])
     block = min(SUM_TILE, power_of_2(row_size))
-    both = tuple(mine + theirs for mine, theirs in zip(first.places, last.places, strict=True))
+    both = tuple(
+        mine + theirs for mine, theirs in zip(first.places, last.places, strict=True)
+    )
     sum_dtype = tl.float64 if first.dtype == tl.float64 else tl.float32
     is_aligned = all(of_sum.is_aligned for of_sum in described)
     is_wide_sum = int(sums[0].dtype in (torch.float32, torch.float64))
@@ -99,29 +120,58 @@ def sum_rows(
     _sum_rows.launch(
         (sums[0].shape[0], divided(row_size, block), len(sums)),
         (sources, offsets),
-        (both, padded(targets, 2), first.wide | last.wide << count, is_wide_sum, in_place),
+        (
+            both,
+            padded(targets, 2),
+            first.wide | last.wide << count,
+            is_wide_sum,
+            in_place,
+        ),
         (first.dtype, sum_dtype, is_aligned, row_size, block, count, tensor_bits),
         num_warps=max(1, block // WARP_TILE),
     )
 
 
 @triton.jit
-def _load(address, is_wide, inside, mask, WIDE: tl.constexpr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+def _load(
+    address,
+    is_wide,
+    inside,
+    mask,
+    WIDE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
     """Return the masked elements of a row, which is of dtype WIDE if ``is_wide``, else of DTYPE, as WIDE."""
     if is_wide != 0:
-        part = tl.load(pointer(address, WIDE, IS_ALIGNED) + inside, mask=mask, other=0.0)
+        part = tl.load(
+            pointer(address, WIDE, IS_ALIGNED) + inside, mask=mask, other=0.0
+        )
     else:
-        part = tl.load(pointer(address, DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0).to(WIDE)
+        part = tl.load(
+            pointer(address, DTYPE, IS_ALIGNED) + inside, mask=mask, other=0.0
+        ).to(WIDE)
     return part
 
 
 @triton.jit
-def _store(address, is_wide, first, inside, values, mask, WIDE: tl.constexpr, DTYPE: tl.constexpr):
+def _store(
+    address,
+    is_wide,
+    first,
+    inside,
+    values,
+    mask,
+    WIDE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """Write the masked elements of a result's row, which begins at its element ``first``."""
     if is_wide != 0:
         tl.store(pointer(address, WIDE, True) + first + inside, values, mask=mask)
     else:
-        tl.store(pointer(address, DTYPE, True) + first + inside, values.to(DTYPE), mask=mask)
+        tl.store(
+            pointer(address, DTYPE, True) + first + inside, values.to(DTYPE), mask=mask
+        )
 
 
 @Kernel
@@ -164,8 +214,12 @@ def _merge_rows(
         which = source % (1 << TENSOR_BITS)
         source_row = (source >> TENSOR_BITS).to(tl.int64)
         address = row_of(partials, which, source_row)
-        part = _load(address, (wide >> which) & 1, inside, is_moved, dtype, DTYPE, IS_ALIGNED)
-        lse_address = row_of(lses, which, source_row) + heads.to(tl.int64) * select(lses[2], which)
+        part = _load(
+            address, (wide >> which) & 1, inside, is_moved, dtype, DTYPE, IS_ALIGNED
+        )
+        lse_address = row_of(lses, which, source_row) + heads.to(tl.int64) * select(
+            lses[2], which
+        )
         part_lse = tl.load(pointer(lse_address, dtype, False), mask=is_head, other=0.0)
         part_lse = tl.where(part_lse == float("inf"), float("-inf"), part_lse)
         is_first = merged_lse == float("-inf")
@@ -176,9 +230,13 @@ def _merge_rows(
         total = weight + part_weight
         # Two factors a head: each goes from the threads that have the head to those that have its elements.
         keep = tl.where(is_empty, 1.0, tl.where(is_first, 0.0, weight / total))[:, None]
-        add = tl.where(is_empty, 0.0, tl.where(is_first, 1.0, part_weight / total))[:, None]
+        add = tl.where(is_empty, 0.0, tl.where(is_first, 1.0, part_weight / total))[
+            :, None
+        ]
         merged = merged * keep + tl.where(add == 0.0, 0.0, part) * add
-        merged_lse = tl.where(is_empty, merged_lse, tl.where(is_first, part_lse, top + tl.log(total)))
+        merged_lse = tl.where(
+            is_empty, merged_lse, tl.where(is_first, part_lse, top + tl.log(total))
+        )
         source = following
         i += 1
     # A head without keys has zeros.
@@ -221,8 +279,12 @@ def _sum_rows(
         source_row = (source >> TENSOR_BITS).to(tl.int64)
         part = kind * TENSORS + which
         address = row_of(partials, part, source_row)
-        total += _load(address, (wide >> part) & 1, inside, mask, SUM_DTYPE, DTYPE, IS_ALIGNED)
+        total += _load(
+            address, (wide >> part) & 1, inside, mask, SUM_DTYPE, DTYPE, IS_ALIGNED
+        )
         source = following
         i += 1
     first = row.to(tl.int64) * ROW_SIZE
-    _store(select(sums, kind), is_wide_sum, first, inside, total, mask, SUM_DTYPE, DTYPE)
+    _store(
+        select(sums, kind), is_wide_sum, first, inside, total, mask, SUM_DTYPE, DTYPE
+    )

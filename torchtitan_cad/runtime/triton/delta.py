@@ -28,7 +28,9 @@ def row_delta(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     return delta
 
 
-def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: float) -> tuple[Tensor, Tensor]:
+def prepare_statistics(
+    dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: float
+) -> tuple[Tensor, Tensor]:
     """Return the merged rows' statistics as the libraries' backwards take them, in one launch.
 
     The libraries take ``out`` but use it only for delta = rowsum(dout * out). So a server needs no merged ``out`` (Hq x
@@ -45,7 +47,10 @@ def prepare_statistics(dout: Tensor, lse: Tensor, delta: Tensor, *, empty_lse: f
     Returns:
         out [T, H, D] in dout's dtype, finite for finite arguments, and lse [H, T], contiguous, fp32.
     """
-    out, lse_out = torch.empty_like(dout), lse.new_empty(lse.shape[::-1], dtype=torch.float32)
+    out, lse_out = (
+        torch.empty_like(dout),
+        lse.new_empty(lse.shape[::-1], dtype=torch.float32),
+    )
     if dout.numel():
         grid, blocks = _split(dout)
         _prepare_statistics.launch(
@@ -62,13 +67,23 @@ def _split(rows: Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     dim = rows.shape[-1]
     block_dim = power_of_2(dim)
     block_rows = max(1, TILE // block_dim)
-    return (divided(rows.numel() // dim, block_rows), 1, 1), (dim, block_rows, block_dim)
+    return (divided(rows.numel() // dim, block_rows), 1, 1), (
+        dim,
+        block_rows,
+        block_dim,
+    )
 
 
 @Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def _row_delta(
-    dout, out, delta, num_rows: tl.int32, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr
+    dout,
+    out,
+    delta,
+    num_rows: tl.int32,
+    DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_DIM)
@@ -121,14 +136,24 @@ def _prepare_statistics(
     for _ in tl.static_range(COMPONENTS):
         top = tl.max(left, axis=1)
         factor = (top >> 16).to(tl.int16).to(row_dtype, bitcast=True).to(dtype)
-        component = tl.where(factor == 0.0, 0.0, remaining / tl.where(factor == 0.0, 1.0, factor))
+        component = tl.where(
+            factor == 0.0, 0.0, remaining / tl.where(factor == 0.0, 1.0, factor)
+        )
         component = tl.minimum(tl.maximum(component, -LIMIT), LIMIT).to(row_dtype)
         remaining -= factor * component.to(dtype)
         is_top = left == top[:, None]
         components = tl.where(is_top, component[:, None], components)
         left = tl.where(is_top, -1, left)
     values = components.to(tl.int16, bitcast=True)[:, :, None] ^ (bits & -0x8000)
-    tl.store(out.to(tl.pointer_type(tl.int16)) + places, tl.where(keys == largest[:, :, None], values, 0), mask=mask)
+    tl.store(
+        out.to(tl.pointer_type(tl.int16)) + places,
+        tl.where(keys == largest[:, :, None], values, 0),
+        mask=mask,
+    )
     merged = tl.load(lse + rows, mask=is_row, other=0.0)
     merged = tl.where(tl.abs(merged) == float("inf"), empty_lse, merged)
-    tl.store(lse_out + rows % HEADS * num_tokens + rows // HEADS, merged.to(lse_out.dtype.element_ty), mask=is_row)
+    tl.store(
+        lse_out + rows % HEADS * num_tokens + rows // HEADS,
+        merged.to(lse_out.dtype.element_ty),
+        mask=is_row,
+    )

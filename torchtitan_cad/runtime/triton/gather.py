@@ -34,7 +34,10 @@ MOST_TENSORS = 4
 
 
 def gather_rows(
-    local: Sequence[Tensor], received: Sequence[Tensor], rows: Tensor | None, outs: list[Tensor] | None = None
+    local: Sequence[Tensor],
+    received: Sequence[Tensor],
+    rows: Tensor | None,
+    outs: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Gather ``rows`` of the row spaces of several tensors, in one launch.
 
@@ -53,12 +56,24 @@ def gather_rows(
         outs = [x.new_empty(num_rows, *x.shape[1:]) for x in local]
     if not num_rows or not any([x.numel() for x in outs]):
         return outs
-    local, received = [with_dense_rows(x) for x in local], [with_dense_rows(x) for x in received]
-    addresses = addresses_of(local, received), addresses_of(received, local), addresses_of(outs, outs)
+    local, received = (
+        [with_dense_rows(x) for x in local],
+        [with_dense_rows(x) for x in received],
+    )
+    addresses = (
+        addresses_of(local, received),
+        addresses_of(received, local),
+        addresses_of(outs, outs),
+    )
     strides = tuple(strides_of([*local, *received, *outs]))
     row_bytes = tuple([x.nbytes // num_rows for x in outs])
-    cut = _cut(row_bytes, strides, math.gcd(16, *addresses[0], *addresses[1], *addresses[2]))
-    places = [(padded(of_part, MOST_TENSORS), steps) for of_part, steps in zip(addresses, cut.strides, strict=True)]
+    cut = _cut(
+        row_bytes, strides, math.gcd(16, *addresses[0], *addresses[1], *addresses[2])
+    )
+    places = [
+        (padded(of_part, MOST_TENSORS), steps)
+        for of_part, steps in zip(addresses, cut.strides, strict=True)
+    ]
     row_table = 0 if rows is None else rows.data_ptr()
     _gather_rows.launch(
         (divided(num_rows, HEIGHT.value), cut.num_columns, 1),
@@ -88,7 +103,10 @@ def _cut(row_bytes: Numbers, strides: Numbers, alignment: int) -> _Cut:
     """Cut what is the same in every layer, given the ``alignment`` of the tensors."""
     words, count = Words.of(row_bytes, math.gcd(alignment, *strides)), len(row_bytes)
     *first_columns, num_columns = accumulate(words.columns, initial=0)
-    of_parts = [padded(strides[begin : begin + count], MOST_TENSORS) for begin in range(0, 3 * count, count)]
+    of_parts = [
+        padded(strides[begin : begin + count], MOST_TENSORS)
+        for begin in range(0, 3 * count, count)
+    ]
     tables = padded(first_columns, MOST_TENSORS), padded(words.sizes, MOST_TENSORS)
     return _Cut(num_columns, words, tuple(of_parts), tables)
 
@@ -113,7 +131,9 @@ def _gather_rows(
     if rows != 0:
         row = tl.load(pointer(rows, tl.int64, False) + i, mask=is_row, other=0)
     p = last_from(first_columns, tl.program_id(1))
-    words, is_word = words_of(tl.program_id(1) - select(first_columns, p), select(sizes, p), IS_ALIGNED)
+    words, is_word = words_of(
+        tl.program_id(1) - select(first_columns, p), select(sizes, p), IS_ALIGNED
+    )
     mask = is_row[:, None] & is_word[None, :]
     mine, theirs = row_of(local, p, row), row_of(received, p, row - num_local)
     source = pointer(tl.where(row < num_local, mine, theirs), WORD, IS_ALIGNED)

@@ -50,7 +50,11 @@ def find_device_library(capability: tuple[int, int] | None) -> Path:
             if made_for <= most:
                 fitting[made_for] = file
     if not fitting:
-        device = "this device" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+        device = (
+            "this device"
+            if capability is None
+            else f"compute capability {capability[0]}.{capability[1]}"
+        )
         raise RuntimeError(
             f"NVSHMEM's device library for {device} is not in {', '.join(map(str, folders)) or 'any package'}: install "
             "the package nvidia-nvshmem of your CUDA version, or set NVSHMEM_LIB_DIR to the folder of its .bc files"
@@ -64,9 +68,20 @@ def _folders() -> list[Path]:
     """Return the folders that may have the library, as torch searches them."""
     if "NVSHMEM_LIB_DIR" in os.environ:
         return [Path(os.environ["NVSHMEM_LIB_DIR"])]
-    spec = importlib.util.find_spec("nvidia.nvshmem") if importlib.util.find_spec("nvidia") else None
-    wheels = [Path(folder) / "lib" for folder in (spec.submodule_search_locations or ())] if spec else []
-    return [*wheels, *map(Path, ("/usr/local/lib", "/usr/lib", "/opt/nvidia/nvshmem/lib"))]
+    spec = (
+        importlib.util.find_spec("nvidia.nvshmem")
+        if importlib.util.find_spec("nvidia")
+        else None
+    )
+    wheels = (
+        [Path(folder) / "lib" for folder in (spec.submodule_search_locations or ())]
+        if spec
+        else []
+    )
+    return [
+        *wheels,
+        *map(Path, ("/usr/local/lib", "/usr/lib", "/opt/nvidia/nvshmem/lib")),
+    ]
 
 
 def check_host_library(device_library: Path) -> None:
@@ -80,10 +95,15 @@ def check_host_library(device_library: Path) -> None:
     try:
         library = ctypes.CDLL(_HOST_LIBRARY)
     except OSError as error:
-        raise RuntimeError(f"NVSHMEM's host library cannot be loaded: {error}") from None
+        raise RuntimeError(
+            f"NVSHMEM's host library cannot be loaded: {error}"
+        ) from None
     numbers = [ctypes.c_int() for _ in range(3)]
     library.nvshmemx_vendor_get_version_info(*map(ctypes.byref, numbers))
-    loaded, packaged = ".".join(str(number.value) for number in numbers), _packaged_version(device_library)
+    loaded, packaged = (
+        ".".join(str(number.value) for number in numbers),
+        _packaged_version(device_library),
+    )
     if packaged is not None and packaged != loaded:
         raise RuntimeError(
             f"NVSHMEM's host library {_path_of(_HOST_LIBRARY)} is version {loaded}, and its device library "
@@ -104,7 +124,9 @@ def _packaged_version(device_library: Path) -> str | None:
 
 def _path_of(library: str) -> str:
     """Return the file of a library that this process has loaded."""
-    paths = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+    paths = (
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()
+    )
     return next((path for path in paths if library in path), library)
 
 
@@ -119,7 +141,9 @@ def lacks_between_hosts(system: Path = Path("/sys")) -> list[str]:
     if not (devices.is_dir() and any(devices.iterdir())):
         lacks.append(f"InfiniBand or RoCE devices in {devices}")
     if not (system / "module/nvidia_peermem").is_dir():
-        lacks.append("the kernel module nvidia_peermem, unless its devices register memory by dmabuf")
+        lacks.append(
+            "the kernel module nvidia_peermem, unless its devices register memory by dmabuf"
+        )
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
         lacks.append("unlimited locked memory (`ulimit -l unlimited`)")
     return lacks

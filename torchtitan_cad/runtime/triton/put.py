@@ -64,17 +64,26 @@ class Blocks:
     rows: Tensor | None
 
     @classmethod
-    def of(cls, tables: Sequence[np.ndarray], rows: Sequence[Tensor | None], device: torch.device) -> "Blocks":
+    def of(
+        cls,
+        tables: Sequence[np.ndarray],
+        rows: Sequence[Tensor | None],
+        device: torch.device,
+    ) -> "Blocks":
         """Join the tables of ``split_into_blocks`` and the rows to send of all routes; None for all in order."""
         joined, end = list[Tensor](), 0
         if any(x is not None for x in rows):
             for table, of_route in zip(tables, rows, strict=True):
                 last = int((table[:, 1] + table[:, 3]).max(initial=0))
-                joined.append(torch.arange(last, device=device) if of_route is None else of_route)
+                joined.append(
+                    torch.arange(last, device=device) if of_route is None else of_route
+                )
                 table[:, 1] += end
                 end += len(joined[-1])
         whole = rows_to_device(np.concatenate(tables), device, np.int32)
-        return cls(whole, tuple(map(len, tables)), torch.cat(joined) if joined else None)
+        return cls(
+            whole, tuple(map(len, tables)), torch.cat(joined) if joined else None
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -95,7 +104,11 @@ def split_into_blocks(
         starts: per rank, where its rows begin among those to send; by default they lie one after the other.
         padded_to: number of rows; empty blocks are added up to the most blocks that this many rows can take.
     """
-    counts, offsets, size = np.asarray(send_counts), np.asarray(put_offsets), BLOCK_ROWS.value
+    counts, offsets, size = (
+        np.asarray(send_counts),
+        np.asarray(put_offsets),
+        BLOCK_ROWS.value,
+    )
     first = np.cumsum(counts) - counts if starts is None else starts
     blocks = -(-counts // size)
     peer = np.repeat(np.arange(len(counts)), blocks)
@@ -124,7 +137,13 @@ def put_rows(
         multiprocessors: int32 [PROGRAMS], gets the multiprocessor on which each program runs, for measurements.
     """
     sent = zip(messages, blocks.counts, strict=True)
-    tensors = [x.contiguous() for (parts, _), count in sent if count for x in parts if x.numel()]
+    tensors = [
+        x.contiguous()
+        for (parts, _), count in sent
+        if count
+        for x in parts
+        if x.numel()
+    ]
     if not tensors:
         return
     sources = [x.data_ptr() for x in tensors]
@@ -162,19 +181,38 @@ class _Cut:
 
 
 @lru_cache(maxsize=1024)
-def _cut(formats: tuple[RowFormat, ...], begins: tuple[int, ...], counts: tuple[int, ...], alignment: int) -> _Cut:
+def _cut(
+    formats: tuple[RowFormat, ...],
+    begins: tuple[int, ...],
+    counts: tuple[int, ...],
+    alignment: int,
+) -> _Cut:
     """Cut what is the same in every layer, given the ``alignment`` of the tensors."""
     first_blocks = accumulate(counts, initial=0)
     routes = list(zip(formats, begins, counts, first_blocks, strict=False))
-    parts = [(*route, at, size) for route in routes if route[2] for at, size, *_ in route[0].fields if size]
+    parts = [
+        (*route, at, size)
+        for route in routes
+        if route[2]
+        for at, size, *_ in route[0].fields
+        if size
+    ]
     of_route, begin, num_blocks, first_block, at, sizes = zip(*parts, strict=True)
     row_bytes = [row_format.row_bytes for row_format in of_route]
     words = Words.of(sizes, math.gcd(alignment, *begin, *row_bytes, *at))
-    tiles = [blocks * columns for blocks, columns in zip(num_blocks, words.columns, strict=True)]
+    tiles = [
+        blocks * columns
+        for blocks, columns in zip(num_blocks, words.columns, strict=True)
+    ]
     *first_tiles, num_tiles = accumulate(tiles, initial=0)
     pages = [place // BUFFER_ALIGNMENT for place in begin]
     tables = first_tiles, first_block, words.sizes, pages, at, row_bytes
-    return _Cut(num_tiles, words, padded(sizes, MOST_TENSORS), tuple(padded(table, MOST_TENSORS) for table in tables))
+    return _Cut(
+        num_tiles,
+        words,
+        padded(sizes, MOST_TENSORS),
+        tuple(padded(table, MOST_TENSORS) for table in tables),
+    )
 
 
 @Kernel
@@ -207,15 +245,23 @@ def _put_rows(
             of_tensor = tile - select(first_tiles, p)
             block = blocks + (select(first_blocks, p) + of_tensor // columns) * 4
             words, is_word = words_of(of_tensor % columns, size, IS_ALIGNED)
-            place = tl.load(addresses + tl.load(block)) + select(pages, p).to(tl.int64) * _PAGE + select(at, p)
+            place = (
+                tl.load(addresses + tl.load(block))
+                + select(pages, p).to(tl.int64) * _PAGE
+                + select(at, p)
+            )
             i = tl.arange(0, BLOCK_ROWS)
             is_row = i < tl.load(block + 3)
             row = (tl.load(block + 1) + i).to(tl.int64)
             if rows != 0:
-                row = tl.load(pointer(rows, tl.int64, False) + row, mask=is_row, other=0)
+                row = tl.load(
+                    pointer(rows, tl.int64, False) + row, mask=is_row, other=0
+                )
             mask = is_row[:, None] & is_word[None, :]
             source = pointer(row_of(sources, p, row), WORD, IS_ALIGNED)
             values = tl.load(source[:, None] + words[None, :], mask=mask)
             target_row = (tl.load(block + 2) + i).to(tl.int64)
-            target = pointer(place + target_row * select(row_bytes, p), WORD, IS_ALIGNED)
+            target = pointer(
+                place + target_row * select(row_bytes, p), WORD, IS_ALIGNED
+            )
             tl.store(target[:, None] + words[None, :], values, mask=mask)

@@ -53,7 +53,9 @@ class Kernel:
         if (variant := self._variants.get(key)) is not None:
             variant[grid](*arguments)
         else:  # Triton's interpreter returns None
-            self._variants[key] = self.function[grid](*arguments, num_warps=num_warps, **FUSION)
+            self._variants[key] = self.function[grid](
+                *arguments, num_warps=num_warps, **FUSION
+            )
 
 
 def padded(values: Sequence[int], count: int) -> Numbers:
@@ -66,13 +68,20 @@ def padded(values: Sequence[int], count: int) -> Numbers:
         ValueError: there are more than ``count``.
     """
     if len(values) > count:
-        raise ValueError(f"{len(values)} tensors, and a kernel takes at most {count} at a time")
-    return tuple([16 * value for value in values]) + (16 * values[-1],) * (count - len(values))
+        raise ValueError(
+            f"{len(values)} tensors, and a kernel takes at most {count} at a time"
+        )
+    return tuple([16 * value for value in values]) + (16 * values[-1],) * (
+        count - len(values)
+    )
 
 
 def addresses_of(tensors: Sequence[Tensor], instead: Sequence[Tensor]) -> list[int]:
     """Return the tensors' addresses; ``instead`` has a tensor for each that may have no elements."""
-    return [x.data_ptr() or other.data_ptr() for x, other in zip(tensors, instead, strict=True)]
+    return [
+        x.data_ptr() or other.data_ptr()
+        for x, other in zip(tensors, instead, strict=True)
+    ]
 
 
 def strides_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -111,7 +120,12 @@ class Words:
         """Divide rows, which begin at multiples of ``alignment`` bytes, into words as wide as that allows."""
         common = math.gcd(16, alignment, *row_bytes)
         sizes = [num_bytes // min(common, 8) for num_bytes in row_bytes]
-        return cls(sizes, [divided(size, WIDTH.value) for size in sizes], _WORDS[common], common == 16)
+        return cls(
+            sizes,
+            [divided(size, WIDTH.value) for size in sizes],
+            _WORDS[common],
+            common == 16,
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -150,18 +164,27 @@ class Partials:
         """Describe tensors [P_i, ...] to be combined into ``result``; copies tensors with rows that are not dense."""
         tensors = [with_dense_rows(x) for x in tensors]
         dtype, wide = _narrowest(tuple([x.dtype for x in tensors]), result.dtype)
-        addresses, strides = addresses_of(tensors, [result] * len(tensors)), strides_of(tensors)
+        addresses, strides = (
+            addresses_of(tensors, [result] * len(tensors)),
+            strides_of(tensors),
+        )
         is_aligned = math.gcd(16, *addresses, *strides) == 16
         count = COUNTS[len(tensors) > COUNTS[0]]
-        return cls((padded(addresses, count), padded(strides, count)), dtype, wide, is_aligned)
+        return cls(
+            (padded(addresses, count), padded(strides, count)), dtype, wide, is_aligned
+        )
 
 
 @lru_cache
-def _narrowest(dtypes: tuple[torch.dtype, ...], result: torch.dtype) -> tuple[tl.dtype, int]:
+def _narrowest(
+    dtypes: tuple[torch.dtype, ...], result: torch.dtype
+) -> tuple[tl.dtype, int]:
     """Return the narrowest of all dtypes, and ``Partials.wide``."""
     dtype = min((*dtypes, result), key=lambda dtype: dtype.itemsize)
     sums = torch.promote_types(dtype, torch.float32)
-    wide = sum(1 << i for i, of_tensor in enumerate(dtypes) if of_tensor == sums != dtype)
+    wide = sum(
+        1 << i for i, of_tensor in enumerate(dtypes) if of_tensor == sums != dtype
+    )
     return getattr(tl, str(dtype).removeprefix("torch.")), wide
 
 

@@ -32,7 +32,14 @@ _STORE_RELEASE = tl.constexpr(
 """stores $2 at address $1 unless the peer $3 is negative; not every pair of devices on PCIe can do it atomically"""
 
 
-def post(peers: Tensor, addresses: Tensor, word: int, value: int, counter: Tensor, failed: Tensor) -> None:
+def post(
+    peers: Tensor,
+    addresses: Tensor,
+    word: int,
+    value: int,
+    counter: Tensor,
+    failed: Tensor,
+) -> None:
     """Set the int64 ``word`` of every peer's memory to ``value`` + ``counter``.
 
     Args:
@@ -43,7 +50,13 @@ def post(peers: Tensor, addresses: Tensor, word: int, value: int, counter: Tenso
     """
     if num_peers := peers.shape[0]:
         grid = divided(num_peers, LANES.value), 1, 1
-        _post.launch(grid, (peers, addresses, counter, failed), (word, value, num_peers), (), num_warps=1)
+        _post.launch(
+            grid,
+            (peers, addresses, counter, failed),
+            (word, value, num_peers),
+            (),
+            num_warps=1,
+        )
 
 
 def wait(
@@ -76,7 +89,15 @@ def wait(
 
 @Kernel
 @triton.jit(do_not_specialize=["word", "value", "num_peers"])
-def _post(peers, addresses, counter, failed, word: tl.int64, value: tl.int64, num_peers: tl.int32):
+def _post(
+    peers,
+    addresses,
+    counter,
+    failed,
+    word: tl.int64,
+    value: tl.int64,
+    num_peers: tl.int32,
+):
     i = tl.program_id(0) * LANES + tl.arange(0, LANES)
     peer = tl.load(peers + i, mask=i < num_peers, other=-1)
     # After a failure no signal is sent, as its meaning would be false.
@@ -88,7 +109,12 @@ def _post(peers, addresses, counter, failed, word: tl.int64, value: tl.int64, nu
             tl.atomic_xchg(place, values, mask=peer >= 0, sem="release", scope="sys")
         else:
             tl.inline_asm_elementwise(
-                _STORE_RELEASE, "=r,l,l,r", [place, values, peer], dtype=tl.int32, is_pure=False, pack=1
+                _STORE_RELEASE,
+                "=r,l,l,r",
+                [place, values, peer],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
             )
 
 
@@ -126,9 +152,19 @@ def _wait(
         peer = tl.load(peers + index, mask=index < num_peers, other=-1)
         word = first_word + peer
         late = peer >= 0
-        late = late & (tl.atomic_add(words + word, zeros, mask=late, sem="acquire", scope="sys") < awaited)
-        while (tl.max(late.to(tl.int32), axis=0) > 0) & (_nanoseconds(polls) < deadline):
-            late = late & (tl.atomic_add(words + word, zeros, mask=late, sem="acquire", scope="sys") < awaited)
+        late = late & (
+            tl.atomic_add(words + word, zeros, mask=late, sem="acquire", scope="sys")
+            < awaited
+        )
+        while (tl.max(late.to(tl.int32), axis=0) > 0) & (
+            _nanoseconds(polls) < deadline
+        ):
+            late = late & (
+                tl.atomic_add(
+                    words + word, zeros, mask=late, sem="acquire", scope="sys"
+                )
+                < awaited
+            )
             polls += 1
         if tl.max(late.to(tl.int32), axis=0) > 0:
             is_over = is_over | (awaited == awaited)

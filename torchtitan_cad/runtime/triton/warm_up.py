@@ -25,7 +25,9 @@ LOCK_S = 600.0
 """seconds: longest wait for another process that compiles a kernel"""
 
 
-def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device, first: int = 0) -> None:
+def warm_up(
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device, first: int = 0
+) -> None:
     """Launch every kernel on a row or two.
 
     The processes of a machine share Triton's cache. Each begins with a different kernel; one process compiles a kernel,
@@ -38,14 +40,18 @@ def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device, fir
     """
     begin = time.perf_counter()
     launches = _launches(shape, dtype, device)
-    _logger.info(f"CAD compiles its {len(launches)} Triton kernels, or loads those that are compiled already")
+    _logger.info(
+        f"CAD compiles its {len(launches)} Triton kernels, or loads those that are compiled already"
+    )
     for number in range(len(launches)):
         index = (first + number) % len(launches)
         with _locked(index):
             launches[index]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    _logger.info(f"CAD's Triton kernels are ready after {time.perf_counter() - begin:.1f} s")
+    _logger.info(
+        f"CAD's Triton kernels are ready after {time.perf_counter() - begin:.1f} s"
+    )
 
 
 @contextmanager
@@ -65,7 +71,9 @@ def _locked(index: int) -> Iterator[None]:
             "kernel; end that process, or set TRITON_CACHE_DIR to another folder"
         ) from None
     except (OSError, NotImplementedError) as error:
-        _logger.warning(f"CAD compiles a Triton kernel in this process, not once per machine: {error}")
+        _logger.warning(
+            f"CAD compiles a Triton kernel in this process, not once per machine: {error}"
+        )
     try:
         yield
     finally:
@@ -80,7 +88,9 @@ def _lock_path(index: int) -> Path:
 Launch = Callable[[], object]
 
 
-def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[Launch]:
+def _launches(
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device
+) -> list[Launch]:
     """Return a launch of every kernel, on two rows of tensors like those of the job."""
 
     def rows(heads: int, size: int) -> Tensor:
@@ -91,7 +101,12 @@ def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -
     v = rows(shape.num_kv_heads, shape.out_dim)
     shared = rows(1, shape.shared_dim)
     out = rows(shape.num_heads, shape.out_dim)
-    lse = torch.zeros(2, shape.num_heads, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    lse = torch.zeros(
+        2,
+        shape.num_heads,
+        dtype=torch.promote_types(dtype, torch.float32),
+        device=device,
+    )
     return [
         *_combinations(out, lse, gradients=[q, k, v, shared]),
         *_moves_of_rows(q, lse),
@@ -100,7 +115,9 @@ def _launches(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -
     ]
 
 
-def _combinations(out: Tensor, lse: Tensor, gradients: list[Tensor]) -> Iterator[Launch]:
+def _combinations(
+    out: Tensor, lse: Tensor, gradients: list[Tensor]
+) -> Iterator[Launch]:
     """Yield merges and sums of every number of partials that kernels are compiled for."""
     sources = torch.tensor([0, 0], dtype=torch.int32).to(out.device)
     offsets = torch.tensor([0, 1, 2], dtype=torch.int32).to(out.device)
@@ -119,7 +136,9 @@ def _moves_of_rows(q: Tensor, lse: Tensor) -> Iterator[Launch]:
     message = torch.zeros(2, row_format.row_bytes, dtype=torch.uint8, device=q.device)
     failed = torch.zeros(1, dtype=torch.int64, device=q.device)
     blocks = put.Blocks.of([put.split_into_blocks([2], [0])], [None], q.device)
-    yield lambda: put.put_rows([([q, lse], row_format)], blocks, [0], _address(message), failed)
+    yield lambda: put.put_rows(
+        [([q, lse], row_format)], blocks, [0], _address(message), failed
+    )
     yield partial(gather.gather_rows, [q, lse], [q[:0], lse[:0]], None)
 
 

@@ -12,7 +12,12 @@ from typing import Annotated, Any
 import tyro
 
 from torchtitan_cad.planning.text import printable
-from torchtitan_cad.tools.shared import check_folder, check_job, check_output, load_planner
+from torchtitan_cad.tools.shared import (
+    check_folder,
+    check_job,
+    check_output,
+    load_planner,
+)
 
 MOST_RANKS = 16
 """ranks: most of a GPU or core. Each is a process that takes 0.5 GB and more."""
@@ -58,13 +63,32 @@ def run(
 
     ranks, places = _places(nproc)
     args = [f"--job.config_file={job}", "--cad.no-shadow", *overrides]
-    with tqdm(total=2 * rounds * steps, desc=f"on {ranks} ranks", unit="step", leave=False, disable=None) as bar:
+    with tqdm(
+        total=2 * rounds * steps,
+        desc=f"on {ranks} ranks",
+        unit="step",
+        leave=False,
+        disable=None,
+    ) as bar:
         result = comparison.run(
-            args, output, ranks=ranks, steps=steps, rounds=rounds, warmup=warmup, progress=bar.update
+            args,
+            output,
+            ranks=ranks,
+            steps=steps,
+            rounds=rounds,
+            warmup=warmup,
+            progress=bar.update,
         )
-    figures = {"job": str(job), "overrides": list(overrides), "places": places, **result.report()}
+    figures = {
+        "job": str(job),
+        "overrides": list(overrides),
+        "places": places,
+        **result.report(),
+    }
     load_planner(placement=True)
-    figures["predicted_speedup"] = result.predicted(read_simulated_job([*args, "--parallelism.cad"], ranks))
+    figures["predicted_speedup"] = result.predicted(
+        read_simulated_job([*args, "--parallelism.cad"], ranks)
+    )
     (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
     print(text(figures))
     picture = "(compare.png needs the extra [plots])"
@@ -89,7 +113,10 @@ def _draw(figures: dict[str, Any], path: Path) -> None:
         path,
         title=f"{figures['speedup']['overall']:.2f} times as fast with CAD",
         labels=[f"rank {rank}, {LABELS[mode]}" for rank, mode in bars],
-        parts={part: [seconds[mode][part][rank] for rank, mode in bars] for part in seconds["off"]},
+        parts={
+            part: [seconds[mode][part][rank] for rank, mode in bars]
+            for part in seconds["off"]
+        },
     )
 
 
@@ -101,12 +128,20 @@ def _places(nproc: int | None) -> tuple[int, str]:
         ranks = torch.cuda.device_count() if nproc is None else nproc
         places, many = torch.cuda.get_device_name(0), torch.cuda.device_count()
     else:
-        many = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        many = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         ranks, places = max(2, many) if nproc is None else nproc, "CPU cores"
     if ranks < 2:
-        raise ValueError(f"--nproc {ranks}: core attention moves between ranks; set 2 or more")
+        raise ValueError(
+            f"--nproc {ranks}: core attention moves between ranks; set 2 or more"
+        )
     if ranks > MOST_RANKS * many:
-        raise ValueError(f"--nproc {ranks}: {many} {places} are too few for that; set at most {MOST_RANKS * many}")
+        raise ValueError(
+            f"--nproc {ranks}: {many} {places} are too few for that; set at most {MOST_RANKS * many}"
+        )
     if ranks > many:
         places = f"{many} {places} for {ranks} ranks, which wait for each other: no gain can show"
     return ranks, places
@@ -114,7 +149,11 @@ def _places(nproc: int | None) -> tuple[int, str]:
 
 def text(figures: dict[str, Any]) -> str:
     """Return the text that `compare` prints."""
-    speed, gain, predicted = figures["tokens_per_second"], figures["speedup"], figures["predicted_speedup"]
+    speed, gain, predicted = (
+        figures["tokens_per_second"],
+        figures["speedup"],
+        figures["predicted_speedup"],
+    )
     lines = [
         f"{figures['ranks']} ranks ({figures['places']}), {figures['steps']} steps, {figures['rounds']} runs of each",
         f"  without CAD        {speed['off']:12,.0f} tokens/s",
@@ -125,11 +164,25 @@ def text(figures: dict[str, Any]) -> str:
     if predicted is not None:
         spread = f"steps from {predicted['least']:.2f} to {predicted['most']:.2f}"
         lines += [f"  predicted          {predicted['overall']:12.2f} x ({spread})"]
-        lines += [f"  reordering alone   {predicted['reordering_alone']:12.2f} x (predicted, whole rows, no exchange)"]
+        lines += [
+            f"  reordering alone   {predicted['reordering_alone']:12.2f} x (predicted, whole rows, no exchange)"
+        ]
     if (share := figures["attention_share"]) == share:  # known
-        imbalance = "imbalance (max/mean) {before:.2f} -> {after:.2f}".format(**figures["imbalance"])
+        imbalance = "imbalance (max/mean) {before:.2f} -> {after:.2f}".format(
+            **figures["imbalance"]
+        )
         lines += [f"  attention          {share:12.0%} of the work, {imbalance}"]
     if not figures["same_documents"]:
-        lines += ["  without CAD attention ends at other places: that is other work, and other losses"]
-    difference, relative = figures["largest_loss_difference"], figures["largest_relative_loss_difference"]
-    return "\n".join([*lines, f"  losses differ by at most {difference:.1e} ({relative:.1e} of the loss)"])
+        lines += [
+            "  without CAD attention ends at other places: that is other work, and other losses"
+        ]
+    difference, relative = (
+        figures["largest_loss_difference"],
+        figures["largest_relative_loss_difference"],
+    )
+    return "\n".join(
+        [
+            *lines,
+            f"  losses differ by at most {difference:.1e} ({relative:.1e} of the loss)",
+        ]
+    )

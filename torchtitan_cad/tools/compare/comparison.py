@@ -55,20 +55,43 @@ class Runs:
     @classmethod
     def read(cls, folders: Sequence[Path], ranks: int, warmup: int) -> "Runs":
         """Return the records of one run per folder, without the first ``warmup`` steps; ValueError if none are left."""
-        paths = [[folder / f"rank{rank}.jsonl" for rank in range(ranks)] for folder in folders]
-        texts = [[path.read_text() if path.exists() else "" for path in run] for run in paths]
-        rounds = [[[json.loads(line) for line in text.splitlines()] for text in run] for run in texts]
+        paths = [
+            [folder / f"rank{rank}.jsonl" for rank in range(ranks)]
+            for folder in folders
+        ]
+        texts = [
+            [path.read_text() if path.exists() else "" for path in run] for run in paths
+        ]
+        rounds = [
+            [[json.loads(line) for line in text.splitlines()] for text in run]
+            for run in texts
+        ]
         count = min(len(steps) for run in rounds for steps in run)
         if count <= warmup:
-            raise ValueError(f"--steps: only {count} steps were recorded: set more than --warmup = {warmup}")
-        kept = [[[run[rank][step] for rank in range(ranks)] for step in range(warmup, count)] for run in rounds]
+            raise ValueError(
+                f"--steps: only {count} steps were recorded: set more than --warmup = {warmup}"
+            )
+        kept = [
+            [
+                [run[rank][step] for rank in range(ranks)]
+                for step in range(warmup, count)
+            ]
+            for run in rounds
+        ]
         arrays = {
-            name: np.array([[[each[name] for each in step] for step in run] for run in kept], dtype=np.float64)
+            name: np.array(
+                [[[each[name] for each in step] for step in run] for run in kept],
+                dtype=np.float64,
+            )
             for name in measured.FIGURES
         }
         rows = [[each["rows"] for each in step] for step in kept[0]]
-        same = all(each.get("same_documents", True) for step in kept[0] for each in step)
-        return cls(**arrays, rows=rows, first_step=kept[0][0][0]["step"], same_documents=same)
+        same = all(
+            each.get("same_documents", True) for step in kept[0] for each in step
+        )
+        return cls(
+            **arrays, rows=rows, first_step=kept[0][0][0]["step"], same_documents=same
+        )
 
     @property
     def step_seconds(self) -> np.ndarray:
@@ -82,28 +105,51 @@ class Runs:
         ``links``, values of ``Cluster``.
         """
         cluster, configuration, rates = job.cluster, job.configuration, Rates()
-        groups = range(0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp)  # ranks of other rows
+        groups = range(
+            0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp
+        )  # ranks of other rows
         rows = [[row for rank in groups for row in step[rank]] for step in self.rows]
         batches = draw_batches(Documents.of_rows(rows))
         if not np.isnan(self.busy).any():
-            free: dict[str, Any] = {"net": _NO_LIMIT, "node": _NO_LIMIT, "memory": _NO_LIMIT, "latency": 0.0}
+            free: dict[str, Any] = {
+                "net": _NO_LIMIT,
+                "node": _NO_LIMIT,
+                "memory": _NO_LIMIT,
+                "latency": 0.0,
+            }
             cluster = dataclasses.replace(cluster, **free)
-            guess = Search(job.model, cluster, batches, rates, configuration, frozenset()).run("packed", configuration)
+            guess = Search(
+                job.model, cluster, batches, rates, configuration, frozenset()
+            ).run("packed", configuration)
             attention = float(self.attention.mean())
             linear = guess.part("linear") / (float(self.busy.mean()) - attention)
             factors = dict.fromkeys(("linear_flops", "memory_bandwidth"), linear)
-            factors |= dict.fromkeys(("attention_flops", "backward_flops"), guess.part("attention") / attention)
-            rates = Rates(**{name: getattr(rates, name) * factor for name, factor in factors.items()})
+            factors |= dict.fromkeys(
+                ("attention_flops", "backward_flops"),
+                guess.part("attention") / attention,
+            )
+            rates = Rates(
+                **{
+                    name: getattr(rates, name) * factor
+                    for name, factor in factors.items()
+                }
+            )
         cluster = dataclasses.replace(cluster, **links)
         return Search(job.model, cluster, batches, rates, configuration, frozenset())
 
     def parts(self) -> dict[str, list[float]]:
         """Return the seconds of a step by part, [ranks], means over rounds and steps."""
-        attention = np.nan_to_num(self.attention)  # of torch's own kernels it is not known, and part of the rest
+        attention = np.nan_to_num(
+            self.attention
+        )  # of torch's own kernels it is not known, and part of the rest
         other, waiting = self.busy - attention, self.seconds - self.busy
         if np.isnan(self.busy).any():
             return {"step": self.seconds.mean(axis=(0, 1)).tolist()}
-        parts = {"linear layers and the rest": other, "attention": attention, "waiting": waiting}
+        parts = {
+            "linear layers and the rest": other,
+            "attention": attention,
+            "waiting": waiting,
+        }
         return {name: each.mean(axis=(0, 1)).tolist() for name, each in parts.items()}
 
 
@@ -130,14 +176,19 @@ class Comparison:
         systems = "packed", "reorder", configuration.planner.planner
         packed, reorder, cad = (search.run(name, configuration) for name in systems)
         spread = cad.over(packed)
-        gains = {"overall": packed.seconds / cad.seconds, "reordering_alone": packed.seconds / reorder.seconds}
+        gains = {
+            "overall": packed.seconds / cad.seconds,
+            "reordering_alone": packed.seconds / reorder.seconds,
+        }
         return spread and gains | {"least": spread["min"], "most": spread["max"]}
 
     def report(self) -> dict[str, Any]:
         """Return all figures, for JSON."""
         tokens = self.off.tokens[0].sum(axis=1)
         off, on = self.off.step_seconds, self.on.step_seconds
-        losses = [runs.loss.max(axis=2) for runs in (self.off, self.on)]  # stages without a loss have -1
+        losses = [
+            runs.loss.max(axis=2) for runs in (self.off, self.on)
+        ]  # stages without a loss have -1
         differences = np.abs(losses[0][:1] - losses[1])
         low, median, high = np.quantile(self.speedups, [0.25, 0.5, 0.75]).tolist()
         return {
@@ -145,7 +196,10 @@ class Comparison:
             "first_step": self.off.first_step,
             "ranks": self.off.seconds.shape[2],
             "rounds": self.off.seconds.shape[0],
-            "tokens_per_second": {"off": float(tokens.sum() / off.sum()), "on": float(tokens.sum() / on.sum())},
+            "tokens_per_second": {
+                "off": float(tokens.sum() / off.sum()),
+                "on": float(tokens.sum() / on.sum()),
+            },
             "speedup": {
                 "overall": float(off.sum() / on.sum()),
                 "quarter": low,
@@ -159,7 +213,9 @@ class Comparison:
             },
             "same_documents": self.off.same_documents,
             "largest_loss_difference": float(differences.max()),
-            "largest_relative_loss_difference": float((differences / losses[0][:1]).max()),
+            "largest_relative_loss_difference": float(
+                (differences / losses[0][:1]).max()
+            ),
             "seconds_per_step": {"off": off.tolist(), "on": on.tolist()},
             "rank_seconds": {"off": self.off.parts(), "on": self.on.parts()},
         }
@@ -195,7 +251,12 @@ def run(
             folder.mkdir(parents=True, exist_ok=True)
             for old in folder.glob("rank*.jsonl"):
                 old.unlink()
-            own = [f"--training.steps={steps}", f"--job.dump_folder={folder}", *_FORCED, switch]
+            own = [
+                f"--training.steps={steps}",
+                f"--job.dump_folder={folder}",
+                *_FORCED,
+                switch,
+            ]
             _run_once(folder, [*args, *own], ranks)
             progress(steps)
             folders[mode].append(folder)
@@ -208,7 +269,9 @@ def _run_once(folder: Path, args: Sequence[str], ranks: int) -> None:
     command = [sys.executable, *launcher.split(), str(folder), *args]
     log, environment = folder / "log.txt", {"OMP_NUM_THREADS": "1", **os.environ}
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment
+        )
         try:
             process.wait()
         finally:
@@ -216,10 +279,18 @@ def _run_once(folder: Path, args: Sequence[str], ranks: int) -> None:
                 process.terminate()
                 process.wait()
     if process.returncode:
-        raise ValueError(f"the run in {folder} failed: {_reason(log)}; its log is {log}")
+        raise ValueError(
+            f"the run in {folder} failed: {_reason(log)}; its log is {log}"
+        )
 
 
 def _reason(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(errors="replace").splitlines()
+        if line.strip()
+    ]
     errors = [line for line in lines if line.startswith(_ERROR)]
-    return errors[0].removeprefix(_ERROR) if errors else (lines or ["it said nothing"])[-1]
+    return (
+        errors[0].removeprefix(_ERROR) if errors else (lines or ["it said nothing"])[-1]
+    )

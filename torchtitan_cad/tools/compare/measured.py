@@ -49,7 +49,10 @@ def main() -> None:
     on_cpu = enable_cpu()
     if on_cpu:
         torch.set_num_threads(1)
-        _take_a_core(int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        _take_a_core(
+            int(os.environ.get("LOCAL_RANK", 0)),
+            int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        )
     from torchtitan_cad import train
 
     _record_steps(folder / f"rank{os.environ.get('RANK', '0')}.jsonl", on_cpu)
@@ -58,11 +61,15 @@ def main() -> None:
 
 def _take_a_core(rank: int, ranks: int) -> None:
     """Keep this process on one core, if every rank of this machine can have one."""
-    if hasattr(os, "sched_setaffinity") and ranks <= len(cores := sorted(os.sched_getaffinity(0))):
+    if hasattr(os, "sched_setaffinity") and ranks <= len(
+        cores := sorted(os.sched_getaffinity(0))
+    ):
         os.sched_setaffinity(0, {cores[rank]})
 
 
-def document_rows(rule: DocumentRule, inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
+def document_rows(
+    rule: DocumentRule, inputs: Mapping[str, torch.Tensor]
+) -> list[list[int]]:
     """Return the tokens of the documents of every row of a batch."""
     tokens, starts = inputs["input"], rule.starts(inputs)
     lengths, row = np.diff(starts, append=tokens.numel()), starts // tokens.shape[1]
@@ -96,7 +103,9 @@ def _time_attention(seen: dict[str, Any]) -> None:
             try:
                 return compute(*args, **kwargs)
             finally:
-                seen["attention"] = seen.get("attention", 0.0) + time.thread_time() - begin
+                seen["attention"] = (
+                    seen.get("attention", 0.0) + time.thread_time() - begin
+                )
 
         return call
 
@@ -113,7 +122,10 @@ def _time_waits_of_streams() -> Callable[[], float | None]:
     """
     from torchtitan_cad.runtime.exchange import ExchangeClock
 
-    measure, waits = ExchangeClock.measure, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
+    measure, waits = (
+        ExchangeClock.measure,
+        list[tuple[torch.cuda.Event, torch.cuda.Event]](),
+    )
 
     @contextmanager
     def measure_on_stream(self: ExchangeClock, what: Any) -> Iterator[None]:
@@ -142,15 +154,25 @@ def _note_figures(seen: dict[str, Any]) -> None:
     from torchtitan_cad.integration.torchtitan_v0_2.job import document_rule
     from torchtitan_cad.runtime.exchange import ExchangeClock
 
-    forward_backward, drain, reset = Trainer.forward_backward_step, StepStatistics.drain, ExchangeClock.reset
+    forward_backward, drain, reset = (
+        Trainer.forward_backward_step,
+        StepStatistics.drain,
+        ExchangeClock.reset,
+    )
 
     def noted_pass(self: Any, *, input_dict: dict[str, Any], **rest: Any) -> Any:
-        rule = document_rule(self.job_config.cad, self.tokenizer.eos_id, self.model_args.vocab_size)
+        rule = document_rule(
+            self.job_config.cad, self.tokenizer.eos_id, self.model_args.vocab_size
+        )
         seen.setdefault("rows", []).extend(document_rows(rule, input_dict))
         if not self.job_config.parallelism.cad:
             is_cut = self.model_args.attn_mask_type != "causal"
-            stock = DocumentRule(self.tokenizer.eos_id if is_cut else None).starts({"input": input_dict["input"]})
-            seen["same_documents"] = seen.get("same_documents", True) and np.array_equal(stock, rule.starts(input_dict))
+            stock = DocumentRule(self.tokenizer.eos_id if is_cut else None).starts(
+                {"input": input_dict["input"]}
+            )
+            seen["same_documents"] = seen.get(
+                "same_documents", True
+            ) and np.array_equal(stock, rule.starts(input_dict))
         return forward_backward(self, input_dict=input_dict, **rest)
 
     def noted_drain(self: StepStatistics) -> dict[str, Any]:
@@ -181,16 +203,26 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
         if not on_cpu:
             torch.cuda.synchronize()
         seen.clear()
-        tokens, begin, busy = self.ntokens_seen, time.perf_counter(), time.process_time()
+        tokens, begin, busy = (
+            self.ntokens_seen,
+            time.perf_counter(),
+            time.process_time(),
+        )
         # The processor is the job's, and what it does is the end of the step.
         processor_log = self.metrics_processor.log
 
-        def end_and_log(step: int, loss: float, most_loss: float, gradient_norm: float, **more: Any) -> None:
+        def end_and_log(
+            step: int, loss: float, most_loss: float, gradient_norm: float, **more: Any
+        ) -> None:
             if on_cpu:
                 seen["busy"] = time.process_time() - busy
             else:
                 torch.cuda.synchronize()
-            seen.update(seconds=time.perf_counter() - begin, loss=float(loss), gradient_norm=float(gradient_norm))
+            seen.update(
+                seconds=time.perf_counter() - begin,
+                loss=float(loss),
+                gradient_norm=float(gradient_norm),
+            )
             processor_log(step, loss, most_loss, gradient_norm, **more)
             if not on_cpu:
                 seen["waiting"] = seconds_of_waits()
@@ -201,8 +233,14 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
         finally:
             self.metrics_processor.log = processor_log
         # torchtitan counts labels before context parallelism cuts them, so all these ranks count the same.
-        seen["tokens"] = (self.ntokens_seen - tokens) / self.parallel_dims.non_data_parallel_size
-        record = {"step": self.step, "rows": seen.get("rows", []), **{name: seen.get(name) for name in FIGURES}}
+        seen["tokens"] = (
+            self.ntokens_seen - tokens
+        ) / self.parallel_dims.non_data_parallel_size
+        record = {
+            "step": self.step,
+            "rows": seen.get("rows", []),
+            **{name: seen.get(name) for name in FIGURES},
+        }
         record["same_documents"] = seen.get("same_documents", True)
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")

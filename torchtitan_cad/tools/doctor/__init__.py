@@ -33,7 +33,9 @@ def run(
         if value is not None and value < 1:
             raise ValueError(f"{option} {value}: set a positive number")
     if (nproc or 1) * nnodes > MAX_RANKS:
-        raise ValueError(f"--nproc {nproc} --nnodes {nnodes}: set numbers of which the product is at most {MAX_RANKS}")
+        raise ValueError(
+            f"--nproc {nproc} --nnodes {nnodes}: set numbers of which the product is at most {MAX_RANKS}"
+        )
     check_job(job)
     from torchtitan_cad.tools.doctor.examine import examine, is_drawing
 
@@ -41,9 +43,13 @@ def run(
     for finding in examine([f"--job.config_file={job}", *overrides], nproc, nnodes):
         print(finding, flush=True)
         failed += finding.level == "FAIL"
-    print(f"{failed} of these would fail" if failed else "nothing found that would fail")
+    print(
+        f"{failed} of these would fail" if failed else "nothing found that would fail"
+    )
     code = int(failed > 0)
-    if is_drawing():  # its thread, inside a tokenizer, may abort the interpreter's own end
+    if (
+        is_drawing()
+    ):  # its thread, inside a tokenizer, may abort the interpreter's own end
         from torchtitan_cad.runtime.signals import end_at_once
 
         end_at_once(code)

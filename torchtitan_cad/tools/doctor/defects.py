@@ -45,12 +45,18 @@ def defects_met(config: Any, args: Any, dims: ParallelDims) -> list[Defect]:
     """
     (folder,) = find_spec("torchtitan").submodule_search_locations  # type: ignore[union-attr, misc]
     met = (defect for defect in DEFECTS if defect.is_met(config, args, dims))
-    return [defect for defect in met if defect.code not in Path(folder, defect.source).read_text()]
+    return [
+        defect
+        for defect in met
+        if defect.code not in Path(folder, defect.source).read_text()
+    ]
 
 
 def _starts_from_scratch(config: Any) -> bool:
     checkpoint = config.checkpoint
-    return not (checkpoint.enable and (checkpoint.initial_load_path or resumed_from(config)))
+    return not (
+        checkpoint.enable and (checkpoint.initial_load_path or resumed_from(config))
+    )
 
 
 def _shares_caches(config: Any) -> bool:
@@ -64,7 +70,11 @@ def _has_router_bias(args: Any) -> bool:
 
 def _shards_a_tie(args: Any, dims: ParallelDims) -> bool:
     # Under tensor parallelism each of both modules has a parameter of its own.
-    return getattr(args, "enable_weight_tying", False) and dims.fsdp_enabled and not dims.tp_enabled
+    return (
+        getattr(args, "enable_weight_tying", False)
+        and dims.fsdp_enabled
+        and not dims.tp_enabled
+    )
 
 
 def _is_varlen(args: Any) -> bool:
@@ -76,7 +86,10 @@ def _has_fewer_key_heads(args: Any) -> bool:
 
 
 def _has_microbatches(config: Any) -> bool:
-    return config.training.local_batch_size > config.parallelism.pipeline_parallel_microbatch_size
+    return (
+        config.training.local_batch_size
+        > config.parallelism.pipeline_parallel_microbatch_size
+    )
 
 
 DEFECTS = (
@@ -113,7 +126,9 @@ DEFECTS = (
         "models/moe/moe.py",
         "self.gate.bias is not None",
         "biases of routers are never initialised, and may begin as NaN",
-        lambda config, args, dims: _has_router_bias(args) and _starts_from_scratch(config),
+        lambda config, args, dims: (
+            _has_router_bias(args) and _starts_from_scratch(config)
+        ),
     ),
     Defect(
         "tied_embeddings",
@@ -128,14 +143,18 @@ DEFECTS = (
         "models/attention.py",
         "_pack_cu_seqlens",
         "microbatches of a pipeline get the document boundaries of others",
-        lambda config, args, dims: _is_varlen(args) and dims.pp_enabled and _has_microbatches(config),
+        lambda config, args, dims: (
+            _is_varlen(args) and dims.pp_enabled and _has_microbatches(config)
+        ),
     ),
     Defect(
         "varlen_gqa",
         "models/attention.py",
         "_HAS_ENABLE_GQA",
         "varlen attention of this torch refuses fewer key heads than query heads",
-        lambda config, args, dims: HAS_STRICT_ATTENTION and _is_varlen(args) and _has_fewer_key_heads(args),
+        lambda config, args, dims: (
+            HAS_STRICT_ATTENTION and _is_varlen(args) and _has_fewer_key_heads(args)
+        ),
         "FAIL",
     ),
 )

@@ -36,8 +36,16 @@ from torchtitan_cad.integration.torchtitan_v0_2.folders import (
     nearest_folder,
     resumed_from,
 )
-from torchtitan_cad.integration.torchtitan_v0_2.inputs import SYNTHETIC, load_tokenizer, open_dataset
-from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds, cad_table, document_rule
+from torchtitan_cad.integration.torchtitan_v0_2.inputs import (
+    SYNTHETIC,
+    load_tokenizer,
+    open_dataset,
+)
+from torchtitan_cad.integration.torchtitan_v0_2.job import (
+    attention_kinds,
+    cad_table,
+    document_rule,
+)
 from torchtitan_cad.integration.torchtitan_v0_2.job_checks import launched_ranks
 from torchtitan_cad.integration.torchtitan_v0_2.manager import quiet, read_config
 from torchtitan_cad.integration.torchtitan_v0_2.model import update_without_cp
@@ -159,7 +167,9 @@ class Job:
         return document_rule(self.config.cad, tokenizer.eos_id, self.model.vocab_size)
 
 
-def examine(args: Sequence[str], ranks_per_host: int | None = 1, num_hosts: int = 1) -> Iterator[Finding]:
+def examine(
+    args: Sequence[str], ranks_per_host: int | None = 1, num_hosts: int = 1
+) -> Iterator[Finding]:
     """Examine a job, without training or writing, and leave torchtitan as it is.
 
     ``args`` are as for `-m torchtitan.train`; ``ranks_per_host`` None: one, and the config's check asks for it.
@@ -170,8 +180,15 @@ def examine(args: Sequence[str], ranks_per_host: int | None = 1, num_hosts: int 
             try:
                 missing = [reason for need, reason in needs if not getattr(job, need)]
                 answer: Answer = ("skip", missing[0]) if missing else check(job)
-            except Exception as error:  # what would end the job is a finding, whatever it is
-                answer = "FAIL", str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+            except (
+                Exception
+            ) as error:  # what would end the job is a finding, whatever it is
+                answer = (
+                    "FAIL",
+                    str(error)
+                    if type(error) is ValueError
+                    else f"{type(error).__name__}: {error}",
+                )
         level, text = answer if isinstance(answer, tuple) else ("ok", answer)
         yield Finding(level, name, " ".join(text.split()))
         if job.config is None:
@@ -180,9 +197,17 @@ def examine(args: Sequence[str], ranks_per_host: int | None = 1, num_hosts: int 
 
 def _check_config(job: Job) -> str:
     job.config, job.names_module = read_config(job.args)
-    config, training, parallelism = job.config, job.config.training, job.config.parallelism
-    degrees = {dim: getattr(parallelism, f"{name}_degree") for dim, name in DEGREES.items()}
-    product = math.prod(max(1, degree) for dim, degree in degrees.items() if dim not in ("ep", "etp"))
+    config, training, parallelism = (
+        job.config,
+        job.config.training,
+        job.config.parallelism,
+    )
+    degrees = {
+        dim: getattr(parallelism, f"{name}_degree") for dim, name in DEGREES.items()
+    }
+    product = math.prod(
+        max(1, degree) for dim, degree in degrees.items() if dim not in ("ep", "etp")
+    )
     if job.ranks_per_host is None and job.world_size % product:
         raise ValueError(
             "--nproc: set it to the ranks per node, as torchrun's --nproc_per_node; the job's degrees multiply to "
@@ -191,8 +216,14 @@ def _check_config(job: Job) -> str:
     if config.comm.mode != "default":
         launched_ranks(config)  # of a dry run, which the environment must say
     plugin.check(config, job.world_size)
-    job.dims = ParallelDims(**degrees, world_size=job.world_size)  # as torchtitan's Trainer makes it, with its checks
-    ranks = f"{job.world_size} ranks" if job.num_hosts == 1 else f"{job.num_hosts} x {job.ranks_per_host or 1} ranks"
+    job.dims = ParallelDims(
+        **degrees, world_size=job.world_size
+    )  # as torchtitan's Trainer makes it, with its checks
+    ranks = (
+        f"{job.world_size} ranks"
+        if job.num_hosts == 1
+        else f"{job.num_hosts} x {job.ranks_per_host or 1} ranks"
+    )
     return (
         f"{config.model.name} {config.model.flavor} on {ranks}, {training.steps} steps of "
         f"{training.local_batch_size} x {training.seq_len} tokens a data-parallel rank"
@@ -206,13 +237,18 @@ def _check_device(job: Job) -> Answer:
         return "note", text + versions
     count, ranks = utils.device_module.device_count(), job.ranks_per_host or 1
     if count < ranks:
-        raise ValueError(f"--nproc {ranks}: this machine has {count} devices; set it to {count} or less")
+        raise ValueError(
+            f"--nproc {ranks}: this machine has {count} devices; set it to {count} or less"
+        )
     return f"{count} x {utils.device_module.get_device_name(0)}; {versions}"
 
 
 def _check_cad(job: Job) -> Answer:
     if not job.has_cad:
-        return "note", "off: stock torchtitan; set parallelism.cad = true, or add --parallelism.cad"
+        return (
+            "note",
+            "off: stock torchtitan; set parallelism.cad = true, or add --parallelism.cad",
+        )
     if not job.is_valid:
         return "skip", VALID[1]
     topology = job.topology
@@ -221,9 +257,15 @@ def _check_cad(job: Job) -> Answer:
     groups = f"{topology.num_groups * topology.tp} group{'s' if topology.num_groups * topology.tp > 1 else ''}"
     stages = f"pipeline parallel {topology.pp} x " if topology.across_stages else ""
     each = [f"{topology.num_groups} pipeline stages"] if topology.num_groups > 1 else []
-    each += [f"{topology.tp} tensor-parallel ranks, each for its heads"] if topology.tp > 1 else []
+    each += (
+        [f"{topology.tp} tensor-parallel ranks, each for its heads"]
+        if topology.tp > 1
+        else []
+    )
     text = f"{groups} of {topology.group_size} ranks balance attention: {stages}data parallel {topology.dp} x "
-    text += f"context parallel {topology.cp}" + (f", for each of {' and '.join(each)}" if each else "")
+    text += f"context parallel {topology.cp}" + (
+        f", for each of {' and '.join(each)}" if each else ""
+    )
     if job.names_module:
         return text
     module = 'job.custom_config_module = "torchtitan_cad.job_config"'
@@ -240,16 +282,25 @@ def _check_model(job: Job) -> Answer:
     if job.has_cad:
         if job.is_valid:
             attention_kinds(job.config, args)
-        args.attn_type = "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
+        args.attn_type = (
+            "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
+        )
         update_without_cp(args.update_from_config, job.config)
     else:
         args.update_from_config(job.config)
     built = build_on_meta(job.config, args)
-    job.model, job.num_parameters = args, sum(parameter.numel() for parameter in built.parameters())
+    job.model, job.num_parameters = (
+        args,
+        sum(parameter.numel() for parameter in built.parameters()),
+    )
     heads = f"{args.n_heads} query and {getattr(args, 'n_kv_heads', None) or args.n_heads} key heads"
     mask = spec.model_args[model.flavor].attn_mask_type
     inside = job.config.cad.documents != "row" if job.has_cad else mask != "causal"
-    changed = ", which without cad it would not" if job.has_cad and inside and mask == "causal" else ""
+    changed = (
+        ", which without cad it would not"
+        if job.has_cad and inside and mask == "causal"
+        else ""
+    )
     return (
         f"{job.num_parameters:,} parameters, {args.n_layers} layers, {heads}; attention stays inside "
         f"{'documents' if inside else 'rows'}{changed}"
@@ -264,9 +315,13 @@ def _check_stock(job: Job) -> Answer:
     defects = defects_met(job.config, args, job.dims)
     if not defects:
         return "this job meets no known defect of torchtitan 0.2.2"
-    symptoms = "; ".join(f"{defect.symptom} (patches/{defect.patch}.patch)" for defect in defects)
+    symptoms = "; ".join(
+        f"{defect.symptom} (patches/{defect.patch}.patch)" for defect in defects
+    )
     ends = any(defect.level == "FAIL" for defect in defects)
-    remedy = "apply the patch, or set parallelism.cad = true" + (" without cad.shadow" if job.has_cad else "")
+    remedy = "apply the patch, or set parallelism.cad = true" + (
+        " without cad.shadow" if job.has_cad else ""
+    )
     return "FAIL" if ends else "note", f"{symptoms}: {remedy}"
 
 
@@ -283,7 +338,11 @@ def _check_tokenizer(job: Job) -> Answer:
 
 def _check_dataset(job: Job) -> Answer:
     build = job.spec.build_dataloader_fn
-    return ("skip", "the model has none") if build is None else _look_into("training", job, build)
+    return (
+        ("skip", "the model has none")
+        if build is None
+        else _look_into("training", job, build)
+    )
 
 
 def _check_validation(job: Job) -> Answer:
@@ -303,9 +362,16 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
 
     def draw() -> None:
         try:
-            for rank in sorted({dp_world_size - 1, 0}, reverse=True):  # the last one has the fewest documents
+            for rank in sorted(
+                {dp_world_size - 1, 0}, reverse=True
+            ):  # the last one has the fewest documents
                 loader = open_dataset(
-                    section, build, job_config=sample, tokenizer=tokenizer, dp_world_size=dp_world_size, dp_rank=rank
+                    section,
+                    build,
+                    job_config=sample,
+                    tokenizer=tokenizer,
+                    dp_world_size=dp_world_size,
+                    dp_rank=rank,
                 )
             answers.append(next(iter(loader))[0] if tokenizer else None)
         except StopIteration:
@@ -318,10 +384,17 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
     thread.start()
     thread.join(SILENCE_S)
     if thread.is_alive():
-        print(f"doctor: waiting for {section}.dataset = {name!r} ...", file=sys.stderr, flush=True)
+        print(
+            f"doctor: waiting for {section}.dataset = {name!r} ...",
+            file=sys.stderr,
+            flush=True,
+        )
         thread.join(PATIENCE_S - SILENCE_S)
     if not answers:
-        return "note", f"{name}: no answer in {PATIENCE_S:.0f} s, for which a job would wait as well"
+        return (
+            "note",
+            f"{name}: no answer in {PATIENCE_S:.0f} s, for which a job would wait as well",
+        )
     (inputs,) = answers
     if isinstance(inputs, Exception):
         raise inputs
@@ -331,7 +404,9 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
     table = getattr(job.config, section)
     drawn, of_batch = inputs["input"].numel(), table.local_batch_size * table.seq_len
     rest = f"; a batch of its has {of_batch}" if of_batch > drawn else ""
-    return f"{name}: documents in the first {drawn} tokens of rank 0: {len(starts)}{rest}"
+    return (
+        f"{name}: documents in the first {drawn} tokens of rank 0: {len(starts)}{rest}"
+    )
 
 
 def is_drawing() -> bool:
@@ -344,14 +419,21 @@ def _small_batches(section: str, config: Any) -> Any:
     small = copy.deepcopy(config)
     table = getattr(small, section)
     table.seq_len = min(max(table.seq_len, 1), SAMPLE_TOKENS)
-    table.local_batch_size = min(max(table.local_batch_size, 1), SAMPLE_TOKENS // table.seq_len)
+    table.local_batch_size = min(
+        max(table.local_batch_size, 1), SAMPLE_TOKENS // table.seq_len
+    )
     table.dataloader.num_workers = 0
     return small
 
 
 def _check_kernel(job: Job) -> Answer:
-    name, shape = job.config.cad.kernel, kernel_shape(attention_kinds(job.config, job.model))
-    kernel, reason = choose_kernel(name, job.device, shape, timed=not job.config.debug.deterministic)
+    name, shape = (
+        job.config.cad.kernel,
+        kernel_shape(attention_kinds(job.config, job.model)),
+    )
+    kernel, reason = choose_kernel(
+        name, job.device, shape, timed=not job.config.debug.deterministic
+    )
     dtype = TORCH_DTYPE_MAP[job.config.training.mixed_precision_param]
     kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
     job.kernel = kernel
@@ -387,24 +469,46 @@ def _check_environment(job: Job) -> Answer:
             f"{CONNECTIONS} = {connections}: streams share a hardware queue, in which a put that waits for a peer may "
             "hold back compute; leave it out, or set it to 32"
         )
-    degree, loading = job.config.parallelism.pipeline_parallel_degree, os.environ.get(MODULE_LOADING)
+    degree, loading = (
+        job.config.parallelism.pipeline_parallel_degree,
+        os.environ.get(MODULE_LOADING),
+    )
     if degree > 1 and (loading or "").upper() != "EAGER":
         remarks.append(
             f"{MODULE_LOADING} = {loading or 'LAZY, the default'}, with pipeline_parallel_degree = {degree}: a kernel "
             "that is loaded while a receive of NCCL is waiting may wait for it; set it to EAGER"
         )
-    return ("note", "; ".join(remarks)) if remarks else "no variable that is known to hold back a job"
+    return (
+        ("note", "; ".join(remarks))
+        if remarks
+        else "no variable that is known to hold back a job"
+    )
 
 
 def _check_planner(job: Job) -> Answer:
     cad = cad_table(job.config)
-    streams = "traced" if choose_streams(job.config, job.device, has_experts(job.model))[0] else "opaque"
-    parts = "no overlap" if cad.nano_batches == 1 else f"halves of every microbatch overlap, streams {streams}"
-    measured = " (not measured, as debug.deterministic is true)" if cad.tolerance != job.config.cad.tolerance else ""
+    streams = (
+        "traced"
+        if choose_streams(job.config, job.device, has_experts(job.model))[0]
+        else "opaque"
+    )
+    parts = (
+        "no overlap"
+        if cad.nano_batches == 1
+        else f"halves of every microbatch overlap, streams {streams}"
+    )
+    measured = (
+        " (not measured, as debug.deterministic is true)"
+        if cad.tolerance != job.config.cad.tolerance
+        else ""
+    )
     text = f"{cad.planner}, tolerance {cad.tolerance}{measured}, shards of {cad.min_shard} tokens; nano_batches = "
     text += f"{cad.nano_batches}: {parts}"
     if is_plain_python():
-        return "note", f"{text}; planning is slow: install a numba that can be imported, and unset NUMBA_DISABLE_JIT"
+        return (
+            "note",
+            f"{text}; planning is slow: install a numba that can be imported, and unset NUMBA_DISABLE_JIT",
+        )
     if is_compiled():
         return f"{text}; compiled code is cached"
     remark = "is yet to be compiled on this machine: its first job does that, or `torchtitan-cad prepare` before"
@@ -434,8 +538,15 @@ def _check_checkpoint(job: Job) -> Answer:
     if job.model is None:
         return f"{begins}; what a checkpoint takes is not known without a model"
     free = shutil.disk_usage(nearest_folder(folder)).free
-    tensors = 1 if checkpoint.last_save_model_only and checkpoint.interval >= config.training.steps else 1 + ADAM_STATES
-    each = job.num_parameters * TORCH_DTYPE_MAP[config.training.dtype].itemsize * tensors
+    tensors = (
+        1
+        if checkpoint.last_save_model_only
+        and checkpoint.interval >= config.training.steps
+        else 1 + ADAM_STATES
+    )
+    each = (
+        job.num_parameters * TORCH_DTYPE_MAP[config.training.dtype].itemsize * tensors
+    )
     if each > free:
         raise ValueError(
             f"job.dump_folder = {config.job.dump_folder!r}: a checkpoint takes {_size(each)}, {_size(free)} are free; "
@@ -445,11 +556,16 @@ def _check_checkpoint(job: Job) -> Answer:
 
 
 def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+    return (
+        f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+    )
 
 
 CAD, VALID = ("has_cad", "cad is off"), ("is_valid", "needs a config without errors")
-MODEL, SPEC = ("model", "needs a model without errors"), ("spec", "needs a model that is known")
+MODEL, SPEC = (
+    ("model", "needs a model without errors"),
+    ("spec", "needs a model that is known"),
+)
 CHECKS: dict[str, tuple[Any, ...]] = {
     "config": (_check_config,),
     "device": (_check_device,),

@@ -20,7 +20,13 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.planning.serialize import read_layout
 from torchtitan_cad.planning.text import printable
-from torchtitan_cad.tools.shared import byte_unit, check_outputs, check_picture, load_planner, say_written
+from torchtitan_cad.tools.shared import (
+    byte_unit,
+    check_outputs,
+    check_picture,
+    load_planner,
+    say_written,
+)
 
 DEFAULTS = PlannerConfig()
 MOST_ROWS = 2**24
@@ -49,7 +55,9 @@ def run(
         plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
     """
     if config.planner not in planner_names():
-        raise ValueError(f"--planner {config.planner}: choose one of {', '.join(planner_names())}")
+        raise ValueError(
+            f"--planner {config.planner}: choose one of {', '.join(planner_names())}"
+        )
     if plot is not None:
         check_picture("--plot", plot)
     check_outputs({"--output": output, "--plot": plot}, layout, profile)
@@ -104,15 +112,25 @@ def _figures(plan: Plan, given: Plan | None) -> dict[str, str]:
         rows["bytes between nodes"] = _bytes(stats.inter_node_bytes)
         rows["worst rank bytes between nodes"] = _bytes(stats.max_rank_inter_node_bytes)
     if int(layout.tokens_per_rank.sum()) + int(plan.rows_in.sum()) > MOST_ROWS:
-        rows["memory of a layer"] = f"not stated for more than {MOST_ROWS} rows, local and received"
+        rows["memory of a layer"] = (
+            f"not stated for more than {MOST_ROWS} rows, local and received"
+        )
     else:
         memory = attention_memory([plan])
         rows["memory of a layer: buffers"] = _bytes(memory.buffers)
         for name, size in (("forward", memory.forward), ("backward", memory.backward)):
             stock = getattr(memory, f"stock_{name}")
-            rows[f"memory of a layer: {name}"] = f"{_bytes(size)} (without CAD {_bytes(stock)})"
-        rows["memory of a layer: kept"] = f"{_bytes(memory.kept)} (if the job leaves room for it in every layer)"
-    return {**rows, "planning time": f"{stats.plan_seconds * 1e3:.2f} ms", "fingerprint": plan.fingerprint()}
+            rows[f"memory of a layer: {name}"] = (
+                f"{_bytes(size)} (without CAD {_bytes(stock)})"
+            )
+        rows["memory of a layer: kept"] = (
+            f"{_bytes(memory.kept)} (if the job leaves room for it in every layer)"
+        )
+    return {
+        **rows,
+        "planning time": f"{stats.plan_seconds * 1e3:.2f} ms",
+        "fingerprint": plan.fingerprint(),
+    }
 
 
 def _bytes(count: float) -> str:

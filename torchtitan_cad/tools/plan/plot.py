@@ -48,7 +48,9 @@ def draw_plan(plan: Plan, path: Path, given: Plan | None = None) -> None:
         _draw_document(axes, plan, doc, colors, given)
     if not documents:
         text = "Nothing moves: every query is served where it lives."
-        triangles[0].text(0.5, 0.5, text, ha="center", va="center", fontsize=14, color=DARK)
+        triangles[0].text(
+            0.5, 0.5, text, ha="center", va="center", fontsize=14, color=DARK
+        )
         triangles[0].set_axis_off()
     loads, volume = lower.subplots(1, 2)
     _draw_loads(loads, plan, colors)
@@ -69,10 +71,16 @@ def _colors(num_ranks: int) -> list[Color]:
     """Return a color per rank: few differ by the golden angle, many lie along a scale, where near ranks look alike."""
     if num_ranks <= FEW:
         hues = [(0.58 + rank * 0.618034) % 1.0 for rank in range(num_ranks)]
-        return [colorsys.hls_to_rgb(hue, (0.45, 0.58, 0.36)[rank % 3], 0.65) for rank, hue in enumerate(hues)]
+        return [
+            colorsys.hls_to_rgb(hue, (0.45, 0.58, 0.36)[rank % 3], 0.65)
+            for rank, hue in enumerate(hues)
+        ]
     from matplotlib import colormaps
 
-    return [tuple(color) for color in colormaps["turbo"](np.linspace(0, 1, num_ranks))[:, :3].tolist()]
+    return [
+        tuple(color)
+        for color in colormaps["turbo"](np.linspace(0, 1, num_ranks))[:, :3].tolist()
+    ]
 
 
 def _ink(face: Color) -> str:
@@ -84,7 +92,14 @@ def _ink(face: Color) -> str:
 def _homes(plan: Plan, tasks: TaskArray) -> np.ndarray:
     """Rank that holds each task's first query."""
     layout = plan.layout
-    run = np.searchsorted(layout.run_start, layout.global_position(tasks["doc"], tasks["q_start"]), side="right") - 1
+    run = (
+        np.searchsorted(
+            layout.run_start,
+            layout.global_position(tasks["doc"], tasks["q_start"]),
+            side="right",
+        )
+        - 1
+    )
     return layout.run_rank[run]
 
 
@@ -94,18 +109,37 @@ def _most_moved(plan: Plan) -> list[int]:
     rows, keys = moved["q_end"] - moved["q_start"], moved["kv_end"] - moved["kv_start"]
     pairs = rows * keys - np.where(is_diagonal(moved), rows * (rows - 1) // 2, 0)
     docs, index = np.unique(moved["doc"], return_inverse=True)
-    order = np.argsort(-np.bincount(index, weights=pairs, minlength=len(docs)), kind="stable")
+    order = np.argsort(
+        -np.bincount(index, weights=pairs, minlength=len(docs)), kind="stable"
+    )
     return docs[order[:DOCUMENTS]].tolist()
 
 
-def _draw_document(axes: Axes, plan: Plan, doc: int, colors: list[Color], given: Plan | None) -> None:
+def _draw_document(
+    axes: Axes, plan: Plan, doc: int, colors: list[Color], given: Plan | None
+) -> None:
     """Causal triangle, queries downwards; full colour and number where a task is served away from home."""
     tasks = plan.tasks[plan.tasks["doc"] == doc]
     length = int(plan.layout.doc_lengths[plan.layout.doc_index(np.array([doc]))][0])
-    for task, home, diagonal in zip(tasks.tolist(), _homes(plan, tasks), is_diagonal(tasks), strict=True):
+    for task, home, diagonal in zip(
+        tasks.tolist(), _homes(plan, tasks), is_diagonal(tasks), strict=True
+    ):
         _, q_start, q_end, kv_start, kv_end, server = task
-        box = _Box(q_start=q_start, q_end=q_end, kv_start=kv_start, kv_end=kv_end, is_diagonal=diagonal)
-        _draw_task(axes, box, server, color=colors[server], points=POINTS / length, moved=server != home)
+        box = _Box(
+            q_start=q_start,
+            q_end=q_end,
+            kv_start=kv_start,
+            kv_end=kv_end,
+            is_diagonal=diagonal,
+        )
+        _draw_task(
+            axes,
+            box,
+            server,
+            color=colors[server],
+            points=POINTS / length,
+            moved=server != home,
+        )
     strip = length * 0.035
     _draw_homes(axes, plan, doc, right=-0.6 * strip, colors=colors, name="home")
     if given is not None:
@@ -141,14 +175,22 @@ class _Box(NamedTuple):
         ]
 
 
-def _draw_task(axes: Axes, box: _Box, server: int, *, color: Color, points: float, moved: bool) -> None:
+def _draw_task(
+    axes: Axes, box: _Box, server: int, *, color: Color, points: float, moved: bool
+) -> None:
     """Draw a task with its server's number, if that fits; ``points`` is the height of a token."""
     from matplotlib.patches import Polygon
 
     face = color if moved else tuple(1 - 0.25 * (1 - part) for part in color)
-    axes.add_patch(Polygon(box.corners(), closed=True, facecolor=face, edgecolor="white", linewidth=0.6))
+    axes.add_patch(
+        Polygon(
+            box.corners(), closed=True, facecolor=face, edgecolor="white", linewidth=0.6
+        )
+    )
     middle = (box.q_start + box.q_end) / 2
-    right = middle if box.is_diagonal else box.kv_end  # a trapezoid's free box is left of its diagonal
+    right = (
+        middle if box.is_diagonal else box.kv_end
+    )  # a trapezoid's free box is left of its diagonal
     width = right - box.kv_start
     height = box.q_end - box.q_start
     text = str(server)
@@ -156,10 +198,20 @@ def _draw_task(axes: Axes, box: _Box, server: int, *, color: Color, points: floa
     if size >= LEAST_POINTS:
         weight = "bold" if moved else "normal"
         place = (box.kv_start + width / 2, middle)
-        axes.annotate(text, place, ha="center", va="center", color=_ink(face), fontsize=size, fontweight=weight)
+        axes.annotate(
+            text,
+            place,
+            ha="center",
+            va="center",
+            color=_ink(face),
+            fontsize=size,
+            fontweight=weight,
+        )
 
 
-def _draw_homes(axes: Axes, plan: Plan, doc: int, *, right: float, colors: list[Color], name: str) -> None:
+def _draw_homes(
+    axes: Axes, plan: Plan, doc: int, *, right: float, colors: list[Color], name: str
+) -> None:
     """Draw a column of the document's homes; ``right`` is its right edge, in tokens."""
     from matplotlib.patches import Rectangle
 
@@ -168,11 +220,24 @@ def _draw_homes(axes: Axes, plan: Plan, doc: int, *, right: float, colors: list[
     strip = length * 0.035
     style: dict[str, Any] = {"ha": "right", "fontsize": 9, "color": DARK}
     for i in np.flatnonzero(layout.seg_doc == doc).tolist():
-        start, tokens, rank = int(layout.seg_start[i]), int(layout.seg_length[i]), int(layout.seg_rank[i])
-        box = Rectangle((right - strip, start), strip, tokens, facecolor=colors[rank], edgecolor="white", linewidth=0.6)
+        start, tokens, rank = (
+            int(layout.seg_start[i]),
+            int(layout.seg_length[i]),
+            int(layout.seg_rank[i]),
+        )
+        box = Rectangle(
+            (right - strip, start),
+            strip,
+            tokens,
+            facecolor=colors[rank],
+            edgecolor="white",
+            linewidth=0.6,
+        )
         axes.add_patch(box)
         if tokens * POINTS / length > 9:
-            axes.text(right - 1.3 * strip, start + tokens / 2, f"{rank}", va="center", **style)
+            axes.text(
+                right - 1.3 * strip, start + tokens / 2, f"{rank}", va="center", **style
+            )
     axes.text(right - 1.3 * strip, -0.5 * strip, name, va="bottom", **style)
 
 
@@ -180,12 +245,30 @@ def _draw_loads(axes: Axes, plan: Plan, colors: list[Color]) -> None:
     stats = plan.stats
     mean = stats.mean_load or 1.0
     few = len(stats.loads) <= FEW
-    _bars(axes, stats.loads_before / mean, 0.9, color=PALE, label="before: every query at home")
+    _bars(
+        axes,
+        stats.loads_before / mean,
+        0.9,
+        color=PALE,
+        label="before: every query at home",
+    )
     _bars(axes, stats.loads / mean, 0.56, color=colors if few else IN_COLOR)
-    axes.bar([0], [0], color=DARK if few else IN_COLOR, label="planned" + " (colour: the server)" * few)
+    axes.bar(
+        [0],
+        [0],
+        color=DARK if few else IN_COLOR,
+        label="planned" + " (colour: the server)" * few,
+    )
     axes.axhline(stats.max_over_mean, color=DARK, linewidth=1, linestyle="--")
     most = float(stats.loads_before.max() / mean)
-    axes.text(int(stats.loads_before.argmax()), most, f"{most:.2f}", ha="center", va="bottom", color=DARK)
+    axes.text(
+        int(stats.loads_before.argmax()),
+        most,
+        f"{most:.2f}",
+        ha="center",
+        va="bottom",
+        color=DARK,
+    )
     axes.set_ylim(0, max(most, stats.max_over_mean) * 1.35)
     axes.set_title(
         f"attention work over the mean rank's; dashed: the busiest after planning, {stats.max_over_mean:.3f}"
@@ -199,10 +282,28 @@ def _draw_bytes(axes: Axes, plan: Plan, given: Plan | None) -> None:
     worst = f"{stats.max_rank_bytes / scale:.2f}"
     if given is not None:
         worst = f"{given.stats.max_rank_bytes / scale:.2f} -> {worst}"
-        _bars(axes, given.stats.bytes_in / scale, 1.0, color=PALE, label="with the given homes")
+        _bars(
+            axes,
+            given.stats.bytes_in / scale,
+            1.0,
+            color=PALE,
+            label="with the given homes",
+        )
         _bars(axes, -given.stats.bytes_out / scale, 1.0, color=PALE)
-    _bars(axes, stats.bytes_in / scale, 0.8, color=IN_COLOR, label="in: rows it serves for others")
-    _bars(axes, -stats.bytes_out / scale, 0.8, color=OUT_COLOR, label="out: rows others serve for it")
+    _bars(
+        axes,
+        stats.bytes_in / scale,
+        0.8,
+        color=IN_COLOR,
+        label="in: rows it serves for others",
+    )
+    _bars(
+        axes,
+        -stats.bytes_out / scale,
+        0.8,
+        color=OUT_COLOR,
+        label="out: rows others serve for it",
+    )
     axes.axhline(0, color=DARK, linewidth=0.8)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.2 * (high - low))
@@ -221,7 +322,9 @@ def _bars(axes: Axes, heights: np.ndarray, width: float, **style: Any) -> None:
 
 def _finish(axes: Axes, num_ranks: int) -> None:
     axes.set(xlabel="rank", xlim=(-0.7, num_ranks - 0.3))
-    axes.set_xticks(range(0, num_ranks, max(1, 2 ** int(np.ceil(np.log2(num_ranks / 16))))))
+    axes.set_xticks(
+        range(0, num_ranks, max(1, 2 ** int(np.ceil(np.log2(num_ranks / 16)))))
+    )
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -39,22 +39,33 @@ def run(
     from tokenizers import Tokenizer
 
     from torchtitan_cad.demo.datasets import read_sources
-    from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer, training_sample
+    from torchtitan_cad.tools.prepare.tokenizer import (
+        prepare_tokenizer,
+        training_sample,
+    )
     from torchtitan_cad.tools.shared import check_folder, load_planner
 
     if sources is not None and not sources.is_dir():
-        raise ValueError(f"--sources {sources}: this is no folder; name one of .py or .txt files")
+        raise ValueError(
+            f"--sources {sources}: this is no folder; name one of .py or .txt files"
+        )
     check_folder("--output", output)
     texts = read_sources(sources)
-    folder = prepare_tokenizer(output, vocab_size, kind, training_sample(texts), show_progress=True)
+    folder = prepare_tokenizer(
+        output, vocab_size, kind, training_sample(texts), show_progress=True
+    )
     load_planner()  # so that the ranks of the first run find the planners compiled
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     shown, tokens = printable(folder), tokenizer.get_vocab_size()
-    print(f'{shown}: {kind} tokenizer with {tokens} tokens; set model.hf_assets_path = "{shown}"')
+    print(
+        f'{shown}: {kind} tokenizer with {tokens} tokens; set model.hf_assets_path = "{shown}"'
+    )
     if not statistics:
         return
     lengths = _token_lengths(tokenizer, texts[::SAMPLE_EVERY])
-    print(f"\nDocument lengths in tokens (every {SAMPLE_EVERY}th of {len(texts)} files)")
+    print(
+        f"\nDocument lengths in tokens (every {SAMPLE_EVERY}th of {len(texts)} files)"
+    )
     print(length_table(lengths))
 
 
@@ -64,12 +75,30 @@ def length_table(lengths: np.ndarray) -> str:
     Args:
         lengths: int64 [documents], in tokens, EOS included.
     """
-    columns = ["documents", "tokens", "median", "mean", "90%", "99%", "longest", "half the attention below"]
+    columns = [
+        "documents",
+        "tokens",
+        "median",
+        "mean",
+        "90%",
+        "99%",
+        "longest",
+        "half the attention below",
+    ]
     ordered = np.sort(lengths).astype(np.int64)
     work = np.cumsum(ordered * (ordered + 1))
     half = ordered[np.searchsorted(work, work[-1] / 2)]
     median, p90, p99, longest = np.percentile(lengths, (50, 90, 99, 100))
-    values = (len(lengths), lengths.sum(), median, lengths.mean(), p90, p99, longest, half)
+    values = (
+        len(lengths),
+        lengths.sum(),
+        median,
+        lengths.mean(),
+        p90,
+        p99,
+        longest,
+        half,
+    )
     return aligned([columns, [f"{value:,.0f}" for value in values]], left=())
 
 
@@ -78,6 +107,11 @@ def _token_lengths(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
     from tqdm import tqdm
 
     lengths: list[int] = []
-    for start in tqdm(range(0, len(texts), 64), desc="measuring documents", leave=False):
-        lengths += [len(encoding.ids) + 1 for encoding in tokenizer.encode_batch_fast(texts[start : start + 64])]
+    for start in tqdm(
+        range(0, len(texts), 64), desc="measuring documents", leave=False
+    ):
+        lengths += [
+            len(encoding.ids) + 1
+            for encoding in tokenizer.encode_batch_fast(texts[start : start + 64])
+        ]
     return np.array(lengths, dtype=np.int64)

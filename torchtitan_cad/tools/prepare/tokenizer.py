@@ -47,11 +47,17 @@ def prepare_tokenizer(
         ValueError: an unknown `kind`, or a `vocab_size` that cannot hold all bytes and EOS or exceeds `MAX_VOCAB_SIZE`.
     """
     if kind not in ("bpe", "bytes"):
-        raise ValueError(f'kind = "{kind}" is not a kind of tokenizer; use "bpe" or "bytes"')
+        raise ValueError(
+            f'kind = "{kind}" is not a kind of tokenizer; use "bpe" or "bytes"'
+        )
     if vocab_size < NUM_BYTE_TOKENS:
-        raise ValueError(f"vocab_size = {vocab_size} cannot hold every byte and EOS; use {NUM_BYTE_TOKENS} or more")
+        raise ValueError(
+            f"vocab_size = {vocab_size} cannot hold every byte and EOS; use {NUM_BYTE_TOKENS} or more"
+        )
     if vocab_size > MAX_VOCAB_SIZE:
-        raise ValueError(f"vocab_size = {vocab_size} is larger than any model's; use {MAX_VOCAB_SIZE} or less")
+        raise ValueError(
+            f"vocab_size = {vocab_size} is larger than any model's; use {MAX_VOCAB_SIZE} or less"
+        )
     if kind == "bytes":
         vocab_size, texts = NUM_BYTE_TOKENS, []
     elif texts is None:
@@ -65,9 +71,16 @@ def prepare_tokenizer(
     files = folder / _TOKENIZER, folder / _CONFIG
     is_there = all(file.is_file() for file in files)
     # Version 0.1.0 wrote no hash of the tokenizer.
-    if not is_there or files[1].read_bytes() not in (_config_of(files[0].read_bytes(), made_of), _config(made_of)):
+    if not is_there or files[1].read_bytes() not in (
+        _config_of(files[0].read_bytes(), made_of),
+        _config(made_of),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = train_tokenizer(texts, vocab_size, show_progress).to_str(pretty=True).encode()
+        tokenizer = (
+            train_tokenizer(texts, vocab_size, show_progress)
+            .to_str(pretty=True)
+            .encode()
+        )
         _write(files[0], tokenizer)
         _write(files[1], _config_of(tokenizer, made_of))
     return folder
@@ -78,7 +91,9 @@ def _config_of(tokenizer: bytes, made_of: dict[str, Any]) -> bytes:
 
     A run that was interrupted between both files, or another program, may have left another tokenizer beside it.
     """
-    return _config({**made_of, "tokenizer_sha256": hashlib.sha256(tokenizer).hexdigest()})
+    return _config(
+        {**made_of, "tokenizer_sha256": hashlib.sha256(tokenizer).hexdigest()}
+    )
 
 
 def _config(made_of: dict[str, Any]) -> bytes:
@@ -98,7 +113,9 @@ def training_sample(texts: Sequence[str]) -> Sequence[str]:
     return texts[::4]
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int, show_progress: bool = False) -> Tokenizer:
+def train_tokenizer(
+    texts: Sequence[str], vocab_size: int, show_progress: bool = False
+) -> Tokenizer:
     """Train a byte-level BPE tokenizer with EOS as id 0; without merges if `vocab_size` is 257."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -109,7 +126,13 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, show_progress: bool =
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bar = tqdm(texts, desc="training the tokenizer", unit="file", leave=False, disable=not show_progress)
+    bar = tqdm(
+        texts,
+        desc="training the tokenizer",
+        unit="file",
+        leave=False,
+        disable=not show_progress,
+    )
     tokenizer.train_from_iterator(bar, trainer, length=len(texts))
     return tokenizer
 

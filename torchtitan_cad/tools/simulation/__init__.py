@@ -6,7 +6,12 @@ part of a layer, for others that weigh bytes against time. docs/tools.md says wh
 """
 
 from torchtitan_cad.tools.simulation.advice import Advice, advise
-from torchtitan_cad.tools.simulation.batches import DEFAULT, Batch, draw_batches, named_lengths
+from torchtitan_cad.tools.simulation.batches import (
+    DEFAULT,
+    Batch,
+    draw_batches,
+    named_lengths,
+)
 from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.inputs import (
     MANY_RANKS,

@@ -9,7 +9,14 @@ from typing import Any
 
 from torchtitan_cad.tools.simulation import inputs
 from torchtitan_cad.tools.simulation.batches import draw_batches
-from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING, Cluster, Configuration, Documents, Model, Rates
+from torchtitan_cad.tools.simulation.inputs import (
+    CHECKPOINTING,
+    Cluster,
+    Configuration,
+    Documents,
+    Model,
+    Rates,
+)
 from torchtitan_cad.tools.simulation.search import Progress, Search, Trial
 
 LEAST_GAIN = 0.01
@@ -54,12 +61,20 @@ class Advice:
     @property
     def worth_it(self) -> bool:
         """Tell whether the job should use CAD: it fits, and gains ``LEAST_GAIN`` or does not fit otherwise."""
-        return self.best.fits and (self.speedup is None or self.speedup >= 1 + LEAST_GAIN)
+        return self.best.fits and (
+            self.speedup is None or self.speedup >= 1 + LEAST_GAIN
+        )
 
     @property
     def recommended(self) -> Trial:
         """Return the trial with CAD if that is worth it, otherwise without; as the job is written if nothing fits."""
-        return self.best if self.worth_it else self.without if self.without.fits else self.without_written
+        return (
+            self.best
+            if self.worth_it
+            else self.without
+            if self.without.fits
+            else self.without_written
+        )
 
     @property
     def reordering_is_enough(self) -> bool:
@@ -81,7 +96,16 @@ def advise(
 
     For ``refused`` and ``progress`` see ``Search``. Raises ValueError for inputs that do not fit each other.
     """
-    search = Search(model, cluster, draw_batches(documents), rates, job, frozenset(), refused, progress)
+    search = Search(
+        model,
+        cluster,
+        draw_batches(documents),
+        rates,
+        job,
+        frozenset(),
+        refused,
+        progress,
+    )
     planner = job.planner.planner
     if search.step(planner, job) is None:
         raise ValueError(
@@ -92,7 +116,10 @@ def advise(
     written = search.run(planner, job)
     base = best = _made_to_fit(search, planner, written)
     settings = _alternatives(search, base.configuration)
-    trials = {name: [search.run(planner, each) for each in choices] for name, choices in settings.items()}
+    trials = {
+        name: [search.run(planner, each) for each in choices]
+        for name, choices in settings.items()
+    }
     ranked = every = [trial for of_setting in trials.values() for trial in of_setting]
     for _ in range(MOST_CHANGES):
         fastest = min(ranked, key=lambda trial: trial.seconds)
@@ -101,20 +128,44 @@ def advise(
             break
         best = candidate
         others = _alternatives(search, best.configuration)
-        ranked = [search.run(planner, each, 1) for choices in others.values() for each in choices]
-    stock = _without_cad(search, [job, *(trial.configuration for trial in (base, *every, best))])
-    without, reorder = (search.fastest(system, stock) for system in ("packed", "reorder"))
+        ranked = [
+            search.run(planner, each, 1)
+            for choices in others.values()
+            for each in choices
+        ]
+    stock = _without_cad(
+        search, [job, *(trial.configuration for trial in (base, *every, best))]
+    )
+    without, reorder = (
+        search.fastest(system, stock) for system in ("packed", "reorder")
+    )
     # torchtitan alone has no kind of checkpointing that keeps the output of attention
     alone = replace(job, checkpointing="full") if job.checkpointing == "linear" else job
-    return Advice(written, base, search.run("packed", alone), without, reorder, best, trials)
+    return Advice(
+        written, base, search.run("packed", alone), without, reorder, best, trials
+    )
 
 
 def _made_to_fit(search: Search, planner: str, written: Trial) -> Trial:
     """Return the job with as much activation checkpointing as it needs, and other degrees if that is not enough."""
     job = written.configuration
-    choices = [replace(job, checkpointing=kind) for kind in CHECKPOINTING[CHECKPOINTING.index(job.checkpointing) :]]
-    choices += [each for others in _alternatives(search, choices[-1]).values() for each in others]
-    return next((trial for trial in (search.run(planner, each) for each in choices) if trial.fits), written)
+    choices = [
+        replace(job, checkpointing=kind)
+        for kind in CHECKPOINTING[CHECKPOINTING.index(job.checkpointing) :]
+    ]
+    choices += [
+        each
+        for others in _alternatives(search, choices[-1]).values()
+        for each in others
+    ]
+    return next(
+        (
+            trial
+            for trial in (search.run(planner, each) for each in choices)
+            if trial.fits
+        ),
+        written,
+    )
 
 
 def _alternatives(search: Search, now: Configuration) -> dict[str, list[Configuration]]:
@@ -128,23 +179,42 @@ def _alternatives(search: Search, now: Configuration) -> dict[str, list[Configur
         "schedule": inputs.SCHEDULES if now.pp > 1 else (),
     }
     found = {
-        name: [replace(now, **{name: value}) for value in each if value != getattr(now, name)]
+        name: [
+            replace(now, **{name: value})
+            for value in each
+            if value != getattr(now, name)
+        ]
         for name, each in values.items()
     }
-    found["cp"] = list(_degrees(search, now, [(now.pp, 2 * now.cp), (now.pp, now.cp // 2)]))
-    found["pp"] = list(_degrees(search, now, [(2 * now.pp, now.cp), (now.pp // 2, now.cp)]))
+    found["cp"] = list(
+        _degrees(search, now, [(now.pp, 2 * now.cp), (now.pp, now.cp // 2)])
+    )
+    found["pp"] = list(
+        _degrees(search, now, [(2 * now.pp, now.cp), (now.pp // 2, now.cp)])
+    )
     return {name: each for name, each in found.items() if each}
 
 
-def _degrees(search: Search, now: Configuration, degrees: list[tuple[int, int]]) -> Iterator[Configuration]:
+def _degrees(
+    search: Search, now: Configuration, degrees: list[tuple[int, int]]
+) -> Iterator[Configuration]:
     """Yield other (pp, cp) with every number of microbatches, schedule and nano-batches to try with them."""
     for pp, cp in degrees:
         if not cp or not 0 < pp <= search.model.layers:
             continue
-        for microbatches in [each * pp for each in MICROBATCHES] if pp != now.pp else [now.microbatches]:
+        for microbatches in (
+            [each * pp for each in MICROBATCHES] if pp != now.pp else [now.microbatches]
+        ):
             for schedule in inputs.SCHEDULES if 1 < pp != now.pp else (now.schedule,):
                 for count in sorted({now.nano_batches, 2}):
-                    each = replace(now, pp=pp, cp=cp, microbatches=microbatches, schedule=schedule, nano_batches=count)
+                    each = replace(
+                        now,
+                        pp=pp,
+                        cp=cp,
+                        microbatches=microbatches,
+                        schedule=schedule,
+                        nano_batches=count,
+                    )
                     if search.step("cad", each) is not None:
                         yield each
 
@@ -152,9 +222,13 @@ def _degrees(search: Search, now: Configuration, degrees: list[tuple[int, int]])
 def _without_cad(search: Search, tried: list[Configuration]) -> list[Configuration]:
     """Return the degrees tried with CAD, with any power of two of context-parallel ranks and any checkpointing."""
     found = dict.fromkeys(
-        replace(tried[0], pp=each.pp, microbatches=each.microbatches, cp=cp, schedule="1F1B")
+        replace(
+            tried[0], pp=each.pp, microbatches=each.microbatches, cp=cp, schedule="1F1B"
+        )
         for each in tried
         for cp in (each.cp, *(2**i for i in range(search.cluster.ranks.bit_length())))
     )
     divided = [each for each in found if search.step("packed", each) is not None]
-    return [replace(each, checkpointing=kind) for each in divided for kind in CHECKPOINTING]
+    return [
+        replace(each, checkpointing=kind) for each in divided for kind in CHECKPOINTING
+    ]

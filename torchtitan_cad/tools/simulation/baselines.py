@@ -16,18 +16,33 @@ from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order, one_f_one_b
 from torchtitan_cad.tools.simulation.batches import Batch
 from torchtitan_cad.tools.simulation.costs import Costs
-from torchtitan_cad.tools.simulation.memory import in_flight, memory_without_cad, states, stock_attention, token_bytes
+from torchtitan_cad.tools.simulation.memory import (
+    in_flight,
+    memory_without_cad,
+    states,
+    stock_attention,
+    token_bytes,
+)
 from torchtitan_cad.tools.simulation.row_orders import distribute_under_cap, row_orders
 from torchtitan_cad.tools.simulation.step import KEPT, Memory, Outcome, Step
 
 
 def _repeated(step: Step, values: FloatArray) -> FloatArray:
     """Add forward to backward, [2, ...], where backward computes whole layers again."""
-    return values + np.stack([np.zeros_like(values[0]), values[0]]) if step.repeats_forward else values
+    return (
+        values + np.stack([np.zeros_like(values[0]), values[0]])
+        if step.repeats_forward
+        else values
+    )
 
 
 def in_sequence(
-    step: Step, memory: Memory, tokens: FloatArray, attention: FloatArray, gathered: FloatArray, keep: bool = False
+    step: Step,
+    memory: Memory,
+    tokens: FloatArray,
+    attention: FloatArray,
+    gathered: FloatArray,
+    keep: bool = False,
 ) -> Outcome:
     """Return the step's time by parts.
 
@@ -40,21 +55,38 @@ def in_sequence(
     """
     costs, cp = step.costs, step.configuration.cp
     even = step.even("1F1B")
-    gathers = step.full_layers * np.stack([costs.gather_seconds(gathered, cp, way, keep) for way in (True, False)])
-    balanced, full = (_seconds(step, tokens, seconds) for seconds in (attention, attention + gathers))
-    parts = replace(even.unbalanced(balanced - even.total + even.synchronisation), exchange=full - balanced)
-    num_bytes = np.array([costs.gathered_bytes(gathered.mean(), cp, forward, keep) for forward in (True, False)])
+    gathers = step.full_layers * np.stack(
+        [costs.gather_seconds(gathered, cp, way, keep) for way in (True, False)]
+    )
+    balanced, full = (
+        _seconds(step, tokens, seconds) for seconds in (attention, attention + gathers)
+    )
+    parts = replace(
+        even.unbalanced(balanced - even.total + even.synchronisation),
+        exchange=full - balanced,
+    )
+    num_bytes = np.array(
+        [
+            costs.gathered_bytes(gathered.mean(), cp, forward, keep)
+            for forward in (True, False)
+        ]
+    )
     into_rank = step.full_layers * float(_repeated(step, num_bytes).sum())
     exchanged_bytes = into_rank * costs.cluster.ranks * step.microbatches * step.layers
     slowest, mean = attention[0].max(axis=0), attention[0].mean(axis=0)
-    ratios = np.divide(slowest, mean, out=np.ones_like(mean), where=mean > 0)  # packing may leave a microbatch empty
+    ratios = np.divide(
+        slowest, mean, out=np.ones_like(mean), where=mean > 0
+    )  # packing may leave a microbatch empty
     return Outcome(parts, memory, exchanged_bytes, float(ratios.mean()))
 
 
 def _seconds(step: Step, tokens: FloatArray, layer: FloatArray) -> float:
     times = step.layers * _repeated(step, layer)
     for direction, forward in enumerate((True, False)):
-        one, none = step.work(forward, 1.0), step.work(forward, 0.0)  # latencies do not grow with tokens
+        one, none = (
+            step.work(forward, 1.0),
+            step.work(forward, 0.0),
+        )  # latencies do not grow with tokens
         times[direction] += none + (one - none) * tokens
     if step.lockstep:
         return float(times.sum(axis=0).max(axis=0).sum())
@@ -65,13 +97,22 @@ def row_gathers(step: Step) -> float:
     """Return the seconds that gathers of whole rows' keys take in a step, between the ranks that share them."""
     costs, cp = step.costs, step.configuration.cp
     tokens = np.array(step.tokens * cp)
-    layer = np.stack([costs.gather_seconds(tokens, cp, forward) for forward in (True, False)])
-    return float(step.layers * step.full_layers * step.microbatches * _repeated(step, layer).sum())
+    layer = np.stack(
+        [costs.gather_seconds(tokens, cp, forward) for forward in (True, False)]
+    )
+    return float(
+        step.layers
+        * step.full_layers
+        * step.microbatches
+        * _repeated(step, layer).sum()
+    )
 
 
 def perfect(step: Step) -> Outcome:
     """Balance everything and exchange nothing for attention; TP and parameters as everywhere."""
-    return Outcome(step.even("CAD1F1B"), memory_without_cad(step, step.tokens, step.tokens, 1))
+    return Outcome(
+        step.even("CAD1F1B"), memory_without_cad(step, step.tokens, step.tokens, 1)
+    )
 
 
 def packed(step: Step) -> Outcome:
@@ -89,11 +130,16 @@ def reorder(step: Step) -> Outcome:
     seconds = _row_seconds(step)
     work, loaded = _repeated(step, seconds).sum(axis=0), step.row_order
     orders = [loaded, *_orders(work.tobytes(), loaded.shape, step.pp)]
-    return min((_in_rows(step, order, seconds) for order in orders), key=lambda outcome: outcome.seconds)
+    return min(
+        (_in_rows(step, order, seconds) for order in orders),
+        key=lambda outcome: outcome.seconds,
+    )
 
 
 @lru_cache(maxsize=KEPT)
-def _orders(work_bytes: bytes, shape: tuple[int, int, int], pp: int) -> tuple[IntArray, ...]:
+def _orders(
+    work_bytes: bytes, shape: tuple[int, int, int], pp: int
+) -> tuple[IntArray, ...]:
     """Return the orders to try of rows of this work, float64 [rows], besides the loader's, of this ``shape``.
 
     Kinds of checkpointing lead to the same work.
@@ -104,22 +150,33 @@ def _orders(work_bytes: bytes, shape: tuple[int, int, int], pp: int) -> tuple[In
         return tuple(orders)
     loaded = np.arange(len(work)).reshape(shape)
     orders = [loaded, *orders]
-    return tuple(orders[1:] + [each[:, best_order(work[each].sum(axis=(0, 2)), pp)] for each in orders])
+    return tuple(
+        orders[1:]
+        + [each[:, best_order(work[each].sum(axis=(0, 2)), pp)] for each in orders]
+    )
 
 
 def _row_seconds(step: Step) -> FloatArray:
     """[2, rows] seconds of the mean layer's attention of every row, of the slowest of its ranks: forward, backward."""
-    return step.mean_layer(lambda kind: _slowest(step.costs, step.batch, kind, step.configuration.cp))
+    return step.mean_layer(
+        lambda kind: _slowest(step.costs, step.batch, kind, step.configuration.cp)
+    )
 
 
 def _in_rows(step: Step, order: IntArray, row_seconds: FloatArray) -> Outcome:
     """Time the step with the rows in this order, of the shape of ``Step.row_order``."""
-    costs, cp, tokens = step.costs, step.configuration.cp, step.tokens * step.configuration.cp
+    costs, cp, tokens = (
+        step.costs,
+        step.configuration.cp,
+        step.tokens * step.configuration.cp,
+    )
     documents = np.array([len(row) for row in step.batch.rows])[order].sum(axis=2).max()
     gathered = tokens * costs.shape.kv_bytes if cp > 1 else 0.0
     memory = memory_without_cad(step, step.tokens, tokens, int(documents), gathered)
     shape, attention = order.shape[:2], row_seconds[:, order].sum(axis=3)
-    return in_sequence(step, memory, np.full(shape, step.tokens), attention, np.full(shape, tokens))
+    return in_sequence(
+        step, memory, np.full(shape, step.tokens), attention, np.full(shape, tokens)
+    )
 
 
 @lru_cache(maxsize=KEPT)
@@ -133,8 +190,13 @@ def _slowest(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> FloatA
     if cp == 1:
         return _of_whole_rows(costs, batch, kind)
     size = batch.row_tokens // (2 * cp)
-    cuts = np.sort(np.concatenate([ends, size * np.arange(1, batch.tokens // size + 1)]), kind="stable")
-    cuts = cuts[np.diff(cuts, prepend=0) > 0]  # as np.union1d, which is slower for sorted arrays
+    cuts = np.sort(
+        np.concatenate([ends, size * np.arange(1, batch.tokens // size + 1)]),
+        kind="stable",
+    )
+    cuts = cuts[
+        np.diff(cuts, prepend=0) > 0
+    ]  # as np.union1d, which is slower for sorted arrays
     begin = np.append(0, cuts[:-1])
     doc = np.searchsorted(ends, begin, side="right")
     row, chunk = np.divmod(begin // size, 2 * cp)
@@ -144,7 +206,9 @@ def _slowest(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> FloatA
     def slowest(forward: bool) -> FloatArray:
         until = costs.document_seconds(cuts - first, forward, window)
         before = costs.document_seconds(begin - first, forward, window)
-        of_ranks = np.bincount(rank, weights=until - before, minlength=len(batch.rows) * cp)
+        of_ranks = np.bincount(
+            rank, weights=until - before, minlength=len(batch.rows) * cp
+        )
         return of_ranks.reshape(-1, cp).max(axis=1)
 
     return np.stack([slowest(True), slowest(False)])
@@ -153,10 +217,17 @@ def _slowest(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> FloatA
 def _of_whole_rows(costs: Costs, batch: Batch, kind: AttentionKind) -> FloatArray:
     """[2, rows] seconds of one layer's attention of rows that no ranks share."""
     lengths = batch.pieces(kind)
-    seconds = np.stack([costs.document_seconds(lengths, forward, kind.shape.window) for forward in (True, False)])
+    seconds = np.stack(
+        [
+            costs.document_seconds(lengths, forward, kind.shape.window)
+            for forward in (True, False)
+        ]
+    )
     row_ends = batch.row_tokens * np.arange(1, len(batch.rows))
     rows = np.searchsorted(np.cumsum(lengths), row_ends, side="right")
-    return np.stack([part.sum(axis=1) for part in np.split(seconds, rows, axis=1)], axis=1)
+    return np.stack(
+        [part.sum(axis=1) for part in np.split(seconds, rows, axis=1)], axis=1
+    )
 
 
 def packing_cp(step: Step) -> Outcome | None:
@@ -176,9 +247,13 @@ def packing_cp(step: Step) -> Outcome | None:
     bins = distribute_under_cap(documents[0], step.batch.lengths, num_bins, cap)
     if bins is None:
         return None
-    sums: FloatArray = np.stack([np.bincount(bins, weights=row, minlength=num_bins) for row in documents])
+    sums: FloatArray = np.stack(
+        [np.bincount(bins, weights=row, minlength=num_bins) for row in documents]
+    )
     heaviest_first = sums[:, np.argsort(-sums[0], kind="stable")]
-    dealt = heaviest_first.reshape(-1, step.microbatches, replicas)  # equal ones side by side
+    dealt = heaviest_first.reshape(
+        -1, step.microbatches, replicas
+    )  # equal ones side by side
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]  # and heavier ones to each replica in turn
     ordered = dealt[:, best_order(dealt[0].sum(axis=1), step.pp)]
     _, tokens, forward, backward, gathered, counts = ordered.transpose(0, 2, 1)
@@ -193,7 +268,14 @@ def packing_cp(step: Step) -> Outcome | None:
     if memory.total > step.costs.cluster.memory:
         return None
     keep = step.configuration.backward == "keep"
-    return in_sequence(step, memory, tokens, attention=np.stack([forward, backward]), gathered=gathered, keep=keep)
+    return in_sequence(
+        step,
+        memory,
+        tokens,
+        attention=np.stack([forward, backward]),
+        gathered=gathered,
+        keep=keep,
+    )
 
 
 def _packed_key_bytes(step: Step) -> float:
@@ -207,7 +289,9 @@ def _packed_cap(step: Step, key_bytes: float) -> float:
     """Return the tokens of a microbatch and replica for which packing has memory."""
     cp = step.configuration.cp
     gathered = key_bytes * cp if cp > 1 else 0.0
-    per_token = token_bytes(step, in_flight(step)) + gathered + stock_attention(step, 1, cp, 0)
+    per_token = (
+        token_bytes(step, in_flight(step)) + gathered + stock_attention(step, 1, cp, 0)
+    )
     return (step.costs.cluster.memory - states(step)) / per_token * cp
 
 
@@ -223,7 +307,16 @@ def _packed_documents(step: Step) -> FloatArray:
     tiles = np.ceil(lengths / tile)
     padded = np.where(divided, 2 * cp * np.ceil(lengths / (2 * cp * tile)), tiles)
     padding = padded / tiles
-    attention = np.stack([step.document_attention(forward) * padding / cp for forward in (True, False)])
-    token_seconds = sum(step.work(forward, 1.0) - step.work(forward, 0.0) for forward in (True, False))
-    seconds = step.layers * _repeated(step, attention).sum(axis=0) + token_seconds * lengths / cp
-    return np.stack([seconds, lengths / cp, *attention, divided * lengths, np.ones(len(lengths))])
+    attention = np.stack(
+        [step.document_attention(forward) * padding / cp for forward in (True, False)]
+    )
+    token_seconds = sum(
+        step.work(forward, 1.0) - step.work(forward, 0.0) for forward in (True, False)
+    )
+    seconds = (
+        step.layers * _repeated(step, attention).sum(axis=0)
+        + token_seconds * lengths / cp
+    )
+    return np.stack(
+        [seconds, lengths / cp, *attention, divided * lengths, np.ones(len(lengths))]
+    )

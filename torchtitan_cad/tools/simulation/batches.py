@@ -70,13 +70,19 @@ def draw_batches(documents: Documents) -> list[Batch]:
     for _ in range(documents.batches):
         ends, last = [], 0
         while last < documents.step_tokens:
-            drawn = rng.choice(documents.lengths, size=max(64, documents.step_tokens // 4096))
+            drawn = rng.choice(
+                documents.lengths, size=max(64, documents.step_tokens // 4096)
+            )
             ends.append(last + np.cumsum(drawn))
             last = int(ends[-1][-1])
-        cuts = np.union1d(np.concatenate(ends), np.arange(row, documents.step_tokens + 1, row))
+        cuts = np.union1d(
+            np.concatenate(ends), np.arange(row, documents.step_tokens + 1, row)
+        )
         cuts = cuts[cuts <= documents.step_tokens]
         lengths, of_row = np.diff(cuts, prepend=0), (cuts - 1) // row
-        batches.append(Batch(tuple(np.split(lengths, np.flatnonzero(np.diff(of_row)) + 1)), row))
+        batches.append(
+            Batch(tuple(np.split(lengths, np.flatnonzero(np.diff(of_row)) + 1)), row)
+        )
     return batches
 
 
@@ -94,7 +100,9 @@ def named_lengths(spec: str) -> IntArray:
     """
     kind, _, rest = spec.partition(":")
     if kind not in _OPTIONS:
-        raise ValueError(f"documents = {spec[:80]!r}: set a JSON file of lengths, or one of {', '.join(_OPTIONS)}")
+        raise ValueError(
+            f"documents = {spec[:80]!r}: set a JSON file of lengths, or one of {', '.join(_OPTIONS)}"
+        )
     options = {**_OPTIONS[kind], **_given_options(kind, spec, rest)}
     low = {"uniform": "min", "pretrain": "from"}.get(kind, "")
     if options.get(low, 0) > options.get("max", MOST) and options.get("long", 1) > 0:
@@ -116,14 +124,18 @@ def _given_options(kind: str, spec: str, items: str) -> dict[str, float]:
         key, _, text = item.partition("=")
         if key not in _OPTIONS[kind] or key in options:
             known = ",".join(f"{name}=..." for name in _OPTIONS[kind])
-            raise ValueError(f"documents = {spec[:80]!r}: {item[:40]!r} is none of {kind}:{known}, each of them once")
+            raise ValueError(
+                f"documents = {spec[:80]!r}: {item[:40]!r} is none of {kind}:{known}, each of them once"
+            )
         least, most = _BOUNDS.get(key, (1.0, MOST))
         try:
             options[key] = float(text)
         except ValueError:
             options[key] = float("nan")
         if not least <= options[key] <= most:
-            raise ValueError(f"documents = {spec[:80]!r}: {item[:40]!r} must be a number, {least:g} to {most:.10g}")
+            raise ValueError(
+                f"documents = {spec[:80]!r}: {item[:40]!r} must be a number, {least:g} to {most:.10g}"
+            )
     return options
 
 
@@ -134,8 +146,14 @@ def _sample(kind: str, options: dict[str, float]) -> np.ndarray:
             normal = np.random.default_rng(0).standard_normal(SAMPLES)
             drawn = options["median"] * np.exp(options["sigma"] * normal)
         case "pretrain":
-            drawn = np.exp(np.interp(100 * share, list(_PRETRAIN), np.log(list(_PRETRAIN.values()))))
-            drawn = _more_long(drawn * options["scale"], options["long"], options["from"])
+            drawn = np.exp(
+                np.interp(
+                    100 * share, list(_PRETRAIN), np.log(list(_PRETRAIN.values()))
+                )
+            )
+            drawn = _more_long(
+                drawn * options["scale"], options["long"], options["from"]
+            )
         case "uniform":
             drawn = options["min"] + share * (options["max"] - options["min"])
         case _:
@@ -152,9 +170,13 @@ def _more_long(lengths: np.ndarray, share: float, least: float) -> np.ndarray:
     long = lengths >= least
     tokens = lengths[long].sum()
     if share and not tokens:
-        raise ValueError(f"from = {least:.10g} is above all lengths; set from to {lengths.max():.0f} or less")
+        raise ValueError(
+            f"from = {least:.10g} is above all lengths; set from to {lengths.max():.0f} or less"
+        )
     if tokens >= share * lengths.sum():
         return lengths
     weight = np.where(long, share * lengths[~long].sum() / ((1 - share) * tokens), 1.0)
     ends = np.cumsum(weight) / weight.sum()
-    return lengths[np.searchsorted(ends, (np.arange(len(lengths)) + 0.5) / len(lengths))]
+    return lengths[
+        np.searchsorted(ends, (np.arange(len(lengths)) + 0.5) / len(lengths))
+    ]

@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_cad.planning import AttentionShape, LayerTimes, Plan, PlannerConfig, TileAreaCost
+from torchtitan_cad.planning import (
+    AttentionShape,
+    LayerTimes,
+    Plan,
+    PlannerConfig,
+    TileAreaCost,
+)
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.keeping import GRADIENT_BYTES, LOGIT_BYTES, Checkpointing
 from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel, cost_model
@@ -41,7 +47,10 @@ def elementwise_elements(model: Model, forward: bool) -> FloatArray:
     """
     norm, wide = (2, 3) if forward else (3, 5)
     rotary = 2 * model.head_dim * (model.heads + model.kv_heads)
-    return np.array([norm * model.hidden + rotary, (norm + 6) * model.hidden + wide * model.ffn], dtype=np.float64)
+    return np.array(
+        [norm * model.hidden + rotary, (norm + 6) * model.hidden + wide * model.ffn],
+        dtype=np.float64,
+    )
 
 
 @dataclass(frozen=True)
@@ -74,23 +83,46 @@ class Costs:
     before and after attention. Raises ValueError for heads that TP does not divide, or another attention's profile.
     """
 
-    def __init__(self, model: Model, cluster: Cluster, rates: Rates, tile: int = PlannerConfig.tile) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cluster: Cluster,
+        rates: Rates,
+        tile: int = PlannerConfig.tile,
+    ) -> None:
         self.model, self.cluster, self.rates = model, cluster, rates
-        self._regions: dict[tuple[float, bool, Checkpointing, bool], tuple[float, float]] = {}
+        self._regions: dict[
+            tuple[float, bool, Checkpointing, bool], tuple[float, float]
+        ] = {}
         self.kinds = model.kinds(cluster.tp)
         self.shape: AttentionShape = self.kinds[0].shape
-        self.parameters = np.array([model.pre_parameters(cluster.tp), model.post_parameters])
+        self.parameters = np.array(
+            [model.pre_parameters(cluster.tp), model.post_parameters]
+        )
         self.models: tuple[CostModel, CostModel]
         self.plan_cost: CostModel
         if (profile := rates.profile) is None:
             self.plan_cost = TileAreaCost(tile)
             self.models = self.plan_cost, self.plan_cost
-            keys, values, pairs = self.shape.head_dim, self.shape.out_dim, self.plan_cost.granularity**2
-            each = [pairs * self.shape.num_heads * one for one in (2 * (keys + values), 6 * keys + 4 * values)]
-            self.unit_seconds = each[0] / rates.attention_flops, each[1] / rates.backward_flops
+            keys, values, pairs = (
+                self.shape.head_dim,
+                self.shape.out_dim,
+                self.plan_cost.granularity**2,
+            )
+            each = [
+                pairs * self.shape.num_heads * one
+                for one in (2 * (keys + values), 6 * keys + 4 * values)
+            ]
+            self.unit_seconds = (
+                each[0] / rates.attention_flops,
+                each[1] / rates.backward_flops,
+            )
         else:
             self.plan_cost = profile.cost_model("both", self.shape)
-            self.models = profile.cost_model("forward", self.shape), profile.cost_model("backward", self.shape)
+            self.models = (
+                profile.cost_model("forward", self.shape),
+                profile.cost_model("backward", self.shape),
+            )
             self.unit_seconds = 1 / PICOSECONDS, 1 / PICOSECONDS
 
     def layer_times(self, ranks: int, overlaps: bool) -> LayerTimes:
@@ -99,10 +131,14 @@ class Costs:
         They are those with ``backward = "resend"``: plans then hold for every checkpointing.
         """
         tokens = PROBE_TOKENS * self.models[0].granularity
-        seconds = sum(float(self.document_seconds(np.array([tokens]), forward)[0]) for forward in (True, False))
+        seconds = sum(
+            float(self.document_seconds(np.array([tokens]), forward)[0])
+            for forward in (True, False)
+        )
         return LayerTimes(
             unit=seconds / int(self.plan_cost.prefix_cost(tokens)[-1]),
-            linear=(1 + BACKWARD_LINEAR) * self._product_seconds(int(self.parameters.sum())),
+            linear=(1 + BACKWARD_LINEAR)
+            * self._product_seconds(int(self.parameters.sum())),
             bytes_per_second=self.cluster.node,
             between_hosts=self.cluster.net,
             exchange=self.cluster.latency,
@@ -112,14 +148,18 @@ class Costs:
 
     def attention_seconds(self, loads: npt.ArrayLike, forward: bool) -> FloatArray:
         """Return the seconds of loads in units of ``models``."""
-        return np.asarray(loads, dtype=np.float64) * self.unit_seconds[0 if forward else 1]
+        return (
+            np.asarray(loads, dtype=np.float64) * self.unit_seconds[0 if forward else 1]
+        )
 
     def attention_model(self, forward: bool, window: int | None) -> CostModel:
         """Return the cost model of attention with this window."""
         base = self.models[0 if forward else 1]
         return cost_model(base, base.granularity, window)
 
-    def document_seconds(self, lengths: IntArray, forward: bool, window: int | None = None) -> FloatArray:
+    def document_seconds(
+        self, lengths: IntArray, forward: bool, window: int | None = None
+    ) -> FloatArray:
         """Return the seconds, [documents], of one layer's attention of whole documents of these lengths."""
         model = self.attention_model(forward, window)
         rows = -(-np.asarray(lengths) // model.granularity)
@@ -127,7 +167,11 @@ class Costs:
         return self.attention_seconds(prefix[rows], forward)
 
     def regions(
-        self, tokens: float, forward: bool, checkpointing: Checkpointing = "none", tp: bool = True
+        self,
+        tokens: float,
+        forward: bool,
+        checkpointing: Checkpointing = "none",
+        tp: bool = True,
     ) -> tuple[float, float]:
         """Return the seconds of a layer's work before and after core attention, for ``tokens`` of one rank.
 
@@ -142,15 +186,23 @@ class Costs:
         self, tokens: float, forward: bool, checkpointing: Checkpointing, tp: bool
     ) -> tuple[float, float]:
         model = self.model
-        again = 0.0 if forward else {"selective": 0.5, "linear": 1.0}.get(checkpointing, 0.0)
+        again = (
+            0.0
+            if forward
+            else {"selective": 0.5, "linear": 1.0}.get(checkpointing, 0.0)
+        )
         products = self._product_seconds(self.parameters)
         elements = elementwise_elements(model, forward)
         if again:  # selective checkpointing, too, saves products alone
             elements += elementwise_elements(model, True)
         factor = again + (1.0 if forward else BACKWARD_LINEAR)
-        seconds = tokens * (products * factor + self._memory_seconds(elements * model.dtype_bytes))
+        seconds = tokens * (
+            products * factor + self._memory_seconds(elements * model.dtype_bytes)
+        )
         if tp:
-            seconds += TP_COLLECTIVES * self.tp_seconds(tokens) * (2 if again == 1 else 1)
+            seconds += (
+                TP_COLLECTIVES * self.tp_seconds(tokens) * (2 if again == 1 else 1)
+            )
         return float(seconds[0]), float(seconds[1])
 
     def _product_seconds(self, parameters: Any) -> Any:
@@ -164,8 +216,12 @@ class Costs:
     def head_seconds(self, tokens: float, forward: bool) -> float:
         """Return the seconds of the output layer and the loss; pipelines are taken to share them evenly."""
         model = self.model
-        work = (1 if forward else BACKWARD_LINEAR) * self._product_seconds(model.hidden * model.vocabulary)
-        loss = self._memory_seconds(model.vocabulary * (model.dtype_bytes + (2 if forward else 1) * LOGIT_BYTES))
+        work = (1 if forward else BACKWARD_LINEAR) * self._product_seconds(
+            model.hidden * model.vocabulary
+        )
+        loss = self._memory_seconds(
+            model.vocabulary * (model.dtype_bytes + (2 if forward else 1) * LOGIT_BYTES)
+        )
         return tokens * (work + loss)
 
     def tp_seconds(self, tokens: float) -> float:
@@ -176,53 +232,93 @@ class Costs:
         num_bytes = tokens * self.model.hidden * self.model.dtype_bytes * (tp - 1) / tp
         return self.cluster.latency + num_bytes / self._bandwidth(tp)
 
-    def gather_seconds(self, tokens: npt.NDArray[Any], ranks: int, forward: bool, keep: bool = False) -> FloatArray:
+    def gather_seconds(
+        self, tokens: npt.NDArray[Any], ranks: int, forward: bool, keep: bool = False
+    ) -> FloatArray:
         """Return the seconds of all-gathers of the keys and values of ``tokens`` over ``ranks`` that share rows.
 
         Backward scatters their gradients and, unless ranks ``keep`` what they gathered, gathers again.
         """
         if ranks == 1:
             return np.zeros_like(tokens)
-        seconds = self.gathered_bytes(tokens, ranks, forward, keep) / self._bandwidth(ranks * self.cluster.tp)
+        seconds = self.gathered_bytes(tokens, ranks, forward, keep) / self._bandwidth(
+            ranks * self.cluster.tp
+        )
         collectives = 1 if forward or keep else 2
         return np.where(tokens > 0, collectives * self.cluster.latency + seconds, 0.0)
 
-    def gathered_bytes(self, tokens: Any, ranks: int, forward: bool, keep: bool = False) -> Any:
+    def gathered_bytes(
+        self, tokens: Any, ranks: int, forward: bool, keep: bool = False
+    ) -> Any:
         """Return the bytes that one of ``ranks`` receives in the exchange of ``gather_seconds``."""
         rows = RowBytes.of(self.shape)
-        per_token = rows.keys if forward else rows.key_gradients + (0 if keep else rows.keys)
+        per_token = (
+            rows.keys if forward else rows.key_gradients + (0 if keep else rows.keys)
+        )
         return tokens * per_token * (ranks - 1) / ranks
 
-    def parameter_seconds(self, parameters: float, group: int, gradients: bool) -> float:
+    def parameter_seconds(
+        self, parameters: float, group: int, gradients: bool
+    ) -> float:
         """Return the seconds of gathering ``parameters``, before TP, over a group of data- and context-parallel ranks,
         and maybe of reducing their gradients.
         """
         if group == 1:
             return 0.0
-        num_bytes = (self.model.dtype_bytes + gradients * GRADIENT_BYTES) * parameters / self.cluster.tp
-        within = min(group, self.cluster.group_per_node)  # of a node, which share what comes from others
+        num_bytes = (
+            (self.model.dtype_bytes + gradients * GRADIENT_BYTES)
+            * parameters
+            / self.cluster.tp
+        )
+        within = min(
+            group, self.cluster.group_per_node
+        )  # of a node, which share what comes from others
         bandwidth = self.cluster.node if group == within else self.cluster.net * within
         return num_bytes * (group - 1) / group / bandwidth
 
-    def transfers(self, plan: Plan, forward: bool, keep: bool) -> tuple[Transfer, Transfer]:
+    def transfers(
+        self, plan: Plan, forward: bool, keep: bool
+    ) -> tuple[Transfer, Transfer]:
         """Return the seconds of a layer's exchanges before and after its attention by a plan."""
         rows = RowBytes.of(self.shape, keep=keep)
-        there = (rows.forward_queries, rows.keys) if forward else (rows.backward_queries, 0 if keep else rows.keys)
-        back = (rows.outputs, 0) if forward else (rows.query_gradients, rows.key_gradients)
+        there = (
+            (rows.forward_queries, rows.keys)
+            if forward
+            else (rows.backward_queries, 0 if keep else rows.keys)
+        )
+        back = (
+            (rows.outputs, 0) if forward else (rows.query_gradients, rows.key_gradients)
+        )
         queries = plan.query_needs.sends
         both = queries | plan.key_needs.sends
-        return self._transfer(plan, there, both), self._transfer(plan, back, (queries if forward else both).T)
+        return self._transfer(plan, there, both), self._transfer(
+            plan, back, (queries if forward else both).T
+        )
 
-    def _transfer(self, plan: Plan, row_bytes: tuple[int, int], sends: npt.NDArray[np.bool_]) -> Transfer:
+    def _transfer(
+        self, plan: Plan, row_bytes: tuple[int, int], sends: npt.NDArray[np.bool_]
+    ) -> Transfer:
         hosts = self._hosts(plan.layout.num_ranks)
-        seconds = link_seconds(plan, row_bytes, hosts, self.cluster.node, self.cluster.net)
+        seconds = link_seconds(
+            plan, row_bytes, hosts, self.cluster.node, self.cluster.net
+        )
         seconds += self.cluster.latency * (sends.any(axis=0) | sends.any(axis=1))
         needs = zip((plan.query_needs, plan.key_needs), row_bytes, strict=True)
-        return Transfer(seconds, sends, float(sum(int(rows.rows_in.sum()) * num_bytes for rows, num_bytes in needs)))
+        return Transfer(
+            seconds,
+            sends,
+            float(
+                sum(int(rows.rows_in.sum()) * num_bytes for rows, num_bytes in needs)
+            ),
+        )
 
     def _hosts(self, ranks: int) -> tuple[int, ...]:
         """Return the number of every rank's node, in a CAD group."""
         return tuple(rank // self.cluster.group_per_node for rank in range(ranks))
 
     def _bandwidth(self, ranks: int) -> float:
-        return self.cluster.node if ranks <= self.cluster.ranks_per_node else self.cluster.net
+        return (
+            self.cluster.node
+            if ranks <= self.cluster.ranks_per_node
+            else self.cluster.net
+        )

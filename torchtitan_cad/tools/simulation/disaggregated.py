@@ -41,7 +41,12 @@ class Disaggregated:
         plans: that are known, to which others are added; by default a new dictionary.
     """
 
-    def __init__(self, step: Step, planner: str = PlannerConfig.planner, plans: Plans | None = None) -> None:
+    def __init__(
+        self,
+        step: Step,
+        planner: str = PlannerConfig.planner,
+        plans: Plans | None = None,
+    ) -> None:
         self.step, self.configuration, self._name = step, step.configuration, planner
         self._plans: Plans = {} if plans is None else plans
         self._known: dict[tuple[PoolKey, bool, bool], list[list[Nano]]] = {}
@@ -53,22 +58,42 @@ class Disaggregated:
         microbatches = self.step.microbatches
         if self._in_ticks:
             ticks = tick_schedule(self.step.pp, microbatches)
-            return [(tick.forward, tuple(sorted(work.microbatch for work in tick.work if work))) for tick in ticks]
-        return [(forward, (microbatch,)) for microbatch in range(microbatches) for forward in (True, False)]
+            return [
+                (
+                    tick.forward,
+                    tuple(sorted(work.microbatch for work in tick.work if work)),
+                )
+                for tick in ticks
+            ]
+        return [
+            (forward, (microbatch,))
+            for microbatch in range(microbatches)
+            for forward in (True, False)
+        ]
 
     @cached_property
     def starts(self) -> list[IntArray]:
         """Places where documents begin in the rows of every data-parallel rank."""
         rows = self.step.batch.rows
-        groups = [np.concatenate([rows[row] for row in order.ravel()]) for order in self.step.row_order]
+        groups = [
+            np.concatenate([rows[row] for row in order.ravel()])
+            for order in self.step.row_order
+        ]
         return [np.cumsum(lengths) - lengths for lengths in groups]
 
     @cached_property
     def layouts(self) -> list[list[TokenLayout]]:
         """Lay out every microbatch, or its halves, over the ranks of a stage, as loaders give them."""
         step, how = self.step, (self.configuration.cp, self.configuration.nano_batches)
-        shape = BatchShape(step.rows_per_rank * step.microbatches, step.batch.row_tokens, step.rows_per_rank)
-        return [nano_layouts(self.starts, shape, microbatch, *how) for microbatch in range(step.microbatches)]
+        shape = BatchShape(
+            step.rows_per_rank * step.microbatches,
+            step.batch.row_tokens,
+            step.rows_per_rank,
+        )
+        return [
+            nano_layouts(self.starts, shape, microbatch, *how)
+            for microbatch in range(step.microbatches)
+        ]
 
     @cached_property
     def homes(self) -> list[list[TokenLayout]]:
@@ -77,14 +102,23 @@ class Disaggregated:
             return self.layouts
         step, costs = self.step, self.step.costs
         kinds, config = costs.kinds[:1], self._config(step.ranks)
-        placed = plan_step(self.layouts, kinds, config, cost=costs.plan_cost, stages=step.pp)
+        placed = plan_step(
+            self.layouts, kinds, config, cost=costs.plan_cost, stages=step.pp
+        )
         return [microbatch.layouts for microbatch in placed]
 
     def plans(self, pool: PoolKey) -> list[list[Plan]]:
         """Plan a pool of microbatches, for every kind one plan per half; stages without a microbatch only serve."""
         if pool not in self._plans:
-            step, costs, ranks, stages = self.step, self.step.costs, self.step.ranks, self.step.pp
-            pools: list[PoolKey] = [(microbatch,) for microbatch in range(step.microbatches)]
+            step, costs, ranks, stages = (
+                self.step,
+                self.step.costs,
+                self.step.ranks,
+                self.step.pp,
+            )
+            pools: list[PoolKey] = [
+                (microbatch,) for microbatch in range(step.microbatches)
+            ]
             given = self.layouts
             if self._in_ticks:
                 working = [*pool, *[None] * (stages - len(pool))]
@@ -96,7 +130,9 @@ class Disaggregated:
             place = self.configuration.placement == "balanced" and not self._in_ticks
             columns = np.concatenate(self.starts) % step.batch.row_tokens
             how = costs.kinds, self._config(ranks), times, costs.plan_cost
-            planned = plan_step(given, *how, columns=columns, place=place, stages=stages)
+            planned = plan_step(
+                given, *how, columns=columns, place=place, stages=stages
+            )
             for key, microbatch in zip(pools, planned, strict=True):
                 self._plans[key] = [list(plans) for plans in microbatch.plans]
         return self._plans[pool]
@@ -105,29 +141,53 @@ class Disaggregated:
         """Return the step's time by parts, each what the step takes longer with it than with those before it."""
         even = self.step.even(self.configuration.schedule)
         ideal = even.total - even.synchronisation
-        balanced, alone, full = self.seconds(False, background=False), self.seconds(False), self.seconds(True)
+        balanced, alone, full = (
+            self.seconds(False, background=False),
+            self.seconds(False),
+            self.seconds(True),
+        )
         parts, num_bytes = even.unbalanced(balanced - ideal), self._exchanged_bytes()
         if num_bytes:  # otherwise FSDP2's waits are those of a step without CAD
-            parts = replace(parts, synchronisation=alone - balanced + self.step.final, exchange=full - alone)
+            parts = replace(
+                parts,
+                synchronisation=alone - balanced + self.step.final,
+                exchange=full - alone,
+            )
         return Outcome(parts, self.memory(), num_bytes, self._max_over_mean())
 
     def memory(self) -> Memory:
         """Estimate the memory of the fullest GPU; before anything is planned, without attention's working memory."""
-        step, nanos, gigabytes = self.step, self.configuration.nano_batches, self.configuration.receive_buffer_gb
-        flying, plans = in_flight(step, self.configuration.schedule), self._plans.values()
+        step, nanos, gigabytes = (
+            self.step,
+            self.configuration.nano_batches,
+            self.configuration.receive_buffer_gb,
+        )
+        flying, plans = (
+            in_flight(step, self.configuration.schedule),
+            self._plans.values(),
+        )
         return Memory(
             states=states(step),
             activations=step.tokens * token_bytes(step, flying, nanos),
             buffers=self._buffers,
-            attention=working_bytes(chain.from_iterable(plans), gigabytes) if plans else 0.0,
-            kept=max((kept_bytes(step, each, flying, self._kept_per_call) for each in plans), default=0.0),
+            attention=working_bytes(chain.from_iterable(plans), gigabytes)
+            if plans
+            else 0.0,
+            kept=max(
+                (kept_bytes(step, each, flying, self._kept_per_call) for each in plans),
+                default=0.0,
+            ),
         )
 
     @property
     def _buffers(self) -> int:
         """Bytes of all receive buffers."""
         nanos = self.configuration.nano_batches
-        return nanos * messages.BUFFERS_PER_CALL * messages.buffer_bytes(self.configuration.receive_buffer_gb, nanos)
+        return (
+            nanos
+            * messages.BUFFERS_PER_CALL
+            * messages.buffer_bytes(self.configuration.receive_buffer_gb, nanos)
+        )
 
     @cached_property
     def _kept_per_call(self) -> float:
@@ -142,7 +202,10 @@ class Disaggregated:
             times = [known[each] for each in self.passes]
             if self._in_ticks:
                 return float(sum(each.max() for each in times))
-            moved = [any(plan.moves_rows for plan in chain(*self.plans(pool))) for _, pool in self.passes[::2]]
+            moved = [
+                any(plan.moves_rows for plan in chain(*self.plans(pool)))
+                for _, pool in self.passes[::2]
+            ]
             return one_f_one_b(step.pp, times[::2], times[1::2], moved)
         streams = Streams(step.ranks)
         for forward, pool in self.passes:
@@ -157,10 +220,20 @@ class Disaggregated:
         self._pass(streams, forward, pool, exchange, background=False)
         return streams.compute
 
-    def _pass(self, streams: Streams, forward: bool, pool: PoolKey, exchange: bool, background: bool) -> None:
+    def _pass(
+        self,
+        streams: Streams,
+        forward: bool,
+        pool: PoolKey,
+        exchange: bool,
+        background: bool,
+    ) -> None:
         step = self.step
         busy = step.background(forward) if background else 0.0
-        nanos, order = self._nanos(pool, forward, exchange), step.kinds if forward else step.kinds[::-1]
+        nanos, order = (
+            self._nanos(pool, forward, exchange),
+            step.kinds if forward else step.kinds[::-1],
+        )
         head = step.head(forward) * sum(nano.share for nano in nanos[0])
         if not forward:
             streams.compute = streams.compute + head
@@ -168,7 +241,9 @@ class Disaggregated:
             streams.run(step.regions(forward), [nanos[kind] for kind in order], busy)
         else:  # halves do not overlap across layers, each of which backward computes again first
             for kind in order:
-                streams.run(step.block(True), [self._nanos(pool, True, exchange)[kind]], busy)
+                streams.run(
+                    step.block(True), [self._nanos(pool, True, exchange)[kind]], busy
+                )
                 if not forward:
                     streams.run(step.block(False), [nanos[kind]])
         streams.compute = np.maximum(streams.compute, streams.gathered)
@@ -178,8 +253,13 @@ class Disaggregated:
     def _nanos(self, pool: PoolKey, forward: bool, exchange: bool) -> list[list[Nano]]:
         key = (pool, forward, exchange)
         if key not in self._known:
-            kinds = [plans if forward else plans[::-1] for plans in self.plans(pool)]  # autograd: the last half first
-            self._known[key] = [[self._nano(plan, forward, exchange) for plan in plans] for plans in kinds]
+            kinds = [
+                plans if forward else plans[::-1] for plans in self.plans(pool)
+            ]  # autograd: the last half first
+            self._known[key] = [
+                [self._nano(plan, forward, exchange) for plan in plans]
+                for plans in kinds
+            ]
         return self._known[key]
 
     def _nano(self, plan: Plan, forward: bool, exchange: bool) -> Nano:
@@ -203,23 +283,50 @@ class Disaggregated:
 
     def _exchanged_bytes(self) -> float:
         """Bytes of the step, of all GPUs."""
-        step, again = self.step, [(True, pool) for forward, pool in self.passes if not forward]
+        step, again = (
+            self.step,
+            [(True, pool) for forward, pool in self.passes if not forward],
+        )
         passes = self.passes + again * step.repeats_forward
-        every = ((self._nanos(pool, forward, True), kind) for forward, pool in passes for kind in step.kinds)
+        every = (
+            (self._nanos(pool, forward, True), kind)
+            for forward, pool in passes
+            for kind in step.kinds
+        )
         nanos = [nano for kinds, kind in every for nano in kinds[kind]]
-        each = sum(transfer.num_bytes for nano in nanos for transfer in (nano.there, nano.back) if transfer)
+        each = sum(
+            transfer.num_bytes
+            for nano in nanos
+            for transfer in (nano.there, nano.back)
+            if transfer
+        )
         return each * (1 if self._in_ticks else step.pp) * step.costs.cluster.tp
 
     def _config(self, ranks: int) -> PlannerConfig:
-        config, node = self.configuration.planner_config(), self.step.costs.cluster.group_per_node
-        return replace(config, planner=self._name, ranks_per_node=node if 1 < node < ranks else None)
+        config, node = (
+            self.configuration.planner_config(),
+            self.step.costs.cluster.group_per_node,
+        )
+        return replace(
+            config,
+            planner=self._name,
+            ranks_per_node=node if 1 < node < ranks else None,
+        )
 
 
 def obstacle(step: Step) -> str:
     """Say why a step cannot run with CAD; empty if it can."""
     configuration, costs = step.configuration, step.costs
-    if configuration.nano_batches == 2 and costs.cluster.tp > 1 and step.rows_per_rank % 2:
+    if (
+        configuration.nano_batches == 2
+        and costs.cluster.tp > 1
+        and step.rows_per_rank % 2
+    ):
         return "TP takes halves of whole rows, and a microbatch has an odd number"
-    if step.pp > 1 and configuration.schedule == "CAD1F1B" and (len(costs.kinds) > 1 or costs.model.idle_ffn):
+    if (
+        step.pp > 1
+        and configuration.schedule == "CAD1F1B"
+        and (len(costs.kinds) > 1 or costs.model.idle_ffn)
+    ):
         return "stages in ticks attend together, which experts and layers of several kinds of attention do not"
     return ""

@@ -36,7 +36,12 @@ LEAST = 1e5
 
 
 def about(
-    help: str, unit: str | tuple | None, default: Any = MISSING, *, most: float = MAX_TOKENS, source: str = ""
+    help: str,
+    unit: str | tuple | None,
+    default: Any = MISSING,
+    *,
+    most: float = MAX_TOKENS,
+    source: str = "",
 ) -> Any:
     """Describe a field.
 
@@ -46,7 +51,10 @@ def about(
             values that the field can have; None: not checked.
         source: of the default.
     """
-    return field(default=default, metadata={"help": help, "unit": unit, "most": most, "source": source})
+    return field(
+        default=default,
+        metadata={"help": help, "unit": unit, "most": most, "source": source},
+    )
 
 
 class Checked:
@@ -63,17 +71,28 @@ class Checked:
                 continue
             value = values[each.name]
             if (value, each.default) != (None, None):
-                _check(f"{cls.__name__.lower()} {each.name}", value, each.default, **each.metadata)
+                _check(
+                    f"{cls.__name__.lower()} {each.name}",
+                    value,
+                    each.default,
+                    **each.metadata,
+                )
 
 
-def _check(key: str, value: Any, default: Any, unit: str | tuple, most: Any, **rest: str) -> None:
+def _check(
+    key: str, value: Any, default: Any, unit: str | tuple, most: Any, **rest: str
+) -> None:
     """Raise ValueError for a value that a described field cannot have."""
     if isinstance(unit, tuple):
         if value not in unit:
-            raise ValueError(f"{key} = {brief(value)}: set one of {', '.join(map(str, unit))}")
+            raise ValueError(
+                f"{key} = {brief(value)}: set one of {', '.join(map(str, unit))}"
+            )
     elif unit == "count":
         if not is_integer(value, 1, most):
-            raise ValueError(f"{key} = {brief(value)}: set a positive integer, at most {most}")
+            raise ValueError(
+                f"{key} = {brief(value)}: set a positive integer, at most {most}"
+            )
     elif unit == "s":
         if not is_number(value) or value < 0:
             raise ValueError(f"{key} = {brief(value)}: set seconds, 0 or more")
@@ -81,10 +100,14 @@ def _check(key: str, value: Any, default: Any, unit: str | tuple, most: Any, **r
             raise ValueError(f"{key} = {value:g} s: did you mean {value:g}e-6?")
     else:
         if not is_number(value) or value <= 0:
-            raise ValueError(f"{key} = {brief(value)}: set a positive number of {unit}, such as {default:g}")
+            raise ValueError(
+                f"{key} = {brief(value)}: set a positive number of {unit}, such as {default:g}"
+            )
         if value < LEAST:
             power = "e12" if default >= 1e12 else "e9"
-            raise ValueError(f"{key} = {value:g} {unit}: did you mean {value:g}{power}?")
+            raise ValueError(
+                f"{key} = {value:g} {unit}: did you mean {value:g}{power}?"
+            )
 
 
 @dataclass(frozen=True)
@@ -96,7 +119,10 @@ class Model(Checked):
     heads: int = about("Query heads.", "count")
     kv_heads: int = about("Key heads.", "count")
     head_dim: int = about("Elements per head.", "count")
-    ffn: int = about("Width of the gated MLP, or of the experts that a token passes through.", "count")
+    ffn: int = about(
+        "Width of the gated MLP, or of the experts that a token passes through.",
+        "count",
+    )
     vocabulary: int = about("Tokens of the vocabulary.", "count")
     dtype_bytes: int = about("Bytes of an element.", "count", 2)
     shared_ffn: int = about("", None, 0)
@@ -120,11 +146,20 @@ class Model(Checked):
         """Return the kinds of attention with the heads of a TP rank. Raises ValueError if they cannot be dealt out."""
         for key, heads in (("heads", self.heads), ("kv_heads", self.kv_heads)):
             if heads % tp:
-                raise ValueError(f"tp = {tp} does not divide the model's {key} = {heads}: set a divisor of it")
-        own = AttentionShape(self.heads // tp, self.kv_heads // tp, self.head_dim, self.dtype_bytes)
+                raise ValueError(
+                    f"tp = {tp} does not divide the model's {key} = {heads}: set a divisor of it"
+                )
+        own = AttentionShape(
+            self.heads // tp, self.kv_heads // tp, self.head_dim, self.dtype_bytes
+        )
         of_kinds = ("value_dim", "shared_dim", "window")
         return tuple(
-            replace(kind, shape=replace(own, **{name: getattr(kind.shape, name) for name in of_kinds}))
+            replace(
+                kind,
+                shape=replace(
+                    own, **{name: getattr(kind.shape, name) for name in of_kinds}
+                ),
+            )
             for kind in self.attention or [AttentionKind("full", self.layers, own)]
         )
 
@@ -138,9 +173,18 @@ class Model(Checked):
         All of ``tp`` ranks multiply by what makes latents and the shared part of keys, which counts for each.
         """
         shape = self.shape(1)
-        queries, keys = self.heads * shape.head_dim, self.kv_heads * (shape.key_dim + shape.out_dim)
-        undivided = tp * self.hidden * (self.query_rank + self.key_rank + shape.shared_dim)
-        return undivided + (self.query_rank or self.hidden) * queries + (self.key_rank or self.hidden) * keys
+        queries, keys = (
+            self.heads * shape.head_dim,
+            self.kv_heads * (shape.key_dim + shape.out_dim),
+        )
+        undivided = (
+            tp * self.hidden * (self.query_rank + self.key_rank + shape.shared_dim)
+        )
+        return (
+            undivided
+            + (self.query_rank or self.hidden) * queries
+            + (self.key_rank or self.hidden) * keys
+        )
 
     @property
     def post_parameters(self) -> int:
@@ -168,7 +212,9 @@ class Model(Checked):
     @property
     def held_parameters(self) -> float:
         """The same, of layers that a rank has gathered."""
-        return self.layers * self.gathered_parameters + 2 * self.hidden * self.vocabulary
+        return (
+            self.layers * self.gathered_parameters + 2 * self.hidden * self.vocabulary
+        )
 
 
 MODELS = {
@@ -186,17 +232,34 @@ class Cluster(Checked):
     ranks_per_node: int = about("GPUs of a node.", "count", 8, most=MAX_RANKS)
     tp: int = about("Tensor-parallel ranks.", "count", 1, most=MAX_RANKS)
     net: float = about(
-        "Bytes per second of a GPU between nodes.", "B/s", 40e9, source="all-to-alls over 400 Gb/s InfiniBand: assumed"
+        "Bytes per second of a GPU between nodes.",
+        "B/s",
+        40e9,
+        source="all-to-alls over 400 Gb/s InfiniBand: assumed",
     )
     node: float = about(
-        "Bytes per second of a GPU inside a node.", "B/s", 350e9, source="all-reduces of H100s: third-party, inferred"
+        "Bytes per second of a GPU inside a node.",
+        "B/s",
+        350e9,
+        source="all-reduces of H100s: third-party, inferred",
     )
     latency: float = about(
-        "Seconds of one exchange without bytes.", "s", 20e-6, most=1.0, source="starting and waiting: assumed"
+        "Seconds of one exchange without bytes.",
+        "s",
+        20e-6,
+        most=1.0,
+        source="starting and waiting: assumed",
     )
-    memory: float = about("Bytes of a GPU that a job can fill.", "B", 72e9, source="nine tenths of an H100's 80 GB")
+    memory: float = about(
+        "Bytes of a GPU that a job can fill.",
+        "B",
+        72e9,
+        source="nine tenths of an H100's 80 GB",
+    )
     fsdp: bool = about(
-        "Parameters are sharded as by FSDP2 (True), or the optimizer's state alone (False).", (True, False), True
+        "Parameters are sharded as by FSDP2 (True), or the optimizer's state alone (False).",
+        (True, False),
+        True,
     )
     replicas: int = about("", "count", 1, most=MAX_RANKS)
     """Data-parallel ranks between which nothing is sharded (HSDP)."""
@@ -217,7 +280,10 @@ class Rates(Checked):
     """Speed of one GPU. ``profile`` replaces both attention rates."""
 
     linear_flops: float = about(
-        "Operations per second of matrix products.", "FLOP/s", 640e12, source="H100, bf16: third-party"
+        "Operations per second of matrix products.",
+        "FLOP/s",
+        640e12,
+        source="H100, bf16: third-party",
     )
     attention_flops: float = about(
         "Operations per second of attention forward.",
@@ -238,7 +304,9 @@ class Rates(Checked):
         source="eight tenths of an H100's 3.35 TB/s: assumed",
     )
     seconds_per_step: float = about(
-        "Seconds of a step that do not grow with its tokens, such as the optimizer's.", "s", 0.0
+        "Seconds of a step that do not grow with its tokens, such as the optimizer's.",
+        "s",
+        0.0,
     )
     profile: Profile | None = None
 
@@ -272,8 +340,13 @@ class Documents(Checked):
     @classmethod
     def of_rows(cls, batches: Sequence[Sequence[Sequence[int]]]) -> Documents:
         """Take these batches: as many rows in each, of as many tokens. Raises ValueError for any that differ."""
-        given = tuple(tuple(np.array(row, dtype=np.int64) for row in rows) for rows in batches)
-        counts, tokens = {len(rows) for rows in given}, {int(row.sum()) for rows in given for row in rows}
+        given = tuple(
+            tuple(np.array(row, dtype=np.int64) for row in rows) for rows in batches
+        )
+        counts, tokens = (
+            {len(rows) for rows in given},
+            {int(row.sum()) for rows in given for row in rows},
+        )
         for what, found in (("rows in a batch", counts), ("tokens in a row", tokens)):
             if len(found) != 1:
                 raise ValueError(
@@ -281,15 +354,30 @@ class Documents(Checked):
                     "write equally many in each"
                 )
         lengths = np.concatenate([row for rows in given for row in rows])
-        return cls(lengths, tokens.pop(), int(lengths.sum()) // len(given), len(given), given=given)
+        return cls(
+            lengths,
+            tokens.pop(),
+            int(lengths.sum()) // len(given),
+            len(given),
+            given=given,
+        )
 
     def __post_init__(self) -> None:
         lengths = np.asarray(self.lengths)
-        if lengths.ndim != 1 or not lengths.size or lengths.dtype.kind not in "iu" or lengths.min() < 1:
-            raise ValueError(f"documents lengths = {brief(self.lengths)}: set positive integers, tokens of documents")
+        if (
+            lengths.ndim != 1
+            or not lengths.size
+            or lengths.dtype.kind not in "iu"
+            or lengths.min() < 1
+        ):
+            raise ValueError(
+                f"documents lengths = {brief(self.lengths)}: set positive integers, tokens of documents"
+            )
         super().__post_init__()
         if not is_integer(self.seed, 0, 2**62):
-            raise ValueError(f"documents seed = {brief(self.seed)}: set an integer, 0 or more")
+            raise ValueError(
+                f"documents seed = {brief(self.seed)}: set an integer, 0 or more"
+            )
         if self.step_tokens % self.row_tokens:
             raise ValueError(
                 f"documents step_tokens = {self.step_tokens}: set a multiple of row_tokens = {self.row_tokens}"
@@ -300,8 +388,18 @@ class Documents(Checked):
 class Configuration(Checked):
     """How a system divides and runs a step, whose tokens stay as they are."""
 
-    pp: int = about("Pipeline ranks; without a job, every system takes its best.", "count", 1, most=MAX_RANKS)
-    cp: int = about("Ranks that share a row; without a job, as many as rows need.", "count", 1, most=MAX_RANKS)
+    pp: int = about(
+        "Pipeline ranks; without a job, every system takes its best.",
+        "count",
+        1,
+        most=MAX_RANKS,
+    )
+    cp: int = about(
+        "Ranks that share a row; without a job, as many as rows need.",
+        "count",
+        1,
+        most=MAX_RANKS,
+    )
     microbatches: int = about("", "count", 1)
     checkpointing: Checkpointing = about(  # noqa: RUF009
         "Activation checkpointing: of nothing, every second matrix product, all but core attention, or whole layers. "
@@ -310,7 +408,9 @@ class Configuration(Checked):
         "none",
     )
     nano_batches: Literal[1, 2] = about(
-        "Halves of a microbatch that take turns; by default the better of 1 and 2.", (1, 2), 1
+        "Halves of a microbatch that take turns; by default the better of 1 and 2.",
+        (1, 2),
+        1,
     )
     schedule: Schedule = about("", SCHEDULES, "1F1B")  # noqa: RUF009
     tolerance: float | Literal["auto"] = about(
@@ -325,10 +425,15 @@ class Configuration(Checked):
         "auto",
     )
     placement: Placement = about(  # noqa: RUF009
-        "Ranks hold what their loaders gave them, or tokens are dealt anew.", PLACEMENTS, "loader"
+        "Ranks hold what their loaders gave them, or tokens are dealt anew.",
+        PLACEMENTS,
+        "loader",
     )
     packing_cp: int | None = about(
-        "Ranks over which packing_cp divides documents; by default the best number.", "count", None, most=MAX_RANKS
+        "Ranks over which packing_cp divides documents; by default the best number.",
+        "count",
+        None,
+        most=MAX_RANKS,
     )
     receive_buffer_gb: float | None = None
     """GB of all nano-batches' receive buffers on a GPU (``cad.receive_buffer_gb``); None: 0.65 a nano-batch."""
@@ -341,13 +446,29 @@ class Configuration(Checked):
 
     def planner_config(self) -> PlannerConfig:
         """Return the planner's options. Raises ValueError for a tolerance that is none."""
-        tolerance = PlannerConfig.tolerance if self.tolerance == "auto" else self.tolerance
+        tolerance = (
+            PlannerConfig.tolerance if self.tolerance == "auto" else self.tolerance
+        )
         return replace(self.planner, tolerance=tolerance, ranks_per_node=None)
 
     def changes(self, other: Configuration) -> dict[str, Any]:
         """Return the fields that differ from the other's, with the values here."""
-        return {key: value for key, value in vars(self).items() if value != getattr(other, key)}
+        return {
+            key: value
+            for key, value in vars(self).items()
+            if value != getattr(other, key)
+        }
 
 
-OPEN = frozenset({"pp", "cp", "microbatches", "checkpointing", "nano_batches", "schedule", "placement"})
+OPEN = frozenset(
+    {
+        "pp",
+        "cp",
+        "microbatches",
+        "checkpointing",
+        "nano_batches",
+        "schedule",
+        "placement",
+    }
+)
 """Fields of a configuration of which every system may take its best."""

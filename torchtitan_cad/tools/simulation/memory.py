@@ -9,7 +9,14 @@ import numpy as np
 
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
-from torchtitan_cad.planning.keeping import GRADIENT_BYTES, WORKING, KeepCapacity, Stage, kept_by_setting, kept_calls
+from torchtitan_cad.planning.keeping import (
+    GRADIENT_BYTES,
+    WORKING,
+    KeepCapacity,
+    Stage,
+    kept_by_setting,
+    kept_calls,
+)
 from torchtitan_cad.planning.memory import attention_memory, stock_memory
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.tools.simulation.inputs import MANY_RANKS
@@ -27,13 +34,18 @@ COMPARED = 32
 
 def in_flight(step: Step, schedule: str = "1F1B") -> int:
     """Count the microbatches whose activations the first pipeline rank keeps, at most."""
-    return min(step.microbatches, 2 * (step.pp - 1) + 1 if schedule == "CAD1F1B" else step.pp)
+    return min(
+        step.microbatches, 2 * (step.pp - 1) + 1 if schedule == "CAD1F1B" else step.pp
+    )
 
 
 def states(step: Step) -> float:
     """Count a GPU's bytes of weights, gradients and optimizer."""
     model, cluster = step.costs.model, step.costs.cluster
-    mine, held = (each / (cluster.tp * step.pp) for each in (model.parameters, model.held_parameters))
+    mine, held = (
+        each / (cluster.tp * step.pp)
+        for each in (model.parameters, model.held_parameters)
+    )
     whole = model.dtype_bytes + GRADIENT_BYTES
     if not cluster.fsdp:
         return held * whole + mine * ZERO1_BYTES / step.ranks
@@ -43,16 +55,33 @@ def states(step: Step) -> float:
     return mine * STATE_BYTES / sharded + (gathered if sharded > 1 else 0.0)
 
 
-def token_bytes(step: Step, microbatches_in_flight: int, nano_batches: int = 1) -> float:
+def token_bytes(
+    step: Step, microbatches_in_flight: int, nano_batches: int = 1
+) -> float:
     """Return the bytes of activations of the fullest pipeline rank per token of a microbatch."""
     model, tp = step.costs.model, step.costs.cluster.tp
-    stage = Stage(step.layers, model.hidden, model.ffn, model.vocabulary, model.shape(1), tp, step.pp > 1)
-    return stage.token_bytes(step.configuration.checkpointing, microbatches_in_flight, nano_batches)
+    stage = Stage(
+        step.layers,
+        model.hidden,
+        model.ffn,
+        model.vocabulary,
+        model.shape(1),
+        tp,
+        step.pp > 1,
+    )
+    return stage.token_bytes(
+        step.configuration.checkpointing, microbatches_in_flight, nano_batches
+    )
 
 
-def memory_without_cad(step: Step, tokens: float, keys: float, documents: int, gathered: float = 0.0) -> Memory:
+def memory_without_cad(
+    step: Step, tokens: float, keys: float, documents: int, gathered: float = 0.0
+) -> Memory:
     """Return the memory of a GPU whose attention has ``keys`` for ``tokens`` queries."""
-    activations, attention = tokens * token_bytes(step, in_flight(step)), stock_attention(step, tokens, keys, documents)
+    activations, attention = (
+        tokens * token_bytes(step, in_flight(step)),
+        stock_attention(step, tokens, keys, documents),
+    )
     return Memory(states(step), activations, gathered, attention=attention)
 
 
@@ -61,9 +90,14 @@ def stock_attention(step: Step, queries: float, keys: float, documents: int) -> 
     return max(stock_memory(step.costs.shape, round(queries), round(keys), documents))
 
 
-def working_bytes(plans: Iterable[list[Plan]], receive_buffer_gb: float | None) -> float:
+def working_bytes(
+    plans: Iterable[list[Plan]], receive_buffer_gb: float | None
+) -> float:
     """Return the bytes of working memory of attention by those halves' plans that give a server the most rows."""
-    fullest = max(plans, key=lambda halves: max(_served_rows(plan).max(initial=0) for plan in halves))
+    fullest = max(
+        plans,
+        key=lambda halves: max(_served_rows(plan).max(initial=0) for plan in halves),
+    )
     ranks = None
     if fullest[0].layout.num_ranks > MANY_RANKS:
         rows = sum(_served_rows(plan) + plan.layout.tokens_per_rank for plan in fullest)
@@ -76,7 +110,9 @@ def _served_rows(plan: Plan) -> FloatArray:
     """Return rows of queries and keys, [ranks], of every server's tasks."""
     tasks = plan.tasks
     rows = tasks["q_end"] - tasks["q_start"] + tasks["kv_end"] - tasks["kv_start"]
-    return np.bincount(tasks["server"], weights=rows, minlength=plan.layout.num_ranks).astype(np.float64)
+    return np.bincount(
+        tasks["server"], weights=rows, minlength=plan.layout.num_ranks
+    ).astype(np.float64)
 
 
 def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
@@ -91,23 +127,39 @@ def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
     attention = WORKING * stock_attention(step, step.tokens, step.tokens, documents)
     calls = kept_calls(step.layers, flying, nano_batches, configuration.checkpointing)
     return KeepCapacity(
-        step.costs.cluster.memory, states(step) + activations + buffers + attention, calls
+        step.costs.cluster.memory,
+        states(step) + activations + buffers + attention,
+        calls,
     ).bytes_per_call
 
 
-def kept_bytes(step: Step, kinds: list[list[Plan]], microbatches_in_flight: int, bytes_per_call: float) -> float:
+def kept_bytes(
+    step: Step,
+    kinds: list[list[Plan]],
+    microbatches_in_flight: int,
+    bytes_per_call: float,
+) -> float:
     """Return the bytes that the fullest server keeps for backward, by the plans of one microbatch.
 
     Full checkpointing keeps those of one layer at a time.
     """
-    rows, nothing = RowBytes.of(step.costs.shape), np.zeros(kinds[0][0].layout.num_ranks, dtype=np.int64)
+    rows, nothing = (
+        RowBytes.of(step.costs.shape),
+        np.zeros(kinds[0][0].layout.num_ranks, dtype=np.int64),
+    )
 
     def kept_rows(plan: Plan) -> tuple[IntArray, IntArray]:
         keeps = plan.most_rows.are_kept(plan.shape, bytes_per_call)
-        return (plan.query_needs.rows_in, plan.key_needs.rows_in) if keeps else (nothing, nothing)
+        return (
+            (plan.query_needs.rows_in, plan.key_needs.rows_in)
+            if keeps
+            else (nothing, nothing)
+        )
 
     moved = [[kept_rows(plan) for plan in plans] for plans in kinds]
-    received = np.array([rows.forward_queries, rows.keys]) @ np.sum(moved, axis=1)  # [kinds, ranks]
+    received = np.array([rows.forward_queries, rows.keys]) @ np.sum(
+        moved, axis=1
+    )  # [kinds, ranks]
     if step.repeats_forward:
         return float(received.max())
     return microbatches_in_flight * float(received[step.kinds].sum(axis=0).max())

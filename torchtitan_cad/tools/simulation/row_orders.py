@@ -27,7 +27,12 @@ def row_orders(work: FloatArray, ranks: int, microbatches: int) -> list[IntArray
     return [
         equal_work(work, rows, ranks * microbatches).reshape(ranks, microbatches, -1),
         np.stack([equal_work(work, each, ranks) for each in heaviest], axis=1),
-        np.stack([equal_work(work, each, microbatches) for each in equal_work(work, rows, ranks)]),
+        np.stack(
+            [
+                equal_work(work, each, microbatches)
+                for each in equal_work(work, rows, ranks)
+            ]
+        ),
     ]
 
 
@@ -37,7 +42,10 @@ def equal_work(work: FloatArray, rows: IntArray, parts: int) -> IntArray:
     Then the part of most work swaps a row with another part, as long as both have less than it had.
     """
     size = len(rows) // parts
-    heap, lists = [(0.0, part) for part in range(parts)], [list[int]() for _ in range(parts)]
+    heap, lists = (
+        [(0.0, part) for part in range(parts)],
+        [list[int]() for _ in range(parts)],
+    )
     for row in rows[np.argsort(-work[rows], kind="stable")].tolist():
         load, part = heapq.heappop(heap)
         lists[part].append(row)
@@ -54,11 +62,16 @@ def equal_work(work: FloatArray, rows: IntArray, parts: int) -> IntArray:
         mine, part, theirs = np.unravel_index(most.argmin(), most.shape)
         if most[mine, part, theirs] >= loads[heavy] * (1 - 1e-9):
             break
-        distributed[heavy, mine], distributed[part, theirs] = distributed[part, theirs], distributed[heavy, mine]
+        distributed[heavy, mine], distributed[part, theirs] = (
+            distributed[part, theirs],
+            distributed[heavy, mine],
+        )
     return distributed
 
 
-def distribute_under_cap(work: FloatArray, tokens: IntArray, parts: int, cap: float) -> IntArray | None:
+def distribute_under_cap(
+    work: FloatArray, tokens: IntArray, parts: int, cap: float
+) -> IntArray | None:
     """Distribute documents to parts of at most ``cap`` tokens: the heaviest first, to the part of least work that has
     capacity.
 

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from torchtitan_cad.tools.simulation.baselines import packed, packing_cp, perfect, reorder, row_gathers
+from torchtitan_cad.tools.simulation.baselines import (
+    packed,
+    packing_cp,
+    perfect,
+    reorder,
+    row_gathers,
+)
 from torchtitan_cad.tools.simulation.batches import Batch
 from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.disaggregated import Disaggregated, Plans, obstacle
@@ -61,7 +67,11 @@ class Trial:
     @property
     def seconds(self) -> float:
         """Per step, the mean over the batches; infinite if it does not fit."""
-        return statistics.fmean(o.seconds for o in self.outcomes) if self.fits else math.inf
+        return (
+            statistics.fmean(o.seconds for o in self.outcomes)
+            if self.fits
+            else math.inf
+        )
 
     def part(self, name: str) -> float:
         """Return the seconds of one of ``PARTS``, the mean over the batches."""
@@ -80,8 +90,15 @@ class Trial:
         """Compare the speed with another's: least, mean and most over the batches. None if one does not fit."""
         if not (self.fits and other.fits):
             return None
-        ratios = [theirs.seconds / mine.seconds for mine, theirs in zip(self.outcomes, other.outcomes, strict=True)]
-        return {"min": min(ratios), "mean": statistics.fmean(ratios), "max": max(ratios)}
+        ratios = [
+            theirs.seconds / mine.seconds
+            for mine, theirs in zip(self.outcomes, other.outcomes, strict=True)
+        ]
+        return {
+            "min": min(ratios),
+            "mean": statistics.fmean(ratios),
+            "max": max(ratios),
+        }
 
 
 @dataclass(eq=False)
@@ -108,8 +125,12 @@ class Search:
     _plans: dict[tuple[str, Configuration], Plans] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.costs = Costs(self.model, self.cluster, self.rates, self.asked.planner.cost_tile)
-        fixed = [getattr(self.asked, name) for name in ("pp", "cp") if name not in self.open]
+        self.costs = Costs(
+            self.model, self.cluster, self.rates, self.asked.planner.cost_tile
+        )
+        fixed = [
+            getattr(self.asked, name) for name in ("pp", "cp") if name not in self.open
+        ]
         if self.cluster.ranks % (product := self.cluster.tp * math.prod(fixed)):
             raise ValueError(
                 f"cluster ranks = {self.cluster.ranks}: not a multiple of tp x pp x cp = {product}; set a multiple of "
@@ -121,15 +142,21 @@ class Search:
         """Count the first batches on which configurations are ranked."""
         return min(1 if self.cluster.is_large else TRIED, len(self.batches))
 
-    def step(self, system: str, configuration: Configuration, batch: Batch | None = None) -> Step | None:
+    def step(
+        self, system: str, configuration: Configuration, batch: Batch | None = None
+    ) -> Step | None:
         """Divide a batch, by default the first; None if it cannot be. Rows bind neither packing nor ``perfect``."""
         ranks, rest = divmod(self.cluster.ranks, self.cluster.tp * configuration.pp)
         if rest or ranks % configuration.cp:
             return None
         step = Step(self.costs, batch or self.batches[0], configuration)
-        return step if system in ("packing_cp", "perfect") or step.has_whole_rows else None
+        return (
+            step if system in ("packing_cp", "perfect") or step.has_whole_rows else None
+        )
 
-    def run(self, system: str, configuration: Configuration, batches: int | None = None) -> Trial:
+    def run(
+        self, system: str, configuration: Configuration, batches: int | None = None
+    ) -> Trial:
         """Simulate a configuration, once, on the first ``batches``, by default on all."""
         trial = Trial(configuration)
         for number in range(1, (batches or len(self.batches)) + 1):
@@ -147,7 +174,9 @@ class Search:
             return Trial(configuration, reason=reason)
         step = self.step(system, configuration, self.batches[number - 1])
         if step is None:
-            return Trial(configuration, reason="the step's rows do not divide into these parts")
+            return Trial(
+                configuration, reason="the step's rows do not divide into these parts"
+            )
         memory = 0.0
         if system in BASELINES:
             outcome = BASELINES[system](step)
@@ -156,11 +185,21 @@ class Search:
         elif reason := obstacle(step):
             return Trial(configuration, reason=reason)
         else:
-            changes = ", ".join(f"{key} {value}" for key, value in configuration.changes(self.asked).items())
-            self.progress(f"{system}: batch {number} of {len(self.batches)}, {changes or 'as asked'}")
+            changes = ", ".join(
+                f"{key} {value}"
+                for key, value in configuration.changes(self.asked).items()
+            )
+            self.progress(
+                f"{system}: batch {number} of {len(self.batches)}, {changes or 'as asked'}"
+            )
             # Those of the first batch are kept; checkpointing and ``backward`` do not change them.
-            plans = (system, replace(configuration, checkpointing="none", backward="resend"))
-            cad = Disaggregated(step, system, self._plans.setdefault(plans, {}) if number == 1 else {})
+            plans = (
+                system,
+                replace(configuration, checkpointing="none", backward="resend"),
+            )
+            cad = Disaggregated(
+                step, system, self._plans.setdefault(plans, {}) if number == 1 else {}
+            )
             memory = cad.memory().total  # without what plans take
             outcome = cad.outcome() if memory <= self.cluster.memory else None
         most = max(before.memory, memory, outcome.memory.total if outcome else 0.0)
@@ -180,29 +219,43 @@ class Search:
         tried, fails = dict[int, Trial](), set[int]()
         waiting = sorted(bounds, reverse=True)
         while True:
-            ranked = sorted((trial.seconds, number) for number, trial in tried.items() if trial.fits)
-            finalists = [(seconds, number) for seconds, number in ranked if number not in fails][:FINALISTS]
+            ranked = sorted(
+                (trial.seconds, number) for number, trial in tried.items() if trial.fits
+            )
+            finalists = [
+                (seconds, number) for seconds, number in ranked if number not in fails
+            ][:FINALISTS]
             least = finalists[-1][0] if len(finalists) == FINALISTS else math.inf
             if waiting and waiting[-1][0] * (1 - ROUNDING) <= least:
                 number = waiting.pop()[1]
-                self.progress(f"{system}: {len(tried) + 1} of at most {len(candidates)} configurations")
+                self.progress(
+                    f"{system}: {len(tried) + 1} of at most {len(candidates)} configurations"
+                )
                 tried[number] = self.run(system, candidates[number], len(batches))
                 continue
-            trials = {number: self.run(system, candidates[number]) for _, number in finalists}
+            trials = {
+                number: self.run(system, candidates[number]) for _, number in finalists
+            }
             failing = {number for number, trial in trials.items() if not trial.fits}
             if not failing:
                 none = self.none([tried[number] for number in sorted(tried)])
-                return min(trials.values(), key=lambda trial: trial.seconds, default=none)
+                return min(
+                    trials.values(), key=lambda trial: trial.seconds, default=none
+                )
             fails |= failing
 
-    def _least_seconds(self, system: str, configuration: Configuration, batches: Sequence[Batch]) -> float:
+    def _least_seconds(
+        self, system: str, configuration: Configuration, batches: Sequence[Batch]
+    ) -> float:
         """Return seconds that no baseline's mean step over the batches is below: balanced, with the shortest bubble."""
         step = self.step(system, configuration)
         if step is None:
             return math.inf
         even = [replace(step, batch=batch).even("CAD1F1B") for batch in batches]
         balanced = statistics.fmean(parts.total for parts in even)
-        if system == "packing_cp":  # which may leave the first and the last microbatches empty, and few keys to gather
+        if (
+            system == "packing_cp"
+        ):  # which may leave the first and the last microbatches empty, and few keys to gather
             return balanced - even[0].bubble
         return balanced + (row_gathers(step) if system != "perfect" else 0.0)
 
@@ -214,12 +267,19 @@ class Search:
         best, tried = Trial(self.asked), list[Trial]()
         for each in candidates:
             now, places = best.configuration, each.placement != "loader"
-            if best.fits and not places and each.pp == 1 == now.pp and each.microbatches > now.microbatches:
+            if (
+                best.fits
+                and not places
+                and each.pp == 1 == now.pp
+                and each.microbatches > now.microbatches
+            ):
                 continue  # without a pipeline smaller microbatches only leave less to balance
             if self.bound(planner, each) < best.seconds:
                 tried.append(self.run(planner, each, 1))
                 best = min(best, tried[-1], key=lambda trial: trial.seconds)
-        fitting = sorted((trial for trial in tried if trial.fits), key=lambda trial: trial.seconds)
+        fitting = sorted(
+            (trial for trial in tried if trial.fits), key=lambda trial: trial.seconds
+        )
         for first in range(0, len(fitting), FINALISTS):
             finalists = fitting[first : first + FINALISTS]
             few = [self.run(planner, one.configuration, self.few) for one in finalists]
@@ -231,38 +291,72 @@ class Search:
     def placed(self, planner: str, candidates: Sequence[Configuration]) -> Trial:
         """Return CAD's fastest trial, maybe with documents placed, since ``packing_cp`` deals documents anew, too."""
         now = self.fastest_cad(planner, candidates).configuration
-        ways = product(self._choices("placement", PLACEMENTS[1:]), self._choices("nano_batches", (1, 2)))
-        return self.fastest_cad(planner, [now, *(replace(now, placement=p, nano_batches=n) for p, n in ways)])
+        ways = product(
+            self._choices("placement", PLACEMENTS[1:]),
+            self._choices("nano_batches", (1, 2)),
+        )
+        return self.fastest_cad(
+            planner,
+            [now, *(replace(now, placement=p, nano_batches=n) for p, n in ways)],
+        )
 
     def bound(self, planner: str, configuration: Configuration) -> float:
         """Return the seconds of a step if everything were balanced and hidden; infinite if it cannot be divided so."""
         step = self.step(planner, configuration)
-        return step.even(configuration.schedule).total if step and not obstacle(step) else math.inf
+        return (
+            step.even(configuration.schedule).total
+            if step and not obstacle(step)
+            else math.inf
+        )
 
     def none(self, tried: list[Trial]) -> Trial:
         """Return the trial that is nearest to fitting, of some that do not."""
         if known := [trial for trial in tried if trial.memory and not trial.fits]:
             return min(known, key=lambda trial: trial.memory)
-        return Trial(self.asked, reason="no configuration fits the memory" if tried else "these settings cannot run")
+        return Trial(
+            self.asked,
+            reason="no configuration fits the memory"
+            if tried
+            else "these settings cannot run",
+        )
 
-    def candidates(self, system: str, placement: Placement = "loader") -> list[Configuration]:
+    def candidates(
+        self, system: str, placement: Placement = "loader"
+    ) -> list[Configuration]:
         """List the configurations of a system, for CAD the most promising first."""
         found = list[Configuration]()
         cp, rows = 1 if "cp" in self.open else self.asked.cp, len(self.batches[0].rows)
-        pps = [2**i for i in range(MAX_PP.bit_length()) if self.cluster.ranks % (self.cluster.tp * 2**i * cp) == 0]
+        pps = [
+            2**i
+            for i in range(MAX_PP.bit_length())
+            if self.cluster.ranks % (self.cluster.tp * 2**i * cp) == 0
+        ]
         for kind in self._choices("checkpointing", CHECKPOINTING):
             for pp in self._choices("pp", pps):
                 # Powers of two and divisors of the rows, less those that leave a pipeline emptier than half.
                 most = MAX_MICROBATCHES * pp
-                every = [m for m in range(1, most + 1) if (m & (m - 1) == 0 or rows % m == 0) and 2 * m >= pp]
+                every = [
+                    m
+                    for m in range(1, most + 1)
+                    if (m & (m - 1) == 0 or rows % m == 0) and 2 * m >= pp
+                ]
                 for m in self._choices("microbatches", every):
-                    now = replace(self.asked, placement=placement, checkpointing=kind, pp=pp, microbatches=m)
+                    now = replace(
+                        self.asked,
+                        placement=placement,
+                        checkpointing=kind,
+                        pp=pp,
+                        microbatches=m,
+                    )
                     found += self._ways(system, now)
         if system in BASELINES:
             return found
         bounds = {each: self.bound(system, each) for each in found}
         possible = [each for each in found if bounds[each] < math.inf]
-        return sorted(possible, key=lambda each: (bounds[each], each.microbatches, -each.nano_batches))
+        return sorted(
+            possible,
+            key=lambda each: (bounds[each], each.microbatches, -each.nano_batches),
+        )
 
     def _choices(self, name: str, every: Sequence[Any]) -> Sequence[Any]:
         return every if name in self.open else [getattr(self.asked, name)]
@@ -274,7 +368,11 @@ class Search:
         if system == "perfect":
             yield replace(now, cp=1)
         elif system == "packing_cp":
-            for cp in divisors if now.packing_cp is None else {now.packing_cp}.intersection(divisors):
+            for cp in (
+                divisors
+                if now.packing_cp is None
+                else {now.packing_cp}.intersection(divisors)
+            ):
                 if now.microbatches * (ranks // cp) <= len(batch.lengths):
                     yield replace(now, cp=cp, backward="resend")
                     if cp > 1:
@@ -282,8 +380,12 @@ class Search:
         else:
             ways = dict[int, int]()
             for cp in self._choices("cp", divisors):
-                if step := self.step(system, replace(now, cp=cp)):  # placed, documents are not bound to a row's ranks
-                    ways.setdefault(cp if now.placement == "loader" else step.rows_per_rank % 2, cp)
+                if step := self.step(
+                    system, replace(now, cp=cp)
+                ):  # placed, documents are not bound to a row's ranks
+                    ways.setdefault(
+                        cp if now.placement == "loader" else step.rows_per_rank % 2, cp
+                    )
             divided = [replace(now, cp=cp) for cp in ways.values()]
             if system in BASELINES:
                 yield from divided
@@ -296,11 +398,15 @@ class Search:
     def _orders_of_work(self, chosen: Configuration) -> Iterator[Configuration]:
         """Yield CAD's schedules and numbers of nano-batches."""
         schedules = self._choices("schedule", SCHEDULES)
-        if chosen.pp > 1 and chosen.backward == "keep":  # schedules in ticks refuse to keep rows
+        if (
+            chosen.pp > 1 and chosen.backward == "keep"
+        ):  # schedules in ticks refuse to keep rows
             schedules = ["1F1B"]
         if chosen.pp == 1:
             schedules = schedules[:1]
-        for schedule, nano_batches in product(schedules, self._choices("nano_batches", (1, 2))):
+        for schedule, nano_batches in product(
+            schedules, self._choices("nano_batches", (1, 2))
+        ):
             yield replace(chosen, schedule=schedule, nano_batches=nano_batches)
 
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from torchtitan_cad.planning.text import aligned
 from torchtitan_cad.tools.simulation.batches import draw_batches
-from torchtitan_cad.tools.simulation.inputs import OPEN, Cluster, Configuration, Documents, Model, Rates
+from torchtitan_cad.tools.simulation.inputs import (
+    OPEN,
+    Cluster,
+    Configuration,
+    Documents,
+    Model,
+    Rates,
+)
 from torchtitan_cad.tools.simulation.search import Progress, Search, Trial
 from torchtitan_cad.tools.simulation.step import Parts
 
@@ -40,21 +47,34 @@ class Report:
 
     def share_of_perfect(self, name: str) -> float:
         """Return perfect's seconds over the system's; 0 for one that does not fit."""
-        return self.systems["perfect"].seconds / self.systems[name].seconds if self.systems[name].fits else 0.0
+        return (
+            self.systems["perfect"].seconds / self.systems[name].seconds
+            if self.systems[name].fits
+            else 0.0
+        )
 
     def configuration(self, name: str) -> dict[str, Any]:
         """Return what a system chose."""
         chosen = self.systems[name].configuration
-        return {key: getattr(chosen, key) for key in SYSTEMS[name] if key != "schedule" or chosen.pp > 1}
+        return {
+            key: getattr(chosen, key)
+            for key in SYSTEMS[name]
+            if key != "schedule" or chosen.pp > 1
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Turn the report into values that JSON can hold."""
-        return {"step_tokens": self.step_tokens, "systems": {name: self._system(name) for name in self.systems}}
+        return {
+            "step_tokens": self.step_tokens,
+            "systems": {name: self._system(name) for name in self.systems},
+        }
 
     def _system(self, name: str) -> dict[str, Any]:
         system, perfect = self.systems[name], self.systems["perfect"]
         if not system.fits:
-            none = dict.fromkeys(("seconds_per_step", "tokens_per_second", "share_of_perfect"))
+            none = dict.fromkeys(
+                ("seconds_per_step", "tokens_per_second", "share_of_perfect")
+            )
             return {**none, "fits": False, "reason": system.reason}
         fullest = max(system.outcomes, key=lambda outcome: outcome.memory.total).memory
         return {
@@ -64,9 +84,18 @@ class Report:
             "fits": True,
             "max_over_mean": system.max_over_mean,
             "parts": {part: system.part(part) for part in PARTS},
-            "lost_to_perfect": {part: (system.part(part) - perfect.part(part)) / system.seconds for part in PARTS},
-            "speedup_over": {other: system.over(self.systems[other]) for other in BASELINES if other != name},
-            "exchanged_bytes_per_step": statistics.fmean(outcome.exchanged_bytes for outcome in system.outcomes),
+            "lost_to_perfect": {
+                part: (system.part(part) - perfect.part(part)) / system.seconds
+                for part in PARTS
+            },
+            "speedup_over": {
+                other: system.over(self.systems[other])
+                for other in BASELINES
+                if other != name
+            },
+            "exchanged_bytes_per_step": statistics.fmean(
+                outcome.exchanged_bytes for outcome in system.outcomes
+            ),
             "configuration": self.configuration(name),
             "memory_bytes": {**asdict(fullest), "total": fullest.total},
             "seconds_per_batch": [outcome.seconds for outcome in system.outcomes],
@@ -74,23 +103,45 @@ class Report:
 
     def table(self) -> str:
         """Return a line per system: seconds by part, imbalance, tokens per second, memory; then speed-ups."""
-        slowest = max((system.seconds for system in self.systems.values() if system.fits), default=1.0)
+        slowest = max(
+            (system.seconds for system in self.systems.values() if system.fits),
+            default=1.0,
+        )
         scale, unit = (1.0, "s") if slowest >= 1 else (1e3, "ms")
-        rows = [["system", f"{unit}/step", *PARTS, "max/mean", "tokens/s", "of perfect", "GB", "configuration"]]
+        rows = [
+            [
+                "system",
+                f"{unit}/step",
+                *PARTS,
+                "max/mean",
+                "tokens/s",
+                "of perfect",
+                "GB",
+                "configuration",
+            ]
+        ]
         for name, system in self.systems.items():
             if not system.fits:
                 rows.append([name, *["-"] * (len(rows[0]) - 2), system.reason])
                 continue
-            seconds = [scale * each for each in (system.seconds, *map(system.part, PARTS))]
+            seconds = [
+                scale * each for each in (system.seconds, *map(system.part, PARTS))
+            ]
             rows.append(
                 [
                     name,
-                    *(f"{each:z.3f}" if abs(each) < 100 else f"{each:z.1f}" for each in seconds),
+                    *(
+                        f"{each:z.3f}" if abs(each) < 100 else f"{each:z.1f}"
+                        for each in seconds
+                    ),
                     f"{system.max_over_mean:.3f}",
                     f"{self.step_tokens / system.seconds:,.0f}",
                     f"{self.share_of_perfect(name):.3f}",
                     f"{system.memory / 1e9:.0f}",
-                    " ".join(f"{key} {value}" for key, value in self.configuration(name).items()),
+                    " ".join(
+                        f"{key} {value}"
+                        for key, value in self.configuration(name).items()
+                    ),
                 ]
             )
         return "\n".join([aligned(rows, (0, len(rows[0]) - 1)), *self._speedups()])
@@ -107,7 +158,11 @@ class Report:
         steps = [outcome.seconds for outcome in system.outcomes]
         means = f"means of {len(steps)} steps"
         if len(steps) > 1:
-            error = statistics.stdev(steps) / math.sqrt(len(steps)) / statistics.fmean(steps)
+            error = (
+                statistics.stdev(steps)
+                / math.sqrt(len(steps))
+                / statistics.fmean(steps)
+            )
             means += f", cad's with a standard error of {100 * error:.2g} %"
         return [f"cad: {', '.join(texts)}; {means}"] if texts else []
 
@@ -134,23 +189,40 @@ def simulate(
     """
     asked = configuration or Configuration()
     progress("drawing documents")
-    search = Search(model, cluster, draw_batches(documents), rates or Rates(), asked, open, progress=progress)
+    search = Search(
+        model,
+        cluster,
+        draw_batches(documents),
+        rates or Rates(),
+        asked,
+        open,
+        progress=progress,
+    )
     if not search.candidates("packed"):
         raise ValueError(
             f"documents step_tokens = {documents.step_tokens} in rows of {documents.row_tokens} cannot be divided over "
             f"{cluster.ranks} ranks with tp = {cluster.tp}: set a multiple of ranks / (tp x pp x cp) rows, and rows "
             "that 2 x cp divides"
         )
-    found = {name: search.fastest(name, search.candidates(name)) for name in ("packed", "reorder", "packing_cp")}
+    found = {
+        name: search.fastest(name, search.candidates(name))
+        for name in ("packed", "reorder", "packing_cp")
+    }
     if cluster.is_large:
         without_placement, found["greedy"] = _of_large(search)
     else:
-        without_placement = found["greedy"] = search.fastest_cad("greedy", search.candidates("greedy"))
+        without_placement = found["greedy"] = search.fastest_cad(
+            "greedy", search.candidates("greedy")
+        )
     planner = asked.planner.planner
     # What is best without placement is tried first: then most others are left by their bounds, in large clusters all.
     best = replace(without_placement.configuration, placement=asked.placement)
     first = [best] if without_placement.fits else []
-    others = [] if first and cluster.is_large else search.candidates(planner, asked.placement)
+    others = (
+        []
+        if first and cluster.is_large
+        else search.candidates(planner, asked.placement)
+    )
     found["cad"] = search.placed(planner, first + others)
     trials = [search.run("perfect", each) for each in search.candidates("perfect")]
     fastest = min(trials, key=lambda trial: trial.seconds)

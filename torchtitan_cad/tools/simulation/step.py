@@ -50,7 +50,9 @@ class Parts:
 
     def unbalanced(self, waits: float) -> Parts:
         """Add waits to the imbalance; less than none comes of light microbatches at both ends of a pipeline."""
-        return replace(self, imbalance=max(0.0, waits), bubble=self.bubble + min(0.0, waits))
+        return replace(
+            self, imbalance=max(0.0, waits), bubble=self.bubble + min(0.0, waits)
+        )
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,20 @@ class Step:
     def has_whole_rows(self) -> bool:
         """Tell whether every group of ``cp`` ranks gets as many rows, of which its ranks get equal parts in pairs."""
         cp, row = self.configuration.cp, self.batch.row_tokens
-        return self.rows_per_rank > 0 and self.tokens * cp % row == 0 and row % (2 * cp) == 0
+        return (
+            self.rows_per_rank > 0
+            and self.tokens * cp % row == 0
+            and row % (2 * cp) == 0
+        )
 
     @property
     def row_order(self) -> IntArray:
         """int64 [groups of ``cp`` ranks, microbatches, rows]: rows in the order in which loaders read them."""
-        shape = self.ranks // self.configuration.cp, self.microbatches, self.rows_per_rank
+        shape = (
+            self.ranks // self.configuration.cp,
+            self.microbatches,
+            self.rows_per_rank,
+        )
         return np.arange(len(self.batch.rows)).reshape(shape)
 
     @property
@@ -152,7 +162,10 @@ class Step:
     def mean_layer(self, of_kind: Callable[[AttentionKind], Any]) -> Any:
         """Return the mean over layers of what ``of_kind`` returns, a number or an array."""
         shares = np.bincount(self.kinds, minlength=len(self.costs.kinds)) / self.layers
-        return sum(share * of_kind(kind) for share, kind in zip(shares.tolist(), self.costs.kinds, strict=True))
+        return sum(
+            share * of_kind(kind)
+            for share, kind in zip(shares.tolist(), self.costs.kinds, strict=True)
+        )
 
     @property
     def full_layers(self) -> float:
@@ -169,13 +182,17 @@ class Step:
         """Tell whether backward computes whole layers again, attention and its exchanges too."""
         return self.configuration.checkpointing == "full"
 
-    def block(self, forward: bool, tokens: float | None = None, tp: bool = True) -> tuple[float, float]:
+    def block(
+        self, forward: bool, tokens: float | None = None, tp: bool = True
+    ) -> tuple[float, float]:
         """Seconds of one microbatch's work in a layer before and after its attention, in the order of the pass.
 
         ``tokens`` are those of one rank, by default of the mean microbatch; ``tp`` counts TP's collectives.
         """
         tokens = self.tokens if tokens is None else tokens
-        pre, post = self.costs.regions(tokens, forward, self.configuration.checkpointing, tp)
+        pre, post = self.costs.regions(
+            tokens, forward, self.configuration.checkpointing, tp
+        )
         return (pre, post) if forward else (post, pre)
 
     def regions(self, forward: bool) -> list[float]:
@@ -185,11 +202,18 @@ class Step:
 
     def head(self, forward: bool, tokens: float | None = None) -> float:
         """Seconds of one microbatch's output layer, which pipelines are taken to share evenly."""
-        return self.costs.head_seconds(self.tokens if tokens is None else tokens, forward) / self.pp
+        return (
+            self.costs.head_seconds(self.tokens if tokens is None else tokens, forward)
+            / self.pp
+        )
 
-    def work(self, forward: bool, tokens: float | None = None, tp: bool = True) -> float:
+    def work(
+        self, forward: bool, tokens: float | None = None, tp: bool = True
+    ) -> float:
         """Seconds of a microbatch's work of that direction on a stage, without attention; repeats are backward's."""
-        total = self.layers * sum(self.block(forward, tokens, tp)) + self.head(forward, tokens)
+        total = self.layers * sum(self.block(forward, tokens, tp)) + self.head(
+            forward, tokens
+        )
         if not forward and self.repeats_forward:
             total += self.layers * sum(self.block(True, tokens, tp))
         return total
@@ -197,18 +221,26 @@ class Step:
     def document_attention(self, forward: bool) -> FloatArray:
         """Seconds, [documents], of the mean layer's attention of every document on one GPU."""
 
-        return self.mean_layer(lambda kind: _document_seconds(self.costs, self.batch, kind, forward))
+        return self.mean_layer(
+            lambda kind: _document_seconds(self.costs, self.batch, kind, forward)
+        )
 
     @cached_property
     def layer_attention(self) -> tuple[float, float]:
         """Seconds of the mean layer's attention of all documents on one GPU: forward, backward (with repeats)."""
-        forward, backward = (float(self.document_attention(f).sum()) for f in (True, False))
+        forward, backward = (
+            float(self.document_attention(f).sum()) for f in (True, False)
+        )
         return forward, backward + (forward if self.repeats_forward else 0.0)
 
     def background(self, forward: bool) -> float:
         """Return the seconds for which the network carries a layer's parameters and gradients during every layer."""
         layer = self.costs.model.gathered_parameters
-        return self.costs.parameter_seconds(layer, self.ranks, gradients=not forward) if self.lockstep else 0.0
+        return (
+            self.costs.parameter_seconds(layer, self.ranks, gradients=not forward)
+            if self.lockstep
+            else 0.0
+        )
 
     def exposed_background(self) -> float:
         """Return the seconds of it in the step that even work cannot hide."""
@@ -216,14 +248,25 @@ class Step:
         for forward, attention in zip((True, False), self.layer_attention, strict=True):
             work = (self.work(forward) - self.head(forward)) / self.layers
             layer = work + attention / (self.ranks * self.microbatches)
-            exposed += max(0.0, self.background(forward) - layer) * self.layers * self.microbatches
+            exposed += (
+                max(0.0, self.background(forward) - layer)
+                * self.layers
+                * self.microbatches
+            )
         return exposed
 
     @property
     def final(self) -> float:
         """Seconds at the step's end: what FSDP2 does not do in every layer, and what does not grow with the tokens."""
-        mine, extra = self.costs.model.held_parameters / self.pp, self.costs.rates.seconds_per_step
-        return extra + (0.0 if self.lockstep else self.costs.parameter_seconds(mine, self.ranks, gradients=True))
+        mine, extra = (
+            self.costs.model.held_parameters / self.pp,
+            self.costs.rates.seconds_per_step,
+        )
+        return extra + (
+            0.0
+            if self.lockstep
+            else self.costs.parameter_seconds(mine, self.ranks, gradients=True)
+        )
 
     def even(self, schedule: str) -> Parts:
         """Return the step if every phase were balanced and nothing were exchanged for attention.
@@ -231,16 +274,28 @@ class Step:
         With 1F1B attention waits in the bubble like everything else; in ticks, ranks without work of their own serve.
         """
         linear, work = (
-            self.microbatches * sum(self.work(forward, tp=tp) for forward in (True, False)) for tp in (False, True)
+            self.microbatches
+            * sum(self.work(forward, tp=tp) for forward in (True, False))
+            for tp in (False, True)
         )
         attention = sum(self.layer_attention) * self.layers / self.ranks
         waits = work + (attention if schedule == "1F1B" else 0.0)
         bubble = waits * (self.pp - 1) / self.microbatches
-        return Parts(linear, attention, 0.0, 0.0, work - linear, bubble, self.exposed_background() + self.final)
+        return Parts(
+            linear,
+            attention,
+            0.0,
+            0.0,
+            work - linear,
+            bubble,
+            self.exposed_background() + self.final,
+        )
 
 
 @lru_cache(maxsize=KEPT)
-def _document_seconds(costs: Costs, batch: Batch, kind: AttentionKind, forward: bool) -> FloatArray:
+def _document_seconds(
+    costs: Costs, batch: Batch, kind: AttentionKind, forward: bool
+) -> FloatArray:
     """Return seconds, [documents], of one layer's attention of this kind of every document on one GPU."""
     pieces = batch.pieces(kind)
     document = np.searchsorted(np.cumsum(batch.lengths), np.cumsum(pieces))

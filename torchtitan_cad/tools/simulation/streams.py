@@ -33,7 +33,11 @@ class Streams:
     """Times [ranks] at which compute and network are free, and the next layer's parameters have been gathered."""
 
     def __init__(self, ranks: int) -> None:
-        self.compute, self.network, self.gathered = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+        self.compute, self.network, self.gathered = (
+            np.zeros(ranks),
+            np.zeros(ranks),
+            np.zeros(ranks),
+        )
 
     def join(self) -> None:
         """Make all ranks wait for each other."""
@@ -52,13 +56,20 @@ class Streams:
         end = start + transfer.seconds
         senders, receivers, begins = transfer.pairs
         if len(receivers):
-            first, last = (np.maximum.reduceat(times[senders], begins) for times in (start, end))
+            first, last = (
+                np.maximum.reduceat(times[senders], begins) for times in (start, end)
+            )
             arrived = np.maximum(first + transfer.seconds[receivers], last)
             end[receivers] = np.maximum(end[receivers], arrived)
         self.network = np.where(transfer.active, end, self.network)
         return np.where(transfer.active, end, ready)
 
-    def run(self, regions: Sequence[float], layers: Sequence[Sequence[Nano]], background: float = 0.0) -> None:
+    def run(
+        self,
+        regions: Sequence[float],
+        layers: Sequence[Sequence[Nano]],
+        background: float = 0.0,
+    ) -> None:
         """Run the layers of one pass: region, attention, region, ..., the parts of the microbatch in turn.
 
         Args:
@@ -75,11 +86,14 @@ class Streams:
             for index, nano in enumerate(nanos):
                 waits = background and not last
                 done = self.work(
-                    np.maximum(returned[index], gathered) if waits else returned[index], region * nano.share
+                    np.maximum(returned[index], gathered) if waits else returned[index],
+                    region * nano.share,
                 )
                 if index == 0 and waits:
                     begin = done - region * nano.share
-                    self.network = upcoming = np.maximum(self.network, begin) + background
+                    self.network = upcoming = (
+                        np.maximum(self.network, begin) + background
+                    )
                 arrived.append(done if last else self.send(done, nano.there))
             if last:
                 return

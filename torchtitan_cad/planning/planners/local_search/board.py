@@ -16,7 +16,15 @@ from typing import NamedTuple
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit_inner
-from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER, TASK_COLUMNS
+from torchtitan_cad.planning.model.tasks import (
+    DOC,
+    KV_END,
+    KV_START,
+    Q_END,
+    Q_START,
+    SERVER,
+    TASK_COLUMNS,
+)
 
 # Columns of the pieces behind the task's columns: the neighbours in the lists of pieces of the same server and of the
 # same document, and the price of the piece's best part (``feasible.py``).
@@ -27,7 +35,21 @@ UNKNOWN = -1
 # Columns of the ranks: load, most load, bytes in and out, booked changes of both, the head of the list of pieces (-1 if
 # empty), the last search for options that has seen the rank, whether (or when) the rank was given up, node, whether it
 # has booked changes. The last two columns are lists: ranks with booked changes, and servers found by find_options.
-LOAD, LIMIT, BYTES_IN, BYTES_OUT, NEW_IN, NEW_OUT, HEAD, STAMP, STUCK, NODE, IS_TOUCHED, TOUCHED, OPTION = range(13)
+(
+    LOAD,
+    LIMIT,
+    BYTES_IN,
+    BYTES_OUT,
+    NEW_IN,
+    NEW_OUT,
+    HEAD,
+    STAMP,
+    STUCK,
+    NODE,
+    IS_TOUCHED,
+    TOUCHED,
+    OPTION,
+) = range(13)
 RANK_COLUMNS = 13
 
 # Columns of the documents and of the runs: positions [RUN_START, RUN_END) of a document and their home.
@@ -92,7 +114,10 @@ def key_tiles(board: Board, piece: IntArray) -> int:
 def piece_cost(board: Board, piece: IntArray) -> int:
     """Return the cost of a piece by the cost model."""
     first_key = piece[KV_START] // board.tile
-    first, stop = piece[Q_START] // board.tile - first_key, -(-piece[Q_END] // board.tile) - first_key
+    first, stop = (
+        piece[Q_START] // board.tile - first_key,
+        -(-piece[Q_END] // board.tile) - first_key,
+    )
     return rows_cost(board, first, stop, key_tiles(board, piece))
 
 
@@ -110,7 +135,11 @@ def link(board: Board, i: int) -> None:
     server, doc = pieces[i, SERVER], pieces[i, DOC]
     head, doc_head = board.ranks[server, HEAD], board.docs[doc, DOC_HEAD]
     pieces[i, NEXT], pieces[i, PREVIOUS] = head, -1
-    pieces[i, DOC_NEXT], pieces[i, DOC_PREVIOUS], pieces[i, PRICE] = doc_head, -1, UNKNOWN
+    pieces[i, DOC_NEXT], pieces[i, DOC_PREVIOUS], pieces[i, PRICE] = (
+        doc_head,
+        -1,
+        UNKNOWN,
+    )
     if head >= 0:
         pieces[head, PREVIOUS] = i
     if doc_head >= 0:
@@ -160,7 +189,16 @@ def find_run(board: Board, doc: int, at: int) -> int:
 
 
 @jit_inner
-def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, entry: int, rests: int, sign: int) -> None:
+def _book(
+    board: Board,
+    piece: IntArray,
+    kind: int,
+    server: int,
+    skip: int,
+    entry: int,
+    rests: int,
+    sign: int,
+) -> None:
     """Book the piece's queries or keys that the server receives for this piece alone.
 
     Positions do not count that the server is home to, or that its other pieces (``skip`` excepted) or the ``rests``
@@ -169,7 +207,10 @@ def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, entr
     doc, column = piece[DOC], Q_START if kind == QUERY else KV_START
     at, end = piece[column], piece[column + 1]
     while at < end:
-        reach, nearest = at, end  # how far pieces that cover ``at`` go, and where the next one begins
+        reach, nearest = (
+            at,
+            end,
+        )  # how far pieces that cover ``at`` go, and where the next one begins
         j = board.ranks[server, HEAD]
         while j >= 0:
             if j != skip and board.pieces[j, DOC] == doc:
@@ -188,7 +229,10 @@ def _book(board: Board, piece: IntArray, kind: int, server: int, skip: int, entr
             continue
         run = find_run(board, doc, at)
         while at < nearest:
-            stop, home = min(nearest, board.runs[run, RUN_END]), board.runs[run, RUN_HOME]
+            stop, home = (
+                min(nearest, board.runs[run, RUN_END]),
+                board.runs[run, RUN_HOME],
+            )
             if home != server:
                 _touch(board, server)
                 _touch(board, home)
@@ -218,10 +262,14 @@ def settle(board: Board, enter: bool) -> float:
         row = board.ranks[board.ranks[t, TOUCHED]]
         into, out = row[NEW_IN], row[NEW_OUT]
         if into != 0:
-            change += worst_term(board, row[BYTES_IN] + into) - worst_term(board, row[BYTES_IN])
+            change += worst_term(board, row[BYTES_IN] + into) - worst_term(
+                board, row[BYTES_IN]
+            )
             change += into * board.terms[PER_TOTAL]
         if out != 0:
-            change += worst_term(board, row[BYTES_OUT] + out) - worst_term(board, row[BYTES_OUT])
+            change += worst_term(board, row[BYTES_OUT] + out) - worst_term(
+                board, row[BYTES_OUT]
+            )
         if enter:
             row[BYTES_IN] += into
             row[BYTES_OUT] += out
@@ -231,7 +279,15 @@ def settle(board: Board, enter: bool) -> float:
 
 
 @jit_inner
-def book_piece(board: Board, piece: IntArray, server: int, skip: int, entry: int, rests: int, sign: int) -> None:
+def book_piece(
+    board: Board,
+    piece: IntArray,
+    server: int,
+    skip: int,
+    entry: int,
+    rests: int,
+    sign: int,
+) -> None:
     """Book the piece's rows as received by the server (sign 1) or no longer received (-1)."""
     for kind in range(2):  # a loop, so that there is one call to compile
         _book(board, piece, kind, server, skip, entry, rests, sign)
@@ -239,12 +295,21 @@ def book_piece(board: Board, piece: IntArray, server: int, skip: int, entry: int
 
 @jit_inner
 def book_move(
-    board: Board, part: IntArray, i: int, before: int, server: int, entry: int, rests: int, sign: int
+    board: Board,
+    part: IntArray,
+    i: int,
+    before: int,
+    server: int,
+    entry: int,
+    rests: int,
+    sign: int,
 ) -> None:
     """Book the move (sign 1) of a part from the server of piece i to another one, or the reverse move (-1)."""
     for side in range(2):
         holder, skip, remain = (before, i, rests) if side == 0 else (server, -1, 0)
-        book_piece(board, part, holder, skip, entry, remain, -sign if side == 0 else sign)
+        book_piece(
+            board, part, holder, skip, entry, remain, -sign if side == 0 else sign
+        )
 
 
 @jit_inner
@@ -317,7 +382,9 @@ def find_options(board: Board, i: int, least: int, most: int) -> int:
     doc, num = piece[DOC], 0
     board.counts[STAMPS] += 1
     board.ranks[piece[SERVER], STAMP] = board.counts[STAMPS]
-    board.counts[EVALUATED] += (board.docs[doc + 1, FIRST_RUN] - board.docs[doc, FIRST_RUN]) // PER_EVALUATION
+    board.counts[EVALUATED] += (
+        board.docs[doc + 1, FIRST_RUN] - board.docs[doc, FIRST_RUN]
+    ) // PER_EVALUATION
     for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
         start, end = board.runs[r, RUN_START], board.runs[r, RUN_END]
         if start >= piece[Q_END] or num >= most:

@@ -23,15 +23,25 @@ ALL_CUTS, CUTS_OF_ROWS = 6, 3
 
 
 @jit_inner
-def _row_to_cut(board: Board, piece: IntArray, first_rows: bool, wanted: int, at_least: bool) -> int:
+def _row_to_cut(
+    board: Board, piece: IntArray, first_rows: bool, wanted: int, at_least: bool
+) -> int:
     """Return the row at which to cut off first or last rows of a cost of at most, or at least, ``wanted``; -1: none."""
     tile, cell = board.tile, board.cell
     low, high = piece[Q_START] // cell + 1, (piece[Q_END] - 1) // cell
-    first, stop, first_key = piece[Q_START] // tile, -(-piece[Q_END] // tile), piece[KV_START] // tile
+    first, stop, first_key = (
+        piece[Q_START] // tile,
+        -(-piece[Q_END] // tile),
+        piece[KV_START] // tile,
+    )
     width, found = key_tiles(board, piece), -1
     while low <= high:
         middle = (low + high) // 2
-        begin, end = (first, middle * cell // tile) if first_rows else (middle * cell // tile, stop)
+        begin, end = (
+            (first, middle * cell // tile)
+            if first_rows
+            else (middle * cell // tile, stop)
+        )
         cost = rows_cost(board, begin - first_key, end - first_key, width)
         fits = cost >= wanted if at_least else cost <= wanted
         if fits:
@@ -44,7 +54,9 @@ def _row_to_cut(board: Board, piece: IntArray, first_rows: bool, wanted: int, at
 
 
 @jit_inner
-def _columns_to_cut(board: Board, piece: IntArray, row: int, most: int, wanted: int, at_least: bool) -> int:
+def _columns_to_cut(
+    board: Board, piece: IntArray, row: int, most: int, wanted: int, at_least: bool
+) -> int:
     """Columns, in tokens, at most ``most``, to cut off the piece's rows from ``row`` on; 0 if there are none.
 
     These are the most columns that cost at most ``wanted`` or, with ``at_least``, the fewest that relieve the server
@@ -91,7 +103,11 @@ def cut(board: Board, i: int, entry: int, how: int, wanted: int, at_least: bool)
     The part costs at most ``wanted`` or, with ``at_least``, relieves the server of at least ``wanted``.
     """
     piece, cell = board.pieces[i], board.cell
-    part, rest, second = board.parts[entry, 0], board.parts[entry, 1], board.parts[entry, 2]
+    part, rest, second = (
+        board.parts[entry, 0],
+        board.parts[entry, 1],
+        board.parts[entry, 2],
+    )
     copy_task(part, piece)
     if how == WHOLE:
         return 0
@@ -115,7 +131,11 @@ def cut(board: Board, i: int, entry: int, how: int, wanted: int, at_least: bool)
         columns = _columns_to_cut(board, piece, piece[Q_START], most, wanted, at_least)
         if columns == 0:
             return -1
-        column = piece[KV_START] + columns if how == FIRST_COLUMNS else piece[KV_END] - columns
+        column = (
+            piece[KV_START] + columns
+            if how == FIRST_COLUMNS
+            else piece[KV_END] - columns
+        )
         left, right = (part, rest) if how == FIRST_COLUMNS else (rest, part)
         left[KV_END], right[KV_START] = column, column
         return 1

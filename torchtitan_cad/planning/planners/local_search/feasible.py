@@ -39,7 +39,14 @@ from torchtitan_cad.planning.planners.local_search.board import (
     relief,
     settle,
 )
-from torchtitan_cad.planning.planners.local_search.cuts import ALL_CUTS, FIRST_ROWS, LAST_ROWS, WHOLE, best_rows, cut
+from torchtitan_cad.planning.planners.local_search.cuts import (
+    ALL_CUTS,
+    FIRST_ROWS,
+    LAST_ROWS,
+    WHOLE,
+    best_rows,
+    cut,
+)
 from torchtitan_cad.planning.planners.local_search.moves import move
 
 PASSES = 6
@@ -70,10 +77,19 @@ def _add_roomiest(board: Board, rank: int, num: int, least: int) -> int:
     for everywhere in range(2):
         most = -1
         for other in range(len(board.ranks)):
-            near = everywhere == 1 or board.ranks[other, NODE] == board.ranks[rank, NODE]
-            if other != rank and near and (most < 0 or capacity(board, other) > capacity(board, most)):
+            near = (
+                everywhere == 1 or board.ranks[other, NODE] == board.ranks[rank, NODE]
+            )
+            if (
+                other != rank
+                and near
+                and (most < 0 or capacity(board, other) > capacity(board, most))
+            ):
                 most = other
-        is_option = most < 0 or (board.ranks[most, STAMP] == board.counts[STAMPS] and capacity(board, most) >= least)
+        is_option = most < 0 or (
+            board.ranks[most, STAMP] == board.counts[STAMPS]
+            and capacity(board, most) >= least
+        )
         if not is_option and capacity(board, most) > 0:
             board.ranks[most, STAMP] = board.counts[STAMPS]
             board.ranks[num, OPTION] = most
@@ -84,8 +100,13 @@ def _add_roomiest(board: Board, rank: int, num: int, least: int) -> int:
 
 @jit_inner
 def _is_wide(board: Board, piece: IntArray, wanted: int) -> bool:
-    columns = best_rows(board, piece, wanted) * board.prices[QUERY, 0] / board.prices[KEY, 0]
-    return board.counts[CUTS] == ALL_CUTS and piece[KV_END] - piece[KV_START] > WIDE * columns * board.tile
+    columns = (
+        best_rows(board, piece, wanted) * board.prices[QUERY, 0] / board.prices[KEY, 0]
+    )
+    return (
+        board.counts[CUTS] == ALL_CUTS
+        and piece[KV_END] - piece[KV_START] > WIDE * columns * board.tile
+    )
 
 
 @jit_inner
@@ -95,7 +116,9 @@ def _find_part(board: Board, j: int, choice: IntArray) -> int:
     need, whole = -capacity(board, rank), piece_cost(board, board.pieces[j])
     least = min(need, 1 + board.ranks[rank, LIMIT] // LEAST_CAPACITY)
     num = _add_roomiest(board, rank, find_options(board, j, least, MOST_OPTIONS), least)
-    is_wide = num > 0 and _is_wide(board, board.pieces[j], min(need, capacity(board, board.ranks[num - 1, OPTION])))
+    is_wide = num > 0 and _is_wide(
+        board, board.pieces[j], min(need, capacity(board, board.ranks[num - 1, OPTION]))
+    )
     for how in range(board.counts[CUTS]):
         if is_wide and FIRST_ROWS <= how <= LAST_ROWS:
             continue
@@ -116,11 +139,20 @@ def _find_part(board: Board, j: int, choice: IntArray) -> int:
             board.counts[EVALUATED] += 1
             book_piece(board, part, rank, j, 0, rests, -1)
             book_piece(board, part, other, -1, 0, 0, 1)
-            price = max(board.ranks[other, NEW_IN] + board.ranks[rank, NEW_IN], 1) * PRICE_UNIT // relieved
+            price = (
+                max(board.ranks[other, NEW_IN] + board.ranks[rank, NEW_IN], 1)
+                * PRICE_UNIT
+                // relieved
+            )
             settle(board, False)
             if price < best:
                 best = price
-                choice[HOW], choice[WANTED], choice[AT_LEAST], choice[RECEIVER] = how, min(free, need), at_least, other
+                choice[HOW], choice[WANTED], choice[AT_LEAST], choice[RECEIVER] = (
+                    how,
+                    min(free, need),
+                    at_least,
+                    other,
+                )
     return best
 
 
@@ -175,7 +207,9 @@ def make_feasible(board: Board, budget: int, choice: IntArray) -> None:
             else:
                 pieces[j, PRICE] = _find_part(board, j, choice)
                 if pieces[j, PRICE] <= second and pieces[j, PRICE] < LARGEST:
-                    rests = cut(board, j, 0, choice[HOW], choice[WANTED], choice[AT_LEAST] > 0)
+                    rests = cut(
+                        board, j, 0, choice[HOW], choice[WANTED], choice[AT_LEAST] > 0
+                    )
                     move(board, j, 0, rests, choice[RECEIVER])
                     moved = True
             rank = _most_over(board)

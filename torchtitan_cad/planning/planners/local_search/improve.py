@@ -60,11 +60,20 @@ def _lay_out(board: Board, tasks: IntArray, loads: IntArray) -> None:
 
 
 @jit
-def _search(board: Board, tasks: IntArray, loads: IntArray, patience: int, budget: int, choice: IntArray) -> None:
+def _search(
+    board: Board,
+    tasks: IntArray,
+    loads: IntArray,
+    patience: int,
+    budget: int,
+    choice: IntArray,
+) -> None:
     _lay_out(board, tasks, loads)
     make_feasible(board, patience, choice)
     for rank in range(len(loads)):
-        board.ranks[rank, LIMIT] = max(board.ranks[rank, LIMIT], board.ranks[rank, LOAD])
+        board.ranks[rank, LIMIT] = max(
+            board.ranks[rank, LIMIT], board.ranks[rank, LOAD]
+        )
     board.counts[EVALUATED] = 0
     polish(board, budget)
 
@@ -77,23 +86,40 @@ class LocalSearch:
     """
 
     def __init__(
-        self, layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, chosen: IntArray
+        self,
+        layout: TokenLayout,
+        shape: AttentionShape,
+        config: PlannerConfig,
+        cost: CostModel,
+        chosen: IntArray,
     ) -> None:
         number = np.full(len(layout.docs), -1)
         number[chosen] = np.arange(len(chosen))
         doc = number[layout.doc_index(layout.seg_doc[layout.run_order])]
         start = layout.seg_start[layout.run_order]
-        self._runs = np.stack([start, start + layout.seg_length[layout.run_order], layout.run_rank], axis=1)[doc >= 0]
+        self._runs = np.stack(
+            [start, start + layout.seg_length[layout.run_order], layout.run_rank],
+            axis=1,
+        )[doc >= 0]
         self._docs = np.zeros((len(chosen) + 1, 3), dtype=np.int64)
-        self._docs[:, FIRST_RUN] = np.searchsorted(doc[doc >= 0], np.arange(len(chosen) + 1))
+        self._docs[:, FIRST_RUN] = np.searchsorted(
+            doc[doc >= 0], np.arange(len(chosen) + 1)
+        )
         self._node, inside, between = node_prices(config, layout.num_ranks)
         prices = np.outer([shape.query_bytes, shape.kv_bytes], [inside, between])
-        prefix = np.ascontiguousarray(cost.prefix_cost(int(layout.doc_lengths[chosen].max(initial=0))))
+        prefix = np.ascontiguousarray(
+            cost.prefix_cost(int(layout.doc_lengths[chosen].max(initial=0)))
+        )
         self._rules = prefix, prices, cost.granularity, config.min_shard
         self._cuts = ALL_CUTS if config.split_kv else CUTS_OF_ROWS
 
     def improve(
-        self, start: IntArray, loads: IntArray, limits: IntArray, guaranteed: IntArray, budget: int
+        self,
+        start: IntArray,
+        loads: IntArray,
+        limits: IntArray,
+        guaranteed: IntArray,
+        budget: int,
     ) -> tuple[IntArray, IntArray] | None:
         """Return tasks [n, TASK_COLUMNS] within the guaranteed loads, and [2, num_ranks] bytes in and out, or None.
 
@@ -108,7 +134,14 @@ class LocalSearch:
         patience = LARGEST if limits is guaranteed else PATIENCE * n
         while True:
             board = self._board(size, limits)
-            _search(board, np.ascontiguousarray(start), loads, patience, budget, np.empty(4, dtype=np.int64))
+            _search(
+                board,
+                np.ascontiguousarray(start),
+                loads,
+                patience,
+                budget,
+                np.empty(4, dtype=np.int64),
+            )
             if (board.ranks[:, LOAD] <= guaranteed).all():
                 break
             if board.counts[PIECES] + FREE_PIECES <= size or size > 2**24:

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit_inner
-from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER
+from torchtitan_cad.planning.model.tasks import (
+    DOC,
+    KV_END,
+    KV_START,
+    Q_END,
+    Q_START,
+    SERVER,
+)
 from torchtitan_cad.planning.planners.local_search.board import (
     DIRTY,
     HEAD,
@@ -62,9 +69,15 @@ def _can_join(a: IntArray, b: IntArray, cell: int) -> bool:
     if a[Q_START] == b[Q_START] and a[Q_END] == b[Q_END]:
         return a[KV_END] == b[KV_START] or b[KV_END] == a[KV_START]
     diagonal = a[KV_END] == a[Q_END]
-    if a[KV_START] != b[KV_START] or diagonal != (b[KV_END] == b[Q_END]) or not (diagonal or a[KV_END] == b[KV_END]):
+    if (
+        a[KV_START] != b[KV_START]
+        or diagonal != (b[KV_END] == b[Q_END])
+        or not (diagonal or a[KV_END] == b[KV_END])
+    ):
         return False
-    return (a[Q_END] == b[Q_START] and b[Q_START] % cell == 0) or (b[Q_END] == a[Q_START] and a[Q_START] % cell == 0)
+    return (a[Q_END] == b[Q_START] and b[Q_START] % cell == 0) or (
+        b[Q_END] == a[Q_START] and a[Q_START] % cell == 0
+    )
 
 
 @jit_inner
@@ -86,7 +99,11 @@ def join(board: Board, i: int) -> None:
         joined[Q_END] = max(pieces[i, Q_END], pieces[j, Q_END])
         joined[KV_START] = min(pieces[i, KV_START], pieces[j, KV_START])
         joined[KV_END] = max(pieces[i, KV_END], pieces[j, KV_END])
-        saved = piece_cost(board, pieces[i]) + piece_cost(board, pieces[j]) - piece_cost(board, joined)
+        saved = (
+            piece_cost(board, pieces[i])
+            + piece_cost(board, pieces[j])
+            - piece_cost(board, joined)
+        )
         if saved < 0:
             j = pieces[j, NEXT]
             continue
@@ -117,9 +134,15 @@ def look_again(board: Board, doc: int, server: int) -> None:
 @jit_inner
 def move(board: Board, i: int, entry: int, rests: int, server: int) -> None:
     """Carry out a move that stays: join pieces where possible, and mark documents to look at again."""
-    doc, before, count = board.pieces[i, DOC], board.pieces[i, SERVER], board.counts[PIECES]
+    doc, before, count = (
+        board.pieces[i, DOC],
+        board.pieces[i, SERVER],
+        board.counts[PIECES],
+    )
     do_move(board, i, entry, rests, server)
     look_again(board, doc, before)
-    for k in range(rests - 1, -1, -1):  # the last rest first: joining may renumber the pieces behind
+    for k in range(
+        rests - 1, -1, -1
+    ):  # the last rest first: joining may renumber the pieces behind
         join(board, count + k)
     join(board, i)

@@ -19,7 +19,13 @@ from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import load_limits
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.model.tasks import DOC, TaskArray, from_table, home_tasks, task_table
+from torchtitan_cad.planning.model.tasks import (
+    DOC,
+    TaskArray,
+    from_table,
+    home_tasks,
+    task_table,
+)
 from torchtitan_cad.planning.planners.base import register_planner
 from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
 
@@ -32,13 +38,19 @@ MOVES_PER_RANK = 12
 
 
 @register_planner("local_search")
-def plan_local_search(layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel) -> TaskArray:
+def plan_local_search(
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+) -> TaskArray:
     """Return diagonals and rectangles within the guaranteed loads, and within the tolerated loads where possible."""
     return search(layout, shape, config, cost)[1]()
 
 
 def search(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel, effort: float = 1.0
+    layout: TokenLayout,
+    shape: AttentionShape,
+    config: PlannerConfig,
+    cost: CostModel,
+    effort: float = 1.0,
 ) -> tuple[IntArray, Callable[[], TaskArray]]:
     """Return bytes [2, num_ranks] into and out of ranks, right only if all tokens attend, and a maker of the tasks.
 
@@ -60,11 +72,19 @@ def search(
     rest = home[~searched]
     rest_loads = sum_by_index(rest["server"], costs[~searched], layout.num_ranks)
     local_search = LocalSearch(layout, shape, config, cost, np.flatnonzero(chosen))
-    found = local_search.improve(start, rest_loads, limits.tolerated, limits.guaranteed, budget)
-    if found is None:  # with cuts along the queries alone a plan always exists: ``limits.py``
+    found = local_search.improve(
+        start, rest_loads, limits.tolerated, limits.guaranteed, budget
+    )
+    if (
+        found is None
+    ):  # with cuts along the queries alone a plan always exists: ``limits.py``
         config = replace(config, split_kv=False)
-        local_search = LocalSearch(layout, shape, config, cost, np.arange(len(layout.docs)))
-        found = local_search.improve(table, np.zeros_like(loads), limits.guaranteed, limits.guaranteed, budget)
+        local_search = LocalSearch(
+            layout, shape, config, cost, np.arange(len(layout.docs))
+        )
+        found = local_search.improve(
+            table, np.zeros_like(loads), limits.guaranteed, limits.guaranteed, budget
+        )
         docs = layout.docs
         rest = rest[:0]
     assert found is not None
@@ -72,7 +92,9 @@ def search(
     return by_rank, lambda: np.concatenate([rest, from_table(docs, tasks)])
 
 
-def _may_move(table: IntArray, costs: IntArray, num_docs: int, mean_limit: float) -> npt.NDArray[np.bool_]:
+def _may_move(
+    table: IntArray, costs: IntArray, num_docs: int, mean_limit: float
+) -> npt.NDArray[np.bool_]:
     """Return [num_docs] whether a document is large, or on several ranks, so that the search may move parts of it."""
     is_large = sum_by_index(table[:, DOC], costs, num_docs) * SHORT >= mean_limit
     is_spread = np.bincount(table[:, DOC], minlength=num_docs) > 1

@@ -16,7 +16,14 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit_inner
-from torchtitan_cad.planning.model.tasks import DOC, KV_END, KV_START, Q_END, Q_START, SERVER
+from torchtitan_cad.planning.model.tasks import (
+    DOC,
+    KV_END,
+    KV_START,
+    Q_END,
+    Q_START,
+    SERVER,
+)
 from torchtitan_cad.planning.planners.local_search.board import (
     BYTES_IN,
     BYTES_OUT,
@@ -51,7 +58,13 @@ from torchtitan_cad.planning.planners.local_search.board import (
     worst_term,
 )
 from torchtitan_cad.planning.planners.local_search.cuts import WHOLE, cut
-from torchtitan_cad.planning.planners.local_search.moves import do_move, join, look_again, move, undo_move
+from torchtitan_cad.planning.planners.local_search.moves import (
+    do_move,
+    join,
+    look_again,
+    move,
+    undo_move,
+)
 
 WORST_WEIGHT = 1.5
 """The objective is about total / initial total + WORST_WEIGHT x worst rank's bytes / initial worst rank's bytes."""
@@ -85,10 +98,16 @@ def _shift(board: Board, i: int) -> bool:
     whole = piece_cost(board, board.pieces[i])
     limit = board.ranks[board.pieces[i, SERVER], LIMIT]
     best, target, best_cut = -LEAST_GAIN, -1, WHOLE
-    for o in range(find_options(board, i, min(whole, 1 + limit // LEAST_CAPACITY), len(board.ranks))):
+    for o in range(
+        find_options(
+            board, i, min(whole, 1 + limit // LEAST_CAPACITY), len(board.ranks)
+        )
+    ):
         option = board.ranks[o, OPTION]
         fits = whole <= capacity(board, option)
-        for how in range(WHOLE if fits else WHOLE + 1, WHOLE + 1 if fits else board.counts[CUTS]):
+        for how in range(
+            WHOLE if fits else WHOLE + 1, WHOLE + 1 if fits else board.counts[CUTS]
+        ):
             rests = cut(board, i, 0, how, capacity(board, option), False)
             if rests < 0:
                 continue
@@ -123,7 +142,11 @@ def _swap(board: Board, i: int) -> bool:
         if gain < LEAST_SWAP_GAIN:
             continue
         do_move(board, i, 0, 0, option)
-        need, most, best = -capacity(board, option), capacity(board, source), gain - LEAST_GAIN
+        need, most, best = (
+            -capacity(board, option),
+            capacity(board, source),
+            gain - LEAST_GAIN,
+        )
         piece, best_cut = -1, WHOLE
         j = board.ranks[option, HEAD]
         while j >= 0:
@@ -133,7 +156,10 @@ def _swap(board: Board, i: int) -> bool:
                     if rests < 0 or piece_cost(board, board.parts[1, 0]) > most:
                         continue
                     change = price_move(board, j, 1, rests, source)
-                    if change < best and relief(board, 1, rests, board.pieces[j]) >= need:
+                    if (
+                        change < best
+                        and relief(board, 1, rests, board.pieces[j]) >= need
+                    ):
                         best, piece, best_cut = change, j, how
             j = board.pieces[j, NEXT]
         if piece < 0:
@@ -190,7 +216,9 @@ def _set_weights(board: Board) -> None:
     board.terms[WEIGHT] = 1.0
     busy = 0.0
     for rank in range(len(board.ranks)):
-        busy += worst_term(board, board.ranks[rank, BYTES_IN]) + worst_term(board, board.ranks[rank, BYTES_OUT])
+        busy += worst_term(board, board.ranks[rank, BYTES_IN]) + worst_term(
+            board, board.ranks[rank, BYTES_OUT]
+        )
     root = np.sqrt(max(1.0, busy))
     board.terms[WEIGHT] = WORST_WEIGHT / 8 / (root * np.sqrt(root))
 
@@ -216,7 +244,9 @@ def _relieve(board: Board, rank: int, budget: int) -> bool:
     i = 0
     while i < board.counts[PIECES] and not _is_spent(board, budget):
         piece = board.pieces[i]
-        relieves = (piece[SERVER] == rank) == is_in and (is_in or _uses(board, piece, rank))
+        relieves = (piece[SERVER] == rank) == is_in and (
+            is_in or _uses(board, piece, rank)
+        )
         if relieves and (_shift(board, i) or _swap(board, i)):
             return True
         i += 1
