@@ -21,6 +21,7 @@ COMMON = {
     "print_blob": True,
 }
 settings.register_profile("short", max_examples=50, derandomize=True, **COMMON)
+settings.register_profile("quick", max_examples=10, derandomize=True, **COMMON)
 settings.register_profile("all", max_examples=300, **COMMON)
 settings.load_profile("short")  # unless pytest is given --hypothesis-profile
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import memory as bench_memory
+from tests.lib import attention_memory
 from tests.lib.simulation_cases import MODEL, cad, cluster, documents, step
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.tools.advise import reordering, table
@@ -175,8 +175,8 @@ def test_rows_are_kept_where_memory_has_room() -> None:
 def test_memory_has_attentions_working_memory_as_the_bench_states_it(
     layout: str,
 ) -> None:
-    stated = bench_memory.measure(layout, 8, (11,), 2)
-    working = working_bytes([bench_memory.plans_of(layout, 8, 11, 2)], None)
+    stated = attention_memory.measure(layout, 8, (11,), 2)
+    working = working_bytes([attention_memory.plans_of(layout, 8, 11, 2)], None)
     assert working == max(stated.forward, stated.backward)
     stock = stock_attention(step(model=MODELS["llama-8b"]), 32768, 32768, 10)
     assert stock == pytest.approx(stated.stock_backward, rel=0.03)

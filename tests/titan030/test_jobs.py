@@ -2,12 +2,14 @@
 """Shadow, checkpoints, and what is refused, with torchtitan 0.3.0."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torchtitan.config import ConfigManager
 
 from tests.titan030 import tiny
 from tests.titan030.harness import run
@@ -148,3 +150,15 @@ def test_an_option_that_does_not_exist() -> None:
     with pytest.raises(ValueError, match=r"cad\.tolerence") as refused:
         entry.parse([*options, "--cad.tolerence=0.1"])
     assert "\n" not in str(refused.value)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_documented_recipes_are_read() -> None:
+    text = re.sub(r"\s*\\\n\s*", " ", (ROOT / "README.md").read_text())
+    commands = re.findall(r"^ {4}.* -m \S+ (--module .*)$", text, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        config = ConfigManager().parse_args(command.split())
+        assert config.cad == llama3.llama3_8b().cad
