@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Homes dealt anew against homes as the loader gives them: bytes, balance and time.
+"""Homes distributed anew against homes as the loader gives them: bytes, balance and time.
 
     python -m bench.placement --pretrain document_lengths.json --check
 

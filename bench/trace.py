@@ -121,7 +121,7 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def _forward_spans(phases: list[Event]) -> list[Span]:
-    spans, flying, nano_batch = (
+    spans, pending_calls, nano_batch = (
         [],
         defaultdict[str, list[tuple[float, int]]](list),
         defaultdict[str, int](int),
@@ -142,13 +142,13 @@ def _forward_spans(phases: list[Event]) -> list[Span]:
         )
         phase, _, exchange = name.partition(" ")
         if phase == "exchange":  # nano-batches take turns
-            flying[exchange].append((start, nano_batch[exchange]))
+            pending_calls[exchange].append((start, nano_batch[exchange]))
             nano_batch[exchange] = (nano_batch[exchange] + 1) % nano_batches
             spans.append(Span(start, end, "sending", 0, name))
         elif phase == "wait":
             spans.append(Span(start, end, "waiting", 0, name))
-            if flying[exchange]:  # started within the trace
-                begin, number = flying[exchange].pop(0)
+            if pending_calls[exchange]:  # started within the trace
+                begin, number = pending_calls[exchange].pop(0)
                 spans.append(Span(begin, end, "in flight", number, exchange))
         elif phase == "attention":
             spans.append(Span(start, end, "attention", 0, name))

@@ -144,8 +144,8 @@ def exchange_at_random(
         if own.random() < 0.3:
             time.sleep(own.random() * max_delay_s)
 
-    def finish(flying: deque) -> None:
-        sent, pending = flying.popleft()
+    def finish(pending_calls: deque) -> None:
+        sent, pending = pending_calls.popleft()
         pause()
         messages = pending.wait()
         for looks in range(2):  # nobody may have overwritten them after a while
@@ -160,16 +160,16 @@ def exchange_at_random(
     for exchange in range(num_exchanges):
         if not calls or shared.random() < 0.3:
             if len(calls) == 2:
-                _, flying, _ = calls.pop(0)
-                while flying:
-                    finish(flying)
+                _, pending_calls, _ = calls.pop(0)
+                while pending_calls:
+                    finish(pending_calls)
             calls.append(
                 (transport.begin(), deque(), itertools.cycle(range(BUFFERS_PER_CALL)))
             )
-        call, flying, buffers = calls[int(shared.integers(len(calls)))]
+        call, pending_calls, buffers = calls[int(shared.integers(len(calls)))]
         together = int(shared.integers(1, BUFFERS_PER_CALL + 1))  # messages
-        while sum(len(sent) for sent, _ in flying) > BUFFERS_PER_CALL - together:
-            finish(flying)
+        while sum(len(sent) for sent, _ in pending_calls) > BUFFERS_PER_CALL - together:
+            finish(pending_calls)
         sent, messages, routes = [], [], []
         for number in range(
             exchange * BUFFERS_PER_CALL, exchange * BUFFERS_PER_CALL + together
@@ -194,16 +194,16 @@ def exchange_at_random(
             sent.append((number, counts, RowFormat(messages[-1])))
         transport.prepare([Routes(routes)])
         pause()
-        flying.append(
+        pending_calls.append(
             (
                 sent,
                 transport.start(messages, Routes(routes), f"exchange {exchange}", call),
             )
         )
         received += sum(route.num_received for route in routes)
-    for _, flying, _ in calls:
-        while flying:
-            finish(flying)
+    for _, pending_calls, _ in calls:
+        while pending_calls:
+            finish(pending_calls)
     return received
 
 

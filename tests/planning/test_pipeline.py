@@ -59,15 +59,17 @@ def test_everything_once_and_in_order(
     ("ranks", "microbatches"), [(1, 1), (2, 4), (4, 4), (4, 16), (8, 32)]
 )
 def test_microbatches_in_flight(ranks: int, microbatches: int) -> None:
-    flying, most = [0] * ranks, [0] * ranks
+    microbatches_in_flight, most = [0] * ranks, [0] * ranks
     for tick in tick_schedule(ranks, microbatches):
         for rank, work in enumerate(tick.work):
-            flying[rank] += (1 if tick.forward else -1) * (work is not None)
-            most[rank] = max(most[rank], flying[rank])
+            microbatches_in_flight[rank] += (1 if tick.forward else -1) * (
+                work is not None
+            )
+            most[rank] = max(most[rank], microbatches_in_flight[rank])
     assert most == [
         min(microbatches, 2 * (ranks - 1 - rank) + 1) for rank in range(ranks)
     ]
-    assert not any(flying)
+    assert not any(microbatches_in_flight)
 
 
 @pytest.mark.parametrize(

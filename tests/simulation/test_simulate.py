@@ -270,17 +270,17 @@ def test_halves_of_checkpointed_blocks_hide_the_exchange_inside_the_block_alone(
 
 def test_backward_repeats_what_checkpointing_dropped() -> None:
     costs = Costs(MODEL, cluster(tp=2), Rates())
-    forward = np.array(costs.regions(1000, True))
+    forward = np.array(costs.segments(1000, True))
     backward = {
-        kind: np.array(costs.regions(1000, False, kind)) for kind in CHECKPOINTING
+        kind: np.array(costs.segments(1000, False, kind)) for kind in CHECKPOINTING
     }
     assert backward["linear"] == pytest.approx(forward + backward["none"])
     assert (backward["none"] < backward["selective"]).all()
     assert (backward["selective"] < backward["linear"]).all()
     products = Costs(MODEL, cluster(tp=2), Rates(memory_bandwidth=FAST))
-    again = products.regions(1000, False, "selective", tp=False)
+    again = products.segments(1000, False, "selective", tp=False)
     assert again == pytest.approx(
-        [2.5 * one for one in products.regions(1000, True, tp=False)]
+        [2.5 * one for one in products.segments(1000, True, tp=False)]
     )
     steps = {
         kind: step(tp=2, microbatches=2, checkpointing=kind) for kind in CHECKPOINTING
@@ -310,7 +310,7 @@ def test_norms_rotary_embedding_activation_and_loss_take_their_bytes() -> None:
         [3 * hidden + rotary, 9 * hidden + 5 * wide],
     )
     for way, elements in ((True, forward), (False, backward)):
-        added = 2e12 * (np.array(plain.regions(1, way)) - fast.regions(1, way))
+        added = 2e12 * (np.array(plain.segments(1, way)) - fast.segments(1, way))
         assert added == pytest.approx([2 * each for each in elements], rel=1e-6)
     loss = sum(
         2e12 * (plain.head_seconds(1, way) - fast.head_seconds(1, way))

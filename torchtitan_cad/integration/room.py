@@ -37,7 +37,7 @@ class RankParts:
         shards: ranks that FSDP2 shards parameters over.
         row_tokens: tokens of a row.
         checkpointing: what activation checkpointing computes again.
-        flying: microbatches between forward and backward, at most.
+        microbatches_in_flight: microbatches between forward and backward, at most.
     """
 
     modules: Sequence[Any]
@@ -46,7 +46,7 @@ class RankParts:
     shards: int
     row_tokens: int
     checkpointing: Checkpointing
-    flying: int
+    microbatches_in_flight: int
 
 
 def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
@@ -76,14 +76,19 @@ def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
     used = sum(
         (
             states,
-            tokens * stage.token_bytes(parts.checkpointing, parts.flying, nano_batches),
+            tokens
+            * stage.token_bytes(
+                parts.checkpointing, parts.microbatches_in_flight, nano_batches
+            ),
             nano_batches
             * BUFFERS_PER_CALL
             * buffer_bytes(job.cad.receive_buffer_gb, nano_batches),
             WORKING * max(stock_memory(job.shape, tokens, tokens, job.rows)),
         )
     )
-    calls = kept_calls(len(blocks), parts.flying, nano_batches, parts.checkpointing)
+    calls = kept_calls(
+        len(blocks), parts.microbatches_in_flight, nano_batches, parts.checkpointing
+    )
     return KeepCapacity(FILLED * device_bytes, used, calls)
 
 

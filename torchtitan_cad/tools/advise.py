@@ -151,12 +151,13 @@ def verdict(advice: Advice) -> str:
 
 
 def reordering(advice: Advice) -> str:
-    """Say in one line whether it is enough to deal whole rows anew over ranks and microbatches."""
+    """Say in one line whether it is enough to distribute whole rows anew over ranks and microbatches."""
     if (more := advice.best.gain_over(advice.reorder)) is None:
         return f"reordering alone is not compared: {advice.reorder.reason or advice.best.reason}"
     return (
-        f"reordering alone is {'' if advice.reordering_is_enough else 'not '}enough: whole rows dealt anew over ranks "
-        f"and microbatches, with nothing exchanged, take {_step(advice.reorder)} ({100 * more:+z.1f} % beside cad)"
+        f"reordering alone is {'' if advice.reordering_is_enough else 'not '}enough: whole rows distributed anew over "
+        f"ranks and microbatches, with nothing exchanged, take {_step(advice.reorder)} "
+        f"({100 * more:+z.1f} % beside cad)"
     )
 
 

@@ -33,7 +33,7 @@ def run(
 ) -> None:
     """Predict the time of a training step under several systems on the same documents.
 
-    packed: equal chunks, no balancing. reorder: whole rows dealt anew over ranks and microbatches. packing_cp:
+    packed: equal chunks, no balancing. reorder: whole rows distributed anew over ranks and microbatches. packing_cp:
     variable-length packing with context parallelism per document. greedy: CAD with the paper's planner. cad: this
     package's. perfect: balanced, nothing exchanged for attention. docs/tools.md says what is modelled.
 

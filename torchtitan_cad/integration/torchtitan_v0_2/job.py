@@ -19,7 +19,7 @@ from torchtitan_cad.planning.model.kind import AttentionKind
 def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
     """Return the job of this process, whose default process group is there.
 
-    Raises ValueError for heads that cannot be dealt to TP ranks, or a missing EOS.
+    Raises ValueError for heads that cannot be divided over TP ranks, or a missing EOS.
     """
     parallelism, training = config.parallelism, config.training
     topology = Topology.from_job(parallelism, dist.get_world_size())

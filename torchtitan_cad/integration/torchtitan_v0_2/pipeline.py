@@ -29,7 +29,7 @@ from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.runtime.tick_engine import TickEngine
 
 _LOOPED = "Interleaved1F1B"
-"""A schedule of torch that deals stages to ranks as ours do: stage s to rank s mod P."""
+"""A schedule of torch that assigns stages to ranks as ours do: stage s to rank s mod P."""
 
 
 def pipeline_in_ticks(

@@ -44,7 +44,7 @@ def read_room(
         shards=parallel_dims.dp_shard * parallel_dims.cp,
         row_tokens=config.training.seq_len,
         checkpointing=checkpointing_kind(config),
-        flying=_microbatches_in_flight(config, job),
+        microbatches_in_flight=_microbatches_in_flight(config, job),
     )
     return room_of(of_rank, job, device_bytes)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which modules of a model are in which stage of a pipeline, as torchtitan deals them, checked before it does."""
+"""Which modules of a model are in which stage of a pipeline, as torchtitan assigns them, checked before it does."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ V_SCHEDULES = (ScheduleDualPipeV, ScheduleZBVZeroBubble)
 
 
 def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
-    """Name the modules of every stage. Raises ValueError for stages that the schedule cannot deal to ranks."""
+    """Name the modules of every stage. Raises ValueError for stages that the schedule cannot assign to ranks."""
     names = parallelism.module_fqns_per_model_part
     first = parallelism.pipeline_parallel_first_stage_less_layers
     last = parallelism.pipeline_parallel_last_stage_less_layers
@@ -81,7 +81,7 @@ def _has_two_stages_a_rank(schedule: str) -> bool:
 
 
 def _check_count(parallelism: Any, count: int, cause: str) -> None:
-    """Raise ValueError if the schedule cannot deal ``count`` stages to its ranks.
+    """Raise ValueError if the schedule cannot assign ``count`` stages to its ranks.
 
     ``cause`` tells which key makes them.
     """

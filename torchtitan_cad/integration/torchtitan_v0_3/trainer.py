@@ -92,7 +92,9 @@ class CadTrainer(Trainer):
             shards=self.parallel_dims.dp_shard * self.parallel_dims.cp,
             row_tokens=config.training.seq_len,
             checkpointing=_checkpointing_kind(config),
-            flying=min(microbatches, session.topology.pp) if in_turns else microbatches,
+            microbatches_in_flight=min(microbatches, session.topology.pp)
+            if in_turns
+            else microbatches,
         )
         room = room_of(of_rank, session.job, session.device_bytes)
         blocks = [block for part in parts for block in part.layers.values()]

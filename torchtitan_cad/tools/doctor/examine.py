@@ -72,7 +72,7 @@ ADAM_STATES = 2
 
 CONNECTIONS, MODULE_LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
 DEFAULT_CONNECTIONS = 8
-"""hardware queues of a process, among which CUDA deals its streams"""
+"""hardware queues of a process, among which CUDA divides its streams"""
 
 DEGREES = {
     "dp_shard": "data_parallel_shard",

@@ -39,7 +39,7 @@ class Advice:
         base: the same with as much activation checkpointing as it needs to fit; gains are over it.
         without_written: the job as it is, without CAD.
         without: without CAD at the best of the degrees and kinds of checkpointing that were tried for it.
-        reorder: without CAD at its best, with whole rows dealt anew over ranks and microbatches.
+        reorder: without CAD at its best, with whole rows distributed anew over ranks and microbatches.
         best: with CAD at the best of what was tried.
         trials: by setting, every value tried on ``base``.
     """

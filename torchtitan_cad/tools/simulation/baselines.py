@@ -116,7 +116,7 @@ def perfect(step: Step) -> Outcome:
 
 
 def packed(step: Step) -> Outcome:
-    """Divide tokens into equal chunks, of rows in the order in which they come. Rows that ranks share are dealt out in
+    """Divide tokens into equal chunks, of rows in the order in which they come. Rows that ranks share are divided into
     pairs of an early and a late chunk, as in torchtitan's context parallelism, and their keys gathered.
     """
     return _in_rows(step, step.row_order, _row_seconds(step))
@@ -251,11 +251,13 @@ def packing_cp(step: Step) -> Outcome | None:
         [np.bincount(bins, weights=row, minlength=num_bins) for row in documents]
     )
     heaviest_first = sums[:, np.argsort(-sums[0], kind="stable")]
-    dealt = heaviest_first.reshape(
+    distributed = heaviest_first.reshape(
         -1, step.microbatches, replicas
     )  # equal ones side by side
-    dealt[:, 1::2] = dealt[:, 1::2, ::-1]  # and heavier ones to each replica in turn
-    ordered = dealt[:, best_order(dealt[0].sum(axis=1), step.pp)]
+    distributed[:, 1::2] = distributed[
+        :, 1::2, ::-1
+    ]  # and heavier ones to each replica in turn
+    ordered = distributed[:, best_order(distributed[0].sum(axis=1), step.pp)]
     _, tokens, forward, backward, gathered, counts = ordered.transpose(0, 2, 1)
     most_keys = (tokens + gathered * (1 - 1 / cp)).max()
     memory = memory_without_cad(

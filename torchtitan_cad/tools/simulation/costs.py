@@ -91,7 +91,7 @@ class Costs:
         tile: int = PlannerConfig.tile,
     ) -> None:
         self.model, self.cluster, self.rates = model, cluster, rates
-        self._regions: dict[
+        self._segments: dict[
             tuple[float, bool, Checkpointing, bool], tuple[float, float]
         ] = {}
         self.kinds = model.kinds(cluster.tp)
@@ -166,7 +166,7 @@ class Costs:
         prefix = model.prefix_cost(int(rows.max(initial=0)) * model.granularity)
         return self.attention_seconds(prefix[rows], forward)
 
-    def regions(
+    def segments(
         self,
         tokens: float,
         forward: bool,
@@ -178,11 +178,11 @@ class Costs:
         ``tp`` False leaves out tensor parallelism's collectives.
         """
         key = (tokens, forward, checkpointing, tp)
-        if key not in self._regions:
-            self._regions[key] = self._region_seconds(*key)
-        return self._regions[key]
+        if key not in self._segments:
+            self._segments[key] = self._segment_seconds(*key)
+        return self._segments[key]
 
-    def _region_seconds(
+    def _segment_seconds(
         self, tokens: float, forward: bool, checkpointing: Checkpointing, tp: bool
     ) -> tuple[float, float]:
         model = self.model

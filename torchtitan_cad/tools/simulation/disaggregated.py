@@ -162,19 +162,22 @@ class Disaggregated:
             self.configuration.nano_batches,
             self.configuration.receive_buffer_gb,
         )
-        flying, plans = (
+        microbatches_in_flight, plans = (
             in_flight(step, self.configuration.schedule),
             self._plans.values(),
         )
         return Memory(
             states=states(step),
-            activations=step.tokens * token_bytes(step, flying, nanos),
+            activations=step.tokens * token_bytes(step, microbatches_in_flight, nanos),
             buffers=self._buffers,
             attention=working_bytes(chain.from_iterable(plans), gigabytes)
             if plans
             else 0.0,
             kept=max(
-                (kept_bytes(step, each, flying, self._kept_per_call) for each in plans),
+                (
+                    kept_bytes(step, each, microbatches_in_flight, self._kept_per_call)
+                    for each in plans
+                ),
                 default=0.0,
             ),
         )
@@ -238,7 +241,7 @@ class Disaggregated:
         if not forward:
             streams.compute = streams.compute + head
         if not step.repeats_forward:
-            streams.run(step.regions(forward), [nanos[kind] for kind in order], busy)
+            streams.run(step.segments(forward), [nanos[kind] for kind in order], busy)
         else:  # halves do not overlap across layers, each of which backward computes again first
             for kind in order:
                 streams.run(

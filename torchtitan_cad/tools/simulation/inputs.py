@@ -143,7 +143,7 @@ class Model(Checked):
         self.kinds(1)
 
     def kinds(self, tp: int) -> tuple[AttentionKind, ...]:
-        """Return the kinds of attention with the heads of a TP rank. Raises ValueError if they cannot be dealt out."""
+        """Return the kinds of attention with the heads of a TP rank. Raises ValueError if they cannot be divided."""
         for key, heads in (("heads", self.heads), ("kv_heads", self.kv_heads)):
             if heads % tp:
                 raise ValueError(
@@ -425,7 +425,7 @@ class Configuration(Checked):
         "auto",
     )
     placement: Placement = about(  # noqa: RUF009
-        "Ranks hold what their loaders gave them, or tokens are dealt anew.",
+        "Ranks hold what their loaders gave them, or tokens are distributed anew.",
         PLACEMENTS,
         "loader",
     )

@@ -121,11 +121,13 @@ def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
     kept = kept_by_setting(configuration.backward, in_ticks=in_ticks)
     if kept is not None:
         return kept
-    flying = in_flight(step, configuration.schedule)
-    activations = step.tokens * token_bytes(step, flying, nano_batches)
+    microbatches_in_flight = in_flight(step, configuration.schedule)
+    activations = step.tokens * token_bytes(step, microbatches_in_flight, nano_batches)
     documents = len(step.batch.lengths) // (step.ranks * step.microbatches)
     attention = WORKING * stock_attention(step, step.tokens, step.tokens, documents)
-    calls = kept_calls(step.layers, flying, nano_batches, configuration.checkpointing)
+    calls = kept_calls(
+        step.layers, microbatches_in_flight, nano_batches, configuration.checkpointing
+    )
     return KeepCapacity(
         step.costs.cluster.memory,
         states(step) + activations + buffers + attention,

@@ -289,7 +289,7 @@ class Search:
         return self.none([self.run(planner, trial.configuration) for trial in tried])
 
     def placed(self, planner: str, candidates: Sequence[Configuration]) -> Trial:
-        """Return CAD's fastest trial, maybe with documents placed, since ``packing_cp`` deals documents anew, too."""
+        """Return CAD's fastest trial, maybe with documents placed, since ``packing_cp`` distributes them anew, too."""
         now = self.fastest_cad(planner, candidates).configuration
         ways = product(
             self._choices("placement", PLACEMENTS[1:]),

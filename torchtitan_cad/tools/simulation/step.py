@@ -190,12 +190,12 @@ class Step:
         ``tokens`` are those of one rank, by default of the mean microbatch; ``tp`` counts TP's collectives.
         """
         tokens = self.tokens if tokens is None else tokens
-        pre, post = self.costs.regions(
+        pre, post = self.costs.segments(
             tokens, forward, self.configuration.checkpointing, tp
         )
         return (pre, post) if forward else (post, pre)
 
-    def regions(self, forward: bool) -> list[float]:
+    def segments(self, forward: bool) -> list[float]:
         """Seconds of one microbatch's work before, between and after the attentions of a stage, without the head."""
         first, last = self.block(forward)
         return [first, *[first + last] * (self.layers - 1), last]

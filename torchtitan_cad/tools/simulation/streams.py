@@ -66,20 +66,20 @@ class Streams:
 
     def run(
         self,
-        regions: Sequence[float],
+        segments: Sequence[float],
         layers: Sequence[Sequence[Nano]],
         background: float = 0.0,
     ) -> None:
-        """Run the layers of one pass: region, attention, region, ..., the parts of the microbatch in turn.
+        """Run the layers of one pass: segment, attention, segment, ..., the parts of the microbatch in turn.
 
         Args:
-            regions: seconds of a whole microbatch's work before, between and after the attentions.
+            segments: seconds of a whole microbatch's work before, between and after the attentions.
             layers: the parts of the microbatch in every layer.
             background: seconds for which the network gathers the next layer's parameters during every layer, whose
-                first region waits for them.
+                first segment waits for them.
         """
         returned = [self.compute] * len(layers[0])
-        for number, region in enumerate(regions):
+        for number, segment in enumerate(segments):
             arrived, last = [], number == len(layers)
             nanos = layers[number - last]
             gathered, upcoming = self.gathered, self.gathered
@@ -87,10 +87,10 @@ class Streams:
                 waits = background and not last
                 done = self.work(
                     np.maximum(returned[index], gathered) if waits else returned[index],
-                    region * nano.share,
+                    segment * nano.share,
                 )
                 if index == 0 and waits:
-                    begin = done - region * nano.share
+                    begin = done - segment * nano.share
                     self.network = upcoming = (
                         np.maximum(self.network, begin) + background
                     )
