@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 from torchtitan.config import ConfigManager
+from torchtitan.models.common.attention import (
+    ScaledDotProductAttention,
+    VarlenAttention,
+)
 
 from tests.titan030 import tiny
 from tests.titan030.harness import run
 from torchtitan_cad.integration.torchtitan_v0_3 import entry
 from torchtitan_cad.integration.torchtitan_v0_3.checks import check_recipe
+from torchtitan_cad.integration.torchtitan_v0_3.parts import KeptAttentionAlone
 from torchtitan_cad.recipes import cad, deepseek_v3, gpt_oss, llama3, qwen3
 
 CHECKPOINTS = (
@@ -95,6 +100,16 @@ def leave_out_attention(config: Any) -> None:
     config.model_spec.model.layers[0].attention = None
 
 
+def attend_to_later_tokens(config: Any) -> None:
+    inner = VarlenAttention.Config(window_size=(-1, -1))
+    config.model_spec.model.layers[0].attention.inner_attention = inner
+
+
+def attend_across_documents(config: Any) -> None:
+    inner = ScaledDotProductAttention.Config()
+    config.model_spec.model.layers[0].attention.inner_attention = inner
+
+
 @pytest.mark.parametrize(
     ("table", "change", "message"),
     [
@@ -118,6 +133,8 @@ def leave_out_attention(config: Any) -> None:
         ({}, set_tensor_parallel, "tensor_parallel_degree = 3 does not divide"),
         ({}, set_context_parallel, "spmd_backend = 'partial_dtensor'"),
         ({}, set_whole_validation, "validator.steps = -1"),
+        ({}, attend_to_later_tokens, r"inner_attention .*window_size = \(-1, 0\)"),
+        ({}, attend_across_documents, "inner_attention .* is ScaledDotProduct"),
         ({}, leave_out_attention, "attention that CAD does not know"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -162,3 +179,14 @@ def test_documented_recipes_are_read() -> None:
     for command in commands:
         config = ConfigManager().parse_args(command.split())
         assert config.cad == llama3.llama3_8b().cad
+
+
+def test_a_recipe_with_cad_takes_other_keys() -> None:
+    config = cad(llama3.llama3_debugmodel(), tolerance=0.5)
+    assert config.cad.tolerance == 0.5
+    assert config.cad.documents == "positions"
+
+
+def test_full_checkpointing_keeps_attention_alone() -> None:
+    kept = KeptAttentionAlone().get_save_ops()
+    assert [operator.name() for operator in kept] == ["torchtitan_cad::core_attention"]

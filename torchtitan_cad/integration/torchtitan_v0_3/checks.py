@@ -7,7 +7,11 @@ from typing import Any
 
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    GQAttention,
+    VarlenAttention,
+)
 from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.models.gpt_oss.model import Attention as SinkAttention
 from torchtitan.tools import utils
@@ -71,6 +75,8 @@ def _check_model(model: Any, config: Trainer.Config) -> None:
             f"the model {name} has attention that CAD does not know; take a recipe of llama3, qwen3, deepseek_v3 or "
             "gpt_oss, or this one without cad"
         )
+    for layer in layers:
+        _check_inner(layer.attention, name)
     if getattr(model, "mtp_layers", []):
         raise ValueError(
             f"the model {name} predicts several tokens, which CAD does not know; take a recipe without"
@@ -90,6 +96,20 @@ def _check_model(model: Any, config: Trainer.Config) -> None:
                 f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} {what} heads of {name}; set it "
                 f"to a divisor of {heads}"
             )
+
+
+def _check_inner(attention: Any, name: str) -> None:
+    """Raise ValueError for an inner attention that sees other keys than CAD's would."""
+    inner = attention.inner_attention
+    if isinstance(inner, FlexAttention.Config):
+        return
+    sliding = getattr(attention, "sliding_window_size", None)
+    window = (-1 if sliding is None else sliding - 1, 0)
+    if not isinstance(inner, VarlenAttention.Config) or inner.window_size != window:
+        raise ValueError(
+            f"inner_attention of the model {name} is {inner}: CAD replaces FlexAttention, and VarlenAttention with "
+            f"window_size = {window}; set it to one of them, or train without cad"
+        )
 
 
 def _check_job(config: Trainer.Config, cad: Cad) -> None:

@@ -80,6 +80,14 @@ class PlannedValidator:
         return tokens, labels, {**others, "attention_masks": key}
 
 
+class KeptAttentionAlone:
+    """torchtitan's activation checkpointing that keeps the output of core attention and computes all else again."""
+
+    def get_save_ops(self) -> set[Any]:
+        """Return the operators whose outputs are kept."""
+        return {ops._core_attention._opoverload}
+
+
 class KeptAttention:
     """torchtitan's activation checkpointing by operator that keeps the output of core attention."""
 

@@ -4,7 +4,7 @@
 import difflib
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from typing import Any
 
@@ -22,6 +22,8 @@ def with_cad(config: Any, table: dict[str, Any]) -> Any:
             raise ValueError(
                 f"cad({key}=...): no such key; did you mean {', '.join(nearest)}?"
             )
+    if isinstance(getattr(config, "cad", None), Cad):
+        return replace(config, cad=replace(config.cad, **table))
     return derived(config, CadTrainer, cad=Cad(**{"documents": "positions", **table}))
 
 

@@ -35,6 +35,7 @@ from torchtitan_cad.integration.torchtitan_v0_3.job import (
 )
 from torchtitan_cad.integration.torchtitan_v0_3.parts import (
     KeptAttention,
+    KeptAttentionAlone,
     PlannedMetrics,
     PlannedValidator,
     RecordedMetrics,
@@ -194,7 +195,7 @@ def _keeping_attention(config: Any) -> Any:
     own = config.activation_checkpoint
     if isinstance(own, FullAC.Config) and not config.cad.recompute_attention:
         common = {one.name: getattr(own, one.name) for one in dataclasses.fields(own)}
-        own = SelectiveAC.Config(**common)
+        return derived(SelectiveAC.Config(**common), KeptAttentionAlone)
     return derived(own, KeptAttention) if isinstance(own, SelectiveAC.Config) else own
 
 

@@ -58,7 +58,8 @@ def run(
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     shown, tokens = printable(folder), tokenizer.get_vocab_size()
     print(
-        f'{shown}: {kind} tokenizer with {tokens} tokens; set model.hf_assets_path = "{shown}"'
+        f'{shown}: {kind} tokenizer with {tokens} tokens; set model.hf_assets_path = "{shown}" '
+        "(--hf_assets_path with torchtitan 0.3.0)"
     )
     if not statistics:
         return
