@@ -178,9 +178,8 @@ class _Arriving:
         self.received: list[Tensor] = []
         self._at = torch.tensor(at, dtype=torch.float64)
         self._last_sent: dist.Work | None = None
-        if (
-            CLOCK.counted is not None
-        ):  # such a clock knows nothing of other ranks, so they say when they have sent
+        # such a clock knows nothing of other ranks, so they say when they have sent
+        if CLOCK.counted is not None:
             self._last_sent = dist.all_reduce(
                 self._at, dist.ReduceOp.MAX, async_op=True
             )

@@ -230,9 +230,8 @@ def _backward_work(events: list[Event], phases: list[Event]) -> list[Span]:
             name_of.get(node["args"]["Sequence number"]),
             bisect_right(times, begin),
         )
-        if (
-            name is None or bisect_right(times, end) > before
-        ):  # what holds phases of its own is no linear work
+        # what holds phases of its own is no linear work
+        if name is None or bisect_right(times, end) > before:
             continue
         name += " backward"
         if work and work[-1][0] == name and before == phases_before:

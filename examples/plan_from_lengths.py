@@ -26,9 +26,8 @@ lengths = [int(text) for text in sys.argv[1:]] or [
     26_108,
 ]
 
-ranks: list[list[tuple[int, int, int]]] = [
-    [] for _ in range(RANKS)
-]  # (document, start, length) per rank
+# (document, start, length) per rank
+ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(RANKS)]
 position = 0
 for document, length in enumerate(lengths):
     start = 0

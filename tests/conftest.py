@@ -35,9 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(
-        config, "workerinput"
-    ):  # of the processes of pytest-xdist, each has a core
+    # of the processes of pytest-xdist, each has a core
+    if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
     minutes = config.getoption("--minutes")
     if minutes is not None:

@@ -72,9 +72,8 @@ def compared(tmp_path: Path, warmup: int = 0, **changes: Any) -> Comparison:
             write_run(
                 tmp_path / f"{mode}{i}", balanced=balanced, slowdown=slowdown, **changes
             )
-            for i, slowdown in enumerate(
-                [1.0, 1.0, 7.0]
-            )  # the median is of an undisturbed run
+            # the median is of an undisturbed run
+            for i, slowdown in enumerate([1.0, 1.0, 7.0])
         ]
         runs.append(Runs.read(folders, 2, warmup))
     return Comparison(*runs)

@@ -359,9 +359,8 @@ def test_plot_shows_the_plan(plan, tmp_path: Path, drawn) -> None:
     found = plan("--plot", str(tmp_path / "x.png"))
     triangle, loads, volume = drawn[0].axes
     tasks = found.tasks[found.tasks["doc"] == 0]
-    assert (
-        len(triangle.patches) == len(tasks) + 1
-    )  # the home of the document's only run
+    # the home of the document's only run
+    assert len(triangle.patches) == len(tasks) + 1
     numbers = {text.get_text() for text in triangle.texts}
     assert {str(server) for server in tasks["server"].tolist()} <= numbers
     stats = found.stats

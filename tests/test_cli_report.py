@@ -191,9 +191,8 @@ LAYOUT = {
 
 
 def test_from_measuring_to_a_plan(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "torchtitan_cad.tools.profiling.CPU_ROWS", 1024
-    )  # short calls: what they take is not asked
+    # short calls: what they take is not asked
+    monkeypatch.setattr("torchtitan_cad.tools.profiling.CPU_ROWS", 1024)
     output = tmp_path / "profile.json"
     assert main(["profile", "--output", str(output), *SMALL, *GRID]) == 0
     profile = Profile.read(output)

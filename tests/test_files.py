@@ -324,9 +324,8 @@ def test_another_number_of_ranks(
         "line 2 has 3 ranks and line 1 has 2: leave the lines of one run in it"
         in refused("report", str(tmp_path))
     )
-    summary, _ = reported(
-        capsys, path, step(1), step(1, **three)
-    )  # the first is no longer of the run
+    # the first is no longer of the run
+    summary, _ = reported(capsys, path, step(1), step(1, **three))
     assert (summary["steps"], summary["ranks"]) == (1, 3)
 
 

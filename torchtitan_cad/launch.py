@@ -35,38 +35,35 @@ _ENDED_BY_TORCHRUN = (-signal.SIGTERM, _SIGNAL_EXIT + signal.SIGTERM)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun on `arguments`, by default the command line's; return the exit code."""
+    # report each rank that is ended because another failed
     for module in (
         "agent.server.api",
         "multiprocessing.api",
-    ):  # report each rank that is ended because another failed
+    ):
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(
             logging.CRITICAL
         )
     options = run.parse_args(sys.argv[1:] if arguments is None else arguments)
     try:
         ranks_per_node = run.determine_local_world_size(options.nproc_per_node)
-    except (
-        ValueError
-    ):  # torchrun's own says neither which option it is nor what else to give
+    except ValueError:
+        # torchrun's own says neither which option it is nor what else to give
         print(
             f"launch: --nproc_per_node={options.nproc_per_node}: torch finds no such devices on this machine; set it "
             "to the number of ranks that this machine is to run",
             file=sys.stderr,
         )
         return _MISTAKE_EXIT
-    if (
-        options.max_restarts > 0
-    ):  # else they find in the one store what those before have left (torch 2.11 to 2.15)
+    # else they find in the one store what those before have left (torch 2.11 to 2.15)
+    if options.max_restarts > 0:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if ranks_per_node > 1:
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", "1"
-        )  # torchrun does it, too, with a warning of four lines
+        # torchrun does it, too, with a warning of four lines
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         with tempfile.TemporaryDirectory(prefix="torchelastic_") as logs:
-            if (
-                options.redirects == options.tee == "0"
-            ):  # torchrun would make a folder, write nothing and leave it
+            # torchrun would make a folder, write nothing and leave it
+            if options.redirects == options.tee == "0":
                 options.log_dir = options.log_dir or logs
             threading.Thread(
                 target=_end_if_stuck, args=(options, logs), daemon=True
@@ -122,9 +119,8 @@ def _end_if_stuck(options: Namespace, logs: str) -> None:
         time.sleep(_POLL_S)
         ended = None
         with contextlib.suppress(ChildProcessError):  # no rank has been started
-            ended = os.waitid(
-                os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT
-            )  # torchrun has not asked for it yet
+            # torchrun has not asked for it yet
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None or ended.si_pid != pid:
             pid, since = 0 if ended is None else ended.si_pid, time.monotonic()
         elif time.monotonic() - since > _STUCK_S:

@@ -22,13 +22,11 @@ TOO_NEW = "only 0-dimensional arrays can be converted"
 
 def main(part: Part, device: str, lines: str, packages: str = "") -> None:
     faulthandler.enable()
-    faulthandler.register(
-        signal.SIGUSR1
-    )  # by which the parent asks where this process hangs
+    # by which the parent asks where this process hangs
+    faulthandler.register(signal.SIGUSR1)
     if packages:
-        site.addsitedir(
-            packages
-        )  # last: what is installed comes first; with the paths that packages add
+        # last: what is installed comes first; with the paths that packages add
+        site.addsitedir(packages)
     with Path(lines).open("a") as file:
 
         def write(**line: object) -> None:
@@ -62,6 +60,5 @@ def _require(module: str) -> None:
 if __name__ == "__main__":
     main(Part(**json.loads(sys.argv[1])), *sys.argv[2:])
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # what goes wrong while libraries are taken down is not the part's failure
+    # what goes wrong while libraries are taken down is not the part's failure
+    os._exit(0)

@@ -150,9 +150,8 @@ def fill(folder: Path, wanted: Iterable[str], present: Mapping[str, str]) -> Col
         collection = resolve(wanted, present, Path(downloads))
         installed = Path(downloads, "installed")
         install([wheel.path for wheel in collection.wheels], installed)
-        shutil.rmtree(
-            folder, ignore_errors=True
-        )  # only now, so that an earlier one is there if something fails
+        # only now, so that an earlier one is there if something fails
+        shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(installed, folder)
     return collection
 

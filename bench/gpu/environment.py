@@ -57,9 +57,8 @@ def describe(device: str, emit: Emit) -> None:
     for name, describe_part in parts.items():
         try:
             emit(name, describe_part())
-        except (
-            Exception
-        ) as error:  # what cannot be found out here keeps nothing from being measured
+        except Exception as error:
+            # what cannot be found out here keeps nothing from being measured
             emit(name, f"{type(error).__name__}: {error}")
 
 

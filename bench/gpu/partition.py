@@ -83,9 +83,8 @@ def measure(device: str, emit: Emit) -> None:
             CONNECTIONS  # which the driver reads when it begins
         )
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    torch.zeros(
-        1, device=where
-    )  # makes the primary context, to which green ones belong
+    # makes the primary context, to which green ones belong
+    torch.zeros(1, device=where)
     sizes = CUDA if device == "cuda" else CPU
     rows: list[dict[str, Any]] = []
     errors, shared = {}, {}

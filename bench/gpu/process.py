@@ -88,9 +88,8 @@ def _environment(device: str, folder: str) -> dict[str, str]:
             [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         ),
     }
-    if (
-        device == "cpu"
-    ):  # stand-ins: no GPU even if there is one, and parts that run at once share few cores
+    # stand-ins: no GPU even if there is one, and parts that run at once share few cores
+    if device == "cpu":
         env |= {
             "CUDA_VISIBLE_DEVICES": "",
             "TRITON_INTERPRET": "1",
@@ -119,9 +118,8 @@ def _outcome(code: int | None, lines: str, output: str) -> Outcome:
     figures: dict[str, Any] = {}
     skip = None
     for line in lines.splitlines():
-        with contextlib.suppress(
-            json.JSONDecodeError
-        ):  # of a line that was being written
+        with contextlib.suppress(json.JSONDecodeError):
+            # of a line that was being written
             entry = json.loads(line)
             if "skip" in entry:
                 skip = entry["skip"]

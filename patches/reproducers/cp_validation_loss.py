@@ -22,9 +22,8 @@ TOKENS, VOCAB, RANKS = 32, 16, 2
 class Model(torch.nn.Embedding):
     """Logits of the next token, without attention: labels are what is counted."""
 
-    get_attention_masks = MagicMock(
-        side_effect=TypeError
-    )  # as of torchtitan's models with SDPA
+    # as of torchtitan's models with SDPA
+    get_attention_masks = MagicMock(side_effect=TypeError)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens)

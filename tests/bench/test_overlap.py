@@ -91,9 +91,8 @@ def test_times_every_mode_at_every_rate(tmp_path: Path) -> None:
         1000.0,
         "cad",
     ]
-    assert (
-        min(rows[1][2:4]) > 0 <= rows[1][4] < 100
-    )  # ms, predicted ms, exposed wait in percent
+    # ms, predicted ms, exposed wait in percent
+    assert min(rows[1][2:4]) > 0 <= rows[1][4] < 100
     assert output.with_suffix(".png").stat().st_size > 0
 
 

@@ -57,9 +57,8 @@ def test_the_title_says_which_ranks(
     monkeypatch.setattr(plt, "close", drawn.append)
     for rank in range(17):
         write_trace(tmp_path / f"rank{rank}_trace.json", PHASES)
-        write_trace(
-            tmp_path / f"rank{rank}.pt.trace.json", PHASES
-        )  # the second name of the same trace
+        # the second name of the same trace
+        write_trace(tmp_path / f"rank{rank}.pt.trace.json", PHASES)
     main(Options(tmp_path, tmp_path / "new" / "trace.png", ranks))
     assert (
         drawn[0].get_suptitle().endswith(f", ranks {', '.join(map(str, shown))} of 17")

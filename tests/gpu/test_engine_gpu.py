@@ -105,9 +105,8 @@ def test_a_plan_added_behind_a_slow_stream_is_waited_for() -> None:
     torch.cuda.synchronize()
     slow = torch.cuda.Stream(DEVICE)
     with torch.cuda.stream(slow):
-        torch.cuda._sleep(
-            200_000_000
-        )  # about 0.1 s, which the copies of the tables wait for
+        # about 0.1 s, which the copies of the tables wait for
+        torch.cuda._sleep(200_000_000)
         engine.add_plan(
             1,
             random_plan(

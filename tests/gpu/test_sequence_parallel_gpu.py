@@ -54,9 +54,8 @@ def test_a_late_lane_gives_the_same_values_and_gradients(
         def late_norm(y: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
             torch.cuda._sleep(SLEEP)
             boundary = Boundary(side_stream, group)
-            token = boundary.start(
-                2 * y, x, weight, EPS
-            )  # the summand is not kept: its memory is free from here on
+            # the summand is not kept: its memory is free from here on
+            token = boundary.start(2 * y, x, weight, EPS)
             poison = [torch.full(SHAPE, torch.nan, device=device) for _ in range(4)]
             results = [*boundary.wait(token)]
             del poison

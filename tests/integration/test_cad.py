@@ -249,9 +249,8 @@ CORES = 4
 @pytest.mark.matrix
 def test_make_train_is_uneven_and_gets_balanced(monkeypatch, tmp_path):
     """The bounds hold with a margin for the standard libraries of Python 3.11 to 3.13, with and without their tests."""
-    monkeypatch.setattr(
-        plugin, "on_config", lambda config: validate(config, CORES)
-    )  # torchtitan is left as it is
+    # torchtitan is left as it is
+    monkeypatch.setattr(plugin, "on_config", lambda config: validate(config, CORES))
     config = ConfigManager().parse_args(
         [f"--job.config_file={CONFIG}", *assets(tmp_path)]
     )

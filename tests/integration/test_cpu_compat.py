@@ -59,11 +59,12 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
         *PROFILED,
     )
     whole = run(job, timeout_s=240, dump_folder=tmp_path, link=FAST)
+    # torchtitan also validates after the first step
     assert whole.validation_losses.keys() == {
         1,
         2,
         4,
-    }  # torchtitan also validates after the first step
+    }
     scalars = read_scalars(tmp_path / "tb")
     for tag, expected in (
         ("loss_metrics/global_avg_loss", whole.losses),

@@ -252,9 +252,8 @@ def test_a_dataset_that_does_not_answer_and_too_little_space(good, monkeypatch):
 def test_where_training_resumes(good):
     step = Path(good[2].split("=")[1], "checkpoint", "step-30")
     step.mkdir(parents=True)
-    assert (
-        "begins anew" in report([*good, CHECKPOINT])["checkpoint"].text
-    )  # an unfinished one does not count
+    # an unfinished one does not count
+    assert "begins anew" in report([*good, CHECKPOINT])["checkpoint"].text
     save(step.parents[1], FULL, 30)
     assert f"resumes from {step}" in report([*good, CHECKPOINT])["checkpoint"].text
 

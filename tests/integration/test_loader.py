@@ -247,17 +247,17 @@ def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed() -> Non
     for index, (inputs, _) in enumerate(loader):
         keys = inputs[PLAN_KEYS]
         assert isinstance(keys, HostTensor)
-        assert (
-            keys.to("meta") is keys
-        )  # FSDP2 moves every tensor argument to its device
+        # FSDP2 moves every tensor argument to its device
+        assert keys.to("meta") is keys
         first, second = keys.tolist()[0], keys.tolist()[2]
         assert keys.tolist() == [first, first, second, second]
         assert first != second
+        # this batch and the one before, which may be in the same step
         for key in {
             first,
             second,
             *previous,
-        }:  # this batch and the one before, which may be in the same step
+        }:
             assert engine.plan(key).keys.num_local == 16
         assert len(planned) == index + 1
         previous = [first, second]

@@ -100,10 +100,11 @@ def test_tensorboard_and_log_show_what_moved() -> None:
     assert max(figures["cad/exchange/host(s)"]) > 0
     assert max(figures["cad/exchange/exposed(%)"]) > 0
     assert all(0 <= share < 100 for share in figures["cad/exchange/exposed(%)"])
+    # a plan a step, and no speeds: the busiest rank's load is the imbalance
     for when in (
         "before",
         "after",
-    ):  # a plan a step, and no speeds: the busiest rank's load is the imbalance
+    ):
         loads = list(
             zip(
                 *(figures[f"cad/load/{when}/rank{rank}"] for rank in range(2)),

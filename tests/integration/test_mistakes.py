@@ -338,7 +338,8 @@ def test_mistake_where_only_ascii_can_be_written(
     with (
         contextlib.redirect_stdout(io.StringIO()),
         pytest.raises(SystemExit),
-    ):  # tyro asks it for its encoding
+    ):
+        # tyro asks it for its encoding
         parse(tmp_path, "", ["--comm.mode=1e100"])
     assert (
         "invalid choice '1e100' for argument '--comm.mode'. Expected one of"

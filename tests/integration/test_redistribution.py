@@ -246,9 +246,8 @@ def test_ranks_redistribute_ids_labels_and_positions(
     with ThreadPoolExecutor(len(placements)) as pool:
         every = list(pool.map(redistribute, range(len(placements)), placements))
     for rank, (placed, redistributed) in enumerate(every):
-        _, replica = every[
-            rank - rank % cp
-        ]  # whole rows, whatever the context-parallel rank
+        # whole rows, whatever the context-parallel rank
+        _, replica = every[rank - rank % cp]
         for (inputs, labels), (replica_inputs, _) in zip(
             redistributed, replica, strict=True
         ):

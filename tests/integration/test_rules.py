@@ -60,7 +60,8 @@ def test_a_rule_accepts_its_default_and_refuses_something(rule: rules.Rule) -> N
         except (
             TypeError,
             AttributeError,
-        ):  # of another type, which the config's types refuse
+        ):
+            # of another type, which the config's types refuse
             refused.append(False)
     packaged = rule.remedy.startswith("needs the package")
     assert any(refused) or packaged, "no value of this key breaks the rule"

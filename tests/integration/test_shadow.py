@@ -161,10 +161,11 @@ def test_all_data_parallel_ranks_are_recorded_in_their_order(
     }
     by_rank = [[2, 6]] * 3 + [[2, 3, 3]] + [[2, 6]] * 4
     assert read_record(tmp_path / DOCUMENTS_NAME, 1).batches == [by_rank]
+    # causal pairs, in tiles of one token
     light, heavy = (
         3 + 21 + 3 + 6 + 6,
         2 * (3 + 21),
-    )  # causal pairs, in tiles of one token
+    )
     imbalance = (1 + heavy / ((light + heavy) / 2)) / 2
     assert [shadow.drain_imbalances() for shadow in shadows] == [
         [],
@@ -177,10 +178,11 @@ def test_all_data_parallel_ranks_are_recorded_in_their_order(
 
 def test_documents_end_where_the_job_says(tmp_path: Path) -> None:
     record(new_shadow(CountingLoader(EOS + 1)), range(1, EOS + 2), tmp_path)
+    # the last is all EOS
     assert read_record(tmp_path / DOCUMENTS_NAME, 2).batches == [
         [[8]] * 4,
         [[1] * 8] * 4,
-    ]  # the last is all EOS
+    ]
 
 
 def record(shadow: Shadow, steps: range, folder: Path) -> None:

@@ -123,9 +123,8 @@ def test_rank_that_gets_a_signal_is_named_first(
         signal_rank, tmp_path, nranks, launcher, transport, ignored=OF_TORCHRUN
     )
     assert returncode != 0
-    assert_no_stack(
-        said if launcher == LAUNCH else said[:2]
-    )  # torchrun ends with one of its own
+    # torchrun ends with one of its own
+    assert_no_stack(said if launcher == LAUNCH else said[:2])
     if resumes:
         check_resume(tmp_path, nranks)
 

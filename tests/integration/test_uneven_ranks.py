@@ -183,9 +183,8 @@ def test_a_number_of_validation_batches_is_that_of_torchtitan() -> None:
     loaders = validation(1, [3, 3])
     iterators = on_all(loaders, iter)
     assert all(PLAN_KEYS in batch for batch, _ in on_all(iterators, next))
-    batch, labels = next(
-        iterators[0]
-    )  # torchtitan draws one more, for which peers need not be asked
+    # torchtitan draws one more, for which peers need not be asked
+    batch, labels = next(iterators[0])
     assert PLAN_KEYS not in batch
     assert int(labels[0, 0]) == 1
 

@@ -45,9 +45,8 @@ def build(source: Path) -> Path:
             f"{source.name} needs a C++ compiler such as g++, and none is on the path"
         )
     cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f"{source.stem}.lock").open(
-        "w"
-    ) as lock:  # which the kernel releases however its holder ends
+    with (cache / f"{source.stem}.lock").open("w") as lock:
+        # which the kernel releases however its holder ends
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             _compile(compiler, source, library)

@@ -255,9 +255,10 @@ def install(
     with_cudnn: bool = False,
 ) -> None:
     """Makes ``modules`` the FlashAttention packages of a test, whose device has this capability and maybe cuDNN."""
+    # imports triton, before which interpreting must be chosen
     from torch.nn.attention import (
         varlen,
-    )  # imports triton, before which interpreting must be chosen
+    )
 
     known = {module.__name__: module for module in modules}
     for name in NAMES.values():

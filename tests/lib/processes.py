@@ -113,8 +113,7 @@ def _run(
             else Failed()
         )
         result.args = (f"{error}\n{traceback.format_exc()}",)
-    pipe.send_bytes(
-        pickle.dumps(result)
-    )  # tensors too: sent as such, they would be read from this process
+    # tensors too: sent as such, they would be read from this process
+    pipe.send_bytes(pickle.dumps(result))
     pipe.close()
     time.sleep(0.5)  # peers may still be saying why they fail

@@ -270,9 +270,8 @@ def check_tables(plan: Plan) -> None:
         )
         np.testing.assert_equal(sent, received.T)
         assert not sent.diagonal().any()
-        before = (
-            np.cumsum(sent, axis=0) - sent
-        )  # rows that a server gets from lower ranks
+        # rows that a server gets from lower ranks
+        before = np.cumsum(sent, axis=0) - sent
         np.testing.assert_equal(put, np.where(sent > 0, before, 0))
         np.testing.assert_equal(
             back, np.where(received > 0, np.cumsum(received, axis=0) - received, 0)

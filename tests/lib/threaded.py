@@ -271,9 +271,8 @@ def run_ranks(num_ranks: int, body: Callable[[int], T]) -> list[T]:
     barrier = threading.Barrier(num_ranks)
 
     def start(rank: int) -> T:
-        torch.set_num_threads(
-            1
-        )  # of this thread: pools that spin for each other stall where cores are few
+        # of this thread: pools that spin for each other stall where cores are few
+        torch.set_num_threads(1)
         barrier.wait(TIMEOUT_S)
         return body(rank)
 

@@ -77,9 +77,8 @@ def train(nodes: int, ranks: int, args: Sequence[str], folder: Path) -> list[flo
         network.limit(1e9)
         spread = NodesJob(network, ranks, args, folder)
         assert spread.finish(TIMEOUT_S) == [0] * nodes, spread.text
-        is_far = (
-            "--parallelism.pipeline_parallel_schedule=1F1B" not in args
-        )  # a stage lies inside a host
+        # a stage lies inside a host
+        is_far = "--parallelism.pipeline_parallel_schedule=1F1B" not in args
         assert ("MB between hosts" in spread.text) == is_far
         by_messages = (
             f"CAD exchanges rows by symm_mem inside {nodes} hosts, gloo between them"

@@ -165,9 +165,8 @@ def test_one_compiles_while_others_wait(folder):
     def compile_all() -> None:
         ran.append(1)
         deadline = time.monotonic() + 30
-        while (
-            len(lines) < 4 and time.monotonic() < deadline
-        ):  # the others have said that they wait
+        # the others have said that they wait
+        while len(lines) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
 
     threads = [

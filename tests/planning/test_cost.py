@@ -102,6 +102,7 @@ def test_tile_area_counts_tiles_and_profiles_interpolate_and_go_on_with_the_last
     assert TileAreaCost(128).row_cost(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert TileAreaCost(128).max_pairs(3) == 3 * 128**2
     model = ProfileCost(128, (1, 3, 5), (10, 20, 25))
+    # 5 a tile: the best of the grid
     assert model.row_cost(np.arange(8)).tolist() == [
         0,
         10,
@@ -111,7 +112,7 @@ def test_tile_area_counts_tiles_and_profiles_interpolate_and_go_on_with_the_last
         25,
         30,
         35,
-    ]  # 5 a tile: the best of the grid
+    ]
     assert ProfileCost(128, (1, 3), (10, 50)).row_cost(np.arange(5)).tolist() == [
         0,
         10,

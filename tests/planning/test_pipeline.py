@@ -42,9 +42,8 @@ def test_everything_once_and_in_order(
                 needed += (
                     [(False, stage + 1, work.microbatch)] if stage < last_stage else []
                 )
-            assert all(
-                done[key] < number for key in needed
-            )  # a KeyError: it has not run at all
+            # a KeyError: it has not run at all
+            assert all(done[key] < number for key in needed)
             key = (tick.forward, stage, work.microbatch)
             assert key not in done
             done[key] = number

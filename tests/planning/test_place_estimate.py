@@ -116,9 +116,8 @@ def test_moves_keep_tokens_loads_and_figures(
     lengths: list[int], num_ranks: int, longest: int, seed: int
 ) -> None:
     state, numbers = state_of(lengths, num_ranks, longest), np.array([seed])
-    assume(
-        (state.ints[num_ranks : state.ints[-1, COUNT], RANK] >= 0).all()
-    )  # a rank takes MOST_CHUNKS at most
+    # a rank takes MOST_CHUNKS at most
+    assume((state.ints[num_ranks : state.ints[-1, COUNT], RANK] >= 0).all())
     capacity = int(
         state.ints[0, CAPACITY]
         + state.ints[chunks_of(state), LENGTH][

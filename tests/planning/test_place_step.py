@@ -270,9 +270,10 @@ def test_stages_run_as_fast_as_with_microbatches_of_equal_work(
     assert over_equal(plan_step(given, FULL, times=times, place=False)) > 1.1
     step = plan_step(given, FULL, times=times, stages=4)
     assert over_equal(step) < 1.0
+    # no copies
     assert ranks > 1 or all(
         (np.diff(plan.exchange(0).causal.q_rows) == 1).all() for plan in plans_of(step)
-    )  # no copies
+    )
 
 
 def test_a_pipeline_fills_and_drains_by_light_microbatches() -> None:

@@ -94,9 +94,8 @@ def test_every_layout(
     check_guarantee(plan, home)
     check_cuts(plan, home)
     assert plan.stats.max_over_mean_before == home.stats.max_over_mean
-    if (
-        cost is None and config.ranks_per_node is None and config.rank_speeds is None
-    ):  # a shard is long on a slow rank
+    # a shard is long on a slow rank
+    if cost is None and config.ranks_per_node is None and config.rank_speeds is None:
         assert plan.stats.max_over_mean <= home.stats.max_over_mean
     check_nodes(plan)
 

@@ -90,9 +90,8 @@ def test_rows_in_order_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     local = torch.randn(768, 2, 16)
     (view,) = RowSpace([local], [local[:0]]).take(rectangle.q_rows)
     assert view.data_ptr() == local[384].data_ptr()
-    rows = (
-        128 + 256 + 100
-    )  # a call of local and received rows: all of them, queries and keys
+    # a call of local and received rows: all of them, queries and keys
+    rows = 128 + 256 + 100
     assert second.copied_bytes(SHAPE) == rows * (4 + 2 * 2) * 16 * 4
 
 

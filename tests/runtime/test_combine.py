@@ -84,9 +84,8 @@ def make_case(rng: np.random.Generator, case: tuple, device: torch.device) -> tu
     """Rows of the partials; their outs and lses as strided views of messages and of [heads, rows]. Some rows are empty,
     with poisoned outs."""
     dtype, heads, dim, num_rows, sizes = case
-    targets = [
-        rng.integers(-1, max(num_rows - 1, 1), size) for size in sizes
-    ]  # the last row has none
+    # the last row has none
+    targets = [rng.integers(-1, max(num_rows - 1, 1), size) for size in sizes]
     outs, lses = [], []
     for number, size in enumerate(sizes):
         message = torch.randn(size, heads * dim + 24).to(device, dtype)
@@ -130,9 +129,8 @@ def compare_orders(seed: int, device: torch.device) -> None:
             np.concatenate([[], *targets]).astype(int) + 1, minlength=num_rows + 1
         )[1:]
         once = torch.from_numpy(num_partials == 1).to(device)
-        for mine, theirs in zip(
-            got, want, strict=True
-        ):  # a row with one partial keeps its bits
+        # a row with one partial keeps its bits
+        for mine, theirs in zip(got, want, strict=True):
             assert torch.equal(mine[once], theirs[once])
         finite = [[out.nan_to_num(x) for out in outs] for x in (0.5, 1, 2)]
         narrow = [out[:, :1, : -(-dim // 2)] for out in finite[0]]
@@ -166,10 +164,11 @@ def combine_in_place(group) -> None:
         for _ in range(2)
     )
     lses = [torch.randn(2, len(rows)).t() for rows in targets]
+    # one of them without keys
     lses[1][[0, 5], 0], outs[1][[0, 5], 0] = (
         torch.inf,
         torch.nan,
-    )  # one of them without keys
+    )
     torch_index, index, copied = (
         build(targets, 6, CPU, is_fused=is_fused, **options)
         for is_fused, options in ((False, {}), (True, {}), (True, {"in_place": False}))

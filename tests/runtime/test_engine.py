@@ -90,17 +90,17 @@ def test_any_plan_is_as_exact_as_undivided_attention(
     symmetric: bool,
     with_dlse: bool,
 ) -> None:
-    monkeypatch.setattr(
-        calls, "CUT_AT", 8
-    )  # so that two rounds of these tasks are cut inside one
+    # so that two rounds of these tasks are cut inside one
+    monkeypatch.setattr(calls, "CUT_AT", 8)
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     layout, shape = random_layout(rng, num_ranks=int(rng.integers(1, 5))), SHAPES[heads]
     plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)
     validate_plan(plan)
+    # as in ticks
     other = (
         None if keep else random_plan(rng, layout, shape, aligned=False, split_kv=True)
-    )  # as in ticks
+    )
     options = {"keep": keep, "symmetric": symmetric, "backward": other}
     runs = [
         {**options, "two_rounds": two_rounds, "squares_only": squares_only}

@@ -67,9 +67,8 @@ def fake_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Launches of Triton kernels need a GPU, so statistics are prepared by operations of torch."""
     monkeypatch.setattr(triton, "runs_on", lambda device: False)
     use_torch(monkeypatch)
-    monkeypatch.setattr(
-        varlen, "_without_dropout", varlen._without_dropout.__wrapped__
-    )  # keeps no fake tensors
+    # keeps no fake tensors
+    monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)
     with FakeTensorMode():
         yield
 
@@ -204,9 +203,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
             for x in tensors_in([*args, *kwargs.values()])
             if x.device != DEVICE
         ]
+        # the host's record
         assert wrong == ([torch.device("cpu")] if name == "_wait" else []), (
             f"{name}: {wrong}"
-        )  # the host's record
+        )
         counted[name] += 1
 
     def copy(tensor: Tensor, device: torch.device) -> Tensor:
@@ -218,9 +218,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     monkeypatch.setattr(transport_base, "to_device", copy)
     monkeypatch.setattr(cuda_memory, "to_device", copy)
     monkeypatch.setattr(streams, "record_event", lambda device: None)
-    monkeypatch.setattr(
-        varlen, "_without_dropout", varlen._without_dropout.__wrapped__
-    )  # keeps no fake tensors
+    # keeps no fake tensors
+    monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield counted
 

@@ -79,9 +79,8 @@ def test_marshalling(
         assert min(seen.max_q + seen.max_k) >= 256
         assert all(seen.same_offsets) or not call[2]
     elif name != "varlen":
-        assert {*seen.max_q, *seen.max_k} <= {
-            512
-        }  # the same for all short calls, so that nothing is compiled anew
+        # the same for all short calls, so that nothing is compiled anew
+        assert {*seen.max_q, *seen.max_k} <= {512}
 
 
 @pytest.mark.parametrize("name", KERNELS)

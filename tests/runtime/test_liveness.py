@@ -117,9 +117,8 @@ def test_hung_peer_is_named_with_its_phase(
         rank.exchange("forward rows")
     for rank in (ranks[0], ranks[2]):
         rank.exchange("forward outputs")
-    assert eventually(
-        lambda: len(ranks[0].monitor.diagnose()) == 1
-    )  # all have published where they are
+    # all have published where they are
+    assert eventually(lambda: len(ranks[0].monitor.diagnose()) == 1)
     said = "is alive but behind, at step 1, exchange 1 'forward rows', while this rank is at step 1, exchange 2 'for"
     finding = only(ranks[0].monitor.diagnose(), 1, said)
     assert ranks[1].monitor.diagnose() == []
@@ -384,9 +383,8 @@ def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
     for answer in answers:
         only(answer.result(), dead, "gave no sign of life")
     firsts, of_group = world // PER_HOST, min(MOST_EXAMINED, world // 2 - 1)
-    told = (
-        3 + 5
-    )  # whether a rank has stopped, and once an interval whether the first rank of the host has found one
+    # whether a rank has stopped, and once an interval whether the first rank of the host has found one
+    told = 3 + 5
     assert (
         read <= 2 * (firsts * (world - 1) + (world - firsts) * of_group) + world * told
     )

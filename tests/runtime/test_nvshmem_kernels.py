@@ -225,9 +225,8 @@ def test_libraries_of_one_version_go_together(
     message = r"host library libnvshmem_host.so.3 is version 3.3.9, .*libnvshmem_device.bc is version 3.4.5: take"
     with pytest.raises(RuntimeError, match=message):
         nvshmem_library.check_host_library(packaged)
-    nvshmem_library.check_host_library(
-        Path("/opt/nvshmem/libnvshmem_device.bc")
-    )  # of no package: nobody knows
+    # of no package: nobody knows
+    nvshmem_library.check_host_library(Path("/opt/nvshmem/libnvshmem_device.bc"))
 
 
 def test_no_host_library_is_said(

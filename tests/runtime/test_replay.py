@@ -217,9 +217,8 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
 
     record_kernels(get_tape)
     rank, shape = group.rank(), AttentionShape(2, 1, 8, 4)
-    layout = random_layout(
-        np.random.default_rng(46), group.size(), 40
-    )  # of three ranks, one is empty
+    # of three ranks, one is empty
+    layout = random_layout(np.random.default_rng(46), group.size(), 40)
     plans = random_plans(layout, shape, 2)
     transport = interpreted_transport(group, 2**20, replayable=True)
     engine = CoreAttentionEngine(

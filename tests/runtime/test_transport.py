@@ -205,9 +205,8 @@ def test_an_exchange_is_waited_for_and_released_once() -> None:
 def fill_both_buffers(group: dist.ProcessGroup) -> None:
     transport, swap = symmetric(group, buffer_bytes=1024), 1 - np.eye(2, dtype=int)
     routes = Routes([make_route(swap, group.rank(), None) for _ in range(2)])
-    both = [
-        [torch.full((1, floats), float(group.rank()))] for floats in (300, 128)
-    ]  # 1,200 and 512 bytes
+    # 1,200 and 512 bytes
+    both = [[torch.full((1, floats), float(group.rank()))] for floats in (300, 128)]
     pending = transport.start(both, routes, "both", call := transport.begin())
     with pytest.raises(
         RuntimeError, match="exchange 'late' would use the buffer of exchange 'both'"

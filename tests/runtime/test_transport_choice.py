@@ -203,10 +203,11 @@ def test_what_names_mean(machine: Callable[..., None]) -> None:
     ):
         expected_transport("nvshmem", CPU, 2)
     machine(nvshmem=True)
+    # all groups of a job allocate together, those inside a host too
     for num_hosts in (
         1,
         2,
-    ):  # all groups of a job allocate together, those inside a host too
+    ):
         assert expected_transport("nvshmem", CUDA, num_hosts)[0] == "nvshmem"
 
 

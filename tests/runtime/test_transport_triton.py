@@ -137,14 +137,12 @@ def signal_and_wait(group) -> None:
     assert memory.tolist() == 2 * [[0, 0, 0, 17, 0, 0, 0, 0]]
     signals.wait(both, memory[1], 3, -7, seven, 0.002, failed, record)
     assert (int(failed), int(record)) == (0, 0)
-    signals.wait(
-        both, memory[1], 2, 10, seven, 0.002, failed, record
-    )  # word 2 + 1 is there, word 2 + 0 is not
+    # word 2 + 1 is there, word 2 + 0 is not
+    signals.wait(both, memory[1], 2, 10, seven, 0.002, failed, record)
     assert int(record) == int(failed) == (17 << signals.PEER_BITS | 2) + 1
     before = record.clone()
-    signals.wait(
-        both, memory[1], 6, 99, seven, 0.002, failed, record
-    )  # only the first failure counts
+    # only the first failure counts
+    signals.wait(both, memory[1], 6, 99, seven, 0.002, failed, record)
     signals.post(both, addresses, 3, 18, seven, failed)
     assert torch.equal(record, before)
     assert int(memory[0, 3]) == 17

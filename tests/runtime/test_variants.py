@@ -206,8 +206,7 @@ def test_nothing_is_compiled_after_the_start(
         timeout_s=500,
     )
     ((variants, warmed),) = values(run())
-    more_sizes = (
-        5 if shape is LATENT else 0
-    )  # sums of two more sizes, statistics of padded rows
+    # sums of two more sizes, statistics of padded rows
+    more_sizes = 5 if shape is LATENT else 0
     assert len(variants) <= MOST_VARIANTS + more_sizes, Counter(variants)
     assert variants[warmed:] == []

@@ -99,9 +99,8 @@ def test_reordered_rows_of_two_kinds_are_even(changes: dict[str, Any]) -> None:
     assert packed(system.step).seconds > 1.05 * reordered.seconds
     assert reordered.exchanged_bytes == 0
     assert reordered.seconds == pytest.approx(system.step.even("1F1B").total)
-    assert (
-        system.outcome().seconds <= reordered.seconds * 1.005
-    )  # the gather of the first layer's parameters is seen
+    # the gather of the first layer's parameters is seen
+    assert system.outcome().seconds <= reordered.seconds * 1.005
 
 
 def test_what_cad_loses_to_perfect_adds_up() -> None:
@@ -182,9 +181,8 @@ def test_every_kind_of_attention_takes_its_own_time() -> None:
         of_rows
     )
     plain, kinds = (packed(step(cp=4, model=model)) for model in (MODEL, KINDS))
-    assert (
-        kinds.exchanged_bytes * 2 == plain.exchanged_bytes > 0
-    )  # only layers in full gather keys
+    # only layers in full gather keys
+    assert kinds.exchanged_bytes * 2 == plain.exchanged_bytes > 0
     moved = {
         plans[0].shape.window: plans[0].moves_rows
         for plans in cad(cp=4, model=KINDS).plans((0,))[::2]
@@ -425,9 +423,8 @@ def test_ping_pong_hides_what_a_single_stream_shows() -> None:
     one, two = (
         cad(planner="home", nano_batches=nano).seconds(False) for nano in (1, 2)
     )
-    assert two == pytest.approx(
-        one, rel=0.01
-    )  # nothing is exchanged, but halves of rows cut some tiles
+    # nothing is exchanged, but halves of rows cut some tiles
+    assert two == pytest.approx(one, rel=0.01)
 
 
 @pytest.mark.matrix
@@ -438,15 +435,15 @@ def test_agrees_with_the_pipeline_bench() -> None:
     theirs = bench.Step([spanning_layout(each, dp) for each in lengths], pp, dp)
     model = Model(32, 4096, 32, 8, 128, 14336, 1)
     linear = 32768 * 2 * model.layer_parameters
-    per_pair = linear / (
-        32768 * bench.PAIRS_PER_TOKEN
-    )  # operations of a pair in the bench
+    # operations of a pair in the bench
+    per_pair = linear / (32768 * bench.PAIRS_PER_TOKEN)
     attention = 640e12 * 4 * 4096 / per_pair
+    # no elementwise work
     rates = {
         "attention_flops": attention,
         "backward_flops": attention,
         "memory_bandwidth": FAST,
-    }  # no elementwise work
+    }
     network = {"ranks": 16, "net": FAST, "node": FAST, "latency": 0.0}
     batch = Batch(tuple(np.array(each) for each in lengths), dp * 32768)
     division = {"pp": pp, "cp": dp, "microbatches": microbatches}

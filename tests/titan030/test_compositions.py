@@ -101,9 +101,8 @@ def reference(case: Case) -> Result:
 def assert_alike(result: Result, other: Result, tolerance: float = 1e-5) -> None:
     assert len(result.losses) == 3
     assert result.losses == pytest.approx(other.losses, rel=1e-5)
-    assert result.gradients == pytest.approx(
-        other.gradients, rel=2 * tolerance
-    )  # squares
+    # squares
+    assert result.gradients == pytest.approx(other.gradients, rel=2 * tolerance)
     assert result.validation == pytest.approx(other.validation, rel=1e-5)
 
 

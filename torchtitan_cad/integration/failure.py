@@ -62,9 +62,8 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
     try:
         try:
             train()
-        except (
-            CheckpointException
-        ) as error:  # no ``Exception``, so torchtitan would not close the job
+        except CheckpointException as error:
+            # no ``Exception``, so torchtitan would not close the job
             raise CheckpointError(trainer.checkpointer.folder, error) from error
     except Exception as error:
         state.has_failed = True

@@ -218,9 +218,8 @@ class CadSession:
             replicas is not None
             and len({*gather(self._config.ranks_per_node, replicas).values()}) > 1
         ):
-            self._config = replace(
-                self._config, ranks_per_node=None
-            )  # stages lie on hosts differently
+            # stages lie on hosts differently
+            self._config = replace(self._config, ranks_per_node=None)
         return Placement(
             group,
             replicas,
@@ -429,9 +428,8 @@ class CadSession:
         rule = self.job.documents
         if OWN_POSITIONS not in inputs:  # a token's column is its position then
             rule = replace(rule, by_positions=False)
-        while (
-            len(self._validated) >= self.job.accumulation
-        ):  # a pipeline may be given several microbatches at once
+        # a pipeline may be given several microbatches at once
+        while len(self._validated) >= self.job.accumulation:
             self.validation.drop(self._validated.popleft())
         rows, seq_len = inputs["input"].shape
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch(rows))
@@ -474,9 +472,8 @@ def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:
 
 def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Bound every wait on ``group``, which torchtitan's own ``set_pg_timeouts`` does not know."""
-    set_timeout = getattr(
-        dist, "set_timeout", dist.distributed_c10d._set_pg_timeout
-    )  # the first is of torch 2.15
+    # the first is of torch 2.15
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     set_timeout(timedelta(seconds=seconds), group)
 
 
@@ -488,9 +485,8 @@ def open_session(job: Job) -> CadSession:
     global _session
     if _session is not None:
         _session.close()
-    warm_up(
-        logger.info
-    )  # before any rank watches another: one of every machine may have to compile
+    # before any rank watches another: one of every machine may have to compile
+    warm_up(logger.info)
     _session = CadSession(job)
     if job.deterministic:
         logger.info(

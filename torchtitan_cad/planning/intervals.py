@@ -32,9 +32,8 @@ def _fill_ranges(starts: IntArray, offsets: IntArray, values: IntArray) -> None:
     """Fill the ranges in one pass over the result: a rank may send millions of rows."""
     for i in range(len(starts)):
         target, start = values[offsets[i] : offsets[i + 1]], starts[i]
-        for j in range(
-            len(target)
-        ):  # indices of a slice are not negative: three times as fast for long ranges
+        # indices of a slice are not negative: three times as fast for long ranges
+        for j in range(len(target)):
             target[j] = start + j
 
 

@@ -45,9 +45,8 @@ class KeepCapacity:
     @property
     def bytes_per_call(self) -> float:
         """Bytes of received rows that a server may keep in each call."""
-        return max(0.0, self.filled - self.used) / max(
-            1, self.calls
-        )  # A stage may have no layer.
+        # A stage may have no layer.
+        return max(0.0, self.filled - self.used) / max(1, self.calls)
 
     def describe(self) -> str:
         """Say what may be kept, in one line."""

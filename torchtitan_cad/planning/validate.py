@@ -243,9 +243,8 @@ def _row_spaces(
 ) -> list[IntArray]:
     """Return the global position of every row-space index of every rank, by exchanging positions instead of rows."""
     num_ranks = len(local)
-    arrived: list[list[IntArray]] = [
-        [] for _ in range(num_ranks)
-    ]  # per server, in order of the homes
+    # per server, in order of the homes
+    arrived: list[list[IntArray]] = [[] for _ in range(num_ranks)]
     received = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     for rank, exchange in enumerate(exchanges):
         rows, counts = exchange.send_rows, exchange.send_counts

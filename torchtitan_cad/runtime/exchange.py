@@ -137,9 +137,8 @@ class Incoming:
         """Wait for the rows of every tensor of each kind's message, valid until ``release``."""
         messages = self.receive()
         for message in messages:
-            if (
-                message.is_cuda and not self._is_single
-            ):  # allocated on the stream that waited for the chunks
+            # allocated on the stream that waited for the chunks
+            if message.is_cuda and not self._is_single:
                 message.record_stream(torch.cuda.current_stream(message.device))
         pairs = zip(self._formats.items(), messages, strict=True)
         return {

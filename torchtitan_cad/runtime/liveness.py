@@ -432,9 +432,8 @@ class PeerMonitor:
         """Return the heartbeats of ``ranks``; empty until all of them have published one."""
         keys = {rank: f"{_PREFIX}/{rank}" for rank in ranks}
         unknown = [key for rank, key in keys.items() if rank not in self._known]
-        if not keys or (
-            unknown and not self._store.check(unknown)
-        ):  # multi_get would wait
+        # multi_get would wait
+        if not keys or (unknown and not self._store.check(unknown)):
             return {}
         values = self._store.multi_get([*keys.values()])
         return {

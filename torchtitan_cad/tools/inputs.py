@@ -144,11 +144,12 @@ def read_inputs(
     if profile:
         chosen["profile"] = Profile.read(profile)
     rates = _made(Rates, chosen)
+    # as jobs have
     written = (
         titan.configuration
         if titan
         else Configuration(tolerance="auto", placement="balanced")
-    )  # as jobs have
+    )
     of_configuration = {
         key: value for key, value in chosen.items() if key != "microbatches"
     }

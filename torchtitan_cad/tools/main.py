@@ -44,9 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code. ``argv`` defaults to the process's arguments."""
     try:
         code = _main(sys.argv[1:] if argv is None else argv)
-        print(
-            end="", flush=True
-        )  # what cannot be written is known here, not at the interpreter's end
+        # what cannot be written is known here, not at the interpreter's end
+        print(end="", flush=True)
     except BrokenPipeError:  # whoever reads has enough, as `head` does
         _drop_output()
         return 0

@@ -105,10 +105,11 @@ def measure_profile(
                 kernel, shape, dtype, device, *cell, grid.repeats
             )
             before = cells.get(cell, (forward, backward))
+            # disturbances only add time
             cells[cell] = (
                 min(before[0], forward),
                 min(before[1], backward),
-            )  # disturbances only add time
+            )
             if not retry:
                 on_cell()
         profile = _with_cells(profile, cells)

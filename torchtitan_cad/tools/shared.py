@@ -68,9 +68,8 @@ def check_output(option: str, path: Path) -> None:
     try:
         place = os.path.realpath(path)
         is_new = not os.path.lexists(place)
-        if not is_new and (
-            kind := kind_of(os.stat(place).st_mode)
-        ):  # opening a pipe waits for who reads it
+        # opening a pipe waits for who reads it
+        if not is_new and (kind := kind_of(os.stat(place).st_mode)):
             raise ValueError(f"this is {kind}")
         with open(place, "ab"):
             pass

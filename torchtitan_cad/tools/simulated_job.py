@@ -116,9 +116,8 @@ class SimulatedJob:
     def refused(self, choice: Configuration) -> str:
         """Say why the job could not start with a choice; empty if it could."""
         try:
-            with (
-                quiet()
-            ):  # warnings about what is tried would be taken for warnings about the job
+            with quiet():
+                # warnings about what is tried would be taken for warnings about the job
                 plugin.check(self.changed(self.keys(choice)), self.cluster.ranks)
         except ValueError as error:
             return str(error)

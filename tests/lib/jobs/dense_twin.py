@@ -29,9 +29,8 @@ def install() -> None:
         module.BlockMask = Tensor
     FlexAttentionWrapper.forward = dense_attention
     gpt_oss.get_document_mask_mod = causal_document_mask
-    gpt_oss.TransformerBlock.to = lambda self, dtype: (
-        self
-    )  # keeps the precision of the job instead of bfloat16
+    # keeps the precision of the job instead of bfloat16
+    gpt_oss.TransformerBlock.to = lambda self, dtype: self
     init = llama4.Attention.__init__
 
     @functools.wraps(init)

@@ -64,9 +64,8 @@ def run_job(
             if pid == 0:
                 _become_rank(main, argv, rank_env, log)
             pids.append(pid)
-            os.setpgid(
-                pid, pid
-            )  # so that a rank dies together with the processes it starts
+            # so that a rank dies together with the processes it starts
+            os.setpgid(pid, pid)
         return _wait(pids, timeout_s)
     finally:
         for pid in pids:

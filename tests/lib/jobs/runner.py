@@ -547,16 +547,14 @@ def initialise_by_name(seed: int) -> None:
         init(self, *args, **kwargs)
         with torch.no_grad():
             for name, parameter in named_parameters(self.model_parts):
-                if parameter.dim() < 2 and not name.endswith(
-                    ("bias", "sinks")
-                ):  # weights of norms, which are 1
+                # weights of norms, which are 1
+                if parameter.dim() < 2 and not name.endswith(("bias", "sinks")):
                     continue
                 generator = torch.Generator().manual_seed(
                     zlib.crc32(f"{seed}/{name}".encode())
                 )
-                scale = (
-                    0.2 if "router.gate" in name else 0.02
-                )  # of two experts rounding must not choose the other
+                # of two experts rounding must not choose the other
+                scale = 0.2 if "router.gate" in name else 0.02
                 value = torch.randn(parameter.shape, generator=generator).mul_(scale)
                 if isinstance(parameter, DTensor):
                     value = distribute_tensor(

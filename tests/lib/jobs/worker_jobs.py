@@ -4,7 +4,6 @@
 import multiprocessing
 import os
 
-if (
-    multiprocessing.get_start_method(allow_none=True) is None
-):  # torchtitan 0.2.2 has no option for it
+# torchtitan 0.2.2 has no option for it
+if multiprocessing.get_start_method(allow_none=True) is None:
     multiprocessing.set_start_method(os.environ["WORKER_START_METHOD"])

@@ -318,7 +318,8 @@ def run_job(group: dist.ProcessGroup, job: Job) -> Outcome:
         tempfile.TemporaryDirectory() as folder,
         chdir(folder),
         ExitStack() as stack,
-    ):  # torch dumps graphs
+    ):
+        # torch dumps graphs
         # torch 2.14 asks Triton how fast the device's memory is.
         stack.enter_context(
             mock.patch(
@@ -330,9 +331,8 @@ def run_job(group: dist.ProcessGroup, job: Job) -> Outcome:
             stack.enter_context(WITHOUT[name]())
         try:
             return _run(group, job)
-        except (
-            torch._dynamo.exc.TorchDynamoException
-        ) as error:  # cannot be sent to another process
+        except torch._dynamo.exc.TorchDynamoException as error:
+            # cannot be sent to another process
             raise AssertionError(str(error)) from None
 
 

@@ -220,9 +220,8 @@ class BatchPlanner:
             ]
             self._say_that_it_stays(plans)
             for plan in plans:
-                _ = (
-                    plan.stats
-                )  # computed here, beside training, not when they are logged
+                # computed here, beside training, not when they are logged
+                _ = plan.stats
             seconds = (time.perf_counter() - begin) / batches
             planned = [
                 self._describe(*batch, shape, seconds)

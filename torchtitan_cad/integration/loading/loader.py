@@ -88,9 +88,8 @@ class _Producer:
         data was killed, for whose half a message the thread may wait for ever.
         """
         while True:
-            alive = (
-                self._thread.is_alive()
-            )  # asked first: what a thread delivers last must not be missed
+            # asked first: what a thread delivers last must not be missed
+            alive = self._thread.is_alive()
             try:
                 item = self._queue.get(timeout=_POLL_S)
             except queue.Empty:
@@ -107,9 +106,8 @@ class _Producer:
     def close(self, timeout_s: float) -> bool:
         """Tell the thread to stop and wait for it; False if it is still running."""
         self._stop.set()
-        with contextlib.suppress(
-            queue.Empty
-        ):  # make room for what the thread waits to hand out
+        with contextlib.suppress(queue.Empty):
+            # make room for what the thread waits to hand out
             while True:
                 self._queue.get_nowait()
         self._thread.join(timeout_s)

@@ -135,9 +135,8 @@ class Placement:
             given: homes of the loader, with document ids of the step.
             columns: of each document's first token, by id.
         """
-        if (
-            self.topology.group_stages > 1
-        ):  # in ticks the ranks of a stage do not attend alone
+        # in ticks the ranks of a stage do not attend alone
+        if self.topology.group_stages > 1:
             times = None
         stages = self.topology.pp
         return plan_step(

@@ -57,9 +57,8 @@ class CadMetrics:
         """The step of this process's last log line; before the first, the step before the process's own first one."""
         self._steps_file: LinesFile | None = None
         self._write_failed = False
-        self._writing = (
-            threading.Lock()
-        )  # a signal closes from another thread, perhaps in the middle of a step's log
+        # a signal closes from another thread, perhaps in the middle of a step's log
+        self._writing = threading.Lock()
         self._closed = False
         self._writes_steps = writes_steps
 

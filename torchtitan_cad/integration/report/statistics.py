@@ -96,9 +96,8 @@ class StepStatistics:
         }
         figures["bytes_per_rank_max"] = float(self._most_bytes)
         if "home_bytes" in sums:
-            given, placed = np.maximum(
-                sums["home_bytes"], 1
-            )  # no bytes are no more than no bytes
+            # no bytes are no more than no bytes
+            given, placed = np.maximum(sums["home_bytes"], 1)
             figures["placed_total"], figures["placed_worst"] = (placed / given).tolist()
         if "between_hosts" in sums:
             figures["bytes_between_hosts"] = (

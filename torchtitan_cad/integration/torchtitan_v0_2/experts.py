@@ -40,9 +40,8 @@ def check_experts(config: JobConfig, model_args: Any, world_size: int | None) ->
         )
     if ranks == 1:
         return
-    if (
-        mode == "fake_backend"
-    ):  # torchtitan's own dry runs end with an error inside torch
+    # torchtitan's own dry runs end with an error inside torch
+    if mode == "fake_backend":
         raise ValueError(
             f"{key}: comm.mode = {mode!r} cannot play expert parallelism, whose ranks tell each other counts of "
             "tokens; set parallelism.expert_parallel_degree to 1"

@@ -75,9 +75,8 @@ def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
 
     Raises ValueError that names the TOML key, the value, and what to set instead.
     """
-    if (
-        has_cad(config) and utils.device_type == "cpu"
-    ):  # on CUDA the session looks, once the rank has its device
+    # on CUDA the session looks, once the rank has its device
+    if has_cad(config) and utils.device_type == "cpu":
         config.cad.profile_of(get_kernel(config.cad.kernel, "cpu").name)
     check_known(config, spec)
     folder = Path(config.model.hf_assets_path)
@@ -130,9 +129,8 @@ def open_dataset(
     except Exception as error:  # whatever a dataset's loader raises
         if f"{section}.dataset" in str(error):
             raise
-        if isinstance(error, IndexError) and "for dataset of size" in str(
-            error
-        ):  # of the rank's first document
+        # of the rank's first document
+        if isinstance(error, IndexError) and "for dataset of size" in str(error):
             raise ValueError(too_few) from error
         _check_name(section, name)
         where = where if path else repr(DATASETS[name.lower()].path)
@@ -141,12 +139,10 @@ def open_dataset(
             f"{section}.dataset = {name!r} at {where}: {' '.join(str(error).split()).rstrip('.')}; set "
             f"{section}.dataset_path to where it is, or {section}.dataset to {ours!r}, which needs no download"
         ) from error
-    documents = getattr(
-        getattr(loader, "dataset", None), "_data", None
-    )  # of torchtitan's text datasets
-    if (
-        isinstance(documents, Dataset) and len(documents) == 0
-    ):  # torchtitan would look for the first one for ever
+    # of torchtitan's text datasets
+    documents = getattr(getattr(loader, "dataset", None), "_data", None)
+    # torchtitan would look for the first one for ever
+    if isinstance(documents, Dataset) and len(documents) == 0:
         raise ValueError(too_few)
     return loader
 

@@ -160,9 +160,8 @@ def _check_pipeline(config: JobConfig) -> None:
     )
     if pp == 1:
         return
-    if (
-        config.comm.mode != "default"
-    ):  # torchtitan's own dry runs end with an error inside torch
+    # torchtitan's own dry runs end with an error inside torch
+    if config.comm.mode != "default":
         raise ValueError(
             f"parallelism.pipeline_parallel_degree = {pp}: comm.mode = {config.comm.mode!r} cannot play a pipeline, "
             "whose stages ask each other for shapes; set parallelism.pipeline_parallel_degree to 1"

@@ -59,9 +59,8 @@ class CadConfigManager(ConfigManager):
                 f"{say_error(printed.getvalue())}; --help lists every option and what it takes"
             ) from None
         sys.stderr.write(printed.getvalue())
-        if not has_cad(
-            config
-        ):  # those with CAD have been checked by the plugin, under torchtitan's manager too
+        # those with CAD have been checked by the plugin, under torchtitan's manager too
+        if not has_cad(config):
             plugin.check_start(config)
         return config
 
@@ -203,9 +202,8 @@ def _words(kind: Any) -> str:
 def _option_keys(args: list[str], known: Collection[str]) -> Iterator[str]:
     for arg in args:
         name = arg.removeprefix("--").split("=")[0].replace("-", "_")
-        if (
-            not arg.startswith("--") or "." not in name
-        ):  # a value, or an option of tyro's own
+        # a value, or an option of tyro's own
+        if not arg.startswith("--") or "." not in name:
             continue
         table, _, key = name.rpartition(".")
         positive = f"{table}.{key.removeprefix('no_')}"

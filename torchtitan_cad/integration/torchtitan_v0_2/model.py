@@ -80,9 +80,8 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
             if self.pingpong is None and not adapter.runs_blocks:
                 return super().forward(tokens, masks, positions)
             h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-            rope = (
-                self.freqs_cis if hasattr(self, "freqs_cis") else self.rope_cache
-            )  # qwen3, gpt_oss
+            # qwen3, gpt_oss
+            rope = self.freqs_cis if hasattr(self, "freqs_cis") else self.rope_cache
             if self.pingpong is None:
                 h = adapter.run_blocks(self.layers.values(), h, rope, masks, positions)
             else:

@@ -239,9 +239,8 @@ class DeepSeekV3(_ByProjection):
             [attention.kv_lora_rank, rotary], dim=-1
         )
         shared = rotate(k_rotary.unsqueeze(2), rope, positions)
-        if isinstance(
-            shared, DTensor
-        ):  # every TP rank adds what its heads contribute to the gradient
+        # every TP rank adds what its heads contribute to the gradient
+        if isinstance(shared, DTensor):
             shared = shared.to_local(grad_placements=[Partial()])
         kv = attention.wkv_b(attention.kv_norm(latent)).view(*by_head, nope + value)
         k, v = kv.split([nope, value], dim=-1)
@@ -291,9 +290,8 @@ class GptOss(_ByProjection):
         masks: VarlenMetadata,
         positions: Tensor | None,
     ) -> Tensor:
-        rope = (
-            rope if positions is None else rope[positions]
-        )  # blocks take no positions
+        # blocks take no positions
+        rope = rope if positions is None else rope[positions]
         by_name = dict.fromkeys(("basic_mask", "sliding_window_mask"), masks)
         for block in blocks:
             h = block(h, rope, by_name)
@@ -329,9 +327,8 @@ def adapter_of(name: str) -> Adapter | None:
         return ADAPTERS[name]
     try:
         model_cls = get_train_spec(name).model_cls
-    except (
-        Exception
-    ):  # unknown, or whatever importing one of torchtitan's experiments raises
+    except Exception:
+        # unknown, or whatever importing one of torchtitan's experiments raises
         return None
     for known, adapter in ADAPTERS.items():
         if issubclass(

@@ -60,9 +60,8 @@ class ValidationLoader:
                 if batch is None or not self._fits(len(batch[1])):
                     planner.announce_exhausted()
                 inputs, labels = batch
-                if (
-                    self._is_whole_set or handed_out < self.config.validation.steps
-                ):  # one more is drawn, and not used
+                # one more is drawn, and not used
+                if self._is_whole_set or handed_out < self.config.validation.steps:
                     inputs = {**inputs, PLAN_KEYS: self.session.plan_now(inputs)}
                 yield inputs, labels
                 handed_out += 1

@@ -266,9 +266,8 @@ class TokenLayout:
     def doc_index(self, doc: IntArray) -> IntArray:
         """Return each document id's index into :attr:`docs`. Raises ValueError for an id that is not in the layout."""
         docs = self.docs
-        if (
-            len(docs) and docs[-1] - docs[0] == len(docs) - 1
-        ):  # consecutive ids, as a loader gives them
+        # consecutive ids, as a loader gives them
+        if len(docs) and docs[-1] - docs[0] == len(docs) - 1:
             index = np.asarray(doc - docs[0])
             if not len(index) or 0 <= index.min() <= index.max() < len(docs):
                 return index

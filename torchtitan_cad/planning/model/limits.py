@@ -166,9 +166,8 @@ def require_plannable(layout: TokenLayout, cost: CostModel) -> None:
         )
     every, width = int(rows.sum()) + len(layout.seg_rank), 1
     while most:
-        row = int(
-            cost.row_cost(np.array([width]))[0]
-        )  # longer rows one by one, so that no overflow is missed
+        # longer rows one by one, so that no overflow is missed
+        row = int(cost.row_cost(np.array([width]))[0])
         if not 0 <= row * every <= MAX_LOAD:
             raise ValueError(
                 f"{every} rows of tiles against up to {most} tiles of keys cost more than {MAX_LOAD} units of the cost "

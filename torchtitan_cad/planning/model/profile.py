@@ -144,9 +144,8 @@ class Profile:
             (self.forward_ms, self.forward_spread),
             (self.backward_ms, self.backward_spread),
         ):
-            at_least = np.array(times)[
-                ::-1, ::-1
-            ]  # the least time of any task of no fewer queries and keys
+            # the least time of any task of no fewer queries and keys
+            at_least = np.array(times)[::-1, ::-1]
             at_least = np.minimum.accumulate(
                 np.minimum.accumulate(at_least, axis=0), axis=1
             )[::-1, ::-1]
@@ -178,9 +177,8 @@ class Profile:
             )
             for column in zip(*times, strict=True)
         ]
-        scale = Fraction(
-            self.tile * shape.num_heads, self.num_heads * 1000
-        )  # to seconds a row of tiles
+        # to seconds a row of tiles
+        scale = Fraction(self.tile * shape.num_heads, self.num_heads * 1000)
         key_tiles = [length // self.tile for length in self.kv_lengths]
         return ProfileCost.from_times(
             self.tile, key_tiles, [time * scale for time in per_query]

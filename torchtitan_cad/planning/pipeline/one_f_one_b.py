@@ -140,9 +140,8 @@ def run(
         for stage in range(stages):
             ahead = min(count, stages - stage)
             while at[stage] < 2 * count:
-                done = (
-                    at[stage] - ahead
-                )  # a stage runs ``ahead`` forwards, then backward and forward in turn
+                # a stage runs ``ahead`` forwards, then backward and forward in turn
+                done = at[stage] - ahead
                 m, way = at[stage], 0
                 if done >= 2 * (count - ahead):
                     m, way = done - (count - ahead), 1

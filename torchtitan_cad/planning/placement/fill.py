@@ -258,9 +258,8 @@ class _Microbatch:
             np.append(np.zeros_like(doc[placed]), start),
             np.append(lengths[doc[placed]], end - start),
         )
-        order = np.lexsort(
-            columns[2:0:-1]
-        )  # that of tasks, so that a rank that serves no other copies no rows
+        # that of tasks, so that a rank that serves no other copies no rows
+        order = np.lexsort(columns[2:0:-1])
         rank, doc, start, length = (column[order] for column in columns)
         return TokenLayout.from_arrays(len(self._tokens), rank, doc, start, length)
 

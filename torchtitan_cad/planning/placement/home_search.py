@@ -111,9 +111,8 @@ class HomeSearch:
             _pairs(lengths).sum() / layout.num_ranks, shape, grid, longest_chunk
         )
         sizes = np.array([cost.granularity, grid, rows.min()])
-        _, price, _ = node_prices(
-            config, layout.num_ranks
-        )  # of a byte in a node, as in the bytes of plans
+        # of a byte in a node, as in the bytes of plans
+        _, price, _ = node_prices(config, layout.num_ranks)
         prices = np.zeros(8)
         prices[QUERY_BYTES] = price * shape.query_bytes
         prices[KEY_BYTES] = price * shape.kv_bytes

@@ -49,9 +49,8 @@ def offload(
                 rows, max(1.0, np.sqrt(pairs * prices[KEY_BYTES] / prices[QUERY_BYTES]))
             )
             reach = start + rows
-            if (
-                height * (reach - height) < pairs
-            ):  # more rows, up to the middle of the triangle
+            # more rows, up to the middle of the triangle
+            if height * (reach - height) < pairs:
                 root = reach * reach / 4 - pairs
                 height = min(rows, reach / 2 - np.sqrt(root) if root > 0 else reach / 2)
             width = min(pairs / height, reach - height)

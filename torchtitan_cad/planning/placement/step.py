@@ -102,9 +102,8 @@ def plan_step(
         return first
     homes = [microbatch.layouts for microbatch in first]
     steps = [first, *(plan_in_homes(homes, kind) for kind in kinds[1:])]
-    if homes == [
-        list(nanos) for nanos in given
-    ]:  # layouts are equal if they are the same
+    # layouts are equal if they are the same
+    if homes == [list(nanos) for nanos in given]:
         return _of_all_kinds(steps)
     stay = [plan_in_homes(given, kind) for kind in kinds]
     if not _is_better(steps, stay, kinds, times, stages):
@@ -142,9 +141,8 @@ def _is_better(
         )
     new = _all_moved(steps, kinds)
     old = _all_moved(stay, kinds)
-    return (
-        new.score(old) < old.score(old) if old.worst else stages > 1
-    )  # homes for equal work, as nothing moved before
+    # homes for equal work, as nothing moved before
+    return new.score(old) < old.score(old) if old.worst else stages > 1
 
 
 def _all_seconds(
@@ -187,9 +185,8 @@ class _StepPlanner:
 
     def plan(self, given: Microbatches) -> Step:
         """Plan the microbatches, and maybe place them."""
-        if not any(
-            len(layout.docs) for nanos in given for layout in nanos
-        ):  # no tokens
+        # no tokens
+        if not any(len(layout.docs) for nanos in given for layout in nanos):
             return [
                 stay_home(nanos, self.shape, self.config, self.cost) for nanos in given
             ]

@@ -156,10 +156,11 @@ def _last_start(
 ) -> int:
     """Largest cut a >= start such that [a, end) costs at least ``work``, as [start, end) does."""
     step = rules[STEP]
+    # cut number ``low`` stands for ``start`` itself
     low, high = (
         start // step,
         (end - 1) // step,
-    )  # cut number ``low`` stands for ``start`` itself
+    )
     while low < high:
         middle = (low + high + 1) // 2
         if _cost(prefix, rules, middle * step, end) >= work:
@@ -178,11 +179,12 @@ def _first_end(
     The first query a is ``start`` or, with ``is_best``, b c_q / (c_q + c_kv).
     """
     step = rules[STEP]
+    # cut number ``high`` stands for ``end`` itself
     low, high, begin = (
         start // step + 1,
         -(-end // step),
         start,
-    )  # cut number ``high`` stands for ``end`` itself
+    )
     while low < high:
         middle = (low + high) // 2
         if is_best:

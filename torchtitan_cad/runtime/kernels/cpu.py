@@ -146,9 +146,8 @@ class CpuKernel(AttentionKernel):
                 assert out is not None, "backward needs delta or out"
                 delta = row_delta(dout, out)
             dout, q_, k_, v_ = (_heads_first(x, x.shape[2]) for x in (dout, q, k, v))
-            shift = torch.where(
-                lse == -torch.inf, lse, -lse
-            )  # a row without keys has probability exp(-inf) = 0
+            # a row without keys has probability exp(-inf) = 0
+            shift = torch.where(lse == -torch.inf, lse, -lse)
             shift, neg_delta = (
                 x.to(q_.dtype).t().unsqueeze(-1) for x in (shift, -delta)
             )

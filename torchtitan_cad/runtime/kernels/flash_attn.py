@@ -247,9 +247,8 @@ def _window(call: VarlenArgs) -> dict[str, int]:
 def _function(module: Any, name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
     """Return ``module.name``. Raises TypeError unless it takes ``arguments``."""
     function = getattr(module, name)
-    plain = getattr(
-        function, "_init_fn", function
-    )  # the function inside a torch.library.custom_op
+    # the function inside a torch.library.custom_op
+    plain = getattr(function, "_init_fn", function)
     try:
         inspect.signature(plain).bind(**arguments)
     except TypeError as error:

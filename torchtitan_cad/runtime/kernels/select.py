@@ -189,9 +189,8 @@ class Trial:
             return self._disagreement(kernel) or (
                 self._milliseconds(kernel) if timed else 0.0
             )
-        except (
-            Exception
-        ) as error:  # packages and their compilers have exceptions of their own
+        except Exception as error:
+            # packages and their compilers have exceptions of their own
             return f"failed: {type(error).__name__}: {error}"
 
     def _disagreement(self, kernel: AttentionKernel) -> str | None:

@@ -39,16 +39,14 @@ class SideStream:
         )
         if self.stream is None:
             self._thread.start()
-            atexit.register(
-                self.close
-            )  # a thread at work while the interpreter ends would abort the process
+            # a thread at work while the interpreter ends would abort the process
+            atexit.register(self.close)
 
     def start(self, work: Work, inputs: Sequence[Tensor]) -> "PendingWork":
         """Start ``work``, which reads ``inputs`` and builds no autograd graph."""
         for tensor in inputs:
-            if isinstance(
-                tensor, AsyncCollectiveTensor
-            ):  # as DTensor hands out; threads must not share its first use
+            # as DTensor hands out; threads must not share its first use
+            if isinstance(tensor, AsyncCollectiveTensor):
                 tensor.trigger_wait()
         module = self._module
         if module is None or self.stream is None:

@@ -205,9 +205,8 @@ def _symmetric(request: _Request) -> SymmetricTransport:
         return _tried_out(request, allocate, far, description)
     finally:
         if near.group is not group:
-            dist.destroy_process_group(
-                near.group
-            )  # memory that is shared needs it no longer
+            # memory that is shared needs it no longer
+            dist.destroy_process_group(near.group)
 
 
 def _near_ranks(request: _Request) -> NearRanks:

@@ -105,9 +105,10 @@ class Runs:
         ``links``, values of ``Cluster``.
         """
         cluster, configuration, rates = job.cluster, job.configuration, Rates()
+        # ranks of other rows
         groups = range(
             0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp
-        )  # ranks of other rows
+        )
         rows = [[row for rank in groups for row in step[rank]] for step in self.rows]
         batches = draw_batches(Documents.of_rows(rows))
         if not np.isnan(self.busy).any():
@@ -139,9 +140,8 @@ class Runs:
 
     def parts(self) -> dict[str, list[float]]:
         """Return the seconds of a step by part, [ranks], means over rounds and steps."""
-        attention = np.nan_to_num(
-            self.attention
-        )  # of torch's own kernels it is not known, and part of the rest
+        # of torch's own kernels it is not known, and part of the rest
+        attention = np.nan_to_num(self.attention)
         other, waiting = self.busy - attention, self.seconds - self.busy
         if np.isnan(self.busy).any():
             return {"step": self.seconds.mean(axis=(0, 1)).tolist()}
@@ -186,9 +186,8 @@ class Comparison:
         """Return all figures, for JSON."""
         tokens = self.off.tokens[0].sum(axis=1)
         off, on = self.off.step_seconds, self.on.step_seconds
-        losses = [
-            runs.loss.max(axis=2) for runs in (self.off, self.on)
-        ]  # stages without a loss have -1
+        # stages without a loss have -1
+        losses = [runs.loss.max(axis=2) for runs in (self.off, self.on)]
         differences = np.abs(losses[0][:1] - losses[1])
         low, median, high = np.quantile(self.speedups, [0.25, 0.5, 0.75]).tolist()
         return {

@@ -47,9 +47,8 @@ def run(
         f"{failed} of these would fail" if failed else "nothing found that would fail"
     )
     code = int(failed > 0)
-    if (
-        is_drawing()
-    ):  # its thread, inside a tokenizer, may abort the interpreter's own end
+    # its thread, inside a tokenizer, may abort the interpreter's own end
+    if is_drawing():
         from torchtitan_cad.runtime.signals import end_at_once
 
         end_at_once(code)

@@ -180,9 +180,8 @@ def examine(
             try:
                 missing = [reason for need, reason in needs if not getattr(job, need)]
                 answer: Answer = ("skip", missing[0]) if missing else check(job)
-            except (
-                Exception
-            ) as error:  # what would end the job is a finding, whatever it is
+            except Exception as error:
+                # what would end the job is a finding, whatever it is
                 answer = (
                     "FAIL",
                     str(error)
@@ -216,9 +215,8 @@ def _check_config(job: Job) -> str:
     if config.comm.mode != "default":
         launched_ranks(config)  # of a dry run, which the environment must say
     plugin.check(config, job.world_size)
-    job.dims = ParallelDims(
-        **degrees, world_size=job.world_size
-    )  # as torchtitan's Trainer makes it, with its checks
+    # as torchtitan's Trainer makes it, with its checks
+    job.dims = ParallelDims(**degrees, world_size=job.world_size)
     ranks = (
         f"{job.world_size} ranks"
         if job.num_hosts == 1
@@ -362,9 +360,8 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
 
     def draw() -> None:
         try:
-            for rank in sorted(
-                {dp_world_size - 1, 0}, reverse=True
-            ):  # the last one has the fewest documents
+            # the last one has the fewest documents
+            for rank in sorted({dp_world_size - 1, 0}, reverse=True):
                 loader = open_dataset(
                     section,
                     build,

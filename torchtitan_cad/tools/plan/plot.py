@@ -188,9 +188,8 @@ def _draw_task(
         )
     )
     middle = (box.q_start + box.q_end) / 2
-    right = (
-        middle if box.is_diagonal else box.kv_end
-    )  # a trapezoid's free box is left of its diagonal
+    # a trapezoid's free box is left of its diagonal
+    right = middle if box.is_diagonal else box.kv_end
     width = right - box.kv_start
     height = box.q_end - box.q_start
     text = str(server)

@@ -74,19 +74,19 @@ def in_sequence(
     into_rank = step.full_layers * float(_repeated(step, num_bytes).sum())
     exchanged_bytes = into_rank * costs.cluster.ranks * step.microbatches * step.layers
     slowest, mean = attention[0].max(axis=0), attention[0].mean(axis=0)
-    ratios = np.divide(
-        slowest, mean, out=np.ones_like(mean), where=mean > 0
-    )  # packing may leave a microbatch empty
+    # packing may leave a microbatch empty
+    ratios = np.divide(slowest, mean, out=np.ones_like(mean), where=mean > 0)
     return Outcome(parts, memory, exchanged_bytes, float(ratios.mean()))
 
 
 def _seconds(step: Step, tokens: FloatArray, layer: FloatArray) -> float:
     times = step.layers * _repeated(step, layer)
     for direction, forward in enumerate((True, False)):
+        # latencies do not grow with tokens
         one, none = (
             step.work(forward, 1.0),
             step.work(forward, 0.0),
-        )  # latencies do not grow with tokens
+        )
         times[direction] += none + (one - none) * tokens
     if step.lockstep:
         return float(times.sum(axis=0).max(axis=0).sum())
@@ -194,9 +194,8 @@ def _slowest(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> FloatA
         np.concatenate([ends, size * np.arange(1, batch.tokens // size + 1)]),
         kind="stable",
     )
-    cuts = cuts[
-        np.diff(cuts, prepend=0) > 0
-    ]  # as np.union1d, which is slower for sorted arrays
+    # as np.union1d, which is slower for sorted arrays
+    cuts = cuts[np.diff(cuts, prepend=0) > 0]
     begin = np.append(0, cuts[:-1])
     doc = np.searchsorted(ends, begin, side="right")
     row, chunk = np.divmod(begin // size, 2 * cp)
@@ -251,12 +250,10 @@ def packing_cp(step: Step) -> Outcome | None:
         [np.bincount(bins, weights=row, minlength=num_bins) for row in documents]
     )
     heaviest_first = sums[:, np.argsort(-sums[0], kind="stable")]
-    distributed = heaviest_first.reshape(
-        -1, step.microbatches, replicas
-    )  # equal ones side by side
-    distributed[:, 1::2] = distributed[
-        :, 1::2, ::-1
-    ]  # and heavier ones to each replica in turn
+    # equal ones side by side
+    distributed = heaviest_first.reshape(-1, step.microbatches, replicas)
+    # and heavier ones to each replica in turn
+    distributed[:, 1::2] = distributed[:, 1::2, ::-1]
     ordered = distributed[:, best_order(distributed[0].sum(axis=1), step.pp)]
     _, tokens, forward, backward, gathered, counts = ordered.transpose(0, 2, 1)
     most_keys = (tokens + gathered * (1 - 1 / cp)).max()

@@ -270,9 +270,8 @@ class Costs:
             * parameters
             / self.cluster.tp
         )
-        within = min(
-            group, self.cluster.group_per_node
-        )  # of a node, which share what comes from others
+        # of a node, which share what comes from others
+        within = min(group, self.cluster.group_per_node)
         bandwidth = self.cluster.node if group == within else self.cluster.net * within
         return num_bytes * (group - 1) / group / bandwidth
 

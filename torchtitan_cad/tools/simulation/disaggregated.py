@@ -256,9 +256,8 @@ class Disaggregated:
     def _nanos(self, pool: PoolKey, forward: bool, exchange: bool) -> list[list[Nano]]:
         key = (pool, forward, exchange)
         if key not in self._known:
-            kinds = [
-                plans if forward else plans[::-1] for plans in self.plans(pool)
-            ]  # autograd: the last half first
+            # autograd: the last half first
+            kinds = [plans if forward else plans[::-1] for plans in self.plans(pool)]
             self._known[key] = [
                 [self._nano(plan, forward, exchange) for plan in plans]
                 for plans in kinds

@@ -159,9 +159,8 @@ def kept_bytes(
         )
 
     moved = [[kept_rows(plan) for plan in plans] for plans in kinds]
-    received = np.array([rows.forward_queries, rows.keys]) @ np.sum(
-        moved, axis=1
-    )  # [kinds, ranks]
+    # [kinds, ranks]
+    received = np.array([rows.forward_queries, rows.keys]) @ np.sum(moved, axis=1)
     if step.repeats_forward:
         return float(received.max())
     return microbatches_in_flight * float(received[step.kinds].sum(axis=0).max())

@@ -55,9 +55,8 @@ def equal_work(work: FloatArray, rows: IntArray, parts: int) -> IntArray:
     for _ in range(len(rows)):
         loads = work[distributed].sum(axis=1)
         heavy = int(loads.argmax())
-        saved = (
-            work[distributed[heavy], None, None] - work[distributed]
-        )  # [row of the heaviest part, other part, its row]
+        # [row of the heaviest part, other part, its row]
+        saved = work[distributed[heavy], None, None] - work[distributed]
         most = np.maximum(loads[heavy] - saved, loads[:, None] + saved)
         mine, part, theirs = np.unravel_index(most.argmin(), most.shape)
         if most[mine, part, theirs] >= loads[heavy] * (1 - 1e-9):

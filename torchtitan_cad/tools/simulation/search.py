@@ -253,9 +253,8 @@ class Search:
             return math.inf
         even = [replace(step, batch=batch).even("CAD1F1B") for batch in batches]
         balanced = statistics.fmean(parts.total for parts in even)
-        if (
-            system == "packing_cp"
-        ):  # which may leave the first and the last microbatches empty, and few keys to gather
+        # which may leave the first and the last microbatches empty, and few keys to gather
+        if system == "packing_cp":
             return balanced - even[0].bubble
         return balanced + (row_gathers(step) if system != "perfect" else 0.0)
 
@@ -380,9 +379,8 @@ class Search:
         else:
             ways = dict[int, int]()
             for cp in self._choices("cp", divisors):
-                if step := self.step(
-                    system, replace(now, cp=cp)
-                ):  # placed, documents are not bound to a row's ranks
+                # placed, documents are not bound to a row's ranks
+                if step := self.step(system, replace(now, cp=cp)):
                     ways.setdefault(
                         cp if now.placement == "loader" else step.rows_per_rank % 2, cp
                     )
@@ -398,9 +396,8 @@ class Search:
     def _orders_of_work(self, chosen: Configuration) -> Iterator[Configuration]:
         """Yield CAD's schedules and numbers of nano-batches."""
         schedules = self._choices("schedule", SCHEDULES)
-        if (
-            chosen.pp > 1 and chosen.backward == "keep"
-        ):  # schedules in ticks refuse to keep rows
+        # schedules in ticks refuse to keep rows
+        if chosen.pp > 1 and chosen.backward == "keep":
             schedules = ["1F1B"]
         if chosen.pp == 1:
             schedules = schedules[:1]

@@ -207,10 +207,11 @@ def _book(
     doc, column = piece[DOC], Q_START if kind == QUERY else KV_START
     at, end = piece[column], piece[column + 1]
     while at < end:
+        # how far pieces that cover ``at`` go, and where the next one begins
         reach, nearest = (
             at,
             end,
-        )  # how far pieces that cover ``at`` go, and where the next one begins
+        )
         j = board.ranks[server, HEAD]
         while j >= 0:
             if j != skip and board.pieces[j, DOC] == doc:

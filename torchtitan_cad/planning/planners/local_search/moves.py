@@ -141,8 +141,7 @@ def move(board: Board, i: int, entry: int, rests: int, server: int) -> None:
     )
     do_move(board, i, entry, rests, server)
     look_again(board, doc, before)
-    for k in range(
-        rests - 1, -1, -1
-    ):  # the last rest first: joining may renumber the pieces behind
+    # the last rest first: joining may renumber the pieces behind
+    for k in range(rests - 1, -1, -1):
         join(board, count + k)
     join(board, i)

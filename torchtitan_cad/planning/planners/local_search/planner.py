@@ -75,9 +75,8 @@ def search(
     found = local_search.improve(
         start, rest_loads, limits.tolerated, limits.guaranteed, budget
     )
-    if (
-        found is None
-    ):  # with cuts along the queries alone a plan always exists: ``limits.py``
+    # with cuts along the queries alone a plan always exists: ``limits.py``
+    if found is None:
         config = replace(config, split_kv=False)
         local_search = LocalSearch(
             layout, shape, config, cost, np.arange(len(layout.docs))
