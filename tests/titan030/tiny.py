@@ -25,6 +25,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.models.llama3 import config_registry as llama3_recipes
 from torchtitan.models.qwen3 import config_registry as qwen3_recipes
 
+from tests.lib.texts import text_dataset
 from torchtitan_cad.recipes import cad
 
 RECIPES: dict[str, tuple[Callable[[], Any], Any, str, int]] = {
@@ -126,22 +127,7 @@ def with_cad(name: str) -> Any:
 def _load(path: str) -> datasets.Dataset:
     rng = random.Random(0)
     lengths = [max(1, int(rng.lognormvariate(2.0, 1.2))) for _ in range(512)]
-    words = [
-        "core",
-        "attention",
-        "is",
-        "stateless",
-        "and",
-        "can",
-        "be",
-        "cut",
-        "anywhere",
-        "along",
-        "queries",
-    ]
-    return datasets.Dataset.from_dict(
-        {"text": [" ".join(rng.choices(words, k=count)) for count in lengths]}
-    )
+    return text_dataset(rng, lengths)
 
 
 def compute_in_fp32() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keys of the ``[cad]`` table that take one of a few values."""
+"""Keys of the ``[cad]`` table that take one of a few values, and names of the demo's datasets."""
 
 from typing import Any
 
@@ -15,3 +15,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "nano_batches": (1, 2),
     "streams": ("auto", "traced", "opaque"),
 }
+
+DEMO_TEXTS = (
+    "python_stdlib",
+    "python_stdlib_validation",
+    "python_packages",
+    "python_packages_validation",
+)
+"""Datasets of texts, by which a job is known to need the demo before that is imported."""

@@ -49,6 +49,7 @@ from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 from tests.lib.jobs import dense_twin, tiny_models  # noqa: E402
 from tests.lib.kernels_reference import dense_attention  # noqa: E402
 from tests.lib.observer import observe  # noqa: E402
+from tests.lib.texts import text_dataset  # noqa: E402
 from torchtitan_cad.integration import session  # noqa: E402
 from torchtitan_cad.integration.loading.placement import Layouts, Placement  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
@@ -144,23 +145,7 @@ def register_datasets() -> None:
     """Add `packed_documents` (lengths over two orders of magnitude) and `one_document` (no boundaries)."""
 
     def load(path: str, lengths_in_words: list[int]) -> datasets.Dataset:
-        rng = random.Random(path)
-        words = [
-            "core",
-            "attention",
-            "is",
-            "stateless",
-            "and",
-            "can",
-            "be",
-            "cut",
-            "anywhere",
-            "along",
-            "queries",
-        ]
-        return datasets.Dataset.from_dict(
-            {"text": [" ".join(rng.choices(words, k=n)) for n in lengths_in_words]}
-        )
+        return text_dataset(random.Random(path), lengths_in_words)
 
     rng = random.Random(0)
     lengths = {

@@ -16,6 +16,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from torchtitan_cad.integration.choices import DEMO_TEXTS
 from torchtitan_cad.integration.errors import is_first_of_node
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
@@ -23,12 +24,6 @@ from torchtitan_cad.runtime.kernels.select import get_kernel
 
 SYNTHETIC = "synthetic"
 """Name of the demo's dataset for training that yields tokens, not text."""
-_DEMO_TEXTS = (
-    "python_stdlib",
-    "python_stdlib_validation",
-    "python_packages",
-    "python_packages_validation",
-)
 _DEMO_FLAVOR = "debugmodel_cpu"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 _DEMO_VOCAB_SIZE = 2048
@@ -41,7 +36,7 @@ def add_demo(config: JobConfig) -> None:
         config.validation.dataset.lower(),
         config.model.flavor,
     }
-    if named & {*_DEMO_TEXTS, _DEMO_FLAVOR}:
+    if named & {*DEMO_TEXTS, _DEMO_FLAVOR}:
         from torchtitan_cad.demo import datasets, flavors
 
         datasets.register_datasets()
@@ -98,7 +93,7 @@ def check_known(config: JobConfig, spec: TrainSpec) -> None:
 
 def _check_name(section: str, name: str) -> None:
     known = sorted(
-        {*DATASETS, *_DEMO_TEXTS, *([SYNTHETIC] if section == "training" else [])}
+        {*DATASETS, *DEMO_TEXTS, *([SYNTHETIC] if section == "training" else [])}
     )
     if name.lower() not in known:
         raise ValueError(
@@ -134,7 +129,7 @@ def open_dataset(
             raise ValueError(too_few) from error
         _check_name(section, name)
         where = where if path else repr(DATASETS[name.lower()].path)
-        ours = _DEMO_TEXTS[section == "validation"]
+        ours = DEMO_TEXTS[section == "validation"]
         raise ValueError(
             f"{section}.dataset = {name!r} at {where}: {' '.join(str(error).split()).rstrip('.')}; set "
             f"{section}.dataset_path to where it is, or {section}.dataset to {ours!r}, which needs no download"

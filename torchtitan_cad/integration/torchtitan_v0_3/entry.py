@@ -10,16 +10,10 @@ from typing import Any
 import torchtitan.train as titan_train
 from torchtitan.config import ConfigManager
 
+from torchtitan_cad.integration.choices import DEMO_TEXTS
 from torchtitan_cad.integration.errors import TRACEBACK_OPTION, is_first_of_node
 from torchtitan_cad.integration.torchtitan_v0_3.derived import derived
 from torchtitan_cad.tyro_errors import say_error
-
-_DEMO_DATASETS = (
-    "python_stdlib",
-    "python_stdlib_validation",
-    "python_packages",
-    "python_packages_validation",
-)
 
 
 def run_recipe(arguments: list[str], progress: SimpleNamespace) -> None:
@@ -47,7 +41,7 @@ def run_recipe(arguments: list[str], progress: SimpleNamespace) -> None:
             given = [argument for argument in arguments if argument != TRACEBACK_OPTION]
             return derived(parse(given), Announced)
 
-    if any(argument.split("=")[-1] in _DEMO_DATASETS for argument in arguments):
+    if any(argument.split("=")[-1] in DEMO_TEXTS for argument in arguments):
         from torchtitan_cad.demo.datasets import register_datasets
 
         register_datasets()
