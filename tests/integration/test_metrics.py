@@ -38,10 +38,11 @@ OTHER_JOBS = {
             "placement/worst(%)",
             "hosts/sent(MB)",
             "hosts/link(Gbit_s)",
+            "servers/share(%)",
         ),
     )
 }
-"""Tags of jobs with placement, and on several hosts."""
+"""Tags of jobs with placement, on several hosts, and with joined servers."""
 FIGURES: dict[str, Any] = {
     "exchange_seconds": 0.1,
     "exposed_percent": 2.0,
@@ -58,6 +59,7 @@ FIGURES: dict[str, Any] = {
     "placed_worst": 0.4,
     "bytes_between_hosts": 4e6,
     "link_between_hosts": 0.05,
+    "served_share": 0.3,
 }
 
 

@@ -447,7 +447,7 @@ def test_checkpoints_that_fail_name_folder_and_remedy(
 
 def test_first_sentence_drops_what_torch_appends() -> None:
     error = RuntimeError(
-        "Connection closed\nby peer. This may indicate a remote process failure. GLHF!"
+        "[/src/gloo/pair.cc:5] Connection closed\nby peer. This may indicate a remote process failure. GLHF!"
     )
     assert first_sentence(error) == "Connection closed by peer"
 

@@ -157,10 +157,12 @@ def execute(
     squares_only: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
     transports: Sequence[Any] = (),
+    servers: Any = None,
 ) -> list[list[Tensor]]:
     """[out, lse, dq, dk, dv, maybe dshared] by rank; ``two_rounds``: in halves; ``squares_only``: ``SquareKernel``.
 
-    ``symmetric``: over shared memory; ``hosts``: over that of every host, and messages between hosts.
+    ``servers``: that have joined. ``symmetric``: over shared memory; ``hosts``: over that of every host, and messages
+    between hosts.
     """
     num_ranks = plan.layout.num_ranks
     if not transports:
@@ -181,6 +183,7 @@ def execute(
             two_rounds=two_rounds,
             sizes=sizes,
         )
+        engine.servers = servers
         engine.add_plan(7, plan)
         engine.add_plan(8, backward or plan)
         (q, k, v, dout, *dlse), shared = (

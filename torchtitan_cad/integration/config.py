@@ -133,6 +133,12 @@ class Cad:
     `torchtitan-cad simulate --documents RUN` predicts what reordering rows, and CAD, would gain (docs/tools.md).
     """
 
+    servers: bool = False
+    """
+    True: attention servers may join the job while it runs (`torchtitan-cad serve`), and leave or fail at any time. They
+    compute tasks whose tokens all lie on one rank, which computes them itself if no answer comes (docs/operations.md).
+    """
+
     heartbeat_seconds: float = 1.0
     """
     Seconds between heartbeats, by which a failed run names the peer at fault: after five without one a rank is gone.

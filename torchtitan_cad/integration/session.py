@@ -44,6 +44,7 @@ from torchtitan_cad.integration.machine import (
 )
 from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
+from torchtitan_cad.integration.servers import open_to_servers
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import CostModel, LayerTimes, TileAreaCost, warm_up
 from torchtitan_cad.planning.keeping import KeepCapacity
@@ -55,6 +56,7 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.hosts import host_name, number_hosts
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor, store_of_attempt
+from torchtitan_cad.runtime.servers.client import ServerPool
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 from torchtitan_cad.runtime.transport import DryTransport, Transport, build_transport
 from torchtitan_cad.runtime.transport.base import gather
@@ -120,6 +122,7 @@ class CadSession:
                 job.dtype, kind.shape.head_dim, kind.shape.out_dim, kind.shape.window
             )
         self._cost = self._plan_cost(self._train_group)
+        self._servers = self._open_to_servers()
         self._placement: Placement | None = None
         if self.redistributes:
             self._placement = self._build_placement(self._train_group)
@@ -151,6 +154,7 @@ class CadSession:
             0,
             self._placement,
             self._ticks.training if self._ticks else None,
+            self._servers,
         )
 
     @cached_property
@@ -204,6 +208,14 @@ class CadSession:
         ):
             logger.warning(remark)
         return self.cad.plan_cost(self.shape, self.kernel.name)
+
+    def _open_to_servers(self) -> ServerPool | None:
+        if not self.cad.servers or self.job.dry_run:
+            return None
+        cost = self._cost or TileAreaCost(self._config.cost_tile)
+        return open_to_servers(
+            self.job, self.ranks, self.kernel, cost, self._train_group
+        )
 
     def _build_placement(self, group: dist.ProcessGroup | None) -> Placement:
         world = range(dist.get_world_size())
@@ -285,6 +297,8 @@ class CadSession:
             build_engines(self.job.kinds, ticks, **options),
             ticks,
         )
+        for engine in self._engines:
+            engine.servers = self._servers
         return self.engine
 
     def _planner(
@@ -293,6 +307,7 @@ class CadSession:
         key: int,
         placement: Placement | None,
         program: TickProgram | None,
+        servers: ServerPool | None = None,
     ) -> BatchPlanner:
         nano_batches = self.cad.nano_batches
         rules = PlanRules(
@@ -312,6 +327,7 @@ class CadSession:
             self._engines,
             keys,
             placement,
+            servers,
         )
         return (
             BatchPlanner(*options)
@@ -451,6 +467,8 @@ class CadSession:
         """End the session's threads. After a failure the planning thread is not waited for: peers may never answer."""
         if self._loader is not None:
             self._loader.close(timeout_s=1.0 if failed else JOIN_S)
+        if self._servers is not None:
+            self._servers.close()
         if self.monitor is not None:
             self.monitor.close()
         self.side_stream.close()

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,7 @@ from torchtitan_cad.planning.model.limits import Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import (
     TASK_FIELDS,
+    StandIns,
     TaskArray,
     canonical,
     make_tasks,
@@ -67,6 +68,7 @@ class Plan:
             (doc, q_start, kv_start).
         cost: the cost model of the loads.
         plan_seconds: wall-clock time of planning, without exchange tables and statistics.
+        stand_ins: tasks that joined servers compute for their homes (``servers.py``), if any.
     """
 
     layout: TokenLayout
@@ -75,6 +77,7 @@ class Plan:
     tasks: TaskArray
     cost: CostModel
     plan_seconds: float = 0.0
+    stand_ins: StandIns | None = None
 
     @classmethod
     def from_tasks(
@@ -130,12 +133,10 @@ class Plan:
         return key_needs(self.layout, self.tasks)
 
     @cached_property
-    def _by_server(self) -> tuple[TaskArray, IntArray]:
-        """Tasks sorted by server, then in canonical order, and [num_ranks + 1] offsets of the servers."""
+    def _by_server(self) -> tuple[IntArray, IntArray]:
+        """Indices of tasks by server, then in canonical order, and [num_ranks + 1] offsets of the servers."""
         server, num_ranks = self.tasks["server"], self.layout.num_ranks
-        return self.tasks[order_by_rank(server, num_ranks)], offsets_by_rank(
-            server, num_ranks
-        )
+        return order_by_rank(server, num_ranks), offsets_by_rank(server, num_ranks)
 
     @property
     def moves_rows(self) -> bool:
@@ -160,15 +161,20 @@ class Plan:
         """
         if not 0 <= rank < self.layout.num_ranks:
             raise ValueError(f"rank {rank} is not in [0, {self.layout.num_ranks})")
-        tasks, offsets = self._by_server
-        mine = tasks[offsets[rank] : offsets[rank + 1]]
-        needs, split_keys, window = (
-            (self.query_needs, self.key_needs),
-            self.config.split_kv,
-            self.shape.window,
-        )
+        order, offsets = self._by_server
+        own = order[offsets[rank] : offsets[rank + 1]]
+        stand_ins = self.stand_ins
+        if stand_ins is not None:
+            stand_ins = replace(stand_ins, server=stand_ins.server[own])
         return build_exchange(
-            self.layout, mine, *needs, rank, split_keys=split_keys, window=window
+            self.layout,
+            self.tasks[own],
+            self.query_needs,
+            self.key_needs,
+            rank,
+            split_keys=self.config.split_kv,
+            window=self.shape.window,
+            stand_ins=stand_ins,
         )
 
     def fingerprint(self) -> str:
@@ -179,6 +185,8 @@ class Plan:
         columns += [self.tasks[name] for name in TASK_FIELDS]
         if not layout.seg_attends.all():
             columns.append(layout.seg_attends.astype(np.int64))
+        if self.stand_ins is not None:
+            columns.append(self.stand_ins.server)
         digest.update(
             np.array(
                 [layout.num_ranks, len(layout.seg_rank), len(self.tasks)], dtype="<i8"

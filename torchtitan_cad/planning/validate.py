@@ -12,7 +12,9 @@ from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange, Row
 from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.tasks import (
+    HOME,
     TASK_DTYPE,
+    StandIns,
     TaskArray,
     first_keys,
     is_diagonal,
@@ -49,6 +51,7 @@ def validate_plan(plan: Plan) -> None:
         plan.layout,
         plan.tasks,
         [plan.exchange(rank) for rank in range(plan.layout.num_ranks)],
+        plan.stand_ins,
     )
     _check_stats(plan)
 
@@ -190,12 +193,15 @@ def _query_range(layout: TokenLayout, start: int, end: int) -> str:
 
 
 def validate_exchanges(
-    layout: TokenLayout, tasks: TaskArray, exchanges: Sequence[RankExchange]
+    layout: TokenLayout,
+    tasks: TaskArray,
+    exchanges: Sequence[RankExchange],
+    stand_ins: StandIns | None = None,
 ) -> None:
     """Prove that the tables of all ranks, in rank order, agree and carry out ``tasks``, which are valid.
 
     Every row is identified by its global position and followed from its home over its arrival to the kernel call, where
-    it must be the row that the task names.
+    it must be the row that the task names. In a call of a joined server, it must be a local row.
 
     Raises:
         PlanError: at the first disagreement.
@@ -221,21 +227,33 @@ def validate_exchanges(
     )
     kv_spaces = _row_spaces(local, [exchange.keys for exchange in exchanges], "keys")
     _check_most(exchanges)
+    at_home = np.full(len(tasks), HOME)
     for rank, exchange in enumerate(exchanges):
-        mine = tasks[tasks["server"] == rank]
-        diagonal = is_diagonal(mine)
-        for name, call, subset in (
-            ("causal", exchange.causal, mine[diagonal]),
-            ("full", exchange.full, mine[~diagonal]),
-        ):
-            _check_call(
-                layout,
-                f"rank {rank}, {name} call",
-                call,
-                subset,
-                q_spaces[rank],
-                kv_spaces[rank],
+        is_own = tasks["server"] == rank
+        joined = at_home[is_own] if stand_ins is None else stand_ins.server[is_own]
+        calls = [(HOME, exchange.causal, exchange.full)]
+        calls += [
+            (server, causal, full) for server, _, causal, full in exchange.stand_ins
+        ]
+        called = {server for server, _, _ in calls[1:]}
+        if called != {*joined.tolist()} - {HOME}:
+            raise PlanError(f"rank {rank}: calls of joined servers {sorted(called)}")
+        for server, causal, full in calls:
+            where = f"rank {rank}" + (
+                "" if server == HOME else f", joined server {server}"
             )
+            here = tasks[is_own][joined == server]
+            diagonal = is_diagonal(here)
+            q_space, kv_space = q_spaces[rank], kv_spaces[rank]
+            if server != HOME:
+                q_space, kv_space = queries[rank], local[rank]
+            for name, call, subset in (
+                ("causal", causal, here[diagonal]),
+                ("full", full, here[~diagonal]),
+            ):
+                _check_call(
+                    layout, f"{where}, {name} call", call, subset, q_space, kv_space
+                )
 
 
 def _row_spaces(

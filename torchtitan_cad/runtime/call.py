@@ -23,6 +23,8 @@ from torchtitan_cad.runtime.kernels.base import (
 )
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
 from torchtitan_cad.runtime.row_tables import Chunk
+from torchtitan_cad.runtime.servers.client import Pending, ServerPool
+from torchtitan_cad.runtime.servers.request import Request
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Transport
 from torchtitan_cad.runtime.transport.base import Kind, Routes
@@ -58,6 +60,7 @@ class Direction:
         results: returns tensors like the results, by kind of rows, from such tensors like the rows.
         compute: runs a kernel call on rows of queries and keys. The flag is ``PlanTables.is_plain``.
         combine: combines the partials of each result into one tensor.
+        results_like: returns the shapes of the results of a kernel call on rows of queries and keys.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Direction:
     combine: Callable[
         [Combination, Sequence[Sequence[Tensor]], Sequence[Tensor]], list[Tensor]
     ]
+    results_like: Callable[[Sequence[Tensor]], list[torch.Size]]
 
 
 def _forward(
@@ -120,6 +124,10 @@ FORWARD = Direction(
     _outputs,
     _forward,
     lambda index, partials, like: index.merge(partials, like[0]),
+    lambda rows: [
+        torch.Size([*rows[0].shape[:2], rows[2].shape[2]]),
+        rows[0].shape[:2],
+    ],
 )
 """query rows: q; key rows: k, v and the part that all heads of keys share, if any; results: out, lse"""
 
@@ -129,6 +137,7 @@ BACKWARD = Direction(
     lambda rows: {"queries": rows["queries"][-1:], "keys": rows["keys"]},
     _backward,
     lambda index, partials, like: index.add(partials, like),
+    lambda rows: [x.shape for x in rows[3:]],
 )
 """query rows: dout, lse, delta (or out, if ``PlanTables.is_plain``), q; key rows as forward; results: dq; those of key
 rows"""
@@ -140,6 +149,7 @@ class Engine(Protocol):
     kernel: AttentionKernel
     transport: Transport | None
     clock: ExchangeClock
+    servers: ServerPool | None
 
     def enter(
         self, step: Step, direction: Direction, key: int, rows: Tensor | None = None
@@ -190,6 +200,8 @@ class AttentionCall:
         (fp64) until the last chunk."""
         self._returning: deque[tuple[Exchange, Sequence[Chunk]]] = deque()
         """Exchanges of results in flight and their chunks, in the order of their starts."""
+        self._asked: list[tuple[Request, Pending | None]] = []
+        """What joined servers compute for this rank, until it is taken in; None: the server is gone."""
         self._like = {
             kind: [x.new_empty(0, *x.shape[1:]) for x in tensors]
             for kind, tensors in rows.items()
@@ -206,6 +218,7 @@ class AttentionCall:
 
     def send(self) -> "AttentionCall":
         """Start the exchanges that take rows to their servers, and bring the rows that this rank serves."""
+        self._ask_servers()
         if not self._plan.moves:
             return self
         assert self.engine.transport is not None
@@ -215,6 +228,18 @@ class AttentionCall:
         num_rows = {kind: getattr(self._plan, kind).num_remote for kind in kinds}
         self._incoming = Incoming(self._send_rows, exchanges, num_rows)
         return self
+
+    def _ask_servers(self) -> None:
+        """Send the rows of the calls that joined servers compute for this rank."""
+        for server, seconds, call in self._plan.stand_ins:
+            queries, keys = (
+                RowSpace(local, [x[:0] for x in local]) for local in self._rows.values()
+            )
+            rows = [*queries.take(call.q_rows), *keys.take(call.kv_rows)]
+            request = Request(self.direction, rows, call.args)
+            pool = self.engine.servers
+            answer = None if pool is None else pool.ask(server, request, seconds)
+            self._asked.append((request, answer))
 
     @property
     def _has_kept_rows(self) -> bool:
@@ -315,7 +340,10 @@ class AttentionCall:
         self._incoming = None
 
     def combine_results(self, tasks: TaskRunner) -> None:
-        """Run the remaining kernel calls and combine their results, for other ranks and, if they are many, at home."""
+        """Run the remaining kernel calls and combine their results, for other ranks and, if they are many, at home.
+
+        Results of joined servers are taken in later, when those for other ranks are on their way.
+        """
         num_results = sum(len(like) for like in self._results_like.values())
         partials = [
             list(of_calls) for of_calls in zip(*tasks.finish(), strict=True)
@@ -330,8 +358,33 @@ class AttentionCall:
                 self._remote_results[kind] = self.direction.combine(
                     tables.remote, self._results[kind], like
                 )
-            if tables.local is not None:
-                self.combine(kind, tables.local)
+        if not self._asked:
+            self._combine_local()
+
+    def _combine_local(self) -> None:
+        """Combine the results of all kernel calls at home, if they are many."""
+        for kind in self._results_like:
+            local = getattr(self._plan, kind).local
+            if local is not None:
+                self.combine(kind, local)
+
+    def _take_in_servers(self) -> None:
+        """Wait for the results of joined servers, or compute what does not come, and add them to those of this rank."""
+        if not self._asked:
+            return
+        asked, self._asked = self._asked, []
+        for request, answer in asked:
+            results = None if answer is None else answer.wait()
+            if results is None:
+                with self._traced():
+                    results = request.compute(self.engine.kernel)
+            remaining = iter(results)
+            for kind, like in self._results_like.items():
+                of_kind = self._results[kind] or [[] for _ in like]
+                self._results[kind] = [
+                    [*partials, next(remaining)] for partials in of_kind
+                ]
+        self._combine_local()
 
     # Results to their homes -------------------------------------------------------------------------------------------
 
@@ -360,10 +413,12 @@ class AttentionCall:
 
     def keepalive_tensors(self) -> list[Any]:
         """Return what exchanges may still read or write."""
-        return [*self._remote_results.values(), *self._results.values()]
+        asked = [request.rows for request, _ in self._asked]
+        return [*self._remote_results.values(), *self._results.values(), *asked]
 
     def _take_in_next(self) -> None:
         """Wait for the oldest exchange of results, combine its rows and free its receive buffers."""
+        self._take_in_servers()
         exchange, chunks = self._returning.popleft()
         for chunk, returned in zip(chunks, exchange.wait(), strict=True):
             self.combine(chunk.kind, chunk.combination, returned, is_last=chunk.is_last)
@@ -394,6 +449,7 @@ class AttentionCall:
 
     def finish(self) -> tuple[Tensor, ...]:
         """Take in the remaining results; returns the results of the rows at home and, forward, the kept messages."""
+        self._take_in_servers()
         while self._returning:
             self._take_in_next()
         if not (self._plan.moves or self._plan.is_plain):

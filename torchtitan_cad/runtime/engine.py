@@ -37,6 +37,7 @@ from torchtitan_cad.runtime.kernels.base import (
     subtract_lse_gradient,
 )
 from torchtitan_cad.runtime.replay import TableSizes, copy_tables
+from torchtitan_cad.runtime.servers.client import ServerPool
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Transport
 from torchtitan_cad.runtime.transport.base import Kind
@@ -87,6 +88,8 @@ class CoreAttentionEngine:
             two_rounds,
         )
         self.kept_bytes = kept_bytes
+        self.servers: ServerPool | None = None
+        """That have joined the job, and by which plans may have tasks computed."""
         self.clock = ExchangeClock()
         self.pending: dict[tuple[str, int], Any] = {}
         """Calls between operators (steps.py), by direction and by the key of the operators."""

@@ -7,6 +7,8 @@ import re
 _NOT_THE_REASON = re.compile(
     r"\nException raised from|\nC\+\+ CapturedTraceback|\nLast error:|[.,] ?GLHF|\. This may "
 )
+# Gloo's messages begin with a line of its source.
+_SOURCE = re.compile(r"^\[\S+:\d+\] ")
 # The stack in an error of a data-loading worker, up to its last line, the error itself.
 _STACK_OF_WORKER = re.compile(r"\nOriginal Traceback .*\n(?=\S)", re.DOTALL)
 
@@ -21,5 +23,5 @@ class PlanMismatchError(PeerError):
 
 def first_sentence(error: BaseException) -> str:
     """Return the error's message on one line, without the stacks and advice that torch appends."""
-    text = _STACK_OF_WORKER.sub(" ", str(error))
+    text = _STACK_OF_WORKER.sub(" ", _SOURCE.sub("", str(error)))
     return " ".join(_NOT_THE_REASON.split(text)[0].split())

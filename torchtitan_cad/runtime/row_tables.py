@@ -63,6 +63,7 @@ class RowTables:
         chunks: Chunks,
         device: torch.device,
         *,
+        num_own: int,
         moves: bool,
         is_padded: bool,
     ) -> "RowTables":
@@ -70,6 +71,7 @@ class RowTables:
 
         Args:
             computed: per kernel call, the rows of the row space that it computes, or -1 for padding.
+            num_own: the first calls, which this rank makes itself; others read local rows only.
             moves: True if any rank sends rows.
             is_padded: True if ``send_rows`` is padded with -1; the tensors of received rows then are as long.
         """
@@ -78,7 +80,10 @@ class RowTables:
         num_remote = exchange.num_received if padded_to is None else padded_to
         combine = partial(Combination.build, device=device, in_place=not is_padded)
         remote = combine(
-            [np.where(rows < num_local, -1, rows - num_local) for rows in computed],
+            [
+                np.where(rows < num_local, -1, rows - num_local)
+                for rows in computed[:num_own]
+            ],
             num_remote,
         )
         so_far = [np.where(rows < num_local, rows, -1) for rows in computed]

@@ -6,7 +6,7 @@ For the numbering of rows see NOTE [Row spaces] of planning/exchange/tables.py.
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
 from torchtitan_cad.planning.exchange.calls import (
+    MAX_CALLS,
     bounded,
     halves,
     lie_in_order,
@@ -45,6 +46,19 @@ class KernelCall:
         return int(2 * self.args.cu_q_host[-1] + self.args.cu_k_host[-1])
 
 
+class StandInCall(NamedTuple):
+    """A call that a joined server computes for this rank.
+
+    Attributes:
+        server: its number.
+        seconds: predicted, of all that the server computes by this plan in a layer.
+    """
+
+    server: int
+    seconds: float
+    call: KernelCall
+
+
 @dataclass(frozen=True)
 class PlanTables:
     """Everything that one rank needs to execute one plan.
@@ -57,6 +71,7 @@ class PlanTables:
     keys: RowTables
     moves: bool
     rounds: list[list[KernelCall]]
+    stand_ins: list[StandInCall]
     keeps: bool = False
 
     @classmethod
@@ -83,17 +98,30 @@ class PlanTables:
         """
         calls = [(exchange.causal, True), (exchange.full, False)]
         rounds = [calls]
+        by_servers = [
+            (server, seconds, table, is_causal)
+            for server, seconds, causal, full in exchange.stand_ins
+            for table, is_causal in _calls_of_server(
+                causal, full, squares_only=squares_only
+            )
+        ]
         if not is_padded:
             used = [(table, causal) for table, causal in calls if table.num_tasks]
             rounds = halves(used, exchange.window) if two_rounds and moves else [used]
             if squares_only:
                 rounds = [squares(tables) for tables in rounds]
             rounds = bounded(
-                rounds, exchange.keys.num_local, split_keys=exchange.split_keys
+                rounds,
+                exchange.keys.num_local,
+                split_keys=exchange.split_keys,
+                max_calls=MAX_CALLS - len(by_servers),
             )
         computed = [table for tables in rounds for table, _ in tables]
+        num_own = len(computed)
+        computed += [table for _, _, table, _ in by_servers]
         build_rows = partial(
             RowTables.build,
+            num_own=num_own,
             chunks=chunks or exchange.most.in_one_chunk(),
             device=device,
             moves=moves,
@@ -125,6 +153,10 @@ class PlanTables:
             keys,
             moves,
             [[kernel_call(*table) for table in tables] for tables in rounds],
+            [
+                StandInCall(server, seconds, kernel_call(table, causal))
+                for server, seconds, table, causal in by_servers
+            ],
         )
 
     @cached_property
@@ -173,6 +205,7 @@ class PlanTables:
         """True if there is only one kernel call, over all local rows in order: no gather, no merge, no exchange."""
         return (
             not self.moves
+            and not self.stand_ins
             and len(self.calls) == 1
             and self.calls[0].q_rows is None
             and self.calls[0].kv_rows is None
@@ -188,6 +221,18 @@ class PlanTables:
         return (
             queries * shape.num_heads * shape.head_dim + keys * of_keys
         ) * shape.dtype_bytes
+
+
+def _calls_of_server(
+    causal: CallTable, full: CallTable, *, squares_only: bool
+) -> list[tuple[CallTable, bool]]:
+    """Return the kernel calls that a joined server makes for this rank, each with True if it is causal."""
+    calls = [
+        (table, is_causal)
+        for table, is_causal in ((causal, True), (full, False))
+        if table.num_tasks
+    ]
+    return squares(calls) if squares_only else calls
 
 
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:

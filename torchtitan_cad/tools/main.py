@@ -31,6 +31,7 @@ COMMANDS = (
     "compare",
     "simulate",
     "advise",
+    "serve",
 )
 """Subcommands: each is a module of this package."""
 

@@ -42,15 +42,17 @@ from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.placement.microbatch import LEAST_GAIN
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
+from torchtitan_cad.runtime.servers.client import ServerPool
 
 logger = logging.getLogger(__name__)
 
 _OK, _EXHAUSTED, _FAILED = range(3)
-_SHAPE, _BATCHES = slice(3, 6), 6
-_WORDS = 6
+_SHAPE, _BATCHES, _SERVERS = slice(3, 6), 6, 7
+_WORDS = 7
 """Numbers after the status in the first gather: how many document starts there are, the columns that can be
-redistributed (0: the step cannot), the shape of a batch, and how many batches of it are planned together. In the last:
-a fingerprint of the plans, and zeros."""
+redistributed (0: the step cannot), the shape of a batch, how many batches of it are planned together, and the list of
+joined servers that the plans use, if this is the group's first rank. In the last: a fingerprint of the plans, and
+zeros."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class BatchPlanner:
         keys: the arithmetic progression (start, step) from which this planner draws the keys of microbatches; the step
             is at least ``rules.nano_batches``.
         placement: gives the tokens new homes; ``plan`` then plans for batches as they have been redistributed.
+        servers: that have joined the job; None: the job takes none.
     """
 
     def __init__(
@@ -147,7 +150,9 @@ class BatchPlanner:
         engines: Sequence[CoreAttentionEngine],
         keys: tuple[int, int] = (0, 1),
         placement: Placement | None = None,
+        servers: ServerPool | None = None,
     ) -> None:
+        self._servers = servers
         self._group, self._ranks, self._cp = group, ranks, topology.cp
         self._per_stage = topology.dp * topology.cp
         self._rules, self._engines, self.placement = rules, engines, placement
@@ -182,12 +187,15 @@ class BatchPlanner:
         travelling = (
             len(columns_of(*to_redistribute[0])) if to_redistribute is not None else 0
         )
-        gathered, shapes, can_redistribute = self._gather_starts(
-            starts, shape, batches, travelling
+        servers = self._list_servers()
+        gathered, shapes, can_redistribute, servers = self._gather_starts(
+            starts, shape, batches, travelling, servers
         )
         begin = time.perf_counter()  # without waits for peers
         parcel = None
         try:
+            if self._servers is not None:
+                self._servers.take_list(servers)
             steps = [
                 replace(of_rank, rows=batches * of_rank.rows) for of_rank in shapes
             ]
@@ -208,7 +216,7 @@ class BatchPlanner:
             ]
             homes = [None if placed is None else placed[part] for part in parts]
             by_batch = [
-                self._plan_batch(layouts[part], columns, of)
+                self._with_servers(self._plan_batch(layouts[part], columns, of))
                 for part, of in zip(parts, homes, strict=True)
             ]
             plans = [
@@ -236,6 +244,31 @@ class BatchPlanner:
             raise
         self._compare(plans)
         return planned, parcel
+
+    def _list_servers(self) -> int:
+        """Return the number of the list of joined servers, which the group's first rank makes; 0 on other ranks."""
+        if self._servers is None:
+            return 0
+        try:
+            return self._servers.make_list()
+        except Exception:
+            self.announce_failure("looking for attention servers")
+            raise
+
+    def _with_servers(
+        self, microbatches: Sequence[PlannedMicrobatch]
+    ) -> Sequence[PlannedMicrobatch]:
+        """Return the microbatches with plans in which joined servers take part."""
+        servers = self._servers
+        if servers is None:
+            return microbatches
+        return [
+            replace(
+                microbatch,
+                plans=[list(map(servers.assign, nanos)) for nanos in microbatch.plans],
+            )
+            for microbatch in microbatches
+        ]
 
     def _describe(
         self,
@@ -365,11 +398,17 @@ class BatchPlanner:
         return key
 
     def _gather_starts(
-        self, starts: np.ndarray, shape: BatchShape, batches: int, columns: int
-    ) -> tuple[list[np.ndarray], list[BatchShape], bool]:
-        """Return every data-parallel rank's ``document_starts`` and shape, and whether the step can be redistributed.
+        self,
+        starts: np.ndarray,
+        shape: BatchShape,
+        batches: int,
+        columns: int,
+        servers: int,
+    ) -> tuple[list[np.ndarray], list[BatchShape], bool, int]:
+        """Return every data-parallel rank's ``document_starts`` and shape, and what the group has agreed on.
 
-        It can if all have one shape and as many ``columns``, at least one.
+        That is whether the step can be redistributed, which takes one shape and as many ``columns``, at least one, on
+        all ranks; and the list of ``servers`` of the first rank.
         """
         words = [
             len(starts),
@@ -378,6 +417,7 @@ class BatchPlanner:
             shape.seq_len,
             shape.rows_per_microbatch,
             batches,
+            servers,
         ]
         headers = self._gather_header(_OK, *words)
         padded = torch.zeros(int(headers[:, 1].max()), dtype=torch.int64)
@@ -400,6 +440,7 @@ class BatchPlanner:
             every[first_of_rows],
             shapes[first_of_rows],
             alike and bool(headers[0, 2]),
+            int(headers[0, _SERVERS]),
         )
 
     def _gather_header(self, status: int, *words: int) -> torch.Tensor:

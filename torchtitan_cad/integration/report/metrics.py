@@ -29,6 +29,7 @@ TAGS: dict[str, tuple[str, float]] = {
     "cad/copied(MB)": ("bytes_copied", 1e-6),
     "cad/tasks/all": ("tasks", 1),
     "cad/tasks/moved": ("tasks_moved", 1),
+    "cad/servers/share(%)": ("served_share", 100),
     "cad/plan/time(s)": ("plan_seconds", 1),
     "cad/plan/tolerance": ("tolerance", 1),
     "cad/placement/total(%)": ("placed_total", 100),
@@ -185,7 +186,9 @@ def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
 
 
 def _log_line(figures: dict[str, Any]) -> str:
-    exposed = placed = hosts = ""
+    exposed = placed = hosts = served = ""
+    if "served_share" in figures:
+        served = f", {100 * figures['served_share']:.0f}% of attention by servers"
     if "placed_total" in figures:
         total, worst = (
             100 * figures[name] for name in ("placed_total", "placed_worst")
@@ -199,7 +202,7 @@ def _log_line(figures: dict[str, Any]) -> str:
         exposed = f" (exposed wait {figures['exposed_percent']:.1f}% of the step)"
     return (
         f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  "
-        f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks, "
+        f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks{served}, "
         f"{figures['bytes_per_rank_mean'] / 1e6:.2f} MB per rank and forward layer "
         f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f}{placed}{hosts})  "
         f"plan {figures['plan_seconds'] * 1e3:.1f} ms  exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}"

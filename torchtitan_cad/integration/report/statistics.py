@@ -36,6 +36,9 @@ class StepStatistics:
     rows in order. ``ranked_before`` and ``ranked_after`` are the ranks' times over the mean, from the busiest of a plan
     to the least busy, averaged over plans; the first is the imbalance.
 
+    ``served_share`` is the part of attention that joined servers compute, averaged over plans and layers, if there are
+    any.
+
     ``bytes_between_hosts``: of all ranks together, in a layer's forward, averaged over microbatches; on several hosts.
 
     With placement: ``placed_total`` and ``placed_worst`` are bytes of all ranks, and of the worst, over those with the
@@ -71,6 +74,8 @@ class StepStatistics:
             ),
             ranked_after=sum(_ranked(plans, layers, "loads") for plans in by_kind),
         )
+        if any(plan.stand_ins for plan in planned.plans):
+            sums["served"] = sum(_served_share(plans, layers) for plans in by_kind)
         if planned.home_bytes is not None:
             sums["home_bytes"] = planned.home_bytes
         if planned.between_hosts:
@@ -99,6 +104,8 @@ class StepStatistics:
             # no bytes are no more than no bytes
             given, placed = np.maximum(sums["home_bytes"], 1)
             figures["placed_total"], figures["placed_worst"] = (placed / given).tolist()
+        if "served" in sums:
+            figures["served_share"] = sums["served"] / sums["plans"]
         if "between_hosts" in sums:
             figures["bytes_between_hosts"] = (
                 sums["between_hosts"] / sums["microbatches"]
@@ -108,6 +115,11 @@ class StepStatistics:
             name: value.tolist() if isinstance(value, np.ndarray) else value
             for name, value in figures.items()
         }
+
+
+def _served_share(kinds: Sequence[Plan], layers: Sequence[int]) -> float:
+    shares = [0.0 if plan.stand_ins is None else plan.stand_ins.share for plan in kinds]
+    return float(np.average(shares, weights=layers))
 
 
 def _ranked(kinds: Sequence[Plan], layers: Sequence[int], loads: str) -> np.ndarray:

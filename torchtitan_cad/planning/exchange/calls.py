@@ -145,7 +145,13 @@ def squares(tables: Calls) -> Calls:
     return [*square, (rest, False)] if rest.num_tasks else square
 
 
-def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Calls]:
+def bounded(
+    rounds: list[Calls],
+    num_local: int,
+    *,
+    split_keys: bool,
+    max_calls: int = MAX_CALLS,
+) -> list[Calls]:
     """Return the calls of every round, cut where a backward would hold more than ``MOST_ROWS`` allows.
 
     Cuts lie between tasks and, with ``split_keys``, along the keys of a task that is too large by itself.
@@ -160,7 +166,7 @@ def bounded(rounds: list[Calls], num_local: int, *, split_keys: bool) -> list[Ca
 
     while True:
         cut = [_cut(tables, most, split_keys=split_keys) for tables in rounds]
-        if sum(map(len, cut)) <= MAX_CALLS:
+        if sum(map(len, cut)) <= max_calls:
             return cut
         most *= 1.25
 

@@ -38,7 +38,12 @@ from torchtitan_cad.planning.intervals import (
     sum_by_index,
 )
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.tasks import TaskArray, is_diagonal
+from torchtitan_cad.planning.model.tasks import (
+    HOME,
+    StandIns,
+    TaskArray,
+    is_diagonal,
+)
 
 MAX_ROWS = 2**27
 """rows: maximum sent, received or computed on by a rank; a column takes 1 GiB, and offsets fit in int32."""
@@ -196,6 +201,8 @@ class RankExchange:
         causal, full: the call over all diagonal tasks, and the call over all rectangles.
         split_keys: True if kernel calls may cut tasks along the keys.
         window: keys that a query attends to at most; None: all that come before it.
+        stand_ins: per joined server that computes for this rank, its number, the predicted seconds of all that it
+            computes by the plan, and its calls as ``causal`` and ``full``, which read local rows only.
     """
 
     rank: int
@@ -207,6 +214,7 @@ class RankExchange:
     full: CallTable
     split_keys: bool
     window: int | None
+    stand_ins: tuple[tuple[int, float, CallTable, CallTable], ...] = ()
 
 
 def build_exchange(
@@ -218,8 +226,12 @@ def build_exchange(
     *,
     split_keys: bool,
     window: int | None,
+    stand_ins: StandIns | None = None,
 ) -> RankExchange:
     """Build the tables of ``rank`` from its tasks, in canonical order, and the needs of all ranks.
+
+    Args:
+        stand_ins: of these tasks; None: there are none.
 
     Raises:
         ValueError: more than ``MAX_ROWS`` rows are sent, received or computed on.
@@ -227,17 +239,36 @@ def build_exchange(
     _require_size(rank, tasks, queries, keys)
     q_space = _RowSpace(queries, rank, int(layout.queries_per_rank[rank]))
     kv_space = _RowSpace(keys, rank, int(layout.tokens_per_rank[rank]))
-    diagonal = is_diagonal(tasks)
+
+    def calls(chosen: TaskArray) -> tuple[CallTable, CallTable]:
+        diagonal = is_diagonal(chosen)
+        return (
+            _call_table(layout, chosen[diagonal], q_space, kv_space),
+            _call_table(layout, chosen[~diagonal], q_space, kv_space),
+        )
+
+    if stand_ins is None:
+        stand_ins = StandIns(np.full(len(tasks), HOME), 0.0, {})
+    joined = np.unique(stand_ins.server[stand_ins.server != HOME]).tolist()
+    causal, full = calls(tasks[stand_ins.server == HOME])
     return RankExchange(
         rank=rank,
         num_ranks=layout.num_ranks,
         queries=_row_exchange(queries, rank, q_space),
         keys=_row_exchange(keys, rank, kv_space),
         most=most_rows(queries, keys),
-        causal=_call_table(layout, tasks[diagonal], q_space, kv_space),
-        full=_call_table(layout, tasks[~diagonal], q_space, kv_space),
+        causal=causal,
+        full=full,
         split_keys=split_keys and window is None,
         window=window,
+        stand_ins=tuple(
+            (
+                server,
+                stand_ins.seconds[server],
+                *calls(tasks[stand_ins.server == server]),
+            )
+            for server in joined
+        ),
     )
 
 

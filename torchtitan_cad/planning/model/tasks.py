@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,29 @@ TASK_COLUMNS = 6
 
 TaskArray = npt.NDArray[np.void]
 """Structured array of dtype TASK_DTYPE, one record per task; positions are half-open ranges inside the document."""
+
+HOME = -1
+"""stands for no joined server: the task's rank computes it"""
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """The tasks of a plan that joined servers compute.
+
+    Attributes:
+        server: int64 [num_tasks] number of the server that stands in for the task's home; ``HOME``: none does.
+        share: of all attention of the plan.
+        seconds: by number of a server, predicted seconds of its tasks of a layer, forward and backward, rows included.
+    """
+
+    server: IntArray
+    share: float
+    seconds: dict[int, float]
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks that servers compute."""
+        return int(np.count_nonzero(self.server != HOME))
 
 
 def make_tasks(

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Work of ranks for servers that have joined the job: processes without tokens and without a part in exchanges.
+
+A joined server only gets tasks whose queries and keys all lie on one rank, their home. The home sends the rows, and
+computes the task itself if no answer comes. So a plan with joined servers is the plan of the ranks, in which some tasks
+are cut along their queries, and for some of which a server stands in. Exchanges between ranks stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torchtitan_cad.planning.intervals import FloatArray, IntArray, sum_by_index
+from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
+from torchtitan_cad.planning.model.tasks import (
+    HOME,
+    ORDER_FIELDS,
+    StandIns,
+    TaskArray,
+    canonical,
+    is_diagonal,
+)
+from torchtitan_cad.planning.plan import Plan
+
+MOST_SERVERS = 4
+"""Servers that stand in for one rank in a plan; the results of all its kernel calls are combined at once."""
+LEAST_GAIN = 0.01
+"""A plan keeps its tasks on the ranks if servers would shorten attention by less than this share."""
+BISECTIONS = 40
+
+
+@dataclass(frozen=True)
+class JoinedServer:
+    """A server that has joined a job.
+
+    Attributes:
+        number: of its registration, distinct over the job.
+        speed: of its attention, relative to a rank of speed 1.
+        bytes_per_second: of the link to it, shared by both directions.
+    """
+
+    number: int
+    speed: float
+    bytes_per_second: float
+
+
+def assign_to_servers(
+    plan: Plan, servers: Sequence[JoinedServer], unit: float, share: float = 1.0
+) -> Plan:
+    """Return a plan of the same exchanges in which joined servers take part, for the least time of the slowest.
+
+    All ranks and servers are to end at the same time. Every rank gives away what it has beyond that, as far as its
+    tasks lie at home, the heaviest first.
+
+    Args:
+        servers: in the same order on all ranks.
+        unit: seconds of attention of a rank of speed 1 per unit of the cost model, forward and backward.
+        share: of the servers' time and links that this plan may use, where several groups plan for themselves.
+    """
+    if not servers or plan.shape.window is not None:
+        return plan
+    speeds = np.array(plan.config.rank_speeds or [1.0] * plan.layout.num_ranks)
+    rank_seconds = unit * plan.stats.loads / speeds
+    is_local = _lies_at_home(plan)
+    local_tasks = plan.tasks[is_local]
+    local_cost = plan.cost.cost(local_tasks)
+    local_seconds = (
+        unit * sum_by_index(local_tasks["server"], local_cost, len(speeds)) / speeds
+    )
+    work_bytes = task_bytes(plan.shape, local_tasks).sum() / max(1, local_cost.sum())
+    seconds_per_unit = np.array(
+        [
+            (unit / server.speed + work_bytes / server.bytes_per_second) / share
+            for server in servers
+        ]
+    )
+    end = _common_end(rank_seconds, local_seconds, speeds / unit, seconds_per_unit)
+    if end > (1 - LEAST_GAIN) * rank_seconds.max():
+        return plan
+    assignment = _Assignment(plan, servers, unit, share, end)
+    for rank in np.argsort(end - rank_seconds, kind="stable").tolist():
+        excess = int((rank_seconds[rank] - end) * speeds[rank] / unit)
+        own = np.flatnonzero(local_tasks["server"] == rank)
+        heaviest_first = own[np.argsort(-local_cost[own], kind="stable")]
+        assignment.relieve(local_tasks[heaviest_first], excess)
+    return assignment.plan_with(plan.tasks[~is_local])
+
+
+def task_bytes(shape: AttentionShape, tasks: TaskArray) -> IntArray:
+    """Return int64 [n] bytes of rows to a server and back, forward and backward, of each task."""
+    rows = RowBytes.of(shape)
+    query_bytes = (
+        rows.forward_queries
+        + rows.outputs
+        + rows.backward_queries
+        + rows.query_gradients
+    )
+    key_bytes = 2 * rows.keys + rows.key_gradients
+    num_queries = tasks["q_end"] - tasks["q_start"]
+    num_keys = tasks["kv_end"] - tasks["kv_start"]
+    return num_queries * query_bytes + num_keys * key_bytes
+
+
+def _lies_at_home(plan: Plan) -> np.ndarray:
+    """Return bool [num_tasks] whether the server of a task is the home of all its queries and keys."""
+    layout, tasks = plan.layout, plan.tasks
+    home = layout.seg_rank[layout.run_order]
+    run_end = layout.run_start + layout.seg_length[layout.run_order]
+    # Runs of one home that follow each other make one stretch.
+    is_last = np.append(home[1:] != home[:-1], True)[: len(home)]
+    stretch_end = run_end[is_last]
+    base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
+    lies_at_home = np.ones(len(tasks), dtype=bool)
+    for start, end in (("q_start", "q_end"), ("kv_start", "kv_end")):
+        first, stop = base + tasks[start], base + tasks[end]
+        run = np.searchsorted(layout.run_start, first, side="right") - 1
+        stretch = np.searchsorted(stretch_end, first, side="right")
+        lies_at_home &= (home[run] == tasks["server"]) & (stop <= stretch_end[stretch])
+    return lies_at_home
+
+
+def _common_end(
+    rank_seconds: FloatArray,
+    local_seconds: FloatArray,
+    units_per_second: FloatArray,
+    seconds_per_unit: FloatArray,
+) -> float:
+    """Return the least time by which all ranks can end if servers take what they have beyond it.
+
+    Args:
+        rank_seconds: [ranks] attention of every rank.
+        local_seconds: [ranks] the part of it that can be given away.
+        units_per_second: [ranks] units of cost that a rank computes in a second.
+        seconds_per_unit: [servers] that a server takes for a unit of cost, rows included.
+    """
+    low = float((rank_seconds - local_seconds).max())
+    high = float(rank_seconds.max())
+    for _ in range(BISECTIONS):
+        end = (low + high) / 2
+        units = (np.maximum(rank_seconds - end, 0) * units_per_second).sum()
+        if units <= (end / seconds_per_unit).sum():
+            high = end
+        else:
+            low = end
+    return high
+
+
+class _Assignment:
+    """Tasks at home, which are handed to servers one after the other, and the free time of every server."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        servers: Sequence[JoinedServer],
+        unit: float,
+        share: float,
+        end: float,
+    ) -> None:
+        self._plan, self._servers, self._unit = plan, servers, unit
+        self._share = share
+        self._free = np.full(len(servers), end)
+        self._busy = np.zeros(len(servers))
+        self._tasks: list[TaskArray] = []
+        self._stand_ins: list[int] = []
+
+    def relieve(self, tasks: TaskArray, excess: int) -> None:
+        """Give away tasks of one rank until ``excess`` units of cost are gone, the last of them cut.
+
+        Args:
+            tasks: of one home, in the order in which they are given away; what is left of them stays there.
+            excess: units of the cost model.
+        """
+        left = list(tasks)
+        used = set[int]()
+        while left and excess > 0:
+            task = np.array([left.pop(0)])
+            server = self._freest(used)
+            kept, given = self._cut(task, server, excess)
+            if not len(given):
+                self._add(kept)
+                break
+            used.add(server)
+            self._add(given, self._servers[server].number)
+            seconds = float(self._seconds(given, server)[0])
+            self._free[server] -= seconds
+            self._busy[server] += seconds
+            excess -= int(self._plan.cost.cost(given)[0])
+            if len(kept) and excess > 0:  # this server is full, another may not be
+                left.insert(0, kept[0])
+            else:
+                self._add(kept)
+        for task in left:
+            self._add(np.array([task]))
+
+    def plan_with(self, others: TaskArray) -> Plan:
+        """Return the plan of all tasks handed over or kept, and of ``others``; the plan itself if nothing fits."""
+        if not self._busy.any():
+            return self._plan
+        tasks = np.concatenate([others, *self._tasks])
+        at_home = np.full(len(others), HOME)
+        server = np.append(at_home, np.array(self._stand_ins, np.int64))
+        order = np.lexsort([tasks[name] for name in ORDER_FIELDS[::-1]])
+        seconds = {
+            joined.number: float(busy)
+            for joined, busy in zip(self._servers, self._busy, strict=True)
+            if busy
+        }
+        tasks, server = canonical(tasks[order]), server[order]
+        cost = self._plan.cost.cost(tasks)
+        share = float(cost[server != HOME].sum() / max(1, cost.sum()))
+        return replace(
+            self._plan, tasks=tasks, stand_ins=StandIns(server, share, seconds)
+        )
+
+    def _add(self, tasks: TaskArray, server: int = HOME) -> None:
+        if len(tasks):
+            self._tasks.append(tasks)
+            self._stand_ins.append(server)
+
+    def _freest(self, used: set[int]) -> int:
+        """Return the index of the server with most free time, among those in use once there are enough of them."""
+        if len(used) < MOST_SERVERS:
+            return int(self._free.argmax())
+        return max(used, key=lambda server: (self._free[server], -server))
+
+    def _seconds(self, tasks: TaskArray, server: int) -> FloatArray:
+        """Return the seconds of every task on a server, rows included."""
+        joined = self._servers[server]
+        compute = self._unit / joined.speed * self._plan.cost.cost(tasks)
+        rows = task_bytes(self._plan.shape, tasks) / joined.bytes_per_second
+        return (compute + rows) / self._share
+
+    def _cut(
+        self, task: TaskArray, server: int, excess: int
+    ) -> tuple[TaskArray, TaskArray]:
+        """Return the part of a task that its home keeps, and its last queries, for the server; either may be empty."""
+        heads, tails = _cuts(task, self._plan.config.min_shard)
+        fits = self._seconds(tails, server) <= self._free[server]
+        enough = self._plan.cost.cost(tails) >= excess
+        # Tails grow; the first that is enough is taken, or the longest that fits.
+        last = int(enough.argmax()) if enough.any() else len(tails) - 1
+        fitting = np.flatnonzero(fits[: last + 1])
+        if not len(fitting):
+            return task, task[:0]
+        cut = fitting[-1]
+        head = heads[cut : cut + 1]
+        return head[head["q_end"] > head["q_start"]], tails[cut : cut + 1]
+
+
+def _cuts(task: TaskArray, min_shard: int) -> tuple[TaskArray, TaskArray]:
+    """Return all ways to cut a task [1] along its queries at multiples of ``min_shard``: heads and tails.
+
+    Tails are in ascending order of their queries; the last is the whole task.
+    """
+    q_start, q_end = int(task["q_start"][0]), int(task["q_end"][0])
+    first = (q_start // min_shard + 1) * min_shard
+    cuts = np.append(np.arange(first, q_end, min_shard)[::-1], q_start)
+    heads, tails = task.repeat(len(cuts)), task.repeat(len(cuts))
+    heads["q_end"] = tails["q_start"] = cuts
+    if is_diagonal(task)[0]:
+        heads["kv_end"] = cuts
+    return heads, tails

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A kernel call that a joined server, or the rank that asks for it, can compute: rows, tasks, and a direction."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs
+from torchtitan_cad.runtime.servers.wire import ASK, Message
+
+
+class Computes(Protocol):
+    """What a request needs of a direction, ``runtime.call.Direction``."""
+
+    @property
+    def name(self) -> str:
+        """Forward or backward."""
+        ...
+
+    @property
+    def compute(
+        self,
+    ) -> Callable[
+        [AttentionKernel, bool, Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]
+    ]:
+        """Run a kernel call on rows of queries and keys."""
+        ...
+
+    @property
+    def results_like(self) -> Callable[[Sequence[Tensor]], list[torch.Size]]:
+        """Give the shapes of the results of a kernel call on such rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One kernel call.
+
+    Attributes:
+        direction: forward or backward.
+        rows: of queries and keys, as the direction's ``compute`` takes them.
+        args: tasks of the call.
+    """
+
+    direction: Computes
+    rows: Sequence[Tensor]
+    args: VarlenArgs
+
+    def compute(self, kernel: AttentionKernel) -> tuple[Tensor, ...]:
+        """Return the results of the call."""
+        return self.direction.compute(kernel, False, self.rows, self.args)
+
+    def accepts(self, results: Sequence[Tensor]) -> bool:
+        """Tell whether ``results`` have the shapes of this call's results."""
+        wanted = self.direction.results_like(self.rows)
+        return [x.shape for x in results] == wanted
+
+    def message(self, number: int, rows_on_host: Sequence[Tensor]) -> Message:
+        """Return the request as a message."""
+        args = self.args
+        description = {
+            "direction": self.direction.name,
+            "cu_q": args.cu_q_host.tolist(),
+            "cu_k": args.cu_k_host.tolist(),
+            "q_start": args.q_start.tolist(),
+            "causal": args.causal,
+            "scale": args.scale,
+            "window": args.window,
+        }
+        return Message(ASK, number, description, rows_on_host)
+
+    @classmethod
+    def of(
+        cls,
+        message: Message,
+        directions: Sequence[Computes],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "Request":
+        """Return the request in a message, with its rows on ``device``.
+
+        Raises:
+            ValueError: it is not one that this side can compute.
+        """
+        description = dict(message.description)
+        name = description.pop("direction", None)
+        known = {direction.name: direction for direction in directions}
+        if name not in known:
+            raise ValueError(f"a request for {name!r}: ask for one of {[*known]}")
+        try:
+            args = VarlenArgs.from_numpy(device=device, **description)
+        except TypeError as error:
+            raise ValueError(f"a request that cannot be read: {error}") from None
+        if not message.tensors or message.tensors[0].dtype != dtype:
+            raise ValueError(f"rows of another dtype than the job's {dtype}")
+        rows = [x.to(device, non_blocking=True) for x in message.tensors]
+        num_rows = {x.shape[0] for x in rows}
+        if not num_rows <= {int(args.cu_q_host[-1]), int(args.cu_k_host[-1])}:
+            raise ValueError(f"tasks that do not fit {num_rows} rows")
+        return cls(known[name], rows, args)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchtitan-cad serve``: an attention server for a job with ``cad.servers``."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+from typing import Literal
+
+from torchtitan_cad import __version__
+
+logger = logging.getLogger(__name__)
+
+
+def run(
+    *,
+    join: str,
+    token: str | None = None,
+    token_file: Path | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
+    threads: int | None = None,
+    kernel: str = "auto",
+) -> None:
+    """Compute attention for a training job with cad.servers, and for the next one at the same place, until SIGTERM.
+
+    Needs torch and this package, no torchtitan and no model. The link to the job is not encrypted.
+
+    Args:
+        join: HOST:PORT of the job's key-value store, as the job logs it.
+        token: That the job logs.
+        token_file: A file with the token, which the command line then does not show.
+        device: Where to compute.
+        threads: Threads of a CPU server. By default as many as cores.
+        kernel: As cad.kernel.
+    """
+    host, port = _endpoint(join)
+    text = _token(token, token_file)
+    if threads is not None and threads < 1:
+        raise ValueError(f"--threads {threads}: give a positive number")
+
+    import torch
+
+    from torchtitan_cad.runtime.servers.server import AttentionServer
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU; give --device cpu")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    server = AttentionServer(
+        host, port, text, torch.device(device), kernel, version=__version__
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.leave())
+    server.run()
+    logger.info("ended")
+
+
+def _endpoint(join: str) -> tuple[str, int]:
+    host, _, port = join.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"--join {join}: give HOST:PORT, as the job logs it")
+    return host, int(port)
+
+
+def _token(token: str | None, token_file: Path | None) -> str:
+    if (token is None) == (token_file is None):
+        raise ValueError(
+            f"--token {token}, --token-file {token_file}: give one of them, with the token that the job logs"
+        )
+    return token_file.read_text().strip() if token_file is not None else str(token)
