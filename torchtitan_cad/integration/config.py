@@ -145,7 +145,16 @@ class Cad:
     """
 
     def deterministic(self) -> "Cad":
-        """Return a table by which equal batches get equal plans: "auto" becomes the planner's own tolerance."""
+        """Return a table by which equal batches get equal plans: "auto" becomes the planner's own tolerance.
+
+        Raises:
+            ValueError: servers may join, by whose speed plans change.
+        """
+        if self.servers:
+            raise ValueError(
+                "cad.servers = True changes plans while a job with debug.deterministic = true runs; set one of them to "
+                "false"
+            )
         return (
             replace(self, tolerance=PlannerConfig.tolerance)
             if self.tolerance == "auto"

@@ -7,6 +7,7 @@ imported everything (rank_server.py), so a job costs about as much as its traini
 """
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import json
@@ -16,7 +17,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import TCPStore
 
+from tests.lib.jobs.attention_server import READY
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 HERE = Path(__file__).resolve().parent
@@ -99,6 +102,7 @@ def run(
     pythonpath: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
     may_fail: bool = False,
+    servers: Sequence[Sequence[str]] = (),
 ) -> RunResult:
     """Train on `nranks` local processes and collect what they computed.
 
@@ -119,6 +123,7 @@ def run(
         fp64: compute in fp64, with attention as a dense softmax: the reference of references.
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
         env: further environment variables, set after torch and torchtitan are imported.
+        servers: options of attention servers that join the job (attention_server.py).
     """
     record_dir = Path(tempfile.mkdtemp(prefix="run_", dir=scratch_folder()))
     dump_folder = dump_folder or record_dir / "dump"
@@ -147,7 +152,8 @@ def run(
         "logs": [str(record_dir / f"rank{rank}.log") for rank in range(nranks)],
         "timeout_s": timeout_s,
     }
-    returncodes = start_server(tuple(pythonpath)).run(job)
+    with _attention_servers(servers, record_dir):
+        returncodes = start_server(tuple(pythonpath)).run(job)
     del store
     result = _collect(record_dir, dump_folder, returncodes)
     assert result.ok or may_fail, result.report()
@@ -190,6 +196,30 @@ def child_environment(pythonpath: Sequence[Path] = ()) -> dict[str, str]:
         **ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join(filter(None, search)),
     }
+
+
+@contextlib.contextmanager
+def _attention_servers(
+    servers: Sequence[Sequence[str]], record_dir: Path
+) -> Iterator[None]:
+    """Attention servers of a job, which end with it; their logs lie beside its own."""
+    log_of_job = f"--log={record_dir / 'rank0.log'}"
+    command = [sys.executable, "-m", "tests.lib.jobs.attention_server", log_of_job]
+    with contextlib.ExitStack() as stack:
+        for number, options in enumerate(servers):
+            log = stack.enter_context((record_dir / f"server{number}.log").open("w"))
+            process = subprocess.Popen(
+                [*command, *options],
+                env=child_environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(process.wait, 30)
+            stack.callback(process.terminate)
+        for number in range(len(servers)):
+            while READY not in (record_dir / f"server{number}.log").read_text():
+                time.sleep(0.05)
+        yield
 
 
 class _RankServer:

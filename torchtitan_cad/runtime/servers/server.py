@@ -110,21 +110,21 @@ class AttentionServer:
         Raises:
             ValueError: the job has another token, or runs another version; names what to do.
         """
-        served: int | None = None
-        logger.info(f"waiting for a job at {self._name_of_endpoint}")
-        while not self._leaving.wait(RETRY_S if served is not None else POLL_S):
+        waiting = f"waiting for a job at {self._name_of_endpoint}"
+        logger.info(waiting)
+        while not self._leaving.wait(POLL_S):
             registry = self._find_registry()
-            if registry is None:
+            card = None if registry is None else self._find_job(registry)
+            if registry is None or card is None:
+                self._leaving.wait(RETRY_S)
                 continue
             try:
-                card = registry.job()
-                if card is None or card.job == served:
-                    continue
-                served = card.job
                 self._serve_job(registry, card)
-            except RuntimeError as error:  # the store has ended with its job
-                logger.info(f"the job has ended: {str(error).splitlines()[0]}")
-            logger.info(f"waiting for a job at {self._name_of_endpoint}")
+            except RuntimeError as error:
+                logger.info(
+                    f"the job or the link to it has ended: {first_sentence(error)}"
+                )
+            logger.info(waiting)
 
     @property
     def _name_of_endpoint(self) -> str:
@@ -140,9 +140,14 @@ class AttentionServer:
                 host, port, is_master=False, wait_for_workers=False, timeout=timeout
             )
         except (OSError, RuntimeError):
-            self._leaving.wait(RETRY_S)
             return None
         return Registry(store, self._token)
+
+    def _find_job(self, registry: Registry) -> JobCard | None:
+        try:
+            return registry.job()
+        except RuntimeError:  # the store has just ended
+            return None
 
     # A job ------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""An attention server for a job of harness.py, which may have a fault that shows at a request of its own choice."""
+
+import argparse
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchtitan_cad import __version__
+from torchtitan_cad.runtime.kernels.base import AttentionKernel
+from torchtitan_cad.runtime.servers.request import Request
+from torchtitan_cad.runtime.servers.server import AttentionServer
+
+FAULTS = ("none", "kill", "stop", "slow", "raise", "shapes")
+READY = "ready"
+STOPPED_S = 3
+"""seconds: others continue a server that has stopped itself after so long"""
+
+
+class FaultyServer(AttentionServer):
+    """Has ``fault`` at request number ``at`` of a direction."""
+
+    fault, direction, at = "none", "forward", 3
+    num_requests = 0
+
+    def compute(self, kernel: AttentionKernel, request: Request) -> list[Tensor]:
+        results = super().compute(kernel, request)
+        self.num_requests += request.direction.name == self.direction
+        if self.fault == "none" or self.num_requests != self.at:
+            return results
+        self.num_requests += 1
+        if self.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.fault == "stop":
+            if not os.fork():
+                time.sleep(STOPPED_S)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.fault == "slow":
+            time.sleep(STOPPED_S)
+        elif self.fault == "raise":
+            raise ArithmeticError("a fault of the test")
+        return [x[:1] for x in results]
+
+
+def job_in(log: Path) -> tuple[int, str]:
+    """Wait for the port and the token in the log of the job's first rank."""
+    while True:
+        text = log.read_text() if log.exists() else ""
+        if found := re.search(r"serve --join \S+:(\d+) --token (\S+)", text):
+            return int(found[1]), found[2]
+        time.sleep(0.05)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="localhost")
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--fault", choices=FAULTS, default="none")
+    parser.add_argument("--direction", default="forward")
+    parser.add_argument("--at", type=int, default=3)
+    options = parser.parse_args(argv)
+    print(READY, flush=True)
+    torch.set_num_threads(1)
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    port, token = job_in(options.log)
+    server = FaultyServer(
+        options.host,
+        port,
+        token,
+        torch.device("cpu"),
+        "cpu",
+        version=__version__,
+    )
+    server.fault, server.direction = options.fault, options.direction
+    server.at = options.at
+    signal.signal(signal.SIGTERM, lambda *_: server.leave())
+    server.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""An attention server on a node of its own, whose link is cut while it computes, and mended again."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.lib.jobs.harness import child_environment, job_files, run
+from tests.lib.jobs.launched import CONFIG, SMALL
+from tests.lib.network import Nodes, missing
+
+pytestmark = [
+    pytest.mark.skipif(
+        missing() is not None, reason=f"no nodes on this machine: {missing()}"
+    ),
+    pytest.mark.matrix,
+    pytest.mark.timeout(400),
+]
+
+STEPS = 30
+JOB = [*SMALL, "--training.seq_len=4096", "--training.local_batch_size=1"]
+JOB.append(f"--training.steps={STEPS}")
+TIMEOUT_S = 300
+
+
+def wait_for(log: Path, pattern: str) -> None:
+    """Until a log has a match."""
+    deadline = time.monotonic() + TIMEOUT_S / 3
+    while not re.search(pattern, log.read_text()):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+def test_a_cut_link_costs_a_wait_and_a_mended_one_is_used_again(
+    tmp_path: Path,
+) -> None:
+    """Losses are those of the job without servers."""
+    job_log, server_log = tmp_path / "job.log", tmp_path / "server.log"
+    environment = {**child_environment(), "GLOO_SOCKET_IFNAME": "eth0"}
+    with Nodes(2) as network:
+
+        def start(node: int, log: Path, *command: str) -> subprocess.Popen:
+            return network.start(
+                node,
+                [sys.executable, "-m", *command],
+                stdout=log.open("w"),
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+        host = network.address(0)
+        launch = [
+            *"torchtitan_cad.launch --nnodes=1 --nproc_per_node=2".split(),
+            *f"--rdzv_backend=c10d --rdzv_id=cad --rdzv_endpoint={host}:29400".split(),
+            f"--local_addr={host}",
+            "--rdzv_conf=is_host=True",
+        ]
+        files = job_files(CONFIG, tmp_path / "dump")
+        job = start(
+            0,
+            job_log,
+            *launch,
+            "-m",
+            "torchtitan_cad.train",
+            *files,
+            *JOB,
+            "--cad.servers",
+        )
+        serve = ["tests.lib.jobs.attention_server", f"--host={host}"]
+        server = start(1, server_log, *serve, f"--log={job_log}")
+        wait_for(job_log, "of attention by servers")
+        network.cut(1)
+        wait_for(job_log, "strikes off server 0")
+        network.mend(1)
+        wait_for(job_log, "CAD uses server [1-9]")
+        assert job.wait(TIMEOUT_S) == 0, job_log.read_text()
+        server.terminate()
+        assert server.wait(30) is not None
+    found = dict(
+        re.findall(r"step: +(\d+) +loss: +(\d[\d.]+)", plain(job_log.read_text()))
+    )
+    reference = run(JOB, config=CONFIG, init_seed=None, timeout_s=TIMEOUT_S)
+    assert [float(loss) for loss in found.values()] == pytest.approx(
+        reference.losses, rel=2e-5
+    )
+
+
+plain: Callable[[str], str] = lambda text: re.sub(r"\x1b\[[0-9;]*m", "", text)  # noqa: E731
