@@ -18,12 +18,13 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup train compare quick test test-matrix test-all test-titan030 test-cuda-build test-gpu mutations wheel lint format \
+.PHONY: help setup train compare pool quick test test-matrix test-all test-titan030 test-cuda-build test-gpu mutations wheel lint format \
 	bench-gpu-dry bench-planner docs clean
 
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
 	@echo "make compare    train the same model with and without it, in turns, and say how much faster it is (4 minutes)"
+	@echo "make pool       train on two ranks that two attention servers join, one of which is killed, and draw it"
 	@echo "make quick      a minute: a property of plans, exchanges, a job on two ranks, and every command (tests/quick.txt)"
 	@echo "make test       the short tests: one of every kind, eight minutes on two cores"
 	@echo "make test-matrix   what they leave out, MINUTES=10 of it; test-all: all that runs on CPU, hours; test-gpu: on a GPU"
@@ -66,6 +67,11 @@ compare: $(INSTALLED)
 	$(BIN)/torchtitan-cad prepare --output outputs/assets
 	$(BIN)/torchtitan-cad compare $(CONFIG) --steps 4 --warmup 1 --rounds 2 --training.seq_len 24576 \
 		--training.dataset synthetic --training.dataset_path fixed:24576,$(SHORT),$(SHORT)
+
+# Two ranks and two attention servers of this machine, one of which is killed: docs/images/pool.png, in four minutes.
+pool: $(INSTALLED)
+	$(BIN)/torchtitan-cad prepare --output outputs/assets
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.servers --picture docs/images/pool.png
 
 quick: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile=quick @tests/quick.txt

@@ -2,6 +2,7 @@
 """Jobs that attention servers join, and some of which fail in the middle of a layer: they train as without servers."""
 
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,6 +110,25 @@ def test_servers_compose(case: c.Composition) -> None:
     result = run([*job, "--cad.servers"], servers=[HEALTHY])
     check_same(result, run(job))
     assert max(step.get("served_share", 0.0) for step in steps_of(result)) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_servers_that_come_and_go_for_a_thousand_steps_leak_nothing() -> None:
+    """Memory and descriptors of the ranks at the end are those after 200 steps; servers take part now and then."""
+    job = [*JOB, "--training.seq_len=2048", "--training.steps=1000", "--cad.servers"]
+    restless = [("--restless",), ("--restless",)]
+    result = run(job, servers=restless, timeout_s=1100)
+    shares = [step.get("served_share", 0.0) for step in steps_of(result)]
+    changes = sum(bool(a) != bool(b) for a, b in itertools.pairwise(shares))
+    assert changes >= 10
+    for descriptors, memory in zip(
+        result.descriptors, result.resident_bytes, strict=True
+    ):
+        assert descriptors[1000] <= descriptors[200] + 20
+        assert memory[1000] <= memory[200] + (64 << 20)
+    reference = run([*job[:-1]], timeout_s=1100)
+    assert result.losses[:50] == pytest.approx(reference.losses[:50], rel=1e-5)
 
 
 def test_a_deterministic_job_takes_no_servers() -> None:

@@ -55,7 +55,7 @@ def test_a_cut_link_costs_a_wait_and_a_mended_one_is_used_again(
 
         host = network.address(0)
         launch = [
-            *"torchtitan_cad.launch --nnodes=1 --nproc_per_node=2".split(),
+            *["torchtitan_cad.launch", "--nnodes=1", "--nproc_per_node=2"],
             *f"--rdzv_backend=c10d --rdzv_id=cad --rdzv_endpoint={host}:29400".split(),
             f"--local_addr={host}",
             "--rdzv_conf=is_host=True",

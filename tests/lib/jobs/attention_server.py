@@ -4,8 +4,10 @@
 import argparse
 import logging
 import os
+import random
 import re
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,8 +69,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--fault", choices=FAULTS, default="none")
     parser.add_argument("--direction", default="forward")
     parser.add_argument("--at", type=int, default=3)
+    parser.add_argument("--restless", action="store_true")
     options = parser.parse_args(argv)
     print(READY, flush=True)
+    if options.restless:
+        come_and_go(options)
+    serve(options)
+
+
+def come_and_go(options: argparse.Namespace) -> None:
+    """Start servers, each of which leaves or is killed after some seconds, until a signal ends this process."""
+    rng = random.Random(0)
+    child = 0
+
+    def stop(*_: object) -> None:
+        os.kill(child, signal.SIGKILL)
+        sys.exit(0)
+
+    while True:
+        child = os.fork()
+        if not child:
+            serve(options)
+            os._exit(0)
+        signal.signal(signal.SIGTERM, stop)
+        time.sleep(rng.uniform(2, 6))
+        os.kill(child, rng.choice([signal.SIGTERM, signal.SIGKILL]))
+        os.waitpid(child, 0)
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Serve until a signal ends this process."""
     torch.set_num_threads(1)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     port, token = job_in(options.log)

@@ -56,6 +56,8 @@ class RunResult:
     """Graphs of all ranks that the caches on disk had ("hit") and had not ("miss")."""
     resident_bytes: list[dict[int, int]]
     """Every rank's memory in use, by logged step."""
+    descriptors: list[dict[int, int]]
+    """Every rank's open files and sockets, by logged step."""
     traces: list[dict[str, Any]]
     """Every rank's steps of the engine as [name, plan key], and names of collectives, at `trace_at`."""
     grads: dict[str, torch.Tensor]
@@ -329,16 +331,21 @@ def _collect(
         cached={
             name: sum(of_rank[name] for of_rank in last) for name in ("hit", "miss")
         },
-        resident_bytes=[
-            {r["step"]: r["resident_bytes"] for r in rank if r["kind"] == "train"}
-            for rank in records
-        ],
+        resident_bytes=[_by_step(rank, "resident_bytes") for rank in records],
+        descriptors=[_by_step(rank, "descriptors") for rank in records],
         traces=[
             json.loads(path.read_text())
             for path in sorted(record_dir.glob("trace_rank*.json"))
         ],
         grads=grads,
     )
+
+
+def _by_step(records: Sequence[dict[str, Any]], name: str) -> dict[int, Any]:
+    """A value of a rank's training steps."""
+    return {
+        record["step"]: record[name] for record in records if record["kind"] == "train"
+    }
 
 
 @functools.cache

@@ -341,6 +341,7 @@ def record_steps(record_dir: Path) -> None:
             grad_norm=float(grad_norm).hex(),
             graphs=counters["stats"]["unique_graphs"],
             resident_bytes=resident_bytes(),
+            descriptors=len(os.listdir("/dev/fd")),
         )
         log(self, step, loss, *more, **kwargs)
 

@@ -221,9 +221,10 @@ class ServerPool:
         logger.warning(
             f"CAD strikes off {link.card.name}: {reason}; this rank computes its tasks itself"
         )
-        self._registry.strike(
-            self._job, server, f"struck off by rank {self._rank}: {reason}"
-        )
+        with contextlib.suppress(RuntimeError):  # others find out by themselves
+            self._registry.strike(
+                self._job, server, f"struck off by rank {self._rank}: {reason}"
+            )
 
     # Lists ------------------------------------------------------------------------------------------------------------
 
