@@ -10,8 +10,8 @@ import pytest
 from tests.lib.sets import CONFIGS, every_config
 from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
-from torchtitan_cad.tools.inputs import Options, read_inputs
 from torchtitan_cad.tools.main import main
+from torchtitan_cad.tools.options import Options, read_inputs
 
 enable_cpu()
 

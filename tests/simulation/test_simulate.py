@@ -41,7 +41,7 @@ from torchtitan_cad.tools.simulation import (
 )
 from torchtitan_cad.tools.simulation.baselines import packed, packing_cp, reorder
 from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING
-from torchtitan_cad.tools.simulation.simulate import PARTS
+from torchtitan_cad.tools.simulation.systems import PARTS
 
 
 def test_equal_documents_gain_nothing() -> None:

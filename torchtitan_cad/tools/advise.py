@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from torchtitan_cad.planning.text import aligned
-from torchtitan_cad.tools.inputs import Options, documents_file, read_inputs
+from torchtitan_cad.tools.options import Options, documents_file, read_inputs
 from torchtitan_cad.tools.shared import check_outputs, load_planner, say_written
 from torchtitan_cad.tools.simulation import Advice, Configuration, Model, Trial, advise
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from torchtitan_cad.tools.inputs import Options, documents_file, read_inputs
+from torchtitan_cad.tools.options import Options, documents_file, read_inputs
 from torchtitan_cad.tools.shared import (
     check_outputs,
     check_picture,
@@ -18,7 +18,7 @@ from torchtitan_cad.tools.shared import (
 )
 from torchtitan_cad.tools.simulation import simulate
 from torchtitan_cad.tools.simulation.memory import COMPARED
-from torchtitan_cad.tools.simulation.simulate import PARTS
+from torchtitan_cad.tools.simulation.systems import PARTS
 
 DEFAULTS = Options()
 

@@ -25,7 +25,7 @@ from torchtitan_cad.tools.simulation.inputs import (
     Rates,
 )
 from torchtitan_cad.tools.simulation.search import Search, Trial
-from torchtitan_cad.tools.simulation.simulate import SYSTEMS, Report, simulate
+from torchtitan_cad.tools.simulation.systems import SYSTEMS, Report, simulate
 
 __all__ = [
     "DEFAULT",
