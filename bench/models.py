@@ -68,13 +68,10 @@ def step_of(name: str, options: Options) -> Step:
 def measure(name: str, options: Options) -> list[Record]:
     """A record for every kind of a model's attention, and one for all of its layers."""
     step = step_of(name, options)
-    loaded = replace(
-        step, configuration=replace(step.configuration, placement="loader")
-    )
-    (before, after), times = (
-        (Disaggregated(loaded, "home"), Disaggregated(step)),
-        step.costs.layer_times(options.ranks, False),
-    )
+    at_home = replace(step.configuration, placement="loader", planner="home")
+    before = Disaggregated(replace(step, configuration=at_home))
+    after = Disaggregated(step)
+    times = step.costs.layer_times(options.ranks, False)
     records, total = [], np.zeros(2)
     for kind, (home,), (plan,) in zip(
         step.costs.kinds, before.plans((0,)), after.plans((0,)), strict=True

@@ -186,9 +186,8 @@ def predicted_seconds(
     configuration = dataclasses.replace(
         job.configuration, nano_batches=2 if mode == "two nano-batches" else 1
     )
-    return search.run(
-        "packed" if mode == "stock" else configuration.planner.planner, configuration
-    ).seconds
+    system = "packed" if mode == "stock" else "cad"
+    return search.run(system, configuration).seconds
 
 
 def draw(records: list[Record], path: Path) -> None:

@@ -23,6 +23,7 @@ from torchtitan_cad.tools.simulation import (
     Cluster,
     Configuration,
     Documents,
+    Inputs,
     named_lengths,
     simulate,
 )
@@ -60,8 +61,14 @@ def run(options: Options) -> list[Record]:
             lengths, options.row_tokens, step, options.batches, seed=0
         )
         stages = int(pp[0]) if pp else 1
-        asked = Configuration(pp=stages, tolerance="auto", placement="balanced")
-        report = simulate(MODELS[model], cluster, documents, asked, open=OPEN - {"pp"})
+        inputs = Inputs(
+            model=MODELS[model],
+            cluster=cluster,
+            documents=documents,
+            configuration=Configuration(pp=stages),
+            open=OPEN - {"pp"},
+        )
+        report = simulate(inputs)
         records.append(
             {"model": model, "gpus": cluster.ranks, "pp": stages, **report.to_dict()}
         )

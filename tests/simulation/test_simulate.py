@@ -21,7 +21,8 @@ from tests.lib.simulation_cases import (
     SHAPE,
     cad,
     cluster,
-    documents,
+    configuration,
+    inputs,
     run,
     step,
 )
@@ -30,13 +31,11 @@ from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.tools.simulation import (
     SYSTEMS,
     Batch,
-    Configuration,
     Costs,
     Model,
     Rates,
     Search,
     Trial,
-    draw_batches,
     named_lengths,
 )
 from torchtitan_cad.tools.simulation.baselines import packed, packing_cp, reorder
@@ -65,7 +64,7 @@ def test_one_document_per_rank_is_packed_as_the_longest_and_perfect_as_the_mean(
     rows = tuple(
         np.array([a, 16384 - a]) for a in (16384 - 128, 8192) for _ in range(4)
     )
-    home = cad(Batch(rows, 16384), "home")
+    home = cad(Batch(rows, 16384), planner="home")
     costs = home.step.costs
     forward, backward = (
         [float(costs.document_seconds(row, direction).sum()) for row in rows]
@@ -121,7 +120,7 @@ def test_how_much_faster_cad_is_than_what_fits_is_said_in_a_line() -> None:
         f"cad: {gain:.2f} times as fast as packed ({gain:.2f} to {gain:.2f}), "
     )
     assert line.endswith("; means of 1 steps")
-    none = Trial(Configuration(), reason="does not fit")
+    none = Trial(configuration(), reason="does not fit")
     without = dataclasses.replace(report, systems={**report.systems, "packed": none})
     assert "as packed (" not in without.table()
     assert (
@@ -501,17 +500,11 @@ def test_packing_keeps_what_it_gathered_where_that_fits() -> None:
     chosen = run(nano_batches=1, packing_cp=4).systems["packing_cp"].configuration
     assert (chosen.cp, chosen.backward) == (4, "keep")
     middle = (kept.memory.total + again.memory.total) / 2
-    search = Search(
-        MODEL,
-        cluster(memory=middle),
-        draw_batches(documents()),
-        Rates(),
-        Configuration(),
-    )
+    search = Search(inputs(memory=middle))
     fits = {
-        way: search.run("packing_cp", Configuration(cp=4, backward=way)).fits
+        way: search.run("packing_cp", configuration(cp=4, backward=way)).fits
         for way in ("keep", "resend")
-    }  # type: ignore[arg-type]
+    }
     assert fits == {"keep": False, "resend": True}
 
 

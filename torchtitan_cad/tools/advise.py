@@ -78,16 +78,13 @@ def run(
         and not inputs.documents.given
         and inputs.documents.batches > BATCHES
     ):
-        inputs = inputs._replace(
-            documents=dataclasses.replace(inputs.documents, batches=BATCHES)
-        )
+        documents = dataclasses.replace(inputs.documents, batches=BATCHES)
+        inputs = dataclasses.replace(inputs, documents=documents)
     from tqdm import tqdm
 
     load_planner(placement=True)
     with tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None) as bar:
-        advice = advise(
-            *inputs[:5], refused=titan.refused, progress=bar.set_description_str
-        )
+        advice = advise(inputs, refused=titan.refused, progress=bar.set_description_str)
     keys = (titan.keys if advice.worth_it else titan.keys_without)(
         advice.recommended.configuration
     )
@@ -111,7 +108,7 @@ def run(
 def _document(advice: Advice) -> dict[str, Any]:
     def of(trial: Trial) -> dict[str, Any]:
         return {
-            "settings": dataclasses.asdict(trial.configuration),
+            "settings": trial.configuration.described(),
             "seconds_per_step": trial.seconds if trial.fits else None,
             "gain": trial.gain_over(advice.base),
             "memory_bytes": trial.memory,

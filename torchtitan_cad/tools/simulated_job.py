@@ -13,6 +13,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_cad.demo.datasets import UNITS, read_sources
 from torchtitan_cad.demo.synthetic import parse_lengths
+from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin
 from torchtitan_cad.integration.torchtitan_v0_2.checks import SUPPORTED_MODELS
@@ -219,18 +220,17 @@ def _configuration(
         notes.append(
             "gradient accumulation: simulated as one pipeline, without a bubble between its parts"
         )
+    table = {field.name: getattr(cad, field.name) for field in dataclasses.fields(Cad)}
+    table["rank_speeds"] = None
+    if cad.placement == "auto":
+        table["placement"] = "balanced"
     return Configuration(
+        **table,
         pp=pp,
         cp=parallelism.context_parallel_degree,
         microbatches=accumulation * per_batch,
         checkpointing=kind,
-        nano_batches=cad.nano_batches,
         schedule=cast(Schedule, simulated),
-        tolerance=cad.tolerance,
-        backward=cad.backward,
-        placement="loader" if cad.placement == "loader" else "balanced",
-        receive_buffer_gb=cad.receive_buffer_gb,
-        planner=dataclasses.replace(cad.planner_config(), rank_speeds=None),
     )
 
 

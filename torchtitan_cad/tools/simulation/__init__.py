@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Predicted time of a training step: CAD against packing, on the same batches. Pure numpy; imports planning only.
+"""Predicted time of a training step: CAD against packing, on the same batches. No torch.
 
-``simulate(model, cluster, documents, configuration, rates)`` returns a ``Report``. ``Costs`` has the seconds of every
-part of a layer, for others that weigh bytes against time. docs/tools.md says what is modelled and what is not.
+``simulate(Inputs(model, cluster, documents, configuration))`` returns a ``Report``; the configuration is a
+``[cad]`` table with the division of a step. ``Costs`` has the seconds of every part of a layer. docs/tools.md says what
+is modelled.
 """
 
 from torchtitan_cad.tools.simulation.advice import Advice, advise
@@ -21,8 +22,10 @@ from torchtitan_cad.tools.simulation.inputs import (
     Cluster,
     Configuration,
     Documents,
+    Inputs,
     Model,
     Rates,
+    is_option,
 )
 from torchtitan_cad.tools.simulation.search import Search, Trial
 from torchtitan_cad.tools.simulation.systems import SYSTEMS, Report, simulate
@@ -40,6 +43,7 @@ __all__ = [
     "Configuration",
     "Costs",
     "Documents",
+    "Inputs",
     "Model",
     "Rates",
     "Report",
@@ -47,6 +51,7 @@ __all__ = [
     "Trial",
     "advise",
     "draw_batches",
+    "is_option",
     "named_lengths",
     "simulate",
 ]

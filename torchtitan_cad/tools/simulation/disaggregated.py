@@ -37,17 +37,16 @@ class Disaggregated:
     """A step with CAD.
 
     Args:
-        planner: name of the planner.
         plans: that are known, to which others are added; by default a new dictionary.
     """
 
     def __init__(
         self,
         step: Step,
-        planner: str = PlannerConfig.planner,
         plans: Plans | None = None,
     ) -> None:
-        self.step, self.configuration, self._name = step, step.configuration, planner
+        self.step = step
+        self.configuration = step.configuration
         self._plans: Plans = {} if plans is None else plans
         self._known: dict[tuple[PoolKey, bool, bool], list[list[Nano]]] = {}
         self._in_ticks = step.pp > 1 and self.configuration.schedule == "CAD1F1B"
@@ -305,13 +304,9 @@ class Disaggregated:
         return each * (1 if self._in_ticks else step.pp) * step.costs.cluster.tp
 
     def _config(self, ranks: int) -> PlannerConfig:
-        config, node = (
-            self.configuration.planner_config(),
-            self.step.costs.cluster.group_per_node,
-        )
+        node = self.step.costs.cluster.group_per_node
         return replace(
-            config,
-            planner=self._name,
+            self.configuration.planner_config(),
             ranks_per_node=node if 1 < node < ranks else None,
         )
 

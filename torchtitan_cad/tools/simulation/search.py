@@ -17,19 +17,16 @@ from torchtitan_cad.tools.simulation.baselines import (
     reorder,
     row_gathers,
 )
-from torchtitan_cad.tools.simulation.batches import Batch
+from torchtitan_cad.tools.simulation.batches import Batch, draw_batches
 from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.disaggregated import Disaggregated, Plans, obstacle
 from torchtitan_cad.tools.simulation.inputs import (
     CHECKPOINTING,
-    OPEN,
     PLACEMENTS,
     SCHEDULES,
-    Cluster,
     Configuration,
-    Model,
+    Inputs,
     Placement,
-    Rates,
 )
 from torchtitan_cad.tools.simulation.step import Outcome, Step
 
@@ -103,31 +100,30 @@ class Trial:
 
 @dataclass(eq=False)
 class Search:
-    """Tries configurations of the systems of ``BASELINES``, and of CAD by its planner's name.
+    """Tries configurations of the systems of ``BASELINES``, and of CAD with the configuration's planner.
 
     Attributes:
-        asked: what the configuration is, but for its fields in ``open``, of which every system takes its best.
         refused: why the job could not start with a configuration; empty if it could.
         progress: is called with what is simulated next.
 
     Raises ValueError for inputs that do not fit each other.
     """
 
-    model: Model
-    cluster: Cluster
-    batches: list[Batch]
-    rates: Rates
-    asked: Configuration
-    open: frozenset[str] = OPEN
+    inputs: Inputs
     refused: Callable[[Configuration], str] = lambda configuration: ""
     progress: Progress = lambda text: None
     _known: dict[tuple[str, Configuration, int], Trial] = field(default_factory=dict)
-    _plans: dict[tuple[str, Configuration], Plans] = field(default_factory=dict)
+    _plans: dict[Configuration, Plans] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.costs = Costs(
-            self.model, self.cluster, self.rates, self.asked.planner.cost_tile
-        )
+        inputs = self.inputs
+        self.cluster = inputs.cluster
+        self.asked = inputs.configuration
+        self.open = inputs.open
+        self.progress("drawing documents")
+        self.batches = draw_batches(inputs.documents)
+        tile = self.asked.planner_config().cost_tile
+        self.costs = Costs(inputs.model, self.cluster, inputs.rates, tile)
         fixed = [
             getattr(self.asked, name) for name in ("pp", "cp") if name not in self.open
         ]
@@ -192,14 +188,13 @@ class Search:
             self.progress(
                 f"{system}: batch {number} of {len(self.batches)}, {changes or 'as asked'}"
             )
-            # Those of the first batch are kept; checkpointing and ``backward`` do not change them.
-            plans = (
-                system,
-                replace(configuration, checkpointing="none", backward="resend"),
-            )
-            cad = Disaggregated(
-                step, system, self._plans.setdefault(plans, {}) if number == 1 else {}
-            )
+            plans: Plans = {}
+            if number == 1:  # kept; checkpointing and ``backward`` do not change them
+                planned = replace(
+                    configuration, checkpointing="none", backward="resend"
+                )
+                plans = self._plans.setdefault(planned, {})
+            cad = Disaggregated(step, plans)
             memory = cad.memory().total  # without what plans take
             outcome = cad.outcome() if memory <= self.cluster.memory else None
         most = max(before.memory, memory, outcome.memory.total if outcome else 0.0)
@@ -258,7 +253,7 @@ class Search:
             return balanced - even[0].bubble
         return balanced + (row_gathers(step) if system != "perfect" else 0.0)
 
-    def fastest_cad(self, planner: str, candidates: Sequence[Configuration]) -> Trial:
+    def fastest_cad(self, candidates: Sequence[Configuration]) -> Trial:
         """Return CAD's fastest configuration for ``TRIED`` batches that fits every batch, of the best for the first.
 
         What even perfect balance would leave behind the best so far is not planned.
@@ -273,35 +268,34 @@ class Search:
                 and each.microbatches > now.microbatches
             ):
                 continue  # without a pipeline smaller microbatches only leave less to balance
-            if self.bound(planner, each) < best.seconds:
-                tried.append(self.run(planner, each, 1))
+            if self.bound(each) < best.seconds:
+                tried.append(self.run("cad", each, 1))
                 best = min(best, tried[-1], key=lambda trial: trial.seconds)
         fitting = sorted(
             (trial for trial in tried if trial.fits), key=lambda trial: trial.seconds
         )
         for first in range(0, len(fitting), FINALISTS):
             finalists = fitting[first : first + FINALISTS]
-            few = [self.run(planner, one.configuration, self.few) for one in finalists]
+            few = [self.run("cad", one.configuration, self.few) for one in finalists]
             for trial in sorted(few, key=lambda trial: trial.seconds):
-                if (every := self.run(planner, trial.configuration)).fits:
+                if (every := self.run("cad", trial.configuration)).fits:
                     return every
-        return self.none([self.run(planner, trial.configuration) for trial in tried])
+        return self.none([self.run("cad", trial.configuration) for trial in tried])
 
-    def placed(self, planner: str, candidates: Sequence[Configuration]) -> Trial:
+    def placed(self, candidates: Sequence[Configuration]) -> Trial:
         """Return CAD's fastest trial, maybe with documents placed, since ``packing_cp`` distributes them anew, too."""
-        now = self.fastest_cad(planner, candidates).configuration
+        now = self.fastest_cad(candidates).configuration
         ways = product(
             self._choices("placement", PLACEMENTS[1:]),
             self._choices("nano_batches", (1, 2)),
         )
         return self.fastest_cad(
-            planner,
-            [now, *(replace(now, placement=p, nano_batches=n) for p, n in ways)],
+            [now, *(replace(now, placement=p, nano_batches=n) for p, n in ways)]
         )
 
-    def bound(self, planner: str, configuration: Configuration) -> float:
+    def bound(self, configuration: Configuration) -> float:
         """Return the seconds of a step if everything were balanced and hidden; infinite if it cannot be divided so."""
-        step = self.step(planner, configuration)
+        step = self.step("cad", configuration)
         return (
             step.even(configuration.schedule).total
             if step and not obstacle(step)
@@ -322,7 +316,10 @@ class Search:
     def candidates(
         self, system: str, placement: Placement = "loader"
     ) -> list[Configuration]:
-        """List the configurations of a system, for CAD the most promising first."""
+        """List the configurations of a system, for CAD the most promising first; "greedy" is CAD with that planner."""
+        asked = replace(self.asked, placement=placement)
+        if system == "greedy":
+            asked = replace(asked, planner=system)
         found = list[Configuration]()
         cp, rows = 1 if "cp" in self.open else self.asked.cp, len(self.batches[0].rows)
         pps = [
@@ -341,8 +338,7 @@ class Search:
                 ]
                 for m in self._choices("microbatches", every):
                     now = replace(
-                        self.asked,
-                        placement=placement,
+                        asked,
                         checkpointing=kind,
                         pp=pp,
                         microbatches=m,
@@ -350,7 +346,7 @@ class Search:
                     found += self._ways(system, now)
         if system in BASELINES:
             return found
-        bounds = {each: self.bound(system, each) for each in found}
+        bounds = {each: self.bound(each) for each in found}
         possible = [each for each in found if bounds[each] < math.inf]
         return sorted(
             possible,
