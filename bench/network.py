@@ -33,7 +33,6 @@ enable_cpu()
 from bench.record import Record, conclude  # noqa: E402
 from bench.turns import TurnTaker  # noqa: E402
 from tests.lib.network import Nodes, missing  # noqa: E402
-from torchtitan_cad.tools.compare import measured  # noqa: E402
 from torchtitan_cad.tools.compare.comparison import Runs  # noqa: E402
 from torchtitan_cad.tools.simulated_job import SimulatedJob, read_simulated_job  # noqa: E402
 
@@ -84,7 +83,7 @@ class Job(TurnTaker):
         super().__init__(options.folder / f"{rate:.0f}-{mode.replace(' ', '-')}", NODES)
         command = [
             "-m",
-            measured.__name__,
+            "bench.turns",
             str(self.folder),
             f"--job.config_file={options.job}",
             *MODES[mode],

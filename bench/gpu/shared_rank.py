@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bench.turns import POLL_S, TURN, take_turns
 from torchtitan_cad.integration.cpu import force_sum_reduction_in_fsdp
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools.compare import measured
@@ -39,7 +40,7 @@ def main() -> None:
         from bench.gpu.multiprocessors import occupied
 
         (folder / f"share{os.environ['RANK']}.json").write_text(json.dumps(occupied()))
-    measured.main()
+    measured.main(take_turns(folder / TURN))
 
 
 def share_one_device() -> None:
@@ -73,7 +74,7 @@ def _wait_for(path: Path) -> None:
             raise TimeoutError(
                 f"nobody has made {path} within {START_S:.0f} s: the job's starter is gone"
             )
-        time.sleep(measured.POLL_S)
+        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

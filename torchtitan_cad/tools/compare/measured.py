@@ -6,9 +6,6 @@
 trains as ``-m torchtitan_cad.train`` does and appends a line to FOLDER/rank<r>.jsonl for every step: see ``FIGURES``.
 Steps begin at a barrier, so that what one rank does between steps (logs, checkpoints) does not count as another's
 waiting. On CPU ranks every rank of the machine gets a core of its own, if there are enough.
-
-Several jobs can take turns: if FOLDER/turn exists, a step waits until the number there is at least its own. This
-process's ``time.perf_counter`` stands still meanwhile.
 """
 
 import json
@@ -39,12 +36,13 @@ without cad); this rank's share of its data-parallel coordinate's tokens, which 
 to the global batch; torchtitan's global average, -1 on pipeline stages that do not know it; the norm of all gradients
 before they are clipped; attention work of the busiest rank over the mean, at the homes of tokens and as planned, and
 the bytes that the mean rank receives for a layer's forward (null without cad)."""
-TURN, POLL_S = "turn", 0.01
-"""name of the file, and seconds: how often it is read"""
 
 
-def main() -> None:
-    """Train on the command line's arguments but the first, which names the folder for the records."""
+def main(before_step: Callable[[int], None] = lambda step: None) -> None:
+    """Train on the command line's arguments but the first, which names the folder for the records.
+
+    ``before_step`` is called with the number of every step before it begins.
+    """
     folder = Path(sys.argv.pop(1))
     on_cpu = enable_cpu()
     if on_cpu:
@@ -55,7 +53,8 @@ def main() -> None:
         )
     from torchtitan_cad import train
 
-    _record_steps(folder / f"rank{os.environ.get('RANK', '0')}.jsonl", on_cpu)
+    records = folder / f"rank{os.environ.get('RANK', '0')}.jsonl"
+    _record_steps(records, on_cpu, before_step)
     train.start()
 
 
@@ -74,23 +73,6 @@ def document_rows(
     tokens, starts = inputs["input"], rule.starts(inputs)
     lengths, row = np.diff(starts, append=tokens.numel()), starts // tokens.shape[1]
     return [lengths[row == number].tolist() for number in range(len(tokens))]
-
-
-def take_turns(path: Path) -> Callable[[int], None]:
-    """Return a function that waits until ``path``, if it exists, has a step's number; the clock stands still."""
-    if not path.exists():
-        return lambda step: None
-    clock, waited = time.perf_counter, 0.0
-    time.perf_counter = lambda: clock() - waited
-
-    def wait(step: int) -> None:
-        nonlocal waited
-        begin = clock()
-        while int(path.read_text()) < step:
-            time.sleep(POLL_S)
-        waited += clock() - begin
-
-    return wait
 
 
 def _time_attention(seen: dict[str, Any]) -> None:
@@ -188,41 +170,29 @@ def _note_figures(seen: dict[str, Any]) -> None:
     StepStatistics.drain, ExchangeClock.reset = noted_drain, noted_reset  # type: ignore[method-assign]
 
 
-def _record_steps(path: Path, on_cpu: bool) -> None:
+def _record_steps(path: Path, on_cpu: bool, before_step: Callable[[int], None]) -> None:
     # torchtitan must not be imported before enable_cpu().
     from torchtitan.train import Trainer
 
     seen: dict[str, Any] = {}
-    wait_for_turn = take_turns(path.parent / TURN)
-    seconds_of_waits = (lambda: None) if on_cpu else _time_waits_of_streams()
     train_step = Trainer.train_step
+    seconds_of_waits = (lambda: None) if on_cpu else _time_waits_of_streams()
 
     def measured_step(self: Any, *args: Any, **kwargs: Any) -> None:
-        wait_for_turn(self.step)
+        before_step(self.step)
         dist.barrier()
-        if not on_cpu:
-            torch.cuda.synchronize()
+        _synchronize(on_cpu)
         seen.clear()
-        tokens, begin, busy = (
-            self.ntokens_seen,
-            time.perf_counter(),
-            time.process_time(),
-        )
+        tokens = self.ntokens_seen
         # The processor is the job's, and what it does is the end of the step.
         processor_log = self.metrics_processor.log
+        note_end = _clock(seen, on_cpu)
 
         def end_and_log(
             step: int, loss: float, most_loss: float, gradient_norm: float, **more: Any
         ) -> None:
-            if on_cpu:
-                seen["busy"] = time.process_time() - busy
-            else:
-                torch.cuda.synchronize()
-            seen.update(
-                seconds=time.perf_counter() - begin,
-                loss=float(loss),
-                gradient_norm=float(gradient_norm),
-            )
+            note_end()
+            seen.update(loss=float(loss), gradient_norm=float(gradient_norm))
             processor_log(step, loss, most_loss, gradient_norm, **more)
             if not on_cpu:
                 seen["waiting"] = seconds_of_waits()
@@ -233,22 +203,44 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
         finally:
             self.metrics_processor.log = processor_log
         # torchtitan counts labels before context parallelism cuts them, so all these ranks count the same.
-        seen["tokens"] = (
-            self.ntokens_seen - tokens
-        ) / self.parallel_dims.non_data_parallel_size
-        record = {
-            "step": self.step,
-            "rows": seen.get("rows", []),
-            **{name: seen.get(name) for name in FIGURES},
-        }
-        record["same_documents"] = seen.get("same_documents", True)
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        sharing = self.parallel_dims.non_data_parallel_size
+        seen["tokens"] = (self.ntokens_seen - tokens) / sharing
+        _write_record(path, self.step, seen)
 
     if on_cpu:
         _time_attention(seen)
     _note_figures(seen)
     Trainer.train_step = measured_step
+
+
+def _clock(seen: dict[str, Any], on_cpu: bool) -> Callable[[], None]:
+    """Begin to measure; return a function that notes the seconds, and on CPU ranks the busy ones, in ``seen``."""
+    begin = time.perf_counter()
+    busy = time.process_time()
+
+    def note_end() -> None:
+        if on_cpu:
+            seen["busy"] = time.process_time() - busy
+        _synchronize(on_cpu)
+        seen["seconds"] = time.perf_counter() - begin
+
+    return note_end
+
+
+def _synchronize(on_cpu: bool) -> None:
+    if not on_cpu:
+        torch.cuda.synchronize()
+
+
+def _write_record(path: Path, step: int, seen: dict[str, Any]) -> None:
+    record = {
+        "step": step,
+        "rows": seen.get("rows", []),
+        **{name: seen.get(name) for name in FIGURES},
+        "same_documents": seen.get("same_documents", True),
+    }
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":
