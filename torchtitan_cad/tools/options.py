@@ -112,19 +112,11 @@ def read_inputs(
     rates = _made(Rates, chosen)
     if profile := options.profile or (titan and titan.config.cad.profile):
         rates = dataclasses.replace(rates, profile=Profile.read(profile))
-    configuration = titan.configuration if titan else Configuration()
-    configuration = _made(Configuration, chosen, configuration)
-    open_fields = OPEN - (chosen.keys() - {"microbatches"})
-    if titan is not None:
-        open_fields -= {"pp", "checkpointing"}
+    configuration, open_fields = _configuration(chosen, titan, record)
     if record is None:
         documents = _documents(options, titan, cluster, configuration.pp, notes)
     else:
         documents = _recorded_documents(options, record, cluster, notes)
-        configuration = dataclasses.replace(
-            configuration, microbatches=record.microbatches
-        )
-        open_fields = frozenset() if titan else open_fields - {"microbatches"}
     notes += _assumed(chosen, model, cluster, rates)
     inputs = Inputs(
         model=model,
@@ -135,6 +127,24 @@ def read_inputs(
         open=open_fields,
     )
     return inputs, notes, titan
+
+
+def _configuration(
+    chosen: dict[str, Any],
+    titan: SimulatedJob | None,
+    record: RecordedDocuments | None,
+) -> tuple[Configuration, frozenset[str]]:
+    """Return the configuration, and the fields of it that nobody has chosen."""
+    base = titan.configuration if titan else Configuration()
+    configuration = _made(Configuration, chosen, base)
+    open_fields = OPEN - (chosen.keys() - {"microbatches"})
+    if titan is not None:
+        open_fields -= {"pp", "checkpointing"}
+    if record is None:
+        return configuration, open_fields
+    configuration = dataclasses.replace(configuration, microbatches=record.microbatches)
+    # of a job with its record everything is known
+    return configuration, frozenset() if titan else open_fields - {"microbatches"}
 
 
 def _check(chosen: dict[str, Any]) -> None:

@@ -21,6 +21,11 @@ KEPT = 256
 """results that are kept of each function whose arguments many configurations share"""
 
 
+def both_ways(of_direction: Callable[[bool], Any]) -> FloatArray:
+    """Stack what a function returns for forward (True) and for backward, [2, ...]."""
+    return np.stack([of_direction(True), of_direction(False)])
+
+
 @dataclass(frozen=True)
 class Parts:
     """Seconds of a step; they add up to it.
@@ -211,12 +216,15 @@ class Step:
         self, forward: bool, tokens: float | None = None, tp: bool = True
     ) -> float:
         """Seconds of a microbatch's work of that direction on a stage, without attention; repeats are backward's."""
-        total = self.layers * sum(self.block(forward, tokens, tp)) + self.head(
-            forward, tokens
-        )
+        total = self.layers * sum(self.block(forward, tokens, tp))
+        total += self.head(forward, tokens)
         if not forward and self.repeats_forward:
             total += self.layers * sum(self.block(True, tokens, tp))
         return total
+
+    def token_seconds(self, forward: bool) -> float:
+        """Seconds by which a token more makes ``work`` longer, of which latencies are no part."""
+        return self.work(forward, 1.0) - self.work(forward, 0.0)
 
     def document_attention(self, forward: bool) -> FloatArray:
         """Seconds, [documents], of the mean layer's attention of every document on one GPU."""
