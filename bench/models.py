@@ -21,8 +21,10 @@ from tests.lib.workloads import TOKENS_PER_RANK, document_lengths
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.placement.place import warm_up_placement
-from torchtitan_cad.tools.simulation import Batch, Costs, Rates
+from torchtitan_cad.tools.simulation.batches import Batch
+from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
+from torchtitan_cad.tools.simulation.inputs import Rates
 from torchtitan_cad.tools.simulation.step import Step
 
 TP, CP = 8, 8

@@ -17,16 +17,16 @@ from tqdm import tqdm
 
 from bench.record import Record, conclude
 from torchtitan_cad.planning import warm_up
-from torchtitan_cad.tools.simulation import (
+from torchtitan_cad.tools.simulation.batches import named_lengths
+from torchtitan_cad.tools.simulation.inputs import (
     MODELS,
     OPEN,
     Cluster,
     Configuration,
     Documents,
     Inputs,
-    named_lengths,
-    simulate,
 )
+from torchtitan_cad.tools.simulation.systems import simulate
 
 NET, MEMORY = 50e9, 127e9
 """Bytes a second and GPU between nodes; nine tenths of the 141 GB of an H200."""

@@ -7,22 +7,20 @@ from typing import Any
 import numpy as np
 
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.tools.simulation import (
+from torchtitan_cad.tools.simulation.batches import Batch, draw_batches
+from torchtitan_cad.tools.simulation.costs import Costs
+from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
+from torchtitan_cad.tools.simulation.inputs import (
     OPEN,
-    Batch,
     Cluster,
     Configuration,
-    Costs,
     Documents,
     Inputs,
     Model,
     Rates,
-    Report,
-    draw_batches,
-    simulate,
 )
-from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
 from torchtitan_cad.tools.simulation.step import Step
+from torchtitan_cad.tools.simulation.systems import Report, simulate
 
 MODEL = Model(
     layers=4, hidden=1024, heads=8, kv_heads=2, head_dim=128, ffn=4096, vocabulary=1024

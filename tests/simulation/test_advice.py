@@ -12,10 +12,9 @@ from tests.lib import attention_memory
 from tests.lib.simulation_cases import MODEL, cad, configuration, inputs, step
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.tools.advise import reordering, table
-from torchtitan_cad.tools.simulation import MODELS, Advice, Configuration, advise
-from torchtitan_cad.tools.simulation.advice import LEAST_GAIN
+from torchtitan_cad.tools.simulation.advice import LEAST_GAIN, Advice, advise
 from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
-from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING
+from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING, MODELS, Configuration
 from torchtitan_cad.tools.simulation.memory import (
     kept_bytes_per_call,
     stock_attention,

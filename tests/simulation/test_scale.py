@@ -12,13 +12,10 @@ from tests.lib.sets import params
 from tests.lib.simulation_cases import KINDS, inputs, step
 from torchtitan_cad.planning.placement.fill import fill
 from torchtitan_cad.tools.main import main
-from torchtitan_cad.tools.simulation import (
-    Configuration,
-    Search,
-)
 from torchtitan_cad.tools.simulation.baselines import _slowest
 from torchtitan_cad.tools.simulation.costs import Costs, Transfer
-from torchtitan_cad.tools.simulation.search import FINALISTS
+from torchtitan_cad.tools.simulation.inputs import Configuration
+from torchtitan_cad.tools.simulation.search import FINALISTS, Search
 from torchtitan_cad.tools.simulation.step import Step
 from torchtitan_cad.tools.simulation.streams import Streams
 

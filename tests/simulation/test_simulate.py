@@ -28,19 +28,12 @@ from tests.lib.simulation_cases import (
 )
 from tests.lib.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.tools.simulation import (
-    SYSTEMS,
-    Batch,
-    Costs,
-    Model,
-    Rates,
-    Search,
-    Trial,
-    named_lengths,
-)
 from torchtitan_cad.tools.simulation.baselines import packed, packing_cp, reorder
-from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING
-from torchtitan_cad.tools.simulation.systems import PARTS
+from torchtitan_cad.tools.simulation.batches import Batch, named_lengths
+from torchtitan_cad.tools.simulation.costs import Costs
+from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING, Model, Rates
+from torchtitan_cad.tools.simulation.search import Search, Trial
+from torchtitan_cad.tools.simulation.systems import PARTS, SYSTEMS
 
 
 def test_equal_documents_gain_nothing() -> None:

@@ -6,14 +6,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from torchtitan_cad.planning.text import aligned
 from torchtitan_cad.tools.options import Options, documents_file, read_inputs
-from torchtitan_cad.tools.shared import check_outputs, load_planner, say_written
-from torchtitan_cad.tools.simulation import Advice, Configuration, Model, Trial, advise
+from torchtitan_cad.tools.shared import (
+    JobFile,
+    Overrides,
+    check_outputs,
+    load_planner,
+    write_json,
+)
+from torchtitan_cad.tools.simulation.advice import Advice, advise
+from torchtitan_cad.tools.simulation.inputs import Configuration, Model
+from torchtitan_cad.tools.simulation.search import Trial
 
 KEYS = {
     "nano_batches": "cad.nano_batches",
@@ -46,8 +52,8 @@ BATCHES = 3
 
 
 def run(
-    job: Annotated[Path, tyro.conf.Positional],
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    job: JobFile,
+    overrides: Overrides = (),
     *,
     options: Options = DEFAULTS,
     output: Path | None = None,
@@ -101,8 +107,7 @@ def run(
             "keys": keys,
             "toml": toml,
         }
-        output.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        say_written(output)
+        write_json(output, document)
 
 
 def _document(advice: Advice) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from torchtitan_cad.tools.recorded_documents import (
     read_record,
 )
 from torchtitan_cad.tools.shared import check_job
-from torchtitan_cad.tools.simulation import (
-    DEFAULT,
+from torchtitan_cad.tools.simulation.batches import DEFAULT, named_lengths
+from torchtitan_cad.tools.simulation.inputs import (
     MANY_RANKS,
     MODELS,
     OPEN,
@@ -36,7 +36,6 @@ from torchtitan_cad.tools.simulation import (
     Model,
     Rates,
     is_option,
-    named_lengths,
 )
 
 if TYPE_CHECKING:

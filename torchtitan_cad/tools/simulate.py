@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,21 +10,22 @@ import tyro
 
 from torchtitan_cad.tools.options import Options, documents_file, read_inputs
 from torchtitan_cad.tools.shared import (
+    Overrides,
     check_outputs,
     check_picture,
     load_planner,
     say_written,
+    write_json,
 )
-from torchtitan_cad.tools.simulation import Report, simulate
 from torchtitan_cad.tools.simulation.memory import COMPARED
-from torchtitan_cad.tools.simulation.systems import PARTS
+from torchtitan_cad.tools.simulation.systems import PARTS, Report, simulate
 
 DEFAULTS = Options()
 
 
 def run(
     job: Annotated[Path | None, tyro.conf.Positional] = None,
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    overrides: Overrides = (),
     *,
     options: Options = DEFAULTS,
     output: Path | None = None,
@@ -63,8 +63,7 @@ def run(
     print(report.table())
     if output is not None:
         document = {"inputs": inputs.described(), "notes": notes, **report.to_dict()}
-        output.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        say_written(output)
+        write_json(output, document)
     if plot is not None:
         _draw(report, plot)
         say_written(plot)

@@ -7,12 +7,12 @@ import os
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from torchtitan_cad.planning.text import printable
 from torchtitan_cad.tools.shared import (
+    JobFile,
+    Overrides,
     check_folder,
     check_job,
     check_output,
@@ -25,8 +25,8 @@ LABELS = {"off": "without CAD", "on": "with CAD"}
 
 
 def run(
-    job: Annotated[Path, tyro.conf.Positional],
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    job: JobFile,
+    overrides: Overrides = (),
     steps: int = 20,
     rounds: int = 2,
     warmup: int = 3,

@@ -14,13 +14,8 @@ import numpy as np
 
 from torchtitan_cad.tools.compare import measured
 from torchtitan_cad.tools.simulated_job import SimulatedJob
-from torchtitan_cad.tools.simulation import (
-    Documents,
-    Inputs,
-    Rates,
-    Search,
-    Trial,
-)
+from torchtitan_cad.tools.simulation.inputs import Documents, Inputs, Rates
+from torchtitan_cad.tools.simulation.search import Search, Trial
 
 MODES = ("off", "on")
 _FORCED = (

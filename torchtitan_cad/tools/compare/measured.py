@@ -12,8 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +30,22 @@ FIGURES = (
 """Figures of one rank in one step. Beside them its record has ``step``, ``rows``, the tokens of the documents of every
 row that it has loaded, and ``same_documents``: attention stays inside these, also without cad. Seconds from the
 barrier to the end of the optimizer's step and of the loss's reduction; CPU seconds of the process in it, and of
-attention kernels (null on CUDA); seconds in which the host, or on CUDA the stream that computes, waited for rows (null
-without cad); this rank's share of its data-parallel coordinate's tokens, which add up
-to the global batch; torchtitan's global average, -1 on pipeline stages that do not know it; the norm of all gradients
-before they are clipped; attention work of the busiest rank over the mean, at the homes of tokens and as planned, and
-the bytes that the mean rank receives for a layer's forward (null without cad)."""
+attention kernels (null on CUDA); seconds in which the host waited for rows (null without cad); this rank's share of its
+data-parallel coordinate's tokens, which add up to the global batch; torchtitan's global average, -1 on pipeline stages
+that do not know it; the norm of all gradients before they are clipped; attention work of the busiest rank over the
+mean, at the homes of tokens and as planned, and the bytes that the mean rank receives for a layer's forward (null
+without cad)."""
 
 
-def main(before_step: Callable[[int], None] = lambda step: None) -> None:
+def main(
+    before_step: Callable[[int], None] = lambda step: None,
+    seconds_of_waits: Callable[[], float | None] | None = None,
+) -> None:
     """Train on the command line's arguments but the first, which names the folder for the records.
 
-    ``before_step`` is called with the number of every step before it begins.
+    Args:
+        before_step: is called with the number of every step before it begins.
+        seconds_of_waits: gives the ``waiting`` of a step that has ended; by default the host's waits count.
     """
     folder = Path(sys.argv.pop(1))
     on_cpu = enable_cpu()
@@ -54,7 +58,7 @@ def main(before_step: Callable[[int], None] = lambda step: None) -> None:
     from torchtitan_cad import train
 
     records = folder / f"rank{os.environ.get('RANK', '0')}.jsonl"
-    _record_steps(records, on_cpu, before_step)
+    _record_steps(records, on_cpu, before_step, seconds_of_waits)
     train.start()
 
 
@@ -93,39 +97,6 @@ def _time_attention(seen: dict[str, Any]) -> None:
 
     for name in ("forward", "backward"):
         setattr(CpuKernel, name, timed(getattr(CpuKernel, name)))
-
-
-def _time_waits_of_streams() -> Callable[[], float | None]:
-    """Make the stream that computes time its waits for rows.
-
-    Returns:
-        A function that gives the seconds of all waits since its last call, None if there were none. The device must
-        have done its work.
-    """
-    from torchtitan_cad.runtime.exchange import ExchangeClock
-
-    measure, waits = (
-        ExchangeClock.measure,
-        list[tuple[torch.cuda.Event, torch.cuda.Event]](),
-    )
-
-    @contextmanager
-    def measure_on_stream(self: ExchangeClock, what: Any) -> Iterator[None]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        with measure(self, what):
-            yield
-        end.record()
-        if what == "waiting":
-            waits.append((begin, end))
-
-    def drain() -> float | None:
-        milliseconds = [begin.elapsed_time(end) for begin, end in waits]
-        waits.clear()
-        return 1e-3 * sum(milliseconds) if milliseconds else None
-
-    ExchangeClock.measure = measure_on_stream  # type: ignore[method-assign]
-    return drain
 
 
 def _note_figures(seen: dict[str, Any]) -> None:
@@ -170,13 +141,17 @@ def _note_figures(seen: dict[str, Any]) -> None:
     StepStatistics.drain, ExchangeClock.reset = noted_drain, noted_reset  # type: ignore[method-assign]
 
 
-def _record_steps(path: Path, on_cpu: bool, before_step: Callable[[int], None]) -> None:
+def _record_steps(
+    path: Path,
+    on_cpu: bool,
+    before_step: Callable[[int], None],
+    seconds_of_waits: Callable[[], float | None] | None,
+) -> None:
     # torchtitan must not be imported before enable_cpu().
     from torchtitan.train import Trainer
 
     seen: dict[str, Any] = {}
     train_step = Trainer.train_step
-    seconds_of_waits = (lambda: None) if on_cpu else _time_waits_of_streams()
 
     def measured_step(self: Any, *args: Any, **kwargs: Any) -> None:
         before_step(self.step)
@@ -194,7 +169,7 @@ def _record_steps(path: Path, on_cpu: bool, before_step: Callable[[int], None]) 
             note_end()
             seen.update(loss=float(loss), gradient_norm=float(gradient_norm))
             processor_log(step, loss, most_loss, gradient_norm, **more)
-            if not on_cpu:
+            if seconds_of_waits is not None:
                 seen["waiting"] = seconds_of_waits()
 
         self.metrics_processor.log = end_and_log

@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import tyro
-
 from torchtitan_cad.planning.model.layout import MAX_RANKS
-from torchtitan_cad.tools.shared import check_job
+from torchtitan_cad.tools.shared import JobFile, Overrides, check_job
 
 
 def run(
-    job: Annotated[Path, tyro.conf.Positional],
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    job: JobFile,
+    overrides: Overrides = (),
     nproc: int | None = None,
     nnodes: int = 1,
 ) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_cad.tools.simulation import inputs
 from torchtitan_cad.tools.simulation.inputs import (
     CHECKPOINTING,
+    PLACEMENTS,
+    SCHEDULES,
     Configuration,
     Inputs,
 )
@@ -158,9 +159,9 @@ def _alternatives(search: Search, now: Configuration) -> dict[str, list[Configur
         "nano_batches": (1, 2),
         "tolerance": TOLERANCES,
         "backward": ("auto", "keep"),
-        "placement": inputs.PLACEMENTS,
+        "placement": PLACEMENTS,
         "checkpointing": CHECKPOINTING[: CHECKPOINTING.index(now.checkpointing)],
-        "schedule": inputs.SCHEDULES if now.pp > 1 else (),
+        "schedule": SCHEDULES if now.pp > 1 else (),
     }
     found = {
         name: [
@@ -189,7 +190,7 @@ def _degrees(
         for microbatches in (
             [each * pp for each in MICROBATCHES] if pp != now.pp else [now.microbatches]
         ):
-            for schedule in inputs.SCHEDULES if 1 < pp != now.pp else (now.schedule,):
+            for schedule in SCHEDULES if 1 < pp != now.pp else (now.schedule,):
                 for count in sorted({now.nano_batches, 2}):
                     each = replace(
                         now,

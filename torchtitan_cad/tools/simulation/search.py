@@ -208,18 +208,18 @@ class Search:
 
         What even perfect balance would leave behind the best so far is not tried.
         """
-        batches, bounds = self.batches[: self.few], list[tuple[float, int]]()
-        for number, each in enumerate(candidates):
-            bounds.append((self._least_seconds(system, each, batches), number))
-        tried, fails = dict[int, Trial](), set[int]()
+        batches = self.batches[: self.few]
+        bounds = [
+            (self._least_seconds(system, candidate, batches), number)
+            for number, candidate in enumerate(candidates)
+        ]
         waiting = sorted(bounds, reverse=True)
+        tried = dict[int, Trial]()
         while True:
-            ranked = sorted(
+            fitting = sorted(
                 (trial.seconds, number) for number, trial in tried.items() if trial.fits
             )
-            finalists = [
-                (seconds, number) for seconds, number in ranked if number not in fails
-            ][:FINALISTS]
+            finalists = fitting[:FINALISTS]
             least = finalists[-1][0] if len(finalists) == FINALISTS else math.inf
             if waiting and waiting[-1][0] * (1 - ROUNDING) <= least:
                 number = waiting.pop()[1]
@@ -231,13 +231,15 @@ class Search:
             trials = {
                 number: self.run(system, candidates[number]) for _, number in finalists
             }
-            failing = {number for number, trial in trials.items() if not trial.fits}
+            failing = {
+                number: trial for number, trial in trials.items() if not trial.fits
+            }
             if not failing:
                 none = self.none([tried[number] for number in sorted(tried)])
                 return min(
                     trials.values(), key=lambda trial: trial.seconds, default=none
                 )
-            fails |= failing
+            tried |= failing
 
     def _least_seconds(
         self, system: str, configuration: Configuration, batches: Sequence[Batch]
