@@ -142,7 +142,8 @@ def _document(advice: Advice) -> dict[str, Any]:
 
 def verdict(advice: Advice) -> str:
     """Say in one line whether CAD is worth it for the job."""
-    best, without = advice.best, advice.without
+    best = advice.best
+    without = advice.without
     if advice.speedup is None:
         if best.fits:
             return f"worth it: without cad the job does not fit, it {without.reason}; with cad {_step(best)}"
@@ -168,10 +169,8 @@ def table(advice: Advice) -> str:
     rows = [["setting", "value", "a step", "gain", "GB", ""]]
 
     def add(setting: str, trial: Trial, over: Configuration, note: str = "") -> None:
-        gain, memory = (
-            trial.gain_over(advice.base),
-            f"{trial.memory / 1e9:.1f}" if trial.memory else "-",
-        )
+        gain = trial.gain_over(advice.base)
+        memory = f"{trial.memory / 1e9:.1f}" if trial.memory else "-"
         changes = trial.configuration.changes(over)
         value = (
             ", ".join(f"{field} {value}" for field, value in changes.items())
@@ -190,7 +189,8 @@ def table(advice: Advice) -> str:
             ]
         )
 
-    written, base = advice.written.configuration, advice.base.configuration
+    written = advice.written.configuration
+    base = advice.base.configuration
     add(
         "without cad",
         advice.without_written,

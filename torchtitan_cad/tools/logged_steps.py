@@ -91,7 +91,8 @@ def read_steps(path: Path, say: Say = lambda text: None) -> list[dict[str, Any]]
         rows.append((number, row))
     if not rows:
         raise ValueError(f"{printable(path)}: no step has been logged yet")
-    first, ranks = rows[0][0], len(rows[0][1][RANKED[0]])
+    first = rows[0][0]
+    ranks = len(rows[0][1][RANKED[0]])
     for number, row in rows:
         if (count := len(row[RANKED[0]])) != ranks:
             raise ValueError(

@@ -41,7 +41,8 @@ from torchtitan_cad.tools.simulation.inputs import (
 if TYPE_CHECKING:
     from torchtitan_cad.tools.simulated_job import SimulatedJob
 
-BATCHES, FEWEST_BATCHES = 10, 2
+BATCHES = 10
+FEWEST_BATCHES = 2
 """steps that are simulated by default: of up to ``MANY_RANKS``, and of many more."""
 TOKENS_PER_RANK = 32_768
 """tokens: one rank's in a microbatch where no job says so."""

@@ -82,8 +82,13 @@ def run(output: Path, *, measurement: Options = DEFAULTS) -> None:
         if measurement.dtype == "auto"
         else measurement.dtype
     )
-    heads = measurement.num_heads, measurement.num_kv_heads, measurement.head_dim
-    shape = AttentionShape(*heads, DTYPE_BYTES[dtype], measurement.value_dim)
+    shape = AttentionShape(
+        measurement.num_heads,
+        measurement.num_kv_heads,
+        measurement.head_dim,
+        dtype_bytes=DTYPE_BYTES[dtype],
+        value_dim=measurement.value_dim,
+    )
     default = ProfileGrid.default(where)
     given = {
         name: getattr(measurement, name)
@@ -133,7 +138,8 @@ def _warning(noisy: list[tuple[int, int]], grid: ProfileGrid) -> str:
 
 
 def _table(profile: Profile, direction: Direction) -> str:
-    throughput, noisy = profile.throughput(direction), set(profile.noisy_cells())
+    throughput = profile.throughput(direction)
+    noisy = set(profile.noisy_cells())
     unit, name = (1e12, "TFLOP/s") if throughput.max() >= 1e12 else (1e9, "GFLOP/s")
     rows = [
         [f"{direction}, {name}", *(f"{length} keys" for length in profile.kv_lengths)]

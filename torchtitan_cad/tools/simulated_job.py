@@ -61,7 +61,8 @@ class SimulatedJob:
 
     def keys(self, choice: Configuration) -> dict[str, Any]:
         """Return the TOML keys that the job would have to change to take a choice, with values; None: leave it out."""
-        changes, cluster = choice.changes(self.configuration), self.cluster
+        changes = choice.changes(self.configuration)
+        cluster = self.cluster
         wanted: dict[str, Any] = {"parallelism.cad": True}
         wanted |= {
             f"cad.{name}": changes[name]
@@ -144,12 +145,10 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     cannot be read, or a job that CAD cannot run.
     """
     config, _ = read_config(args)
-    name, parallelism, training, cad = (
-        config.model.name,
-        config.parallelism,
-        config.training,
-        config.cad,
-    )
+    name = config.model.name
+    parallelism = config.parallelism
+    training = config.training
+    cad = config.cad
     notes: list[str] = []
     degrees = parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree
     degrees *= parallelism.context_parallel_degree
@@ -160,7 +159,8 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
             f"model.name = {name!r}: set it to one of {', '.join(SUPPORTED_MODELS)}, which cad knows"
         )
     plugin.check(config, ranks)
-    dp, local = ranks // degrees, training.local_batch_size
+    dp = ranks // degrees
+    local = training.local_batch_size
     rows = max(training.global_batch_size, local * dp)
     return SimulatedJob(
         model=_model(config, notes),
@@ -184,15 +184,11 @@ def _configuration(
     config: JobConfig, accumulation: int, notes: list[str]
 ) -> Configuration:
     """Read the configuration of a job that accumulates the gradients of several local batches."""
-    parallelism, cad, checkpointing = (
-        config.parallelism,
-        config.cad,
-        config.activation_checkpoint,
-    )
-    pp, schedule = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.pipeline_parallel_schedule,
-    )
+    parallelism = config.parallelism
+    cad = config.cad
+    checkpointing = config.activation_checkpoint
+    pp = parallelism.pipeline_parallel_degree
+    schedule = parallelism.pipeline_parallel_schedule
     mode = checkpointing.mode
     per_batch = (
         config.training.local_batch_size

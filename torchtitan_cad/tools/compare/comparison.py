@@ -151,7 +151,8 @@ class Runs:
         """Return the seconds of a step by part, [ranks], means over rounds and steps."""
         # of torch's own kernels it is not known, and part of the rest
         attention = np.nan_to_num(self.attention)
-        other, waiting = self.busy - attention, self.seconds - self.busy
+        other = self.busy - attention
+        waiting = self.seconds - self.busy
         if np.isnan(self.busy).any():
             return {"step": self.seconds.mean(axis=(0, 1)).tolist()}
         parts = {
@@ -193,7 +194,8 @@ class Comparison:
 
     def report(self) -> dict[str, Any]:
         """Return all figures, for JSON."""
-        off, on = self.off, self.on
+        off = self.off
+        on = self.on
         tokens = off.tokens[0].sum()
         low, median, high = np.quantile(self.speedups, [0.25, 0.5, 0.75]).tolist()
         return {
@@ -282,7 +284,8 @@ def _run_once(folder: Path, args: Sequence[str], ranks: int) -> None:
     """One run to its end; all its processes end with it."""
     launcher = f"-m torchtitan_cad.launch --standalone --nproc_per_node={ranks} -m {measured.__name__}"
     command = [sys.executable, *launcher.split(), str(folder), *args]
-    log, environment = folder / "log.txt", {"OMP_NUM_THREADS": "1", **os.environ}
+    log = folder / "log.txt"
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with log.open("w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment

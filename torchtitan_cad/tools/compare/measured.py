@@ -74,8 +74,10 @@ def document_rows(
     rule: DocumentRule, inputs: Mapping[str, torch.Tensor]
 ) -> list[list[int]]:
     """Return the tokens of the documents of every row of a batch."""
-    tokens, starts = inputs["input"], rule.starts(inputs)
-    lengths, row = np.diff(starts, append=tokens.numel()), starts // tokens.shape[1]
+    tokens = inputs["input"]
+    starts = rule.starts(inputs)
+    lengths = np.diff(starts, append=tokens.numel())
+    row = starts // tokens.shape[1]
     return [lengths[row == number].tolist() for number in range(len(tokens))]
 
 
@@ -107,11 +109,9 @@ def _note_figures(seen: dict[str, Any]) -> None:
     from torchtitan_cad.integration.torchtitan_v0_2.job import document_rule
     from torchtitan_cad.runtime.exchange import ExchangeClock
 
-    forward_backward, drain, reset = (
-        Trainer.forward_backward_step,
-        StepStatistics.drain,
-        ExchangeClock.reset,
-    )
+    forward_backward = Trainer.forward_backward_step
+    drain = StepStatistics.drain
+    reset = ExchangeClock.reset
 
     def noted_pass(self: Any, *, input_dict: dict[str, Any], **rest: Any) -> Any:
         rule = document_rule(

@@ -70,7 +70,8 @@ DRAWING = "doctor draws from a dataset"
 ADAM_STATES = 2
 """tensors: those that a checkpoint holds beside every parameter."""
 
-CONNECTIONS, MODULE_LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+MODULE_LOADING = "CUDA_MODULE_LOADING"
 DEFAULT_CONNECTIONS = 8
 """hardware queues of a process, among which CUDA divides its streams"""
 
@@ -196,11 +197,9 @@ def examine(
 
 def _check_config(job: Job) -> str:
     job.config, job.names_module = read_config(job.args)
-    config, training, parallelism = (
-        job.config,
-        job.config.training,
-        job.config.parallelism,
-    )
+    config = job.config
+    training = job.config.training
+    parallelism = job.config.parallelism
     degrees = {
         dim: getattr(parallelism, f"{name}_degree") for dim, name in DEGREES.items()
     }
@@ -233,7 +232,8 @@ def _check_device(job: Job) -> Answer:
     if job.device.type == "cpu":
         text = "cpu: no accelerator here, so `-m torchtitan_cad.train` is needed, and nothing is said of GPUs; "
         return "note", text + versions
-    count, ranks = utils.device_module.device_count(), job.ranks_per_host or 1
+    count = utils.device_module.device_count()
+    ranks = job.ranks_per_host or 1
     if count < ranks:
         raise ValueError(
             f"--nproc {ranks}: this machine has {count} devices; set it to {count} or less"
@@ -271,7 +271,8 @@ def _check_cad(job: Job) -> Answer:
 
 
 def _check_model(job: Job) -> Answer:
-    model, spec = job.config.model, job.spec
+    model = job.config.model
+    spec = job.spec
     if model.flavor not in spec.model_args:
         return "skip", "needs a flavor that is known"
     if job.config.training.seq_len < 1:
@@ -287,10 +288,8 @@ def _check_model(job: Job) -> Answer:
     else:
         args.update_from_config(job.config)
     built = build_on_meta(job.config, args)
-    job.model, job.num_parameters = (
-        args,
-        sum(parameter.numel() for parameter in built.parameters()),
-    )
+    job.model = args
+    job.num_parameters = sum(parameter.numel() for parameter in built.parameters())
     heads = f"{args.n_heads} query and {getattr(args, 'n_kv_heads', None) or args.n_heads} key heads"
     mask = spec.model_args[model.flavor].attn_mask_type
     inside = job.config.cad.documents != "row" if job.has_cad else mask != "causal"
@@ -351,7 +350,8 @@ def _check_validation(job: Job) -> Answer:
 
 def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
     """Draw tokens as the first data-parallel rank would; without a tokenizer only open the data."""
-    name, tokenizer = getattr(job.config, section).dataset, job.tokenizer
+    name = getattr(job.config, section).dataset
+    tokenizer = job.tokenizer
     if name == SYNTHETIC and tokenizer is None:
         return "skip", "needs a tokenizer without errors"
     sample = _small_batches(section, job.config)
@@ -399,7 +399,8 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
         return f"{name}: can be opened; what it holds needs a tokenizer without errors"
     starts = job.documents(tokenizer).starts(inputs)
     table = getattr(job.config, section)
-    drawn, of_batch = inputs["input"].numel(), table.local_batch_size * table.seq_len
+    drawn = inputs["input"].numel()
+    of_batch = table.local_batch_size * table.seq_len
     rest = f"; a batch of its has {of_batch}" if of_batch > drawn else ""
     return (
         f"{name}: documents in the first {drawn} tokens of rank 0: {len(starts)}{rest}"
@@ -424,10 +425,8 @@ def _small_batches(section: str, config: Any) -> Any:
 
 
 def _check_kernel(job: Job) -> Answer:
-    name, shape = (
-        job.config.cad.kernel,
-        kernel_shape(attention_kinds(job.config, job.model)),
-    )
+    name = job.config.cad.kernel
+    shape = kernel_shape(attention_kinds(job.config, job.model))
     kernel, reason = choose_kernel(
         name, job.device, shape, timed=not job.config.debug.deterministic
     )
@@ -441,7 +440,8 @@ def _check_kernel(job: Job) -> Answer:
 
 
 def _check_transport(job: Job) -> Answer:
-    cad, ranks = job.config.cad, job.topology.group_ranks(0)
+    cad = job.config.cad
+    ranks = job.topology.group_ranks(0)
     if len(ranks) == 1:
         return "skip", "groups of one rank exchange nothing"
     hosts = len({rank // (job.ranks_per_host or 1) for rank in ranks})
@@ -460,16 +460,15 @@ def _check_environment(job: Job) -> Answer:
     """Look at variables of this process that CUDA reads in a job that is started from the same shell."""
     if job.device.type != "cuda":
         return "skip", "CUDA alone reads the variables in question"
-    remarks, connections = [], os.environ.get(CONNECTIONS, "")
+    remarks = []
+    connections = os.environ.get(CONNECTIONS, "")
     if connections.isdecimal() and int(connections) < DEFAULT_CONNECTIONS:
         remarks.append(
             f"{CONNECTIONS} = {connections}: streams share a hardware queue, in which a put that waits for a peer may "
             "hold back compute; leave it out, or set it to 32"
         )
-    degree, loading = (
-        job.config.parallelism.pipeline_parallel_degree,
-        os.environ.get(MODULE_LOADING),
-    )
+    degree = job.config.parallelism.pipeline_parallel_degree
+    loading = os.environ.get(MODULE_LOADING)
     if degree > 1 and (loading or "").upper() != "EAGER":
         remarks.append(
             f"{MODULE_LOADING} = {loading or 'LAZY, the default'}, with pipeline_parallel_degree = {degree}: a kernel "
@@ -526,11 +525,13 @@ def _check_profile(job: Job) -> Answer:
 
 
 def _check_checkpoint(job: Job) -> Answer:
-    config, checkpoint = job.config, job.config.checkpoint
+    config = job.config
+    checkpoint = job.config.checkpoint
     check_folders(config, job.world_size if job.is_valid else None)
     if not checkpoint.enable:
         return "note", "checkpoint.enable is false: nothing is saved, nothing resumed"
-    folder, start = checkpoint_folder(config), resumed_from(config)
+    folder = checkpoint_folder(config)
+    start = resumed_from(config)
     begins = f"{folder}: resumes from {start}" if start else f"{folder}: begins anew"
     if job.model is None:
         return f"{begins}; what a checkpoint takes is not known without a model"
@@ -558,11 +559,10 @@ def _size(num_bytes: float) -> str:
     )
 
 
-CAD, VALID = ("has_cad", "cad is off"), ("is_valid", "needs a config without errors")
-MODEL, SPEC = (
-    ("model", "needs a model without errors"),
-    ("spec", "needs a model that is known"),
-)
+CAD = ("has_cad", "cad is off")
+VALID = ("is_valid", "needs a config without errors")
+MODEL = ("model", "needs a model without errors")
+SPEC = ("spec", "needs a model that is known")
 CHECKS: dict[str, tuple[Any, ...]] = {
     "config": (_check_config,),
     "device": (_check_device,),

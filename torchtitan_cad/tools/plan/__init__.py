@@ -66,8 +66,11 @@ def run(
     try:
         cost = None if measured is None else measured.cost_model("forward", shape)
         load_planner()
-        inputs = tokens, shape, config, cost
-        plan, given = place_and_plan(*inputs) if place else (make_plan(*inputs), None)
+        if place:
+            plan, given = place_and_plan(tokens, shape, config, cost=cost)
+        else:
+            plan = make_plan(tokens, shape, config, cost=cost)
+            given = None
     except ValueError as error:
         raise ValueError(f"{printable(layout)}: {error}") from error
     if validate:
@@ -87,7 +90,8 @@ def run(
 
 def _figures(plan: Plan, given: Plan | None) -> dict[str, str]:
     """Return the statistics by name; with those of the plan for the homes that were ``given``, if any."""
-    layout, stats = plan.layout, plan.stats
+    layout = plan.layout
+    stats = plan.stats
     rows = {
         "ranks, documents, tokens": f"{layout.num_ranks}, {len(layout.docs)}, {layout.num_tokens}",
         "load max/mean before": f"{stats.max_over_mean_before:.4f}",

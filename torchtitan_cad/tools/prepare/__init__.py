@@ -43,7 +43,8 @@ def run(
     folder = prepare_tokenizer(output, vocab_size, kind, texts, show_progress=True)
     load_planner()  # so that the ranks of the first run find the planners compiled
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    shown, tokens = printable(folder), tokenizer.get_vocab_size()
+    shown = printable(folder)
+    tokens = tokenizer.get_vocab_size()
     print(
         f'{shown}: {kind} tokenizer with {tokens} tokens; set model.hf_assets_path = "{shown}" '
         "(--hf_assets_path with torchtitan 0.3.0)"

@@ -59,7 +59,8 @@ def prepare_tokenizer(
             f"vocab_size = {vocab_size} is larger than any model's; use {MAX_VOCAB_SIZE} or less"
         )
     if kind == "bytes":
-        vocab_size, texts = NUM_BYTE_TOKENS, []
+        vocab_size = NUM_BYTE_TOKENS
+        texts = []
     elif texts is None:
         from torchtitan_cad.demo.datasets import read_sources
 

@@ -92,7 +92,8 @@ def advise(
     job = inputs.configuration
     search = Search(replace(inputs, open=frozenset()), refused, progress)
     if search.step("cad", job) is None:
-        documents, cluster = inputs.documents, inputs.cluster
+        documents = inputs.documents
+        cluster = inputs.cluster
         raise ValueError(
             f"documents step_tokens = {documents.step_tokens} in rows of {documents.row_tokens} cannot be divided over "
             f"{cluster.ranks} ranks with tp = {cluster.tp}, pp = {job.pp}, cp = {job.cp} in {job.microbatches} "

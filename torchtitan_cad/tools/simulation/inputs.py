@@ -179,10 +179,8 @@ class Model(Checked):
         All of ``tp`` ranks multiply by what makes latents and the shared part of keys, which counts for each.
         """
         shape = self.shape(1)
-        queries, keys = (
-            self.heads * shape.head_dim,
-            self.kv_heads * (shape.key_dim + shape.out_dim),
-        )
+        queries = self.heads * shape.head_dim
+        keys = self.kv_heads * (shape.key_dim + shape.out_dim)
         undivided = (
             tp * self.hidden * (self.query_rank + self.key_rank + shape.shared_dim)
         )
@@ -349,10 +347,8 @@ class Documents(Checked):
         given = tuple(
             tuple(np.array(row, dtype=np.int64) for row in rows) for rows in batches
         )
-        counts, tokens = (
-            {len(rows) for rows in given},
-            {int(row.sum()) for rows in given for row in rows},
-        )
+        counts = {len(rows) for rows in given}
+        tokens = {int(row.sum()) for rows in given for row in rows}
         for what, found in (("rows in a batch", counts), ("tokens in a row", tokens)):
             if len(found) != 1:
                 raise ValueError(

@@ -33,7 +33,8 @@ from torchtitan_cad.tools.simulation.step import Outcome, Step
 MAX_PP = 8
 MAX_MICROBATCHES = 8
 """microbatches per pipeline rank: most that are tried."""
-TRIED, FINALISTS = 3, 3
+TRIED = 3
+FINALISTS = 3
 """batches: the first, on which a baseline's configurations are ranked; configurations: a baseline's best, compared on
 all batches. CAD's are ranked on the first batch, and compared on the first TRIED, FINALISTS at a time. In large
 clusters TRIED is one."""
@@ -166,7 +167,7 @@ class Search:
     def _with_batch(self, number: int, system: str, before: Trial) -> Trial:
         """Simulate one batch more than were simulated ``before``."""
         configuration = before.configuration
-        if system not in BASELINES and (reason := self.refused(configuration)):
+        if reason := "" if system in BASELINES else self.refused(configuration):
             return Trial(configuration, reason=reason)
         step = self.step(system, configuration, self.batches[number - 1])
         if step is None:
@@ -260,9 +261,11 @@ class Search:
 
         What even perfect balance would leave behind the best so far is not planned.
         """
-        best, tried = Trial(self.asked), list[Trial]()
+        best = Trial(self.asked)
+        tried = list[Trial]()
         for each in candidates:
-            now, places = best.configuration, each.placement != "loader"
+            now = best.configuration
+            places = each.placement != "loader"
             if (
                 best.fits
                 and not places
@@ -323,7 +326,8 @@ class Search:
         if system == "greedy":
             asked = replace(asked, planner=system)
         found = list[Configuration]()
-        cp, rows = 1 if "cp" in self.open else self.asked.cp, len(self.batches[0].rows)
+        cp = 1 if "cp" in self.open else self.asked.cp
+        rows = len(self.batches[0].rows)
         pps = [
             2**i
             for i in range(MAX_PP.bit_length())
@@ -360,7 +364,8 @@ class Search:
 
     def _ways(self, system: str, now: Configuration) -> Iterator[Configuration]:
         """Yield a system's configurations with these numbers of pipeline ranks and microbatches."""
-        batch, ranks = self.batches[0], self.cluster.ranks // (self.cluster.tp * now.pp)
+        batch = self.batches[0]
+        ranks = self.cluster.ranks // (self.cluster.tp * now.pp)
         divisors = [cp for cp in range(1, ranks + 1) if ranks % cp == 0]
         if system == "perfect":
             yield replace(now, cp=1)

@@ -132,7 +132,8 @@ class Step:
     @property
     def has_whole_rows(self) -> bool:
         """Tell whether every group of ``cp`` ranks gets as many rows, of which its ranks get equal parts in pairs."""
-        cp, row = self.configuration.cp, self.batch.row_tokens
+        cp = self.configuration.cp
+        row = self.batch.row_tokens
         return (
             self.rows_per_rank > 0
             and self.tokens * cp % row == 0
@@ -266,10 +267,8 @@ class Step:
     @property
     def final(self) -> float:
         """Seconds at the step's end: what FSDP2 does not do in every layer, and what does not grow with the tokens."""
-        mine, extra = (
-            self.costs.model.held_parameters / self.pp,
-            self.costs.rates.seconds_per_step,
-        )
+        mine = self.costs.model.held_parameters / self.pp
+        extra = self.costs.rates.seconds_per_step
         return extra + (
             0.0
             if self.lockstep

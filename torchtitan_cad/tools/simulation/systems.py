@@ -61,7 +61,8 @@ class Report:
         }
 
     def _system(self, name: str) -> dict[str, Any]:
-        system, perfect = self.systems[name], self.systems["perfect"]
+        system = self.systems[name]
+        perfect = self.systems["perfect"]
         if not system.fits:
             none = dict.fromkeys(
                 ("seconds_per_step", "tokens_per_second", "share_of_perfect")
@@ -168,7 +169,9 @@ def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
 
     Raises ValueError for inputs that do not fit each other, or documents that no configuration can divide.
     """
-    asked, cluster, documents = inputs.configuration, inputs.cluster, inputs.documents
+    asked = inputs.configuration
+    cluster = inputs.cluster
+    documents = inputs.documents
     search = Search(inputs, progress=progress)
     if not search.candidates("packed"):
         raise ValueError(
