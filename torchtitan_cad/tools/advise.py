@@ -47,7 +47,7 @@ OF_THE_JOB = {
 """Options of `simulate` that would make another job of this one, and the keys that do so here."""
 
 DEFAULTS = Options()
-BATCHES = 3
+MOST_BATCHES = 3
 """Most steps that are simulated unless more are asked for, as every setting is tried by all of them."""
 
 
@@ -82,9 +82,9 @@ def run(
     if (
         options.batches is None
         and not inputs.documents.given
-        and inputs.documents.batches > BATCHES
+        and inputs.documents.batches > MOST_BATCHES
     ):
-        documents = dataclasses.replace(inputs.documents, batches=BATCHES)
+        documents = dataclasses.replace(inputs.documents, batches=MOST_BATCHES)
         inputs = dataclasses.replace(inputs, documents=documents)
     from tqdm import tqdm
 

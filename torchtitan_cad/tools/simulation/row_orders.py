@@ -9,7 +9,7 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 
-ROUNDING = 1e-9
+LEAST_SAVED = 1e-9
 """share of a load by which a swap must lower it"""
 
 
@@ -83,7 +83,7 @@ def _best_swap(work: FloatArray) -> tuple[int, int, int, int] | None:
     gives = loads[heavy] - saved
     takes = loads[:, None] + saved
     most = np.maximum(gives, takes)
-    least = loads[heavy] * (1 - ROUNDING)
+    least = loads[heavy] * (1 - LEAST_SAVED)
     if most.min() >= least:
         return None
     best = np.unravel_index(most.argmin(), most.shape)
