@@ -241,6 +241,16 @@ def _ranks(config: JobConfig, degrees: int, notes: list[str]) -> int:
     return ranks
 
 
+def model_args(config: JobConfig) -> Any:
+    """Return the arguments of the job's model, updated from its config as in training with CAD."""
+    args: Any = copy.deepcopy(
+        get_train_spec(config.model.name).model_args[config.model.flavor]
+    )
+    args.attn_type = "sdpa"  # CAD replaces what torchtitan may refuse
+    update_without_cp(args.update_from_config, config)
+    return args
+
+
 def build_on_meta(config: JobConfig, args: Any) -> torch.nn.Module:
     """Build the job's model without memory for its parameters."""
     with torch.device("meta"):
@@ -253,12 +263,8 @@ def _model(config: JobConfig, notes: list[str]) -> Model:
     parallelism = config.parallelism
     adapter = adapter_of(name)
     assert adapter is not None, "the config has been checked"
-    args: Any = copy.deepcopy(get_train_spec(name).model_args[config.model.flavor])
-    args.attn_type = (
-        "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
-    )
     with quiet():
-        update_without_cp(args.update_from_config, config)
+        args = model_args(config)
     parameters = build_on_meta(config, args).named_parameters()
     weights = {
         name: weight.numel() for name, weight in parameters if not name.endswith("bias")

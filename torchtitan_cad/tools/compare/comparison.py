@@ -56,42 +56,35 @@ class Runs:
     @classmethod
     def read(cls, folders: Sequence[Path], ranks: int, warmup: int) -> "Runs":
         """Return the records of one run per folder, without the first ``warmup`` steps; ValueError if none are left."""
-        paths = [
-            [folder / f"rank{rank}.jsonl" for rank in range(ranks)]
+        runs = [
+            [_read_records(folder / f"rank{rank}.jsonl") for rank in range(ranks)]
             for folder in folders
         ]
-        texts = [
-            [path.read_text() if path.exists() else "" for path in run] for run in paths
-        ]
-        rounds = [
-            [[json.loads(line) for line in text.splitlines()] for text in run]
-            for run in texts
-        ]
-        count = min(len(steps) for run in rounds for steps in run)
+        count = min(len(records) for run in runs for records in run)
         if count <= warmup:
             raise ValueError(
                 f"--steps: only {count} steps were recorded: set more than --warmup = {warmup}"
             )
-        kept = [
-            [
-                [run[rank][step] for rank in range(ranks)]
-                for step in range(warmup, count)
-            ]
-            for run in rounds
-        ]
+        kept = [[records[warmup:count] for records in run] for run in runs]
         arrays = {
             name: np.array(
-                [[[each[name] for each in step] for step in run] for run in kept],
+                [
+                    [[record[name] for record in records] for records in run]
+                    for run in kept
+                ],
                 dtype=np.float64,
-            )
+            ).swapaxes(1, 2)
             for name in measured.FIGURES
         }
-        rows = [[each["rows"] for each in step] for step in kept[0]]
-        same = all(
-            each.get("same_documents", True) for step in kept[0] for each in step
-        )
+        first_run = list(zip(*kept[0], strict=True))
         return cls(
-            **arrays, rows=rows, first_step=kept[0][0][0]["step"], same_documents=same
+            **arrays,
+            rows=[[record["rows"] for record in step] for step in first_run],
+            first_step=first_run[0][0]["step"],
+            same_documents=all(
+                all(record.get("same_documents", True) for record in step)
+                for step in first_run
+            ),
         )
 
     @property
@@ -161,6 +154,13 @@ class Runs:
             "waiting": waiting,
         }
         return {name: each.mean(axis=(0, 1)).tolist() for name, each in parts.items()}
+
+
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a rank's steps; none where there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,6 @@ from torchtitan_cad.integration.torchtitan_v0_2.job import (
 )
 from torchtitan_cad.integration.torchtitan_v0_2.job_checks import launched_ranks
 from torchtitan_cad.integration.torchtitan_v0_2.manager import quiet, read_config
-from torchtitan_cad.integration.torchtitan_v0_2.model import update_without_cp
 from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of, has_experts
 from torchtitan_cad.planning.compile_once import is_compiled
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
@@ -55,7 +54,7 @@ from torchtitan_cad.runtime.kernels.select import choose_kernel, slower_than_pos
 from torchtitan_cad.runtime.transport import expected_transport
 from torchtitan_cad.runtime.triton.nvshmem_library import lacks_between_hosts
 from torchtitan_cad.tools.doctor.defects import defects_met
-from torchtitan_cad.tools.simulated_job import build_on_meta
+from torchtitan_cad.tools.simulated_job import build_on_meta, model_args
 
 SAMPLE_TOKENS = 2**16
 """tokens: the most that are drawn from a dataset"""
@@ -269,15 +268,12 @@ def _check_model(job: Job) -> Answer:
         return "skip", "needs a flavor that is known"
     if job.config.training.seq_len < 1:
         return "skip", "needs rows that have tokens"
-    args = copy.deepcopy(spec.model_args[model.flavor])
     if job.has_cad:
         if job.is_valid:
-            attention_kinds(job.config, args)
-        args.attn_type = (
-            "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
-        )
-        update_without_cp(args.update_from_config, job.config)
+            attention_kinds(job.config, spec.model_args[model.flavor])
+        args = model_args(job.config)
     else:
+        args = copy.deepcopy(spec.model_args[model.flavor])
         args.update_from_config(job.config)
     built = build_on_meta(job.config, args)
     job.model = args
