@@ -350,7 +350,7 @@ def test_plots_of_many_ranks(num_ranks: int, tmp_path: Path, drawn) -> None:
     *_, loads, volume = drawn[0].axes
     assert len(volume.containers) == (0 if num_ranks > BARS else 2)
     assert len({patch.get_facecolor() for patch in loads.patches}) == (
-        num_ranks + 2 if num_ranks == FEW else 2
+        num_ranks + 1 if num_ranks == FEW else 2
     )
 
 

@@ -183,12 +183,12 @@ def _draw_loads(axes: Axes, plan: Plan, colors: np.ndarray) -> None:
         color=PALE,
         label="before: every query at home",
     )
-    _bars(axes, stats.loads / mean, 0.56, color=colors if few else IN_COLOR)
-    axes.bar(
-        [0],
-        [0],
-        color=DARK if few else IN_COLOR,
-        label="planned" + " (colour: the server)" * few,
+    _bars(
+        axes,
+        stats.loads / mean,
+        0.56,
+        color=colors if few else IN_COLOR,
+        label="planned",
     )
     axes.axhline(stats.max_over_mean, color=DARK, linewidth=1, linestyle="--")
     most = float(stats.loads_before.max() / mean)
