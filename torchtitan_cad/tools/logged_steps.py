@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Reading the figures of a run's logged steps, every line of which is checked before any is used."""
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Callable
 from json import JSONDecodeError

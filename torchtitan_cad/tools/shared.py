@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Shared by commands: files, whose errors come before the work begins; the planner; units."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

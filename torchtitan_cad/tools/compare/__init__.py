@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad compare``: how much faster is this job with CAD, on this machine?"""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from itertools import product

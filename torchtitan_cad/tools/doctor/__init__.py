@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad doctor``: would this job run, and what would it choose?"""
 
-from __future__ import annotations
-
 from torchtitan_cad.planning.model.layout import MAX_RANKS
 from torchtitan_cad.tools.shared import JobFile, Overrides, check_job
 

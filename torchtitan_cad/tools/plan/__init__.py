@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad plan``: plan one layout file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad prepare``: a tokenizer for training without downloads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Reorder whole rows over the ranks and microbatches of an optimizer step, for which nothing is exchanged."""
 
-from __future__ import annotations
-
 import heapq
 
 import numpy as np
