@@ -21,8 +21,10 @@ from tests.lib.workloads import TOKENS_PER_RANK, document_lengths
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.placement.place import warm_up_placement
-from torchtitan_cad.tools.simulation import Batch, Costs, Rates
+from torchtitan_cad.tools.simulation.batches import Batch
+from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
+from torchtitan_cad.tools.simulation.inputs import Rates
 from torchtitan_cad.tools.simulation.step import Step
 
 TP, CP = 8, 8
@@ -68,13 +70,10 @@ def step_of(name: str, options: Options) -> Step:
 def measure(name: str, options: Options) -> list[Record]:
     """A record for every kind of a model's attention, and one for all of its layers."""
     step = step_of(name, options)
-    loaded = replace(
-        step, configuration=replace(step.configuration, placement="loader")
-    )
-    (before, after), times = (
-        (Disaggregated(loaded, "home"), Disaggregated(step)),
-        step.costs.layer_times(options.ranks, False),
-    )
+    at_home = replace(step.configuration, placement="loader", planner="home")
+    before = Disaggregated(replace(step, configuration=at_home))
+    after = Disaggregated(step)
+    times = step.costs.layer_times(options.ranks, False)
     records, total = [], np.zeros(2)
     for kind, (home,), (plan,) in zip(
         step.costs.kinds, before.plans((0,)), after.plans((0,)), strict=True

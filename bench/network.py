@@ -33,7 +33,6 @@ enable_cpu()
 from bench.record import Record, conclude  # noqa: E402
 from bench.turns import TurnTaker  # noqa: E402
 from tests.lib.network import Nodes, missing  # noqa: E402
-from torchtitan_cad.tools.compare import measured  # noqa: E402
 from torchtitan_cad.tools.compare.comparison import Runs  # noqa: E402
 from torchtitan_cad.tools.simulated_job import SimulatedJob, read_simulated_job  # noqa: E402
 
@@ -84,7 +83,7 @@ class Job(TurnTaker):
         super().__init__(options.folder / f"{rate:.0f}-{mode.replace(' ', '-')}", NODES)
         command = [
             "-m",
-            measured.__name__,
+            "bench.turns",
             str(self.folder),
             f"--job.config_file={options.job}",
             *MODES[mode],
@@ -186,9 +185,8 @@ def predicted_seconds(
     configuration = dataclasses.replace(
         job.configuration, nano_batches=2 if mode == "two nano-batches" else 1
     )
-    return search.run(
-        "packed" if mode == "stock" else configuration.planner.planner, configuration
-    ).seconds
+    system = "packed" if mode == "stock" else "cad"
+    return search.run(system, configuration).seconds
 
 
 def draw(records: list[Record], path: Path) -> None:

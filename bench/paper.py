@@ -17,15 +17,16 @@ from tqdm import tqdm
 
 from bench.record import Record, conclude
 from torchtitan_cad.planning import warm_up
-from torchtitan_cad.tools.simulation import (
+from torchtitan_cad.tools.simulation.batches import named_lengths
+from torchtitan_cad.tools.simulation.inputs import (
     MODELS,
     OPEN,
     Cluster,
     Configuration,
     Documents,
-    named_lengths,
-    simulate,
+    Inputs,
 )
+from torchtitan_cad.tools.simulation.systems import simulate
 
 NET, MEMORY = 50e9, 127e9
 """Bytes a second and GPU between nodes; nine tenths of the 141 GB of an H200."""
@@ -60,8 +61,14 @@ def run(options: Options) -> list[Record]:
             lengths, options.row_tokens, step, options.batches, seed=0
         )
         stages = int(pp[0]) if pp else 1
-        asked = Configuration(pp=stages, tolerance="auto", placement="balanced")
-        report = simulate(MODELS[model], cluster, documents, asked, open=OPEN - {"pp"})
+        inputs = Inputs(
+            model=MODELS[model],
+            cluster=cluster,
+            documents=documents,
+            configuration=Configuration(pp=stages),
+            open=OPEN - {"pp"},
+        )
+        report = simulate(inputs)
         records.append(
             {"model": model, "gpus": cluster.ranks, "pp": stages, **report.to_dict()}
         )

@@ -19,7 +19,8 @@ from bench.record import Record, conclude
 from tests.lib.workloads import SEEDS, workload_layout
 from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan, warm_up
 from torchtitan_cad.planning.placement.microbatch import plan_by_time
-from torchtitan_cad.tools.simulation import MODELS, Cluster, Costs, Rates
+from torchtitan_cad.tools.simulation.costs import Costs
+from torchtitan_cad.tools.simulation.inputs import MODELS, Cluster, Rates
 
 WORKLOADS = ("lognormal", "one big", "uniform")
 RANKS = (8, 64)

@@ -1,11 +1,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Jobs of ``measured`` that take turns of one step, so that all have the same share of what else the machine does."""
+"""Jobs of ``measured`` that take turns of one step, so that all have the same share of what else the machine does.
+
+    torchrun ... -m bench.turns FOLDER --job.config_file train.toml
+
+is a rank of such a job: a step waits until the number in FOLDER/turn is at least its own. The process's
+``time.perf_counter`` stands still meanwhile.
+"""
 
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_cad.tools.compare import measured
+
+TURN = "turn"
+"""name of the file"""
+POLL_S = 0.01
+"""seconds: how often it is read"""
 
 
 class TurnTaker:
@@ -25,7 +38,7 @@ class TurnTaker:
         self._records = [folder / f"rank{rank}.jsonl" for rank in range(num_ranks)]
         for old_record in self._records:
             old_record.unlink(missing_ok=True)
-        (folder / measured.TURN).write_text("0")
+        (folder / TURN).write_text("0")
 
     def log(self, number: int) -> Path:
         """Return the log of one of the job's processes."""
@@ -41,7 +54,7 @@ class TurnTaker:
         self.steps += steps
         allowed = self.folder / "next"
         allowed.write_text(str(self.steps))
-        allowed.rename(self.folder / measured.TURN)
+        allowed.rename(self.folder / TURN)
 
     def await_records(self) -> None:
         """Wait until all ranks have recorded the steps that they were allowed.
@@ -55,7 +68,7 @@ class TurnTaker:
                     self._records[number]
                 ):
                     self._raise_early_end(number)
-            time.sleep(measured.POLL_S)
+            time.sleep(POLL_S)
 
     def _has_recorded(self, record: Path) -> bool:
         return record.exists() and len(record.read_text().splitlines()) >= self.steps
@@ -71,3 +84,24 @@ class TurnTaker:
         raise RuntimeError(
             f"a job ended early: see {path} and those beside it: {last_line}"
         )
+
+
+def take_turns(path: Path) -> Callable[[int], None]:
+    """Return a function that waits until ``path``, if it exists, has a step's number; the clock stands still."""
+    if not path.exists():
+        return lambda step: None
+    clock, waited = time.perf_counter, 0.0
+    time.perf_counter = lambda: clock() - waited
+
+    def wait(step: int) -> None:
+        nonlocal waited
+        begin = clock()
+        while int(path.read_text()) < step:
+            time.sleep(POLL_S)
+        waited += clock() - begin
+
+    return wait
+
+
+if __name__ == "__main__":
+    measured.main(take_turns(Path(sys.argv[1]) / TURN))

@@ -3,8 +3,6 @@
 
 import dataclasses
 import json
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,7 +191,12 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(
     for name in ("forward", "backward"):
         monkeypatch.setattr(CpuKernel, name, getattr(CpuKernel, name))
     monkeypatch.setattr(measured.dist, "barrier", lambda: None)
-    measured._record_steps(tmp_path / "rank0.jsonl", on_cpu=True)
+    measured._record_steps(
+        tmp_path / "rank0.jsonl",
+        on_cpu=True,
+        before_step=lambda step: None,
+        seconds_of_waits=None,
+    )
     processor, dims = (
         SimpleNamespace(log=lambda *args: None),
         SimpleNamespace(non_data_parallel_size=8),
@@ -207,44 +210,6 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(
     figures = json.loads(record)
     assert 8 * figures["tokens"] == 4096
     assert (figures["loss"], figures["gradient_norm"]) == (8.0, 1.5)
-
-
-def test_waits_of_streams_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two waits and a start, the device was 2 and 3 ms in the waits."""
-    clock = iter([10.0, 12.0, 20.0, 21.0, 30.0, 33.0])
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.at = 0.0
-
-        def record(self) -> None:
-            self.at = next(clock)
-
-        def elapsed_time(self, end: "Event") -> float:
-            return end.at - self.at
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(ExchangeClock, "measure", ExchangeClock.measure)
-    seconds_of_waits = measured._time_waits_of_streams()
-    exchange_clock = ExchangeClock()
-    for what in ("waiting", "starting", "waiting"):
-        with exchange_clock.measure(what):
-            pass
-    assert seconds_of_waits() == pytest.approx(5e-3)
-    assert seconds_of_waits() is None, "a step without waits"
-
-
-def test_a_step_waits_for_its_turn_and_its_clock_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(time, "perf_counter", clock := time.perf_counter)
-    (turn := tmp_path / measured.TURN).write_text("1")
-    wait = measured.take_turns(turn)
-    threading.Timer(0.2, turn.write_text, ["2"]).start()
-    begin, real = time.perf_counter(), clock()
-    wait(1)
-    wait(2)
-    assert time.perf_counter() - begin < 0.1 < clock() - real
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def test_mistakes_are_found_before_measuring(
     assert not output.exists()
 
 
-def test_noisy_cells_are_named(tmp_path, monkeypatch, capsys) -> None:
+def test_noisy_cells_are_marked(tmp_path, monkeypatch, capsys) -> None:
     spread = ((0.0, 0.1, 0.0), (0.0, 0.9, 0.0), (0.0, 0.0, 0.0))
     noisy = dataclasses.replace(
         make_profile(), forward_spread=spread, backward_spread=spread
@@ -271,7 +271,7 @@ def test_noisy_cells_are_named(tmp_path, monkeypatch, capsys) -> None:
     captured = capsys.readouterr()
     warning = captured.err.splitlines()[-1]
     assert warning.startswith(
-        "torchtitan-cad: warning: 1 of 6 cells stayed noisy (queries x keys): 128 x 1024; "
+        "torchtitan-cad: warning: 1 of 6 cells, marked by ?, stayed noisy; "
     )
     assert warning.endswith("measure again, with --repeats 4")
     assert captured.out.count("?") == 2

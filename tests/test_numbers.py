@@ -16,7 +16,7 @@ from tests.test_files import JOB, LAYOUT, SIMULATED
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools import main as cli
 from torchtitan_cad.tools.main import main
-from torchtitan_cad.tools.simulation import named_lengths
+from torchtitan_cad.tools.simulation.batches import named_lengths
 
 enable_cpu()
 VALUES = ("0", "-1", "nan", "inf", "-inf", "1e400")

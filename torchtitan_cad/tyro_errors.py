@@ -13,15 +13,15 @@ def say_error(box: str) -> str:
     if "╭" not in box:  # Drawn in ASCII, the title is the first paragraph.
         paragraphs = paragraphs[1:]
     first, *others = paragraphs or [[box]]
-    what = re.split(r"\s*(?:Argument helptext:|For full helptext)", " ".join(first))[0]
+    said = " ".join(first)
+    what = re.split(r"\s*(?:Argument helptext:|For full helptext)", said)[0]
     # Of options in a dataclass, tyro names a parameter of its own.
     what = re.sub(r"^Error parsing (?:\S*__tyro\S*: |--)", "", what)
-    nearest = [
-        f"perhaps you meant {other[1]}"
-        for other in others
-        if other[0] == "Perhaps you meant:" and other[1:]
-    ]
-    return "; ".join([what.rstrip(". "), *nearest[:1]])
+    what = what.rstrip(". ")
+    for title, *options in others:
+        if title == "Perhaps you meant:" and options:
+            return f"{what}; perhaps you meant {options[0]}"
+    return what
 
 
 def _paragraphs(box: str) -> list[list[str]]:

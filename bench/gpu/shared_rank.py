@@ -12,13 +12,18 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bench.turns import POLL_S, TURN, take_turns
 from torchtitan_cad.integration.cpu import force_sum_reduction_in_fsdp
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+from torchtitan_cad.runtime.exchange import ExchangeClock
 from torchtitan_cad.tools.compare import measured
 
 START = "start"
@@ -39,13 +44,45 @@ def main() -> None:
         from bench.gpu.multiprocessors import occupied
 
         (folder / f"share{os.environ['RANK']}.json").write_text(json.dumps(occupied()))
-    measured.main()
+    waits = time_waits_of_streams() if torch.cuda.is_available() else None
+    measured.main(take_turns(folder / TURN), waits)
 
 
 def share_one_device() -> None:
     """Let ranks of one device form groups: gloo in place of NCCL, which has no other reduction than a sum."""
     dist.Backend.default_device_backend_map["cuda"] = "gloo"
     force_sum_reduction_in_fsdp()
+
+
+def time_waits_of_streams() -> Callable[[], float | None]:
+    """Make the stream that computes time its waits for rows.
+
+    Returns:
+        A function that gives the seconds of all waits since its last call, None if there were none. The device must
+        have done its work.
+    """
+    measure, waits = (
+        ExchangeClock.measure,
+        list[tuple[torch.cuda.Event, torch.cuda.Event]](),
+    )
+
+    @contextmanager
+    def measure_on_stream(self: ExchangeClock, what: Any) -> Iterator[None]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        with measure(self, what):
+            yield
+        end.record()
+        if what == "waiting":
+            waits.append((begin, end))
+
+    def drain() -> float | None:
+        milliseconds = [begin.elapsed_time(end) for begin, end in waits]
+        waits.clear()
+        return 1e-3 * sum(milliseconds) if milliseconds else None
+
+    ExchangeClock.measure = measure_on_stream  # type: ignore[method-assign]
+    return drain
 
 
 def _register_flavor() -> None:
@@ -73,7 +110,7 @@ def _wait_for(path: Path) -> None:
             raise TimeoutError(
                 f"nobody has made {path} within {START_S:.0f} s: the job's starter is gone"
             )
-        time.sleep(measured.POLL_S)
+        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

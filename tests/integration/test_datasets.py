@@ -373,4 +373,3 @@ class TestPrepare:
             == EOS
         )
         assert f'model.hf_assets_path = "{folder}"' in output
-        assert "half the attention below" in output

@@ -23,7 +23,9 @@ from torchtitan_cad.integration.torchtitan_v0_2.room import read_room  # noqa: E
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, buffer_bytes  # noqa: E402
 from torchtitan_cad.planning.keeping import FILLED  # noqa: E402
 from torchtitan_cad.tools.simulated_job import build_on_meta, read_simulated_job  # noqa: E402
-from torchtitan_cad.tools.simulation import Costs, Documents, Rates, draw_batches  # noqa: E402
+from torchtitan_cad.tools.simulation.batches import draw_batches  # noqa: E402
+from torchtitan_cad.tools.simulation.costs import Costs  # noqa: E402
+from torchtitan_cad.tools.simulation.inputs import Documents, Rates  # noqa: E402
 from torchtitan_cad.tools.simulation.memory import kept_bytes_per_call  # noqa: E402
 from torchtitan_cad.tools.simulation.step import Step  # noqa: E402
 

@@ -10,15 +10,16 @@ import pytest
 from tests.lib.sets import CONFIGS, every_config
 from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
-from torchtitan_cad.tools.inputs import Options, read_inputs
 from torchtitan_cad.tools.main import main
+from torchtitan_cad.tools.options import Options, read_inputs
 
 enable_cpu()
 
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from torchtitan_cad.tools.simulated_job import build_on_meta, read_simulated_job  # noqa: E402
-from torchtitan_cad.tools.simulation import OPEN, SYSTEMS  # noqa: E402
+from torchtitan_cad.tools.simulation.inputs import OPEN  # noqa: E402
+from torchtitan_cad.tools.simulation.systems import SYSTEMS  # noqa: E402
 
 SMALL = [
     "--ranks=8", "--layers=2", "--hidden=512", "--heads=4", "--kv-heads=2", "--head-dim=128", "--ffn=1024",

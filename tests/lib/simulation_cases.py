@@ -7,21 +7,20 @@ from typing import Any
 import numpy as np
 
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.tools.simulation import (
+from torchtitan_cad.tools.simulation.batches import Batch, draw_batches
+from torchtitan_cad.tools.simulation.costs import Costs
+from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
+from torchtitan_cad.tools.simulation.inputs import (
     OPEN,
-    Batch,
     Cluster,
     Configuration,
-    Costs,
     Documents,
+    Inputs,
     Model,
     Rates,
-    Report,
-    draw_batches,
-    simulate,
 )
-from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
 from torchtitan_cad.tools.simulation.step import Step
+from torchtitan_cad.tools.simulation.systems import Report, simulate
 
 MODEL = Model(
     layers=4, hidden=1024, heads=8, kv_heads=2, head_dim=128, ffn=4096, vocabulary=1024
@@ -48,34 +47,38 @@ def documents(lengths: Any = (300, 700, 1500, 4000, 9000), **changes: Any) -> Do
     )
 
 
-def inputs(
-    changes: dict[str, Any],
-) -> tuple[Model, Cluster, Configuration, Rates, dict[str, Any]]:
-    """Model, cluster, configuration and rates with the changes, and the changes of documents, which are left."""
+def configuration(**changes: Any) -> Configuration:
+    """The loader's homes, and a tolerance that does not depend on rates."""
+    return Configuration(**{"tolerance": 0.02, "placement": "loader", **changes})
+
+
+def inputs(**changes: Any) -> Inputs:
+    """Inputs with the changes, which are told apart by their names; those of no other record are of documents."""
     made = []
     for kind, make in (
         (Cluster, cluster),
-        (Configuration, Configuration),
         (Rates, Rates),
+        (Configuration, configuration),
     ):
         names = {field.name for field in fields(kind)}
         made.append(
             make(**{key: value for key, value in changes.items() if key in names})
         )
         changes = {key: value for key, value in changes.items() if key not in names}
-    return changes.pop("model", MODEL), *made, changes
+    model = changes.pop("model", MODEL)
+    machines, rates, asked = made
+    return Inputs(model, machines, documents(**changes), asked, rates)
 
 
 def step(batch: Batch | None = None, **changes: Any) -> Step:
-    model, machines, configuration, rates, rest = inputs(changes)
-    costs = Costs(model, machines, rates, configuration.planner.cost_tile)
-    return Step(costs, batch or draw_batches(documents(**rest))[0], configuration)
+    made = inputs(**changes)
+    tile = made.configuration.planner_config().cost_tile
+    costs = Costs(made.model, made.cluster, made.rates, tile)
+    return Step(costs, batch or draw_batches(made.documents)[0], made.configuration)
 
 
-def cad(
-    batch: Batch | None = None, planner: str = "local_search", **changes: Any
-) -> Disaggregated:
-    return Disaggregated(step(batch, **changes), planner)
+def cad(batch: Batch | None = None, **changes: Any) -> Disaggregated:
+    return Disaggregated(step(batch, **changes))
 
 
 def run(*, open: set[str] | None = None, **changes: Any) -> Report:
@@ -84,7 +87,4 @@ def run(*, open: set[str] | None = None, **changes: Any) -> Report:
         {"cp", "microbatches", "schedule"} - changes.keys() if open is None else open
     )
     assert choices <= OPEN
-    model, machines, configuration, rates, rest = inputs({"nano_batches": 2, **changes})
-    return simulate(
-        model, machines, documents(**rest), configuration, rates, open=choices
-    )
+    return simulate(replace(inputs(**{"nano_batches": 2, **changes}), open=choices))

@@ -9,29 +9,27 @@ from typing import Any
 import pytest
 
 from tests.lib import attention_memory
-from tests.lib.simulation_cases import MODEL, cad, cluster, documents, step
+from tests.lib.simulation_cases import MODEL, cad, configuration, inputs, step
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.tools.advise import reordering, table
-from torchtitan_cad.tools.simulation import MODELS, Advice, Configuration, Rates, advise
-from torchtitan_cad.tools.simulation.advice import LEAST_GAIN
+from torchtitan_cad.tools.simulation.advice import LEAST_GAIN, Advice, advise
 from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
-from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING
+from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING, MODELS, Configuration
 from torchtitan_cad.tools.simulation.memory import (
     kept_bytes_per_call,
     stock_attention,
     working_bytes,
 )
 
-WRITTEN = Configuration()
+WRITTEN = configuration()
 LONG = (300, 700, 1500, 4000, 16384)
 
 
 def advice(
     job: Configuration = WRITTEN, refused: Any = lambda choice: "", **changes: Any
 ) -> Advice:
-    return advise(
-        MODEL, cluster(**changes), documents(LONG), job, Rates(), refused=refused
-    )
+    asked = replace(inputs(lengths=LONG, **changes), configuration=job)
+    return advise(asked, refused=refused)
 
 
 as_written = functools.cache(advice)
@@ -63,11 +61,7 @@ def test_reordering_is_enough_for_short_documents_in_many_rows() -> None:
     few, many = (
         as_written(),
         advise(
-            MODEL,
-            cluster(),
-            documents((900, 1000), row_tokens=2048, step_tokens=8 * 4096),
-            WRITTEN,
-            Rates(),
+            inputs(lengths=(900, 1000), row_tokens=2048, step_tokens=8 * 4096),
         ),
     )
     assert [few.reordering_is_enough, many.reordering_is_enough] == [False, True]
@@ -76,7 +70,7 @@ def test_reordering_is_enough_for_short_documents_in_many_rows() -> None:
 
 
 def test_equal_documents_are_not_worth_it() -> None:
-    found = advise(MODEL, cluster(), documents((16384,)), WRITTEN, Rates())
+    found = advise(inputs(lengths=(16384,)))
     assert found.speedup == pytest.approx(1)
     assert not found.worth_it
     assert found.best is found.written
@@ -198,12 +192,10 @@ def test_plans_know_nodes() -> None:
 def test_placement_is_tried_and_recommended_where_it_gains() -> None:
     """Few long documents over a slow network, and no other setting allowed."""
     job = replace(WRITTEN, cp=4)
-    few, slow = (
-        documents((300, 300, 300, 16384)),
-        cluster(ranks=32, ranks_per_node=1, net=5e9),
-    )
+    slow = {"ranks": 32, "ranks_per_node": 1, "net": 5e9}
+    asked = inputs(cp=4, lengths=(300, 300, 300, 16384), **slow)
     refused = lambda choice: "" if set(choice.changes(job)) <= {"placement"} else "no"  # noqa: E731
-    found = advise(MODEL, slow, few, job, Rates(), refused=refused)
+    found = advise(asked, refused=refused)
     assert [trial.configuration.placement for trial in found.trials["placement"]] == [
         "balanced"
     ]

@@ -9,19 +9,13 @@ import numpy as np
 import pytest
 
 from tests.lib.sets import params
-from tests.lib.simulation_cases import KINDS, MODEL, cluster, documents, step
+from tests.lib.simulation_cases import KINDS, inputs, step
 from torchtitan_cad.planning.placement.fill import fill
 from torchtitan_cad.tools.main import main
-from torchtitan_cad.tools.simulation import (
-    OPEN,
-    Configuration,
-    Rates,
-    Search,
-    draw_batches,
-)
 from torchtitan_cad.tools.simulation.baselines import _slowest
 from torchtitan_cad.tools.simulation.costs import Costs, Transfer
-from torchtitan_cad.tools.simulation.search import FINALISTS
+from torchtitan_cad.tools.simulation.inputs import Configuration
+from torchtitan_cad.tools.simulation.search import FINALISTS, Search
 from torchtitan_cad.tools.simulation.step import Step
 from torchtitan_cad.tools.simulation.streams import Streams
 
@@ -70,8 +64,7 @@ def test_all_rows_at_once_take_what_each_takes(cp: int) -> None:
 def test_what_is_not_tried_would_not_be_chosen(
     system: str, machines: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = draw_batches(documents(batches=2))
-    search = Search(MODEL, cluster(**machines), batches, Rates(), Configuration(), OPEN)
+    search = Search(inputs(batches=2, **machines))
     candidates = search.candidates(system)
     tried = list[Configuration]()
     every = [search.run(system, each) for each in candidates]

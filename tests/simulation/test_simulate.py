@@ -21,27 +21,19 @@ from tests.lib.simulation_cases import (
     SHAPE,
     cad,
     cluster,
-    documents,
+    configuration,
+    inputs,
     run,
     step,
 )
 from tests.lib.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.tools.simulation import (
-    SYSTEMS,
-    Batch,
-    Configuration,
-    Costs,
-    Model,
-    Rates,
-    Search,
-    Trial,
-    draw_batches,
-    named_lengths,
-)
 from torchtitan_cad.tools.simulation.baselines import packed, packing_cp, reorder
-from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING
-from torchtitan_cad.tools.simulation.simulate import PARTS
+from torchtitan_cad.tools.simulation.batches import Batch, named_lengths
+from torchtitan_cad.tools.simulation.costs import Costs
+from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING, Model, Rates
+from torchtitan_cad.tools.simulation.search import Search, Trial
+from torchtitan_cad.tools.simulation.systems import PARTS, SYSTEMS
 
 
 def test_equal_documents_gain_nothing() -> None:
@@ -65,7 +57,7 @@ def test_one_document_per_rank_is_packed_as_the_longest_and_perfect_as_the_mean(
     rows = tuple(
         np.array([a, 16384 - a]) for a in (16384 - 128, 8192) for _ in range(4)
     )
-    home = cad(Batch(rows, 16384), "home")
+    home = cad(Batch(rows, 16384), planner="home")
     costs = home.step.costs
     forward, backward = (
         [float(costs.document_seconds(row, direction).sum()) for row in rows]
@@ -121,7 +113,7 @@ def test_how_much_faster_cad_is_than_what_fits_is_said_in_a_line() -> None:
         f"cad: {gain:.2f} times as fast as packed ({gain:.2f} to {gain:.2f}), "
     )
     assert line.endswith("; means of 1 steps")
-    none = Trial(Configuration(), reason="does not fit")
+    none = Trial(configuration(), reason="does not fit")
     without = dataclasses.replace(report, systems={**report.systems, "packed": none})
     assert "as packed (" not in without.table()
     assert (
@@ -501,17 +493,11 @@ def test_packing_keeps_what_it_gathered_where_that_fits() -> None:
     chosen = run(nano_batches=1, packing_cp=4).systems["packing_cp"].configuration
     assert (chosen.cp, chosen.backward) == (4, "keep")
     middle = (kept.memory.total + again.memory.total) / 2
-    search = Search(
-        MODEL,
-        cluster(memory=middle),
-        draw_batches(documents()),
-        Rates(),
-        Configuration(),
-    )
+    search = Search(inputs(memory=middle))
     fits = {
-        way: search.run("packing_cp", Configuration(cp=4, backward=way)).fits
+        way: search.run("packing_cp", configuration(cp=4, backward=way)).fits
         for way in ("keep", "resend")
-    }  # type: ignore[arg-type]
+    }
     assert fits == {"keep": False, "resend": True}
 
 

@@ -6,14 +6,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from torchtitan_cad.planning.text import aligned
-from torchtitan_cad.tools.inputs import Options, documents_file, read_inputs
-from torchtitan_cad.tools.shared import check_outputs, load_planner, say_written
-from torchtitan_cad.tools.simulation import Advice, Configuration, Model, Trial, advise
+from torchtitan_cad.tools.options import Options, documents_file, read_inputs
+from torchtitan_cad.tools.shared import (
+    JobFile,
+    Overrides,
+    check_outputs,
+    load_planner,
+    write_json,
+)
+from torchtitan_cad.tools.simulation.advice import Advice, advise
+from torchtitan_cad.tools.simulation.inputs import Configuration, Model
+from torchtitan_cad.tools.simulation.search import Trial
 
 KEYS = {
     "nano_batches": "cad.nano_batches",
@@ -41,13 +47,13 @@ OF_THE_JOB = {
 """Options of `simulate` that would make another job of this one, and the keys that do so here."""
 
 DEFAULTS = Options()
-BATCHES = 3
+MOST_BATCHES = 3
 """Most steps that are simulated unless more are asked for, as every setting is tried by all of them."""
 
 
 def run(
-    job: Annotated[Path, tyro.conf.Positional],
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    job: JobFile,
+    overrides: Overrides = (),
     *,
     options: Options = DEFAULTS,
     output: Path | None = None,
@@ -76,18 +82,15 @@ def run(
     if (
         options.batches is None
         and not inputs.documents.given
-        and inputs.documents.batches > BATCHES
+        and inputs.documents.batches > MOST_BATCHES
     ):
-        inputs = inputs._replace(
-            documents=dataclasses.replace(inputs.documents, batches=BATCHES)
-        )
+        documents = dataclasses.replace(inputs.documents, batches=MOST_BATCHES)
+        inputs = dataclasses.replace(inputs, documents=documents)
     from tqdm import tqdm
 
     load_planner(placement=True)
     with tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None) as bar:
-        advice = advise(
-            *inputs[:5], refused=titan.refused, progress=bar.set_description_str
-        )
+        advice = advise(inputs, refused=titan.refused, progress=bar.set_description_str)
     keys = (titan.keys if advice.worth_it else titan.keys_without)(
         advice.recommended.configuration
     )
@@ -104,14 +107,13 @@ def run(
             "keys": keys,
             "toml": toml,
         }
-        output.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        say_written(output)
+        write_json(output, document)
 
 
 def _document(advice: Advice) -> dict[str, Any]:
     def of(trial: Trial) -> dict[str, Any]:
         return {
-            "settings": dataclasses.asdict(trial.configuration),
+            "settings": trial.configuration.described(),
             "seconds_per_step": trial.seconds if trial.fits else None,
             "gain": trial.gain_over(advice.base),
             "memory_bytes": trial.memory,
@@ -140,7 +142,8 @@ def _document(advice: Advice) -> dict[str, Any]:
 
 def verdict(advice: Advice) -> str:
     """Say in one line whether CAD is worth it for the job."""
-    best, without = advice.best, advice.without
+    best = advice.best
+    without = advice.without
     if advice.speedup is None:
         if best.fits:
             return f"worth it: without cad the job does not fit, it {without.reason}; with cad {_step(best)}"
@@ -166,10 +169,8 @@ def table(advice: Advice) -> str:
     rows = [["setting", "value", "a step", "gain", "GB", ""]]
 
     def add(setting: str, trial: Trial, over: Configuration, note: str = "") -> None:
-        gain, memory = (
-            trial.gain_over(advice.base),
-            f"{trial.memory / 1e9:.1f}" if trial.memory else "-",
-        )
+        gain = trial.gain_over(advice.base)
+        memory = f"{trial.memory / 1e9:.1f}" if trial.memory else "-"
         changes = trial.configuration.changes(over)
         value = (
             ", ".join(f"{field} {value}" for field, value in changes.items())
@@ -188,7 +189,8 @@ def table(advice: Advice) -> str:
             ]
         )
 
-    written, base = advice.written.configuration, advice.base.configuration
+    written = advice.written.configuration
+    base = advice.base.configuration
     add(
         "without cad",
         advice.without_written,

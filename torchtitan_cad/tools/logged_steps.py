@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Reading the figures of a run's logged steps, every line of which is checked before any is used."""
 
-from __future__ import annotations
-
-import os
-from collections.abc import Callable, Iterator
+import glob
+from collections.abc import Callable
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
@@ -50,34 +48,16 @@ def find_steps(path: Path) -> Path:
 
     Raises ValueError if there is none.
     """
-    if path.name == STEPS_NAME and path.exists() and not path.is_dir():
-        return path
-    if (here := path / STEPS_NAME).is_file():
-        return here
-    found = sorted(
-        (file for file in _below(path) if file.is_file()),
-        key=lambda file: file.stat().st_mtime_ns,
-    )
+    for named in (path, path / STEPS_NAME):
+        if named.name == STEPS_NAME and named.exists() and not named.is_dir():
+            return named
+    below = glob.glob(f"**/{STEPS_NAME}", root_dir=path, recursive=True)
+    found = [path / name for name in below if (path / name).is_file()]
     if not found:
-        name = printable(path)
         raise ValueError(
-            f"{name}: there is no {STEPS_NAME}; name the dump folder of a job with parallelism.cad"
+            f"{printable(path)}: there is no {STEPS_NAME}; name the dump folder of a job with parallelism.cad"
         )
-    return found[-1]
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    """Yield what has the name of a steps file in any folder below, entering each once."""
-    known = set[tuple[int, int]]()
-    for place, folders, files in os.walk(folder, followlinks=True):
-        found = os.stat(place)
-        if (found.st_dev, found.st_ino) in known:
-            folders.clear()
-            continue
-        known.add((found.st_dev, found.st_ino))
-        folders.sort()
-        if STEPS_NAME in files:
-            yield Path(place, STEPS_NAME)
+    return max(found, key=lambda file: file.stat().st_mtime_ns)
 
 
 def read_steps(path: Path, say: Say = lambda text: None) -> list[dict[str, Any]]:
@@ -109,7 +89,8 @@ def read_steps(path: Path, say: Say = lambda text: None) -> list[dict[str, Any]]
         rows.append((number, row))
     if not rows:
         raise ValueError(f"{printable(path)}: no step has been logged yet")
-    first, ranks = rows[0][0], len(rows[0][1][RANKED[0]])
+    first = rows[0][0]
+    ranks = len(rows[0][1][RANKED[0]])
     for number, row in rows:
         if (count := len(row[RANKED[0]])) != ranks:
             raise ValueError(

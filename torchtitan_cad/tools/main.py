@@ -6,8 +6,6 @@ whose docstring is its help. To add one, write the module and name it in COMMAND
 they are slow. A user's mistake is a ValueError or OSError and becomes a one-line message and exit code 2.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -14,12 +14,9 @@ from torchtitan_cad.tools.shared import check_output
 if TYPE_CHECKING:
     from torchtitan_cad.planning import Profile
     from torchtitan_cad.planning.model.profile import Direction
-    from torchtitan_cad.tools.profiling import ProfileGrid
 
 SATURATED = 0.95
 """Share of a key length's best throughput from which on a query length counts as saturating the device."""
-SHOWN = 12
-"""Noisy cells named in the warning."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,13 @@ def run(output: Path, *, measurement: Options = DEFAULTS) -> None:
         if measurement.dtype == "auto"
         else measurement.dtype
     )
-    heads = measurement.num_heads, measurement.num_kv_heads, measurement.head_dim
-    shape = AttentionShape(*heads, DTYPE_BYTES[dtype], measurement.value_dim)
+    shape = AttentionShape(
+        measurement.num_heads,
+        measurement.num_kv_heads,
+        measurement.head_dim,
+        dtype_bytes=DTYPE_BYTES[dtype],
+        value_dim=measurement.value_dim,
+    )
     default = ProfileGrid.default(where)
     given = {
         name: getattr(measurement, name)
@@ -106,34 +108,26 @@ def run(output: Path, *, measurement: Options = DEFAULTS) -> None:
         )
     output.write_text(profile.to_json() + "\n")
     print(report(profile))
-    if noisy := profile.noisy_cells():
-        print(_warning(noisy, grid), file=sys.stderr)
+    if noisy := len(profile.noisy_cells()):
+        print(
+            f"torchtitan-cad: warning: {noisy} of {grid.num_cells} cells, marked by ?, stayed noisy; plans made with "
+            "them are out of balance: stop what else runs here and measure again, with "
+            f"--repeats {2 * grid.repeats}",
+            file=sys.stderr,
+        )
 
 
 def report(profile: Profile) -> str:
     """Give the throughput of every cell, with a question mark if noisy, and the query length that saturates it."""
     heads = f"{profile.num_heads} query and {profile.num_kv_heads} key heads of {profile.head_dim}, {profile.dtype}"
-    lines = [
-        f"{profile.device}, torch {profile.torch}, kernel {profile.kernel}, {heads}"
-    ]
-    return "\n\n".join(
-        [*lines, _table(profile, "forward"), _table(profile, "backward")]
-    )
-
-
-def _warning(noisy: list[tuple[int, int]], grid: ProfileGrid) -> str:
-    """One line: which cells are noisy, and how to measure them again."""
-    names = ", ".join(f"{queries} x {keys}" for queries, keys in noisy[:SHOWN])
-    names += f" and {len(noisy) - SHOWN} more" if len(noisy) > SHOWN else ""
-    return (
-        f"torchtitan-cad: warning: {len(noisy)} of {grid.num_cells} cells stayed noisy (queries x keys): {names}; "
-        "plans made with them are out of balance: stop what else runs here and measure again, with "
-        f"--repeats {2 * grid.repeats}"
-    )
+    title = f"{profile.device}, torch {profile.torch}, kernel {profile.kernel}, {heads}"
+    tables = [_table(profile, "forward"), _table(profile, "backward")]
+    return "\n\n".join([title, *tables])
 
 
 def _table(profile: Profile, direction: Direction) -> str:
-    throughput, noisy = profile.throughput(direction), set(profile.noisy_cells())
+    throughput = profile.throughput(direction)
+    noisy = set(profile.noisy_cells())
     unit, name = (1e12, "TFLOP/s") if throughput.max() >= 1e12 else (1e9, "GFLOP/s")
     rows = [
         [f"{direction}, {name}", *(f"{length} keys" for length in profile.kv_lengths)]

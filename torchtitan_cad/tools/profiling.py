@@ -27,7 +27,8 @@ MOST_RETRIES = 2
 BLOCKS_PER_SM = 4
 """blocks of 128 rows x one head: minimum of a call per multiprocessor of a GPU."""
 
-CPU_ROWS, GPU_ROWS = 2048, 65536
+CPU_ROWS = 2048
+GPU_ROWS = 65536
 """rows: minimum of a call, so that the cost of launching it is negligible."""
 
 LONGEST_CALL = 16
@@ -150,7 +151,8 @@ def _require_memory(
 
 def num_tasks(num_q: int, num_k: int, num_heads: int, device: torch.device) -> int:
     """Return the number of tasks of a call: enough rows and blocks for the device, within ``LONGEST_CALL``."""
-    rows, blocks = CPU_ROWS, 1
+    rows = CPU_ROWS
+    blocks = 1
     if device.type == "cuda":
         rows = GPU_ROWS
         blocks = (

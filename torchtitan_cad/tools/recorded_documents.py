@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Reading the documents that a job with ``cad.shadow`` has recorded."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

@@ -20,14 +20,10 @@ from torchtitan_cad.tools.shared import check_output
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     "before": {"color": "#8793a0", "label": "before: attention where the tokens are"},
     "after": {"color": "#1f77b4", "label": "after: core attention disaggregation"},
 }
-MOST_BARS = 32
-"""ranks: more are drawn as lines."""
-MOST_LABELS = 8
-"""ranks: the bars of more have no numbers."""
 
 
 def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -78,19 +74,17 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return means over steps, and medians of times: a mean would spread the first step's wait over all."""
-    steps, ranked = (
-        [row["step"] for row in rows],
-        [row[f"ranked_{when}"] for when in STYLES for row in rows],
-    )
-    summary = {"steps": len(steps), "last_step": steps[-1], "ranks": len(ranked[-1])}
+    last = rows[-1]
+    summary = {
+        "steps": len(rows),
+        "last_step": last["step"],
+        "ranks": len(last["ranked_after"]),
+    }
     for name in (*MEANS, *MEDIANS):
         if values := [row[name] for row in rows if row.get(name) is not None]:
             summary[name] = float((np.median if name in MEDIANS else np.mean)(values))
-    return {
-        **summary,
-        "loss_first": rows[0].get("loss"),
-        "loss_last": rows[-1].get("loss"),
-    }
+    losses = {"loss_first": rows[0].get("loss"), "loss_last": last.get("loss")}
+    return summary | losses
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -101,10 +95,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     by_rank, by_step = figure.subplots(1, 2)
     steps = [row["step"] for row in rows]
     marks = "o-" if len(steps) <= 64 else "-"
-    for when, offset in (("before", -0.2), ("after", 0.2)):
+    for when, style in STYLES.items():
         ranked = np.array([row[f"ranked_{when}"] for row in rows])
-        _draw_ranks(by_rank, ranked, offset, STYLES[when])
-        by_step.plot(steps, ranked[:, 0], marks, markersize=3, **STYLES[when])
+        _draw_ranks(by_rank, ranked, style)
+        by_step.plot(steps, ranked[:, 0], marks, markersize=3, **style)
     by_rank.set_title("Ranks of every plan by their work: mean and range")
     by_rank.set_xlabel("rank, the busiest first")
     by_step.set_title("The busiest rank of every plan, step by step")
@@ -131,29 +125,15 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _draw_ranks(
-    axes: Axes, ranked: np.ndarray, offset: float, style: dict[str, str]
-) -> None:
-    """Draw the mean and the range over plans, [plans, ranks], of every rank's work: bars, lines if ranks are many."""
-    low = ranked.min(axis=0)
-    mean = ranked.mean(axis=0)
-    high = ranked.max(axis=0)
-    places = 1 + np.arange(len(mean))
-    if len(places) > MOST_BARS:
-        axes.plot(places, mean, color=style["color"], label=style["label"])
-        axes.fill_between(
-            places, low, high, color=style["color"], alpha=0.25, linewidth=0
-        )
-        return
-    ranges = np.stack([mean - low, high - mean]).clip(min=0)  # a mean may be rounded
-    bars = axes.bar(
-        places + offset,
-        mean,
-        0.38,
-        yerr=ranges,
-        capsize=4,
+def _draw_ranks(axes: Axes, ranked: np.ndarray, style: dict[str, Any]) -> None:
+    """Draw the mean and the range over plans, [plans, ranks], of every rank's work."""
+    places = 1 + np.arange(ranked.shape[1])
+    axes.plot(places, ranked.mean(axis=0), "o-", markersize=3, **style)
+    axes.fill_between(
+        places,
+        ranked.min(axis=0),
+        ranked.max(axis=0),
         color=style["color"],
-        label=style["label"],
+        alpha=0.25,
+        linewidth=0,
     )
-    labels = [f"{work:.2f}" if len(places) <= MOST_LABELS else "" for work in mean]
-    axes.bar_label(bars, labels, padding=3)

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Shared by commands: files, whose errors come before the work begins; the planner; units."""
 
-from __future__ import annotations
-
+import json
 import os
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
 
 from torchtitan_cad.planning.files import kind_of
 from torchtitan_cad.planning.text import printable
 from torchtitan_cad.titan import check_has_toml
 
+JobFile = Annotated[Path, tyro.conf.Positional]
+Overrides = Annotated[tuple[str, ...], tyro.conf.Positional]
+"""arguments of a job, behind the command's own"""
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -89,6 +94,12 @@ def _place(path: str | Path) -> tuple[int, int] | str:
         return found.st_dev, found.st_ino
     except (OSError, ValueError):
         return os.path.realpath(path) if "\0" not in str(path) else str(path)
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a file, which has been checked, and say so."""
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    say_written(path)
 
 
 def say_written(path: Path) -> None:

@@ -3,29 +3,29 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from torchtitan_cad.tools.inputs import Options, documents_file, read_inputs
+from torchtitan_cad.tools.options import Options, documents_file, read_inputs
 from torchtitan_cad.tools.shared import (
+    Overrides,
     check_outputs,
     check_picture,
     load_planner,
     say_written,
+    write_json,
 )
-from torchtitan_cad.tools.simulation import simulate
 from torchtitan_cad.tools.simulation.memory import COMPARED
-from torchtitan_cad.tools.simulation.simulate import PARTS
+from torchtitan_cad.tools.simulation.systems import PARTS, Report, simulate
 
 DEFAULTS = Options()
 
 
 def run(
     job: Annotated[Path | None, tyro.conf.Positional] = None,
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    overrides: Overrides = (),
     *,
     options: Options = DEFAULTS,
     output: Path | None = None,
@@ -59,45 +59,40 @@ def run(
     from tqdm import tqdm
 
     with tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None) as bar:
-        report = simulate(
-            *inputs[:5], open=inputs.open, progress=bar.set_description_str
-        )
+        report = simulate(inputs, progress=bar.set_description_str)
     print(report.table())
     if output is not None:
         document = {"inputs": inputs.described(), "notes": notes, **report.to_dict()}
-        output.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        say_written(output)
+        write_json(output, document)
     if plot is not None:
-        from torchtitan_cad.tools.plots import draw_parts
-
-        systems = {
-            name: system for name, system in report.systems.items() if system.fits
-        }
-        labels = [
-            f"{name}, {report.share_of_perfect(name):.0%} of perfect"
-            for name in systems
-        ]
-        parts = {
-            part: [system.part(part) for system in systems.values()] for part in PARTS
-        }
-        draw_parts(
-            plot,
-            f"{report.cluster.ranks} GPUs, {report.step_tokens:,} tokens per step",
-            labels,
-            parts,
-        )
+        _draw(report, plot)
         say_written(plot)
 
 
+def _draw(report: Report, path: Path) -> None:
+    """Draw the parts of every system's step that fits."""
+    from torchtitan_cad.tools.plots import draw_parts
+
+    fitting = {
+        f"{name}, {report.share_of_perfect(name):.0%} of perfect": system
+        for name, system in report.systems.items()
+        if system.fits
+    }
+    draw_parts(
+        path,
+        title=f"{report.cluster.ranks} GPUs, {report.step_tokens:,} tokens per step",
+        labels=list(fitting),
+        parts={
+            part: [system.part(part) for system in fitting.values()] for part in PARTS
+        },
+    )
+
+
 def _notes_of_large(ranks: int) -> list[str]:
-    """Say what the simulation of a large cluster leaves out, and how long it takes."""
+    """Say what the simulation of a large cluster leaves out, and about how long it takes."""
+    minutes = max(1.0, ranks / 1400)
     return [
         "greedy, cad: in the configuration that is best with the loader's homes, of those with the lowest cp",
         f"memory: of attention, that of the {COMPARED} GPUs that serve the most rows",
-        f"configurations: ranked by the first step; all takes about {_minutes(ranks):.0f} min on an idle core",
+        f"configurations: ranked by the first step; all takes about {minutes:.0f} min on an idle core",
     ]
-
-
-def _minutes(ranks: int) -> float:
-    """Return about how long the simulation takes."""
-    return max(1.0, ranks / 1400)

@@ -13,6 +13,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_cad.demo.datasets import UNITS, read_sources
 from torchtitan_cad.demo.synthetic import parse_lengths
+from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin
 from torchtitan_cad.integration.torchtitan_v0_2.checks import SUPPORTED_MODELS
@@ -60,7 +61,8 @@ class SimulatedJob:
 
     def keys(self, choice: Configuration) -> dict[str, Any]:
         """Return the TOML keys that the job would have to change to take a choice, with values; None: leave it out."""
-        changes, cluster = choice.changes(self.configuration), self.cluster
+        changes = choice.changes(self.configuration)
+        cluster = self.cluster
         wanted: dict[str, Any] = {"parallelism.cad": True}
         wanted |= {
             f"cad.{name}": changes[name]
@@ -143,12 +145,10 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     cannot be read, or a job that CAD cannot run.
     """
     config, _ = read_config(args)
-    name, parallelism, training, cad = (
-        config.model.name,
-        config.parallelism,
-        config.training,
-        config.cad,
-    )
+    name = config.model.name
+    parallelism = config.parallelism
+    training = config.training
+    cad = config.cad
     notes: list[str] = []
     degrees = parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree
     degrees *= parallelism.context_parallel_degree
@@ -159,7 +159,8 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
             f"model.name = {name!r}: set it to one of {', '.join(SUPPORTED_MODELS)}, which cad knows"
         )
     plugin.check(config, ranks)
-    dp, local = ranks // degrees, training.local_batch_size
+    dp = ranks // degrees
+    local = training.local_batch_size
     rows = max(training.global_batch_size, local * dp)
     return SimulatedJob(
         model=_model(config, notes),
@@ -183,15 +184,11 @@ def _configuration(
     config: JobConfig, accumulation: int, notes: list[str]
 ) -> Configuration:
     """Read the configuration of a job that accumulates the gradients of several local batches."""
-    parallelism, cad, checkpointing = (
-        config.parallelism,
-        config.cad,
-        config.activation_checkpoint,
-    )
-    pp, schedule = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.pipeline_parallel_schedule,
-    )
+    parallelism = config.parallelism
+    cad = config.cad
+    checkpointing = config.activation_checkpoint
+    pp = parallelism.pipeline_parallel_degree
+    schedule = parallelism.pipeline_parallel_schedule
     mode = checkpointing.mode
     per_batch = (
         config.training.local_batch_size
@@ -219,18 +216,17 @@ def _configuration(
         notes.append(
             "gradient accumulation: simulated as one pipeline, without a bubble between its parts"
         )
+    table = {field.name: getattr(cad, field.name) for field in dataclasses.fields(Cad)}
+    table["rank_speeds"] = None
+    if cad.placement == "auto":
+        table["placement"] = "balanced"
     return Configuration(
+        **table,
         pp=pp,
         cp=parallelism.context_parallel_degree,
         microbatches=accumulation * per_batch,
         checkpointing=kind,
-        nano_batches=cad.nano_batches,
         schedule=cast(Schedule, simulated),
-        tolerance=cad.tolerance,
-        backward=cad.backward,
-        placement="loader" if cad.placement == "loader" else "balanced",
-        receive_buffer_gb=cad.receive_buffer_gb,
-        planner=dataclasses.replace(cad.planner_config(), rank_speeds=None),
     )
 
 
@@ -245,6 +241,16 @@ def _ranks(config: JobConfig, degrees: int, notes: list[str]) -> int:
     return ranks
 
 
+def model_args(config: JobConfig) -> Any:
+    """Return the arguments of the job's model, updated from its config as in training with CAD."""
+    args: Any = copy.deepcopy(
+        get_train_spec(config.model.name).model_args[config.model.flavor]
+    )
+    args.attn_type = "sdpa"  # CAD replaces what torchtitan may refuse
+    update_without_cp(args.update_from_config, config)
+    return args
+
+
 def build_on_meta(config: JobConfig, args: Any) -> torch.nn.Module:
     """Build the job's model without memory for its parameters."""
     with torch.device("meta"):
@@ -257,12 +263,8 @@ def _model(config: JobConfig, notes: list[str]) -> Model:
     parallelism = config.parallelism
     adapter = adapter_of(name)
     assert adapter is not None, "the config has been checked"
-    args: Any = copy.deepcopy(get_train_spec(name).model_args[config.model.flavor])
-    args.attn_type = (
-        "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
-    )
     with quiet():
-        update_without_cp(args.update_from_config, config)
+        args = model_args(config)
     parameters = build_on_meta(config, args).named_parameters()
     weights = {
         name: weight.numel() for name, weight in parameters if not name.endswith("bias")

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad compare``: how much faster is this job with CAD, on this machine?"""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from torchtitan_cad.planning.text import printable
 from torchtitan_cad.tools.shared import (
+    JobFile,
+    Overrides,
     check_folder,
     check_job,
     check_output,
@@ -25,8 +23,8 @@ LABELS = {"off": "without CAD", "on": "with CAD"}
 
 
 def run(
-    job: Annotated[Path, tyro.conf.Positional],
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    job: JobFile,
+    overrides: Overrides = (),
     steps: int = 20,
     rounds: int = 2,
     warmup: int = 3,
@@ -126,14 +124,16 @@ def _places(nproc: int | None) -> tuple[int, str]:
 
     if torch.cuda.is_available():
         ranks = torch.cuda.device_count() if nproc is None else nproc
-        places, many = torch.cuda.get_device_name(0), torch.cuda.device_count()
+        places = torch.cuda.get_device_name(0)
+        many = torch.cuda.device_count()
     else:
         many = (
             len(os.sched_getaffinity(0))
             if hasattr(os, "sched_getaffinity")
             else os.cpu_count() or 1
         )
-        ranks, places = max(2, many) if nproc is None else nproc, "CPU cores"
+        ranks = max(2, many) if nproc is None else nproc
+        places = "CPU cores"
     if ranks < 2:
         raise ValueError(
             f"--nproc {ranks}: core attention moves between ranks; set 2 or more"
@@ -149,11 +149,9 @@ def _places(nproc: int | None) -> tuple[int, str]:
 
 def text(figures: dict[str, Any]) -> str:
     """Return the text that `compare` prints."""
-    speed, gain, predicted = (
-        figures["tokens_per_second"],
-        figures["speedup"],
-        figures["predicted_speedup"],
-    )
+    speed = figures["tokens_per_second"]
+    gain = figures["speedup"]
+    predicted = figures["predicted_speedup"]
     lines = [
         f"{figures['ranks']} ranks ({figures['places']}), {figures['steps']} steps, {figures['rounds']} runs of each",
         f"  without CAD        {speed['off']:12,.0f} tokens/s",
@@ -176,10 +174,8 @@ def text(figures: dict[str, Any]) -> str:
         lines += [
             "  without CAD attention ends at other places: that is other work, and other losses"
         ]
-    difference, relative = (
-        figures["largest_loss_difference"],
-        figures["largest_relative_loss_difference"],
-    )
+    difference = figures["largest_loss_difference"]
+    relative = figures["largest_relative_loss_difference"]
     return "\n".join(
         [
             *lines,

@@ -14,7 +14,8 @@ import numpy as np
 
 from torchtitan_cad.tools.compare import measured
 from torchtitan_cad.tools.simulated_job import SimulatedJob
-from torchtitan_cad.tools.simulation import Documents, Rates, Search, draw_batches
+from torchtitan_cad.tools.simulation.inputs import Documents, Inputs, Rates
+from torchtitan_cad.tools.simulation.search import Search, Trial
 
 MODES = ("off", "on")
 _FORCED = (
@@ -55,42 +56,35 @@ class Runs:
     @classmethod
     def read(cls, folders: Sequence[Path], ranks: int, warmup: int) -> "Runs":
         """Return the records of one run per folder, without the first ``warmup`` steps; ValueError if none are left."""
-        paths = [
-            [folder / f"rank{rank}.jsonl" for rank in range(ranks)]
+        runs = [
+            [_read_records(folder / f"rank{rank}.jsonl") for rank in range(ranks)]
             for folder in folders
         ]
-        texts = [
-            [path.read_text() if path.exists() else "" for path in run] for run in paths
-        ]
-        rounds = [
-            [[json.loads(line) for line in text.splitlines()] for text in run]
-            for run in texts
-        ]
-        count = min(len(steps) for run in rounds for steps in run)
+        count = min(len(records) for run in runs for records in run)
         if count <= warmup:
             raise ValueError(
                 f"--steps: only {count} steps were recorded: set more than --warmup = {warmup}"
             )
-        kept = [
-            [
-                [run[rank][step] for rank in range(ranks)]
-                for step in range(warmup, count)
-            ]
-            for run in rounds
-        ]
+        kept = [[records[warmup:count] for records in run] for run in runs]
         arrays = {
             name: np.array(
-                [[[each[name] for each in step] for step in run] for run in kept],
+                [
+                    [[record[name] for record in records] for records in run]
+                    for run in kept
+                ],
                 dtype=np.float64,
-            )
+            ).swapaxes(1, 2)
             for name in measured.FIGURES
         }
-        rows = [[each["rows"] for each in step] for step in kept[0]]
-        same = all(
-            each.get("same_documents", True) for step in kept[0] for each in step
-        )
+        first_run = list(zip(*kept[0], strict=True))
         return cls(
-            **arrays, rows=rows, first_step=kept[0][0][0]["step"], same_documents=same
+            **arrays,
+            rows=[[record["rows"] for record in step] for step in first_run],
+            first_step=first_run[0][0]["step"],
+            same_documents=all(
+                all(record.get("same_documents", True) for record in step)
+                for step in first_run
+            ),
         )
 
     @property
@@ -104,45 +98,54 @@ class Runs:
         On CPU ranks rates are scaled to what the mean rank of these runs took, and exchanges take no time but for
         ``links``, values of ``Cluster``.
         """
-        cluster, configuration, rates = job.cluster, job.configuration, Rates()
+        cluster = job.cluster
+        configuration = job.configuration
         # ranks of other rows
         groups = range(
             0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp
         )
         rows = [[row for rank in groups for row in step[rank]] for step in self.rows]
-        batches = draw_batches(Documents.of_rows(rows))
+        inputs = Inputs(
+            model=job.model,
+            cluster=cluster,
+            documents=Documents.of_rows(rows),
+            configuration=configuration,
+            open=frozenset(),
+        )
         if not np.isnan(self.busy).any():
-            free: dict[str, Any] = {
-                "net": _NO_LIMIT,
-                "node": _NO_LIMIT,
-                "memory": _NO_LIMIT,
-                "latency": 0.0,
-            }
-            cluster = dataclasses.replace(cluster, **free)
-            guess = Search(
-                job.model, cluster, batches, rates, configuration, frozenset()
-            ).run("packed", configuration)
-            attention = float(self.attention.mean())
-            linear = guess.part("linear") / (float(self.busy.mean()) - attention)
-            factors = dict.fromkeys(("linear_flops", "memory_bandwidth"), linear)
-            factors |= dict.fromkeys(
-                ("attention_flops", "backward_flops"),
-                guess.part("attention") / attention,
+            free = dataclasses.replace(
+                cluster,
+                net=_NO_LIMIT,
+                node=_NO_LIMIT,
+                memory=_NO_LIMIT,
+                latency=0.0,
             )
-            rates = Rates(
-                **{
-                    name: getattr(rates, name) * factor
-                    for name, factor in factors.items()
-                }
-            )
-        cluster = dataclasses.replace(cluster, **links)
-        return Search(job.model, cluster, batches, rates, configuration, frozenset())
+            inputs = dataclasses.replace(inputs, cluster=free)
+            guess = Search(inputs).run("packed", configuration)
+            inputs = dataclasses.replace(inputs, rates=self._scaled(guess))
+        linked = dataclasses.replace(inputs.cluster, **links)
+        return Search(dataclasses.replace(inputs, cluster=linked))
+
+    def _scaled(self, guess: Trial) -> Rates:
+        """Return the default rates, scaled from what a guess by them takes to what the mean rank took."""
+        rates = Rates()
+        attention = float(self.attention.mean())
+        linear = float(self.busy.mean()) - attention
+        faster_linear = guess.part("linear") / linear
+        faster_attention = guess.part("attention") / attention
+        return Rates(
+            linear_flops=rates.linear_flops * faster_linear,
+            memory_bandwidth=rates.memory_bandwidth * faster_linear,
+            attention_flops=rates.attention_flops * faster_attention,
+            backward_flops=rates.backward_flops * faster_attention,
+        )
 
     def parts(self) -> dict[str, list[float]]:
         """Return the seconds of a step by part, [ranks], means over rounds and steps."""
         # of torch's own kernels it is not known, and part of the rest
         attention = np.nan_to_num(self.attention)
-        other, waiting = self.busy - attention, self.seconds - self.busy
+        other = self.busy - attention
+        waiting = self.seconds - self.busy
         if np.isnan(self.busy).any():
             return {"step": self.seconds.mean(axis=(0, 1)).tolist()}
         parts = {
@@ -151,6 +154,13 @@ class Runs:
             "waiting": waiting,
         }
         return {name: each.mean(axis=(0, 1)).tolist() for name, each in parts.items()}
+
+
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a rank's steps; none where there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +182,9 @@ class Comparison:
         without CAD, or with it where attention has no times without it, and exchanges take none.
         """
         timed = self.on if np.isnan(self.off.attention).any() else self.off
-        search, configuration = timed.simulated(job), job.configuration
-        systems = "packed", "reorder", configuration.planner.planner
-        packed, reorder, cad = (search.run(name, configuration) for name in systems)
+        search = timed.simulated(job)
+        systems = "packed", "reorder", "cad"
+        packed, reorder, cad = (search.run(name, job.configuration) for name in systems)
         spread = cad.over(packed)
         gains = {
             "overall": packed.seconds / cad.seconds,
@@ -184,39 +194,47 @@ class Comparison:
 
     def report(self) -> dict[str, Any]:
         """Return all figures, for JSON."""
-        tokens = self.off.tokens[0].sum(axis=1)
-        off, on = self.off.step_seconds, self.on.step_seconds
-        # stages without a loss have -1
-        losses = [runs.loss.max(axis=2) for runs in (self.off, self.on)]
-        differences = np.abs(losses[0][:1] - losses[1])
+        off = self.off
+        on = self.on
+        tokens = off.tokens[0].sum()
         low, median, high = np.quantile(self.speedups, [0.25, 0.5, 0.75]).tolist()
         return {
-            "steps": len(off),
-            "first_step": self.off.first_step,
-            "ranks": self.off.seconds.shape[2],
-            "rounds": self.off.seconds.shape[0],
+            "steps": len(off.step_seconds),
+            "first_step": off.first_step,
+            "ranks": off.seconds.shape[2],
+            "rounds": off.seconds.shape[0],
             "tokens_per_second": {
-                "off": float(tokens.sum() / off.sum()),
-                "on": float(tokens.sum() / on.sum()),
+                "off": float(tokens / off.step_seconds.sum()),
+                "on": float(tokens / on.step_seconds.sum()),
             },
             "speedup": {
-                "overall": float(off.sum() / on.sum()),
+                "overall": float(off.step_seconds.sum() / on.step_seconds.sum()),
                 "quarter": low,
                 "median": median,
                 "three_quarters": high,
             },
-            "attention_share": float(self.off.attention.sum() / self.off.busy.sum()),
+            "attention_share": float(off.attention.sum() / off.busy.sum()),
             "imbalance": {
-                "before": float(np.nanmean(self.on.imbalance_before)),
-                "after": float(np.nanmean(self.on.imbalance_after)),
+                "before": float(np.nanmean(on.imbalance_before)),
+                "after": float(np.nanmean(on.imbalance_after)),
             },
-            "same_documents": self.off.same_documents,
+            "same_documents": off.same_documents,
+            **self._loss_differences(),
+            "seconds_per_step": {
+                "off": off.step_seconds.tolist(),
+                "on": on.step_seconds.tolist(),
+            },
+            "rank_seconds": {"off": off.parts(), "on": on.parts()},
+        }
+
+    def _loss_differences(self) -> dict[str, float]:
+        """Return the largest differences of a step's loss from the first run without CAD."""
+        # stages without a loss have -1
+        reference = self.off.loss.max(axis=2)[:1]
+        differences = np.abs(reference - self.on.loss.max(axis=2))
+        return {
             "largest_loss_difference": float(differences.max()),
-            "largest_relative_loss_difference": float(
-                (differences / losses[0][:1]).max()
-            ),
-            "seconds_per_step": {"off": off.tolist(), "on": on.tolist()},
-            "rank_seconds": {"off": self.off.parts(), "on": self.on.parts()},
+            "largest_relative_loss_difference": float((differences / reference).max()),
         }
 
 
@@ -266,7 +284,8 @@ def _run_once(folder: Path, args: Sequence[str], ranks: int) -> None:
     """One run to its end; all its processes end with it."""
     launcher = f"-m torchtitan_cad.launch --standalone --nproc_per_node={ranks} -m {measured.__name__}"
     command = [sys.executable, *launcher.split(), str(folder), *args]
-    log, environment = folder / "log.txt", {"OMP_NUM_THREADS": "1", **os.environ}
+    log = folder / "log.txt"
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with log.open("w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment

@@ -6,17 +6,13 @@
 trains as ``-m torchtitan_cad.train`` does and appends a line to FOLDER/rank<r>.jsonl for every step: see ``FIGURES``.
 Steps begin at a barrier, so that what one rank does between steps (logs, checkpoints) does not count as another's
 waiting. On CPU ranks every rank of the machine gets a core of its own, if there are enough.
-
-Several jobs can take turns: if FOLDER/turn exists, a step waits until the number there is at least its own. This
-process's ``time.perf_counter`` stands still meanwhile.
 """
 
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +30,23 @@ FIGURES = (
 """Figures of one rank in one step. Beside them its record has ``step``, ``rows``, the tokens of the documents of every
 row that it has loaded, and ``same_documents``: attention stays inside these, also without cad. Seconds from the
 barrier to the end of the optimizer's step and of the loss's reduction; CPU seconds of the process in it, and of
-attention kernels (null on CUDA); seconds in which the host, or on CUDA the stream that computes, waited for rows (null
-without cad); this rank's share of its data-parallel coordinate's tokens, which add up
-to the global batch; torchtitan's global average, -1 on pipeline stages that do not know it; the norm of all gradients
-before they are clipped; attention work of the busiest rank over the mean, at the homes of tokens and as planned, and
-the bytes that the mean rank receives for a layer's forward (null without cad)."""
-TURN, POLL_S = "turn", 0.01
-"""name of the file, and seconds: how often it is read"""
+attention kernels (null on CUDA); seconds in which the host waited for rows (null without cad); this rank's share of its
+data-parallel coordinate's tokens, which add up to the global batch; torchtitan's global average, -1 on pipeline stages
+that do not know it; the norm of all gradients before they are clipped; attention work of the busiest rank over the
+mean, at the homes of tokens and as planned, and the bytes that the mean rank receives for a layer's forward (null
+without cad)."""
 
 
-def main() -> None:
-    """Train on the command line's arguments but the first, which names the folder for the records."""
+def main(
+    before_step: Callable[[int], None] = lambda step: None,
+    seconds_of_waits: Callable[[], float | None] | None = None,
+) -> None:
+    """Train on the command line's arguments but the first, which names the folder for the records.
+
+    Args:
+        before_step: is called with the number of every step before it begins.
+        seconds_of_waits: gives the ``waiting`` of a step that has ended; by default the host's waits count.
+    """
     folder = Path(sys.argv.pop(1))
     on_cpu = enable_cpu()
     if on_cpu:
@@ -55,7 +57,8 @@ def main() -> None:
         )
     from torchtitan_cad import train
 
-    _record_steps(folder / f"rank{os.environ.get('RANK', '0')}.jsonl", on_cpu)
+    records = folder / f"rank{os.environ.get('RANK', '0')}.jsonl"
+    _record_steps(records, on_cpu, before_step, seconds_of_waits)
     train.start()
 
 
@@ -71,26 +74,11 @@ def document_rows(
     rule: DocumentRule, inputs: Mapping[str, torch.Tensor]
 ) -> list[list[int]]:
     """Return the tokens of the documents of every row of a batch."""
-    tokens, starts = inputs["input"], rule.starts(inputs)
-    lengths, row = np.diff(starts, append=tokens.numel()), starts // tokens.shape[1]
+    tokens = inputs["input"]
+    starts = rule.starts(inputs)
+    lengths = np.diff(starts, append=tokens.numel())
+    row = starts // tokens.shape[1]
     return [lengths[row == number].tolist() for number in range(len(tokens))]
-
-
-def take_turns(path: Path) -> Callable[[int], None]:
-    """Return a function that waits until ``path``, if it exists, has a step's number; the clock stands still."""
-    if not path.exists():
-        return lambda step: None
-    clock, waited = time.perf_counter, 0.0
-    time.perf_counter = lambda: clock() - waited
-
-    def wait(step: int) -> None:
-        nonlocal waited
-        begin = clock()
-        while int(path.read_text()) < step:
-            time.sleep(POLL_S)
-        waited += clock() - begin
-
-    return wait
 
 
 def _time_attention(seen: dict[str, Any]) -> None:
@@ -113,39 +101,6 @@ def _time_attention(seen: dict[str, Any]) -> None:
         setattr(CpuKernel, name, timed(getattr(CpuKernel, name)))
 
 
-def _time_waits_of_streams() -> Callable[[], float | None]:
-    """Make the stream that computes time its waits for rows.
-
-    Returns:
-        A function that gives the seconds of all waits since its last call, None if there were none. The device must
-        have done its work.
-    """
-    from torchtitan_cad.runtime.exchange import ExchangeClock
-
-    measure, waits = (
-        ExchangeClock.measure,
-        list[tuple[torch.cuda.Event, torch.cuda.Event]](),
-    )
-
-    @contextmanager
-    def measure_on_stream(self: ExchangeClock, what: Any) -> Iterator[None]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        with measure(self, what):
-            yield
-        end.record()
-        if what == "waiting":
-            waits.append((begin, end))
-
-    def drain() -> float | None:
-        milliseconds = [begin.elapsed_time(end) for begin, end in waits]
-        waits.clear()
-        return 1e-3 * sum(milliseconds) if milliseconds else None
-
-    ExchangeClock.measure = measure_on_stream  # type: ignore[method-assign]
-    return drain
-
-
 def _note_figures(seen: dict[str, Any]) -> None:
     """Make every step note in ``seen`` the rows that it loads, what CAD says of it, and how long its host waits."""
     from torchtitan.train import Trainer
@@ -154,11 +109,9 @@ def _note_figures(seen: dict[str, Any]) -> None:
     from torchtitan_cad.integration.torchtitan_v0_2.job import document_rule
     from torchtitan_cad.runtime.exchange import ExchangeClock
 
-    forward_backward, drain, reset = (
-        Trainer.forward_backward_step,
-        StepStatistics.drain,
-        ExchangeClock.reset,
-    )
+    forward_backward = Trainer.forward_backward_step
+    drain = StepStatistics.drain
+    reset = ExchangeClock.reset
 
     def noted_pass(self: Any, *, input_dict: dict[str, Any], **rest: Any) -> Any:
         rule = document_rule(
@@ -188,43 +141,35 @@ def _note_figures(seen: dict[str, Any]) -> None:
     StepStatistics.drain, ExchangeClock.reset = noted_drain, noted_reset  # type: ignore[method-assign]
 
 
-def _record_steps(path: Path, on_cpu: bool) -> None:
+def _record_steps(
+    path: Path,
+    on_cpu: bool,
+    before_step: Callable[[int], None],
+    seconds_of_waits: Callable[[], float | None] | None,
+) -> None:
     # torchtitan must not be imported before enable_cpu().
     from torchtitan.train import Trainer
 
     seen: dict[str, Any] = {}
-    wait_for_turn = take_turns(path.parent / TURN)
-    seconds_of_waits = (lambda: None) if on_cpu else _time_waits_of_streams()
     train_step = Trainer.train_step
 
     def measured_step(self: Any, *args: Any, **kwargs: Any) -> None:
-        wait_for_turn(self.step)
+        before_step(self.step)
         dist.barrier()
-        if not on_cpu:
-            torch.cuda.synchronize()
+        _synchronize(on_cpu)
         seen.clear()
-        tokens, begin, busy = (
-            self.ntokens_seen,
-            time.perf_counter(),
-            time.process_time(),
-        )
+        tokens = self.ntokens_seen
         # The processor is the job's, and what it does is the end of the step.
         processor_log = self.metrics_processor.log
+        note_end = _clock(seen, on_cpu)
 
         def end_and_log(
             step: int, loss: float, most_loss: float, gradient_norm: float, **more: Any
         ) -> None:
-            if on_cpu:
-                seen["busy"] = time.process_time() - busy
-            else:
-                torch.cuda.synchronize()
-            seen.update(
-                seconds=time.perf_counter() - begin,
-                loss=float(loss),
-                gradient_norm=float(gradient_norm),
-            )
+            note_end()
+            seen.update(loss=float(loss), gradient_norm=float(gradient_norm))
             processor_log(step, loss, most_loss, gradient_norm, **more)
-            if not on_cpu:
+            if seconds_of_waits is not None:
                 seen["waiting"] = seconds_of_waits()
 
         self.metrics_processor.log = end_and_log
@@ -233,22 +178,44 @@ def _record_steps(path: Path, on_cpu: bool) -> None:
         finally:
             self.metrics_processor.log = processor_log
         # torchtitan counts labels before context parallelism cuts them, so all these ranks count the same.
-        seen["tokens"] = (
-            self.ntokens_seen - tokens
-        ) / self.parallel_dims.non_data_parallel_size
-        record = {
-            "step": self.step,
-            "rows": seen.get("rows", []),
-            **{name: seen.get(name) for name in FIGURES},
-        }
-        record["same_documents"] = seen.get("same_documents", True)
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        sharing = self.parallel_dims.non_data_parallel_size
+        seen["tokens"] = (self.ntokens_seen - tokens) / sharing
+        _write_record(path, self.step, seen)
 
     if on_cpu:
         _time_attention(seen)
     _note_figures(seen)
     Trainer.train_step = measured_step
+
+
+def _clock(seen: dict[str, Any], on_cpu: bool) -> Callable[[], None]:
+    """Begin to measure; return a function that notes the seconds, and on CPU ranks the busy ones, in ``seen``."""
+    begin = time.perf_counter()
+    busy = time.process_time()
+
+    def note_end() -> None:
+        if on_cpu:
+            seen["busy"] = time.process_time() - busy
+        _synchronize(on_cpu)
+        seen["seconds"] = time.perf_counter() - begin
+
+    return note_end
+
+
+def _synchronize(on_cpu: bool) -> None:
+    if not on_cpu:
+        torch.cuda.synchronize()
+
+
+def _write_record(path: Path, step: int, seen: dict[str, Any]) -> None:
+    record = {
+        "step": step,
+        "rows": seen.get("rows", []),
+        **{name: seen.get(name) for name in FIGURES},
+        "same_documents": seen.get("same_documents", True),
+    }
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad doctor``: would this job run, and what would it choose?"""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Annotated
-
-import tyro
-
 from torchtitan_cad.planning.model.layout import MAX_RANKS
-from torchtitan_cad.tools.shared import check_job
+from torchtitan_cad.tools.shared import JobFile, Overrides, check_job
 
 
 def run(
-    job: Annotated[Path, tyro.conf.Positional],
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    job: JobFile,
+    overrides: Overrides = (),
     nproc: int | None = None,
     nnodes: int = 1,
 ) -> int:
@@ -37,7 +30,7 @@ def run(
             f"--nproc {nproc} --nnodes {nnodes}: set numbers of which the product is at most {MAX_RANKS}"
         )
     check_job(job)
-    from torchtitan_cad.tools.doctor.examine import examine, is_drawing
+    from torchtitan_cad.tools.doctor.examine import examine
 
     failed = 0
     for finding in examine([f"--job.config_file={job}", *overrides], nproc, nnodes):
@@ -46,10 +39,4 @@ def run(
     print(
         f"{failed} of these would fail" if failed else "nothing found that would fail"
     )
-    code = int(failed > 0)
-    # its thread, inside a tokenizer, may abort the interpreter's own end
-    if is_drawing():
-        from torchtitan_cad.runtime.signals import end_at_once
-
-        end_at_once(code)
-    return code
+    return int(failed > 0)

@@ -10,8 +10,6 @@ import dataclasses
 import math
 import os
 import shutil
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -48,7 +46,6 @@ from torchtitan_cad.integration.torchtitan_v0_2.job import (
 )
 from torchtitan_cad.integration.torchtitan_v0_2.job_checks import launched_ranks
 from torchtitan_cad.integration.torchtitan_v0_2.manager import quiet, read_config
-from torchtitan_cad.integration.torchtitan_v0_2.model import update_without_cp
 from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of, has_experts
 from torchtitan_cad.planning.compile_once import is_compiled
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
@@ -57,20 +54,15 @@ from torchtitan_cad.runtime.kernels.select import choose_kernel, slower_than_pos
 from torchtitan_cad.runtime.transport import expected_transport
 from torchtitan_cad.runtime.triton.nvshmem_library import lacks_between_hosts
 from torchtitan_cad.tools.doctor.defects import defects_met
-from torchtitan_cad.tools.simulated_job import build_on_meta
+from torchtitan_cad.tools.simulated_job import build_on_meta, model_args
 
-PATIENCE_S = 30.0
-"""seconds: a dataset's to answer, longer than the hub's client takes to find that there is no network."""
-SILENCE_S = 2.0
-"""seconds: after which the command says what it waits for"""
 SAMPLE_TOKENS = 2**16
 """tokens: the most that are drawn from a dataset"""
-DRAWING = "doctor draws from a dataset"
-"""name of the thread"""
 ADAM_STATES = 2
 """tensors: those that a checkpoint holds beside every parameter."""
 
-CONNECTIONS, MODULE_LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+MODULE_LOADING = "CUDA_MODULE_LOADING"
 DEFAULT_CONNECTIONS = 8
 """hardware queues of a process, among which CUDA divides its streams"""
 
@@ -196,11 +188,9 @@ def examine(
 
 def _check_config(job: Job) -> str:
     job.config, job.names_module = read_config(job.args)
-    config, training, parallelism = (
-        job.config,
-        job.config.training,
-        job.config.parallelism,
-    )
+    config = job.config
+    training = job.config.training
+    parallelism = job.config.parallelism
     degrees = {
         dim: getattr(parallelism, f"{name}_degree") for dim, name in DEGREES.items()
     }
@@ -233,7 +223,8 @@ def _check_device(job: Job) -> Answer:
     if job.device.type == "cpu":
         text = "cpu: no accelerator here, so `-m torchtitan_cad.train` is needed, and nothing is said of GPUs; "
         return "note", text + versions
-    count, ranks = utils.device_module.device_count(), job.ranks_per_host or 1
+    count = utils.device_module.device_count()
+    ranks = job.ranks_per_host or 1
     if count < ranks:
         raise ValueError(
             f"--nproc {ranks}: this machine has {count} devices; set it to {count} or less"
@@ -271,26 +262,22 @@ def _check_cad(job: Job) -> Answer:
 
 
 def _check_model(job: Job) -> Answer:
-    model, spec = job.config.model, job.spec
+    model = job.config.model
+    spec = job.spec
     if model.flavor not in spec.model_args:
         return "skip", "needs a flavor that is known"
     if job.config.training.seq_len < 1:
         return "skip", "needs rows that have tokens"
-    args = copy.deepcopy(spec.model_args[model.flavor])
     if job.has_cad:
         if job.is_valid:
-            attention_kinds(job.config, args)
-        args.attn_type = (
-            "sdpa"  # as in training, where CAD replaces what torchtitan may refuse
-        )
-        update_without_cp(args.update_from_config, job.config)
+            attention_kinds(job.config, spec.model_args[model.flavor])
+        args = model_args(job.config)
     else:
+        args = copy.deepcopy(spec.model_args[model.flavor])
         args.update_from_config(job.config)
     built = build_on_meta(job.config, args)
-    job.model, job.num_parameters = (
-        args,
-        sum(parameter.numel() for parameter in built.parameters()),
-    )
+    job.model = args
+    job.num_parameters = sum(parameter.numel() for parameter in built.parameters())
     heads = f"{args.n_heads} query and {getattr(args, 'n_kv_heads', None) or args.n_heads} key heads"
     mask = spec.model_args[model.flavor].attn_mask_type
     inside = job.config.cad.documents != "row" if job.has_cad else mask != "causal"
@@ -351,64 +338,38 @@ def _check_validation(job: Job) -> Answer:
 
 def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
     """Draw tokens as the first data-parallel rank would; without a tokenizer only open the data."""
-    name, tokenizer = getattr(job.config, section).dataset, job.tokenizer
+    name = getattr(job.config, section).dataset
+    tokenizer = job.tokenizer
     if name == SYNTHETIC and tokenizer is None:
         return "skip", "needs a tokenizer without errors"
     sample = _small_batches(section, job.config)
     dp_world_size = job.topology.dp if job.is_valid else 1
-    answers: list[Any] = []
-
-    def draw() -> None:
-        try:
-            # the last one has the fewest documents
-            for rank in sorted({dp_world_size - 1, 0}, reverse=True):
-                loader = open_dataset(
-                    section,
-                    build,
-                    job_config=sample,
-                    tokenizer=tokenizer,
-                    dp_world_size=dp_world_size,
-                    dp_rank=rank,
-                )
-            answers.append(next(iter(loader))[0] if tokenizer else None)
-        except StopIteration:
-            text = f"{section}.dataset = {name!r}: rank 0 gets less than one batch; set a larger one"
-            answers.append(ValueError(text))
-        except Exception as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=draw, name=DRAWING, daemon=True)
-    thread.start()
-    thread.join(SILENCE_S)
-    if thread.is_alive():
-        print(
-            f"doctor: waiting for {section}.dataset = {name!r} ...",
-            file=sys.stderr,
-            flush=True,
+    # the last one has the fewest documents
+    for rank in sorted({dp_world_size - 1, 0}, reverse=True):
+        loader = open_dataset(
+            section,
+            build,
+            job_config=sample,
+            tokenizer=tokenizer,
+            dp_world_size=dp_world_size,
+            dp_rank=rank,
         )
-        thread.join(PATIENCE_S - SILENCE_S)
-    if not answers:
-        return (
-            "note",
-            f"{name}: no answer in {PATIENCE_S:.0f} s, for which a job would wait as well",
-        )
-    (inputs,) = answers
-    if isinstance(inputs, Exception):
-        raise inputs
-    if inputs is None:
+    if tokenizer is None:
         return f"{name}: can be opened; what it holds needs a tokenizer without errors"
+    batch = next(iter(loader), None)
+    if batch is None:
+        raise ValueError(
+            f"{section}.dataset = {name!r}: rank 0 gets less than one batch; set a larger one"
+        )
+    inputs = batch[0]
     starts = job.documents(tokenizer).starts(inputs)
     table = getattr(job.config, section)
-    drawn, of_batch = inputs["input"].numel(), table.local_batch_size * table.seq_len
+    drawn = inputs["input"].numel()
+    of_batch = table.local_batch_size * table.seq_len
     rest = f"; a batch of its has {of_batch}" if of_batch > drawn else ""
     return (
         f"{name}: documents in the first {drawn} tokens of rank 0: {len(starts)}{rest}"
     )
-
-
-def is_drawing() -> bool:
-    """Tell whether a dataset that gave no answer is still being read, by a thread that no one waits for."""
-    return any(thread.name == DRAWING for thread in threading.enumerate())
 
 
 def _small_batches(section: str, config: Any) -> Any:
@@ -424,10 +385,8 @@ def _small_batches(section: str, config: Any) -> Any:
 
 
 def _check_kernel(job: Job) -> Answer:
-    name, shape = (
-        job.config.cad.kernel,
-        kernel_shape(attention_kinds(job.config, job.model)),
-    )
+    name = job.config.cad.kernel
+    shape = kernel_shape(attention_kinds(job.config, job.model))
     kernel, reason = choose_kernel(
         name, job.device, shape, timed=not job.config.debug.deterministic
     )
@@ -441,7 +400,8 @@ def _check_kernel(job: Job) -> Answer:
 
 
 def _check_transport(job: Job) -> Answer:
-    cad, ranks = job.config.cad, job.topology.group_ranks(0)
+    cad = job.config.cad
+    ranks = job.topology.group_ranks(0)
     if len(ranks) == 1:
         return "skip", "groups of one rank exchange nothing"
     hosts = len({rank // (job.ranks_per_host or 1) for rank in ranks})
@@ -460,16 +420,15 @@ def _check_environment(job: Job) -> Answer:
     """Look at variables of this process that CUDA reads in a job that is started from the same shell."""
     if job.device.type != "cuda":
         return "skip", "CUDA alone reads the variables in question"
-    remarks, connections = [], os.environ.get(CONNECTIONS, "")
+    remarks = []
+    connections = os.environ.get(CONNECTIONS, "")
     if connections.isdecimal() and int(connections) < DEFAULT_CONNECTIONS:
         remarks.append(
             f"{CONNECTIONS} = {connections}: streams share a hardware queue, in which a put that waits for a peer may "
             "hold back compute; leave it out, or set it to 32"
         )
-    degree, loading = (
-        job.config.parallelism.pipeline_parallel_degree,
-        os.environ.get(MODULE_LOADING),
-    )
+    degree = job.config.parallelism.pipeline_parallel_degree
+    loading = os.environ.get(MODULE_LOADING)
     if degree > 1 and (loading or "").upper() != "EAGER":
         remarks.append(
             f"{MODULE_LOADING} = {loading or 'LAZY, the default'}, with pipeline_parallel_degree = {degree}: a kernel "
@@ -526,11 +485,13 @@ def _check_profile(job: Job) -> Answer:
 
 
 def _check_checkpoint(job: Job) -> Answer:
-    config, checkpoint = job.config, job.config.checkpoint
+    config = job.config
+    checkpoint = job.config.checkpoint
     check_folders(config, job.world_size if job.is_valid else None)
     if not checkpoint.enable:
         return "note", "checkpoint.enable is false: nothing is saved, nothing resumed"
-    folder, start = checkpoint_folder(config), resumed_from(config)
+    folder = checkpoint_folder(config)
+    start = resumed_from(config)
     begins = f"{folder}: resumes from {start}" if start else f"{folder}: begins anew"
     if job.model is None:
         return f"{begins}; what a checkpoint takes is not known without a model"
@@ -558,11 +519,10 @@ def _size(num_bytes: float) -> str:
     )
 
 
-CAD, VALID = ("has_cad", "cad is off"), ("is_valid", "needs a config without errors")
-MODEL, SPEC = (
-    ("model", "needs a model without errors"),
-    ("spec", "needs a model that is known"),
-)
+CAD = ("has_cad", "cad is off")
+VALID = ("is_valid", "needs a config without errors")
+MODEL = ("model", "needs a model without errors")
+SPEC = ("spec", "needs a model that is known")
 CHECKS: dict[str, tuple[Any, ...]] = {
     "config": (_check_config,),
     "device": (_check_device,),

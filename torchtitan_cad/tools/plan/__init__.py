@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad plan``: plan one layout file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -66,8 +64,11 @@ def run(
     try:
         cost = None if measured is None else measured.cost_model("forward", shape)
         load_planner()
-        inputs = tokens, shape, config, cost
-        plan, given = place_and_plan(*inputs) if place else (make_plan(*inputs), None)
+        if place:
+            plan, given = place_and_plan(tokens, shape, config, cost=cost)
+        else:
+            plan = make_plan(tokens, shape, config, cost=cost)
+            given = None
     except ValueError as error:
         raise ValueError(f"{printable(layout)}: {error}") from error
     if validate:
@@ -87,7 +88,8 @@ def run(
 
 def _figures(plan: Plan, given: Plan | None) -> dict[str, str]:
     """Return the statistics by name; with those of the plan for the homes that were ``given``, if any."""
-    layout, stats = plan.layout, plan.stats
+    layout = plan.layout
+    stats = plan.stats
     rows = {
         "ranks, documents, tokens": f"{layout.num_ranks}, {len(layout.docs)}, {layout.num_tokens}",
         "load max/mean before": f"{stats.max_over_mean_before:.4f}",

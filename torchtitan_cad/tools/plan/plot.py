@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import colorsys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -20,32 +19,32 @@ DOCUMENTS = 3
 """Documents shown: those with the most moved work."""
 PALE, DARK, IN_COLOR, OUT_COLOR = "#d9d9d9", "#333333", "#1b6ca8", "#d95f02"
 FEW = 16
-"""Ranks up to which every one has a colour of its own; of more, colours that the eye cannot tell apart say nothing."""
+"""ranks: so many have colours of their own in the bars; of more, colours that the eye cannot tell apart say nothing."""
 BARS = 128
 """Ranks up to which each has its own bars; more are drawn as one outline."""
 POINTS = 310
 """Height of a document, about."""
 LEAST_POINTS = 5
 """Height of the smallest number that is drawn."""
-
-Color = tuple[float, ...]
+LIGHTNESS = (0.3, 0.6, 0.1)
+"""share of red, green and blue in how light a color looks"""
 
 
 def draw_plan(plan: Plan, path: Path, given: Plan | None = None) -> None:
     """Write the picture; the suffix of ``path`` chooses the format (png, pdf, svg).
 
-    ``given`` is a plan for the homes as they were before ``place``: its bytes are drawn, too, and its homes beside
-    the new ones.
+    ``given`` is a plan for the homes as they were before ``place``: its bytes are drawn, too.
     """
     from matplotlib.figure import Figure
 
-    documents, stats = _most_moved(plan), plan.stats
+    documents = _most_moved(plan)
+    stats = plan.stats
     figure = Figure(figsize=(15, 10.2), layout="constrained")
     upper, lower = cast(Any, figure.subfigures(2, 1, height_ratios=[1.5, 1]))
     triangles = upper.subplots(1, max(1, len(documents)), squeeze=False)[0]
     colors = _colors(plan.layout.num_ranks)
     for axes, doc in zip(triangles, documents, strict=False):
-        _draw_document(axes, plan, doc, colors, given)
+        _draw_document(axes, plan, doc, colors)
     if not documents:
         text = "Nothing moves: every query is served where it lives."
         triangles[0].text(
@@ -67,84 +66,46 @@ def draw_plan(plan: Plan, path: Path, given: Plan | None = None) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _colors(num_ranks: int) -> list[Color]:
-    """Return a color per rank: few differ by the golden angle, many lie along a scale, where near ranks look alike."""
-    if num_ranks <= FEW:
-        hues = [(0.58 + rank * 0.618034) % 1.0 for rank in range(num_ranks)]
-        return [
-            colorsys.hls_to_rgb(hue, (0.45, 0.58, 0.36)[rank % 3], 0.65)
-            for rank, hue in enumerate(hues)
-        ]
+def _colors(num_ranks: int) -> np.ndarray:
+    """Return a color per rank, [ranks, 3], along a scale on which near ranks look alike."""
     from matplotlib import colormaps
 
-    return [
-        tuple(color)
-        for color in colormaps["turbo"](np.linspace(0, 1, num_ranks))[:, :3].tolist()
-    ]
-
-
-def _ink(face: Color) -> str:
-    """Black or white, whichever contrasts more with ``face``: where its relative luminance (WCAG 2.2) is 0.179."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in face]
-    return "white" if np.dot([0.2126, 0.7152, 0.0722], linear) < 0.179 else "black"
+    return colormaps["turbo"](np.linspace(0.05, 0.95, num_ranks))[:, :3]
 
 
 def _homes(plan: Plan, tasks: TaskArray) -> np.ndarray:
     """Rank that holds each task's first query."""
     layout = plan.layout
-    run = (
-        np.searchsorted(
-            layout.run_start,
-            layout.global_position(tasks["doc"], tasks["q_start"]),
-            side="right",
-        )
-        - 1
-    )
+    place = layout.global_position(tasks["doc"], tasks["q_start"])
+    run = np.searchsorted(layout.run_start, place, side="right") - 1
     return layout.run_rank[run]
 
 
 def _most_moved(plan: Plan) -> list[int]:
     """Documents with the most pairs of tasks served away from home, at most DOCUMENTS."""
     moved = plan.tasks[_homes(plan, plan.tasks) != plan.tasks["server"]]
-    rows, keys = moved["q_end"] - moved["q_start"], moved["kv_end"] - moved["kv_start"]
+    rows = moved["q_end"] - moved["q_start"]
+    keys = moved["kv_end"] - moved["kv_start"]
     pairs = rows * keys - np.where(is_diagonal(moved), rows * (rows - 1) // 2, 0)
     docs, index = np.unique(moved["doc"], return_inverse=True)
-    order = np.argsort(
-        -np.bincount(index, weights=pairs, minlength=len(docs)), kind="stable"
-    )
+    pairs_of_docs = np.bincount(index, weights=pairs, minlength=len(docs))
+    order = np.argsort(-pairs_of_docs, kind="stable")
     return docs[order[:DOCUMENTS]].tolist()
 
 
-def _draw_document(
-    axes: Axes, plan: Plan, doc: int, colors: list[Color], given: Plan | None
-) -> None:
+def _draw_document(axes: Axes, plan: Plan, doc: int, colors: np.ndarray) -> None:
     """Causal triangle, queries downwards; full colour and number where a task is served away from home."""
     tasks = plan.tasks[plan.tasks["doc"] == doc]
     length = int(plan.layout.doc_lengths[plan.layout.doc_index(np.array([doc]))][0])
-    for task, home, diagonal in zip(
-        tasks.tolist(), _homes(plan, tasks), is_diagonal(tasks), strict=True
-    ):
-        _, q_start, q_end, kv_start, kv_end, server = task
-        box = _Box(
-            q_start=q_start,
-            q_end=q_end,
-            kv_start=kv_start,
-            kv_end=kv_end,
-            is_diagonal=diagonal,
-        )
-        _draw_task(
-            axes,
-            box,
-            server,
-            color=colors[server],
-            points=POINTS / length,
-            moved=server != home,
-        )
-    strip = length * 0.035
-    _draw_homes(axes, plan, doc, right=-0.6 * strip, colors=colors, name="home")
-    if given is not None:
-        _draw_homes(axes, given, doc, right=-4.6 * strip, colors=colors, name="before")
-    axes.set_xlim((-5.2 if given is None else -9.2) * strip, length)
+    away = _homes(plan, tasks) != tasks["server"]
+    for task, moved in zip(tasks, away.tolist(), strict=True):
+        server = int(task["server"])
+        # pale where the queries' home serves them
+        color = colors[server] if moved else 1 - 0.25 * (1 - colors[server])
+        _draw_task(axes, task, color, POINTS / length)
+    strip = 0.035 * length
+    _draw_homes(axes, plan, doc, strip, colors)
+    axes.set_xlim(-5.2 * strip, length)
     axes.set_ylim(length, -0.05 * length)
     axes.set_aspect("equal")
     axes.set_yticks([])
@@ -154,93 +115,64 @@ def _draw_document(
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-class _Box(NamedTuple):
-    """Queries (downwards) and keys (to the right) of a task, whose right side is slanted if it is a diagonal."""
-
-    q_start: int
-    q_end: int
-    kv_start: int
-    kv_end: int
-    is_diagonal: bool
-
-    def corners(self) -> list[tuple[int, int]]:
-        """Return the corners (key, query), around the box."""
-        upper = self.q_start if self.is_diagonal else self.kv_end
-        lower = self.q_end if self.is_diagonal else self.kv_end
-        return [
-            (self.kv_start, self.q_start),
-            (upper, self.q_start),
-            (lower, self.q_end),
-            (self.kv_start, self.q_end),
-        ]
-
-
-def _draw_task(
-    axes: Axes, box: _Box, server: int, *, color: Color, points: float, moved: bool
-) -> None:
+def _draw_task(axes: Axes, task: np.void, color: np.ndarray, points: float) -> None:
     """Draw a task with its server's number, if that fits; ``points`` is the height of a token."""
     from matplotlib.patches import Polygon
 
-    face = color if moved else tuple(1 - 0.25 * (1 - part) for part in color)
-    axes.add_patch(
-        Polygon(
-            box.corners(), closed=True, facecolor=face, edgecolor="white", linewidth=0.6
-        )
-    )
-    middle = (box.q_start + box.q_end) / 2
+    _, q_start, q_end, kv_start, kv_end, server = task.tolist()
+    slanted = q_end == kv_end  # a diagonal ends in its own queries
+    corners = [
+        (kv_start, q_start),
+        (q_start if slanted else kv_end, q_start),
+        (kv_end, q_end),
+        (kv_start, q_end),
+    ]
+    axes.add_patch(Polygon(corners, facecolor=color, edgecolor="white", linewidth=0.6))
+    middle = (q_start + q_end) / 2
     # a trapezoid's free box is left of its diagonal
-    right = middle if box.is_diagonal else box.kv_end
-    width = right - box.kv_start
-    height = box.q_end - box.q_start
-    text = str(server)
-    size = min(13.0, 0.7 * height * points, 0.9 * width * points / len(text))
+    width = (middle if slanted else kv_end) - kv_start
+    height = q_end - q_start
+    size = 0.7 * points * min(height, width / len(str(server)))
     if size >= LEAST_POINTS:
-        weight = "bold" if moved else "normal"
-        place = (box.kv_start + width / 2, middle)
         axes.annotate(
-            text,
-            place,
+            str(server),
+            (kv_start + width / 2, middle),
             ha="center",
             va="center",
-            color=_ink(face),
-            fontsize=size,
-            fontweight=weight,
+            color="white" if np.dot(LIGHTNESS, color) < 0.5 else "black",
+            fontsize=min(13.0, size),
         )
 
 
 def _draw_homes(
-    axes: Axes, plan: Plan, doc: int, *, right: float, colors: list[Color], name: str
+    axes: Axes, plan: Plan, doc: int, strip: float, colors: np.ndarray
 ) -> None:
-    """Draw a column of the document's homes; ``right`` is its right edge, in tokens."""
+    """Draw a column of the document's homes, ``strip`` tokens wide, left of its triangle."""
     from matplotlib.patches import Rectangle
 
     layout = plan.layout
-    length = int(layout.doc_lengths[layout.doc_index(np.array([doc]))][0])
-    strip = length * 0.035
     style: dict[str, Any] = {"ha": "right", "fontsize": 9, "color": DARK}
-    for i in np.flatnonzero(layout.seg_doc == doc).tolist():
-        start, tokens, rank = (
-            int(layout.seg_start[i]),
-            int(layout.seg_length[i]),
-            int(layout.seg_rank[i]),
-        )
-        box = Rectangle(
-            (right - strip, start),
-            strip,
-            tokens,
-            facecolor=colors[rank],
-            edgecolor="white",
-            linewidth=0.6,
-        )
-        axes.add_patch(box)
-        if tokens * POINTS / length > 9:
-            axes.text(
-                right - 1.3 * strip, start + tokens / 2, f"{rank}", va="center", **style
+    for segment in np.flatnonzero(layout.seg_doc == doc).tolist():
+        start = int(layout.seg_start[segment])
+        tokens = int(layout.seg_length[segment])
+        rank = int(layout.seg_rank[segment])
+        axes.add_patch(
+            Rectangle(
+                (-1.6 * strip, start),
+                strip,
+                tokens,
+                facecolor=colors[rank],
+                edgecolor="white",
+                linewidth=0.6,
             )
-    axes.text(right - 1.3 * strip, -0.5 * strip, name, va="bottom", **style)
+        )
+        if tokens > strip:
+            middle = start + tokens / 2
+            axes.text(-1.9 * strip, middle, str(rank), va="center", **style)
+    axes.text(-1.9 * strip, -0.5 * strip, "home", va="bottom", **style)
 
 
-def _draw_loads(axes: Axes, plan: Plan, colors: list[Color]) -> None:
+def _draw_loads(axes: Axes, plan: Plan, colors: np.ndarray) -> None:
     stats = plan.stats
     mean = stats.mean_load or 1.0
     few = len(stats.loads) <= FEW
@@ -251,12 +183,12 @@ def _draw_loads(axes: Axes, plan: Plan, colors: list[Color]) -> None:
         color=PALE,
         label="before: every query at home",
     )
-    _bars(axes, stats.loads / mean, 0.56, color=colors if few else IN_COLOR)
-    axes.bar(
-        [0],
-        [0],
-        color=DARK if few else IN_COLOR,
-        label="planned" + " (colour: the server)" * few,
+    _bars(
+        axes,
+        stats.loads / mean,
+        0.56,
+        color=colors if few else IN_COLOR,
+        label="planned",
     )
     axes.axhline(stats.max_over_mean, color=DARK, linewidth=1, linestyle="--")
     most = float(stats.loads_before.max() / mean)

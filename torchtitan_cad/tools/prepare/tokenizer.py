@@ -59,7 +59,8 @@ def prepare_tokenizer(
             f"vocab_size = {vocab_size} is larger than any model's; use {MAX_VOCAB_SIZE} or less"
         )
     if kind == "bytes":
-        vocab_size, texts = NUM_BYTE_TOKENS, []
+        vocab_size = NUM_BYTE_TOKENS
+        texts = []
     elif texts is None:
         from torchtitan_cad.demo.datasets import read_sources
 
@@ -70,11 +71,7 @@ def prepare_tokenizer(
     made_of = {"kind": kind, "vocab_size": vocab_size, "texts_sha256": digest}
     files = folder / _TOKENIZER, folder / _CONFIG
     is_there = all(file.is_file() for file in files)
-    # Version 0.1.0 wrote no hash of the tokenizer.
-    if not is_there or files[1].read_bytes() not in (
-        _config_of(files[0].read_bytes(), made_of),
-        _config(made_of),
-    ):
+    if not is_there or files[1].read_bytes() != _config(files[0].read_bytes(), made_of):
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer = (
             train_tokenizer(texts, vocab_size, show_progress)
@@ -82,28 +79,23 @@ def prepare_tokenizer(
             .encode()
         )
         _write(files[0], tokenizer)
-        _write(files[1], _config_of(tokenizer, made_of))
+        _write(files[1], _config(tokenizer, made_of))
     return folder
 
 
-def _config_of(tokenizer: bytes, made_of: dict[str, Any]) -> bytes:
+def _config(tokenizer: bytes, made_of: dict[str, Any]) -> bytes:
     """Return tokenizer_config.json beside the tokenizer.json ``tokenizer``, which it names by a hash.
 
     A run that was interrupted between both files, or another program, may have left another tokenizer beside it.
     """
-    return _config(
-        {**made_of, "tokenizer_sha256": hashlib.sha256(tokenizer).hexdigest()}
-    )
-
-
-def _config(made_of: dict[str, Any]) -> bytes:
+    digest = hashlib.sha256(tokenizer).hexdigest()
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOS_TOKEN,
         "add_bos_token": False,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
-        "torchtitan_cad": made_of,
+        "torchtitan_cad": {**made_of, "tokenizer_sha256": digest},
     }
     return f"{json.dumps(settings, indent=2)}\n".encode()
 

@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_cad.tools.simulation import inputs
-from torchtitan_cad.tools.simulation.batches import draw_batches
 from torchtitan_cad.tools.simulation.inputs import (
     CHECKPOINTING,
-    Cluster,
+    PLACEMENTS,
+    SCHEDULES,
     Configuration,
-    Documents,
-    Model,
-    Rates,
+    Inputs,
 )
 from torchtitan_cad.tools.simulation.search import Progress, Search, Trial
 
@@ -83,11 +80,7 @@ class Advice:
 
 
 def advise(
-    model: Model,
-    cluster: Cluster,
-    documents: Documents,
-    job: Configuration,
-    rates: Rates,
+    inputs: Inputs,
     *,
     refused: Callable[[Configuration], str] = lambda configuration: "",
     progress: Progress = lambda text: None,
@@ -96,76 +89,69 @@ def advise(
 
     For ``refused`` and ``progress`` see ``Search``. Raises ValueError for inputs that do not fit each other.
     """
-    search = Search(
-        model,
-        cluster,
-        draw_batches(documents),
-        rates,
-        job,
-        frozenset(),
-        refused,
-        progress,
-    )
-    planner = job.planner.planner
-    if search.step(planner, job) is None:
+    job = inputs.configuration
+    search = Search(replace(inputs, open=frozenset()), refused, progress)
+    if search.step("cad", job) is None:
+        documents = inputs.documents
+        cluster = inputs.cluster
         raise ValueError(
             f"documents step_tokens = {documents.step_tokens} in rows of {documents.row_tokens} cannot be divided over "
             f"{cluster.ranks} ranks with tp = {cluster.tp}, pp = {job.pp}, cp = {job.cp} in {job.microbatches} "
             "microbatches: set a training.global_batch_size that can be"
         )
-    written = search.run(planner, job)
-    base = best = _made_to_fit(search, planner, written)
-    settings = _alternatives(search, base.configuration)
+    written = search.run("cad", job)
+    base = _made_to_fit(search, written)
     trials = {
-        name: [search.run(planner, each) for each in choices]
-        for name, choices in settings.items()
+        name: [search.run("cad", each) for each in choices]
+        for name, choices in _alternatives(search, base.configuration).items()
     }
-    ranked = every = [trial for of_setting in trials.values() for trial in of_setting]
+    tried = [trial for of_setting in trials.values() for trial in of_setting]
+    best = _climb(search, base, tried)
+    with_cad = [job, *(trial.configuration for trial in (base, *tried, best))]
+    stock = _without_cad(search, with_cad)
+    # torchtitan alone has no kind of checkpointing that keeps the output of attention
+    alone = replace(job, checkpointing="full") if job.checkpointing == "linear" else job
+    return Advice(
+        written=written,
+        base=base,
+        without_written=search.run("packed", alone),
+        without=search.fastest("packed", stock),
+        reorder=search.fastest("reorder", stock),
+        best=best,
+        trials=trials,
+    )
+
+
+def _climb(search: Search, base: Trial, tried: list[Trial]) -> Trial:
+    """Change one setting after the other, to the fastest of those tried, while it gains ``LEAST_GAIN``."""
+    best = base
     for _ in range(MOST_CHANGES):
-        fastest = min(ranked, key=lambda trial: trial.seconds)
-        candidate = search.run(planner, fastest.configuration)
+        fastest = min(tried, key=lambda trial: trial.seconds)
+        candidate = search.run("cad", fastest.configuration)
         if not fastest.fits or (candidate.gain_over(best) or 0.0) < LEAST_GAIN:
             break
         best = candidate
         others = _alternatives(search, best.configuration)
-        ranked = [
-            search.run(planner, each, 1)
+        tried = [
+            search.run("cad", each, 1)
             for choices in others.values()
             for each in choices
         ]
-    stock = _without_cad(
-        search, [job, *(trial.configuration for trial in (base, *every, best))]
-    )
-    without, reorder = (
-        search.fastest(system, stock) for system in ("packed", "reorder")
-    )
-    # torchtitan alone has no kind of checkpointing that keeps the output of attention
-    alone = replace(job, checkpointing="full") if job.checkpointing == "linear" else job
-    return Advice(
-        written, base, search.run("packed", alone), without, reorder, best, trials
-    )
+    return best
 
 
-def _made_to_fit(search: Search, planner: str, written: Trial) -> Trial:
+def _made_to_fit(search: Search, written: Trial) -> Trial:
     """Return the job with as much activation checkpointing as it needs, and other degrees if that is not enough."""
     job = written.configuration
-    choices = [
-        replace(job, checkpointing=kind)
-        for kind in CHECKPOINTING[CHECKPOINTING.index(job.checkpointing) :]
-    ]
-    choices += [
-        each
-        for others in _alternatives(search, choices[-1]).values()
-        for each in others
-    ]
-    return next(
-        (
-            trial
-            for trial in (search.run(planner, each) for each in choices)
-            if trial.fits
-        ),
-        written,
-    )
+    kinds = CHECKPOINTING[CHECKPOINTING.index(job.checkpointing) :]
+    choices = [replace(job, checkpointing=kind) for kind in kinds]
+    for others in _alternatives(search, choices[-1]).values():
+        choices += others
+    for choice in choices:
+        trial = search.run("cad", choice)
+        if trial.fits:
+            return trial
+    return written
 
 
 def _alternatives(search: Search, now: Configuration) -> dict[str, list[Configuration]]:
@@ -174,9 +160,9 @@ def _alternatives(search: Search, now: Configuration) -> dict[str, list[Configur
         "nano_batches": (1, 2),
         "tolerance": TOLERANCES,
         "backward": ("auto", "keep"),
-        "placement": inputs.PLACEMENTS,
+        "placement": PLACEMENTS,
         "checkpointing": CHECKPOINTING[: CHECKPOINTING.index(now.checkpointing)],
-        "schedule": inputs.SCHEDULES if now.pp > 1 else (),
+        "schedule": SCHEDULES if now.pp > 1 else (),
     }
     found = {
         name: [
@@ -200,12 +186,12 @@ def _degrees(
 ) -> Iterator[Configuration]:
     """Yield other (pp, cp) with every number of microbatches, schedule and nano-batches to try with them."""
     for pp, cp in degrees:
-        if not cp or not 0 < pp <= search.model.layers:
+        if not cp or not 0 < pp <= search.inputs.model.layers:
             continue
         for microbatches in (
             [each * pp for each in MICROBATCHES] if pp != now.pp else [now.microbatches]
         ):
-            for schedule in inputs.SCHEDULES if 1 < pp != now.pp else (now.schedule,):
+            for schedule in SCHEDULES if 1 < pp != now.pp else (now.schedule,):
                 for count in sorted({now.nano_batches, 2}):
                     each = replace(
                         now,

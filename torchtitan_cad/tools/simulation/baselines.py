@@ -24,16 +24,15 @@ from torchtitan_cad.tools.simulation.memory import (
     token_bytes,
 )
 from torchtitan_cad.tools.simulation.row_orders import distribute_under_cap, row_orders
-from torchtitan_cad.tools.simulation.step import KEPT, Memory, Outcome, Step
+from torchtitan_cad.tools.simulation.step import KEPT, Memory, Outcome, Step, both_ways
 
 
 def _repeated(step: Step, values: FloatArray) -> FloatArray:
     """Add forward to backward, [2, ...], where backward computes whole layers again."""
-    return (
-        values + np.stack([np.zeros_like(values[0]), values[0]])
-        if step.repeats_forward
-        else values
-    )
+    if not step.repeats_forward:
+        return values
+    forward, backward = values
+    return np.stack([forward, backward + forward])
 
 
 def in_sequence(
@@ -53,66 +52,61 @@ def in_sequence(
             full; windows and chunks are taken to need none of other ranks.
         keep: backward does not gather them again.
     """
-    costs, cp = step.costs, step.configuration.cp
+    costs = step.costs
+    cp = step.configuration.cp
     even = step.even("1F1B")
-    gathers = step.full_layers * np.stack(
-        [costs.gather_seconds(gathered, cp, way, keep) for way in (True, False)]
+    gathers = step.full_layers * both_ways(
+        lambda forward: costs.gather_seconds(gathered, cp, forward, keep)
     )
-    balanced, full = (
-        _seconds(step, tokens, seconds) for seconds in (attention, attention + gathers)
-    )
+    balanced = _seconds(step, tokens, attention)
+    full = _seconds(step, tokens, attention + gathers)
     parts = replace(
         even.unbalanced(balanced - even.total + even.synchronisation),
         exchange=full - balanced,
     )
-    num_bytes = np.array(
-        [
-            costs.gathered_bytes(gathered.mean(), cp, forward, keep)
-            for forward in (True, False)
-        ]
+    num_bytes = both_ways(
+        lambda forward: costs.gathered_bytes(gathered.mean(), cp, forward, keep)
     )
     into_rank = step.full_layers * float(_repeated(step, num_bytes).sum())
     exchanged_bytes = into_rank * costs.cluster.ranks * step.microbatches * step.layers
-    slowest, mean = attention[0].max(axis=0), attention[0].mean(axis=0)
+    slowest = attention[0].max(axis=0)
+    mean = attention[0].mean(axis=0)
     # packing may leave a microbatch empty
-    ratios = np.divide(slowest, mean, out=np.ones_like(mean), where=mean > 0)
-    return Outcome(parts, memory, exchanged_bytes, float(ratios.mean()))
+    ratios = np.ones_like(mean)
+    np.divide(slowest, mean, out=ratios, where=mean > 0)
+    return Outcome(
+        parts,
+        memory,
+        exchanged_bytes=exchanged_bytes,
+        max_over_mean=float(ratios.mean()),
+    )
 
 
 def _seconds(step: Step, tokens: FloatArray, layer: FloatArray) -> float:
     times = step.layers * _repeated(step, layer)
-    for direction, forward in enumerate((True, False)):
-        # latencies do not grow with tokens
-        one, none = (
-            step.work(forward, 1.0),
-            step.work(forward, 0.0),
-        )
-        times[direction] += none + (one - none) * tokens
+    times += both_ways(
+        lambda forward: step.work(forward, 0.0) + step.token_seconds(forward) * tokens
+    )
     if step.lockstep:
-        return float(times.sum(axis=0).max(axis=0).sum())
-    return one_f_one_b(step.pp, times[0].T, times[1].T)
+        slowest = times.sum(axis=0).max(axis=0)
+        return float(slowest.sum())
+    forward, backward = times
+    return one_f_one_b(step.pp, forward.T, backward.T)
 
 
 def row_gathers(step: Step) -> float:
     """Return the seconds that gathers of whole rows' keys take in a step, between the ranks that share them."""
-    costs, cp = step.costs, step.configuration.cp
+    cp = step.configuration.cp
     tokens = np.array(step.tokens * cp)
-    layer = np.stack(
-        [costs.gather_seconds(tokens, cp, forward) for forward in (True, False)]
-    )
-    return float(
-        step.layers
-        * step.full_layers
-        * step.microbatches
-        * _repeated(step, layer).sum()
-    )
+    layer = both_ways(lambda forward: step.costs.gather_seconds(tokens, cp, forward))
+    calls = step.layers * step.full_layers * step.microbatches
+    return float(calls * _repeated(step, layer).sum())
 
 
 def perfect(step: Step) -> Outcome:
     """Balance everything and exchange nothing for attention; TP and parameters as everywhere."""
-    return Outcome(
-        step.even("CAD1F1B"), memory_without_cad(step, step.tokens, step.tokens, 1)
-    )
+    memory = memory_without_cad(step, step.tokens, step.tokens, documents=1)
+    return Outcome(step.even("CAD1F1B"), memory)
 
 
 def packed(step: Step) -> Outcome:
@@ -128,12 +122,11 @@ def reorder(step: Step) -> Outcome:
     The fastest order counts, of the loader's and ``row_orders``, and in pipelines with the ``best_order`` of each.
     """
     seconds = _row_seconds(step)
-    work, loaded = _repeated(step, seconds).sum(axis=0), step.row_order
+    work = _repeated(step, seconds).sum(axis=0)
+    loaded = step.row_order
     orders = [loaded, *_orders(work.tobytes(), loaded.shape, step.pp)]
-    return min(
-        (_in_rows(step, order, seconds) for order in orders),
-        key=lambda outcome: outcome.seconds,
-    )
+    outcomes = [_in_rows(step, order, seconds) for order in orders]
+    return min(outcomes, key=lambda outcome: outcome.seconds)
 
 
 @lru_cache(maxsize=KEPT)
@@ -149,33 +142,39 @@ def _orders(
     if pp == 1:
         return tuple(orders)
     loaded = np.arange(len(work)).reshape(shape)
-    orders = [loaded, *orders]
-    return tuple(
-        orders[1:]
-        + [each[:, best_order(work[each].sum(axis=(0, 2)), pp)] for each in orders]
-    )
+    for order in (loaded, *orders):
+        of_microbatches = work[order].sum(axis=(0, 2))
+        orders.append(order[:, best_order(of_microbatches, pp)])
+    return tuple(orders)
 
 
 def _row_seconds(step: Step) -> FloatArray:
     """[2, rows] seconds of the mean layer's attention of every row, of the slowest of its ranks: forward, backward."""
-    return step.mean_layer(
-        lambda kind: _slowest(step.costs, step.batch, kind, step.configuration.cp)
-    )
+    cp = step.configuration.cp
+    return step.mean_layer(lambda kind: _slowest(step.costs, step.batch, kind, cp))
 
 
 def _in_rows(step: Step, order: IntArray, row_seconds: FloatArray) -> Outcome:
     """Time the step with the rows in this order, of the shape of ``Step.row_order``."""
-    costs, cp, tokens = (
-        step.costs,
-        step.configuration.cp,
-        step.tokens * step.configuration.cp,
+    cp = step.configuration.cp
+    shared_tokens = step.tokens * cp
+    gathered = shared_tokens * step.costs.shape.kv_bytes if cp > 1 else 0.0
+    of_rows = np.array([len(row) for row in step.batch.rows])
+    documents = of_rows[order].sum(axis=2)
+    memory = memory_without_cad(
+        step,
+        tokens=step.tokens,
+        keys=shared_tokens,
+        documents=int(documents.max()),
+        gathered=gathered,
     )
-    documents = np.array([len(row) for row in step.batch.rows])[order].sum(axis=2).max()
-    gathered = tokens * costs.shape.kv_bytes if cp > 1 else 0.0
-    memory = memory_without_cad(step, step.tokens, tokens, int(documents), gathered)
-    shape, attention = order.shape[:2], row_seconds[:, order].sum(axis=3)
+    shape = order.shape[:2]
     return in_sequence(
-        step, memory, np.full(shape, step.tokens), attention, np.full(shape, tokens)
+        step,
+        memory,
+        tokens=np.full(shape, step.tokens),
+        attention=row_seconds[:, order].sum(axis=3),
+        gathered=np.full(shape, shared_tokens),
     )
 
 
@@ -185,48 +184,45 @@ def _slowest(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> FloatA
 
     Rows begin behind each other, and a rank has an early and a late one of a row's ``2 * cp`` chunks.
     """
-    lengths, window = batch.pieces(kind), kind.shape.window
-    ends = np.cumsum(lengths)
     if cp == 1:
         return _of_whole_rows(costs, batch, kind)
+    lengths = batch.pieces(kind)
+    window = kind.shape.window
+    ends = np.cumsum(lengths)
     size = batch.row_tokens // (2 * cp)
-    cuts = np.sort(
-        np.concatenate([ends, size * np.arange(1, batch.tokens // size + 1)]),
-        kind="stable",
-    )
+    chunk_ends = size * np.arange(1, batch.tokens // size + 1)
+    cuts = np.sort(np.concatenate([ends, chunk_ends]), kind="stable")
     # as np.union1d, which is slower for sorted arrays
     cuts = cuts[np.diff(cuts, prepend=0) > 0]
     begin = np.append(0, cuts[:-1])
-    doc = np.searchsorted(ends, begin, side="right")
     row, chunk = np.divmod(begin // size, 2 * cp)
     rank = row * cp + np.minimum(chunk, 2 * cp - 1 - chunk)
-    first = (ends - lengths)[doc]
+    starts = ends - lengths
+    document = np.searchsorted(ends, begin, side="right")
+    first = starts[document]
 
     def slowest(forward: bool) -> FloatArray:
         until = costs.document_seconds(cuts - first, forward, window)
         before = costs.document_seconds(begin - first, forward, window)
-        of_ranks = np.bincount(
-            rank, weights=until - before, minlength=len(batch.rows) * cp
-        )
+        num_ranks = len(batch.rows) * cp
+        of_ranks = np.bincount(rank, weights=until - before, minlength=num_ranks)
         return of_ranks.reshape(-1, cp).max(axis=1)
 
-    return np.stack([slowest(True), slowest(False)])
+    return both_ways(slowest)
 
 
 def _of_whole_rows(costs: Costs, batch: Batch, kind: AttentionKind) -> FloatArray:
     """[2, rows] seconds of one layer's attention of rows that no ranks share."""
     lengths = batch.pieces(kind)
-    seconds = np.stack(
-        [
-            costs.document_seconds(lengths, forward, kind.shape.window)
-            for forward in (True, False)
-        ]
+    window = kind.shape.window
+    seconds = both_ways(
+        lambda forward: costs.document_seconds(lengths, forward, window)
     )
     row_ends = batch.row_tokens * np.arange(1, len(batch.rows))
-    rows = np.searchsorted(np.cumsum(lengths), row_ends, side="right")
-    return np.stack(
-        [part.sum(axis=1) for part in np.split(seconds, rows, axis=1)], axis=1
-    )
+    ends = np.cumsum(lengths)
+    rows = np.searchsorted(ends, row_ends, side="right")
+    documents_of_rows = np.split(seconds, rows, axis=1)
+    return np.stack([row.sum(axis=1) for row in documents_of_rows], axis=1)
 
 
 def packing_cp(step: Step) -> Outcome | None:
@@ -254,13 +250,14 @@ def packing_cp(step: Step) -> Outcome | None:
     distributed = heaviest_first.reshape(-1, step.microbatches, replicas)
     # and heavier ones to each replica in turn
     distributed[:, 1::2] = distributed[:, 1::2, ::-1]
-    ordered = distributed[:, best_order(distributed[0].sum(axis=1), step.pp)]
+    seconds = distributed[0].sum(axis=1)
+    ordered = distributed[:, best_order(seconds, step.pp)]
     _, tokens, forward, backward, gathered, counts = ordered.transpose(0, 2, 1)
-    most_keys = (tokens + gathered * (1 - 1 / cp)).max()
+    keys = tokens + gathered * (1 - 1 / cp)
     memory = memory_without_cad(
         step,
         tokens=float(tokens.max()),
-        keys=most_keys,
+        keys=keys.max(),
         documents=int(counts.max()),
         gathered=float(gathered.max()) * key_bytes,
     )
@@ -288,10 +285,10 @@ def _packed_cap(step: Step, key_bytes: float) -> float:
     """Return the tokens of a microbatch and replica for which packing has memory."""
     cp = step.configuration.cp
     gathered = key_bytes * cp if cp > 1 else 0.0
-    per_token = (
-        token_bytes(step, in_flight(step)) + gathered + stock_attention(step, 1, cp, 0)
-    )
-    return (step.costs.cluster.memory - states(step)) / per_token * cp
+    activations = token_bytes(step, in_flight(step))
+    per_token = activations + gathered + stock_attention(step, 1, cp, 0)
+    free = step.costs.cluster.memory - states(step)
+    return free / per_token * cp
 
 
 def _packed_documents(step: Step) -> FloatArray:
@@ -300,22 +297,24 @@ def _packed_documents(step: Step) -> FloatArray:
     The rows are seconds in all, tokens, seconds of the mean layer's attention forward and backward, tokens whose keys
     are gathered, and 1.
     """
-    cp, lengths = step.configuration.cp, step.batch.lengths
+    cp = step.configuration.cp
+    lengths = step.batch.lengths
     tile = step.costs.models[0].granularity
-    divided = (lengths >= 2 * cp * tile) & (cp > 1)
+    parts = 2 * cp
+    divided = (lengths >= parts * tile) & (cp > 1)
     tiles = np.ceil(lengths / tile)
-    padded = np.where(divided, 2 * cp * np.ceil(lengths / (2 * cp * tile)), tiles)
+    padded = np.where(divided, parts * np.ceil(lengths / (parts * tile)), tiles)
     padding = padded / tiles
-    attention = np.stack(
-        [step.document_attention(forward) * padding / cp for forward in (True, False)]
-    )
-    token_seconds = sum(
-        step.work(forward, 1.0) - step.work(forward, 0.0) for forward in (True, False)
-    )
-    seconds = (
-        step.layers * _repeated(step, attention).sum(axis=0)
-        + token_seconds * lengths / cp
-    )
+    attention = both_ways(step.document_attention) * padding / cp
+    token_seconds = both_ways(step.token_seconds).sum()
+    seconds = step.layers * _repeated(step, attention).sum(axis=0)
+    seconds += token_seconds * lengths / cp
     return np.stack(
-        [seconds, lengths / cp, *attention, divided * lengths, np.ones(len(lengths))]
+        [
+            seconds,
+            lengths / cp,
+            *attention,
+            divided * lengths,
+            np.ones(len(lengths)),
+        ]
     )

@@ -68,7 +68,8 @@ def draw_batches(documents: Documents) -> list[Batch]:
     rng = np.random.default_rng(documents.seed)
     batches = []
     for _ in range(documents.batches):
-        ends, last = [], 0
+        ends = []
+        last = 0
         while last < documents.step_tokens:
             drawn = rng.choice(
                 documents.lengths, size=max(64, documents.step_tokens // 4096)
@@ -79,7 +80,8 @@ def draw_batches(documents: Documents) -> list[Batch]:
             np.concatenate(ends), np.arange(row, documents.step_tokens + 1, row)
         )
         cuts = cuts[cuts <= documents.step_tokens]
-        lengths, of_row = np.diff(cuts, prepend=0), (cuts - 1) // row
+        lengths = np.diff(cuts, prepend=0)
+        of_row = (cuts - 1) // row
         batches.append(
             Batch(tuple(np.split(lengths, np.flatnonzero(np.diff(of_row)) + 1)), row)
         )

@@ -90,7 +90,9 @@ class Costs:
         rates: Rates,
         tile: int = PlannerConfig.tile,
     ) -> None:
-        self.model, self.cluster, self.rates = model, cluster, rates
+        self.model = model
+        self.cluster = cluster
+        self.rates = rates
         self._segments: dict[
             tuple[float, bool, Checkpointing, bool], tuple[float, float]
         ] = {}
@@ -104,11 +106,9 @@ class Costs:
         if (profile := rates.profile) is None:
             self.plan_cost = TileAreaCost(tile)
             self.models = self.plan_cost, self.plan_cost
-            keys, values, pairs = (
-                self.shape.head_dim,
-                self.shape.out_dim,
-                self.plan_cost.granularity**2,
-            )
+            keys = self.shape.head_dim
+            values = self.shape.out_dim
+            pairs = self.plan_cost.granularity**2
             each = [
                 pairs * self.shape.num_heads * one
                 for one in (2 * (keys + values), 6 * keys + 4 * values)
@@ -179,7 +179,9 @@ class Costs:
         """
         key = (tokens, forward, checkpointing, tp)
         if key not in self._segments:
-            self._segments[key] = self._segment_seconds(*key)
+            self._segments[key] = self._segment_seconds(
+                tokens, forward, checkpointing, tp
+            )
         return self._segments[key]
 
     def _segment_seconds(

@@ -37,17 +37,16 @@ class Disaggregated:
     """A step with CAD.
 
     Args:
-        planner: name of the planner.
         plans: that are known, to which others are added; by default a new dictionary.
     """
 
     def __init__(
         self,
         step: Step,
-        planner: str = PlannerConfig.planner,
         plans: Plans | None = None,
     ) -> None:
-        self.step, self.configuration, self._name = step, step.configuration, planner
+        self.step = step
+        self.configuration = step.configuration
         self._plans: Plans = {} if plans is None else plans
         self._known: dict[tuple[PoolKey, bool, bool], list[list[Nano]]] = {}
         self._in_ticks = step.pp > 1 and self.configuration.schedule == "CAD1F1B"
@@ -84,14 +83,16 @@ class Disaggregated:
     @cached_property
     def layouts(self) -> list[list[TokenLayout]]:
         """Lay out every microbatch, or its halves, over the ranks of a stage, as loaders give them."""
-        step, how = self.step, (self.configuration.cp, self.configuration.nano_batches)
+        step = self.step
+        cp = self.configuration.cp
+        nano_batches = self.configuration.nano_batches
         shape = BatchShape(
             step.rows_per_rank * step.microbatches,
             step.batch.row_tokens,
             step.rows_per_rank,
         )
         return [
-            nano_layouts(self.starts, shape, microbatch, *how)
+            nano_layouts(self.starts, shape, microbatch, cp, nano_batches)
             for microbatch in range(step.microbatches)
         ]
 
@@ -100,8 +101,10 @@ class Disaggregated:
         """Lay out microbatches for ticks: homes are chosen by bytes, and plans for all stages are made for them."""
         if self.configuration.placement == "loader":
             return self.layouts
-        step, costs = self.step, self.step.costs
-        kinds, config = costs.kinds[:1], self._config(step.ranks)
+        step = self.step
+        costs = step.costs
+        kinds = costs.kinds[:1]
+        config = self._config(step.ranks)
         placed = plan_step(
             self.layouts, kinds, config, cost=costs.plan_cost, stages=step.pp
         )
@@ -110,28 +113,34 @@ class Disaggregated:
     def plans(self, pool: PoolKey) -> list[list[Plan]]:
         """Plan a pool of microbatches, for every kind one plan per half; stages without a microbatch only serve."""
         if pool not in self._plans:
-            step, costs, ranks, stages = (
-                self.step,
-                self.step.costs,
-                self.step.ranks,
-                self.step.pp,
-            )
+            step = self.step
+            costs = step.costs
+            ranks = step.ranks
+            stages = step.pp
             pools: list[PoolKey] = [
                 (microbatch,) for microbatch in range(step.microbatches)
             ]
             given = self.layouts
             if self._in_ticks:
                 working = [*pool, *[None] * (stages - len(pool))]
-                pools, given = [pool], [pool_layouts(self.homes, working, ranks)]
-                ranks, stages = ranks * stages, 1
+                pools = [pool]
+                given = [pool_layouts(self.homes, working, ranks)]
+                ranks = ranks * stages
+                stages = 1
             times = None
             if self.configuration.tolerance == "auto":
                 times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
             place = self.configuration.placement == "balanced" and not self._in_ticks
             columns = np.concatenate(self.starts) % step.batch.row_tokens
-            how = costs.kinds, self._config(ranks), times, costs.plan_cost
             planned = plan_step(
-                given, *how, columns=columns, place=place, stages=stages
+                given,
+                costs.kinds,
+                self._config(ranks),
+                times=times,
+                cost=costs.plan_cost,
+                columns=columns,
+                place=place,
+                stages=stages,
             )
             for key, microbatch in zip(pools, planned, strict=True):
                 self._plans[key] = [list(plans) for plans in microbatch.plans]
@@ -141,12 +150,11 @@ class Disaggregated:
         """Return the step's time by parts, each what the step takes longer with it than with those before it."""
         even = self.step.even(self.configuration.schedule)
         ideal = even.total - even.synchronisation
-        balanced, alone, full = (
-            self.seconds(False, background=False),
-            self.seconds(False),
-            self.seconds(True),
-        )
-        parts, num_bytes = even.unbalanced(balanced - ideal), self._exchanged_bytes()
+        balanced = self.seconds(False, background=False)
+        alone = self.seconds(False)
+        full = self.seconds(True)
+        parts = even.unbalanced(balanced - ideal)
+        num_bytes = self._exchanged_bytes()
         if num_bytes:  # otherwise FSDP2's waits are those of a step without CAD
             parts = replace(
                 parts,
@@ -157,15 +165,11 @@ class Disaggregated:
 
     def memory(self) -> Memory:
         """Estimate the memory of the fullest GPU; before anything is planned, without attention's working memory."""
-        step, nanos, gigabytes = (
-            self.step,
-            self.configuration.nano_batches,
-            self.configuration.receive_buffer_gb,
-        )
-        microbatches_in_flight, plans = (
-            in_flight(step, self.configuration.schedule),
-            self._plans.values(),
-        )
+        step = self.step
+        nanos = self.configuration.nano_batches
+        gigabytes = self.configuration.receive_buffer_gb
+        microbatches_in_flight = in_flight(step, self.configuration.schedule)
+        plans = self._plans.values()
         return Memory(
             states=states(step),
             activations=step.tokens * token_bytes(step, microbatches_in_flight, nanos),
@@ -233,10 +237,8 @@ class Disaggregated:
     ) -> None:
         step = self.step
         busy = step.background(forward) if background else 0.0
-        nanos, order = (
-            self._nanos(pool, forward, exchange),
-            step.kinds if forward else step.kinds[::-1],
-        )
+        nanos = self._nanos(pool, forward, exchange)
+        order = step.kinds if forward else step.kinds[::-1]
         head = step.head(forward) * sum(nano.share for nano in nanos[0])
         if not forward:
             streams.compute = streams.compute + head
@@ -285,40 +287,28 @@ class Disaggregated:
 
     def _exchanged_bytes(self) -> float:
         """Bytes of the step, of all GPUs."""
-        step, again = (
-            self.step,
-            [(True, pool) for forward, pool in self.passes if not forward],
-        )
+        step = self.step
+        again = [(True, pool) for forward, pool in self.passes if not forward]
         passes = self.passes + again * step.repeats_forward
-        every = (
-            (self._nanos(pool, forward, True), kind)
-            for forward, pool in passes
-            for kind in step.kinds
-        )
-        nanos = [nano for kinds, kind in every for nano in kinds[kind]]
-        each = sum(
-            transfer.num_bytes
-            for nano in nanos
-            for transfer in (nano.there, nano.back)
-            if transfer
-        )
-        return each * (1 if self._in_ticks else step.pp) * step.costs.cluster.tp
+        num_bytes = 0.0
+        for forward, pool in passes:
+            kinds = self._nanos(pool, forward, True)
+            for kind in step.kinds:
+                num_bytes += sum(nano.num_bytes for nano in kinds[kind])
+        return num_bytes * (1 if self._in_ticks else step.pp) * step.costs.cluster.tp
 
     def _config(self, ranks: int) -> PlannerConfig:
-        config, node = (
-            self.configuration.planner_config(),
-            self.step.costs.cluster.group_per_node,
-        )
+        node = self.step.costs.cluster.group_per_node
         return replace(
-            config,
-            planner=self._name,
+            self.configuration.planner_config(),
             ranks_per_node=node if 1 < node < ranks else None,
         )
 
 
 def obstacle(step: Step) -> str:
     """Say why a step cannot run with CAD; empty if it can."""
-    configuration, costs = step.configuration, step.costs
+    configuration = step.configuration
+    costs = step.costs
     if (
         configuration.nano_batches == 2
         and costs.cluster.tp > 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Inputs of a simulated step: model, cluster, rates, documents and configuration.
+"""Inputs of a simulated step: the job's ``[cad]`` table with the division of its step, and what describes the job.
 
 Every number is described once: its meaning, which is its help on the command line, its unit, and its default's source.
 Bytes are of one GPU's link in one direction, times are seconds.
@@ -8,13 +8,14 @@ Bytes are of one GPU's link in one direction, times are seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
-from torchtitan_cad.planning import AttentionShape, PlannerConfig, Profile
+from torchtitan_cad.integration.config import Cad
+from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.planning.keeping import CHECKPOINTING, Checkpointing
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
@@ -55,6 +56,11 @@ def about(
         default=default,
         metadata={"help": help, "unit": unit, "most": most, "source": source},
     )
+
+
+def is_option(each: Field[Any]) -> bool:
+    """Tell whether a field is an option of the command line."""
+    return bool(each.metadata.get("help"))
 
 
 class Checked:
@@ -173,10 +179,8 @@ class Model(Checked):
         All of ``tp`` ranks multiply by what makes latents and the shared part of keys, which counts for each.
         """
         shape = self.shape(1)
-        queries, keys = (
-            self.heads * shape.head_dim,
-            self.kv_heads * (shape.key_dim + shape.out_dim),
-        )
+        queries = self.heads * shape.head_dim
+        keys = self.kv_heads * (shape.key_dim + shape.out_dim)
         undivided = (
             tp * self.hidden * (self.query_rank + self.key_rank + shape.shared_dim)
         )
@@ -343,10 +347,8 @@ class Documents(Checked):
         given = tuple(
             tuple(np.array(row, dtype=np.int64) for row in rows) for rows in batches
         )
-        counts, tokens = (
-            {len(rows) for rows in given},
-            {int(row.sum()) for rows in given for row in rows},
-        )
+        counts = {len(rows) for rows in given}
+        tokens = {int(row.sum()) for rows in given for row in rows}
         for what, found in (("rows in a batch", counts), ("tokens in a row", tokens)):
             if len(found) != 1:
                 raise ValueError(
@@ -383,10 +385,28 @@ class Documents(Checked):
                 f"documents step_tokens = {self.step_tokens}: set a multiple of row_tokens = {self.row_tokens}"
             )
 
+    def described(self) -> dict[str, Any]:
+        """Turn them into values that JSON can hold."""
+        return {
+            "row_tokens": self.row_tokens,
+            "step_tokens": self.step_tokens,
+            "batches": self.batches,
+            "seed": self.seed,
+            "lengths": {
+                "median": float(np.median(self.lengths)),
+                "mean": float(self.lengths.mean()),
+                "longest": int(self.lengths.max()),
+            },
+        }
 
-@dataclass(frozen=True)
-class Configuration(Checked):
-    """How a system divides and runs a step, whose tokens stay as they are."""
+
+@dataclass(unsafe_hash=True)
+class Configuration(Checked, Cad):
+    """The ``[cad]`` table of a job, and how its step is divided; the step's tokens stay as they are.
+
+    Fields of the table that are options of the command line are described anew. A configuration is not changed once it
+    is made.
+    """
 
     pp: int = about(
         "Pipeline ranks; without a job, every system takes its best.",
@@ -410,24 +430,24 @@ class Configuration(Checked):
     nano_batches: Literal[1, 2] = about(
         "Halves of a microbatch that take turns; by default the better of 1 and 2.",
         (1, 2),
-        1,
+        Cad.nano_batches,
     )
     schedule: Schedule = about("", SCHEDULES, "1F1B")  # noqa: RUF009
     tolerance: float | Literal["auto"] = about(
         "Imbalance that plans may leave; auto: of every plan the one by which a layer takes the least time.",
         None,
-        PlannerConfig.tolerance,
+        Cad.tolerance,
     )
     backward: Literal["auto", "resend", "keep"] = about(
         "Queries, keys and values travel again for backward, or servers keep what they received; auto: where the "
         "memory has room for it.",
         ("auto", "resend", "keep"),
-        "auto",
+        Cad.backward,
     )
     placement: Placement = about(  # noqa: RUF009
         "Ranks hold what their loaders gave them, or tokens are distributed anew.",
         PLACEMENTS,
-        "loader",
+        "balanced",
     )
     packing_cp: int | None = about(
         "Ranks over which packing_cp divides documents; by default the best number.",
@@ -435,21 +455,10 @@ class Configuration(Checked):
         None,
         most=MAX_RANKS,
     )
-    receive_buffer_gb: float | None = None
-    """GB of all nano-batches' receive buffers on a GPU (``cad.receive_buffer_gb``); None: 0.65 a nano-batch."""
-    planner: PlannerConfig = field(default=PlannerConfig())
-    """Other options of planners; ``tolerance`` and the nodes' size are not taken from here."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.planner_config()
-
-    def planner_config(self) -> PlannerConfig:
-        """Return the planner's options. Raises ValueError for a tolerance that is none."""
-        tolerance = (
-            PlannerConfig.tolerance if self.tolerance == "auto" else self.tolerance
-        )
-        return replace(self.planner, tolerance=tolerance, ranks_per_node=None)
 
     def changes(self, other: Configuration) -> dict[str, Any]:
         """Return the fields that differ from the other's, with the values here."""
@@ -459,16 +468,49 @@ class Configuration(Checked):
             if value != getattr(other, key)
         }
 
+    def described(self) -> dict[str, Any]:
+        """Turn the fields that the simulation knows into values that JSON can hold."""
+        found = {name: getattr(self, name) for name in SIMULATED}
+        return {**found, "planner": asdict(self.planner_config())}
 
-OPEN = frozenset(
-    {
-        "pp",
-        "cp",
-        "microbatches",
-        "checkpointing",
-        "nano_batches",
-        "schedule",
-        "placement",
-    }
+
+DIVISION = ("pp", "cp", "microbatches", "checkpointing")
+OPEN = frozenset({*DIVISION, "nano_batches", "schedule", "placement"})
+"""Fields of a configuration of which every system may take its best; ``DIVISION`` also those without CAD."""
+SIMULATED = (
+    *DIVISION,
+    "nano_batches",
+    "schedule",
+    "tolerance",
+    "backward",
+    "placement",
+    "packing_cp",
+    "receive_buffer_gb",
 )
-"""Fields of a configuration of which every system may take its best."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that a simulation is told; of the fields of the configuration in ``open`` every system takes its best."""
+
+    model: Model
+    cluster: Cluster
+    documents: Documents
+    configuration: Configuration
+    rates: Rates = field(default=Rates())
+    open: frozenset[str] = OPEN
+
+    def described(self) -> dict[str, Any]:
+        """Turn the inputs into values that JSON can hold."""
+        profile = self.rates.profile
+        return {
+            "model": asdict(self.model),
+            "cluster": asdict(self.cluster),
+            "documents": self.documents.described(),
+            "configuration": self.configuration.described(),
+            "open": sorted(self.open),
+            "rates": {
+                **vars(self.rates),
+                "profile": profile.fingerprint() if profile else None,
+            },
+        }

@@ -41,7 +41,8 @@ def in_flight(step: Step, schedule: str = "1F1B") -> int:
 
 def states(step: Step) -> float:
     """Count a GPU's bytes of weights, gradients and optimizer."""
-    model, cluster = step.costs.model, step.costs.cluster
+    model = step.costs.model
+    cluster = step.costs.cluster
     mine, held = (
         each / (cluster.tp * step.pp)
         for each in (model.parameters, model.held_parameters)
@@ -59,7 +60,8 @@ def token_bytes(
     step: Step, microbatches_in_flight: int, nano_batches: int = 1
 ) -> float:
     """Return the bytes of activations of the fullest pipeline rank per token of a microbatch."""
-    model, tp = step.costs.model, step.costs.cluster.tp
+    model = step.costs.model
+    tp = step.costs.cluster.tp
     stage = Stage(
         step.layers,
         model.hidden,
@@ -78,10 +80,8 @@ def memory_without_cad(
     step: Step, tokens: float, keys: float, documents: int, gathered: float = 0.0
 ) -> Memory:
     """Return the memory of a GPU whose attention has ``keys`` for ``tokens`` queries."""
-    activations, attention = (
-        tokens * token_bytes(step, in_flight(step)),
-        stock_attention(step, tokens, keys, documents),
-    )
+    activations = tokens * token_bytes(step, in_flight(step))
+    attention = stock_attention(step, tokens, keys, documents)
     return Memory(states(step), activations, gathered, attention=attention)
 
 
@@ -117,7 +117,8 @@ def _served_rows(plan: Plan) -> FloatArray:
 
 def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
     """Return the bytes of received rows that a server may keep in each call, by the job's ``backward``."""
-    configuration, nano_batches = step.configuration, step.configuration.nano_batches
+    configuration = step.configuration
+    nano_batches = step.configuration.nano_batches
     kept = kept_by_setting(configuration.backward, in_ticks=in_ticks)
     if kept is not None:
         return kept
@@ -145,10 +146,8 @@ def kept_bytes(
 
     Full checkpointing keeps those of one layer at a time.
     """
-    rows, nothing = (
-        RowBytes.of(step.costs.shape),
-        np.zeros(kinds[0][0].layout.num_ranks, dtype=np.int64),
-    )
+    rows = RowBytes.of(step.costs.shape)
+    nothing = np.zeros(kinds[0][0].layout.num_ranks, dtype=np.int64)
 
     def kept_rows(plan: Plan) -> tuple[IntArray, IntArray]:
         keeps = plan.most_rows.are_kept(plan.shape, bytes_per_call)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Reorder whole rows over the ranks and microbatches of an optimizer step, for which nothing is exchanged."""
 
-from __future__ import annotations
-
 import heapq
 
 import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
+
+LEAST_SAVED = 1e-9
+"""share of a load by which a swap must lower it"""
 
 
 def row_orders(work: FloatArray, ranks: int, microbatches: int) -> list[IntArray]:
@@ -23,17 +24,22 @@ def row_orders(work: FloatArray, ranks: int, microbatches: int) -> list[IntArray
         Numbers of rows, [ranks, microbatches, rows of each].
     """
     rows = np.arange(len(work))
-    heaviest = np.argsort(-work, kind="stable").reshape(microbatches, -1)
+    of_parts = equal_work(work, rows, ranks * microbatches)
+    all_equal = of_parts.reshape(ranks, microbatches, -1)
+    by_work = heaviest_first(work).reshape(microbatches, -1)
+    of_microbatches = [equal_work(work, each, ranks) for each in by_work]
+    rows_of_ranks = equal_work(work, rows, ranks)
+    of_ranks = [equal_work(work, each, microbatches) for each in rows_of_ranks]
     return [
-        equal_work(work, rows, ranks * microbatches).reshape(ranks, microbatches, -1),
-        np.stack([equal_work(work, each, ranks) for each in heaviest], axis=1),
-        np.stack(
-            [
-                equal_work(work, each, microbatches)
-                for each in equal_work(work, rows, ranks)
-            ]
-        ),
+        all_equal,
+        np.stack(of_microbatches, axis=1),
+        np.stack(of_ranks),
     ]
+
+
+def heaviest_first(work: FloatArray) -> IntArray:
+    """Return the order by descending work, of equal ones as they come."""
+    return np.argsort(-work, kind="stable")
 
 
 def equal_work(work: FloatArray, rows: IntArray, parts: int) -> IntArray:
@@ -42,30 +48,45 @@ def equal_work(work: FloatArray, rows: IntArray, parts: int) -> IntArray:
     Then the part of most work swaps a row with another part, as long as both have less than it had.
     """
     size = len(rows) // parts
-    heap, lists = (
-        [(0.0, part) for part in range(parts)],
-        [list[int]() for _ in range(parts)],
-    )
-    for row in rows[np.argsort(-work[rows], kind="stable")].tolist():
+    heap = [(0.0, part) for part in range(parts)]
+    lists = [list[int]() for _ in heap]
+    order = heaviest_first(work[rows])
+    for row in rows[order].tolist():
         load, part = heapq.heappop(heap)
         lists[part].append(row)
         if len(lists[part]) < size:
-            heapq.heappush(heap, (load + float(work[row]), part))
+            load += float(work[row])
+            heapq.heappush(heap, (load, part))
     distributed = np.array(lists, dtype=np.int64)
     for _ in range(len(rows)):
-        loads = work[distributed].sum(axis=1)
-        heavy = int(loads.argmax())
-        # [row of the heaviest part, other part, its row]
-        saved = work[distributed[heavy], None, None] - work[distributed]
-        most = np.maximum(loads[heavy] - saved, loads[:, None] + saved)
-        mine, part, theirs = np.unravel_index(most.argmin(), most.shape)
-        if most[mine, part, theirs] >= loads[heavy] * (1 - 1e-9):
+        swap = _best_swap(work[distributed])
+        if swap is None:
             break
-        distributed[heavy, mine], distributed[part, theirs] = (
-            distributed[part, theirs],
-            distributed[heavy, mine],
-        )
+        heavy, mine, part, theirs = swap
+        row = distributed[heavy, mine]
+        distributed[heavy, mine] = distributed[part, theirs]
+        distributed[part, theirs] = row
     return distributed
+
+
+def _best_swap(work: FloatArray) -> tuple[int, int, int, int] | None:
+    """Return the part of most work, its row to give, and the part and its row to take; None if no swap helps.
+
+    ``work`` is that of every row, [parts, rows of each].
+    """
+    loads = work.sum(axis=1)
+    heavy = int(loads.argmax())
+    # [row of the heaviest part, other part, its row]
+    saved = work[heavy, :, None, None] - work
+    gives = loads[heavy] - saved
+    takes = loads[:, None] + saved
+    most = np.maximum(gives, takes)
+    least = loads[heavy] * (1 - LEAST_SAVED)
+    if most.min() >= least:
+        return None
+    best = np.unravel_index(most.argmin(), most.shape)
+    mine, part, theirs = map(int, best)
+    return heavy, mine, part, theirs
 
 
 def distribute_under_cap(
@@ -76,18 +97,23 @@ def distribute_under_cap(
 
     Returns int64 [documents], the part of each; None where no part has capacity.
     """
-    heap = [(0.0, number) for number in range(parts)]
+    heap = [(0.0, part) for part in range(parts)]
     capacity = np.full(parts, float(cap))
     distributed = np.zeros(len(work), dtype=np.int64)
-    for document in np.argsort(-work, kind="stable").tolist():
+    for document in heaviest_first(work).tolist():
         full = []
-        while heap and capacity[heap[0][1]] < tokens[document]:
+        while heap:
+            number = heap[0][1]
+            if capacity[number] >= tokens[document]:
+                break
             full.append(heapq.heappop(heap))
         if not heap:
             return None
         load, number = heapq.heappop(heap)
         distributed[document] = number
         capacity[number] -= tokens[document]
-        for entry in (*full, (load + float(work[document]), number)):
+        load += float(work[document])
+        full.append((load, number))
+        for entry in full:
             heapq.heappush(heap, entry)
     return distributed

@@ -17,26 +17,24 @@ from torchtitan_cad.tools.simulation.baselines import (
     reorder,
     row_gathers,
 )
-from torchtitan_cad.tools.simulation.batches import Batch
+from torchtitan_cad.tools.simulation.batches import Batch, draw_batches
 from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.disaggregated import Disaggregated, Plans, obstacle
 from torchtitan_cad.tools.simulation.inputs import (
     CHECKPOINTING,
-    OPEN,
     PLACEMENTS,
     SCHEDULES,
-    Cluster,
     Configuration,
-    Model,
+    Inputs,
     Placement,
-    Rates,
 )
 from torchtitan_cad.tools.simulation.step import Outcome, Step
 
 MAX_PP = 8
 MAX_MICROBATCHES = 8
 """microbatches per pipeline rank: most that are tried."""
-TRIED, FINALISTS = 3, 3
+TRIED = 3
+FINALISTS = 3
 """batches: the first, on which a baseline's configurations are ranked; configurations: a baseline's best, compared on
 all batches. CAD's are ranked on the first batch, and compared on the first TRIED, FINALISTS at a time. In large
 clusters TRIED is one."""
@@ -103,31 +101,30 @@ class Trial:
 
 @dataclass(eq=False)
 class Search:
-    """Tries configurations of the systems of ``BASELINES``, and of CAD by its planner's name.
+    """Tries configurations of the systems of ``BASELINES``, and of CAD with the configuration's planner.
 
     Attributes:
-        asked: what the configuration is, but for its fields in ``open``, of which every system takes its best.
         refused: why the job could not start with a configuration; empty if it could.
         progress: is called with what is simulated next.
 
     Raises ValueError for inputs that do not fit each other.
     """
 
-    model: Model
-    cluster: Cluster
-    batches: list[Batch]
-    rates: Rates
-    asked: Configuration
-    open: frozenset[str] = OPEN
+    inputs: Inputs
     refused: Callable[[Configuration], str] = lambda configuration: ""
     progress: Progress = lambda text: None
     _known: dict[tuple[str, Configuration, int], Trial] = field(default_factory=dict)
-    _plans: dict[tuple[str, Configuration], Plans] = field(default_factory=dict)
+    _plans: dict[Configuration, Plans] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.costs = Costs(
-            self.model, self.cluster, self.rates, self.asked.planner.cost_tile
-        )
+        inputs = self.inputs
+        self.cluster = inputs.cluster
+        self.asked = inputs.configuration
+        self.open = inputs.open
+        self.progress("drawing documents")
+        self.batches = draw_batches(inputs.documents)
+        tile = self.asked.planner_config().cost_tile
+        self.costs = Costs(inputs.model, self.cluster, inputs.rates, tile)
         fixed = [
             getattr(self.asked, name) for name in ("pp", "cp") if name not in self.open
         ]
@@ -170,7 +167,7 @@ class Search:
     def _with_batch(self, number: int, system: str, before: Trial) -> Trial:
         """Simulate one batch more than were simulated ``before``."""
         configuration = before.configuration
-        if system not in BASELINES and (reason := self.refused(configuration)):
+        if reason := "" if system in BASELINES else self.refused(configuration):
             return Trial(configuration, reason=reason)
         step = self.step(system, configuration, self.batches[number - 1])
         if step is None:
@@ -192,14 +189,13 @@ class Search:
             self.progress(
                 f"{system}: batch {number} of {len(self.batches)}, {changes or 'as asked'}"
             )
-            # Those of the first batch are kept; checkpointing and ``backward`` do not change them.
-            plans = (
-                system,
-                replace(configuration, checkpointing="none", backward="resend"),
-            )
-            cad = Disaggregated(
-                step, system, self._plans.setdefault(plans, {}) if number == 1 else {}
-            )
+            plans: Plans = {}
+            if number == 1:  # kept; checkpointing and ``backward`` do not change them
+                planned = replace(
+                    configuration, checkpointing="none", backward="resend"
+                )
+                plans = self._plans.setdefault(planned, {})
+            cad = Disaggregated(step, plans)
             memory = cad.memory().total  # without what plans take
             outcome = cad.outcome() if memory <= self.cluster.memory else None
         most = max(before.memory, memory, outcome.memory.total if outcome else 0.0)
@@ -213,18 +209,18 @@ class Search:
 
         What even perfect balance would leave behind the best so far is not tried.
         """
-        batches, bounds = self.batches[: self.few], list[tuple[float, int]]()
-        for number, each in enumerate(candidates):
-            bounds.append((self._least_seconds(system, each, batches), number))
-        tried, fails = dict[int, Trial](), set[int]()
+        batches = self.batches[: self.few]
+        bounds = [
+            (self._least_seconds(system, candidate, batches), number)
+            for number, candidate in enumerate(candidates)
+        ]
         waiting = sorted(bounds, reverse=True)
+        tried = dict[int, Trial]()
         while True:
-            ranked = sorted(
+            fitting = sorted(
                 (trial.seconds, number) for number, trial in tried.items() if trial.fits
             )
-            finalists = [
-                (seconds, number) for seconds, number in ranked if number not in fails
-            ][:FINALISTS]
+            finalists = fitting[:FINALISTS]
             least = finalists[-1][0] if len(finalists) == FINALISTS else math.inf
             if waiting and waiting[-1][0] * (1 - ROUNDING) <= least:
                 number = waiting.pop()[1]
@@ -236,13 +232,15 @@ class Search:
             trials = {
                 number: self.run(system, candidates[number]) for _, number in finalists
             }
-            failing = {number for number, trial in trials.items() if not trial.fits}
+            failing = {
+                number: trial for number, trial in trials.items() if not trial.fits
+            }
             if not failing:
                 none = self.none([tried[number] for number in sorted(tried)])
                 return min(
                     trials.values(), key=lambda trial: trial.seconds, default=none
                 )
-            fails |= failing
+            tried |= failing
 
     def _least_seconds(
         self, system: str, configuration: Configuration, batches: Sequence[Batch]
@@ -258,14 +256,16 @@ class Search:
             return balanced - even[0].bubble
         return balanced + (row_gathers(step) if system != "perfect" else 0.0)
 
-    def fastest_cad(self, planner: str, candidates: Sequence[Configuration]) -> Trial:
+    def fastest_cad(self, candidates: Sequence[Configuration]) -> Trial:
         """Return CAD's fastest configuration for ``TRIED`` batches that fits every batch, of the best for the first.
 
         What even perfect balance would leave behind the best so far is not planned.
         """
-        best, tried = Trial(self.asked), list[Trial]()
+        best = Trial(self.asked)
+        tried = list[Trial]()
         for each in candidates:
-            now, places = best.configuration, each.placement != "loader"
+            now = best.configuration
+            places = each.placement != "loader"
             if (
                 best.fits
                 and not places
@@ -273,35 +273,34 @@ class Search:
                 and each.microbatches > now.microbatches
             ):
                 continue  # without a pipeline smaller microbatches only leave less to balance
-            if self.bound(planner, each) < best.seconds:
-                tried.append(self.run(planner, each, 1))
+            if self.bound(each) < best.seconds:
+                tried.append(self.run("cad", each, 1))
                 best = min(best, tried[-1], key=lambda trial: trial.seconds)
         fitting = sorted(
             (trial for trial in tried if trial.fits), key=lambda trial: trial.seconds
         )
         for first in range(0, len(fitting), FINALISTS):
             finalists = fitting[first : first + FINALISTS]
-            few = [self.run(planner, one.configuration, self.few) for one in finalists]
+            few = [self.run("cad", one.configuration, self.few) for one in finalists]
             for trial in sorted(few, key=lambda trial: trial.seconds):
-                if (every := self.run(planner, trial.configuration)).fits:
+                if (every := self.run("cad", trial.configuration)).fits:
                     return every
-        return self.none([self.run(planner, trial.configuration) for trial in tried])
+        return self.none([self.run("cad", trial.configuration) for trial in tried])
 
-    def placed(self, planner: str, candidates: Sequence[Configuration]) -> Trial:
+    def placed(self, candidates: Sequence[Configuration]) -> Trial:
         """Return CAD's fastest trial, maybe with documents placed, since ``packing_cp`` distributes them anew, too."""
-        now = self.fastest_cad(planner, candidates).configuration
+        now = self.fastest_cad(candidates).configuration
         ways = product(
             self._choices("placement", PLACEMENTS[1:]),
             self._choices("nano_batches", (1, 2)),
         )
         return self.fastest_cad(
-            planner,
-            [now, *(replace(now, placement=p, nano_batches=n) for p, n in ways)],
+            [now, *(replace(now, placement=p, nano_batches=n) for p, n in ways)]
         )
 
-    def bound(self, planner: str, configuration: Configuration) -> float:
+    def bound(self, configuration: Configuration) -> float:
         """Return the seconds of a step if everything were balanced and hidden; infinite if it cannot be divided so."""
-        step = self.step(planner, configuration)
+        step = self.step("cad", configuration)
         return (
             step.even(configuration.schedule).total
             if step and not obstacle(step)
@@ -322,9 +321,13 @@ class Search:
     def candidates(
         self, system: str, placement: Placement = "loader"
     ) -> list[Configuration]:
-        """List the configurations of a system, for CAD the most promising first."""
+        """List the configurations of a system, for CAD the most promising first; "greedy" is CAD with that planner."""
+        asked = replace(self.asked, placement=placement)
+        if system == "greedy":
+            asked = replace(asked, planner=system)
         found = list[Configuration]()
-        cp, rows = 1 if "cp" in self.open else self.asked.cp, len(self.batches[0].rows)
+        cp = 1 if "cp" in self.open else self.asked.cp
+        rows = len(self.batches[0].rows)
         pps = [
             2**i
             for i in range(MAX_PP.bit_length())
@@ -341,8 +344,7 @@ class Search:
                 ]
                 for m in self._choices("microbatches", every):
                     now = replace(
-                        self.asked,
-                        placement=placement,
+                        asked,
                         checkpointing=kind,
                         pp=pp,
                         microbatches=m,
@@ -350,7 +352,7 @@ class Search:
                     found += self._ways(system, now)
         if system in BASELINES:
             return found
-        bounds = {each: self.bound(system, each) for each in found}
+        bounds = {each: self.bound(each) for each in found}
         possible = [each for each in found if bounds[each] < math.inf]
         return sorted(
             possible,
@@ -362,7 +364,8 @@ class Search:
 
     def _ways(self, system: str, now: Configuration) -> Iterator[Configuration]:
         """Yield a system's configurations with these numbers of pipeline ranks and microbatches."""
-        batch, ranks = self.batches[0], self.cluster.ranks // (self.cluster.tp * now.pp)
+        batch = self.batches[0]
+        ranks = self.cluster.ranks // (self.cluster.tp * now.pp)
         divisors = [cp for cp in range(1, ranks + 1) if ranks % cp == 0]
         if system == "perfect":
             yield replace(now, cp=1)

@@ -21,6 +21,11 @@ KEPT = 256
 """results that are kept of each function whose arguments many configurations share"""
 
 
+def both_ways(of_direction: Callable[[bool], Any]) -> FloatArray:
+    """Stack what a function returns for forward (True) and for backward, [2, ...]."""
+    return np.stack([of_direction(True), of_direction(False)])
+
+
 @dataclass(frozen=True)
 class Parts:
     """Seconds of a step; they add up to it.
@@ -127,7 +132,8 @@ class Step:
     @property
     def has_whole_rows(self) -> bool:
         """Tell whether every group of ``cp`` ranks gets as many rows, of which its ranks get equal parts in pairs."""
-        cp, row = self.configuration.cp, self.batch.row_tokens
+        cp = self.configuration.cp
+        row = self.batch.row_tokens
         return (
             self.rows_per_rank > 0
             and self.tokens * cp % row == 0
@@ -211,12 +217,15 @@ class Step:
         self, forward: bool, tokens: float | None = None, tp: bool = True
     ) -> float:
         """Seconds of a microbatch's work of that direction on a stage, without attention; repeats are backward's."""
-        total = self.layers * sum(self.block(forward, tokens, tp)) + self.head(
-            forward, tokens
-        )
+        total = self.layers * sum(self.block(forward, tokens, tp))
+        total += self.head(forward, tokens)
         if not forward and self.repeats_forward:
             total += self.layers * sum(self.block(True, tokens, tp))
         return total
+
+    def token_seconds(self, forward: bool) -> float:
+        """Seconds by which a token more makes ``work`` longer, of which latencies are no part."""
+        return self.work(forward, 1.0) - self.work(forward, 0.0)
 
     def document_attention(self, forward: bool) -> FloatArray:
         """Seconds, [documents], of the mean layer's attention of every document on one GPU."""
@@ -258,10 +267,8 @@ class Step:
     @property
     def final(self) -> float:
         """Seconds at the step's end: what FSDP2 does not do in every layer, and what does not grow with the tokens."""
-        mine, extra = (
-            self.costs.model.held_parameters / self.pp,
-            self.costs.rates.seconds_per_step,
-        )
+        mine = self.costs.model.held_parameters / self.pp
+        extra = self.costs.rates.seconds_per_step
         return extra + (
             0.0
             if self.lockstep

@@ -28,16 +28,19 @@ class Nano:
     there: Transfer | None = None
     back: Transfer | None = None
 
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of both exchanges, of all ranks."""
+        return sum(each.num_bytes for each in (self.there, self.back) if each)
+
 
 class Streams:
     """Times [ranks] at which compute and network are free, and the next layer's parameters have been gathered."""
 
     def __init__(self, ranks: int) -> None:
-        self.compute, self.network, self.gathered = (
-            np.zeros(ranks),
-            np.zeros(ranks),
-            np.zeros(ranks),
-        )
+        self.compute = np.zeros(ranks)
+        self.network = np.zeros(ranks)
+        self.gathered = np.zeros(ranks)
 
     def join(self) -> None:
         """Make all ranks wait for each other."""
@@ -80,9 +83,11 @@ class Streams:
         """
         returned = [self.compute] * len(layers[0])
         for number, segment in enumerate(segments):
-            arrived, last = [], number == len(layers)
+            arrived = []
+            last = number == len(layers)
             nanos = layers[number - last]
-            gathered, upcoming = self.gathered, self.gathered
+            gathered = self.gathered
+            upcoming = self.gathered
             for index, nano in enumerate(nanos):
                 waits = background and not last
                 done = self.work(

@@ -9,25 +9,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchtitan_cad.planning.text import aligned
-from torchtitan_cad.tools.simulation.batches import draw_batches
-from torchtitan_cad.tools.simulation.inputs import (
-    OPEN,
-    Cluster,
-    Configuration,
-    Documents,
-    Model,
-    Rates,
-)
+from torchtitan_cad.tools.simulation.inputs import DIVISION, Cluster, Inputs
 from torchtitan_cad.tools.simulation.search import Progress, Search, Trial
 from torchtitan_cad.tools.simulation.step import Parts
 
-_DIVISION = ("pp", "cp", "microbatches", "checkpointing")
 SYSTEMS = {
-    "packed": _DIVISION,
-    "reorder": _DIVISION,
-    "packing_cp": (*_DIVISION, "backward"),
-    "greedy": (*_DIVISION, "nano_batches", "schedule"),
-    "cad": (*_DIVISION, "nano_batches", "schedule", "placement"),
+    "packed": DIVISION,
+    "reorder": DIVISION,
+    "packing_cp": (*DIVISION, "backward"),
+    "greedy": (*DIVISION, "nano_batches", "schedule"),
+    "cad": (*DIVISION, "nano_batches", "schedule", "placement"),
     "perfect": ("pp", "microbatches", "checkpointing"),
 }
 """Systems, with the fields of a configuration that each chooses."""
@@ -70,7 +61,8 @@ class Report:
         }
 
     def _system(self, name: str) -> dict[str, Any]:
-        system, perfect = self.systems[name], self.systems["perfect"]
+        system = self.systems[name]
+        perfect = self.systems["perfect"]
         if not system.fits:
             none = dict.fromkeys(
                 ("seconds_per_step", "tokens_per_second", "share_of_perfect")
@@ -167,16 +159,7 @@ class Report:
         return [f"cad: {', '.join(texts)}; {means}"] if texts else []
 
 
-def simulate(
-    model: Model,
-    cluster: Cluster,
-    documents: Documents,
-    configuration: Configuration | None = None,
-    rates: Rates | None = None,
-    *,
-    open: frozenset[str] = OPEN,
-    progress: Progress = lambda text: None,
-) -> Report:
+def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
     """Return the times of a step under every system of ``SYSTEMS``.
 
     Each takes its configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first batch;
@@ -184,20 +167,12 @@ def simulate(
     large cluster ``greedy`` and ``cad`` take the configuration that is best for CAD with the loader's homes, ``greedy``
     up to ``MOST_GREEDY``.
 
-    ``configuration`` is what all systems have in common, but for its fields in ``open``. Raises ValueError for inputs
-    that do not fit each other, or documents that no configuration can divide.
+    Raises ValueError for inputs that do not fit each other, or documents that no configuration can divide.
     """
-    asked = configuration or Configuration()
-    progress("drawing documents")
-    search = Search(
-        model,
-        cluster,
-        draw_batches(documents),
-        rates or Rates(),
-        asked,
-        open,
-        progress=progress,
-    )
+    asked = inputs.configuration
+    cluster = inputs.cluster
+    documents = inputs.documents
+    search = Search(inputs, progress=progress)
     if not search.candidates("packed"):
         raise ValueError(
             f"documents step_tokens = {documents.step_tokens} in rows of {documents.row_tokens} cannot be divided over "
@@ -211,19 +186,19 @@ def simulate(
     if cluster.is_large:
         without_placement, found["greedy"] = _of_large(search)
     else:
-        without_placement = found["greedy"] = search.fastest_cad(
-            "greedy", search.candidates("greedy")
-        )
-    planner = asked.planner.planner
+        greedy = search.fastest_cad(search.candidates("greedy"))
+        without_placement = found["greedy"] = greedy
     # What is best without placement is tried first: then most others are left by their bounds, in large clusters all.
-    best = replace(without_placement.configuration, placement=asked.placement)
+    best = replace(
+        without_placement.configuration,
+        planner=asked.planner,
+        placement=asked.placement,
+    )
     first = [best] if without_placement.fits else []
     others = (
-        []
-        if first and cluster.is_large
-        else search.candidates(planner, asked.placement)
+        [] if first and cluster.is_large else search.candidates("cad", asked.placement)
     )
-    found["cad"] = search.placed(planner, first + others)
+    found["cad"] = search.placed(first + others)
     trials = [search.run("perfect", each) for each in search.candidates("perfect")]
     fastest = min(trials, key=lambda trial: trial.seconds)
     found["perfect"] = fastest if fastest.fits else search.none(trials)
@@ -232,11 +207,10 @@ def simulate(
 
 def _of_large(search: Search) -> tuple[Trial, Trial]:
     """Return the trials of CAD with the loader's homes, and of the greedy planner, whose plans take long."""
-    planner = search.asked.planner.planner
-    cad = search.fastest_cad(planner, search.candidates(planner))
+    cad = search.fastest_cad(search.candidates("cad"))
     if search.cluster.ranks // search.cluster.tp > MOST_GREEDY:
         reason = f"its planner takes too long for more than {MOST_GREEDY} GPUs, by the square of their number"
         return cad, Trial(search.asked, reason=reason)
     if not cad.fits:
         return cad, cad  # which says why
-    return cad, search.fastest_cad("greedy", [cad.configuration])
+    return cad, search.fastest_cad([replace(cad.configuration, planner="greedy")])

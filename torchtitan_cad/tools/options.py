@@ -6,8 +6,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import numpy as np
 import tyro
@@ -22,8 +23,8 @@ from torchtitan_cad.tools.recorded_documents import (
     read_record,
 )
 from torchtitan_cad.tools.shared import check_job
-from torchtitan_cad.tools.simulation import (
-    DEFAULT,
+from torchtitan_cad.tools.simulation.batches import DEFAULT, named_lengths
+from torchtitan_cad.tools.simulation.inputs import (
     MANY_RANKS,
     MODELS,
     OPEN,
@@ -31,53 +32,20 @@ from torchtitan_cad.tools.simulation import (
     Cluster,
     Configuration,
     Documents,
+    Inputs,
     Model,
     Rates,
-    named_lengths,
+    is_option,
 )
 
 if TYPE_CHECKING:
     from torchtitan_cad.tools.simulated_job import SimulatedJob
 
-BATCHES, FEWEST_BATCHES = 10, 2
+BATCHES = 10
+FEWEST_BATCHES = 2
 """steps that are simulated by default: of up to ``MANY_RANKS``, and of many more."""
 TOKENS_PER_RANK = 32_768
 """tokens: one rank's in a microbatch where no job says so."""
-
-
-class Inputs(NamedTuple):
-    """Inputs of the simulation; of the fields of the configuration in ``open`` every system takes its best."""
-
-    model: Model
-    cluster: Cluster
-    documents: Documents
-    configuration: Configuration
-    rates: Rates
-    open: frozenset[str]
-
-    def described(self) -> dict[str, Any]:
-        """Turn the inputs into values that JSON can hold."""
-        lengths, profile = self.documents.lengths, self.rates.profile
-        drawn = {
-            key: getattr(self.documents, key)
-            for key in ("row_tokens", "step_tokens", "batches", "seed")
-        }
-        named = {
-            "median": float(np.median(lengths)),
-            "mean": float(lengths.mean()),
-            "longest": int(lengths.max()),
-        }
-        return {
-            "model": dataclasses.asdict(self.model),
-            "cluster": dataclasses.asdict(self.cluster),
-            "documents": {**drawn, "lengths": named},
-            "configuration": dataclasses.asdict(self.configuration),
-            "open": sorted(self.open),
-            "rates": {
-                **vars(self.rates),
-                "profile": profile.fingerprint() if profile else None,
-            },
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +79,9 @@ def _options() -> type[_Own]:
     for kind in (Model, Cluster, Rates, Configuration):
         hints = get_type_hints(kind)
         for each in dataclasses.fields(kind):
-            if text := each.metadata.get("help"):
-                option = Annotated[hints[each.name] | None, tyro.conf.arg(help=text)]  # type: ignore[valid-type, name-defined]
+            if is_option(each):
+                described = tyro.conf.arg(help=each.metadata["help"])
+                option = Annotated[hints[each.name] | None, described]  # type: ignore[valid-type, name-defined]
                 found.append((each.name, option, dataclasses.field(default=None)))
     return dataclasses.make_dataclass("Options", found, bases=(_Own,), frozen=True)
 
@@ -131,51 +100,24 @@ def read_inputs(
     _check(chosen)  # before a job is read, which takes seconds
     record = _record(options)
     if record is not None:
-        chosen = {"ranks": record.ranks, **chosen}
-    titan = None if job is None else _read_job(job, overrides, chosen.get("ranks"))
-    if titan is None and "ranks" not in chosen:
+        chosen.setdefault("ranks", record.ranks)
+    if job is None and "ranks" not in chosen:
         raise ValueError("--ranks: set the number of GPUs, or name a job's TOML file")
+    titan = None if job is None else _read_job(job, overrides, chosen.get("ranks"))
     notes = list(titan.notes) if titan else []
     if options.documents is not None:
         notes = [note for note in notes if not note.startswith("documents")]
     model = _model(options.model, chosen, titan)
     cluster = _made(Cluster, chosen, titan.cluster if titan else None)
-    profile = options.profile or (titan and titan.config.cad.profile)
-    if profile:
-        chosen["profile"] = Profile.read(profile)
     rates = _made(Rates, chosen)
-    # as jobs have
-    written = (
-        titan.configuration
-        if titan
-        else Configuration(tolerance="auto", placement="balanced")
-    )
-    of_configuration = {
-        key: value for key, value in chosen.items() if key != "microbatches"
-    }
-    configuration = _made(Configuration, of_configuration, written)
-    open_fields = (
-        OPEN if titan is None else OPEN - {"pp", "checkpointing"}
-    ) - of_configuration.keys()
+    if profile := options.profile or (titan and titan.config.cad.profile):
+        rates = dataclasses.replace(rates, profile=Profile.read(profile))
+    configuration, open_fields = _configuration(chosen, titan, record)
     if record is None:
-        documents = _documents(
-            options, titan, cluster, pp=configuration.pp, notes=notes
-        )
+        documents = _documents(options, titan, cluster, configuration.pp, notes)
     else:
-        count = _count(options, cluster, notes)
-        documents = _given_documents(options.documents, record.batches[-count:])
-        configuration = dataclasses.replace(
-            configuration, microbatches=record.microbatches
-        )
-        open_fields = frozenset() if titan else open_fields - {"microbatches"}
-        notes.append(
-            f"documents: {printable(options.documents)}, {documents.batches} steps up to {record.last_step}"
-        )
-    notes += _assumed(chosen, cluster, rates)
-    if model.dtype_bytes != 2:
-        notes.append(
-            f"rates: those of bf16, although the model computes in elements of {model.dtype_bytes} bytes"
-        )
+        documents = _recorded_documents(options, record, cluster, notes)
+    notes += _assumed(chosen, model, cluster, rates)
     inputs = Inputs(
         model=model,
         cluster=cluster,
@@ -185,6 +127,24 @@ def read_inputs(
         open=open_fields,
     )
     return inputs, notes, titan
+
+
+def _configuration(
+    chosen: dict[str, Any],
+    titan: SimulatedJob | None,
+    record: RecordedDocuments | None,
+) -> tuple[Configuration, frozenset[str]]:
+    """Return the configuration, and the fields of it that nobody has chosen."""
+    base = titan.configuration if titan else Configuration()
+    configuration = _made(Configuration, chosen, base)
+    open_fields = OPEN - (chosen.keys() - {"microbatches"})
+    if titan is not None:
+        open_fields -= {"pp", "checkpointing"}
+    if record is None:
+        return configuration, open_fields
+    configuration = dataclasses.replace(configuration, microbatches=record.microbatches)
+    # of a job with its record everything is known
+    return configuration, frozenset() if titan else open_fields - {"microbatches"}
 
 
 def _check(chosen: dict[str, Any]) -> None:
@@ -198,14 +158,11 @@ def _check(chosen: dict[str, Any]) -> None:
             )
 
 
-def _made(kind: type, given: dict[str, Any], base: Any = None) -> Any:
-    """Make one of the inputs, or change its ``base``, by the options that have the names of its fields."""
-    mine = {
-        field.name: given[field.name]
-        for field in dataclasses.fields(kind)
-        if field.name in given
-    }
-    return kind(**mine) if base is None else dataclasses.replace(base, **mine)
+def _made(kind: type, chosen: dict[str, Any], base: Any = None) -> Any:
+    """Make one of the inputs, or change its ``base``, by the options that stand for its fields."""
+    names = {field.name for field in dataclasses.fields(kind) if is_option(field)}
+    own = {name: chosen[name] for name in names & chosen.keys()}
+    return kind(**own) if base is None else dataclasses.replace(base, **own)
 
 
 def _model(
@@ -246,48 +203,56 @@ def _documents(
     options: Options,
     titan: SimulatedJob | None,
     cluster: Cluster,
-    *,
     pp: int,
     notes: list[str],
 ) -> Documents:
-    row = titan.row_tokens if titan else None
-    step = titan.step_tokens if titan else None
-    lengths = titan.lengths if titan else None
     if options.documents is not None:
+        name = printable(options.documents)
         values = _values(options.documents)
         if isinstance(values, list) and isinstance(values[0], list):
             batches = values if isinstance(values[0][0], list) else [values]
             notes.append(
-                f"documents: {printable(options.documents)}, {len(batches)} batches of rows, as they are"
+                f"documents: {name}, {len(batches)} batches of rows, as they are"
             )
             return _given_documents(options.documents, batches)
         lengths = np.array(values, dtype=np.int64)
         notes.append(
-            f"documents: {printable(options.documents)}, {len(lengths):,} lengths of {lengths.mean():,.0f} tokens on "
-            f"average, {lengths.max():,} at most; what is over a row begins the next"
+            f"documents: {name}, {len(lengths):,} lengths of {lengths.mean():,.0f} tokens on average, "
+            f"{lengths.max():,} at most; what is over a row begins the next"
         )
-    elif lengths is None:
+    elif titan is not None:
+        lengths = titan.lengths
+    else:
         lengths = named_lengths(DEFAULT)
         notes.append(f"documents: {DEFAULT} (default)")
-    if (
-        options.tokens_per_rank is not None
-        or options.microbatches is not None
-        or step is None
-    ):
-        tokens = (
-            TOKENS_PER_RANK
-            if options.tokens_per_rank is None
-            else options.tokens_per_rank
-        )
-        microbatches = 1 if options.microbatches is None else options.microbatches
-        step = tokens * microbatches * (cluster.ranks // (cluster.tp * pp))
-        row = tokens if row is None else row
-    if options.row_tokens is not None:
-        row = options.row_tokens
+    row, step = _tokens(options, titan, cluster.ranks // (cluster.tp * pp))
     count = _count(options, cluster, notes)
-    return Documents(
-        lengths, TOKENS_PER_RANK if row is None else row, step, count, options.seed
+    return Documents(lengths, row, step, count, options.seed)
+
+
+def _tokens(
+    options: Options, titan: SimulatedJob | None, ranks: int
+) -> tuple[int, int]:
+    """Return the tokens of a row, and of a step over this many data- and context-parallel ranks."""
+    of_rank = options.tokens_per_rank or TOKENS_PER_RANK
+    step = of_rank * (options.microbatches or 1) * ranks
+    row = of_rank
+    if titan is not None:
+        row = titan.row_tokens
+        if options.tokens_per_rank is None and options.microbatches is None:
+            step = titan.step_tokens
+    return options.row_tokens or row, step
+
+
+def _recorded_documents(
+    options: Options, record: RecordedDocuments, cluster: Cluster, notes: list[str]
+) -> Documents:
+    count = _count(options, cluster, notes)
+    documents = _given_documents(options.documents, record.batches[-count:])
+    notes.append(
+        f"documents: {printable(options.documents)}, {documents.batches} steps up to {record.last_step}"
     )
+    return documents
 
 
 def _given_documents(
@@ -312,9 +277,12 @@ def _record(options: Options) -> RecordedDocuments | None:
         raise ValueError(f"--documents {error}") from None
 
 
-def _assumed(given: dict[str, Any], cluster: Cluster, rates: Rates) -> list[str]:
+def _assumed(
+    given: dict[str, Any], model: Model, cluster: Cluster, rates: Rates
+) -> list[str]:
     """Write a line for every number that nobody gave, with its source."""
-    measured, notes = set(), []
+    measured = set[str]()
+    notes = list[str]()
     if rates.profile is not None:
         measured = {"attention_flops", "backward_flops"}
         notes.append(
@@ -324,6 +292,10 @@ def _assumed(given: dict[str, Any], cluster: Cluster, rates: Rates) -> list[str]
         if key not in given and key not in measured:
             value = getattr(rates if hasattr(rates, key) else cluster, key)
             notes.append(f"{key}: {value:g} (default): {source}")
+    if model.dtype_bytes != 2:
+        notes.append(
+            f"rates: those of bf16, although the model computes in elements of {model.dtype_bytes} bytes"
+        )
     return notes
 
 
@@ -345,6 +317,14 @@ def documents_file(spec: str | None) -> Path | None:
     return path if is_file or path.suffix == ".json" else None
 
 
+def _are_lists(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and bool(values)
+        and all(isinstance(value, list) and value for value in values)
+    )
+
+
 def _values(spec: str) -> Any:
     """Return lengths in tokens, rows of them or batches of rows, from a file, or a distribution's."""
     path = documents_file(spec)
@@ -359,14 +339,10 @@ def _values(spec: str) -> Any:
         values = read_json(path)
     except ValueError as error:
         raise ValueError(f"--documents {error}") from None
-    found, depth = values, 0
-    while (
-        isinstance(found, list)
-        and found
-        and all(isinstance(each, list) and each for each in found)
-        and depth < 2
-    ):
-        found, depth = [each for every in found for each in every], depth + 1
+    found = values
+    for _ in range(2):  # batches, rows
+        if _are_lists(found):
+            found = list(chain.from_iterable(found))
     if not isinstance(found, list) or not found:
         raise ValueError(
             f"--documents {path}: write a JSON list of lengths in tokens, one or more"
