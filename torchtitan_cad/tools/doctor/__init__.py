@@ -30,7 +30,7 @@ def run(
             f"--nproc {nproc} --nnodes {nnodes}: set numbers of which the product is at most {MAX_RANKS}"
         )
     check_job(job)
-    from torchtitan_cad.tools.doctor.examine import examine
+    from torchtitan_cad.tools.doctor.examine import examine, is_drawing
 
     failed = 0
     for finding in examine([f"--job.config_file={job}", *overrides], nproc, nnodes):
@@ -39,4 +39,10 @@ def run(
     print(
         f"{failed} of these would fail" if failed else "nothing found that would fail"
     )
-    return int(failed > 0)
+    code = int(failed > 0)
+    # its thread, inside a tokenizer, may abort the interpreter's own end
+    if is_drawing():
+        from torchtitan_cad.runtime.signals import end_at_once
+
+        end_at_once(code)
+    return code

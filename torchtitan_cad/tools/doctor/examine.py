@@ -10,6 +10,8 @@ import dataclasses
 import math
 import os
 import shutil
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -56,8 +58,14 @@ from torchtitan_cad.runtime.triton.nvshmem_library import lacks_between_hosts
 from torchtitan_cad.tools.doctor.defects import defects_met
 from torchtitan_cad.tools.simulated_job import build_on_meta, model_args
 
+PATIENCE_S = 30.0
+"""seconds: a dataset's to answer, longer than the hub's client takes to find that there is no network."""
+SILENCE_S = 2.0
+"""seconds: after which the command says what it waits for"""
 SAMPLE_TOKENS = 2**16
 """tokens: the most that are drawn from a dataset"""
+DRAWING = "doctor draws from a dataset"
+"""name of the thread"""
 ADAM_STATES = 2
 """tensors: those that a checkpoint holds beside every parameter."""
 
@@ -344,24 +352,47 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
         return "skip", "needs a tokenizer without errors"
     sample = _small_batches(section, job.config)
     dp_world_size = job.topology.dp if job.is_valid else 1
-    # the last one has the fewest documents
-    for rank in sorted({dp_world_size - 1, 0}, reverse=True):
-        loader = open_dataset(
-            section,
-            build,
-            job_config=sample,
-            tokenizer=tokenizer,
-            dp_world_size=dp_world_size,
-            dp_rank=rank,
+    answers: list[Any] = []
+
+    def draw() -> None:
+        try:
+            # the last one has the fewest documents
+            for rank in sorted({dp_world_size - 1, 0}, reverse=True):
+                loader = open_dataset(
+                    section,
+                    build,
+                    job_config=sample,
+                    tokenizer=tokenizer,
+                    dp_world_size=dp_world_size,
+                    dp_rank=rank,
+                )
+            answers.append(next(iter(loader))[0] if tokenizer else None)
+        except StopIteration:
+            text = f"{section}.dataset = {name!r}: rank 0 gets less than one batch; set a larger one"
+            answers.append(ValueError(text))
+        except Exception as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=draw, name=DRAWING, daemon=True)
+    thread.start()
+    thread.join(SILENCE_S)
+    if thread.is_alive():
+        print(
+            f"doctor: waiting for {section}.dataset = {name!r} ...",
+            file=sys.stderr,
+            flush=True,
         )
-    if tokenizer is None:
+        thread.join(PATIENCE_S - SILENCE_S)
+    if not answers:
+        return (
+            "note",
+            f"{name}: no answer in {PATIENCE_S:.0f} s, for which a job would wait as well",
+        )
+    (inputs,) = answers
+    if isinstance(inputs, Exception):
+        raise inputs
+    if inputs is None:
         return f"{name}: can be opened; what it holds needs a tokenizer without errors"
-    batch = next(iter(loader), None)
-    if batch is None:
-        raise ValueError(
-            f"{section}.dataset = {name!r}: rank 0 gets less than one batch; set a larger one"
-        )
-    inputs = batch[0]
     starts = job.documents(tokenizer).starts(inputs)
     table = getattr(job.config, section)
     drawn = inputs["input"].numel()
@@ -370,6 +401,11 @@ def _look_into(section: str, job: Job, build: Callable[..., Any]) -> Answer:
     return (
         f"{name}: documents in the first {drawn} tokens of rank 0: {len(starts)}{rest}"
     )
+
+
+def is_drawing() -> bool:
+    """Tell whether a dataset that gave no answer is still being read, by a thread that no one waits for."""
+    return any(thread.name == DRAWING for thread in threading.enumerate())
 
 
 def _small_batches(section: str, config: Any) -> Any:
