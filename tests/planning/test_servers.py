@@ -22,7 +22,7 @@ from torchtitan_cad.planning.servers import (
     MOST_SERVERS,
     JoinedServer,
     assign_to_servers,
-    task_bytes,
+    link_bytes,
 )
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
@@ -84,7 +84,7 @@ def check_ends(plan: Plan, given_away: Plan, servers: list[JoinedServer]) -> Non
     speeds = np.array(plan.config.rank_speeds or [1.0] * plan.layout.num_ranks)
     slowest = (UNIT * plan.stats.loads / speeds).max()
     cost = given_away.cost.cost(given_away.tasks)
-    num_bytes = task_bytes(plan.shape, given_away.tasks)
+    num_bytes = link_bytes(plan.shape, given_away.tasks)
     for server in servers:
         is_given = stand_ins.server == server.number
         seconds = UNIT / server.speed * cost[is_given].sum()

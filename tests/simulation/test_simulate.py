@@ -51,6 +51,23 @@ def test_equal_documents_gain_nothing() -> None:
     assert slow["cad"].seconds == pytest.approx(slow["packed"].seconds, rel=1e-9)
 
 
+def test_attention_servers_pay_where_links_are_fast() -> None:
+    """Ranks and servers share attention in proportion to their speed; on slow links everything stays with the ranks."""
+    ranks = cluster().ranks
+    fast = run(lengths=(16384,), servers=ranks // 2, server_net=FAST)
+    alone, served = (fast.systems[name] for name in ("cad", "servers"))
+    saved = alone.seconds - served.seconds
+    assert saved == pytest.approx(alone.part("attention") / 3, rel=0.15)
+    assert served.part("attention") == pytest.approx(
+        alone.part("attention") - saved, rel=1e-6
+    )
+    assert " pay: " in fast.table()
+    slow = run(lengths=(16384,), servers=ranks // 2, server_net=1e6)
+    assert slow.systems["servers"].seconds == slow.systems["cad"].seconds
+    assert "do not pay" in slow.table()
+    assert "servers" not in run(lengths=(16384,)).systems
+
+
 def test_one_document_per_rank_is_packed_as_the_longest_and_perfect_as_the_mean() -> (
     None
 ):

@@ -20,6 +20,7 @@ from torchtitan_cad.tools.shared import (
 from torchtitan_cad.tools.simulation.advice import Advice, advise
 from torchtitan_cad.tools.simulation.inputs import Configuration, Model
 from torchtitan_cad.tools.simulation.search import Trial
+from torchtitan_cad.tools.simulation.systems import servers_line
 
 KEYS = {
     "nano_batches": "cad.nano_batches",
@@ -98,6 +99,9 @@ def run(
     print(
         f"{verdict(advice)}; means of {inputs.documents.batches} steps\n{reordering(advice)}\n"
     )
+    gain = None if advice.servers is None else advice.servers.gain_over(advice.best)
+    if gain is not None:
+        print(f"{servers_line(inputs.cluster, 1 + gain)}\n")
     print(f"{table(advice)}\n\n{toml}\n", *notes, sep="\n")
     if output is not None:
         document = {
@@ -133,6 +137,7 @@ def _document(advice: Advice) -> dict[str, Any]:
             "at_its_best": of(advice.without),
         },
         "reordered": of(advice.reorder),
+        "servers": None if advice.servers is None else of(advice.servers),
         "trials": {
             KEYS[name]: [of(trial) for trial in trials]
             for name, trials in advice.trials.items()

@@ -125,7 +125,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _draw_ranks(axes: Axes, ranked: np.ndarray, style: dict[str, str]) -> None:
+def _draw_ranks(axes: Axes, ranked: np.ndarray, style: dict[str, Any]) -> None:
     """Draw the mean and the range over plans, [plans, ranks], of every rank's work."""
     places = 1 + np.arange(ranked.shape[1])
     axes.plot(places, ranked.mean(axis=0), "o-", markersize=3, **style)

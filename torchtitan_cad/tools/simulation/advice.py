@@ -39,6 +39,7 @@ class Advice:
         reorder: without CAD at its best, with whole rows distributed anew over ranks and microbatches.
         best: with CAD at the best of what was tried.
         trials: by setting, every value tried on ``base``.
+        servers: ``best`` with the cluster's attention servers, if there are any.
     """
 
     written: Trial
@@ -48,6 +49,7 @@ class Advice:
     reorder: Trial
     best: Trial
     trials: dict[str, list[Trial]]
+    servers: Trial | None
 
     @property
     def speedup(self) -> float | None:
@@ -119,6 +121,9 @@ def advise(
         reorder=search.fastest("reorder", stock),
         best=best,
         trials=trials,
+        servers=search.run("servers", best.configuration)
+        if search.cluster.servers
+        else None,
     )
 
 

@@ -48,8 +48,8 @@ def about(
 
     Args:
         help: on the command line; none: this is no option.
-        unit: "count" for positive integers up to ``most``, "s" for seconds below it, the unit of a rate or size, or the
-            values that the field can have; None: not checked.
+        unit: "count" for positive integers up to ``most``, "share" for positive numbers, "s" for seconds below it, the
+            unit of a rate or size, or the values that the field can have; None: not checked.
         source: of the default.
     """
     return field(
@@ -99,6 +99,9 @@ def _check(
             raise ValueError(
                 f"{key} = {brief(value)}: set a positive integer, at most {most}"
             )
+    elif unit == "share":
+        if not is_number(value) or value <= 0:
+            raise ValueError(f"{key} = {brief(value)}: set a positive number")
     elif unit == "s":
         if not is_number(value) or value < 0:
             raise ValueError(f"{key} = {brief(value)}: set seconds, 0 or more")
@@ -264,6 +267,20 @@ class Cluster(Checked):
         "Parameters are sharded as by FSDP2 (True), or the optimizer's state alone (False).",
         (True, False),
         True,
+    )
+    servers: int | None = about(
+        "Attention servers that join the job (cad.servers).",
+        "count",
+        None,
+        most=MAX_RANKS,
+    )
+    server_speed: float = about(
+        "Speed of a server's attention, of a GPU's.", "share", 1.0
+    )
+    server_net: float = about(
+        "Bytes per second of a server's link, of both directions together.",
+        "B/s",
+        50e9,
     )
     replicas: int = about("", "count", 1, most=MAX_RANKS)
     """Data-parallel ranks between which nothing is sharded (HSDP)."""

@@ -195,7 +195,7 @@ class Search:
                     configuration, checkpointing="none", backward="resend"
                 )
                 plans = self._plans.setdefault(planned, {})
-            cad = Disaggregated(step, plans)
+            cad = Disaggregated(step, plans, with_servers=system == "servers")
             memory = cad.memory().total  # without what plans take
             outcome = cad.outcome() if memory <= self.cluster.memory else None
         most = max(before.memory, memory, outcome.memory.total if outcome else 0.0)

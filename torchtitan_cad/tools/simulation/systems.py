@@ -23,6 +23,8 @@ SYSTEMS = {
 }
 """Systems, with the fields of a configuration that each chooses."""
 BASELINES = ("packed", "reorder", "packing_cp", "greedy")
+LEAST_GAIN = 0.01
+"""Servers pay if they gain this share of the step's speed."""
 MOST_GREEDY = 1024
 """GPUs of one TP coordinate: most that the greedy planner is asked to plan for"""
 PARTS = tuple(Parts.__annotations__)
@@ -30,7 +32,7 @@ PARTS = tuple(Parts.__annotations__)
 
 @dataclass(frozen=True)
 class Report:
-    """The systems of ``SYSTEMS`` on the same batches, in this order."""
+    """The systems of ``SYSTEMS`` on the same batches, in this order; ``servers`` if the cluster has any."""
 
     cluster: Cluster
     step_tokens: int
@@ -49,7 +51,7 @@ class Report:
         chosen = self.systems[name].configuration
         return {
             key: getattr(chosen, key)
-            for key in SYSTEMS[name]
+            for key in SYSTEMS["cad" if name == "servers" else name]
             if key != "schedule" or chosen.pp > 1
         }
 
@@ -156,7 +158,25 @@ class Report:
                 / statistics.fmean(steps)
             )
             means += f", cad's with a standard error of {100 * error:.2g} %"
-        return [f"cad: {', '.join(texts)}; {means}"] if texts else []
+        lines = [f"cad: {', '.join(texts)}; {means}"] if texts else []
+        return lines + self._gain_of_servers()
+
+    def _gain_of_servers(self) -> list[str]:
+        """Return a line with what attention servers gain beside ``cad``; none without servers."""
+        if "servers" not in self.systems:
+            return []
+        ratio = self.systems["servers"].over(self.systems["cad"])
+        return [servers_line(self.cluster, ratio["mean"])] if ratio else []
+
+
+def servers_line(cluster: Cluster, ratio: float) -> str:
+    """Say what a cluster's attention servers gain; ``ratio`` is the speed with them over that without."""
+    each = (
+        f"{cluster.servers} attention servers, each {cluster.server_speed:g} of a GPU at "
+        f"{cluster.server_net / 1e9:g} GB/s"
+    )
+    word = "pay" if ratio >= 1 + LEAST_GAIN else "do not pay"
+    return f"{each}, {word}: {ratio:.3f} times as fast as cad alone"
 
 
 def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
@@ -199,6 +219,8 @@ def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
         [] if first and cluster.is_large else search.candidates("cad", asked.placement)
     )
     found["cad"] = search.placed(first + others)
+    if cluster.servers:
+        found["servers"] = search.run("servers", found["cad"].configuration)
     trials = [search.run("perfect", each) for each in search.candidates("perfect")]
     fastest = min(trials, key=lambda trial: trial.seconds)
     found["perfect"] = fastest if fastest.fits else search.none(trials)
