@@ -28,7 +28,7 @@ LLAMA = ("--module=llama3", "--config=llama3_debugmodel")
         ),
         (
             [*LLAMA, "--cad.tolerance=0.1"],
-            r"--cad\.tolerance.*; options of CAD need --module torchtitan_cad\.recipes\.llama3$",
+            r"--cad\.tolerance=0.1 needs .*: set --module to torchtitan_cad\.recipes\.llama3$",
         ),
         (
             [
@@ -36,7 +36,7 @@ LLAMA = ("--module=llama3", "--config=llama3_debugmodel")
                 "--config=qwen3_moe_debug",
                 "--cad.shadow",
             ],
-            r"--cad\.shadow.*; options of CAD need --module torchtitan_cad\.recipes\.qwen3$",
+            r"--cad\.shadow needs .*: set --module to torchtitan_cad\.recipes\.qwen3$",
         ),
         (
             ["--config=llama3_8b"],

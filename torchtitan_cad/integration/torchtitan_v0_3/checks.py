@@ -225,10 +225,4 @@ def _check_ranks(config: Trainer.Config, cad: Cad, ranks: int) -> None:
         raise ValueError(
             f"{listed}: their product does not divide the {ranks} ranks; set others"
         )
-    topology = Topology.from_job(parallelism, ranks)
-    cad.planner_config(topology)
-    if cad.rank_speeds is not None and len(cad.rank_speeds) != topology.group_size:
-        raise ValueError(
-            f"cad.rank_speeds has {len(cad.rank_speeds)} entries for CAD groups of {topology.group_size} ranks (data "
-            f"parallel {topology.dp} x context parallel {topology.cp}): set one per rank, or leave it out"
-        )
+    cad.check_groups(Topology.from_job(parallelism, ranks))
