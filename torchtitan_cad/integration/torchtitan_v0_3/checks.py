@@ -3,6 +3,7 @@
 
 import math
 import os
+from dataclasses import fields
 from typing import Any
 
 from torchtitan.components.quantization.utils import has_quantization
@@ -21,7 +22,7 @@ from torchtitan_cad.integration.choices import CHOICES
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
-from torchtitan_cad.integration.torchtitan_v0_3.job import recipe_kinds
+from torchtitan_cad.integration.torchtitan_v0_3.job import read_job
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
 KNOWN = (GQAttention.Config, SinkAttention.Config, LatentAttention.Config)
@@ -72,12 +73,12 @@ def check_overridden(config: Trainer.Config, before: dict[str, type], job: Job) 
         name for name, part in parts_of(config).items() if part is not before.get(name)
     ]
     if not changed:
-        kinds = recipe_kinds(config, job.topology.tp)
-        if kinds != job.kinds:
-            changed = ["layers.*.attention"]
+        after = read_job(config, config.cad, job.device)
+        names = [one.name for one in fields(job)]
+        changed = [name for name in names if getattr(after, name) != getattr(job, name)]
     if changed:
         raise ValueError(
-            f"override.imports = {config.override.imports} replaces {changed[0]}, on which CAD relies; leave that "
+            f"override.imports = {config.override.imports} changes {changed[0]}, on which CAD relies; leave that "
             "out, or train without cad"
         )
     _check_precision(config)
