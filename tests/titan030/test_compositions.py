@@ -48,11 +48,23 @@ CASES = [
         for kind in ("selective", "full")
     ),
     *(
-        Case(f"{model}_pp2", f"{model}_deep", both=(PP2,))
+        Case(
+            f"{model}_pp2",
+            f"{model}_deep",
+            both=(PP2,),
+            nranks=4,
+            reference_nranks=4,
+        )
         for model in ("qwen3", *EXPERTS)
     ),
     # a stage for each kind of attention
-    Case("gpt_oss_pp2_kinds_apart", "gpt_oss", both=(PP2,)),
+    Case(
+        "gpt_oss_pp2_kinds_apart",
+        "gpt_oss",
+        both=(PP2,),
+        nranks=4,
+        reference_nranks=4,
+    ),
     *(
         Case(
             f"{model}_pp2xep2",
