@@ -55,7 +55,7 @@ CASES = [
             nranks=4,
             reference_nranks=4,
         )
-        for model in ("qwen3", *EXPERTS)
+        for model in EXPERTS  # stock refuses pipelines of tied embeddings, which qwen3 has
     ),
     # a stage for each kind of attention
     Case(
