@@ -9,6 +9,7 @@ import pytest
 
 from torchtitan_cad import titan, train
 from torchtitan_cad.recipes import cad, llama3
+from torchtitan_cad.tools import main as commands
 
 Refuses = Callable[[], Any]
 
@@ -59,3 +60,27 @@ def test_a_job_of_another_version(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: torchtitan {version} is installed")
     assert remedy in line
+
+
+@pytest.mark.parametrize("command", ["doctor", "advise", "simulate", "compare"])
+@pytest.mark.parametrize(
+    ("version", "job", "problem"),
+    [
+        ("0.2.2", "--module=torchtitan_cad.recipes.llama3", "--module"),
+        ("0.3.0", "--module=torchtitan_cad.recipes.llama3", "--module"),
+        ("0.3.0", "train.toml", "train.toml: jobs of the installed torchtitan"),
+    ],
+)
+def test_commands_read_no_recipe(
+    command: str,
+    version: str,
+    job: str,
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    installed(monkeypatch, version)
+    assert commands.main([command, job]) == commands.USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"torchtitan-cad: error: {problem}")
+    assert "TOML files, alone; train a recipe with --cad.shadow" in line

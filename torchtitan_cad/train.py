@@ -14,7 +14,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan_cad.integration.errors import is_first_of_node, one_line_errors
+from torchtitan_cad.integration.errors import first_of_node_logs, one_line_errors
 from torchtitan_cad.runtime.signals import end_at_once
 from torchtitan_cad.titan import check_has_recipes, check_has_toml, has_recipes
 
@@ -55,21 +55,13 @@ def _run_toml(progress: SimpleNamespace) -> None:
 
     from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager
 
-    init_logger = titan_train.init_logger
-
-    def init_quietly() -> None:
-        """Keep back what all ranks of a node say alike, below which an error's one line would be lost."""
-        init_logger()
-        if not is_first_of_node():
-            logging.getLogger().setLevel(logging.WARNING)
-
     def build(config: Any) -> Any:
         trainer = titan_train.Trainer(config)
         logging.getLogger().setLevel(logging.INFO)
         progress.building = False
         return trainer
 
-    titan_train.init_logger = init_quietly
+    titan_train.init_logger = first_of_node_logs(titan_train.init_logger)
     titan_train.ConfigManager = CadConfigManager
     titan_train.main(build)
 

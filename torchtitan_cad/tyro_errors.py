@@ -1,10 +1,30 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What is wrong with a command line, in one sentence: tyro prints a box of many lines and ends the process."""
 
+import contextlib
+import io
 import re
+import sys
+from collections.abc import Iterator
 
 HELP_INDENT = 8 * " "
 """Beginning of the lines of an option's help, inside of a box."""
+
+
+@contextlib.contextmanager
+def one_line_instead() -> Iterator[None]:
+    """Raise ValueError where tyro ends the process over a job's options."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            yield
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ValueError(
+            f"{say_error(printed.getvalue())}; --help lists every option and what it takes"
+        ) from None
+    sys.stderr.write(printed.getvalue())
 
 
 def say_error(box: str) -> str:

@@ -42,6 +42,39 @@ CASES = [
         for model in MODELS
     ),
     *(Case(f"{model}_ep2", model, both=(EP2,)) for model in EXPERTS),
+    *(
+        Case(f"{model}_{kind}", model, own=(f"activation-checkpoint:{kind}",))
+        for model in EXPERTS
+        for kind in ("selective", "full")
+    ),
+    *(
+        Case(
+            f"{model}_pp2",
+            f"{model}_deep",
+            both=(PP2,),
+            nranks=4,
+            reference_nranks=4,
+        )
+        for model in EXPERTS  # stock refuses pipelines of tied embeddings, which qwen3 has
+    ),
+    # a stage for each kind of attention
+    Case(
+        "gpt_oss_pp2_kinds_apart",
+        "gpt_oss",
+        both=(PP2,),
+        nranks=4,
+        reference_nranks=4,
+    ),
+    *(
+        Case(
+            f"{model}_pp2xep2",
+            f"{model}_deep",
+            both=(PP2, EP2),
+            nranks=4,
+            reference_nranks=4,
+        )
+        for model in EXPERTS
+    ),
     *(Case(f"{model}_compile", model, own=COMPILE) for model in DENSE),
     *(
         Case(f"{model}_compile", model, both=EAGER)

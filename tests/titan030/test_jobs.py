@@ -5,15 +5,18 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torchtitan.config import ConfigManager
+from torchtitan.config import ConfigManager, derive
 from torchtitan.models.common.attention import (
+    FlexAttention,
     ScaledDotProductAttention,
     VarlenAttention,
 )
+from torchtitan.models.common.linear import Linear
 
 from tests.titan030 import tiny
 from tests.titan030.harness import run
@@ -96,6 +99,11 @@ def set_whole_validation(config: Any) -> None:
     config.validator.steps = -1
 
 
+def attend_by_flex(config: Any) -> None:
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = FlexAttention.Config()
+
+
 def leave_out_attention(config: Any) -> None:
     config.model_spec.model.layers[0].attention = None
 
@@ -135,6 +143,11 @@ def attend_across_documents(config: Any) -> None:
         ({}, set_whole_validation, "validator.steps = -1"),
         ({}, attend_to_later_tokens, r"inner_attention .*window_size = \(-1, 0\)"),
         ({}, attend_across_documents, "inner_attention .* is ScaledDotProduct"),
+        (
+            {"shadow": True},
+            attend_by_flex,
+            "llama3 debugmodel has FlexAttention, .*CPU",
+        ),
         ({}, leave_out_attention, "attention that CAD does not know"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -152,6 +165,29 @@ def test_refused_in_one_line(
     with pytest.raises(ValueError, match=message) as refused:
         check_recipe(config, config.cad)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("module", ["float8", "mx", "nvfp4"])
+def test_quantized_models_are_refused(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torchao, by a class in place of torchtitan's, which is None then."""
+
+    class Quantized(Linear):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Linear.Config):
+            pass
+
+    name = {"float8": "Float8Linear", "mx": "MXFP8Linear", "nvfp4": "NVFP4Linear"}
+    package = "torchtitan.components.quantization"
+    monkeypatch.setattr(f"{package}.{module}.{name[module]}", Quantized)
+    config = tiny.with_cad("llama3")
+    check_recipe(config, config.cad)
+    model = config.model_spec.model
+    _, linear, parent, key = next(model.layers[0].traverse(Linear.Config))
+    setattr(parent, key, derive(linear, Quantized.Config))
+    with pytest.raises(ValueError, match=r"llama3 debugmodel is quantized, .* take a"):
+        check_recipe(config, config.cad)
 
 
 def test_a_key_that_does_not_exist() -> None:

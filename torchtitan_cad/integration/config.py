@@ -194,6 +194,17 @@ class Cad:
         except ValueError as error:
             raise ValueError(f"cad.{error}") from None
 
+    def check_groups(self, topology: Topology) -> None:
+        """Raise ValueError, naming key, value and remedy, for what the CAD groups of ``topology`` cannot have."""
+        self.planner_config(topology)
+        if self.rank_speeds is None or len(self.rank_speeds) == topology.group_size:
+            return
+        stages = f"pipeline parallel {topology.pp} x " if topology.across_stages else ""
+        raise ValueError(
+            f"cad.rank_speeds has {len(self.rank_speeds)} entries for CAD groups of {topology.group_size} ranks "
+            f"({stages}data parallel {topology.dp} x context parallel {topology.cp}): set one per rank, or leave it out"
+        )
+
     @property
     def buffer_bytes(self) -> int:
         """Bytes of one receive buffer. Raises ValueError naming key, value and remedy."""

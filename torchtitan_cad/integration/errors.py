@@ -3,12 +3,13 @@
 
 import errno
 import json
+import logging
 import os
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +127,20 @@ def explain(error: BaseException, building: bool) -> str | None:
 def is_first_of_node() -> bool:
     """Return whether this process is the first that its launcher has started."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def first_of_node_logs(init_logger: Callable[[], None]) -> Callable[[], None]:
+    """Return ``init_logger`` for a node whose other ranks log warnings alone.
+
+    What all ranks say alike would else follow an error's one line.
+    """
+
+    def init() -> None:
+        init_logger()
+        if not is_first_of_node():
+            logging.getLogger().setLevel(logging.WARNING)
+
+    return init
 
 
 def tell_launcher(text: str) -> None:

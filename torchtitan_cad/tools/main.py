@@ -18,6 +18,7 @@ from typing import Any
 
 from torchtitan_cad import __version__
 from torchtitan_cad.planning.text import printable
+from torchtitan_cad.tools.shared import NO_RECIPES
 from torchtitan_cad.tyro_errors import say_error
 
 COMMANDS = (
@@ -73,6 +74,8 @@ def _main(argv: Sequence[str]) -> int:
         print(f"torchtitan-cad {__version__}")
         return 0
     if argv[:1] in (["doctor"], ["compare"], ["simulate"], ["advise"]):
+        if any(arg.split("=")[0] == "--module" for arg in argv):
+            raise ValueError(f"--module: {NO_RECIPES}")
         argv = separate_overrides(argv)
     app = tyro.extras.SubcommandApp()
     for name in COMMANDS:

@@ -13,12 +13,16 @@ import tyro
 
 from torchtitan_cad.planning.files import kind_of
 from torchtitan_cad.planning.text import printable
-from torchtitan_cad.titan import check_has_toml
+from torchtitan_cad.titan import has_recipes
 
 JobFile = Annotated[Path, tyro.conf.Positional]
 Overrides = Annotated[tuple[str, ...], tyro.conf.Positional]
 """arguments of a job, behind the command's own"""
 PICTURES = (".png", ".pdf", ".svg")
+NO_RECIPES = (
+    "this command reads jobs of torchtitan 0.2.2, TOML files, alone; train a recipe with --cad.shadow, and give its "
+    "dump folder to simulate --model llama-8b --ranks N --documents"
+)
 
 
 def check_job(path: Path) -> None:
@@ -26,7 +30,10 @@ def check_job(path: Path) -> None:
 
     Makes torchtitan, not imported before, run on CPU without a GPU.
     """
-    check_has_toml()
+    if has_recipes():
+        raise ValueError(
+            f"{path}: jobs of the installed torchtitan are recipes, and {NO_RECIPES}"
+        )
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu

@@ -65,7 +65,7 @@ def _check_cad(config: JobConfig, world_size: int | None) -> None:
         )
     if world_size is not None:
         topology = Topology.from_job(config.parallelism, world_size)
-        _check_groups(cad, topology)
+        cad.check_groups(topology)
         _check_compiled_shards(config, topology)
     _check_untried(config)
     _check_ticks(config)
@@ -179,16 +179,6 @@ def _check_compiled_shards(config: JobConfig, topology: Topology) -> None:
         raise ValueError(
             f"compile.enable = true with parallelism.tensor_parallel_degree = {topology.tp} and no ranks to shard over "
             f"fails in backward with torch {torch.__version__}; set compile.enable to false or cad.nano_batches to 2"
-        )
-
-
-def _check_groups(cad: Cad, topology: Topology) -> None:
-    cad.planner_config(topology)
-    stages = f"pipeline parallel {topology.pp} x " if topology.across_stages else ""
-    if cad.rank_speeds is not None and len(cad.rank_speeds) != topology.group_size:
-        raise ValueError(
-            f"cad.rank_speeds has {len(cad.rank_speeds)} entries for CAD groups of {topology.group_size} ranks "
-            f"({stages}data parallel {topology.dp} x context parallel {topology.cp}): set one per rank, or leave it out"
         )
 
 

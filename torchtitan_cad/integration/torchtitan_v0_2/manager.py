@@ -5,7 +5,6 @@ what is wrong with a file or an option.
 
 import contextlib
 import difflib
-import io
 import itertools
 import logging
 import sys
@@ -22,7 +21,7 @@ from torchtitan.config import job_config as titan_config
 from torchtitan_cad.integration.errors import TRACEBACK_OPTION
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin
 from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
-from torchtitan_cad.tyro_errors import say_error
+from torchtitan_cad.tyro_errors import one_line_instead
 
 _LISTED_KEYS = 12
 _MODULE_KEYS = ("job.custom_config_module", "job.custom-config-module")
@@ -46,19 +45,10 @@ class CadConfigManager(ConfigManager):
 
     def parse_args(self, args: list[str] = sys.argv[1:]) -> JobConfig:
         """Return the parsed config. Raises ValueError that names what cannot be read, and the nearest right one."""
-        printed = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(printed), _left_to_rules():
-                config = super().parse_args(
-                    [arg for arg in args if arg != TRACEBACK_OPTION]
-                )
-        except SystemExit as end:  # tyro has printed a panel
-            if not end.code:
-                raise
-            raise ValueError(
-                f"{say_error(printed.getvalue())}; --help lists every option and what it takes"
-            ) from None
-        sys.stderr.write(printed.getvalue())
+        with one_line_instead(), _left_to_rules():
+            config = super().parse_args(
+                [arg for arg in args if arg != TRACEBACK_OPTION]
+            )
         # those with CAD have been checked by the plugin, under torchtitan's manager too
         if not has_cad(config):
             plugin.check_start(config)

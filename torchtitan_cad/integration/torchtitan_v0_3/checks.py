@@ -3,6 +3,7 @@
 
 import math
 import os
+from dataclasses import fields
 from typing import Any
 
 from torchtitan.components.quantization.utils import has_quantization
@@ -19,7 +20,9 @@ from torchtitan.trainer import Trainer
 
 from torchtitan_cad.integration.choices import CHOICES
 from torchtitan_cad.integration.config import Cad
+from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
+from torchtitan_cad.integration.torchtitan_v0_3.job import read_job
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
 KNOWN = (GQAttention.Config, SinkAttention.Config, LatentAttention.Config)
@@ -31,8 +34,54 @@ def check_recipe(config: Trainer.Config, cad: Cad) -> None:
     _check_table(cad)
     _check_model(config.model_spec.model, config)
     _check_job(config, cad)
+    if cad.shadow:
+        check_gradients(config)
     if (ranks := os.environ.get("WORLD_SIZE")) is not None:
         _check_ranks(config, cad, int(ranks))
+
+
+def check_gradients(config: Trainer.Config) -> None:
+    """Raise ValueError for torchtitan's own attention where it has no gradients."""
+    model = config.model_spec.model
+    if utils.device_type == "cpu" and any(model.traverse(FlexAttention.Config)):
+        raise ValueError(
+            f"the model {_name(config)} has FlexAttention, which does not train on CPU; take a recipe with "
+            "VarlenAttention, such as llama3_debugmodel_varlen_attn, or train with CAD"
+        )
+
+
+def parts_of(config: Trainer.Config) -> dict[str, type]:
+    """Return, by name, the classes of the parts of a config that CAD relies on."""
+    names = ("dataloader", "metrics", "validator", "activation_checkpoint")
+    parts = {name: getattr(config, name) for name in names}
+    for number, layer in enumerate(config.model_spec.model.layers):
+        attention = getattr(layer, "attention", None)
+        name = f"layers.{number}.attention"
+        parts[name] = attention
+        parts[f"{name}.inner_attention"] = getattr(attention, "inner_attention", None)
+    return {name: type(part) for name, part in parts.items()}
+
+
+def check_overridden(config: Trainer.Config, before: dict[str, type], job: Job) -> None:
+    """Raise ValueError if ``override.imports`` has changed what CAD relies on.
+
+    Args:
+        before: ``parts_of`` the config as CAD has made it.
+        job: read from it.
+    """
+    changed = [
+        name for name, part in parts_of(config).items() if part is not before.get(name)
+    ]
+    if not changed:
+        after = read_job(config, config.cad, job.device)
+        names = [one.name for one in fields(job)]
+        changed = [name for name in names if getattr(after, name) != getattr(job, name)]
+    if changed:
+        raise ValueError(
+            f"override.imports = {config.override.imports} changes {changed[0]}, on which CAD relies; leave that "
+            "out, or train without cad"
+        )
+    _check_precision(config)
 
 
 def _check_table(cad: Cad) -> None:
@@ -66,7 +115,7 @@ def _check_table(cad: Cad) -> None:
 
 
 def _check_model(model: Any, config: Trainer.Config) -> None:
-    name = f"{config.model_spec.name} {config.model_spec.flavor}"
+    name = _name(config)
     layers = getattr(model, "layers", [])
     if not layers or not all(
         type(getattr(layer, "attention", None)) in KNOWN for layer in layers
@@ -81,10 +130,7 @@ def _check_model(model: Any, config: Trainer.Config) -> None:
         raise ValueError(
             f"the model {name} predicts several tokens, which CAD does not know; take a recipe without"
         )
-    if has_quantization(model):
-        raise ValueError(
-            f"the model {name} is quantized, which no test has tried with CAD; take a recipe without"
-        )
+    _check_precision(config)
     tp = config.parallelism.tensor_parallel_degree
     attention = model.layers[0].attention
     for what, heads in (
@@ -96,6 +142,17 @@ def _check_model(model: Any, config: Trainer.Config) -> None:
                 f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} {what} heads of {name}; set it "
                 f"to a divisor of {heads}"
             )
+
+
+def _name(config: Trainer.Config) -> str:
+    return f"{config.model_spec.name} {config.model_spec.flavor}"
+
+
+def _check_precision(config: Trainer.Config) -> None:
+    if has_quantization(config.model_spec.model):
+        raise ValueError(
+            f"the model {_name(config)} is quantized, which no test has tried with CAD; take a recipe without"
+        )
 
 
 def _check_inner(attention: Any, name: str) -> None:
@@ -169,10 +226,4 @@ def _check_ranks(config: Trainer.Config, cad: Cad, ranks: int) -> None:
         raise ValueError(
             f"{listed}: their product does not divide the {ranks} ranks; set others"
         )
-    topology = Topology.from_job(parallelism, ranks)
-    cad.planner_config(topology)
-    if cad.rank_speeds is not None and len(cad.rank_speeds) != topology.group_size:
-        raise ValueError(
-            f"cad.rank_speeds has {len(cad.rank_speeds)} entries for CAD groups of {topology.group_size} ranks (data "
-            f"parallel {topology.dp} x context parallel {topology.cp}): set one per rank, or leave it out"
-        )
+    cad.check_groups(Topology.from_job(parallelism, ranks))

@@ -36,7 +36,7 @@ def read_job(config: Trainer.Config, cad: Cad, device: torch.device) -> Job:
     return Job(
         cad=cad.deterministic() if config.debug.deterministic else cad,
         topology=topology,
-        kinds=recipe_kinds(model, training.seq_len, topology.tp, dtype.itemsize),
+        kinds=recipe_kinds(config, topology.tp),
         dtype=dtype,
         experts_per_token=max(
             (layer.moe.router.top_k for layer in model.layers if layer.moe is not None),
@@ -68,10 +68,11 @@ def microbatches_of(config: Trainer.Config) -> int:
     )
 
 
-def recipe_kinds(
-    model: Any, seq_len: int, tp: int, dtype_bytes: int
-) -> tuple[AttentionKind, ...]:
-    """Return the kinds of a model's attention in a TP rank, for rows of ``seq_len`` tokens."""
+def recipe_kinds(config: Trainer.Config, tp: int) -> tuple[AttentionKind, ...]:
+    """Return the kinds of a model's attention in one of ``tp`` ranks."""
+    model = config.model_spec.model
+    seq_len = config.training.seq_len
+    dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     layers = Counter(layer_kind(layer.attention, seq_len) for layer in model.layers)
     kinds = []
     names: tuple[KindName, ...] = ("full", "window")
@@ -82,7 +83,7 @@ def recipe_kinds(
                 for x in model.layers
                 if layer_kind(x.attention, seq_len) == name
             )
-            shape = attention_shape(attention, tp, dtype_bytes)
+            shape = attention_shape(attention, tp, dtype.itemsize)
             if name == "window":
                 shape = replace(shape, window=attention.sliding_window_size)
             kinds.append(

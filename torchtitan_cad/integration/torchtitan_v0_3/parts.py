@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import TensorBoardLogger, _get_metrics_rank
 
+from torchtitan_cad.integration.choices import DEMO_TEXTS
 from torchtitan_cad.integration.report.metrics import CadMetrics, ShadowMetrics
 from torchtitan_cad.integration.session import current_session
 from torchtitan_cad.runtime import ops
@@ -25,6 +26,15 @@ class WrappedLoader(BaseDataLoader.Config):
 
     def build(self, **options: Any) -> Any:
         return self.wrap(self.inner.build(**options))
+
+
+def add_demo_texts(config: Any) -> None:
+    """Add the demo's datasets to torchtitan's if a data loader of ``config`` names one."""
+    loaders = (config.dataloader, getattr(config.validator, "dataloader", None))
+    if any(getattr(loader, "dataset", None) in DEMO_TEXTS for loader in loaders):
+        from torchtitan_cad.demo.datasets import register_datasets
+
+        register_datasets()
 
 
 class PlannedMetrics(CadMetrics):

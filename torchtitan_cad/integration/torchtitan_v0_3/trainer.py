@@ -25,7 +25,11 @@ from torchtitan_cad.integration.run_state import begin_run
 from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.shadow import open_shadow
 from torchtitan_cad.integration.torchtitan_v0_3.attention import CadAttention
-from torchtitan_cad.integration.torchtitan_v0_3.checks import check_recipe
+from torchtitan_cad.integration.torchtitan_v0_3.checks import (
+    check_overridden,
+    check_recipe,
+    parts_of,
+)
 from torchtitan_cad.integration.torchtitan_v0_3.derived import derived
 from torchtitan_cad.integration.torchtitan_v0_3.job import (
     layer_kind,
@@ -40,6 +44,7 @@ from torchtitan_cad.integration.torchtitan_v0_3.parts import (
     PlannedValidator,
     RecordedMetrics,
     WrappedLoader,
+    add_demo_texts,
 )
 from torchtitan_cad.planning.keeping import Checkpointing
 
@@ -51,8 +56,12 @@ class CadTrainer(Trainer):
         self.shadow = config.cad.shadow
         self._recorded_step = 0
         check_recipe(config, config.cad)
+        add_demo_texts(config)
         begin_run()
-        super().__init__(self._recorded(config) if self.shadow else _with_cad(config))
+        config = self._recorded(config) if self.shadow else _with_cad(config)
+        before = parts_of(config)
+        super().__init__(config)
+        check_overridden(config, before, self.job)
         if self.shadow:
             self.metrics_processor.shadow = self.dataloader
             return
@@ -178,7 +187,7 @@ def _with_cad_attention(config: Any) -> Any:
     """Return the model's config with CAD's inner attention in every layer."""
     model = copy.deepcopy(config.model_spec.model)
     row_tokens = config.training.seq_len
-    kinds = recipe_kinds(model, row_tokens, 1, 1)
+    kinds = recipe_kinds(config, tp=1)
     for layer in model.layers:
         name = layer_kind(layer.attention, row_tokens)
         kind = next(kind for kind in kinds if kind.name == name)

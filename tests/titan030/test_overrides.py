@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Overrides that change what CAD relies on are refused; others have their effect."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchtitan.components.checkpointer.dcp import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config import apply_overrides, derive, override
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.gpt_oss.model import Attention as SinkAttention
+
+from tests.titan030 import tiny
+from tests.titan030.harness import run
+from torchtitan_cad.integration.torchtitan_v0_3.attention import CadAttention
+from torchtitan_cad.integration.torchtitan_v0_3.checks import check_overridden, parts_of
+from torchtitan_cad.integration.torchtitan_v0_3.job import read_job
+from torchtitan_cad.integration.torchtitan_v0_3.trainer import _with_cad
+
+
+class OwnAttention(SinkAttention):
+    """Attention of a user's own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SinkAttention.Config):
+        pass
+
+
+@override(target=BaseDataLoader.Config, fqns=["dataloader"], description="")
+def unwrap_loader(config: Any) -> Any:
+    return config.inner
+
+
+@override(target=MetricsProcessor.Config, description="")
+def stock_metrics(config: Any) -> Any:
+    return MetricsProcessor.Config()
+
+
+@override(target=CadAttention.Config, description="")
+def own_inner_attention(config: Any) -> Any:
+    return VarlenAttention.Config()
+
+
+@override(target=SinkAttention.Config, description="")
+def own_attention(config: Any) -> Any:
+    return derive(config, OwnAttention.Config)
+
+
+@override(target=SinkAttention.Config, description="")
+def shorter_window(config: Any) -> Any:
+    window = config.sliding_window_size
+    return replace(config, sliding_window_size=window and window // 2)
+
+
+@override(target=CheckpointManager.Config, description="")
+def save(config: Any) -> Any:
+    return replace(config, enable=True)
+
+
+@override(target=HuggingFaceTextDataLoader.Config, description="")
+def another_dataset(config: Any) -> Any:
+    return replace(config, dataset="c4_test")
+
+
+@override(target=MetricsProcessor.Config, description="")
+def log_seldom(config: Any) -> Any:
+    return replace(config, log_freq=7)
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+
+def overridden(function: Callable[..., Any]) -> tuple[Any, Any, Any]:
+    """Return a config of gpt_oss with CAD and an override, what it had before, and its job."""
+    config = _with_cad(tiny.with_cad("gpt_oss"))
+    config.override.imports = [f"{__name__}.{function.__name__}"]
+    before = parts_of(config)
+    job = read_job(config, config.cad, torch.device("cpu"))
+    apply_overrides(config.override, config)
+    return config, before, job
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize(
+    ("function", "changed"),
+    [
+        (unwrap_loader, "dataloader"),
+        (stock_metrics, "metrics"),
+        (own_inner_attention, r"layers\.0\.attention\.inner_attention"),
+        (own_attention, r"layers\.0\.attention"),
+        (save, "checkpoints"),
+        (shorter_window, "kinds"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_cad_relies_on_stays(function: Callable[..., Any], changed: str) -> None:
+    with pytest.raises(
+        ValueError,
+        match=rf"override.imports = .*{function.__name__}'\] changes {changed}, on which CAD",
+    ) as refused:
+        check_overridden(*overridden(function))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_other_overrides_have_their_effect() -> None:
+    config, *others = overridden(another_dataset)
+    check_overridden(config, *others)
+    assert config.dataloader.inner.dataset == "c4_test"
+    config, *others = overridden(log_seldom)
+    check_overridden(config, *others)
+    assert config.metrics.log_freq == 7
+
+
+def test_a_job_is_refused() -> None:
+    with pytest.raises(AssertionError, match="changes dataloader, on which CAD"):
+        run("llama3", f"--override.imports={__name__}.unwrap_loader", nranks=1)
