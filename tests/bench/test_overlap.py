@@ -28,7 +28,7 @@ def figures_of(options: Options, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.matrix
-def test_the_first_and_the_last_exchange_alone_stay_exposed(tmp_path: Path) -> None:
+def test_the_first_and_the_last_exchange_alone_stay_exposed(tmp_path):
     figures = figures_of(
         Options(shares=(0.8,), layers=3, work_ms=10.0, repeats=1, counted=True),
         tmp_path,
@@ -41,7 +41,7 @@ def test_the_first_and_the_last_exchange_alone_stay_exposed(tmp_path: Path) -> N
 
 
 @pytest.mark.matrix
-def test_every_mode_is_measured(tmp_path: Path) -> None:
+def test_every_mode_is_measured(tmp_path):
     figures = figures_of(
         Options(shares=(0.8,), layers=2, work_ms=10.0, repeats=1), tmp_path
     )
@@ -68,7 +68,7 @@ def test_every_mode_is_measured(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     missing() is not None, reason=f"no nodes on this machine: {missing()}"
 )
-def test_times_every_mode_at_every_rate(tmp_path: Path) -> None:
+def test_times_every_mode_at_every_rate(tmp_path):
     output = tmp_path / "network.json"
     options = network.Options(
         rates=(1e9,),
@@ -101,9 +101,7 @@ JOB = Path(__file__).parents[2] / "train_configs" / "llama3_debug_cpu.toml"
 
 @needs_traced
 @pytest.mark.slow
-def test_both_ways_are_timed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_ways_are_timed(tmp_path, capsys):
     overrides = (
         f"--model.hf_assets_path={tokenizer_folder()}",
         "--training.seq_len=1024",

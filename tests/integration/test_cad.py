@@ -56,7 +56,7 @@ def cases_and_transports() -> Iterator[object]:
 
 
 @pytest.mark.matrix
-def test_starts_from_the_parameters_of_stock() -> None:
+def test_starts_from_the_parameters_of_stock():
     """What a job measures at its start takes none of torchtitan's random numbers, from which parameters are drawn."""
     args = (*c.VALIDATION, *c.global_batch(12))
     cad = run([*c.COMMON, *args, *c.CAD, *c.TOLERANCE_AUTO], 2, init_seed=None)
@@ -64,9 +64,7 @@ def test_starts_from_the_parameters_of_stock() -> None:
 
 
 @pytest.mark.parametrize(("case", "transport"), list(cases_and_transports()))
-def test_composition_trains_like_its_reference(
-    case: c.Composition, transport: str
-) -> None:
+def test_composition_trains_like_its_reference(case, transport):
     result = check(case, f"--cad.transport={transport}")
     assert f"CAD exchanges rows by {transport}" in result.logs[0] or not case.moves
     if case.moves:
@@ -105,7 +103,7 @@ def check(
 @pytest.mark.parametrize(
     "name", ["llama3", "qwen3", "deepseek_v3", "llama4", "gpt_oss"]
 )
-def test_every_flavor_becomes_a_cad_flavor(name: str) -> None:
+def test_every_flavor_becomes_a_cad_flavor(name):
     enable_cpu()
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
@@ -133,7 +131,7 @@ def test_every_flavor_becomes_a_cad_flavor(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["llama3", "qwen3", "deepseek_v3", "llama4", "gpt_oss"]
 )
-def test_every_parameter_is_initialised(name: str) -> None:
+def test_every_parameter_is_initialised(name):
     enable_cpu()
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
@@ -158,7 +156,7 @@ def test_every_parameter_is_initialised(name: str) -> None:
     assert [tensor_name for tensor_name, tensor in named if tensor.isnan().any()] == []
 
 
-def test_preparing_for_one_job_after_another_leaves_no_trace() -> None:
+def test_preparing_for_one_job_after_another_leaves_no_trace():
     enable_cpu()
     import torchtitan.distributed.context_parallel as titan_cp
     from torchtitan.config import ConfigManager
@@ -186,7 +184,7 @@ def test_preparing_for_one_job_after_another_leaves_no_trace() -> None:
     assert state() == before
 
 
-def test_without_cad_a_job_is_stock_torchtitan() -> None:
+def test_without_cad_a_job_is_stock_torchtitan():
     """The config module alone changes nothing, to the bit."""
     result = run(
         [*c.COMMON, "--job.custom_config_module=torchtitan_cad.job_config"], nranks=2
@@ -207,7 +205,7 @@ STEPS, SETTLED, WINDOW, LOG_FREQ = 2000, 300, 100, 10
 @pytest.mark.parametrize(
     "transport", ["collective", pytest.param("symm_mem", marks=needs_linux)]
 )
-def test_resident_memory_does_not_grow(transport: str) -> None:
+def test_resident_memory_does_not_grow(transport):
     """From step 300 on, means over 100 steps are within 1% of each other, on every rank and over 1,700 plans."""
     job = [
         *c.PLACED,

@@ -15,6 +15,7 @@ import torch
 
 from tests.lib.jobs.compositions import CAD, COMMON
 from tests.lib.jobs.harness import REPOSITORY, read_scalars, run
+from tests.lib.refusals import refusal
 from torchtitan_cad.integration.report import metrics as report_metrics
 from torchtitan_cad.integration.report.metrics import scalars_of
 from torchtitan_cad.integration.session import CadSession
@@ -81,7 +82,7 @@ def general(tags: Any) -> set[str]:
     }
 
 
-def test_tensorboard_and_log_show_what_moved() -> None:
+def test_tensorboard_and_log_show_what_moved():
     result = run([*COMMON, *CAD], nranks=2)
     (folder,) = (result.dump_folder / "tb").iterdir()
     names = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
@@ -120,7 +121,7 @@ def test_tensorboard_and_log_show_what_moved() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 16, 17])
-def test_every_tag_is_documented(num_ranks: int) -> None:
+def test_every_tag_is_documented(num_ranks):
     loads = {"loads_before": [2] * num_ranks, "loads_after": [2] * num_ranks}
     ranks = list(range(0, 4 * num_ranks, 4))
     scalars = scalars_of(FIGURES | loads, ranks)
@@ -148,9 +149,7 @@ def new_processor(
     return processor
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch):
     warnings: list[str] = []
     monkeypatch.setattr(report_metrics.logger, "warning", warnings.append)
     (tmp_path / "file").touch()
@@ -161,9 +160,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     assert "Not a directory" in warnings[0]
 
 
-def test_validation_does_not_count_as_exchange_of_the_next_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_does_not_count_as_exchange_of_the_next_steps(tmp_path, monkeypatch):
     processor, clock = new_processor(monkeypatch, tmp_path), ExchangeClock()
     engine = types.SimpleNamespace(clock=clock)
     session = types.SimpleNamespace(engine=engine, confirm_exchanges=lambda: None)
@@ -183,9 +180,7 @@ class LateTransport:
         raise PeerError("rank 1 did not send its rows in time")
 
 
-def test_a_loss_computed_after_a_failed_exchange_is_not_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_computed_after_a_failed_exchange_is_not_logged(tmp_path, monkeypatch):
     said: list[str] = []
     engine = types.SimpleNamespace(clock=ExchangeClock(), transport=LateTransport())
     session: Any = types.SimpleNamespace(
@@ -202,9 +197,9 @@ def test_a_loss_computed_after_a_failed_exchange_is_not_logged(
         MetricsProcessor, "log_validation", lambda *_, **__: said.append("validation")
     )
     processor.time_last_log = 0.0
-    with pytest.raises(PeerError, match="rank 1 did not send"):
+    with refusal(error=PeerError):
         processor.log(1, 1.0, 1.0, 1.0)
-    with pytest.raises(PeerError, match="rank 1 did not send"):
+    with refusal(error=PeerError):
         processor.log_validation(1.0, 1)
     assert said == []
 
@@ -224,8 +219,8 @@ def logged(processor: CadMetricsProcessor, step: int) -> None:
 
 
 def test_figures_after_a_resume_are_those_of_the_steps_since_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """Step 7 is the first of the process, step 8 is validated, and every fifth is logged."""
     seconds_of_a_step: list[float] = []
 
@@ -253,9 +248,7 @@ def test_figures_after_a_resume_are_those_of_the_steps_since_its_start(
         seconds_of_a_step.clear()
 
 
-def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path, monkeypatch):
     """The thread that obeys a signal waits for the step's line, and nothing is logged after it."""
     writing, go_on, said = threading.Event(), threading.Event(), []
 

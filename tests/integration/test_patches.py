@@ -28,7 +28,7 @@ MET_BY_THIS_TORCH = {
 """Defects that not every torch has met."""
 
 
-def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
+def test_all_patches_apply_together_and_revert(tmp_path):
     assert len(PATCHES) == 8
     folder = copy_torchtitan(tmp_path)
     original = {path: path.read_bytes() for path in folder.rglob("*.py")}
@@ -49,7 +49,7 @@ def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
 
 @matrix
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_reproducer(patch: Path, tmp_path: Path) -> None:
+def test_reproducer(patch, tmp_path):
     """It says in one line what stock torchtitan does wrong, and nothing once the patch is applied."""
 
     def reproduce(*search: Path) -> tuple[int, list[str]]:
@@ -116,7 +116,7 @@ JOBS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
-def test_patched_jobs(job: str, patched: Path) -> None:
+def test_patched_jobs(job, patched):
     """Losses and gradients are those without the parallelism, also over several accumulated batches."""
     args, reference_args, nranks = JOBS[job]
     result, reference = (
@@ -133,16 +133,14 @@ def test_patched_jobs(job: str, patched: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [PP2, c.DDP2], ids=["pp2", "ddp2"])
-def test_repairs_at_run_time_and_patches_do_not_add_up(
-    args: tuple[str, ...], patched: Path
-) -> None:
+def test_repairs_at_run_time_and_patches_do_not_add_up(args, patched):
     assert_same_training(
         train(*c.PLACED, *args, patched=patched), train(*c.PLACED, *args)
     )
 
 
 @pytest.mark.slow
-def test_validation_loss_of_patched_jobs(patched: Path) -> None:
+def test_validation_loss_of_patched_jobs(patched):
     """The validation loss does not depend on how many ranks share a sequence.
 
     Stock torchtitan has no context parallelism on CPU, so both runs have CAD on.

@@ -59,9 +59,7 @@ LINE = re.compile(r"cad\.shadow: imbalance ([\d.]+) as loaded")
         ),
     ],
 )
-def test_trains_as_torchtitan_does(
-    args: tuple[str, ...], nranks: int, rows: int, microbatches: int
-) -> None:
+def test_trains_as_torchtitan_does(args, nranks, rows, microbatches):
     """By torchtitan's own initialisation: what happens at the start leaves its random numbers alone."""
     without = stock(nranks, *(arg for arg in args if not arg.startswith("--cad.")))
     shadow = run([*COMMON, *SHADOW, *args], nranks, init_seed=None)
@@ -112,7 +110,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadow_module.dist, "get_world_size", lambda: 1)
 
 
-def test_state_is_the_loaders() -> None:
+def test_state_is_the_loaders():
     shadow = new_shadow(CountingLoader(8))
     batches = iter(shadow)
     assert [int(next(batches)[1][0, 0]) for _ in range(3)] == [0, 1, 2]
@@ -121,9 +119,7 @@ def test_state_is_the_loaders() -> None:
     assert [int(labels[0, 0]) for _, labels in shadow] == [6, 7]
 
 
-def test_all_data_parallel_ranks_are_recorded_in_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path, monkeypatch):
     """Of ranks that share rows by context parallelism the first sends them. Batches have 4 rows of 8 tokens."""
     sent: dict[int, Any] = {}
 
@@ -176,7 +172,7 @@ def test_all_data_parallel_ranks_are_recorded_in_their_order(
     assert shadows[3].drain_imbalances() == []
 
 
-def test_documents_end_where_the_job_says(tmp_path: Path) -> None:
+def test_documents_end_where_the_job_says(tmp_path):
     record(new_shadow(CountingLoader(EOS + 1)), range(1, EOS + 2), tmp_path)
     # the last is all EOS
     assert read_record(tmp_path / DOCUMENTS_NAME, 2).batches == [
@@ -193,7 +189,7 @@ def record(shadow: Shadow, steps: range, folder: Path) -> None:
         shadow.end_step(step)
 
 
-def test_a_resumed_run_appends_and_its_steps_count(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_and_its_steps_count(tmp_path):
     """What a kill has cut is removed."""
     path = tmp_path / DOCUMENTS_NAME
     for steps, end in ((range(1, 8), '{"version": 1, "st'), (range(5, 7), "")):
@@ -220,9 +216,7 @@ def test_a_resumed_run_appends_and_its_steps_count(tmp_path: Path) -> None:
     assert len(read_record(path, 2).batches) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
     record(new_shadow(CountingLoader(7)), range(1, 4), tmp_path / "file")
     (warning,) = [
@@ -232,9 +226,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
 
 
 @pytest.mark.parametrize("switch", ["--parallelism.cad", "--parallelism.no-cad"])
-def test_without_cad_it_is_said_to_do_nothing(
-    switch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_cad_it_is_said_to_do_nothing(switch, tmp_path, caplog):
     parse_job(tmp_path, "--cad.shadow", switch)
     assert (
         "cad.shadow = true does nothing without parallelism.cad = true" in caplog.text

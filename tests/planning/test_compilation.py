@@ -103,9 +103,7 @@ for planner in ("{planners}".split()):
         ("", {"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT is set"),
     ],
 )
-def test_python_makes_the_same_plans_without_numba(
-    error: str, environment: dict[str, str], reason: str
-):
+def test_python_makes_the_same_plans_without_numba(error, environment, reason):
     planners = "local_search", "greedy"
     segments = [
         [(0, 0, 5000)],
@@ -213,7 +211,7 @@ def test_a_process_that_dies_while_compiling_holds_nobody_up(folder):
 
 @pytest.mark.parametrize("trouble", ["no folder", "not a folder", "locked for long"])
 def test_a_process_compiles_for_itself_where_nothing_can_be_kept(
-    folder, monkeypatch, trouble: str
+    folder, monkeypatch, trouble
 ):
     path = {"no folder": None, "not a folder": folder / "planner.lock"}.get(
         trouble, folder

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.lib.refusals import refusal
 from tests.lib.threaded import TIMEOUT_S, run_ranks, thread_transports
 from torchtitan_cad.planning import AttentionShape, TileAreaCost
 from torchtitan_cad.runtime import rates
@@ -70,7 +71,7 @@ class ClockedKernel:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def test_times_are_those_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_those_of_a_task(monkeypatch):
     kernel, cells = ClockedKernel(monkeypatch), []
     grid = ProfileGrid((32, 256), (128, 256, 1024), repeats=3)
     profile = measure_profile(
@@ -92,7 +93,7 @@ def test_times_are_those_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_noisy_cells_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noisy_cells_are_measured_again(monkeypatch):
     """A disturbance of one cell's repeats is gone the second time; one that stays is kept, after two more rounds."""
     for disturbed in (1, 100):
         kernel, seen = ClockedKernel(monkeypatch), 0
@@ -119,35 +120,29 @@ def test_noisy_cells_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None
         assert profile.forward_ms[0][1] == pytest.approx(2.0)
 
 
-def test_cells_larger_than_the_memory_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cells_larger_than_the_memory_are_refused(monkeypatch):
     kernel = ClockedKernel(monkeypatch)
-    with pytest.raises(
-        ValueError, match=r"tasks of 128 queries x 1073741824 keys take 275 GB"
-    ):
+    with refusal():
         measure_profile(
             kernel, SHAPE, torch.float32, CPU, ProfileGrid((128,), (128, 2**30), 1)
         )
     assert not kernel.calls
 
 
-def test_what_cannot_be_measured_is_refused_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_be_measured_is_refused_first(monkeypatch):
     kernel = ClockedKernel(monkeypatch)
-    with pytest.raises(ValueError, match=r"kv_lengths = \[100\]"):
+    with refusal("grid.kv_lengths", "[100]"):
         measure_profile(
             kernel, SHAPE, torch.float32, CPU, ProfileGrid((128,), (100,), 1)
         )
-    with pytest.raises(ValueError, match=r"takes no torch\.float64"):
+    with refusal():
         measure_profile(
             kernel, SHAPE, torch.float64, CPU, ProfileGrid((128,), (128,), 1)
         )
     assert not kernel.calls
 
 
-def test_short_tasks_are_many_and_long_ones_few() -> None:
+def test_short_tasks_are_many_and_long_ones_few():
     assert num_tasks(64, 128, 4, CPU) == CPU_ROWS // 128
     assert num_tasks(512, 128, 4, CPU) == CPU_ROWS // 512
     assert num_tasks(128, 10**6, 4, CPU) == 1
@@ -169,7 +164,7 @@ class SleepingKernel:
         time.sleep(0.02)
 
 
-def test_attention_is_timed_forward_and_backward_per_unit_of_cost() -> None:
+def test_attention_is_timed_forward_and_backward_per_unit_of_cost():
     tiles = 8 * 9 // 2  # of 128, in a causal document of 1024 tokens
     seconds = rates.attention_seconds(
         SleepingKernel(), SHAPE, torch.float32, CPU, TileAreaCost(128)
@@ -183,9 +178,7 @@ def test_attention_is_timed_forward_and_backward_per_unit_of_cost() -> None:
     )
 
 
-def test_linear_work_is_timed_per_token_and_parameter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_linear_work_is_timed_per_token_and_parameter(monkeypatch):
     """Of a product of 1024 tokens with 256 x 256 weights, forward and twice that backward."""
     assert 0 < rates.linear_seconds(10**6, 256, torch.float32, CPU) < 1
     monkeypatch.setattr(
@@ -247,13 +240,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 ALL = ~np.eye(3, dtype=bool)
 
 
-def test_the_link_is_measured_apart_from_the_exchange(alone: None) -> None:
+def test_the_link_is_measured_apart_from_the_exchange(alone):
     link, seconds = rates.link_rate(Link(), 0, ALL, CPU, None)
     assert 3e7 < link < 1.3e8
     assert 0.001 <= seconds < 0.02
 
 
-def test_no_more_rows_than_there_is_room_for(alone: None) -> None:
+def test_no_more_rows_than_there_is_room_for(alone):
     link = Link()
     link.buffer_bytes = 10 * rates.ROW_BYTES + 1
     rates.link_rate(link, 0, ALL, CPU, None)
@@ -261,9 +254,7 @@ def test_no_more_rows_than_there_is_room_for(alone: None) -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_ranks_exchange_with_those_of_their_host_or_of_others(
-    monkeypatch: pytest.MonkeyPatch, together: bool
-) -> None:
+def test_ranks_exchange_with_those_of_their_host_or_of_others(monkeypatch, together):
     """Rows are counted alike on all ranks also where hosts have different numbers of ranks."""
     monkeypatch.setattr(rates, "slowest", slowest_of_threads(3))
     host, transports = np.array([0, 0, 1]), thread_transports(3)

@@ -77,12 +77,12 @@ def _without(cls: type, name: str, value: object) -> AbstractContextManager[obje
     return mock.patch.object(cls, name, constant, create=True)
 
 
-def test_lanes_are_in_order(on_ledger: Process) -> None:
+def test_lanes_are_in_order(on_ledger):
     assert on_ledger(run_on_lane, "none") == []
 
 
 @pytest.mark.parametrize("mistake", ["inputs not kept", "no wait for the side stream"])
-def test_lanes_that_are_not(on_ledger: Process, mistake: str) -> None:
+def test_lanes_that_are_not(on_ledger, mistake):
     assert on_ledger(run_on_lane, mistake)
 
 
@@ -209,9 +209,7 @@ def run_engine(
 
 
 @pytest.mark.parametrize("hosts", [None, (0, 1)], ids=["one host", "two hosts"])
-def test_the_engine_is_in_order(
-    on_ledger: Process, hosts: tuple[int, ...] | None
-) -> None:
+def test_the_engine_is_in_order(on_ledger, hosts):
     assert plan_of_two().moves_rows
     races, results = on_ledger(run_engine, "none", hosts)
     assert races == []
@@ -239,7 +237,7 @@ def test_the_engine_is_in_order(
         "sent rows freed early",
     ],
 )
-def test_engines_that_are_not(on_ledger: Process, mistake: str) -> None:
+def test_engines_that_are_not(on_ledger, mistake):
     races, _ = on_ledger(run_engine, mistake)
     assert races
 
@@ -252,7 +250,7 @@ def test_engines_that_are_not(on_ledger: Process, mistake: str) -> None:
         "sent messages not kept",
     ],
 )
-def test_engines_between_hosts_that_are_not(on_ledger: Process, mistake: str) -> None:
+def test_engines_between_hosts_that_are_not(on_ledger, mistake):
     races, _ = on_ledger(run_engine, mistake, (0, 1))
     assert races
 
@@ -280,8 +278,6 @@ def exchange_on_two_streams(hosts: tuple[int, ...] | None) -> list[str]:
 
 
 @pytest.mark.parametrize("hosts", [None, (0, 1)], ids=["one host", "two hosts"])
-def test_exchanges_of_two_streams_are_in_order(
-    on_ledger: Process, hosts: tuple[int, ...] | None
-) -> None:
+def test_exchanges_of_two_streams_are_in_order(on_ledger, hosts):
     """What one has packed for another host is overwritten by the next only when it has left."""
     assert on_ledger(exchange_on_two_streams, hosts) == []
