@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from bench.gpu import __main__ as command
 from bench.gpu import attention, goals, layer, report, results, session
 from bench.gpu.parts import PARTS, RUN_S, RUNS, Part, expected_seconds
 from bench.gpu.process import ROOT, run_part
@@ -262,39 +261,6 @@ def test_what_does_not_fit_into_the_budget_is_skipped(tmp_path, quick_environmen
         "done",
     ]
     assert outcomes["long"]["why"].startswith("no time: ")
-
-
-def test_nothing_is_tried_where_the_environment_fails(
-    tmp_path, quick_environment, monkeypatch
-):
-    """And nothing is written: results of a GPU that was there before stay as they are."""
-    monkeypatch.setattr(session, "ENVIRONMENT", fake("bad", name="environment"))
-    good, outcomes = run_session(tmp_path, [fake("good", name="part")])
-    assert not good
-    assert outcomes == {}
-    assert not any(tmp_path.iterdir())
-
-
-def test_arguments_that_cannot_be(capsys, tmp_path):
-    for arguments, message in (
-        (
-            ["--only", "layers"],
-            "--only layers: there is no such part, choose among environment, ",
-        ),
-        (
-            ["--packages", str(tmp_path / "none")],
-            "docs/performance.md says how to make it",
-        ),
-        (
-            ["--run", "1", "--only", "layer"],
-            "--run 1 has none of --only layer: leave out one of them",
-        ),
-        (["--minutes", "0"], "--minutes 0.0: set a number greater than 0"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            command.main(arguments)
-        assert stopped.value.code == 2
-        assert message in capsys.readouterr().err
 
 
 def test_goals_are_judged_by_their_figures():

@@ -2,100 +2,16 @@
 """What is gathered for a machine with a GPU, from small wheels; and what the sanitizer finds, by a stand-in for it."""
 
 import os
-import shutil
-import subprocess
 import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.gpu import collect, sanitizer
-from bench.gpu.parts import Skip
 from tests.lib.refusals import refusal
 
 MEMCHECK, INITCHECK, RACECHECK = sanitizer.TOOLS
-
-
-def make_wheel(
-    folder: Path, name: str, version: str, *requirements: str, tag: str = "py3-none-any"
-) -> None:
-    """A wheel of one module and one script."""
-    head = f"{name}-{version}.dist-info"
-    metadata = [
-        "Metadata-Version: 2.1",
-        f"Name: {name}",
-        f"Version: {version}",
-        "Provides-Extra: more",
-    ]
-    files = {
-        f"{name}.py": f"version = '{version}'\n",
-        f"{head}/METADATA": "\n".join(
-            [*metadata, *(f"Requires-Dist: {text}" for text in requirements), "", ""]
-        ),
-        f"{head}/WHEEL": f"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: {tag}\n",
-        f"{head}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
-    }
-    record = f"{head}/RECORD"
-    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as archive:
-        for path, text in files.items():
-            archive.writestr(path, text)
-        archive.writestr(record, "".join(f"{path},,\n" for path in (*files, record)))
-
-
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder from which alone pip takes wheels."""
-    folder = tmp_path / "index"
-    folder.mkdir()
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    make_wheel(
-        folder,
-        "outer",
-        "1.0",
-        "inner[more]<2",
-        "numpy>=2",
-        "old; python_version < '3.10'",
-        "torch",
-    )
-    make_wheel(
-        folder, "inner", "1.5", "compiled; extra == 'more'", "other; extra == 'less'"
-    )
-    make_wheel(folder, "inner", "2.0")
-    make_wheel(folder, "compiled", "3.0", tag="cp312-cp312-manylinux_2_28_x86_64")
-    make_wheel(folder, "compiled", "4.0", tag="cp313-cp313-manylinux_2_28_x86_64")
-    return folder
-
-
-@pytest.mark.matrix
-def test_what_the_machine_lacks_is_gathered(index, tmp_path):
-    listed = tmp_path / "installed.txt"
-    listed.write_text("# what the machine has\nNumPy==1.26\ntorch\n")
-    folder = tmp_path / "packages"
-    (folder / "earlier-1.0.dist-info").mkdir(parents=True)  # is made anew
-    gathered = collect.fill(folder, ["outer==1.0"], collect.read_present(listed))
-    versions = {wheel.name: wheel.version for wheel in gathered.wheels}
-    assert versions == {"outer": "1.0", "inner": "1.5", "compiled": "3.0"}
-    assert gathered.relied_on == {"numpy": [">=2 (outer)"], "torch": ["any (outer)"]}
-    assert gathered.unmet == ["outer requires numpy>=2, the machine has 1.26"]
-    modules = {path.name for path in folder.iterdir()} - {
-        path.name for path in folder.glob("[oic]*.dist-info")
-    }
-    assert modules == {"outer.py", "inner.py", "compiled.py"}
-    text = "\n".join(collect.describe(folder, gathered))
-    assert "| compiled | 3.0 | 0.00 |" in text
-    assert "**not met**: outer requires numpy>=2" in text
-
-
-@pytest.mark.matrix
-def test_requirements_that_exclude_each_other_are_refused(index, tmp_path):
-    make_wheel(index, "late", "1.0", "inner>=2")
-    with refusal():
-        collect.resolve(["outer", "late"], {"numpy": "", "torch": ""}, tmp_path)
-    with pytest.raises(subprocess.CalledProcessError):
-        collect.resolve(["missing"], {}, tmp_path)
 
 
 def test_a_folder_of_other_files_is_left_alone(tmp_path):
@@ -103,43 +19,6 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path):
     with refusal():
         collect.fill(tmp_path, [], {})
     assert (tmp_path / "notes.txt").exists()
-
-
-def test_the_list_of_what_the_machine_has_can_be_read():
-    present = collect.read_present(collect.INSTALLED)
-    assert present["torch"] == "2.11.0"
-    assert present["pytest-timeout"] == ""
-    assert "torchtitan" not in present
-
-
-def test_programs_of_mps_come_from_a_package_or_a_folder(tmp_path):
-    programs = tmp_path / "package/usr/bin"
-    programs.mkdir(parents=True)
-    for name in collect.MPS_PROGRAMS[:1]:
-        (programs / name).write_text("control")
-    target = tmp_path / "bin"
-    with refusal():
-        collect.extract_mps(tmp_path / "package", target)
-    (programs / collect.MPS_PROGRAMS[1]).write_text("server")
-    collect.extract_mps(tmp_path / "package", target)
-    assert [(target / name).read_text() for name in collect.MPS_PROGRAMS] == [
-        "control",
-        "server",
-    ]
-    assert all(os.access(target / name, os.X_OK) for name in collect.MPS_PROGRAMS)
-    if shutil.which("dpkg-deb"):
-        control = tmp_path / "package/DEBIAN/control"
-        control.parent.mkdir()
-        control.write_text(
-            "Package: p\nVersion: 1\nArchitecture: all\nMaintainer: nobody\nDescription: none\n"
-        )
-        package = tmp_path / "p.deb"
-        subprocess.run(
-            ["dpkg-deb", "--build", str(tmp_path / "package"), str(package)], check=True
-        )
-        shutil.rmtree(target)
-        collect.extract_mps(package, target)
-        assert (target / collect.MPS_PROGRAMS[1]).read_text() == "server"
 
 
 def test_both_halves_of_an_archive_make_the_whole(tmp_path, monkeypatch):
@@ -165,14 +44,6 @@ def test_both_halves_of_an_archive_make_the_whole(tmp_path, monkeypatch):
     (second / "notes.txt").write_text("precious")
     with refusal():
         collect.add_flash_attention_4(first, second, {})
-
-
-def test_a_folder_has_a_limit(tmp_path, capsys):
-    (tmp_path / "file").write_bytes(bytes(2**20))
-    assert collect.within_limit(tmp_path, 1.5)
-    assert not collect.within_limit(tmp_path, 0.5)
-    assert "1.0 MiB in all, 1.5 may travel" in capsys.readouterr().out
-    assert 0 < collect.working_tree_bytes() < collect.MOST_MIB * collect.MIB
 
 
 HEAD = "========= COMPUTE-SANITIZER\n"
@@ -226,33 +97,6 @@ def write_stand_in(folder: Path, script: str) -> str:
     return str(program)
 
 
-def test_the_sanitizer_gets_the_tool_and_the_program(tmp_path):
-    program = write_stand_in(tmp_path, 'echo "$@"; exit 3')
-    output = sanitizer.run_tool(
-        program, RACECHECK, sanitizer.watched_program("cuda"), 60
-    ).output
-    assert "--tool=racecheck --error-exitcode=9 --port=49352" in output
-    assert output.rstrip().endswith("-m bench.gpu.sanitized cuda")
-    assert len({tool.port for tool in sanitizer.TOOLS}) == len(sanitizer.TOOLS)
-
-
-def test_every_tool_is_told_of_even_if_one_fails(tmp_path, monkeypatch):
-    script = f"""case "$1" in *memcheck) sleep 60;; *racecheck) exit 9;; esac; echo '{NONE}'"""
-    monkeypatch.setenv(
-        "PATH", f"{Path(write_stand_in(tmp_path, script)).parent}:{os.environ['PATH']}"
-    )
-    monkeypatch.setattr(sanitizer, "LIMIT_S", 2.0)
-    figures: dict[str, Any] = {}
-    with refusal(error=RuntimeError):
-        sanitizer.measure("cuda", figures.__setitem__)
-    assert [row["tool"] for row in figures["tools"]] == [
-        "memcheck",
-        "initcheck",
-        "racecheck",
-    ]
-    assert [row["bad"] for row in figures["tools"]][1] == ""
-
-
 def test_a_sanitizer_must_find_what_is_planted(tmp_path, monkeypatch):
     finds = f"""case "$*" in *{sanitizer.PLANTED}) echo '{SUMMARY.strip()}'; exit 9;; esac; echo '{NONE}'"""
     monkeypatch.setenv(
@@ -264,18 +108,6 @@ def test_a_sanitizer_must_find_what_is_planted(tmp_path, monkeypatch):
     write_stand_in(tmp_path, f"echo '{NONE}'")
     with refusal(error=RuntimeError):
         sanitizer.measure("cuda", figures.__setitem__)
-
-
-def test_without_a_sanitizer_the_part_is_skipped(tmp_path, monkeypatch):
-    program = write_stand_in(
-        tmp_path, "echo '========= Error: Device not supported'; exit 1"
-    )
-    with refusal(error=Skip):
-        sanitizer.run_tool(program, MEMCHECK, [], 60)
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(sanitizer, "FOLDERS", "/nowhere*/bin")
-    with refusal(error=Skip):
-        sanitizer.find_program()
 
 
 def test_kernels_are_named_as_the_package_names_them():

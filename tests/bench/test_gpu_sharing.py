@@ -12,7 +12,6 @@ import pytest
 from bench.gpu import mps, sharing
 from bench.gpu.parts import Skip
 from tests.lib.refusals import refusal
-from tests.lib.sets import matrix
 from torchtitan_cad.tools.compare.comparison import Runs
 
 CONTROL = """#!/bin/sh
@@ -112,18 +111,3 @@ def test_what_trains_otherwise_than_stock_is_an_error():
             sharing.report(
                 {"stock": stock, "cad": other}, sharing.CPU, figures.__setitem__
             )
-
-
-@matrix
-def test_swapped_rows_of_one_rank_are_found(monkeypatch):
-    monkeypatch.setattr(sharing, "RANK", "tests.bench.faulty_rank")
-    modes = {
-        "stock": sharing.MODES["stock"],
-        "cad": (*sharing.MODES["cad"], "--cad.tolerance=0.02"),
-    }
-    with sharing.shares("cpu", 2) as environments:
-        runs = sharing.train_modes(
-            sharing.CPU, "ddp", modes, environments, lambda *_: None
-        )
-    with refusal(error=RuntimeError):
-        sharing.report(runs, sharing.CPU, lambda *_: None)

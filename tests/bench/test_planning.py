@@ -8,7 +8,7 @@ import pytest
 from bench import pipeline, placement, planner, tolerance
 from bench.planner import slow_cases, wrong_cases
 from bench.record import read_records
-from tests.lib.workloads import TOKENS_PER_RANK, spanning_layout, workload_layout
+from tests.lib.workloads import workload_layout
 from torchtitan_cad.planning import TokenLayout
 
 
@@ -73,24 +73,6 @@ def test_checks_name_the_case(results, name, figure, factor, message):
     )
 
 
-@pytest.mark.matrix
-def test_placements_are_written_and_checked(tmp_path, capsys):
-    output = tmp_path / "placement.json"
-    assert (
-        placement.main(
-            placement.Options(
-                ranks=(4,), workloads=("lognormal",), seeds=(11, 12), output=output
-            )
-        )
-        == 0
-    )
-    records = read_records(output)
-    assert [record["seed"] for record in records] == [11, 12]
-    assert all(record["worst_ratio"] <= 1 for record in records)
-    assert "lognormal" in capsys.readouterr().out
-    assert [row["workload"] for row in placement.table(records)] == ["lognormal", "all"]
-
-
 def test_what_is_dealt_is_counted_once():
     """There are 12 tokens: rank 0 gives 4 to rank 1 and gets 3 from rank 2, which gets 1 from rank 1."""
     given = TokenLayout.from_segments([[(0, 0, 4)], [(1, 0, 4)], [(2, 0, 4)]])
@@ -114,20 +96,6 @@ def test_auto_tolerance_is_never_slower(nano_batches):
     assert cases[2]["tolerances"] == [0, 0]
 
 
-@pytest.mark.matrix
-def test_pipelines_are_written(tmp_path):
-    output = tmp_path / "out.json"
-    pipeline.main(
-        pipeline.Options(
-            rounds=(1,), workloads=("uniform",), seeds=(11,), output=output
-        )
-    )
-    figures = {r["schedule"]: r for r in read_records(output)}
-    assert figures["CAD1F1B"]["over_ideal"] <= 1.05
-    makespans = [figures[name]["makespan"] for name in reversed(pipeline.SCHEDULES)]
-    assert makespans == sorted(makespans)
-
-
 @pytest.mark.parametrize(
     ("workload", "limit"), [("one big", 1.01), ("uniform", 1.01), ("lognormal", 1.1)]
 )
@@ -137,31 +105,3 @@ def test_stock_pipelines_have_the_bubble_of_equal_microbatches(workload, limit):
     assert pipeline.simulate(step, "1F1B + CAD, placed") <= limit * step.ideal(
         attention_waits=True
     )
-
-
-@pytest.mark.parametrize("microbatches", [4, pytest.param(8, marks=pytest.mark.matrix)])
-def test_a_ten_times_heavier_microbatch_delays_the_step_by_its_share_of_the_pool(
-    microbatches,
-):
-    pp = dp = 4
-    tokens = dp * TOKENS_PER_RANK
-    light, heavy = (
-        spanning_layout(lengths, dp)
-        for lengths in ([4096] * (tokens // 4096), [49152, 49152, 32768])
-    )
-    even = pipeline.Step([light] * microbatches, pp, dp)
-    uneven = pipeline.Step([light, heavy, *[light] * (microbatches - 2)], pp, dp)
-    light_work, heavy_work = (
-        float(even.loads(layout, "home").sum()) for layout in (light, heavy)
-    )
-    assert 10 <= heavy_work / light_work < 11
-    share = (
-        (heavy_work - light_work) * pp * (1 + pipeline.BACKWARD_ATTENTION) / (pp * dp)
-    )
-    delays = {
-        schedule: pipeline.simulate(uneven, schedule)
-        - pipeline.simulate(even, schedule)
-        for schedule in pipeline.SCHEDULES
-    }
-    assert delays["CAD1F1B"] <= 1.05 * share
-    assert delays["1F1B"] > delays["1F1B + CAD"] > 2 * share

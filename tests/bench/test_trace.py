@@ -5,13 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-import pytest
 import torch
-from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.trace import Options, Span, main, read_spans
+from bench.trace import Span, read_spans
 
 
 def event(name: str, begin: float, length: float, **args: int) -> dict[str, Any]:
@@ -43,25 +40,6 @@ def write_trace(path: Path, events: list[dict[str, Any]]) -> None:
     path.write_text(
         json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]})
     )
-
-
-@pytest.mark.parametrize(("ranks", "shown"), [((), range(16)), ((3, 1), [3, 1])])
-def test_the_title_says_which_ranks(tmp_path, monkeypatch, ranks, shown):
-    drawn: list[Figure] = []
-    monkeypatch.setattr(plt, "close", drawn.append)
-    for rank in range(17):
-        write_trace(tmp_path / f"rank{rank}_trace.json", PHASES)
-        # the second name of the same trace
-        write_trace(tmp_path / f"rank{rank}.pt.trace.json", PHASES)
-    main(Options(tmp_path, tmp_path / "new" / "trace.png", ranks))
-    assert (
-        drawn[0].get_suptitle().endswith(f", ranks {', '.join(map(str, shown))} of 17")
-    )
-    labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
-    assert [label for label in labels if label.startswith("rank")] == [
-        f"rank {rank}" for rank in shown
-    ]
-    assert (tmp_path / "new" / "trace.png").exists()
 
 
 def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(tmp_path):

@@ -233,8 +233,7 @@ def test_mistake_is_one_line(toml, options, tmp_path, monkeypatch, capfd):
     (line,) = printed.err.splitlines()
     assert line.startswith("error: ")
     keys = [option.partition("=")[0].rpartition(".")[2] for option in options]
-    said = line.replace("-", "_")
-    assert not keys or any(key.replace("-", "_") in said for key in keys)
+    assert not keys or any(key.replace("-", "_") in line for key in keys)
     check_refusal(line)
     assert end.value.code == 2
     assert "Traceback" not in printed.out
