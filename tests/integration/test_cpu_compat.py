@@ -131,14 +131,6 @@ def test_late_call_is_refused(monkeypatch):
         cpu.enable_cpu()
 
 
-def test_accelerator_is_left_alone(monkeypatch):
-    monkeypatch.setattr(cpu, "_enabled", False)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    profiler_init = torch.profiler.profile.__init__
-    assert cpu.enable_cpu() is False
-    assert torch.profiler.profile.__init__ is profiler_init
-
-
 @pytest.mark.parametrize(
     ("experts", "ranks", "alignment"), [(1, 1, 8), (3, 2, 8), (8, 4, 16), (2, 3, 32)]
 )

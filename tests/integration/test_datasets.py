@@ -11,8 +11,6 @@ from tokenizers import Tokenizer
 
 from tests.lib.refusals import refusal
 from torchtitan_cad.demo.datasets import (
-    STDLIB_FOLDER,
-    UNITS,
     build_synthetic_dataloader,
     read_sources,
     register_datasets,
@@ -101,16 +99,6 @@ def document_lengths(tokens) -> list[int]:
 
 
 class TestSources:
-    def test_standard_library(self):
-        train, validation = read_sources(), read_sources(split="validation")
-        assert len(train) > 400
-        assert len(validation) == (len(train) + len(validation)) // 20
-        assert not set(validation) & set(train)
-        assert train == read_sources()
-        assert (STDLIB_FOLDER / "heapq.py").read_text(
-            encoding="utf-8"
-        ) in train + validation
-
     def test_shuffled_but_independent_of_the_file_system(self, sources, monkeypatch):
         walk, before = os.walk, read_sources(sources)
         monkeypatch.setattr("os.walk", lambda top: reversed(list(walk(top))))
@@ -181,13 +169,6 @@ class TestSourcesLoader:
             for token in [*tokenizer.encode(text, add_eos=False), EOS]
         ]
         assert stream == expected[: len(stream)]
-
-    @pytest.mark.parametrize(("dataset", "unit"), UNITS.items())
-    def test_default_path_is_what_is_installed(self, tokenizer, dataset, unit):
-        inputs, _ = take(loader(tokenizer, dataset, None, batch=1, seq_len=16), 1)
-        assert read_sources(unit=unit)[0].startswith(
-            tokenizer.decode(inputs.ravel().tolist())
-        )
 
 
 class TestSynthetic:

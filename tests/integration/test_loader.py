@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -63,19 +62,6 @@ class TestDocumentStarts:
     def test_a_document_ends_after_its_eos(self):
         tokens = torch.tensor([[1, EOS, 2, 3], [EOS, EOS, 4, EOS]])
         assert document_starts(tokens, EOS).tolist() == [0, 2, 4, 5, 6]
-
-    def test_rows_are_documents_without_eos_id(self):
-        assert document_starts(torch.full((3, 4), EOS), None).tolist() == [0, 4, 8]
-
-    def test_explicit_ids_replace_eos(self):
-        ids = torch.tensor([[5, 5, 7, 7], [7, 5, 5, 5]])
-        for eos_id in (EOS, None):  # cad.documents = "eos" and "row"
-            assert document_starts(torch.full((2, 4), EOS), eos_id, ids).tolist() == [
-                0,
-                2,
-                4,
-                5,
-            ]
 
     def test_misshapen_ids_are_refused(self):
         with refusal():
@@ -260,21 +246,6 @@ def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed():
     assert index == 9
     with refusal(error=RuntimeError):
         engine.plan(0)
-
-
-def test_training_that_waits_for_plans_is_told_once(caplog, monkeypatch):
-    make = BatchPlanner._plan_batch
-    monkeypatch.setattr(
-        BatchPlanner, "_plan_batch", lambda *args: time.sleep(0.01) or make(*args)
-    )
-    loader, _, _ = planning_loader(CountingLoader(3 * WATCHED))
-    assert len(list(loader)) == 3 * WATCHED
-    (warning,) = [
-        record.message
-        for record in caplog.records
-        if "training waits for plans" in record.message
-    ]
-    assert "; give every rank more CPU cores" in warning
 
 
 @pytest.mark.parametrize(

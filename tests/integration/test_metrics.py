@@ -149,17 +149,6 @@ def new_processor(
     return processor
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch):
-    warnings: list[str] = []
-    monkeypatch.setattr(report_metrics.logger, "warning", warnings.append)
-    (tmp_path / "file").touch()
-    processor = new_processor(monkeypatch, tmp_path / "file")
-    for step in range(3):
-        processor._write_step({"step": step, **FIGURES})
-    assert len(warnings) == 1
-    assert "Not a directory" in warnings[0]
-
-
 def test_validation_does_not_count_as_exchange_of_the_next_steps(tmp_path, monkeypatch):
     processor, clock = new_processor(monkeypatch, tmp_path), ExchangeClock()
     engine = types.SimpleNamespace(clock=clock)

@@ -58,9 +58,10 @@ class Prose:
             self.texts[test] = texts
 
     def forget(self, files: set[str]) -> None:
-        """Take out the texts of tests in these files, which run again."""
+        """Take out the texts of tests in these files, which run again, and in files that are gone."""
         for test in list(self.texts):
-            if test.partition("::")[0] in files:
+            file = test.partition("::")[0]
+            if file in files or not (TESTS / file).exists():
                 del self.texts[test]
 
     def write(self) -> None:

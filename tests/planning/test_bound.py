@@ -18,7 +18,6 @@ from torchtitan_cad.planning import (
     Plan,
     PlannerConfig,
     TokenLayout,
-    make_plan,
 )
 from torchtitan_cad.planning.bound import lower_bounds
 
@@ -168,31 +167,6 @@ def test_a_query_has_no_more_keys_than_its_document():
     queries = (pairs - limit) // 10  # against the same 10 keys
     ideal = queries * LLAMA.query_bytes + 10 * LLAMA.kv_bytes
     assert lower_bounds(layout, LLAMA, limit).total == int(ideal * (1 - 1e-9))
-
-
-def test_residency_costs_without_any_limit():
-    """The cheaper side of a document over two ranks still has to travel."""
-    layout = TokenLayout.from_segments([[(0, 0, 100)], [(0, 100, 100)]])
-    assert lower_bounds(layout, LLAMA, 10**9).total == pytest.approx(
-        100 * LLAMA.kv_bytes, abs=1
-    )
-    assert (
-        make_plan(layout, LLAMA, PlannerConfig(planner="home")).stats.total_bytes
-        == 100 * LLAMA.kv_bytes
-    )
-
-
-def test_limits_per_rank():
-    """A rank that may do nothing sends all it has; one limit for all is the same limit for each."""
-    layout = TokenLayout.from_segments([[(0, 0, 100)], [(1, 0, 100)], []])
-    pairs = 5050
-    bounds = lower_bounds(layout, LLAMA, np.array([0, pairs, pairs]))
-    ideal = 2 * np.sqrt(LLAMA.query_bytes * LLAMA.kv_bytes * pairs)
-    assert bounds.forced == pytest.approx(ideal, rel=0.15)
-    assert bounds.total == pytest.approx(ideal, rel=0.15)
-    assert lower_bounds(layout, LLAMA, np.full(3, 4000)) == lower_bounds(
-        layout, LLAMA, 4000
-    )
 
 
 def test_homes_of_one_document_share_what_they_must_send():

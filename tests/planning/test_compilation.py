@@ -230,11 +230,6 @@ def test_a_process_compiles_for_itself_where_nothing_can_be_kept(
     assert not compile_once.is_compiled()
 
 
-def test_code_depends_on_the_options_that_it_is_compiled_with():
-    """numba's keys do not hold them."""
-    assert jit.__file__ in jit.source_files()
-
-
 def test_code_of_older_sources_is_forgotten(folder, monkeypatch):
     """numba itself looks at the file of the entry point only, not at those of the functions compiled into it."""
     source = folder / "callee.py"

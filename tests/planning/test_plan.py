@@ -20,7 +20,6 @@ from torchtitan_cad.planning import (
     TokenLayout,
     make_plan,
     validate_plan,
-    warm_up,
 )
 from torchtitan_cad.planning.model.layout import MAX_RANKS, MAX_TOKENS
 from torchtitan_cad.planning.model.tasks import make_tasks
@@ -303,13 +302,3 @@ def seconds(num_ranks: int) -> float:
         least = min(least, time.process_time() - begin)
         assert stats.max_over_mean <= stats.guaranteed_over_mean
     return least
-
-
-@pytest.mark.parametrize(
-    ("few", "many"),
-    [(256, 1024), pytest.param(512, 4096, marks=pytest.mark.slow)],
-    ids=["1024", "4096"],
-)
-def test_time_grows_less_than_quadratically_with_the_ranks_of_a_document(few, many):
-    warm_up()
-    assert seconds(many) <= 2 * (many / few) ** 1.3 * max(0.05, seconds(few))

@@ -20,7 +20,6 @@ from torchtitan_cad.planning import (
     validate_plan,
 )
 from torchtitan_cad.planning.model.shape import RowBytes
-from torchtitan_cad.planning.placement import microbatch
 from torchtitan_cad.planning.placement.microbatch import (
     LEAST_GAIN,
     TOLERANCES,
@@ -92,25 +91,6 @@ def test_no_plan_is_slower_than_home(bytes_per_second, overlaps, place):
             else make_plan(LAYOUT, LLAMA, CONFIG)
         )
         assert times.layer_seconds(plan) <= 1.01 * times.layer_seconds(fixed)
-
-
-@pytest.mark.parametrize(
-    ("bytes_per_second", "tolerances"), [(1e6, TOLERANCES), (1e18, TOLERANCES[:1])]
-)
-def test_tolerances_rise_until_the_exchange_is_hidden(
-    monkeypatch, bytes_per_second, tolerances
-):
-    tried = []
-    monkeypatch.setattr(
-        microbatch,
-        "make_plan",
-        lambda *inputs: tried.append(inputs[2].tolerance) or make_plan(*inputs),
-    )
-    times = replace(SLOW, bytes_per_second=bytes_per_second, overlaps=True)
-    plan_by_time(
-        [LAYOUT], LLAMA, CONFIG, times, home=stay_home([LAYOUT], LLAMA, CONFIG)
-    )
-    assert tried == [CONFIG.tolerance, *tolerances]  # the first at home
 
 
 def test_batches_stay_home_where_moving_does_not_gain():

@@ -200,21 +200,6 @@ def test_a_mask_that_is_aligned_otherwise_is_wrong():
     assert (seen[0].cu_q_host == seen[0].cu_k_host).all()
 
 
-def test_timing_runs_on_any_device(monkeypatch):
-    monkeypatch.setattr(select, "LAYERS", 1)
-    outcome = select.Trial(CpuKernel(), CPU, SHAPE, rows=256).outcome(CpuKernel())
-    assert isinstance(outcome, float)
-    assert outcome > 0
-
-
-def test_a_head_dim_that_a_kernel_does_not_take(monkeypatch, caplog, times):
-    install(monkeypatch, *modules(4), capability=(10, 0))
-    assert taken(caplog, head_dim=192) == "varlen"
-    assert "no other can be used; " in caplog.text
-    assert "at most 128" in caplog.text
-    assert "cudnn needs " in caplog.text
-
-
 @pytest.mark.parametrize(
     ("capability", "generations", "with_cudnn", "remark"),
     [

@@ -18,12 +18,9 @@ from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged
 from torchtitan_cad.runtime.timing import WARM_UP
 from torchtitan_cad.tools.profiling import (
-    CPU_ROWS,
-    LONGEST_CALL,
     MOST_RETRIES,
     ProfileGrid,
     measure_profile,
-    num_tasks,
 )
 
 CPU = torch.device("cpu")
@@ -142,17 +139,6 @@ def test_what_cannot_be_measured_is_refused_first(monkeypatch):
     assert not kernel.calls
 
 
-def test_short_tasks_are_many_and_long_ones_few():
-    assert num_tasks(64, 128, 4, CPU) == CPU_ROWS // 128
-    assert num_tasks(512, 128, 4, CPU) == CPU_ROWS // 512
-    assert num_tasks(128, 10**6, 4, CPU) == 1
-    assert all(
-        num_tasks(q, k, 4, CPU) * k <= LONGEST_CALL * CPU_ROWS
-        for q in (1, 128)
-        for k in (128, 1024, 8192)
-    )
-
-
 class SleepingKernel:
     """Takes 10 ms forward and 20 ms backward."""
 
@@ -176,17 +162,6 @@ def test_attention_is_timed_forward_and_backward_per_unit_of_cost():
         )
         > 0
     )
-
-
-def test_linear_work_is_timed_per_token_and_parameter(monkeypatch):
-    """Of a product of 1024 tokens with 256 x 256 weights, forward and twice that backward."""
-    assert 0 < rates.linear_seconds(10**6, 256, torch.float32, CPU) < 1
-    monkeypatch.setattr(
-        rates, "median_milliseconds", lambda run, *_: run() is None or 2.0
-    )
-    assert rates.linear_seconds(
-        5 * 256 * 256, 256, torch.float32, CPU
-    ) == pytest.approx(3 * 5 * 2e-3 / 1024)
 
 
 class Link:

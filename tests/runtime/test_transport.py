@@ -71,20 +71,6 @@ def test_random_exchanges_inside_hosts_and_between_them(hosts):
     assert sum(values(run_processes(len(hosts), exchange_at_random, *arguments))) > 1000
 
 
-def describe(group: dist.ProcessGroup, hosts: Sequence[int]) -> str:
-    return symmetric(group, hosts=hosts).description
-
-
-@needs_linux
-def test_the_log_says_how_rows_travel():
-    expected = {
-        (0, 0): "symm_mem",
-        (0, 1): "symm_mem inside 2 hosts, gloo between them",
-    }
-    for hosts, description in expected.items():
-        assert values(run_processes(2, describe, hosts)) == [description] * 2
-
-
 def exchange_until(
     group: dist.ProcessGroup,
     last: int,
