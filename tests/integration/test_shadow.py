@@ -3,12 +3,16 @@
 
 import json
 import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.lib.jobs.compositions import (
     COMMON,
@@ -19,8 +23,7 @@ from tests.lib.jobs.compositions import (
     stock,
 )
 from tests.lib.jobs.harness import parse_job, read_scalars, run
-from tests.lib.jobs.loaders import EOS, CountingLoader
-from torchtitan_cad.integration import shadow as shadow_module
+from tests.lib.jobs.loaders import EOS, CountingLoader, gloo_group
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
@@ -91,6 +94,7 @@ def new_shadow(
     cp: int = 1,
     dp: int = 1,
     microbatches: int = 1,
+    group: dist.ProcessGroup | None = None,
 ) -> Shadow:
     kind = AttentionKind("full", 1, AttentionShape(4, 2, 32, 4))
     job: Any = SimpleNamespace(
@@ -100,14 +104,14 @@ def new_shadow(
         cad=Cad(min_shard=1),
         kinds=(kind,),
     )
-    group: Any = object() if dp * cp > 1 else None
     return Shadow(loader, job, "", group, rank)
 
 
 @pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow_module.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(shadow_module.dist, "get_world_size", lambda: 1)
+def one_process() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    yield
+    dist.destroy_process_group()
 
 
 def test_state_is_the_loaders():
@@ -119,57 +123,40 @@ def test_state_is_the_loaders():
     assert [int(labels[0, 0]) for _, labels in shadow] == [6, 7]
 
 
-def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path, monkeypatch):
+def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path):
     """Of ranks that share rows by context parallelism the first sends them. Batches have 4 rows of 8 tokens."""
-    sent: dict[int, Any] = {}
+    store = dist.HashStore()
 
-    def gather_object(
-        own: Any, into: list[Any] | None, *, group: Any, group_dst: int
-    ) -> None:
-        assert (group is not None, group_dst) == (True, 0)
-        sent[len(sent)] = own
-        if into is not None:
-            into[:] = [sent[3 - rank] for rank in range(4)]
-
-    monkeypatch.setattr(shadow_module.dist, "gather_object", gather_object)
-    shadows = []
-    for rank in (3, 2, 1, 0):
+    def run(rank: int) -> Shadow:
         ids = torch.zeros(4, 8, dtype=torch.long)
         ids[:, 2:] = 1
         if rank < 2:
             ids[3, 5:] = 2
         loader = CountingLoader(1, extra={"document_ids": ids})
-        shadows.append(new_shadow(loader, rank=rank, cp=2, dp=2, microbatches=2))
-        record(shadows[-1], range(1, 2), tmp_path)
-    assert [own is None for own in sent.values()] == [True, False, True, False]
-    (line,) = [
-        json.loads(line)
-        for line in (tmp_path / DOCUMENTS_NAME).read_text().splitlines()
-    ]
+        group = gloo_group(store, rank, 4, timeout_s=60)
+        shadow = new_shadow(loader, rank=rank, cp=2, dp=2, microbatches=2, group=group)
+        record(shadow, range(1, 2), tmp_path)
+        return shadow
+
+    with ThreadPoolExecutor(4) as pool:
+        shadows = list(pool.map(run, range(4)))
+    (line,) = (tmp_path / DOCUMENTS_NAME).read_text().splitlines()
     usual = [[2, 6], [2, 6]]
-    microbatches = [[usual, usual], [[[2, 6], [2, 3, 3]], usual]]
-    assert line == {
+    assert json.loads(line) == {
         "version": 1,
         "step": 1,
         "ranks": 1,
         "row_tokens": 8,
-        "microbatches": microbatches,
+        "microbatches": [[usual, usual], [[[2, 6], [2, 3, 3]], usual]],
     }
     by_rank = [[2, 6]] * 3 + [[2, 3, 3]] + [[2, 6]] * 4
     assert read_record(tmp_path / DOCUMENTS_NAME, 1).batches == [by_rank]
     # causal pairs, in tiles of one token
-    light, heavy = (
-        3 + 21 + 3 + 6 + 6,
-        2 * (3 + 21),
-    )
+    light, heavy = 3 + 21 + 3 + 6 + 6, 2 * (3 + 21)
     imbalance = (1 + heavy / ((light + heavy) / 2)) / 2
-    assert [shadow.drain_imbalances() for shadow in shadows] == [
-        [],
-        [],
-        [],
-        [pytest.approx(imbalance)],
-    ]
-    assert shadows[3].drain_imbalances() == []
+    found = [shadow.drain_imbalances() for shadow in shadows]
+    assert found == [[pytest.approx(imbalance)], [], [], []]
+    assert shadows[0].drain_imbalances() == []
 
 
 def test_documents_end_where_the_job_says(tmp_path):

@@ -42,7 +42,7 @@ class Rank:
             len(self.phases) - 1,
             self.phases[-1],
         )
-        self.monitor._publish()
+        self.monitor.publish()
 
     def exchange(self, phase: str) -> None:
         self.phases.append(phase)
@@ -227,12 +227,12 @@ def victim() -> Iterator[subprocess.Popen]:
 def host(make_ranks: MakeRanks, victim: subprocess.Popen) -> list[Rank]:
     """Ranks of one host, which know each other's processes; rank 1 is to have the victim's."""
     ranks = make_ranks(host_ranks=range(WORLD))
-    own = ranks[1].monitor._own
+    own = ranks[1].monitor.own
     own.pid, own.host = victim.pid, "host"
-    ranks[1].monitor._publish()
+    ranks[1].monitor.publish()
     for rank in ranks:
-        assert eventually(lambda rank=rank: len(rank.monitor._known) == WORLD - 1)
-        rank.monitor._known = rank.monitor._read(rank.monitor._host)
+        assert eventually(lambda rank=rank: len(rank.monitor.known) == WORLD - 1)
+        rank.monitor.known = rank.monitor._read(rank.monitor._host)
     return ranks
 
 
@@ -351,8 +351,8 @@ def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
         answers = [pool.submit(monitor.diagnose) for monitor in alive]
         while not all(answer.done() for answer in answers):
             for monitor in alive:
-                monitor._own.count += 1
-                monitor._publish()
+                monitor.own.count += 1
+                monitor.publish()
             time.sleep(silence_s / 20)
     seconds, read = time.monotonic() - begin, counting.counts["values"]
     print(
@@ -388,9 +388,7 @@ def test_few_values_are_read_while_all_is_well(store):
         for rank in host
     ]
     assert eventually(
-        lambda: all(
-            rank.monitor._known.keys() >= rank.monitor._watched for rank in ranks
-        )
+        lambda: all(rank.monitor.known.keys() >= rank.monitor.watched for rank in ranks)
     )
     time.sleep(0.4)  # for those that have read and not noted it
     counting.counts.clear()
@@ -428,7 +426,7 @@ def test_a_store_that_hangs_is_said_on_the_hosts_first_rank(store, caplog):
     hanging = HangingStore(store)
     other = Rank(store, 0, 2)
     rank = Rank(hanging, 1, 2, host_ranks=[1])
-    assert eventually(lambda: bool(rank.monitor._known))
+    assert eventually(lambda: bool(rank.monitor.known))
     rank.step = 7
     hanging.answers.clear()
     lost = re.compile(
