@@ -40,7 +40,7 @@ REFUSED = {
     ),
     "ticks and too many stages": (
         [*IN_TICKS, "--parallelism.pipeline_parallel_layers_per_stage=1"],
-        "parallelism.pipeline_parallel_layers_per_stage",
+        "pipeline_parallel_layers_per_stage",
         1,
     ),
     "more stages than layers": (INTERLEAVED, "parallelism.pipeline_parallel_degree", 2),

@@ -250,7 +250,7 @@ def test_lines_of_a_job_that_cannot_start(when, nranks, tmp_path):
     assert returncode == 2, printed
     assert len(job.lines) < 15, printed
     (error,) = [line for line in job.lines if line.startswith("error: ")]
-    check_refusal(error, key, value, remedy="set")
+    check_refusal(error, key, value)
     assert "Traceback" not in printed
     assert ("Building device mesh" in printed) == (when == "after"), printed
 

@@ -49,6 +49,12 @@ LAYOUT = TokenLayout.from_segments(
 HOME = PlannerConfig(planner="home")
 
 
+@pytest.fixture
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets two rounds of small tasks be cut inside one."""
+    monkeypatch.setattr(calls, "CUT_AT", 8)
+
+
 def check_exactness(plan: Plan, tensors: Tensors, *runs: dict[str, Any]) -> None:
     """Each run, by its options of ``execute``, errs at most twice as much as undivided attention."""
     whole, reference = (
@@ -82,11 +88,10 @@ def kinds_of_calls() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("heads", "dtype", "keep", "symmetric", "with_dlse"), kinds_of_calls()
 )
+@pytest.mark.usefixtures("small_cuts")
 def test_any_plan_is_as_exact_as_undivided_attention(
-    monkeypatch, seed, heads, dtype, keep, symmetric, with_dlse
+    seed, heads, dtype, keep, symmetric, with_dlse
 ):
-    # so that two rounds of these tasks are cut inside one
-    monkeypatch.setattr(calls, "CUT_AT", 8)
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     layout, shape = random_layout(rng, num_ranks=int(rng.integers(1, 5))), SHAPES[heads]
@@ -108,9 +113,9 @@ def test_any_plan_is_as_exact_as_undivided_attention(
 
 @pytest.mark.parametrize("window", params([1, 20, 128, 500], [20, 128]))
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
-def test_windows_are_as_exact_as_undivided_attention(monkeypatch, window, keep):
+@pytest.mark.usefixtures("small_cuts")
+def test_windows_are_as_exact_as_undivided_attention(window, keep):
     """Documents lie on several ranks, and halves are cut inside one."""
-    monkeypatch.setattr(calls, "CUT_AT", 8)
     rng = np.random.default_rng(window)
     torch.manual_seed(window)
     shape = dataclasses.replace(SHAPE, window=window)
@@ -297,9 +302,9 @@ def test_chunks_change_no_bit(symmetric, keep):
 
 @pytest.mark.parametrize("seed", seeds(2, 60))
 @needs_linux
-def test_hosts_and_chunks_change_no_bit(monkeypatch, seed):
+@pytest.mark.usefixtures("small_cuts")
+def test_hosts_and_chunks_change_no_bit(seed):
     """Rows go over memory inside hosts of one to four ranks, and in messages between them, into the same buffers."""
-    monkeypatch.setattr(calls, "CUT_AT", 8)
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     hosts = np.repeat(range(3), rng.permutation(4)[:3] + 1).tolist()
