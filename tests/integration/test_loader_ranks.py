@@ -279,41 +279,33 @@ def test_different_plans_are_an_error_on_all_ranks():
         assert "ranks [8] planned a batch differently from rank 4" in str(error)
 
 
-def test_tokens_are_redistributed_with_positions_unless_a_rank_has_none(caplog):
-    for number_with in (3, 2):
-        ranks = [replace(rank, placement="auto") for rank in counting([2, 2, 2])]
-        for rank in ranks[:number_with]:
-            rank.inner.extra["positions"] = torch.arange(8).expand(4, 8)
-        batches = on_all(connect(ranks), list)
-        assert [len(each) for each in batches] == [2, 2, 2]
-        assert all(
-            (POSITIONS in inputs) == (number_with == 3)
-            for each in batches
-            for inputs, _ in each
-        )
+OWN_POSITIONS = {"positions": torch.arange(8).expand(4, 8)}
+PIXELS = {"pixels": torch.zeros(4, 8)}
 
 
-@pytest.mark.parametrize("pixels_on", [None, 1])
-def test_tokens_are_redistributed_unless_a_rank_has_what_cannot_be(pixels_on, caplog):
+@pytest.mark.parametrize(
+    ("extras", "redistributed", "warnings"),
+    [
+        ([{}, {}, {}], True, 0),
+        ([OWN_POSITIONS] * 3, True, 0),
+        ([OWN_POSITIONS, OWN_POSITIONS, {}], False, 0),
+        ([{}, PIXELS, {}], False, 1),
+    ],
+    ids=["none", "positions", "positions on some", "pixels on one"],
+)
+def test_tokens_are_redistributed_unless_a_rank_has_what_cannot_be(
+    caplog, extras, redistributed, warnings
+):
     ranks = [replace(rank, placement="auto") for rank in counting([2, 2, 2])]
-    if pixels_on is not None:
-        ranks[pixels_on].inner.extra["pixels"] = torch.zeros(4, 8)
+    for rank, extra in zip(ranks, extras, strict=True):
+        rank.inner.extra.update(extra)
     batches = on_all(connect(ranks), list)
     assert [len(each) for each in batches] == [2, 2, 2]
-    assert all(
-        (POSITIONS in inputs) == (pixels_on is None)
-        for each in batches
-        for inputs, _ in each
-    )
-    warnings = [
-        record.message
-        for record in caplog.records
-        if "leaves batches on the ranks" in record.message
-    ]
-    assert len(warnings) == (pixels_on is not None)
-    assert all(
-        "cannot redistribute batch key 'pixels'" in warning for warning in warnings
-    )
+    inputs = [inputs for each in batches for inputs, _ in each]
+    assert all((POSITIONS in each) == redistributed for each in inputs)
+    said = [line for line in caplog.messages if "leaves batches on the ranks" in line]
+    assert len(said) == warnings
+    assert PIXELS not in extras or "batch key 'pixels'" in said[0]
 
 
 def redistributed_over_steps(accumulation: int) -> list[PlanningLoader]:
