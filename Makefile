@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: help setup train compare pool quick test test-matrix test-all test-titan030 test-cuda-build test-gpu mutations wheel lint format \
-	bench-gpu-dry bench-planner docs clean
+	bench-gpu-dry bench-planner docs errors clean
 
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
@@ -130,6 +130,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.budgets
+
+# tests/golden/errors.txt, the prose of all errors that tests meet.
+errors: $(INSTALLED)
+	$(BIN)/python -m pytest --write-errors
 
 # The parts of docs/ that repeat the code.
 docs: $(INSTALLED)

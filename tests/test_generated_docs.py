@@ -14,7 +14,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools.main import main
 
 
-def test_every_option_is_described() -> None:
+def test_every_option_is_described():
     enable_cpu()
     from torchtitan_cad.integration.config import Cad
 
@@ -29,7 +29,7 @@ def words(page: Path) -> int:
     return sum(re.search(r"\w", word) is not None for word in page.read_text().split())
 
 
-def test_pages_are_short() -> None:
+def test_pages_are_short():
     pages = [page for page in (ROOT / "docs").glob("*.md") if page != API]
     assert words(ROOT / "README.md") <= 900
     assert len(pages) <= 10
@@ -50,7 +50,7 @@ def output_of(name: str, *arguments: str | Path) -> str:
     return done.stdout
 
 
-def test_every_example_is_tested() -> None:
+def test_every_example_is_tested():
     names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
     assert names == {
         "layout.json",
@@ -61,13 +61,13 @@ def test_every_example_is_tested() -> None:
     }
 
 
-def test_plan_a_batch() -> None:
+def test_plan_a_batch():
     printed = output_of("plan_a_batch.py")
     assert "document 0: queries 0 to" in printed
     assert "before, 1.0" in printed
 
 
-def test_plan_from_lengths() -> None:
+def test_plan_from_lengths():
     lines = output_of("plan_from_lengths.py").splitlines()
     (before, after), (_, placed) = [
         [float(x) for x in re.findall(r"(?:mean|->) ([\d.]+)", line)] for line in lines
@@ -80,14 +80,14 @@ def test_plan_from_lengths() -> None:
     assert chosen < given
 
 
-def test_draw_a_plan(tmp_path: Path) -> None:
+def test_draw_a_plan(tmp_path):
     assert f"wrote {tmp_path / 'plan.png'}" in output_of(
         "draw_a_plan.py", tmp_path / "plan.png"
     )
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-def test_plan_a_layout_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_a_layout_file(tmp_path, capsys):
     assert (
         main(
             [
@@ -108,5 +108,5 @@ def test_plan_a_layout_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.matrix
-def test_two_ranks() -> None:
+def test_two_ranks():
     assert output_of("two_ranks.py").count("agree with ordinary attention") == 2

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hostile command lines, layouts, plans and profiles: each works or is one line of error, soon and in little memory."""
+"""Hostile layouts, plans and profiles: each works or is one line of error."""
 
+import copy
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from tests.hostile import NUMBERS, VALUES, _mutate
 from tests.lib.profiles import make_profile
+from tests.lib.refusals import refusal
 from torchtitan_cad.planning import (
     AttentionShape,
     Plan,
@@ -21,81 +18,51 @@ from torchtitan_cad.planning import (
     Profile,
     TokenLayout,
     make_plan,
-    warm_up,
 )
 from torchtitan_cad.planning.serialize import layout_to_dict
 from torchtitan_cad.tools.main import main
-from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer
 
-MOST_SECONDS = 20
-MOST_BYTES = 2 * 2**30
-PROGRESS = ("compiling the planner", "torchtitan-cad: warning: ")
-
-
-def _run(folder: Path, first: int, last: int, timeout: float) -> None:
-    """Run the cases [first, last) in one process and check each."""
-    warm_up()  # on disk, too: the first of a machine's processes takes longer
-    results = folder / "results"
-    command = [
-        sys.executable,
-        "-m",
-        "tests.hostile",
-        str(folder),
-        str(results),
-        str(first),
-        str(last),
-    ]
-    try:
-        subprocess.run(
-            command, check=False, timeout=timeout, cwd=Path(__file__).parents[1]
-        )
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"no end after {timeout} s: {results.read_text().splitlines()[-1]}")
-    records = [json.loads(line) for line in results.read_text().splitlines()]
-    cases, found = records[::2], records[1::2]
-    assert [case["seed"] for case in cases] == list(range(first, last)), (
-        "the process ended early"
-    )
-    assert len(found) == len(cases), f"the process died of {cases[-1]}"
-    for case, outcome in zip(cases, found, strict=True):
-        where = f"{case} -> {outcome}"
-        assert outcome["code"] in (
-            (0, 1, 2) if case["arguments"][:1] == ["doctor"] else (0, 2)
-        ), where
-        assert outcome["seconds"] < MOST_SECONDS, where
-        assert outcome["peak_bytes"] < MOST_BYTES, where
-        lines = [
-            line
-            for line in outcome["err"].splitlines()
-            if not line.startswith(PROGRESS)
-        ]
-        if outcome["code"] == 2:
-            assert len(lines) == 1, where
-            assert lines[0].startswith("torchtitan-cad: error: "), where
-            assert not outcome["out"], where
-        else:
-            assert "Traceback" not in outcome["out"] + outcome["err"], where
-            assert "Warning" not in outcome["err"], where
-    # The first few are all refused, by doctor or by the command.
-    assert {outcome["code"] for outcome in found} >= (
-        {1, 2} if last - first < 10 else {0, 1, 2}
-    )
+NUMBERS = [
+    *map(str, (0, -1, 1, 3, 128, 1e18, 1e100, 1e300, -1e300, 1.5, True, None)),
+    *("nan", "inf", "two", "1_000", "0x10", "١٢"),
+    "",
+    *map(str, (2**31, 2**31 + 1, 2**63, 2**70)),
+    "9" * 400,
+    "9" * 5000,
+]
+VALUES: list[Any] = [
+    *(None, True, False, "no", "128", "", 128.9, 0, -1, 1, 2**31, 2**62, 2**63, 2**70),
+    *(10**400, 1e18, 1e100, 1e308, float("nan"), float("inf")),
+    *([], {}, [[]], {"doc": 0}, "a\nb", "\x00", "é" * 300, list(range(99))),
+]
 
 
-@pytest.mark.parametrize(
-    ("first", "last"),
-    [
-        pytest.param(0, 40, marks=pytest.mark.matrix),
-        *(
-            pytest.param(first, first + 40, marks=pytest.mark.slow)
-            for first in range(40, 240, 40)
-        ),
-    ],
-)
-def test_hostile_jobs(first: int, last: int, tmp_path: Path) -> None:
-    """simulate, advise and doctor: command lines, and jobs. What compare refuses is in test_cli_compare.py."""
-    prepare_tokenizer(tmp_path / "assets", kind="bytes")
-    _run(tmp_path, first, last, timeout=300)
+def mutate(rng: Random, data: Any) -> Any:
+    """One to three values anywhere in it replaced, removed or added."""
+    data = copy.deepcopy(data)
+    for _ in range(rng.randint(1, 3)):
+        node = data
+        while True:
+            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+            if not keys:
+                break
+            key = rng.choice(keys)
+            if isinstance(node[key], (dict, list)) and rng.random() < 0.85:
+                node = node[key]
+                continue
+            action = rng.random()
+            if action < 0.75:
+                node[key] = copy.deepcopy(rng.choice(VALUES))
+            elif action < 0.9:
+                del node[key]
+            elif isinstance(node, dict):
+                node[rng.choice(["attend", "attends", "spread", "", "doc "])] = (
+                    rng.choice(VALUES)
+                )
+            else:
+                node.append(copy.deepcopy(node[key]))
+            break
+    return data
 
 
 LAYOUT = TokenLayout.from_segments(
@@ -106,7 +73,7 @@ SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=4)
 
 def _mutants(text: str, count: int) -> list[str]:
     data = json.loads(text)
-    return [json.dumps(_mutate(Random(seed), data)) for seed in range(count)]
+    return [json.dumps(mutate(Random(seed), data)) for seed in range(count)]
 
 
 def written_plan() -> str:
@@ -141,9 +108,7 @@ def use_profile(profile: Profile) -> None:
     ("kind", "write", "use"),
     [(Plan, written_plan, use_plan), (Profile, written_profile, use_profile)],
 )
-def test_mutated_files(
-    kind: Any, write: Callable[[], str], use: Callable[[Any], None], count: int
-) -> None:
+def test_mutated_files(kind, write, use, count):
     """What is read can be used: nothing but a ValueError, and that when it is read."""
     read = 0
     for text in _mutants(write(), count):
@@ -157,9 +122,7 @@ def test_mutated_files(
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(3000, marks=pytest.mark.slow)])
-def test_mutated_layouts(
-    count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mutated_layouts(count, tmp_path, capsys):
     """A plan, or one line of error, also with options that are mutated."""
     path, codes = tmp_path / "layout.json", set()
     text = json.dumps(layout_to_dict(LAYOUT, SHAPE))
@@ -190,11 +153,11 @@ def test_mutated_layouts(
 @pytest.mark.parametrize(
     "value", [v for v in VALUES if not (type(v) is int and 0 < v < 2**20)]
 )
-def test_shapes(field: str, value: Any) -> None:
+def test_shapes(field, value):
     values = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype_bytes": 4} | {
         field: value
     }
-    with pytest.raises(ValueError, match=f"attention.{field} = "):
+    with refusal(f"attention.{field}"):
         AttentionShape(**values)
 
 
@@ -213,8 +176,8 @@ def test_shapes(field: str, value: Any) -> None:
     "value",
     [True, "no", "128", -1, 0, 2**70, 10**400, float("nan"), float("inf"), [[]], {}],
 )
-def test_planner_options(field: str, value: Any) -> None:
+def test_planner_options(field, value):
     if field == "tolerance" and value in (0, 2**70):
         return  # a tolerance may be any number
-    with pytest.raises(ValueError, match=f"^{field}.* = .*: set "):
+    with refusal(field, "="):
         PlannerConfig(**{field: value})

@@ -68,7 +68,7 @@ def _imports(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
-def test_layers(part: str) -> None:
+def test_layers(part):
     """Planning knows no torch, runtime and simulation no torchtitan, and nothing imports a layer above it."""
     for name in MODULES:
         if name.startswith(f"{PACKAGE}.{part}"):
@@ -82,7 +82,7 @@ def test_layers(part: str) -> None:
 
 
 @matrix
-def test_jobs_import_no_tools_and_the_demo_only_if_they_name_it() -> None:
+def test_jobs_import_no_tools_and_the_demo_only_if_they_name_it():
     code = (
         "from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu; enable_cpu(); "
         "import sys, torchtitan.train; "
@@ -100,7 +100,7 @@ def test_jobs_import_no_tools_and_the_demo_only_if_they_name_it() -> None:
     assert result.stderr.splitlines()[-1] == "[]"
 
 
-def test_one_package_knows_a_version_of_torchtitan() -> None:
+def test_one_package_knows_a_version_of_torchtitan():
     """Besides the examples' data and the entry points, which name torchtitan's own classes."""
     for name in MODULES:
         if name.startswith(f"{PACKAGE}.integration.") and not name.startswith(ADAPTERS):
@@ -117,7 +117,7 @@ def test_one_package_knows_a_version_of_torchtitan() -> None:
             )
 
 
-def test_adapters_share_no_code_of_their_own() -> None:
+def test_adapters_share_no_code_of_their_own():
     for own, other in (ADAPTERS, ADAPTERS[::-1]):
         for name in MODULES:
             if name.startswith(own):
@@ -126,7 +126,7 @@ def test_adapters_share_no_code_of_their_own() -> None:
                 )
 
 
-def test_nothing_that_trains_imports_tools() -> None:
+def test_nothing_that_trains_imports_tools():
     for name in MODULES:
         if not name.startswith(f"{PACKAGE}.tools"):
             assert not any(
@@ -134,12 +134,12 @@ def test_nothing_that_trains_imports_tools() -> None:
             ), name
 
 
-def test_no_tool_imports_the_command_line() -> None:
+def test_no_tool_imports_the_command_line():
     for name in MODULES:
         assert f"{PACKAGE}.tools.main" not in _imports(name), name
 
 
-def test_benches_and_tests_share_helpers_alone() -> None:
+def test_benches_and_tests_share_helpers_alone():
     """Benches import tests.lib and no other tests, and tests.lib imports neither benches nor tests."""
     for folder, wanted in (("bench", "tests.lib"), ("tests/lib", "tests.lib")):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -157,7 +157,7 @@ def test_benches_and_tests_share_helpers_alone() -> None:
             )
 
 
-def test_no_circles() -> None:
+def test_no_circles():
     """Whoever imports a module needs what it imports, and never the other way round; packages stand for their lists."""
     graph = {
         name: {each for each in _imports(name) if each in MODULES and each != name}

@@ -5,12 +5,12 @@ import dataclasses
 import inspect
 import json
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
+from tests.lib.refusals import refusal
 from tests.lib.sets import params
 from tests.test_files import JOB, LAYOUT, SIMULATED
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
@@ -71,7 +71,7 @@ CASES = [
 ]
 
 
-def test_the_tables_are_found() -> None:
+def test_the_tables_are_found():
     assert {command for command, _ in CASES} == set(cli.COMMANDS) - {"report"}
     assert {
         ("simulate", "tokens_per_rank"),
@@ -94,12 +94,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", params(CASES, CASES[::4]), ids=" ".join)
 @pytest.mark.usefixtures("stopped")
-def test_numbers_that_mean_nothing_are_refused(
-    case: tuple[str, str],
-    tmp_path: Path,
-    refused: Callable[..., str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_numbers_that_mean_nothing_are_refused(case, tmp_path, refused, capsys):
     command, option = case
     (tmp_path / "layout.json").write_text(json.dumps(LAYOUT))
     (tmp_path / "source.py").write_text("pass\n")
@@ -148,6 +143,6 @@ def test_numbers_that_mean_nothing_are_refused(
         "fixed:length=1e18",
     ],
 )
-def test_distributions_that_contradict_themselves(spec: str) -> None:
-    with pytest.raises(ValueError, match=f"^documents = '{spec}': "):
+def test_distributions_that_contradict_themselves(spec):
+    with refusal("documents", spec):
         named_lengths(spec)

@@ -36,7 +36,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_resolve(page: Path) -> None:
+def test_links_resolve(page):
     for link in LINK.findall(page.read_text()):
         if link.startswith(("http://", "https://", "mailto:")):
             continue
@@ -48,7 +48,7 @@ def test_links_resolve(page: Path) -> None:
         assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
-def test_sources_name_their_licence() -> None:
+def test_sources_name_their_licence():
     assert (
         f"{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['license']}\n"
         in LICENCE
@@ -69,7 +69,7 @@ def test_sources_name_their_licence() -> None:
         ("citation-file-format", "CITATION.cff"),
     ],
 )
-def test_files_of_hosts(schema: str, pattern: str) -> None:
+def test_files_of_hosts(schema, pattern):
     files = sorted(ROOT.glob(pattern))
     assert files
     run(
@@ -81,7 +81,7 @@ def test_files_of_hosts(schema: str, pattern: str) -> None:
 
 
 @pytest.mark.matrix
-def test_wheel_is_typed_and_complete(tmp_path: Path) -> None:
+def test_wheel_is_typed_and_complete(tmp_path):
     """`make wheel` also runs it in an environment of its own, for which it needs a package index."""
     source = tmp_path / "source"
     shutil.copytree(

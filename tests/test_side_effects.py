@@ -67,7 +67,7 @@ PLAN = """
 """
 
 
-def test_importing_and_planning_leave_the_process_as_it_was(tmp_path: Path) -> None:
+def test_importing_and_planning_leave_the_process_as_it_was(tmp_path):
     """A new entry point is compiled; the planner's own may come from the disk."""
     script = tmp_path / "plan.py"  # numba keeps what it compiles beside a file
     script.write_text(textwrap.dedent(PLAN))
@@ -78,7 +78,7 @@ def test_importing_and_planning_leave_the_process_as_it_was(tmp_path: Path) -> N
     assert done.stdout.splitlines()[-1:] == ["[]"]
 
 
-def test_files_that_change_the_process_are_listed() -> None:
+def test_files_that_change_the_process_are_listed():
     """The sections of docs/seams.md name every file of the package that holds code of ``CHANGES``."""
     page, pattern = (
         (ROOT / "docs" / "seams.md").read_text(),

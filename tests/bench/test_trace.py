@@ -2,17 +2,13 @@
 """The picture of a run's traces: what it draws, what it is called, what it refuses."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-import pytest
 import torch
-from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.trace import Options, Span, main, read_spans
+from bench.trace import Span, read_spans
 
 
 def event(name: str, begin: float, length: float, **args: int) -> dict[str, Any]:
@@ -46,33 +42,7 @@ def write_trace(path: Path, events: list[dict[str, Any]]) -> None:
     )
 
 
-@pytest.mark.parametrize(("ranks", "shown"), [((), range(16)), ((3, 1), [3, 1])])
-def test_the_title_says_which_ranks(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ranks: tuple[int, ...],
-    shown: Iterable[int],
-) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(plt, "close", drawn.append)
-    for rank in range(17):
-        write_trace(tmp_path / f"rank{rank}_trace.json", PHASES)
-        # the second name of the same trace
-        write_trace(tmp_path / f"rank{rank}.pt.trace.json", PHASES)
-    main(Options(tmp_path, tmp_path / "new" / "trace.png", ranks))
-    assert (
-        drawn[0].get_suptitle().endswith(f", ranks {', '.join(map(str, shown))} of 17")
-    )
-    labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
-    assert [label for label in labels if label.startswith("rank")] == [
-        f"rank {rank}" for rank in shown
-    ]
-    assert (tmp_path / "new" / "trace.png").exists()
-
-
-def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(
-    tmp_path: Path,
-) -> None:
+def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(tmp_path):
     write_trace(tmp_path / "rank0_trace.json", PHASES)
     spans = read_spans(tmp_path / "rank0_trace.json")
     flights = [span for span in spans if span.kind == "in flight"]
@@ -86,7 +56,7 @@ def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(
     ]
 
 
-def test_backward_linear_work_is_named(tmp_path: Path) -> None:
+def test_backward_linear_work_is_named(tmp_path):
     """In a trace of this torch: two segments with other work between them, whose backward comes in reverse order."""
     first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
@@ -113,7 +83,7 @@ def test_backward_linear_work_is_named(tmp_path: Path) -> None:
     assert backward[0].end <= backward[1].start
 
 
-def test_linear_work_of_compiled_turns_is_named(tmp_path: Path) -> None:
+def test_linear_work_of_compiled_turns_is_named(tmp_path):
     def operators(graph: dict, names: tuple[str, str], *times: float) -> list[dict]:
         return [
             graph,

@@ -62,7 +62,7 @@ def random_tensors(dtype: torch.dtype) -> Tensors:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cut_documents_are_as_exact_as_whole_ones(dtype: torch.dtype) -> None:
+def test_cut_documents_are_as_exact_as_whole_ones(dtype):
     tensors = random_tensors(dtype)
     reference = dense(LAYOUT, tensors.to("cpu"))
     engine = make_engine(10)
@@ -78,7 +78,7 @@ def test_cut_documents_are_as_exact_as_whole_ones(dtype: torch.dtype) -> None:
         )
 
 
-def test_the_steady_state_neither_synchronises_nor_asks_for_device_memory() -> None:
+def test_the_steady_state_neither_synchronises_nor_asks_for_device_memory():
     engine, tensors = make_engine(20), random_tensors(torch.bfloat16)
     for key in range(20):
         run(engine, tensors, key)
@@ -98,7 +98,7 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_a_plan_added_behind_a_slow_stream_is_waited_for() -> None:
+def test_a_plan_added_behind_a_slow_stream_is_waited_for():
     tensors = random_tensors(torch.bfloat16)
     engine = make_engine(1)
     expected = run(engine, tensors, 0)
@@ -118,5 +118,5 @@ def test_a_plan_added_behind_a_slow_stream_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_kernels_combine_as_torch_does(seed: int) -> None:
+def test_kernels_combine_as_torch_does(seed):
     compare_orders(seed, torch.device("cuda"))

@@ -78,7 +78,7 @@ def replay_on_one_device(group: dist.ProcessGroup, keep: bool) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "keep"), [(1, False), (2, False), (4, True)])
-def test_captured_attention_follows_the_plan(num_ranks: int, keep: bool) -> None:
+def test_captured_attention_follows_the_plan(num_ranks, keep):
     values(run_processes(num_ranks, replay_on_one_device, keep, timeout_s=300))
 
 
@@ -109,7 +109,7 @@ def run_without_allocation(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_padded_tables_need_no_memory_after_the_first_plan(num_ranks: int) -> None:
+def test_padded_tables_need_no_memory_after_the_first_plan(num_ranks):
     assert (
         values(run_processes(num_ranks, run_without_allocation, timeout_s=300))
         == [(0, 0)] * num_ranks

@@ -74,15 +74,7 @@ def error(result: Tensor, reference: Tensor) -> float:
         ([1, 1], [5, 9], False),
     ],
 )
-def test_against_dense(
-    kernel: AttentionKernel,
-    len_q,
-    len_k,
-    causal: bool,
-    dim: int,
-    heads: tuple[int, int],
-    dtype: torch.dtype,
-) -> None:
+def test_against_dense(kernel, len_q, len_k, causal, dim, heads, dtype):
     if kernel.squares_only and (0 in len_k or (causal and len_q != len_k)):
         pytest.skip(
             "cuDNN takes tasks with keys, and squares only where they are causal"
@@ -97,9 +89,7 @@ def test_against_dense(
 @EVERY_BOTTOM_RIGHT
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [1, 64, 128, 1000])
-def test_windows_against_dense(
-    kernel: AttentionKernel, window: int, dtype: torch.dtype
-) -> None:
+def test_windows_against_dense(kernel, window, dtype):
     cu_q, cu_k = offsets([1, 77, 333, 200]), offsets([1, 77, 460, 900])
     call = VarlenArgs.from_numpy(
         cu_q, cu_k, causal=True, scale=0.125, device="cuda", window=window
@@ -142,9 +132,7 @@ def check_against_dense(
 
 @EVERY_BOTTOM_RIGHT
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_split_keys_err_at_most_twice_as_much(
-    kernel: AttentionKernel, dtype: torch.dtype
-) -> None:
+def test_split_keys_err_at_most_twice_as_much(kernel, dtype):
     """Keys 0..300 of the rows 512..1024 of a document are apart from the rest."""
     length, dim = 1024, 64
     rows = q, k, v, dout = random_qkv(length, length, (8, 2), dim, dtype, device="cuda")
@@ -170,7 +158,7 @@ def test_split_keys_err_at_most_twice_as_much(
 
 
 @EVERY_BOTTOM_RIGHT
-def test_cuts_at_tile_boundaries_keep_the_bits(kernel: AttentionKernel) -> None:
+def test_cuts_at_tile_boundaries_keep_the_bits(kernel):
     document = Document(
         1500, (8, 2), 128, torch.bfloat16, seed=0, kernel=kernel, device="cuda"
     )
@@ -180,11 +168,11 @@ def test_cuts_at_tile_boundaries_keep_the_bits(kernel: AttentionKernel) -> None:
     assert torch.equal(lse, document.lse)
 
 
-def test_every_kernel_passes_its_trial() -> None:
+def test_every_kernel_passes_its_trial():
     trial = select.Trial(KERNELS["varlen"], torch.device("cuda"), select._SHAPE)
     outcomes = {name: trial.outcome(kernel) for name, kernel in KERNELS.items()}
     assert all(isinstance(outcome, float) for outcome in outcomes.values()), outcomes
 
 
-def test_delta_and_surrogate_on_the_device() -> None:
+def test_delta_and_surrogate_on_the_device():
     compare_with_torch(torch.device("cuda"))

@@ -120,7 +120,7 @@ def run_apart(
         process.wait()
 
 
-def test_two_ranks_on_one_device_exchange_rows_as_two_nodes_do(tmp_path: Path) -> None:
+def test_two_ranks_on_one_device_exchange_rows_as_two_nodes_do(tmp_path):
     if not symm_mem.is_nvshmem_available():
         pytest.skip("this torch has no NVSHMEM")
     try:

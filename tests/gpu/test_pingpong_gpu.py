@@ -28,11 +28,11 @@ def new_job(seed: int) -> NanoBatchesAndWhole:
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"], ids=["eager", "compiled"])
-def test_halves_give_what_the_whole_gives(backend: str | None) -> None:
+def test_halves_give_what_the_whole_gives(backend):
     new_job(seed=0).check(backend)
 
 
-def test_the_loop_does_not_wait_for_the_device() -> None:
+def test_the_loop_does_not_wait_for_the_device():
     job = new_job(seed=1)
     run, gradient = job.run_nano_batches(job.blocks), torch.ones_like(job.xs[0])
     run().backward(gradient)

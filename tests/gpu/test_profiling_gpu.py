@@ -28,7 +28,7 @@ def profile() -> Profile:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_throughput_saturates(profile: Profile, direction: str) -> None:
+def test_throughput_saturates(profile, direction):
     """A quarter of a tile takes the time of a tile; long tasks reach a good part of the device's throughput."""
     throughput = profile.throughput(direction)
     assert (throughput[0, :-1] < 0.6 * throughput.max(axis=0)[:-1]).all()
@@ -38,9 +38,7 @@ def test_throughput_saturates(profile: Profile, direction: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[512] * 64, [32768], [16384, *[1024] * 16]])
-def test_time_of_causal_documents_is_predicted(
-    profile: Profile, lengths: list[int]
-) -> None:
+def test_time_of_causal_documents_is_predicted(profile, lengths):
     """Diagonal tasks, which were not measured, to within half their time; a tile count has no time at all."""
     kernel, cu = get_kernel("auto", "cuda"), offsets(lengths)
     call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=128**-0.5, device="cuda")

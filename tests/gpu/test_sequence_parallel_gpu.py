@@ -37,9 +37,7 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_a_late_lane_gives_the_same_values_and_gradients(
-    group: dist.ProcessGroup,
-) -> None:
+def test_a_late_lane_gives_the_same_values_and_gradients(group):
     device = torch.device("cuda")
     side_stream = SlowSideStream(device)
     for seed in range(10):
@@ -83,7 +81,7 @@ def results_of(
     ]
 
 
-def test_the_caller_goes_on_meanwhile() -> None:
+def test_the_caller_goes_on_meanwhile():
     device = torch.device("cuda")
     side_stream, x = SideStream(device), torch.ones(1, device=device)
 

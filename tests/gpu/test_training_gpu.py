@@ -42,7 +42,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("sharding", list(sharing.SHARDING))
-def test_two_ranks_train_as_without_cad(sharding: str) -> None:
+def test_two_ranks_train_as_without_cad(sharding):
     said: dict[str, object] = {}
     with contextlib.ExitStack() as stack:
         try:

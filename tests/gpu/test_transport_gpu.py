@@ -34,7 +34,7 @@ def exchange_on_one_device(group: dist.ProcessGroup, num_exchanges: int) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_random_exchanges_with_random_delays(num_ranks: int) -> None:
+def test_random_exchanges_with_random_delays(num_ranks):
     results = values(
         run_processes(num_ranks, exchange_on_one_device, 100, timeout_s=300)
     )
@@ -68,7 +68,7 @@ def exchange_without_the_host(group: dist.ProcessGroup) -> int:
     return torch.cuda.memory_stats()["allocation.all.allocated"] - before
 
 
-def test_the_steady_state_needs_neither_host_nor_allocator() -> None:
+def test_the_steady_state_needs_neither_host_nor_allocator():
     assert values(run_processes(2, exchange_without_the_host, timeout_s=300)) == [0, 0]
 
 
@@ -92,7 +92,7 @@ def be_late(group: dist.ProcessGroup) -> str:
     return "not noticed"
 
 
-def test_a_late_peer_is_named_at_the_next_plan() -> None:
+def test_a_late_peer_is_named_at_the_next_plan():
     message = values(run_processes(2, be_late, timeout_s=120))[0]
     what = "(begun to receive|sent its rows)"  # two kernels wait, on a stream each
     assert re.search(

@@ -9,8 +9,8 @@ The reference is the same job with ``parallelism.cad`` off, on torchtitan's own 
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.torch_version import TorchVersion
@@ -19,6 +19,17 @@ from tests.lib.jobs import compositions as c
 from tests.lib.jobs.harness import RunResult, run, tokenizer_folder
 from tests.lib.threaded import needs_linux
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+
+enable_cpu()
+
+# torchtitan must not be imported before enable_cpu().
+import torchtitan.distributed.context_parallel as titan_cp  # noqa: E402
+from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
+from torchtitan.train import Trainer  # noqa: E402
+
+from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.plugin import cad_train_spec  # noqa: E402
 
 SHORT = {
     "collective": (),
@@ -56,7 +67,7 @@ def cases_and_transports() -> Iterator[object]:
 
 
 @pytest.mark.matrix
-def test_starts_from_the_parameters_of_stock() -> None:
+def test_starts_from_the_parameters_of_stock():
     """What a job measures at its start takes none of torchtitan's random numbers, from which parameters are drawn."""
     args = (*c.VALIDATION, *c.global_batch(12))
     cad = run([*c.COMMON, *args, *c.CAD, *c.TOLERANCE_AUTO], 2, init_seed=None)
@@ -64,9 +75,7 @@ def test_starts_from_the_parameters_of_stock() -> None:
 
 
 @pytest.mark.parametrize(("case", "transport"), list(cases_and_transports()))
-def test_composition_trains_like_its_reference(
-    case: c.Composition, transport: str
-) -> None:
+def test_composition_trains_like_its_reference(case, transport):
     result = check(case, f"--cad.transport={transport}")
     assert f"CAD exchanges rows by {transport}" in result.logs[0] or not case.moves
     if case.moves:
@@ -102,53 +111,35 @@ def check(
     return result
 
 
-@pytest.mark.parametrize(
-    "name", ["llama3", "qwen3", "deepseek_v3", "llama4", "gpt_oss"]
-)
-def test_every_flavor_becomes_a_cad_flavor(name: str) -> None:
-    enable_cpu()
-    from torchtitan.config import ConfigManager
-    from torchtitan.protocols.train_spec import get_train_spec
+every_model = pytest.mark.parametrize("name", list(ADAPTERS))
 
-    from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS
-    from torchtitan_cad.integration.torchtitan_v0_2.plugin import cad_train_spec
 
-    stock = get_train_spec(name)
-    for flavor in list(stock.model_args):
-        spec = cad_train_spec(stock, ADAPTERS[name], flavor)
-        args = spec.model_args[flavor]
-        args.update_from_config(
-            ConfigManager().parse_args([*c.CAD[:1], f"--model.name={name}"])
-        )
+def build_on_meta(name: str, flavor: str) -> tuple[Any, Any]:
+    """A CAD flavor's arguments and its model of two layers, without memory."""
+    spec = cad_train_spec(get_train_spec(name), ADAPTERS[name], flavor)
+    args = spec.model_args[flavor]
+    args.update_from_config(
+        ConfigManager().parse_args([*c.CAD[:1], f"--model.name={name}"])
+    )
+    args.n_layers = min(args.n_layers, 2)
+    with torch.device("meta"):
+        return args, spec.model_cls(args)
+
+
+@every_model
+def test_every_flavor_becomes_a_cad_flavor(name):
+    for flavor in list(get_train_spec(name).model_args):
+        args, model = build_on_meta(name, flavor)
         assert (args.attn_type, args.attn_mask_type) == ("varlen", "block_causal")
-        args.n_layers = min(args.n_layers, 2)
-        with torch.device("meta"):
-            model = spec.model_cls(args)
         assert all(
             hasattr(block.attention, "inner_attention")
             for block in model.layers.values()
         )
 
 
-@pytest.mark.parametrize(
-    "name", ["llama3", "qwen3", "deepseek_v3", "llama4", "gpt_oss"]
-)
-def test_every_parameter_is_initialised(name: str) -> None:
-    enable_cpu()
-    from torchtitan.config import ConfigManager
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS
-    from torchtitan_cad.integration.torchtitan_v0_2.plugin import cad_train_spec
-
-    spec = cad_train_spec(get_train_spec(name), ADAPTERS[name], "debugmodel")
-    args = spec.model_args["debugmodel"]
-    args.update_from_config(
-        ConfigManager().parse_args([*c.CAD[:1], f"--model.name={name}"])
-    )
-    args.n_layers = 2
-    with torch.device("meta"):
-        model = spec.model_cls(args)
+@every_model
+def test_every_parameter_is_initialised(name):
+    _, model = build_on_meta(name, "debugmodel")
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -158,13 +149,7 @@ def test_every_parameter_is_initialised(name: str) -> None:
     assert [tensor_name for tensor_name, tensor in named if tensor.isnan().any()] == []
 
 
-def test_preparing_for_one_job_after_another_leaves_no_trace() -> None:
-    enable_cpu()
-    import torchtitan.distributed.context_parallel as titan_cp
-    from torchtitan.config import ConfigManager
-    from torchtitan.protocols.train_spec import get_train_spec
-    from torchtitan.train import Trainer
-
+def test_preparing_for_one_job_after_another_leaves_no_trace():
     def state() -> tuple:
         return (
             get_train_spec("llama3").model_cls,
@@ -186,7 +171,7 @@ def test_preparing_for_one_job_after_another_leaves_no_trace() -> None:
     assert state() == before
 
 
-def test_without_cad_a_job_is_stock_torchtitan() -> None:
+def test_without_cad_a_job_is_stock_torchtitan():
     """The config module alone changes nothing, to the bit."""
     result = run(
         [*c.COMMON, "--job.custom_config_module=torchtitan_cad.job_config"], nranks=2
@@ -207,7 +192,7 @@ STEPS, SETTLED, WINDOW, LOG_FREQ = 2000, 300, 100, 10
 @pytest.mark.parametrize(
     "transport", ["collective", pytest.param("symm_mem", marks=needs_linux)]
 )
-def test_resident_memory_does_not_grow(transport: str) -> None:
+def test_resident_memory_does_not_grow(transport):
     """From step 300 on, means over 100 steps are within 1% of each other, on every rank and over 1,700 plans."""
     job = [
         *c.PLACED,
@@ -226,80 +211,3 @@ def test_resident_memory_does_not_grow(transport: str) -> None:
         assert max(means) <= 1.01 * min(means), [
             f"{mean / 2**20:.1f} MiB" for mean in means
         ]
-
-
-enable_cpu()
-
-from torchtitan.components.tokenizer import build_hf_tokenizer  # noqa: E402
-from torchtitan.config import ConfigManager, JobConfig  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import build_text_dataloader  # noqa: E402
-from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
-
-from torchtitan_cad.integration.loading.documents import document_starts  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.checks import validate  # noqa: E402
-from torchtitan_cad.planning import AttentionShape, Plan, make_plan  # noqa: E402
-from torchtitan_cad.planning.model.batch import BatchShape, group_layout  # noqa: E402
-from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer  # noqa: E402
-
-CONFIG = Path(__file__).resolve().parents[2] / "train_configs" / "llama3_debug_cpu.toml"
-CORES = 4
-
-
-@pytest.mark.matrix
-def test_make_train_is_uneven_and_gets_balanced(monkeypatch, tmp_path):
-    """The bounds hold with a margin for the standard libraries of Python 3.11 to 3.13, with and without their tests."""
-    # torchtitan is left as it is
-    monkeypatch.setattr(plugin, "on_config", lambda config: validate(config, CORES))
-    config = ConfigManager().parse_args(
-        [f"--job.config_file={CONFIG}", *assets(tmp_path)]
-    )
-    assert config.training.steps >= 20
-    stats = [plan.stats for plan in plan_steps(config)]
-    assert np.mean([step.max_over_mean_before for step in stats]) > 1.4
-    assert np.mean([step.max_over_mean for step in stats]) <= 1.05
-
-
-@pytest.mark.slow
-def test_make_train_computes_the_same_without_cad(tmp_path):
-    """All steps of `make train` against stock torchtitan's varlen attention: losses and gradient norms."""
-    runs = [
-        run([*assets(tmp_path), switch], CORES, 1500, config=CONFIG, init_seed=None)
-        for switch in ("--parallelism.cad", "--parallelism.no-cad")
-    ]
-    for result in runs:
-        assert len(result.losses) >= 20
-        assert result.losses[-1] < result.losses[0] - 1
-    with_cad, without = runs
-    assert with_cad.losses == pytest.approx(without.losses, rel=c.TOLERANCE)
-    assert with_cad.grad_norms == pytest.approx(without.grad_norms, rel=c.TOLERANCE)
-
-
-def assets(folder: Path) -> list[str]:
-    return [f"--model.hf_assets_path={prepare_tokenizer(folder)}"]
-
-
-def plan_steps(config: JobConfig) -> Iterator[Plan]:
-    """The plans of a data-parallel job's steps."""
-    tokenizer = build_hf_tokenizer(config)
-    loaders = [
-        iter(build_text_dataloader(CORES, rank, tokenizer, config))
-        for rank in range(CORES)
-    ]
-    args = get_train_spec(config.model.name).model_args[config.model.flavor]
-    attention = AttentionShape(
-        args.n_heads,
-        args.n_kv_heads or args.n_heads,
-        args.dim // args.n_heads,
-        dtype_bytes=4,
-    )
-    rows, seq_len = config.training.local_batch_size, config.training.seq_len
-    shape = BatchShape(rows, seq_len, rows_per_microbatch=rows)
-    for _ in range(config.training.steps):
-        starts = [
-            document_starts(next(loader)[0]["input"], tokenizer.eos_id)
-            for loader in loaders
-        ]
-        yield make_plan(
-            group_layout(starts, shape, 0, cp=1), attention, config.cad.planner_config()
-        )

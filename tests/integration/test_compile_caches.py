@@ -55,7 +55,7 @@ def assert_same(results: Sequence[RunResult]) -> None:
     assert last.cached["miss"] == 0
 
 
-def test_a_second_start_takes_every_graph_and_no_other_ranks(tmp_path: Path) -> None:
+def test_a_second_start_takes_every_graph_and_no_other_ranks(tmp_path):
     """Ranks of one group of tensor parallelism compile the loss for different parts of the vocabulary."""
     assert_same([train(tmp_path, 2, *c.CAD, *c.TP2, *LOSS) for _ in range(2)])
 
@@ -89,9 +89,7 @@ def marked(name: str, *values: object) -> object:
 
 @pytest.mark.parametrize("first", ["cad", "stock"])
 @pytest.mark.parametrize("name", [marked(name, name) for name in BESIDE_STOCK])
-def test_graphs_of_stock_torchtitan_lie_beside(
-    name: str, first: str, tmp_path: Path
-) -> None:
+def test_graphs_of_stock_torchtitan_lie_beside(name, first, tmp_path):
     nranks, args = BESIDE_STOCK[name]
     with_cad, without = (*args, *c.CAD), args
     order = (
@@ -151,9 +149,7 @@ def cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("nranks", "one", "other"), cases())
-def test_graphs_of_another_job_lie_beside(
-    nranks: int, one: tuple[str, ...], other: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_graphs_of_another_job_lie_beside(nranks, one, other, tmp_path):
     runs = [train(tmp_path, nranks, *c.CAD, *job) for job in (one, other, one, other)]
     assert_same(runs[::2])
     assert_same(runs[1::2])
@@ -181,7 +177,7 @@ def places(**degrees: int) -> list[str]:
     return found
 
 
-def test_replicas_share_graphs() -> None:
+def test_replicas_share_graphs():
     assert places() == places(dp_replicate=2) == [""] * 8
 
 
@@ -197,7 +193,7 @@ def test_replicas_share_graphs() -> None:
     ],
     ids=str,
 )
-def test_other_ranks_do_not(degrees: dict[str, int]) -> None:
+def test_other_ranks_do_not(degrees):
     """Those of one group differ in their place; those that have the same place differ in their group."""
     found = places(**degrees)
     assert len(set(found)) == 8
@@ -209,9 +205,7 @@ def test_other_ranks_do_not(degrees: dict[str, int]) -> None:
         assert counts == [8 // degree] * degree
 
 
-def test_a_later_job_gets_the_tag_that_was_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_later_job_gets_the_tag_that_was_there(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     # pytest's monkeypatch would leave torch's configuration without this key.
     with torch.compiler.config.patch(cache_key_tag="a user's|second"):

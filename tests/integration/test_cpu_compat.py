@@ -2,9 +2,8 @@
 """Stock torchtitan 0.2.2 on CPU ranks, with which every run with CAD is compared, and what makes it possible."""
 
 import json
+import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from tests.lib.jobs.compositions import (
 )
 from tests.lib.jobs.harness import read_scalars, run
 from tests.lib.jobs.launched import TORCHRUN, launched
+from tests.lib.refusals import check_refusal, refusal
 from torchtitan_cad.integration import cpu as any_cpu
 from torchtitan_cad.integration.torchtitan_v0_2 import cpu
 
@@ -40,7 +40,7 @@ EXPERTS = (
     ],
     ids=["stock", "cad", "experts"],
 )
-def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
+def test_resumes_exactly(args, tmp_path):
     """A run resumed from a checkpoint repeats every bit of training, though the batch after it had been redistributed
     already, and though other plans would take the least time.
 
@@ -94,9 +94,7 @@ def test_resumes_exactly(args: tuple[str, ...], tmp_path: Path) -> None:
     [("cad", "no-cad"), ("no-cad", "cad")],
     ids=["saved with", "saved without"],
 )
-def test_checkpoints_are_the_same_with_and_without_cad(
-    switches: tuple[str, str], tmp_path: Path
-) -> None:
+def test_checkpoints_are_the_same_with_and_without_cad(switches, tmp_path):
     job = (
         *PLACED,
         *global_batch(8),
@@ -115,7 +113,7 @@ def test_checkpoints_are_the_same_with_and_without_cad(
 
 
 @pytest.mark.matrix
-def test_entry_point_under_torchrun_without_cad(tmp_path: Path) -> None:
+def test_entry_point_under_torchrun_without_cad(tmp_path):
     with launched(
         ["--parallelism.no-cad", "--training.steps=2"], tmp_path, launcher=TORCHRUN
     ) as job:
@@ -124,29 +122,20 @@ def test_entry_point_under_torchrun_without_cad(tmp_path: Path) -> None:
     assert any("Training completed" in line for line in job.lines)
 
 
-def test_late_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="has an accelerator")
+def test_late_call_is_refused():
     """Once torchtitan has bound its device type it is too late; the message says what to do."""
-    monkeypatch.setattr(cpu, "_enabled", False)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setitem(sys.modules, "torchtitan", ModuleType("torchtitan"))
-    with pytest.raises(RuntimeError, match=r"python -m torchtitan_cad\.train"):
-        cpu.enable_cpu()
-
-
-def test_accelerator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_enabled", False)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    profiler_init = torch.profiler.profile.__init__
-    assert cpu.enable_cpu() is False
-    assert torch.profiler.profile.__init__ is profiler_init
+    code = f"import torchtitan, {cpu.__name__} as cpu; cpu.enable_cpu()"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True)
+    (*_, line) = done.stderr.splitlines()
+    check_refusal(line, "enable_cpu()", remedy="torchtitan_cad.train")
 
 
 @pytest.mark.parametrize(
     ("experts", "ranks", "alignment"), [(1, 1, 8), (3, 2, 8), (8, 4, 16), (2, 3, 32)]
 )
-def test_tokens_are_ordered_by_experts_into_aligned_slots(
-    experts: int, ranks: int, alignment: int
-) -> None:
+def test_tokens_are_ordered_by_experts_into_aligned_slots(experts, ranks, alignment):
     rng = torch.Generator().manual_seed(experts)
     counts = torch.randint(0, 40, (ranks * experts,), generator=rng) * torch.randint(
         0, 2, (ranks * experts,), generator=rng
@@ -172,7 +161,7 @@ def test_tokens_are_ordered_by_experts_into_aligned_slots(
     assert {x.dtype for x in (indices, got_sizes, ends)} == {torch.int32}
 
 
-def test_integers_are_counted() -> None:
+def test_integers_are_counted():
     cpu.enable_cpu()
     values = torch.randint(0, 61, (4096,))
     counts = torch.histc(values, bins=61, min=0, max=61)
@@ -182,10 +171,10 @@ def test_integers_are_counted() -> None:
     assert torch.histc(floats, bins=4).sum() == 64
 
 
-def test_device_module_names_what_is_missing() -> None:
+def test_device_module_names_what_is_missing():
     device = any_cpu._CpuDeviceModule("cpu_device")
     assert device.current_device() == 0
     assert device.memory_stats()["active_bytes.all.peak"] > 0
     device.synchronize()  # from torch.cpu
-    with pytest.raises(AttributeError, match="needs an accelerator"):
+    with refusal("torch.cpu", error=AttributeError):
         _ = device.memory

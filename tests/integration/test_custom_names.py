@@ -3,11 +3,11 @@
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.lib.jobs.harness import parse_job
+from tests.lib.refusals import refusal
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
@@ -42,13 +42,11 @@ def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "options", [("--model.flavor=mine",), ("--training.dataset=mine",), MINE], ids=str
 )
-def test_registered_names_are_accepted(
-    options: tuple[str, ...], switch: str, tmp_path: Path
-) -> None:
+def test_registered_names_are_accepted(options, switch, tmp_path):
     parse_job(tmp_path, IMPORT, *options, switch)
 
 
-def test_a_derived_model_gets_the_adapter_of_its_base(tmp_path: Path) -> None:
+def test_a_derived_model_gets_the_adapter_of_its_base(tmp_path):
     config = parse_job(tmp_path, IMPORT, *MINE)
     (kind,) = attention_kinds(config, get_train_spec("mine").model_args["small"])
     assert (kind.name, kind.layers, kind.shape.num_heads, kind.shape.head_dim) == (
@@ -66,32 +64,15 @@ def test_a_derived_model_gets_the_adapter_of_its_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        (
-            (IMPORT, "--model.flavor=other"),
-            r"model\.flavor = 'other' is not a flavor of llama3; .*, mine",
-        ),
-        (
-            (IMPORT, "--training.dataset=other"),
-            r"training\.dataset = 'other' is not a dataset; .*mine, python_packages",
-        ),
-        (
-            ("--model.name=mine",),
-            r"cad = true is not supported with model\.name = 'mine': .*a TrainSpec whose class",
-        ),
-        (
-            (IMPORT, "--model.name=own_parallelize", MINE[1]),
-            r"TrainSpec has one of tests\.\S*names, give it the parall",
-        ),
-        (
-            ("--experimental.custom_import=no.such",),
-            r"custom_import = 'no\.such': No module named 'no'; set it to",
-        ),
+        (IMPORT, "--model.flavor=other"),
+        (IMPORT, "--training.dataset=other"),
+        ("--model.name=mine",),
+        (IMPORT, "--model.name=own_parallelize", MINE[1]),
+        ("--experimental.custom_import=no.such",),
     ],
 )
-def test_other_names_are_refused(
-    options: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_other_names_are_refused(options, tmp_path):
+    with refusal():
         parse_job(tmp_path, *options)

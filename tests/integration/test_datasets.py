@@ -9,9 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from tests.lib.refusals import refusal
 from torchtitan_cad.demo.datasets import (
-    STDLIB_FOLDER,
-    UNITS,
     build_synthetic_dataloader,
     read_sources,
     register_datasets,
@@ -19,7 +18,6 @@ from torchtitan_cad.demo.datasets import (
 from torchtitan_cad.demo.synthetic import SyntheticDataset, parse_lengths
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools.main import main
-from torchtitan_cad.tools.prepare import tokenizer as tokenizer_module
 from torchtitan_cad.tools.prepare.tokenizer import EOS_TOKEN, prepare_tokenizer
 
 enable_cpu()
@@ -100,16 +98,6 @@ def document_lengths(tokens) -> list[int]:
 
 
 class TestSources:
-    def test_standard_library(self):
-        train, validation = read_sources(), read_sources(split="validation")
-        assert len(train) > 400
-        assert len(validation) == (len(train) + len(validation)) // 20
-        assert not set(validation) & set(train)
-        assert train == read_sources()
-        assert (STDLIB_FOLDER / "heapq.py").read_text(
-            encoding="utf-8"
-        ) in train + validation
-
     def test_shuffled_but_independent_of_the_file_system(self, sources, monkeypatch):
         walk, before = os.walk, read_sources(sources)
         monkeypatch.setattr("os.walk", lambda top: reversed(list(walk(top))))
@@ -127,9 +115,7 @@ class TestSources:
         documents = read_sources(sources, unit="folder")
         assert sorted(documents) == sorted(expected)
         assert documents == read_sources(sources, unit="folder")
-        with pytest.raises(
-            ValueError, match=r"has 0 folders of .py or .txt with text, .* at least 1"
-        ):
+        with refusal("training.dataset_path"):
             read_sources(tmp_path, unit="folder")
 
     def test_what_is_left_out(self, tmp_path):
@@ -144,16 +130,12 @@ class TestSources:
         assert sorted(read_sources(tmp_path)) == ["kept", "kept too"]
 
     def test_errors_name_the_key(self, tmp_path):
-        with pytest.raises(
-            ValueError, match=r"training\.dataset_path = .*nowhere.* is not a folder"
-        ):
+        with refusal("training.dataset_path", "nowhere"):
             read_sources(tmp_path / "nowhere")
-        with pytest.raises(ValueError, match=r"training\.dataset_path .* at least 1"):
+        with refusal("training.dataset_path"):
             read_sources(tmp_path)
         (tmp_path / "one.py").write_text("one", encoding="utf-8")
-        with pytest.raises(
-            ValueError, match=r"validation\.dataset_path .* at least 20"
-        ):
+        with refusal("validation.dataset_path"):
             read_sources(tmp_path, "validation")
 
 
@@ -186,13 +168,6 @@ class TestSourcesLoader:
             for token in [*tokenizer.encode(text, add_eos=False), EOS]
         ]
         assert stream == expected[: len(stream)]
-
-    @pytest.mark.parametrize(("dataset", "unit"), UNITS.items())
-    def test_default_path_is_what_is_installed(self, tokenizer, dataset, unit):
-        inputs, _ = take(loader(tokenizer, dataset, None, batch=1, seq_len=16), 1)
-        assert read_sources(unit=unit)[0].startswith(
-            tokenizer.decode(inputs.ravel().tolist())
-        )
 
 
 class TestSynthetic:
@@ -259,53 +234,41 @@ class TestSynthetic:
             SyntheticDataset(f"fixed:{n}", eos_id=0, vocab_size=9, seq_len=8)
             for n in (5, 6)
         ]
-        with pytest.raises(
-            ValueError,
-            match=r'training\.dataset_path = "fixed:6".*written with "fixed:5"',
-        ):
+        with refusal("training.dataset_path", "fixed:6"):
             datasets[1].load_state_dict(datasets[0].state_dict())
 
     @pytest.mark.parametrize(
-        ("spec", "problem"),
+        "spec",
         [
-            (None, "not set"),
-            ("uniform:1,2", "the kind must be one of"),
-            ("lognormal:median=4096", "median, sigma, max must be given"),
-            (
-                "lognormal:median=4096,sigma=1,max=9,mean=3",
-                "the options are median, sigma, max, seed",
-            ),
-            ("lognormal:median=many,sigma=1,max=9", "could not convert"),
-            ("lognormal:median=nan,sigma=1,max=9", "median and max must be"),
-            ("lognormal:median=9,sigma=-1,max=9", "sigma must be"),
-            ("fixed:", "lengths must be a list"),
-            ("fixed:300,0", "1 or more each"),
-            ("fixed:300,2.5", "invalid literal"),
-            ("fixed:300,seed=-1", "seed -1 is negative"),
-            ("histogram:", "exactly one file"),
-            ("histogram:no/such.json", "no/such.json: No such file"),
+            None,
+            "uniform:1,2",
+            "lognormal:median=4096",
+            "lognormal:median=4096,sigma=1,max=9,mean=3",
+            "lognormal:median=many,sigma=1,max=9",
+            "lognormal:median=nan,sigma=1,max=9",
+            "lognormal:median=9,sigma=-1,max=9",
+            "fixed:",
+            "fixed:300,0",
+            "fixed:300,2.5",
+            "fixed:300,seed=-1",
+            "histogram:",
+            "histogram:no/such.json",
         ],
     )
-    def test_spec_errors(self, spec, problem):
-        with pytest.raises(
-            ValueError, match=r"training\.dataset_path .*Write for example "
-        ) as error:
+    def test_spec_errors(self, spec):
+        with refusal("training.dataset_path", spec and f'"{spec}"'):
             parse_lengths(spec)
-        assert problem in str(error.value)
-        assert spec is None or f'"{spec}"' in str(error.value)
 
     @pytest.mark.parametrize(
         "content", ["[]", "[1, 0]", "[1.5]", '{"a": 1}', "[1,", "[true]"]
     )
     def test_bad_histogram(self, tmp_path, content):
         (tmp_path / "lengths.json").write_text(content)
-        with pytest.raises(ValueError, match=r"training\.dataset_path = \"histogram:"):
+        with refusal("training.dataset_path"):
             parse_lengths(f"histogram:{tmp_path / 'lengths.json'}")
 
     def test_needs_eos(self):
-        with pytest.raises(
-            ValueError, match=r"model\.hf_assets_path has eos_id = None"
-        ):
+        with refusal("training.dataset"):
             SyntheticDataset("fixed:5", eos_id=None, vocab_size=9, seq_len=8)
 
 
@@ -329,22 +292,14 @@ class TestTokenizer:
         if kind == "bytes":
             assert len(tokens) == len(self.TEXT.encode()) + 1
 
-    def test_what_was_made_otherwise_is_made_again(self, tmp_path, monkeypatch):
+    def test_what_was_made_otherwise_is_made_again(self, tmp_path):
         made = prepare_tokenizer(tmp_path, 300, texts=["one two"]) / "tokenizer.json"
         first, time = made.read_bytes(), made.stat().st_mtime_ns
         prepare_tokenizer(tmp_path, 300, texts=["one two"])
         assert made.stat().st_mtime_ns == time, "the same again"
-        write = tokenizer_module._write
-
-        def die_before_the_config(path: Path, content: bytes) -> None:
-            if path != made:
-                raise KeyboardInterrupt
-            write(path, content)
-
-        monkeypatch.setattr(tokenizer_module, "_write", die_before_the_config)
-        with pytest.raises(KeyboardInterrupt):
-            prepare_tokenizer(tmp_path, 300, texts=["other words, other merges"])
-        monkeypatch.setattr(tokenizer_module, "_write", write)
+        other = prepare_tokenizer(tmp_path / "other", 300, texts=["other words"])
+        # as an interrupted run would, between both files
+        made.write_bytes((other / "tokenizer.json").read_bytes())
         assert made.read_bytes() != first
         prepare_tokenizer(tmp_path, 300, texts=["one two"])
         assert made.read_bytes() == first

@@ -45,14 +45,14 @@ def assert_moves(result: RunResult, *, in_ticks: bool = False) -> None:
 @pytest.mark.parametrize(
     "case", params(COMPOSITIONS, SHORT), ids=lambda case: case.name
 )
-def test_trains_like_its_reference(case: c.Composition) -> None:
+def test_trains_like_its_reference(case):
     assert_moves(
         check(case, cad=c.BY_RATES, link=c.FAST), in_ticks=case.name == "pp2_cad1f1b"
     )
 
 
 @matrix
-def test_accumulates_validates_and_resumes_like_its_reference() -> None:
+def test_accumulates_validates_and_resumes_like_its_reference():
     saved = ("--checkpoint.enable", "--checkpoint.interval=2")
     whole = check(RESUMED, *saved, cad=c.BY_RATES, link=c.FAST)
     assert_moves(whole)
@@ -77,7 +77,7 @@ def test_accumulates_validates_and_resumes_like_its_reference() -> None:
     ("nranks", "seq_len", "steps"),
     [(2, 512, 1), pytest.param(4, 1024, 2, marks=matrix)],
 )
-def test_a_new_users_job(nranks: int, seq_len: int, steps: int) -> None:
+def test_a_new_users_job(nranks, seq_len, steps):
     """torchtitan's debug job with one switch, made shorter, beside stock torchtitan with attention inside documents."""
     job = (
         *(

@@ -69,7 +69,7 @@ def trained(name: str) -> RunResult:
 
 
 @pytest.mark.parametrize("name", params(CASES, SHORT))
-def test_equal_jobs_have_equal_bits(name: str) -> None:
+def test_equal_jobs_have_equal_bits(name):
     nranks, args = CASES[name]
     first, second = trained(name), run([*JOB, *args], nranks, 300, link=c.SLOW)
     assert len(first.losses) == 4
@@ -87,7 +87,7 @@ def test_equal_jobs_have_equal_bits(name: str) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
-def test_a_resumed_job_has_the_same_bits(name: str) -> None:
+def test_a_resumed_job_has_the_same_bits(name):
     """The one case of the short set is ``test_resumes_exactly``."""
     nranks, args = CASES[name]
     whole = trained(name)
@@ -104,7 +104,7 @@ def test_a_resumed_job_has_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.matrix
-def test_without_it_rates_decide() -> None:
+def test_without_it_rates_decide():
     """What the runs above are given does make other plans, and other bits."""
     fast, slow = (
         run([*JOB, "--debug.no-deterministic"], link=link) for link in (c.FAST, c.SLOW)

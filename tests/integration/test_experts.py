@@ -61,7 +61,7 @@ def marked(cases: list[Composition], short: str) -> list[object]:
 
 
 @pytest.mark.parametrize("case", marked(COMPOSITIONS, SHORT))
-def test_experts_train_like_without_cad(case: Composition) -> None:
+def test_experts_train_like_without_cad(case):
     """Gradients, losses, and the biases that balance experts."""
     result = check(case, "--cad.transport=collective")
     assert sum(name.endswith("expert_bias") for name in result.grads) == 2
@@ -91,15 +91,13 @@ HALVED = [
 
 
 @pytest.mark.parametrize("case", marked(HALVED, "rows_ep2"))
-def test_halves_with_experts_train_like_without_cad(case: Composition) -> None:
+def test_halves_with_experts_train_like_without_cad(case):
     check(case, "--cad.nano_batches=2")
 
 
 @matrix
 @pytest.mark.parametrize("args", [(), FULL], ids=["none", "ac_full"])
-def test_experts_of_both_halves_are_gathered_and_reduced_once(
-    args: tuple[str, ...],
-) -> None:
+def test_experts_of_both_halves_are_gathered_and_reduced_once(args):
     one, two = (traces(count, *args) for count in (1, 2))
     for name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
         assert [trace["collectives"].count(name) for trace in two] == [

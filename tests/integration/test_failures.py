@@ -27,31 +27,32 @@ INTERLEAVED = [
     ),
 ]
 REFUSED = {
-    "unknown kernel": (["--cad.kernel=warp"], r"cad\.kernel = 'warp'.*set cad\.kernel"),
+    "unknown kernel": (["--cad.kernel=warp"], "cad.kernel", "warp"),
     "indivisible heads": (
         ["--parallelism.tensor_parallel_degree=2", "--model.flavor=tiny_sdpa_3_heads"],
-        r"tensor_parallel_degree = 2 does not divide the 3 query heads",
+        "parallelism.tensor_parallel_degree",
+        2,
     ),
     "ticks and experts": (
         [*IN_TICKS, *LLAMA4],
-        r"'CAD1F1B' .*experts of .*= 'debugmodel'; set the schedule",
+        "parallelism.pipeline_parallel_schedule",
+        "CAD1F1B",
     ),
     "ticks and too many stages": (
         [*IN_TICKS, "--parallelism.pipeline_parallel_layers_per_stage=1"],
-        r"layers_per_stage = 1 makes 4 stages, .*needs exactly 2 stages; leave",
+        "pipeline_parallel_layers_per_stage",
+        1,
     ),
-    "more stages than layers": (
-        INTERLEAVED,
-        r"makes 4 stages of a model with 2 layers .*; set the degree .* at most 2",
-    ),
+    "more stages than layers": (INTERLEAVED, "parallelism.pipeline_parallel_degree", 2),
 }
 """The first is found when the config is read, which test_mistakes.py shows of many more, others with the model."""
 
 
 @pytest.mark.parametrize("name", params(REFUSED, ["indivisible heads"]))
-def test_bad_configuration_is_one_value_error_on_every_rank(name: str) -> None:
-    args, message = REFUSED[name]
-    run([*CAD, *args], nranks=2, timeout_s=120, may_fail=True).assert_refused(message)
+def test_bad_configuration_is_one_value_error_on_every_rank(name):
+    args, key, value = REFUSED[name]
+    result = run([*CAD, *args], nranks=2, timeout_s=120, may_fail=True)
+    result.assert_refused(key, value)
 
 
 class Checkpointer:
@@ -68,9 +69,7 @@ class Checkpointer:
             self.saved.append(curr_step)
 
 
-def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(monkeypatch):
     enable_cpu()
     from torchtitan_cad.integration import failure
 

@@ -156,7 +156,7 @@ def counting(lengths: list[int]) -> list[OneRank]:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_shortest_rank_ends_all_after_the_same_step(accumulation: int) -> None:
+def test_the_shortest_rank_ends_all_after_the_same_step(accumulation):
     loaders = connect(counting([5, 3, 5]), accumulation=accumulation)
     assert drain_at_once(loaders) == ([[0, 1, 2][: 4 - accumulation]] * 3, [None] * 3)
 
@@ -190,7 +190,7 @@ def assert_peers_name_rank_6(errors: list[BaseException | None]) -> None:
 
 
 @pytest.mark.parametrize("at", ERRORS)
-def test_an_inner_loader_that_fails_on_one_rank_is_reported_on_all(at: str) -> None:
+def test_an_inner_loader_that_fails_on_one_rank_is_reported_on_all(at):
     ranks = counting([8, 8, 8])
     ranks[1].inner = FailingLoader(at)
     numbers, errors = drain_at_once(connect(ranks))
@@ -205,7 +205,7 @@ def test_an_inner_loader_that_fails_on_one_rank_is_reported_on_all(at: str) -> N
 
 
 @pytest.mark.parametrize("where", ["make_plan", "add_plan"])
-def test_planning_that_fails_on_one_rank_is_reported_on_all(where: str) -> None:
+def test_planning_that_fails_on_one_rank_is_reported_on_all(where):
     ranks = counting([8, 8, 8])
     if where == "make_plan":
         ranks[1].config = PlannerConfig(planner="magic")
@@ -232,7 +232,7 @@ def fail(*_: Any) -> NoReturn:
 
 
 @pytest.mark.parametrize("where", ["describe", "pack", "unpack"])
-def test_a_rank_that_fails_once_plans_are_made_is_reported_on_all(where: str) -> None:
+def test_a_rank_that_fails_once_plans_are_made_is_reported_on_all(where):
     """What has failed after the exchange of tokens is announced in the next step, which the peers plan ahead."""
     loaders = connect([replace(rank, placement="auto") for rank in counting([8, 8, 8])])
     planner = loaders[1].planner()
@@ -260,7 +260,7 @@ def test_a_rank_that_fails_once_plans_are_made_is_reported_on_all(where: str) ->
     assert_peers_name_rank_6(errors)
 
 
-def test_a_failure_is_raised_as_itself_when_no_peer_is_left_to_tell() -> None:
+def test_a_failure_is_raised_as_itself_when_no_peer_is_left_to_tell():
     alone, _ = connect(
         [OneRank(CountingLoader(8, fails_at=0)), OneRank(CountingLoader(8))],
         timeout_s=1,
@@ -270,7 +270,7 @@ def test_a_failure_is_raised_as_itself_when_no_peer_is_left_to_tell() -> None:
     assert isinstance(error, OSError)
 
 
-def test_different_plans_are_an_error_on_all_ranks() -> None:
+def test_different_plans_are_an_error_on_all_ranks():
     ranks = counting([8, 8, 8])
     ranks[2].config = PlannerConfig(tolerance=100.0, min_shard=1, tile=1)
     _, errors = drain_at_once(connect(ranks))
@@ -279,45 +279,33 @@ def test_different_plans_are_an_error_on_all_ranks() -> None:
         assert "ranks [8] planned a batch differently from rank 4" in str(error)
 
 
-def test_tokens_are_redistributed_with_positions_unless_a_rank_has_none(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for number_with in (3, 2):
-        ranks = [replace(rank, placement="auto") for rank in counting([2, 2, 2])]
-        for rank in ranks[:number_with]:
-            rank.inner.extra["positions"] = torch.arange(8).expand(4, 8)
-        batches = on_all(connect(ranks), list)
-        assert [len(each) for each in batches] == [2, 2, 2]
-        assert all(
-            (POSITIONS in inputs) == (number_with == 3)
-            for each in batches
-            for inputs, _ in each
-        )
+OWN_POSITIONS = {"positions": torch.arange(8).expand(4, 8)}
+PIXELS = {"pixels": torch.zeros(4, 8)}
 
 
-@pytest.mark.parametrize("pixels_on", [None, 1])
+@pytest.mark.parametrize(
+    ("extras", "redistributed", "warnings"),
+    [
+        ([{}, {}, {}], True, 0),
+        ([OWN_POSITIONS] * 3, True, 0),
+        ([OWN_POSITIONS, OWN_POSITIONS, {}], False, 0),
+        ([{}, PIXELS, {}], False, 1),
+    ],
+    ids=["none", "positions", "positions on some", "pixels on one"],
+)
 def test_tokens_are_redistributed_unless_a_rank_has_what_cannot_be(
-    pixels_on: int | None, caplog
-) -> None:
+    caplog, extras, redistributed, warnings
+):
     ranks = [replace(rank, placement="auto") for rank in counting([2, 2, 2])]
-    if pixels_on is not None:
-        ranks[pixels_on].inner.extra["pixels"] = torch.zeros(4, 8)
+    for rank, extra in zip(ranks, extras, strict=True):
+        rank.inner.extra.update(extra)
     batches = on_all(connect(ranks), list)
     assert [len(each) for each in batches] == [2, 2, 2]
-    assert all(
-        (POSITIONS in inputs) == (pixels_on is None)
-        for each in batches
-        for inputs, _ in each
-    )
-    warnings = [
-        record.message
-        for record in caplog.records
-        if "leaves batches on the ranks" in record.message
-    ]
-    assert len(warnings) == (pixels_on is not None)
-    assert all(
-        "cannot redistribute batch key 'pixels'" in warning for warning in warnings
-    )
+    inputs = [inputs for each in batches for inputs, _ in each]
+    assert all((POSITIONS in each) == redistributed for each in inputs)
+    said = [line for line in caplog.messages if "leaves batches on the ranks" in line]
+    assert len(said) == warnings
+    assert PIXELS not in extras or "batch key 'pixels'" in said[0]
 
 
 def redistributed_over_steps(accumulation: int) -> list[PlanningLoader]:
@@ -328,7 +316,7 @@ def redistributed_over_steps(accumulation: int) -> list[PlanningLoader]:
     return connect(ranks, accumulation=accumulation)
 
 
-def test_a_step_that_is_resumed_in_its_middle_is_redistributed_alike() -> None:
+def test_a_step_that_is_resumed_in_its_middle_is_redistributed_alike():
     def numbers(batches: list[Any]) -> list[list[int]]:
         return [labels.flatten().tolist() for _, labels in batches]
 
@@ -356,7 +344,7 @@ def test_a_step_that_is_resumed_in_its_middle_is_redistributed_alike() -> None:
     assert on_all(resumed, lambda loader: numbers(list(loader))) == rest
 
 
-def test_what_cannot_be_redistributed_ends_a_job_that_insists() -> None:
+def test_what_cannot_be_redistributed_ends_a_job_that_insists():
     ranks = [replace(rank, placement="balanced") for rank in counting([2, 2])]
     ranks[1].inner.extra["pixels"] = torch.zeros(4, 8)
     numbers, errors = drain_at_once(connect(ranks))
@@ -366,7 +354,7 @@ def test_what_cannot_be_redistributed_ends_a_job_that_insists() -> None:
     assert "cannot redistribute batch key 'pixels'" in str(errors[1])
 
 
-def test_ranks_that_share_a_sequence_must_load_the_same_documents() -> None:
+def test_ranks_that_share_a_sequence_must_load_the_same_documents():
     _, errors = drain_at_once(connect(counting([8, 8]), cp=2))
     for error in errors:
         assert isinstance(error, PeerError)
@@ -404,9 +392,7 @@ class ShorterFrom(CountingLoader):
         ),
     ],
 )
-def test_batches_of_other_shapes_in_another_order_are_named_as_loaded(
-    at: tuple[int, int], said: str
-) -> None:
+def test_batches_of_other_shapes_in_another_order_are_named_as_loaded(at, said):
     """All that is named has been loaded: a step's batches of one shape are planned together."""
     _, errors = drain_at_once(
         connect([OneRank(ShorterFrom(number)) for number in at], accumulation=3)
@@ -426,7 +412,7 @@ def take_two_and_close(loader: PlanningLoader) -> float:
     return time.perf_counter() - begin
 
 
-def test_all_ranks_can_close_and_start_over() -> None:
+def test_all_ranks_can_close_and_start_over():
     loaders = connect(counting([1000, 1000, 1000]))
     for _ in range(2):
         assert max(on_all(loaders, take_two_and_close)) < AT_ONCE_S
@@ -434,7 +420,7 @@ def test_all_ranks_can_close_and_start_over() -> None:
         on_all(loaders, lambda loader: loader.load_state_dict({"next": 0}))
 
 
-def test_a_rank_that_closes_early_ends_the_others() -> None:
+def test_a_rank_that_closes_early_ends_the_others():
     loaders = connect(counting([1000, 1000, 1000]))
     with ThreadPoolExecutor(3) as pool:
         closing = pool.submit(take_two_and_close, loaders[0])
@@ -448,7 +434,7 @@ def test_a_rank_that_closes_early_ends_the_others() -> None:
     assert 2 <= len(first) <= 4  # what was planned ahead when the rank closed
 
 
-def test_closing_waits_no_longer_than_told_for_a_peer_that_never_plans() -> None:
+def test_closing_waits_no_longer_than_told_for_a_peer_that_never_plans():
     alone, _ = connect(counting([8, 8]), timeout_s=3)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(drain, alone)
@@ -464,7 +450,7 @@ def test_closing_waits_no_longer_than_told_for_a_peer_that_never_plans() -> None
 
 
 @pytest.mark.parametrize("third", ["same", "another", "none"])
-def test_ranks_must_read_the_same_profile(third: str) -> None:
+def test_ranks_must_read_the_same_profile(third):
     profile, store = make_profile(), dist.HashStore()
     others = {
         "same": make_profile(),
@@ -493,7 +479,7 @@ def test_ranks_must_read_the_same_profile(third: str) -> None:
         assert all(error is not None and error.startswith(message) for error in errors)
 
 
-def test_all_ranks_plan_by_the_times_of_the_slowest() -> None:
+def test_all_ranks_plan_by_the_times_of_the_slowest():
     """Ranks of two hosts measure different times; all take the same, bit for bit."""
     store, hosts, transports = (
         dist.HashStore(),
@@ -519,9 +505,7 @@ def test_all_ranks_plan_by_the_times_of_the_slowest() -> None:
     assert (first.unit, first.linear) == (3.0, 3.0)
 
 
-def test_a_batch_that_stays_home_says_why_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_batch_that_stays_home_says_why_once(caplog):
     caplog.set_level("INFO")
     slow = LayerTimes(1e-9, 0.0, 1e6, 1e6, 0.0, overlaps=False)
     ranks = [

@@ -4,9 +4,8 @@
 import functools
 import re
 import threading
-import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,20 @@ import torch
 
 from tests.lib.jobs.compositions import CAD, COMMON
 from tests.lib.jobs.harness import REPOSITORY, read_scalars, run
+from tests.lib.refusals import refusal
 from torchtitan_cad.integration.report import metrics as report_metrics
-from torchtitan_cad.integration.report.metrics import scalars_of
+from torchtitan_cad.integration.report.metrics import CadMetrics, scalars_of
 from torchtitan_cad.integration.session import CadSession
-from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.exchange import ExchangeClock
 from torchtitan_cad.runtime.transport.base import Routes
 
-enable_cpu()
-
-from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-
-from torchtitan_cad.integration.torchtitan_v0_2 import metrics  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.metrics import CadMetricsProcessor  # noqa: E402
-
 OTHER_JOBS = {
-    f"cad/{tag}"
-    for tag in (
-        *(
-            "placement/total(%)",
-            "placement/worst(%)",
-            "hosts/sent(MB)",
-            "hosts/link(Gbit_s)",
-            "servers/share(%)",
-        ),
-    )
+    "cad/placement/total(%)",
+    "cad/placement/worst(%)",
+    "cad/hosts/sent(MB)",
+    "cad/hosts/link(Gbit_s)",
+    "cad/servers/share(%)",
 }
 """Tags of jobs with placement, on several hosts, and with joined servers."""
 FIGURES: dict[str, Any] = {
@@ -83,7 +70,7 @@ def general(tags: Any) -> set[str]:
     }
 
 
-def test_tensorboard_and_log_show_what_moved() -> None:
+def test_tensorboard_and_log_show_what_moved():
     result = run([*COMMON, *CAD], nranks=2)
     (folder,) = (result.dump_folder / "tb").iterdir()
     names = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
@@ -122,7 +109,7 @@ def test_tensorboard_and_log_show_what_moved() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 16, 17])
-def test_every_tag_is_documented(num_ranks: int) -> None:
+def test_every_tag_is_documented(num_ranks):
     loads = {"loads_before": [2] * num_ranks, "loads_after": [2] * num_ranks}
     ranks = list(range(0, 4 * num_ranks, 4))
     scalars = scalars_of(FIGURES | loads, ranks)
@@ -134,48 +121,65 @@ def test_every_tag_is_documented(num_ranks: int) -> None:
         assert scalars[f"cad/load/after/rank{ranks[-1]}"] == 1.0
 
 
-def new_processor(
-    monkeypatch: pytest.MonkeyPatch, dump_folder: Path
-) -> CadMetricsProcessor:
-    """One that has not been set up by torchtitan."""
-    monkeypatch.setattr(MetricsProcessor, "__init__", lambda self, *_: None)
-    monkeypatch.setattr(MetricsProcessor, "log_validation", lambda self, *_: None)
-    monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(metrics, "_get_metrics_rank", lambda *_: 0)
-    monkeypatch.setattr(CadMetricsProcessor, "logger", None, raising=False)
-    processor = CadMetricsProcessor(None, None)  # type: ignore[arg-type]
-    job = types.SimpleNamespace(dump_folder=str(dump_folder))
-    section = types.SimpleNamespace(save_tb_folder="tb", log_freq=5)
-    processor.job_config = types.SimpleNamespace(job=job, metrics=section)  # type: ignore[assignment]
-    return processor
+class Titan:
+    """What torchtitan's metrics do: every fifth step is logged."""
+
+    def __init__(self) -> None:
+        self.done: list[object] = []
+        self.host_seconds: list[float] = []
+
+    def should_log(self, step: int) -> bool:
+        return step % 5 == 0
+
+    def log(self, step: int, *losses: float, extra_metrics: dict[str, float]) -> None:
+        self.done.append(f"step {step}")
+        self.host_seconds.append(extra_metrics["cad/exchange/host(s)"])
+
+    def log_validation(self, *_: object) -> None:
+        self.done.append("validation")
+
+    def close(self) -> None:
+        self.done.append("closed")
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(report_metrics.logger, "warning", warnings.append)
-    (tmp_path / "file").touch()
-    processor = new_processor(monkeypatch, tmp_path / "file")
-    for step in range(3):
-        processor._write_step({"step": step, **FIGURES})
-    assert len(warnings) == 1
-    assert "Not a directory" in warnings[0]
+class Metrics(CadMetrics, Titan):
+    """CAD's metrics before those of torchtitan, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.time_last_log = folder, 0.0
+        self.begin(writes_steps=True)
+
+    def run_folder(self) -> str:
+        return str(self.folder)
 
 
-def test_validation_does_not_count_as_exchange_of_the_next_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    processor, clock = new_processor(monkeypatch, tmp_path), ExchangeClock()
-    engine = types.SimpleNamespace(clock=clock)
-    session = types.SimpleNamespace(engine=engine, confirm_exchanges=lambda: None)
-    monkeypatch.setattr(report_metrics, "current_session", lambda: session)
+@pytest.fixture
+def use_session(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes a session of two ranks the process's, with some figures."""
+
+    def use(figures: Callable[[], dict], **engine: Any) -> Any:
+        session = types.SimpleNamespace(
+            statistics=types.SimpleNamespace(drain=figures),
+            engine=types.SimpleNamespace(**({"clock": ExchangeClock()} | engine)),
+            device=torch.device("cpu"),
+            ranks=[0, 1],
+            link_between_hosts=0.05,
+            confirm_exchanges=lambda: None,
+        )
+        monkeypatch.setattr(report_metrics, "current_session", lambda: session)
+        return session
+
+    return use
+
+
+def test_validation_does_not_count_as_exchange_of_the_next_steps(tmp_path, use_session):
+    clock = use_session(dict).engine.clock
     with clock.measure("waiting"):
         pass
     assert clock.waiting > 0
-    processor.log_validation(1.0, 5)
+    Metrics(tmp_path).log_validation(1.0, 5)
     assert clock.reset() == (0.0, 0.0)
-    assert processor._last_step == 5
 
 
 class LateTransport:
@@ -185,30 +189,14 @@ class LateTransport:
         raise PeerError("rank 1 did not send its rows in time")
 
 
-def test_a_loss_computed_after_a_failed_exchange_is_not_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    engine = types.SimpleNamespace(clock=ExchangeClock(), transport=LateTransport())
-    session: Any = types.SimpleNamespace(
-        statistics=types.SimpleNamespace(drain=dict),
-        engine=engine,
-        device=torch.device("cpu"),
-        ranks=[0],
-    )
+def test_a_loss_computed_after_a_failed_exchange_is_not_logged(tmp_path, use_session):
+    session, metrics = use_session(dict, transport=LateTransport()), Metrics(tmp_path)
     session.confirm_exchanges = functools.partial(CadSession.confirm_exchanges, session)
-    processor = new_processor(monkeypatch, tmp_path)
-    monkeypatch.setattr(report_metrics, "current_session", lambda: session)
-    monkeypatch.setattr(MetricsProcessor, "log", lambda *_, **__: said.append("step"))
-    monkeypatch.setattr(
-        MetricsProcessor, "log_validation", lambda *_, **__: said.append("validation")
-    )
-    processor.time_last_log = 0.0
-    with pytest.raises(PeerError, match="rank 1 did not send"):
-        processor.log(1, 1.0, 1.0, 1.0)
-    with pytest.raises(PeerError, match="rank 1 did not send"):
-        processor.log_validation(1.0, 1)
-    assert said == []
+    with refusal(error=PeerError):
+        metrics.log(1, 1.0, 1.0, 1.0)
+    with refusal(error=PeerError):
+        metrics.log_validation(1.0, 1)
+    assert metrics.done == []
 
 
 class Clock(ExchangeClock):
@@ -218,88 +206,50 @@ class Clock(ExchangeClock):
         return 8.0, 4.0
 
 
-def logged(processor: CadMetricsProcessor, step: int) -> None:
-    """What torchtitan does at the end of a step."""
-    if processor.should_log(step):
-        processor.time_last_log = time.perf_counter() - 12.0
-        processor.log(step, 1.0, 1.0, 1.0)
-
-
+@pytest.mark.parametrize(("validated", "steps"), [(None, 4), (8, 2)])
 def test_figures_after_a_resume_are_those_of_the_steps_since_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, use_session, validated, steps
+):
     """Step 7 is the first of the process, step 8 is validated, and every fifth is logged."""
-    seconds_of_a_step: list[float] = []
-
-    def log(
-        self: Any, step: int, *_: Any, extra_metrics: dict[str, float], **__: Any
-    ) -> None:
-        seconds_of_a_step.append(extra_metrics["cad/exchange/host(s)"])
-
-    session = types.SimpleNamespace(
-        statistics=types.SimpleNamespace(drain=dict),
-        engine=types.SimpleNamespace(clock=Clock()),
-        device=torch.device("cpu"),
-        ranks=[0, 1],
-        confirm_exchanges=lambda: None,
-    )
-    monkeypatch.setattr(report_metrics, "current_session", lambda: session)
-    monkeypatch.setattr(MetricsProcessor, "log", log)
-    for validated, steps in ((None, 4), (8, 2)):
-        processor = new_processor(monkeypatch, tmp_path)
-        for step in range(7, 16):
-            logged(processor, step)
-            if step == validated:
-                processor.log_validation(1.0, step)
-        assert seconds_of_a_step == pytest.approx([12.0 / steps, 12.0 / 5], rel=0.01)
-        seconds_of_a_step.clear()
+    use_session(dict, clock=Clock())
+    metrics = Metrics(tmp_path)
+    for step in range(7, 16):
+        if metrics.should_log(step):
+            metrics.log(step, 1.0, 1.0, 1.0)
+        if step == validated:
+            metrics.log_validation(1.0, step)
+    assert metrics.host_seconds == pytest.approx([12.0 / steps, 12.0 / 5])
 
 
-def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path, use_session):
     """The thread that obeys a signal waits for the step's line, and nothing is logged after it."""
-    writing, go_on, said = threading.Event(), threading.Event(), []
+    writing, go_on = threading.Event(), threading.Event()
 
-    def append(self: Any, figures: Any) -> None:
-        said.append("begin")
-        writing.set()
-        assert go_on.wait(60)
-        said.append("end")
+    class SlowMetrics(Metrics):
+        def run_folder(self) -> str:
+            self.done.append("begin")
+            writing.set()
+            assert go_on.wait(60)
+            self.done.append("end")
+            return super().run_folder()
 
     ranked = {
         f"{name}_{when}": [1.5, 0.5]
         for name in ("ranked", "loads")
         for when in ("before", "after")
     }
-    session = types.SimpleNamespace(
-        statistics=types.SimpleNamespace(drain=lambda: {**FIGURES, **ranked}),
-        engine=types.SimpleNamespace(clock=ExchangeClock()),
-        device=torch.device("cpu"),
-        ranks=[0, 1],
-        link_between_hosts=0.05,
-        confirm_exchanges=lambda: None,
-    )
-    monkeypatch.setattr(report_metrics, "current_session", lambda: session)
-    monkeypatch.setattr(report_metrics.LinesFile, "append", append)
-    monkeypatch.setattr(
-        MetricsProcessor,
-        "log",
-        lambda self, step, *_, **__: said.append(f"step {step}"),
-    )
-    monkeypatch.setattr(MetricsProcessor, "close", lambda self: said.append("closed"))
-    processor = new_processor(monkeypatch, tmp_path)
-    processor.time_last_log = 0.0
-    log = threading.Thread(target=processor.log, args=(1, 1.0, 1.0, 1.0))
+    use_session(lambda: FIGURES | ranked)
+    metrics = SlowMetrics(tmp_path)
+    log = threading.Thread(target=metrics.log, args=(1, 1.0, 1.0, 1.0))
     log.start()
     assert writing.wait(60)
-    close = threading.Thread(target=processor.close)
+    close = threading.Thread(target=metrics.close)
     close.start()
     close.join(0.2)
-    assert said == ["step 1", "begin"]
+    assert metrics.done == ["step 1", "begin"]
     go_on.set()
     log.join()
     close.join()
-    processor.log(2, 1.0, 1.0, 1.0)
-    processor.close()
-    assert said == ["step 1", "begin", "end", "closed"]
+    metrics.log(2, 1.0, 1.0, 1.0)
+    metrics.close()
+    assert metrics.done == ["step 1", "begin", "end", "closed"]

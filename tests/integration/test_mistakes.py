@@ -4,9 +4,7 @@
 import contextlib
 import io
 import json
-import logging
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +15,7 @@ from torch.torch_version import TorchVersion
 
 from tests.lib.jobs.harness import parse_job, tokenizer_folder
 from tests.lib.jobs.launched import launched
+from tests.lib.refusals import check_refusal, refusal
 from torchtitan_cad.integration.errors import CheckpointError, one_line_errors
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
@@ -36,20 +35,20 @@ dataset = "python_stdlib"
 seq_len = 1024
 local_batch_size = 2
 """
-FILES = {
-    "[parallelism]\ncda = true": r"parallelism\.cda: .*did you mean paral\S*\.cad\?",
-    "[cad]\ntolerence = 0.1": r"cad\.tolerence: no such key; did you mean cad\.tolerance\?",
-    "[traning]\nsteps = 3": r"traning: no such key; did you mean the table \[training\]\?",
-    "tolerance = 0.1": r"training\.tolerance: .*did you mean cad\.tolerance\?",
-    "[cad]\ntolerance = 'abc'": r"cad\.tolerance = 'abc': set a number or 'auto'$",
-    "[parallelism]\ntensor_parallel_degree = '2'": r"parallelism\.tensor_parallel_degree = '2': set an integer",
-    "[comm]\nmode = 3": r"comm\.mode = 3: set one of 'default', 'fake_b",
-    "[compile]\nenable = 'no'": r"compile\.enable = 'no': set true or false",
-    "[cad]\nrank_speeds = 1": r"cad\.rank_speeds = 1: set a list, of which each is a number",
-    "[cad": r"job\.config_file = '.*job\.toml': .*line \d+.*; correct that line; every \[table\] may appear once",
-    "[cad]\n[cad]": r"job\.config_file = '.*': .*twice.*; correct that line; every \[table\] may appear once",
-}
-"""What the end of a file says, after the table [training], and the line that is printed."""
+FILES = [
+    "[parallelism]\ncda = true",
+    "[cad]\ntolerence = 0.1",
+    "[traning]\nsteps = 3",
+    "tolerance = 0.1",
+    "[cad]\ntolerance = 'abc'",
+    "[parallelism]\ntensor_parallel_degree = '2'",
+    "[comm]\nmode = 3",
+    "[compile]\nenable = 'no'",
+    "[cad]\nrank_speeds = 1",
+    "[cad",
+    "[cad]\n[cad]",
+]
+"""What the end of a file says, after the table [training]."""
 PP, TP = (
     "--parallelism.pipeline_parallel_degree=2",
     "--parallelism.tensor_parallel_degree=2",
@@ -85,101 +84,90 @@ TRACED, HALVES, COMPILE = (
 )
 EXPERTS = "--model.name=qwen3 --model.flavor=debugmodel_moe"
 TRACED_HALVES = f"{TRACED} {HALVES} {COMPILE}"
-OPTIONS = {
-    "--cad.nano-batch=2": r"cad\.nano_batch: no such key; did you mean cad\.nano_batches\?",
-    "--cad.heartbeat_seconds=abc": r"cad\.heartbeat.seconds: could not convert string to float: 'abc'; --help",
-    "--cad.eos_id=5 --cad.documents=row": r"cad\.eos_id = 5 ends no document with cad\.documents = 'row'; leave",
-    "--cad.documents=word": r"cad\.documents = 'word': set cad\.documents to one of: 'eos', 'row', 'positions'",
-    "--cad.tolerance=abc": r"cad\.tolerance: .*FLOAT\|\{auto\}.*'abc'",
-    "--training.steps": r"Missing value for argument '--training\.steps'",
-    "--model.flavor=7B": r"model\.flavor = '7B' .*set model\.flavor to one of debugmodel,",
-    "--model.hf_assets_path=/none": r"model\.hf_assets_path = '/none': no such folder; set",
-    "--model.hf_assets_path=/proc": r"model\.hf_assets_path = '/proc': no tokenizer in it; set",
-    "--parallelism.context_parallel_degree=3": r"context_parallel_degree = 3, .* multiply to the 2 ranks of.*; set",
-    "--parallelism.context_parallel_degree=0": r"context_parallel_degree = 0: set",
-    "--parallelism.pipeline_parallel_microbatch_size=0": r"microbatch_size = 0: set",
-    "--training.seq_len=1023": r"training\.seq_len = 1023 is .*; set training\.seq_len to 1024",
-    "--training.global_batch_size=5": r"global_batch_size = 5 is not a multiple",
-    "--cad.profile=none.json": r"cad\.profile = 'none\.json': .*leave cad\.profile out",
-    "--cad.kernel=warp": r"cad\.kernel = 'warp'.*set cad\.kernel",
-    "--cad.kernel=flash_attn": r"cad\.kernel = 'flash_attn' does not run on cpu .*; set",
-    "--cad.transport=rdma": r"cad\.transport = 'rdma'.*set cad\.transport",
-    f"--cad.transport=nvshmem {ASYNC_TP}": r"'nvshmem' does not go with .* one backend .*; set cad\.transport",
-    "--cad.nano_batches=3": r"cad\.nano_batches = 3: set cad\.nano_batches to one of: 1, 2",
-    f"--cad.shadow {TICKS}": r"cad\.shadow = true .* = 'CAD1F1B'; set the schedule to '1F1B', or cad\.shadow to false",
-    "--cad.planner=foo": r"cad\.planner = 'foo'.*set",
-    "--cad.min_shard=0": r"cad\.min_shard = 0.*set",
-    "--cad.rank_speeds 1.0": r"cad\.rank_speeds has 1 entries for CAD groups of 2 ranks.*set",
-    "--cad.receive_buffer_gb=0": r"cad\.receive_buffer_gb = 0\.0: set",
-    "--cad.ranks_per_node=3": r"cad\.ranks_per_node = 3: set .* divides the 2 ranks",
-    "--cad.backward=never": r"cad\.backward = 'never'.*set cad\.backward",
-    "--cad.streams=lanes": r"cad\.streams = 'lanes': set cad\.streams to one of: 'auto'",
-    "--model.name=flux": r"model\.name = 'flux': set it to one of",
-    f"{VALIDATION} --model.name=deepseek_v3 --model.flavor=debugmodel": r"no validation for .*; set validation\.enable",
-    f"{PP} --model.name=gpt_oss --model.flavor=debugmodel": r"pipeline_parallel_degree = 2: .*'gpt_oss'; set it to 1",
-    "--checkpoint.enable --checkpoint.folder=/proc/none": r"folder = '/proc/none' .*: cannot write to /proc: .*; set",
-    "--job.dump_folder=/proc/none": r"job\.dump_folder = '/proc/none': cannot write",
-    "--model.converters=quantize.linear.float8": r"model\.converters = \['quantize.*'\]: .*; leave .* out, or",
-    "--fault_tolerance.enable": r"fault_tolerance\.enable = true: .*; set fault_tolerance\.enable to false, or",
-    "--training.dataset=foo": r"training\.dataset = 'foo' is not a dataset; set .*synthetic",
-    f"{VALIDATION} --validation.dataset=synthetic": r"validation\.dataset = 'synthetic' is not .*; set .*to one of c4",
-    f"{VALIDATION} --validation.seq_len=2048": r"seq_len = 2048 is more than training.*; set .*seq_len to 1024",
-    "--job.custom_config_module=nowhere": r"custom_config_module: No module named 'nowhere'",
-    f"{HALVES} {TP} --training.local_batch_size=1": r"cad\.nano_batches = 2 .* 1 rows; set training\.local_batch_size",
-    f"{DDP} {TP}": r"replicate_degree = 2 .* DDP, .*tensor_parallel_degree = 2; set .*replicate_degree to 1",
-    f"{DDP} {PP}": r"replicate_degree = 2 .* DDP, .*pipeline_parallel_degree = 2; set .*replicate_degree to 1",
-    f"{TP} {COMPILE}": r"compile\.enable = true with .*tensor_parallel_degree = 2 .*; set compile\.enable to false",
+OPTIONS = [
+    "--cad.nano-batch=2",
+    "--cad.heartbeat_seconds=abc",
+    "--cad.eos_id=5 --cad.documents=row",
+    "--cad.documents=word",
+    "--cad.tolerance=abc",
+    "--training.steps",
+    "--model.flavor=7B",
+    "--model.hf_assets_path=/none",
+    "--model.hf_assets_path=/proc",
+    "--parallelism.context_parallel_degree=3",
+    "--parallelism.context_parallel_degree=0",
+    "--parallelism.pipeline_parallel_microbatch_size=0",
+    "--training.seq_len=1023",
+    "--training.global_batch_size=5",
+    "--cad.profile=none.json",
+    "--cad.kernel=warp",
+    "--cad.kernel=flash_attn",
+    "--cad.transport=rdma",
+    f"--cad.transport=nvshmem {ASYNC_TP}",
+    "--cad.nano_batches=3",
+    f"--cad.shadow {TICKS}",
+    "--cad.planner=foo",
+    "--cad.min_shard=0",
+    "--cad.rank_speeds 1.0",
+    "--cad.receive_buffer_gb=0",
+    "--cad.ranks_per_node=3",
+    "--cad.backward=never",
+    "--cad.streams=lanes",
+    "--model.name=flux",
+    f"{VALIDATION} --model.name=deepseek_v3 --model.flavor=debugmodel",
+    f"{PP} --model.name=gpt_oss --model.flavor=debugmodel",
+    "--checkpoint.enable --checkpoint.folder=/proc/none",
+    "--job.dump_folder=/proc/none",
+    "--model.converters=quantize.linear.float8",
+    "--fault_tolerance.enable",
+    "--training.dataset=foo",
+    f"{VALIDATION} --validation.dataset=synthetic",
+    f"{VALIDATION} --validation.seq_len=2048",
+    "--job.custom_config_module=nowhere",
+    f"{HALVES} {TP} --training.local_batch_size=1",
+    f"{DDP} {TP}",
+    f"{DDP} {PP}",
+    f"{TP} {COMPILE}",
     # Experts.
-    f"{EXPERTS} --parallelism.expert_parallel_degree=3": r"expert_parallel_degree = 3 does not divide the 64 experts",
-    f"{EXPERTS} --parallelism.expert_parallel_degree=4": r"degree = 4 x .* does not divide the 2 ranks of .*; set",
-    f"{EXPERTS} {TP} --parallelism.expert_parallel_degree=2 --parallelism.expert_tensor_parallel_degree=3": (
-        r"expert_tensor_parallel_degree = 3: set it to 1, or to .*tensor_parallel_degree = 2"
-    ),
+    f"{EXPERTS} --parallelism.expert_parallel_degree=3",
+    f"{EXPERTS} --parallelism.expert_parallel_degree=4",
+    f"{EXPERTS} {TP} --parallelism.expert_parallel_degree=2 --parallelism.expert_tensor_parallel_degree=3",
     # Schedules of torch.
-    DUALPIPE: r"expert_parallel_overlap = true .*'DualPipeV' .*set pipeline_parallel_expert_parallel_overlap to false",
-    f"{DUALPIPE} {NO_OVERLAP} {VALIDATION}": r"enable = true: .*'DualPipeV' .*set validation\.enable to false",
-    f"{V} {VALIDATION}": r"validation\.enable = true: .*'ZBVZeroBubble' .*set validation\.enable to false",
-    f"{V} {COMPILE}": r"'ZBVZeroBubble' computes .* compile\.enable = true; set compile\.enable to false",
-    f"{V} {COMPILE} {HALVES}": r"'ZBVZeroBubble' computes .* compile\.enable = true; set compile\.enable to false",
-    f"{V} {SELECTIVE} {BY_OPERATOR}": r"'ZBVZeroBubble' computes .*option = 'op'; set activation_checkpoint\.mode to",
-    f"{V} {FULL} {KEPT}": r"'ZBVZeroBubble' computes .*recompute_attention = false; set activation_checkpoint\.mode to",
-    f"{SCHEDULE}=CAD1f1b": r"schedule = 'CAD1f1b': set it to 'CAD1F1B' or 'CADInterleaved1F1B', or",
+    DUALPIPE,
+    f"{DUALPIPE} {NO_OVERLAP} {VALIDATION}",
+    f"{V} {VALIDATION}",
+    f"{V} {COMPILE}",
+    f"{V} {COMPILE} {HALVES}",
+    f"{V} {SELECTIVE} {BY_OPERATOR}",
+    f"{V} {FULL} {KEPT}",
+    f"{SCHEDULE}=CAD1f1b",
     # Schedules in ticks.
-    f"{TICKS} --parallelism.no-cad": r"'CAD1F1B' needs parallelism\.cad = true; set that",
-    f"{TICKS} --cad.backward=keep": r"cad\.backward = 'keep' .*set cad\.backward to 'resend'",
-    f"{TICKS} {CSV}": r"pipeline_parallel_schedule_csv = 'order\.csv' .*leave it out",
-    f"{TICKS} {BUDGET} {COMPILE}": r"mode = 'memory_budget' .*set activation_checkpoint\.mode to 'full'",
-    f"{INTERLEAVED} --training.local_batch_size=3": r"local_batch_size = 3 makes 3 micro.*set it to a multiple of 2",
-    f"{TICKS} {VALIDATION} --validation.local_batch_size=4": r"local_batch_size = 4 differs .*set .*_batch_size to 2",
-    f"{TICKS} {VALIDATION} --validation.seq_len=128": r"validation\.seq_len = 128 differs .*set .*seq_len to 1024",
-    f"{TICKS} --cad.rank_speeds 1.0": r"cad\.rank_speeds has 1 entries for .* 2 ranks \(pipeline parallel 2 x .*set",
+    f"{TICKS} --parallelism.no-cad",
+    f"{TICKS} --cad.backward=keep",
+    f"{TICKS} {CSV}",
+    f"{TICKS} {BUDGET} {COMPILE}",
+    f"{INTERLEAVED} --training.local_batch_size=3",
+    f"{TICKS} {VALIDATION} --validation.local_batch_size=4",
+    f"{TICKS} {VALIDATION} --validation.seq_len=128",
+    f"{TICKS} --cad.rank_speeds 1.0",
     # Streams, and attention that is kept.
-    f"{TRACED} {COMPILE}": r"cad\.streams = 'traced' needs cad\.nano_batches = 2, not 1; set that, or cad\.streams to",
-    f"{TRACED} {HALVES}": r"cad\.streams = 'traced' needs compile\.enable = true, not false; set that, or cad\.streams",
-    f"{TRACED_HALVES} --compile.components=loss": r"needs 'model' in compile\.components = \['loss'\]; add that",
-    f"{TRACED_HALVES} --compile.backend=aot_eager": r"needs compile\.backend = 'inductor', not 'aot_eager'; set that",
-    f"{TRACED_HALVES} {TP}": r"'traced' needs .*tensor_parallel_degree = 1, not 2, .*; set that, or cad\.streams",
-    f"{TRACED_HALVES} {FULL}": r"cad\.streams = 'traced' cannot recompute .*mode = 'full' .*; set the mode to 'none'",
-    f"{TRACED_HALVES} {PP} {CSV}": r"'traced' cannot .*_schedule_csv = 'order\.csv' may; leave that out, or cad\.",
-    f"{SELECTIVE} --activation_checkpoint.selective_ac_option=2 {KEPT}": r"option = '2'; set .*mode to 'full'",
-    f"{BUDGET} {COMPILE} {KEPT}": r"recompute_attention = false .*mode = 'memory_budget' .*; set .*mode to 'full'",
-}
-"""Options, and the line that is printed."""
+    f"{TRACED} {COMPILE}",
+    f"{TRACED} {HALVES}",
+    f"{TRACED_HALVES} --compile.components=loss",
+    f"{TRACED_HALVES} --compile.backend=aot_eager",
+    f"{TRACED_HALVES} {TP}",
+    f"{TRACED_HALVES} {FULL}",
+    f"{TRACED_HALVES} {PP} {CSV}",
+    f"{SELECTIVE} --activation_checkpoint.selective_ac_option=2 {KEPT}",
+    f"{BUDGET} {COMPILE} {KEPT}",
+]
 if TorchVersion(torch.__version__) < FIRST_TORCH:
-    OPTIONS[TRACED_HALVES] = (
-        rf"needs torch {FIRST_TORCH} or newer, not .*; install that, or cad\.streams to 'auto'"
-    )
+    OPTIONS.append(TRACED_HALVES)
 
 
 LINES = {
-    "before process groups exist": (
-        "--cad.planner=foo",
-        r"cad\.planner = 'foo': set one of",
-    ),
-    "after": (
-        "--training.dataset=c4_test",
-        r"training\.dataset = 'c4_test' .*: .*; set training\.dataset_path to",
-    ),
+    "before process groups exist": ("cad.planner", "foo"),
+    "after": ("training.dataset", "c4_test"),
 }
 """Mistakes of whole jobs."""
 
@@ -198,9 +186,9 @@ def undone():
     plugin.restore()
 
 
-def parse(tmp_path: Path, toml: str, options: list[str]):
+def parse(tmp_path: Path, toml: str, options: list[str], before: str = ""):
     path = tmp_path / "job.toml"
-    path.write_text(STOCK + toml)
+    path.write_text(before + STOCK + toml)
     given = [option.split("=")[0] for option in options]
     defaults = {
         "--model.hf_assets_path": str(tokenizer_folder()),
@@ -229,27 +217,24 @@ def fail(error: Exception) -> None:
     raise error
 
 
-CASES = [(toml + "\n", [], line) for toml, line in FILES.items()] + [
-    ("", o.split(), line) for o, line in OPTIONS.items()
+CASES = [(toml + "\n", []) for toml in FILES] + [
+    ("", options.split()) for options in OPTIONS
 ]
 
 
-@pytest.mark.parametrize(("toml", "options", "message"), CASES, ids=[*FILES, *OPTIONS])
-def test_mistake_is_one_line(
-    toml: str,
-    options: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd,
-) -> None:
+@pytest.mark.parametrize(("toml", "options"), CASES, ids=[*FILES, *OPTIONS])
+def test_mistake_is_one_line(toml, options, tmp_path, monkeypatch, capfd):
     if any("replicate_degree" in option for option in options):
         monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit) as end:
         parse(tmp_path, toml, options)
     printed = capfd.readouterr()
     (line,) = printed.err.splitlines()
-    assert re.match(f"error: .*{message}", line), line
+    assert line.startswith("error: ")
+    keys = [option.partition("=")[0].rpartition(".")[2] for option in options]
+    said = line.replace("-", "_")
+    assert not keys or any(key.replace("-", "_") in said for key in keys)
+    check_refusal(line)
     assert end.value.code == 2
     assert "Traceback" not in printed.out
 
@@ -257,105 +242,46 @@ def test_mistake_is_one_line(
 @pytest.mark.matrix
 @pytest.mark.parametrize("when", LINES)
 @pytest.mark.parametrize("nranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_lines_of_a_job_that_cannot_start(
-    when: str, nranks: int, tmp_path: Path
-) -> None:
-    option, message = LINES[when]
-    with launched([option], tmp_path, nranks) as job:
+def test_lines_of_a_job_that_cannot_start(when, nranks, tmp_path):
+    key, value = LINES[when]
+    with launched([f"--{key}={value}"], tmp_path, nranks) as job:
         returncode, _ = job.finish(200)
     printed = "\n".join(job.lines)
     assert returncode == 2, printed
     assert len(job.lines) < 15, printed
     (error,) = [line for line in job.lines if line.startswith("error: ")]
-    assert re.match(f"error: {message}", error), printed
+    check_refusal(error, key, value)
     assert "Traceback" not in printed
     assert ("Building device mesh" in printed) == (when == "after"), printed
 
 
-@pytest.mark.parametrize(
-    ("rank", "level"), [("0", logging.INFO), ("1", logging.WARNING)]
-)
-def test_other_ranks_log_warnings_only_until_the_job_is_built(
-    rank: str, level: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    enable_cpu()
-    import torchtitan.train as titan_train
-
-    from torchtitan_cad import train
-
-    levels: list[int] = []
-    root = logging.getLogger()
-
-    def main(build: Callable[[object], None]) -> None:
-        titan_train.init_logger()
-        build(None)
-        levels.append(root.level)
-
-    monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.setattr(root, "level", root.level)
-    monkeypatch.setattr(titan_train, "init_logger", lambda: root.setLevel(logging.INFO))
-    monkeypatch.setattr(titan_train, "ConfigManager", titan_train.ConfigManager)
-    monkeypatch.setattr(titan_train, "Trainer", lambda _: levels.append(root.level))
-    monkeypatch.setattr(titan_train, "main", main)
-    train.main()
-    assert levels == [level, logging.INFO]
-
-
 @pytest.mark.parametrize("key", ["last_save_in_hf", "initial_load_in_hf"])
-def test_checkpoints_of_hugging_face_need_a_package(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_of_hugging_face_need_a_package(key, tmp_path, monkeypatch):
     enable_cpu()
-    from torchtitan_cad.integration.torchtitan_v0_2 import folders, rules
+    from torchtitan_cad.integration.torchtitan_v0_2 import rules
 
-    monkeypatch.setattr(folders, "resumed_from", lambda config: None)
-    options = ["--checkpoint.enable", f"--checkpoint.{key}"]
     monkeypatch.setattr(rules, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError,
-        match=rf"checkpoint\.{key} = true: needs the package safetensors, .*; install it, or set it to false",
-    ):
-        parse_job(tmp_path, *options)
-    monkeypatch.setattr(rules, "find_spec", lambda name: name)
-    assert getattr(parse_job(tmp_path, *options).checkpoint, key)
+    with refusal(f"checkpoint.{key}", "true"):
+        parse_job(tmp_path, "--checkpoint.enable", f"--checkpoint.{key}")
 
 
-def test_number_for_a_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    monkeypatch.setitem(globals(), "STOCK", "comm = 3\n" + STOCK)
+def test_number_for_a_table(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        parse(tmp_path, "", [])
-    assert (
-        capsys.readouterr().err
-        == "error: comm: no such key; it is a table: write its keys below [comm]\n"
-    )
+        parse(tmp_path, "", [], before="comm = 3\n")
+    check_refusal(capsys.readouterr().err, "comm")
 
 
-def test_mistake_where_only_ascii_can_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistake_where_only_ascii_can_be_written(tmp_path, capsys):
     with (
         contextlib.redirect_stdout(io.StringIO()),
         pytest.raises(SystemExit),
     ):
         # tyro asks it for its encoding
         parse(tmp_path, "", ["--comm.mode=1e100"])
-    assert (
-        "invalid choice '1e100' for argument '--comm.mode'. Expected one of"
-        in capsys.readouterr().err
-    )
+    check_refusal(capsys.readouterr().err, "--comm.mode")
 
 
-def test_cad_needs_no_custom_config_module(tmp_path: Path) -> None:
-    config = parse(tmp_path, "[parallelism]\ncad = true\n[cad]\ntolerance = 0.1", [])
-    assert config.parallelism.cad
-    assert config.cad.tolerance == 0.1
-
-
-def test_users_own_config_module_is_merged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_users_own_config_module_is_merged(tmp_path, monkeypatch):
     (tmp_path / "own_config.py").write_text(
         "from dataclasses import dataclass, field\n"
         "@dataclass\nclass Training:\n    sauce: int = 1\n"
@@ -369,24 +295,20 @@ def test_users_own_config_module_is_merged(
     assert config.cad.tolerance == "auto"
 
 
-def test_traceback_on_request_and_a_line_for_the_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_traceback_on_request_and_a_line_for_the_launcher(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit):
         parse(tmp_path, "", ["--cad.planner=foo"])
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["extraInfo"]["py_callstack"].startswith("cad.planner = 'foo'")
-    with pytest.raises(ValueError, match="foo"):
+    with refusal("cad.planner", "foo"):
         parse(tmp_path, "", ["--cad.planner=foo", "--traceback"])
     gone = PeerError("rank 3 is gone")
     with pytest.raises(PeerError):
         end_training(fail, gone, options=["--traceback"])
 
 
-def test_first_rank_of_a_node_speaks_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_first_rank_of_a_node_speaks_for_all(tmp_path, monkeypatch, capsys):
     """The others wait until their launcher has ended them."""
     waited: list[float] = []
     # Of that module alone: other threads of this process sleep, too.
@@ -402,9 +324,7 @@ def test_first_rank_of_a_node_speaks_for_all(
     assert capsys.readouterr().err.count("error: ") == 2
 
 
-def test_bugs_keep_their_stack_and_peers_do_not(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bugs_keep_their_stack_and_peers_do_not(capsys):
     for bug in (RuntimeError("a bug"), ValueError("too many values to unpack")):
         with pytest.raises(type(bug)):
             end_training(fail, bug)
@@ -421,18 +341,13 @@ def test_bugs_keep_their_stack_and_peers_do_not(
 
 
 @pytest.mark.parametrize(
-    ("cause", "remedy"),
+    "cause",
     [
-        (OSError(28, "No space left on device"), "No space left on device; make room"),
-        (
-            RuntimeError("Missing key in checkpoint state_dict: norm."),
-            "norm.; start the job with the model",
-        ),
+        OSError(28, "No space left on device"),
+        RuntimeError("Missing key in checkpoint state_dict: norm."),
     ],
 )
-def test_checkpoints_that_fail_name_folder_and_remedy(
-    cause: Exception, remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_that_fail_name_folder_and_remedy(cause, capsys):
     with pytest.raises(SystemExit):
         end_training(
             fail,
@@ -441,8 +356,7 @@ def test_checkpoints_that_fail_name_folder_and_remedy(
             ),
         )
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: a checkpoint in /data/checkpoint could not ")
-    assert remedy in line
+    check_refusal(line, "/data/checkpoint", cause.args[-1].rstrip("."))
 
 
 def test_first_sentence_drops_what_torch_appends() -> None:
@@ -482,14 +396,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ],
 )
 def test_streams_are_traced_where_that_is_possible_and_has_run(
-    args: tuple[str, ...],
-    device: torch.device,
-    torch_version: str,
-    traced: bool,
-    why: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    args, device, torch_version, traced, why, tmp_path, monkeypatch
+):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch, "__version__", TorchVersion(torch_version))
     config = parse_job(tmp_path, *args)

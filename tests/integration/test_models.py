@@ -7,7 +7,6 @@ Stock torchtitan 0.2.2 gives these models masks for flex attention, which dense_
 import dataclasses
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -142,9 +141,7 @@ def cases() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("case", "homes", "steps"), list(cases()))
-def test_composition_trains_like_its_reference(
-    case: Composition, homes: str, steps: int
-) -> None:
+def test_composition_trains_like_its_reference(case, homes, steps):
     validation = VALIDATION if case.validates else ()
     cad = CAD if homes == "loader" else PLACED
     shared, grads_at = (*case.shared, f"--training.steps={steps}"), min(2, steps)
@@ -167,7 +164,7 @@ def test_composition_trains_like_its_reference(
 
 
 @pytest.mark.matrix
-def test_gpt_oss_from_scratch_trains_like_patched_torchtitan() -> None:
+def test_gpt_oss_from_scratch_trains_like_patched_torchtitan():
     """The biases of its routers begin at zero. Stock begins with NaN, with which `debug.deterministic` fills memory."""
     job = (*COMMON, *flavor("gpt_oss"), *STEADY)
     result = run([*job, *CAD], init_seed=None)
@@ -178,7 +175,7 @@ def test_gpt_oss_from_scratch_trains_like_patched_torchtitan() -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", ["deepseek_v3", "llama4", "gpt_oss"])
-def test_resumes_exactly(model: str, tmp_path: Path) -> None:
+def test_resumes_exactly(model, tmp_path):
     job = (
         *COMMON,
         *PLACED,

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every file of patches/ repairs a defect of torchtitan 0.2.2, which its reproducer shows without the patch.
-
-Jobs on a torchtitan with all patches agree with jobs that do not have the defect.
-"""
+"""Every file of patches/ repairs a defect of torchtitan 0.2.2, which its reproducer shows without the patch."""
 
 import inspect
 import os
@@ -14,8 +11,7 @@ import pytest
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.attention.varlen import varlen_attn
 
-from tests.lib.jobs import compositions as c
-from tests.lib.jobs.harness import REPOSITORY, RunResult, run
+from tests.lib.jobs.harness import REPOSITORY
 from tests.lib.jobs.patched import PATCHES
 from tests.lib.patched_torchtitan import apply_patch, copy_torchtitan
 from tests.lib.sets import matrix
@@ -28,7 +24,7 @@ MET_BY_THIS_TORCH = {
 """Defects that not every torch has met."""
 
 
-def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
+def test_all_patches_apply_together_and_revert(tmp_path):
     assert len(PATCHES) == 8
     folder = copy_torchtitan(tmp_path)
     original = {path: path.read_bytes() for path in folder.rglob("*.py")}
@@ -49,7 +45,7 @@ def test_all_patches_apply_together_and_revert(tmp_path: Path) -> None:
 
 @matrix
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_reproducer(patch: Path, tmp_path: Path) -> None:
+def test_reproducer(patch, tmp_path):
     """It says in one line what stock torchtitan does wrong, and nothing once the patch is applied."""
 
     def reproduce(*search: Path) -> tuple[int, list[str]]:
@@ -72,87 +68,3 @@ def test_reproducer(patch: Path, tmp_path: Path) -> None:
     is_met = MET_BY_THIS_TORCH.get(patch.stem, True)
     assert (code, len(lines)) == ((1, 1) if is_met else (0, 0)), lines
     assert reproduce(copy_torchtitan(tmp_path, patch)) == (0, [])
-
-
-@pytest.fixture(scope="module")
-def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copy_torchtitan(tmp_path_factory.mktemp("patched"), *PATCHES)
-
-
-def train(*args: str, nranks: int = 2, patched: Path | None = None) -> RunResult:
-    """A run with stock torchtitan, or with that of a folder."""
-    return run(args, nranks, timeout_s=60, pythonpath=[patched] if patched else [])
-
-
-def assert_same_training(result: RunResult, reference: RunResult) -> None:
-    c.assert_close(result.losses, reference.losses, "loss")
-    c.assert_close(result.grad_norms, reference.grad_norms, "gradient norm")
-
-
-SDPA, VARLEN = "--model.flavor=tiny_sdpa", "--model.flavor=tiny_varlen"
-ONE_DOCUMENT = "--training.dataset=one_document"
-PP2 = c.dp(pipeline_parallel=2)
-JOBS = {
-    # arguments of the patched job, and of the reference on so many ranks
-    "pp_gradient_scale": (
-        (SDPA, *c.global_batch(4), *PP2),
-        (SDPA, *c.global_batch(4)),
-        1,
-    ),
-    "ddp_gradient_scale": (
-        (SDPA, *c.global_batch(8), *c.DDP2),
-        (SDPA, *c.global_batch(8)),
-        2,
-    ),
-    "varlen_pipeline": ((VARLEN, *c.BATCH4, *PP2, *c.BY_ROW), (VARLEN, *c.BATCH4), 1),
-    "varlen_gqa": (
-        (ONE_DOCUMENT, "--model.flavor=tiny_varlen_gqa"),
-        (ONE_DOCUMENT, *c.SDPA_GQA),
-        2,
-    ),
-    "no defect": ((), (), 2),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", JOBS)
-def test_patched_jobs(job: str, patched: Path) -> None:
-    """Losses and gradients are those without the parallelism, also over several accumulated batches."""
-    args, reference_args, nranks = JOBS[job]
-    result, reference = (
-        train(*args, patched=patched),
-        train(*reference_args, nranks=nranks),
-    )
-    assert_same_training(result, reference)
-    if job == "no defect":  # no bit changes
-        assert (result.losses, result.grad_norms) == (
-            reference.losses,
-            reference.grad_norms,
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("args", [PP2, c.DDP2], ids=["pp2", "ddp2"])
-def test_repairs_at_run_time_and_patches_do_not_add_up(
-    args: tuple[str, ...], patched: Path
-) -> None:
-    assert_same_training(
-        train(*c.PLACED, *args, patched=patched), train(*c.PLACED, *args)
-    )
-
-
-@pytest.mark.slow
-def test_validation_loss_of_patched_jobs(patched: Path) -> None:
-    """The validation loss does not depend on how many ranks share a sequence.
-
-    Stock torchtitan has no context parallelism on CPU, so both runs have CAD on.
-    """
-    args = (
-        *c.PLACED,
-        "--training.steps=1",
-        "--validation.enable",
-        "--validation.steps=2",
-    )
-    reference = train(*args, nranks=1).validation_losses[1]
-    result = train(*args, *c.CP2, patched=patched)
-    assert result.validation_losses == {1: pytest.approx(reference, rel=c.TOLERANCE)}

@@ -59,7 +59,7 @@ TWINS = [
 
 
 @pytest.mark.parametrize(("case", "steps"), TWINS)
-def test_two_nano_batches_train_like_one(case: c.Composition, steps: int) -> None:
+def test_two_nano_batches_train_like_one(case, steps):
     check_close(
         *(
             train(case, nano_batches, f"--training.steps={steps}")
@@ -82,7 +82,7 @@ TWINS_TRACED = [
 
 @c.needs_traced
 @pytest.mark.parametrize(("case", "steps"), TWINS_TRACED)
-def test_traced_streams_train_alike(case: c.Composition, steps: int) -> None:
+def test_traced_streams_train_alike(case, steps):
     """Segments compiled with exchanges train like one nano-batch and like those without, in no more graphs."""
     more = f"--training.steps={steps}"
     traced, opaque = train(case, 2, more), train(case, 2, "--cad.streams=opaque", more)
@@ -95,7 +95,7 @@ def test_traced_streams_train_alike(case: c.Composition, steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_compiled_parts_under_tensor_parallelism_train_like_eager_ones() -> None:
+def test_compiled_parts_under_tensor_parallelism_train_like_eager_ones():
     """One nano-batch is no reference: whole blocks, compiled, lose a gradient with TP on CPU (torch 2.13; README)."""
     args = [*c.COMMON, *c.CAD, *c.TP2, "--cad.nano_batches=2", "--training.steps=20"]
     eager, compiled = (
@@ -162,9 +162,7 @@ def is_compute(step: str, *, traced: bool = False) -> bool:
         "tp2_ac_full",
     ],
 )
-def test_the_other_nano_batch_computes_between_start_and_wait(
-    args: tuple[str, ...], recomputed: bool
-) -> None:
+def test_the_other_nano_batch_computes_between_start_and_wait(args, recomputed):
     """It does on every rank, in forward, backward and recomputation."""
     traced = "--cad.streams=traced" in args
     for trace in traces(*args, nranks=4 if c.TP2[0] in args else 2):
@@ -206,9 +204,7 @@ def test_the_other_nano_batch_computes_between_start_and_wait(
     [(c.TP2, 2), (c.TP2, 4), ((*c.TP2, "--compile.enable"), 4)],
     ids=["nothing_moves", "eager", "compiled"],
 )
-def test_what_tensor_parallelism_exchanges_is_hidden_too(
-    args: tuple[str, ...], nranks: int
-) -> None:
+def test_what_tensor_parallelism_exchanges_is_hidden_too(args, nranks):
     """All exchanges of a direction are, but for one at the model's beginning and one at its end."""
     for trace in traces(*args, nranks=nranks):
         events = [tuple(event) for event in trace["events"]]
@@ -241,9 +237,7 @@ def test_what_tensor_parallelism_exchanges_is_hidden_too(
         ),
     ],
 )
-def test_attention_that_is_kept_is_not_repeated(
-    nano_batches: int, calls_of: dict[tuple[str, ...], int]
-) -> None:
+def test_attention_that_is_kept_is_not_repeated(nano_batches, calls_of):
     peaks = []
     for args, calls in calls_of.items():
         of_ranks = traces(*args, nano_batches=nano_batches)
@@ -264,7 +258,7 @@ def test_attention_that_is_kept_is_not_repeated(
     ],
     ids=["none", "ac_full", "tp2", "tp2_ac_full"],
 )
-def test_memory_hardly_grows(args: tuple[str, ...]) -> None:
+def test_memory_hardly_grows(args):
     """The least peak of some runs: small peaks differ by a fifth, as planning and freeing come in between."""
     runs, run_again = (3, traces.__wrapped__) if args else (1, traces)
     one, two = (
@@ -280,9 +274,7 @@ def test_memory_hardly_grows(args: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "args", [(), pytest.param(c.FULL, marks=matrix)], ids=["none", "ac_full"]
 )
-def test_parameters_are_gathered_and_gradients_reduced_once_per_block(
-    args: tuple[str, ...],
-) -> None:
+def test_parameters_are_gathered_and_gradients_reduced_once_per_block(args):
     for one, two in zip(traces(*args, nano_batches=1), traces(*args), strict=True):
         for name in COLLECTIVES:
             assert two["collectives"].count(name) == one["collectives"].count(name) > 4
@@ -290,7 +282,7 @@ def test_parameters_are_gathered_and_gradients_reduced_once_per_block(
 
 @matrix
 @c.needs_traced
-def test_traced_turns_gather_and_reduce_when_regions_do() -> None:
+def test_traced_turns_gather_and_reduce_when_regions_do():
     opaque, traced = (
         traces(*c.COMPILE, f"--cad.streams={streams}")
         for streams in ("opaque", "traced")

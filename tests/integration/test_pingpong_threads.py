@@ -82,13 +82,13 @@ def check(seed: int, max_delay_s: float = 0.0, *, symmetric: bool = False) -> No
 
 
 @pytest.mark.parametrize("seed", seeds(3, 12))
-def test_any_plans_and_delays_give_the_undivided_result(seed: int) -> None:
+def test_any_plans_and_delays_give_the_undivided_result(seed):
     check(seed, 0.002)
 
 
 @needs_linux
 @pytest.mark.parametrize("seed", params(range(20, 26), (20, 21)))
-def test_exchanges_of_both_nano_batches_fit_into_symmetric_memory(seed: int) -> None:
+def test_exchanges_of_both_nano_batches_fit_into_symmetric_memory(seed):
     """Into buffers so small that rows travel in several chunks, with those of the other nano-batch in between."""
     check(seed, symmetric=True)
 
@@ -98,15 +98,13 @@ def test_exchanges_of_both_nano_batches_fit_into_symmetric_memory(seed: int) -> 
     [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.matrix])],
     ids=["eager", "compiled"],
 )
-def test_nano_batches_of_plain_blocks_give_what_the_whole_gives(
-    backend: str | None,
-) -> None:
+def test_nano_batches_of_plain_blocks_give_what_the_whole_gives(backend):
     NanoBatchesAndWhole(
         torch.device("cpu"), torch.float32, dim=32, seq_len=64, shape=SHAPE, seed=0
     ).check(backend)
 
 
-def test_torchtitan_is_not_needed() -> None:
+def test_torchtitan_is_not_needed():
     code = "import sys, tests.lib.plain_blocks; print([name for name in sys.modules if name == 'torchtitan'])"
     assert (
         subprocess.run(
@@ -118,7 +116,7 @@ def test_torchtitan_is_not_needed() -> None:
 
 @pytest.mark.matrix
 @needs_compiler
-def test_stages_of_one_block_and_of_several_compile_for_every_layout_of_rows() -> None:
+def test_stages_of_one_block_and_of_several_compile_for_every_layout_of_rows():
     """Runs with gradients and without take more graphs together than torch's own limit allows."""
     loops = []
     for number in (1, 3):

@@ -85,7 +85,7 @@ MATRIX = [
 @pytest.mark.parametrize(
     "case", params([*SHORT, *OVER_STEPS, *MATRIX], SHORT), ids=lambda case: case.name
 )
-def test_trains_like_its_reference(case: c.Composition) -> None:
+def test_trains_like_its_reference(case):
     result = check(case, AUTO)
     worst = c.cad_summary(result)["placed_worst"]
     # In jobs this small the loader's homes may be as good as any.
@@ -95,7 +95,7 @@ def test_trains_like_its_reference(case: c.Composition) -> None:
 
 
 @pytest.mark.matrix
-def test_positions_of_the_loader_travel_with_their_tokens() -> None:
+def test_positions_of_the_loader_travel_with_their_tokens():
     """Training goes by the loader's positions, as that of stock torchtitan does."""
     result = check(
         c.Composition(

@@ -47,7 +47,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_training_leaves_as_much_room_as_the_simulation_says(name: str) -> None:
+def test_training_leaves_as_much_room_as_the_simulation_says(name):
     written = read_simulated_job(
         [f"--job.config_file={CONFIGS / 'llama3_debug_cpu.toml'}", *JOBS[name]], 1
     )

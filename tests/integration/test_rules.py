@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.jobs.harness import tokenizer_folder
+from tests.lib.refusals import refusal
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
@@ -24,26 +25,26 @@ from torchtitan_cad.tools.doctor.examine import examine  # noqa: E402
 REPOSITORY = Path(__file__).resolve().parents[2]
 WRONG = (0, 1, -1, -2, 2.0, math.nan, math.inf, "x", "deepep", ["x"], True, False)
 """Values of which at least one is wrong for every key that has a rule."""
-BROKEN = {
-    "training.global_batch_size=3": r"training\.global_batch_size = 3 is not .* x the data-parallel degree 2; .* of 4",
-    "training.global_batch_size=0": r"training\.global_batch_size = 0: set a multiple of training\.local_batch_size",
-    "training.gc_freq=0": r"training\.gc_freq = 0: set a positive integer",
-    "training.steps=-1": r"training\.steps = -1: set a positive integer",
-    "training.max_norm=nan": r"training\.max_norm = nan: set a positive number, or inf",
-    "training.seq_len=-1": r"training\.seq_len = -1: set a positive number of tokens",
-    "lr_scheduler.total_steps=1": r"lr_scheduler\.total_steps = 1 is less than training\.steps = 10000; set",
-    "activation_checkpoint.mode=memory_budget": r"mode = 'memory_budget' .*: set compile\.enable to true.* to 'full'",
-    "parallelism.expert_tensor_parallel_degree=0": r"expert_tensor_parallel_degree = 0: set a positive integer",
-    "parallelism.data_parallel_shard_degree=-2": r"data_parallel_shard_degree = -2: .* -1 for all ranks",
-    "validation.steps=0": r"validation\.steps = 0: set a positive integer, or -1 for the whole dataset",
-    "model.name=x": r"model\.name",
-    "optimizer.name=x": r"optimizer\.name = 'x': set optimizer\.name to one of: Adam, AdamW",
-}
-"""Options that the whole job refuses, with CAD and without, and what it says."""
+BROKEN = [
+    "training.global_batch_size=3",
+    "training.global_batch_size=0",
+    "training.gc_freq=0",
+    "training.steps=-1",
+    "training.max_norm=nan",
+    "training.seq_len=-1",
+    "lr_scheduler.total_steps=1",
+    "activation_checkpoint.mode=memory_budget",
+    "parallelism.expert_tensor_parallel_degree=0",
+    "parallelism.data_parallel_shard_degree=-2",
+    "validation.steps=0",
+    "model.name=x",
+    "optimizer.name=x",
+]
+"""Options that the whole job refuses, with CAD and without."""
 
 
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.key)
-def test_a_rule_accepts_its_default_and_refuses_something(rule: rules.Rule) -> None:
+def test_a_rule_accepts_its_default_and_refuses_something(rule):
     config = CadConfigManager._merge_configs(JobConfig, job_config.JobConfig)()
     default = rules.read_key(config, rule.key)
     assert rule.accepts(default) or not rule.applies(config)
@@ -70,10 +71,11 @@ def test_a_rule_accepts_its_default_and_refuses_something(rule: rules.Rule) -> N
 @pytest.mark.parametrize("cad", ["--parallelism.cad", "--parallelism.no-cad"])
 @pytest.mark.parametrize("option", BROKEN)
 def test_a_broken_rule_is_one_line_with_cad_and_without(
-    option: str, cad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    option, cad, tmp_path, monkeypatch
+):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=BROKEN[option]) as error:
+    key, _, value = option.partition("=")
+    with refusal(key, value if value != "x" else None) as error:
         parse_stock(cad, f"--{option}")
     assert "\n" not in str(error.value)
 
@@ -86,7 +88,7 @@ def parse_stock(*options: str) -> JobConfig:
 
 
 @pytest.mark.matrix
-def test_doctor_says_what_training_does() -> None:
+def test_doctor_says_what_training_does():
     command = [
         sys.executable,
         "-m",
@@ -103,9 +105,7 @@ def test_doctor_says_what_training_does() -> None:
 
 
 @pytest.mark.parametrize(("documents", "ranks"), [(1, 2), (3, 4), (2, 8)])
-def test_fewer_documents_than_ranks_are_named(
-    documents: int, ranks: int, tmp_path: Path
-) -> None:
+def test_fewer_documents_than_ranks_are_named(documents, ranks, tmp_path):
     (tmp_path / "text.json").write_text('{"text": "a document"}\n' * documents)
     assets = f"--model.hf_assets_path={tokenizer_folder()}"
     data = ["--training.dataset=c4_test", f"--training.dataset_path={tmp_path}", assets]
@@ -124,7 +124,7 @@ def test_fewer_documents_than_ranks_are_named(
     )
 
 
-def test_doctor_looks_at_a_part_of_a_large_batch() -> None:
+def test_doctor_looks_at_a_part_of_a_large_batch():
     rows = ["--training.seq_len=1048576", "--training.local_batch_size=4"]
     data = ["--training.dataset=synthetic", "--training.dataset_path=fixed:5000"]
     options = [

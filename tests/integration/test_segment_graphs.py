@@ -7,7 +7,6 @@ are also looked for with mistakes planted, which must be found.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -56,32 +55,32 @@ def races(job: Job) -> list[str]:
 
 
 @pytest.mark.parametrize("runs", [3, pytest.param(21, marks=matrix)])
-def test_no_order_that_graphs_allow_has_races(runs: int) -> None:
+def test_no_order_that_graphs_allow_has_races(runs):
     """The graphs' own order, and others; each with another pair of plans, by the same graphs."""
     for outcome in in_order(runs):
         check(outcome)
         assert outcome.graphs[0] <= 4
 
 
-def test_the_main_stream_waits_for_the_first_and_the_last_exchange_alone() -> None:
+def test_the_main_stream_waits_for_the_first_and_the_last_exchange_alone():
     for outcome in in_order(3):
         check_idles(outcome)
 
 
-def test_events_of_graphs_do_not_pile_up() -> None:
+def test_events_of_graphs_do_not_pile_up():
     for outcome in in_order(3):
         assert outcome.objects[1] == outcome.objects[2]
 
 
 @matrix
-def test_inductor_keeps_the_order() -> None:
+def test_inductor_keeps_the_order():
     for outcome in outcomes(Job("inductor", runs=2, blocks=2)):
         check(outcome)
         check_idles(outcome)
 
 
 @matrix
-def test_results_that_return_in_several_chunks_are_in_order() -> None:
+def test_results_that_return_in_several_chunks_are_in_order():
     """More of them than travel at once, so that the side stream takes some in."""
     for outcome in outcomes(Job(runs=3, without=("one chunk",))):
         check(outcome)
@@ -100,9 +99,7 @@ def test_results_that_return_in_several_chunks_are_in_order() -> None:
     ],
     ids=str,
 )
-def test_what_graphs_are_composed_with_is_in_order(
-    composed: dict[str, Any], compiler: str
-) -> None:
+def test_what_graphs_are_composed_with_is_in_order(composed, compiler):
     for outcome in outcomes(
         Job(compiler, runs=2 if compiler == "inductor" else 4, **composed)
     ):
@@ -121,7 +118,7 @@ def test_what_graphs_are_composed_with_is_in_order(
     "mistake",
     ["a wait", "a record in time", "buffers of their own", "inputs kept alive"],
 )
-def test_mistakes_are_found(mistake: str) -> None:
+def test_mistakes_are_found(mistake):
     """The calls' marks are off, which order what events in the graph do not."""
     assert races(Job(without=("marks", mistake)))
 

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How a session of training starts."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.lib.refusals import refusal
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
@@ -19,7 +14,7 @@ enable_cpu()
 from torchtitan_cad.integration import machine, session  # noqa: E402
 from torchtitan_cad.integration.job import Job  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
-from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig  # noqa: E402
+from torchtitan_cad.planning import AttentionShape  # noqa: E402
 from torchtitan_cad.planning.model.kind import AttentionKind  # noqa: E402
 
 
@@ -37,7 +32,7 @@ def test_the_planner_is_compiled_before_ranks_watch_each_other(monkeypatch):
         lambda report: order.append(f"planner, reported to {report.__self__.name}"),
     )
     monkeypatch.setattr(session, "CadSession", begin_session)
-    with pytest.raises(RuntimeError, match="far enough"):
+    with refusal(error=RuntimeError):
         session.open_session(None)
     assert order == [
         f"planner, reported to {session.logger.name}",
@@ -82,49 +77,6 @@ def test_nodes_are_hosts_with_as_many_neighbouring_ranks(hosts, expected):
     assert machine.ranks_per_host(hosts) == expected
 
 
-def test_tokens_pass_through_some_of_the_experts(monkeypatch):
-    """A layer of 8 x 24 parameters, and one of 8 x 8 with two of five experts of 8 x 8, on two TP ranks."""
-    measured: list[tuple[int, int]] = []
-    monkeypatch.setattr(session, "measure_times", lambda *_, **__: None)
-    monkeypatch.setattr(session.rates, "attention_seconds", lambda *_: 1.0)
-    monkeypatch.setattr(
-        session.rates,
-        "linear_seconds",
-        lambda count, width, *_: measured.append((count, width)),
-    )
-    dense, sparse = nn.Linear(8, 24), nn.Linear(8, 8)
-    sparse.experts = nn.Parameter(torch.zeros(5, 8, 8))
-    job: Any = SimpleNamespace(
-        job=SimpleNamespace(experts_per_token=2, dtype=torch.float32),
-        topology=SimpleNamespace(tp=2),
-        cad=SimpleNamespace(nano_batches=1),
-        kernel=None,
-        shape=None,
-        device=None,
-        hosts=(),
-        group_rank=0,
-        _train_group=object(),
-        _cost=None,
-        _config=PlannerConfig(),
-    )
-    session.CadSession._measure_times(job, None, [dense, sparse])
-    assert measured == [((192 + 64 + 2 * 64) // 2 // 2, 24)]
-
-
-def test_groups_that_choose_the_same_homes_plan_by_the_same_times(monkeypatch):
-    """Pipeline stages and tensor-parallel ranks measure alone, and take what the first of them has measured."""
-    own = LayerTimes(1.0, 0.0, 1e9, 1e9, 0.0, overlaps=False)
-    first = replace(own, unit=2.0)
-    monkeypatch.setattr(session, "gather", lambda times, group: {1: first, 5: times})
-    alone, redistributes = (
-        SimpleNamespace(replicas=None),
-        SimpleNamespace(replicas=object()),
-    )
-    for placement, expected in ((None, own), (alone, own), (redistributes, first)):
-        job: Any = SimpleNamespace(_placement=placement)
-        assert session.CadSession._agreed(job, own) is expected
-
-
 @pytest.mark.parametrize(
     "names", [[], ["chunked"], ["chunked", "full"], ["full", "full"]]
 )
@@ -134,9 +86,7 @@ def test_a_job_has_each_kind_once_and_whole_documents_first(names):
         AttentionKind(name, 1, shape, 8 if name == "chunked" else None)
         for name in names
     ]
-    with pytest.raises(
-        ValueError, match="give each once, and first one that keeps documents whole"
-    ):
+    with refusal():
         Job(
             **{name: None for name in Job.__dataclass_fields__}
             | {"kinds": tuple(kinds)}

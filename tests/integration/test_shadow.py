@@ -3,12 +3,16 @@
 
 import json
 import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.lib.jobs.compositions import (
     COMMON,
@@ -19,8 +23,7 @@ from tests.lib.jobs.compositions import (
     stock,
 )
 from tests.lib.jobs.harness import parse_job, read_scalars, run
-from tests.lib.jobs.loaders import EOS, CountingLoader
-from torchtitan_cad.integration import shadow as shadow_module
+from tests.lib.jobs.loaders import EOS, CountingLoader, gloo_group
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
@@ -59,9 +62,7 @@ LINE = re.compile(r"cad\.shadow: imbalance ([\d.]+) as loaded")
         ),
     ],
 )
-def test_trains_as_torchtitan_does(
-    args: tuple[str, ...], nranks: int, rows: int, microbatches: int
-) -> None:
+def test_trains_as_torchtitan_does(args, nranks, rows, microbatches):
     """By torchtitan's own initialisation: what happens at the start leaves its random numbers alone."""
     without = stock(nranks, *(arg for arg in args if not arg.startswith("--cad.")))
     shadow = run([*COMMON, *SHADOW, *args], nranks, init_seed=None)
@@ -93,6 +94,7 @@ def new_shadow(
     cp: int = 1,
     dp: int = 1,
     microbatches: int = 1,
+    group: dist.ProcessGroup | None = None,
 ) -> Shadow:
     kind = AttentionKind("full", 1, AttentionShape(4, 2, 32, 4))
     job: Any = SimpleNamespace(
@@ -102,17 +104,17 @@ def new_shadow(
         cad=Cad(min_shard=1),
         kinds=(kind,),
     )
-    group: Any = object() if dp * cp > 1 else None
     return Shadow(loader, job, "", group, rank)
 
 
 @pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow_module.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(shadow_module.dist, "get_world_size", lambda: 1)
+def one_process() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    yield
+    dist.destroy_process_group()
 
 
-def test_state_is_the_loaders() -> None:
+def test_state_is_the_loaders():
     shadow = new_shadow(CountingLoader(8))
     batches = iter(shadow)
     assert [int(next(batches)[1][0, 0]) for _ in range(3)] == [0, 1, 2]
@@ -121,62 +123,43 @@ def test_state_is_the_loaders() -> None:
     assert [int(labels[0, 0]) for _, labels in shadow] == [6, 7]
 
 
-def test_all_data_parallel_ranks_are_recorded_in_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path):
     """Of ranks that share rows by context parallelism the first sends them. Batches have 4 rows of 8 tokens."""
-    sent: dict[int, Any] = {}
+    store = dist.HashStore()
 
-    def gather_object(
-        own: Any, into: list[Any] | None, *, group: Any, group_dst: int
-    ) -> None:
-        assert (group is not None, group_dst) == (True, 0)
-        sent[len(sent)] = own
-        if into is not None:
-            into[:] = [sent[3 - rank] for rank in range(4)]
-
-    monkeypatch.setattr(shadow_module.dist, "gather_object", gather_object)
-    shadows = []
-    for rank in (3, 2, 1, 0):
+    def run(rank: int) -> Shadow:
         ids = torch.zeros(4, 8, dtype=torch.long)
         ids[:, 2:] = 1
         if rank < 2:
             ids[3, 5:] = 2
         loader = CountingLoader(1, extra={"document_ids": ids})
-        shadows.append(new_shadow(loader, rank=rank, cp=2, dp=2, microbatches=2))
-        record(shadows[-1], range(1, 2), tmp_path)
-    assert [own is None for own in sent.values()] == [True, False, True, False]
-    (line,) = [
-        json.loads(line)
-        for line in (tmp_path / DOCUMENTS_NAME).read_text().splitlines()
-    ]
+        group = gloo_group(store, rank, 4, timeout_s=60)
+        shadow = new_shadow(loader, rank=rank, cp=2, dp=2, microbatches=2, group=group)
+        record(shadow, range(1, 2), tmp_path)
+        return shadow
+
+    with ThreadPoolExecutor(4) as pool:
+        shadows = list(pool.map(run, range(4)))
+    (line,) = (tmp_path / DOCUMENTS_NAME).read_text().splitlines()
     usual = [[2, 6], [2, 6]]
-    microbatches = [[usual, usual], [[[2, 6], [2, 3, 3]], usual]]
-    assert line == {
+    assert json.loads(line) == {
         "version": 1,
         "step": 1,
         "ranks": 1,
         "row_tokens": 8,
-        "microbatches": microbatches,
+        "microbatches": [[usual, usual], [[[2, 6], [2, 3, 3]], usual]],
     }
     by_rank = [[2, 6]] * 3 + [[2, 3, 3]] + [[2, 6]] * 4
     assert read_record(tmp_path / DOCUMENTS_NAME, 1).batches == [by_rank]
     # causal pairs, in tiles of one token
-    light, heavy = (
-        3 + 21 + 3 + 6 + 6,
-        2 * (3 + 21),
-    )
+    light, heavy = 3 + 21 + 3 + 6 + 6, 2 * (3 + 21)
     imbalance = (1 + heavy / ((light + heavy) / 2)) / 2
-    assert [shadow.drain_imbalances() for shadow in shadows] == [
-        [],
-        [],
-        [],
-        [pytest.approx(imbalance)],
-    ]
-    assert shadows[3].drain_imbalances() == []
+    found = [shadow.drain_imbalances() for shadow in shadows]
+    assert found == [[pytest.approx(imbalance)], [], [], []]
+    assert shadows[0].drain_imbalances() == []
 
 
-def test_documents_end_where_the_job_says(tmp_path: Path) -> None:
+def test_documents_end_where_the_job_says(tmp_path):
     record(new_shadow(CountingLoader(EOS + 1)), range(1, EOS + 2), tmp_path)
     # the last is all EOS
     assert read_record(tmp_path / DOCUMENTS_NAME, 2).batches == [
@@ -193,7 +176,7 @@ def record(shadow: Shadow, steps: range, folder: Path) -> None:
         shadow.end_step(step)
 
 
-def test_a_resumed_run_appends_and_its_steps_count(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_and_its_steps_count(tmp_path):
     """What a kill has cut is removed."""
     path = tmp_path / DOCUMENTS_NAME
     for steps, end in ((range(1, 8), '{"version": 1, "st'), (range(5, 7), "")):
@@ -220,9 +203,7 @@ def test_a_resumed_run_appends_and_its_steps_count(tmp_path: Path) -> None:
     assert len(read_record(path, 2).batches) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
     record(new_shadow(CountingLoader(7)), range(1, 4), tmp_path / "file")
     (warning,) = [
@@ -232,9 +213,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
 
 
 @pytest.mark.parametrize("switch", ["--parallelism.cad", "--parallelism.no-cad"])
-def test_without_cad_it_is_said_to_do_nothing(
-    switch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_cad_it_is_said_to_do_nothing(switch, tmp_path, caplog):
     parse_job(tmp_path, "--cad.shadow", switch)
     assert (
         "cad.shadow = true does nothing without parallelism.cad = true" in caplog.text

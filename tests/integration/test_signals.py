@@ -105,14 +105,8 @@ def assert_no_stack(lines: list[str]) -> None:
     ],
 )
 def test_rank_that_gets_a_signal_is_named_first(
-    launcher: str,
-    nranks: int,
-    name: str,
-    rank: int,
-    transport: str,
-    resumes: bool,
-    tmp_path: Path,
-) -> None:
+    launcher, nranks, name, rank, transport, resumes, tmp_path
+):
     def signal_rank(job: Launched) -> str:
         pid = job.rank_pids()[rank]
         os.kill(pid, getattr(signal, name))
@@ -133,9 +127,7 @@ def test_rank_that_gets_a_signal_is_named_first(
 @pytest.mark.parametrize("nranks", [2, 4])
 @pytest.mark.parametrize("launcher", [LAUNCH, TORCHRUN])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_whole_job_ends_in_order(
-    name: str, launcher: str, nranks: int, tmp_path: Path
-) -> None:
+def test_whole_job_ends_in_order(name, launcher, nranks, tmp_path):
     """Ctrl-C reaches every process of the terminal's group; a scheduler's SIGTERM reaches the launcher."""
 
     def signal_job(job: Launched) -> str:
@@ -158,9 +150,7 @@ def test_whole_job_ends_in_order(
 @pytest.mark.parametrize(
     "launcher", [LAUNCH, pytest.param(TORCHRUN, marks=pytest.mark.slow)]
 )
-def test_ranks_end_when_their_launcher_is_killed(
-    launcher: str, nranks: int, tmp_path: Path
-) -> None:
+def test_ranks_end_when_their_launcher_is_killed(launcher, nranks, tmp_path):
     """SIGKILL leaves it no time to end them."""
 
     def kill_launcher(job: Launched) -> str:
@@ -177,9 +167,7 @@ def test_ranks_end_when_their_launcher_is_killed(
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
 @pytest.mark.parametrize("launcher", [LAUNCH, TORCHRUN])
 @pytest.mark.parametrize("nranks", [2, 4])
-def test_full_disk_is_named_and_the_last_checkpoint_resumes(
-    nranks: int, launcher: str, tmp_path: Path
-) -> None:
+def test_full_disk_is_named_and_the_last_checkpoint_resumes(nranks, launcher, tmp_path):
     shared = shared_memory()
     disk = tmp_path / "checkpoint"
     disk.mkdir()

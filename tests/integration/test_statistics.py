@@ -49,7 +49,7 @@ def random_batch(
 
 
 @pytest.mark.parametrize("nano_batches", [1, 2])
-def test_figures_are_means_over_all_batches(nano_batches: int) -> None:
+def test_figures_are_means_over_all_batches(nano_batches):
     rng = np.random.default_rng(0)
     batches = [
         random_batch(rng, microbatches=2, nano_batches=nano_batches) for _ in range(3)
@@ -102,7 +102,7 @@ def test_figures_are_means_over_all_batches(nano_batches: int) -> None:
     assert statistics.drain() == {}
 
 
-def test_figures_are_those_of_the_mean_layer() -> None:
+def test_figures_are_those_of_the_mean_layer():
     """Of four layers one attends by the first plan, three by the other, on the same homes."""
     lengths = [[2000, 100], [1000, 1100]]
     first, other = (
@@ -138,9 +138,7 @@ def test_figures_are_those_of_the_mean_layer() -> None:
     assert mean_stats([first.stats], [4]) is first.stats
 
 
-def test_bytes_between_hosts_and_those_that_placement_saves_are_told_where_they_are_known() -> (
-    None
-):
+def test_bytes_between_hosts_and_those_that_placement_saves_are_told_where_they_are_known():
     """Those between hosts are a microbatch's, those of placement are of all batches together."""
     rng, statistics = np.random.default_rng(4), StepStatistics()
     for between, given, placed in (
@@ -160,7 +158,7 @@ def test_bytes_between_hosts_and_those_that_placement_saves_are_told_where_they_
     }
 
 
-def test_no_plan_outlives_its_batch() -> None:
+def test_no_plan_outlives_its_batch():
     rng = np.random.default_rng(2)
     statistics = StepStatistics()
     batch = random_batch(rng, microbatches=2)

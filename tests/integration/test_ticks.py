@@ -3,7 +3,6 @@
 
 import functools
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -120,12 +119,7 @@ TRACED = (
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_one_microbatch_is_worth_a_warning(
-    rows: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_one_microbatch_is_worth_a_warning(rows, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WORLD_SIZE", "2")
     parse_job(
         tmp_path,
@@ -177,11 +171,11 @@ def exchanges(events: list[list]) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("name", params(QUICK, SHORT))
-def test_trains_like_without_a_pipeline(name: str) -> None:
+def test_trains_like_without_a_pipeline(name):
     check(QUICK[name])
 
 
-def test_nano_batches_take_turns_on_every_rank() -> None:
+def test_nano_batches_take_turns_on_every_rank():
     """An exchange is under way while the other nano-batch comes to its next step, also where a rank only serves."""
     for trace in check(QUICK["nano-batches pp2 dp2"]).traces:
         order = exchanges(trace["events"])
@@ -208,7 +202,7 @@ def test_nano_batches_take_turns_on_every_rank() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SLOW)
-def test_more_compositions_train_like_without_a_pipeline(name: str) -> None:
+def test_more_compositions_train_like_without_a_pipeline(name):
     check(SLOW[name], steps=20 if "nano-batches" in name else 3)
 
 
@@ -216,7 +210,7 @@ def test_more_compositions_train_like_without_a_pipeline(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", TRACED)
-def test_traced_streams_train_alike(name: str) -> None:
+def test_traced_streams_train_alike(name):
     """They do as one nano-batch, the segments of two and a run without a pipeline."""
     traced, opaque, one = (
         check(SLOW[name], *more, steps=20)
@@ -243,5 +237,5 @@ def test_traced_streams_train_alike(name: str) -> None:
         "nano-batches by row tp2",
     ],
 )
-def test_symmetric_memory(name: str) -> None:
+def test_symmetric_memory(name):
     check((SLOW | QUICK)[name], "--cad.transport=symm_mem")

@@ -78,9 +78,7 @@ def documented_phases() -> set[str]:
 
 @matrix
 @pytest.mark.parametrize("open_trace", [in_sqlite, in_perfetto])
-def test_phases_and_nano_batches_are_found_by_sql(
-    open_trace: Callable[[Path], Ask], trace: Path
-) -> None:
+def test_phases_and_nano_batches_are_found_by_sql(open_trace, trace):
     ask = open_trace(trace)
     names = {
         re.sub(r"\d+", "N", name)

@@ -68,9 +68,7 @@ def documents(tmp_path: Path) -> Path:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_job_ends_after_its_last_step(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_ends_after_its_last_step(method, tmp_path, monkeypatch):
     monkeypatch.setenv("WORKER_START_METHOD", method)
     shared = shared_memory()
     with launched([*JOB, "--training.steps=2"], tmp_path) as job:
@@ -91,12 +89,8 @@ def test_job_ends_after_its_last_step(
     ],
 )
 def test_job_ends_when_something_is_killed(
-    method: str,
-    end: str,
-    tmp_path: Path,
-    documents: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    method, end, tmp_path, documents, monkeypatch
+):
     """While workers wait for somebody to take what they have loaded."""
     monkeypatch.setenv("WORKER_START_METHOD", method)
     do, returncode, cause = ENDS[end]

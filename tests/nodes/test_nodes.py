@@ -90,7 +90,7 @@ def train(nodes: int, ranks: int, args: Sequence[str], folder: Path) -> list[flo
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_nodes_train_like_one_machine(name: str, tmp_path: Path) -> None:
+def test_nodes_train_like_one_machine(name, tmp_path):
     nodes, ranks, options = COMPOSITIONS[name]
     args = [f"--training.steps={STEPS}", *options]
     expected = on_one_machine(nodes * ranks, args)
@@ -100,7 +100,7 @@ def test_nodes_train_like_one_machine(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
-def test_a_checkpoint_of_two_nodes_resumes_on_four(tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_nodes_resumes_on_four(tmp_path):
     """The data-parallel degree stays, so that every loader finds its state."""
     save = [
         "--checkpoint.enable",
@@ -137,9 +137,7 @@ FAULTS = {
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", ["--cad.transport=collective", NEAR_AND_FAR])
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_node_names_the_other_in_time_and_ends(
-    name: str, transport: str, tmp_path: Path
-) -> None:
+def test_every_node_names_the_other_in_time_and_ends(name, transport, tmp_path):
     """The last checkpoint resumes afterwards."""
     happen, speakers = FAULTS[name]
     saving = ["--checkpoint.enable", "--checkpoint.interval=3"]
@@ -172,7 +170,7 @@ def test_every_node_names_the_other_in_time_and_ends(
 
 @pytest.mark.matrix
 @pytest.mark.timeout(400)
-def test_a_link_that_comes_back_costs_no_job(tmp_path: Path) -> None:
+def test_a_link_that_comes_back_costs_no_job(tmp_path):
     with Nodes(2) as nodes:
         nodes.limit(1e9)
         job = NodesJob(nodes, 1, ENDLESS, tmp_path)
@@ -186,7 +184,7 @@ def test_a_link_that_comes_back_costs_no_job(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(400)
-def test_a_link_at_one_percent_is_said_on_every_node(tmp_path: Path) -> None:
+def test_a_link_at_one_percent_is_said_on_every_node(tmp_path):
     with Nodes(2) as nodes:
         nodes.limit(1e9)
         job = NodesJob(nodes, 1, [*ENDLESS, "--training.seq_len=4096"], tmp_path)

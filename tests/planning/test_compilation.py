@@ -103,9 +103,7 @@ for planner in ("{planners}".split()):
         ("", {"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT is set"),
     ],
 )
-def test_python_makes_the_same_plans_without_numba(
-    error: str, environment: dict[str, str], reason: str
-):
+def test_python_makes_the_same_plans_without_numba(error, environment, reason):
     planners = "local_search", "greedy"
     segments = [
         [(0, 0, 5000)],
@@ -213,7 +211,7 @@ def test_a_process_that_dies_while_compiling_holds_nobody_up(folder):
 
 @pytest.mark.parametrize("trouble", ["no folder", "not a folder", "locked for long"])
 def test_a_process_compiles_for_itself_where_nothing_can_be_kept(
-    folder, monkeypatch, trouble: str
+    folder, monkeypatch, trouble
 ):
     path = {"no folder": None, "not a folder": folder / "planner.lock"}.get(
         trouble, folder
@@ -230,11 +228,6 @@ def test_a_process_compiles_for_itself_where_nothing_can_be_kept(
     )
     assert lines[-1].startswith(own)
     assert not compile_once.is_compiled()
-
-
-def test_code_depends_on_the_options_that_it_is_compiled_with():
-    """numba's keys do not hold them."""
-    assert jit.__file__ in jit.source_files()
 
 
 def test_code_of_older_sources_is_forgotten(folder, monkeypatch):

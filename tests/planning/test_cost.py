@@ -3,9 +3,7 @@
 
 import dataclasses
 import json
-import re
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.lib.costs import models
 from tests.lib.profiles import LLAMA, linear, make_profile
-from torchtitan_cad.planning import CostModel, Profile, ProfileCost, TileAreaCost
+from tests.lib.refusals import refusal
+from torchtitan_cad.planning import Profile, ProfileCost, TileAreaCost
 from torchtitan_cad.planning.model.cost import isotonic
 from torchtitan_cad.planning.model.tasks import (
     TaskArray,
@@ -37,9 +36,7 @@ def task(cuts: list[int], diagonal: bool) -> TaskArray:
 
 
 @given(model=models, cuts=ranges, diagonal=st.booleans())
-def test_cost_is_the_sum_over_rows_of_tiles(
-    model: CostModel, cuts: list[int], diagonal: bool
-) -> None:
+def test_cost_is_the_sum_over_rows_of_tiles(model, cuts, diagonal):
     tile, tasks = model.granularity, task(cuts, diagonal)
     first, stop = int(tasks["kv_start"][0]) // tile, -(-int(tasks["kv_end"][0]) // tile)
     rows = range(int(tasks["q_start"][0]) // tile, -(-int(tasks["q_end"][0]) // tile))
@@ -49,7 +46,7 @@ def test_cost_is_the_sum_over_rows_of_tiles(
 
 
 @given(model=models)
-def test_rows_cost_no_less_further_down(model: CostModel) -> None:
+def test_rows_cost_no_less_further_down(model):
     rows = model.row_cost(np.arange(LONGEST))
     assert rows[0] == 0 < rows[1]
     assert (np.diff(rows) >= 0).all()
@@ -63,8 +60,8 @@ def test_rows_cost_no_less_further_down(model: CostModel) -> None:
 
 @given(model=models, cuts=ranges, diagonal=st.booleans(), at=st.floats(0, 1))
 def test_cutting_on_the_grid_is_free_and_joining_never_adds_cost(
-    model: CostModel, cuts: list[int], diagonal: bool, at: float
-) -> None:
+    model, cuts, diagonal, at
+):
     whole = task(cuts, diagonal)
     q_start, q_end = int(whole["q_start"][0]), int(whole["q_end"][0])
     cut = q_start + round(at * (q_end - q_start))
@@ -84,9 +81,7 @@ def test_cutting_on_the_grid_is_free_and_joining_never_adds_cost(
     cuts=st.lists(ranges, min_size=1, max_size=6),
     diagonal=st.lists(st.booleans(), min_size=6),
 )
-def test_no_tasks_of_that_cost_have_more_pairs(
-    model: CostModel, cuts: list[list[int]], diagonal: list[bool]
-) -> None:
+def test_no_tasks_of_that_cost_have_more_pairs(model, cuts, diagonal):
     tasks = np.concatenate([task(c, d) for c, d in zip(cuts, diagonal, strict=False)])
     rows, keys = tasks["q_end"] - tasks["q_start"], tasks["kv_end"] - tasks["kv_start"]
     pairs = np.where(
@@ -96,9 +91,7 @@ def test_no_tasks_of_that_cost_have_more_pairs(
     assert model.max_pairs(0) == 0
 
 
-def test_tile_area_counts_tiles_and_profiles_interpolate_and_go_on_with_the_last_slope() -> (
-    None
-):
+def test_tile_area_counts_tiles_and_profiles_interpolate_and_go_on_with_the_last_slope():
     assert TileAreaCost(128).row_cost(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert TileAreaCost(128).max_pairs(3) == 3 * 128**2
     model = ProfileCost(128, (1, 3, 5), (10, 20, 25))
@@ -129,7 +122,7 @@ def test_tile_area_counts_tiles_and_profiles_interpolate_and_go_on_with_the_last
     assert model.max_pairs(1000) == 1000 // 5 * 128**2
 
 
-def test_long_rows_do_not_overflow() -> None:
+def test_long_rows_do_not_overflow():
     """Ten seconds a row at 64K keys, extrapolated to a billion keys: exact all the same."""
     costs = (10**10, 10**13)
     model = ProfileCost(128, (1, 512), costs)
@@ -140,7 +133,7 @@ def test_long_rows_do_not_overflow() -> None:
 
 
 @given(values=st.lists(st.integers(0, 50), min_size=1, max_size=8))
-def test_isotonic_is_the_nearest_monotone_sequence(values: list[int]) -> None:
+def test_isotonic_is_the_nearest_monotone_sequence(values):
     """By the min-max formula: fit i is the largest over a <= i of the least mean of values a to b over b >= i."""
 
     def mean(a: int, b: int) -> Fraction:
@@ -155,24 +148,22 @@ def test_isotonic_is_the_nearest_monotone_sequence(values: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tiles", "costs", "message"),
+    ("tiles", "costs"),
     [
-        ((2, 3), (1, 2), "key_tiles = (2, 3)"),
-        ((1, 3, 3), (1, 2, 3), "key_tiles = (1, 3, 3)"),
-        ((1, 2), (1,), "key_tiles"),
-        ((), (), "key_tiles"),
-        ((1, 2), (2, 1), "row_costs = (2, 1)"),
-        ((1, 2), (0, 1), "row_costs = (0, 1)"),
+        ((2, 3), (1, 2)),
+        ((1, 3, 3), (1, 2, 3)),
+        ((1, 2), (1,)),
+        ((), ()),
+        ((1, 2), (2, 1)),
+        ((1, 2), (0, 1)),
     ],
 )
-def test_what_cannot_be_a_profile(
-    tiles: tuple[int, ...], costs: tuple[int, ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_what_cannot_be_a_profile(tiles, costs):
+    with refusal():
         ProfileCost(128, tiles, costs)
 
 
-def test_json_round_trip(tmp_path: Path) -> None:
+def test_json_round_trip(tmp_path):
     profile, path = make_profile(), tmp_path / "profile.json"
     path.write_text(profile.to_json())
     assert Profile.read(path) == profile
@@ -184,7 +175,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     )
 
 
-def test_costs_are_those_of_the_best_query_length() -> None:
+def test_costs_are_those_of_the_best_query_length():
     profile = make_profile(forward=linear(0.001, fixed=0.01), backward=linear(0.004))
     tiles = np.array([1, 8, 64])
     assert profile.cost_model("forward", LLAMA).row_cost(tiles).tolist() == [
@@ -196,72 +187,53 @@ def test_costs_are_those_of_the_best_query_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"head_dim": 64}, "head_dim = 128, not 64"),
-        ({"value_dim": 64}, "value_dim = 128, not 64"),
-        ({"dtype_bytes": 4}, "elements of 2 bytes (bfloat16) = 2, not 4"),
-        ({"num_kv_heads": 4}, "query heads per key head = 4, not 8"),
+        {"head_dim": 64},
+        {"value_dim": 64},
+        {"dtype_bytes": 4},
+        {"num_kv_heads": 4},
     ],
 )
-def test_another_kind_of_attention_is_refused(
-    change: dict[str, int], message: str
-) -> None:
-    with pytest.raises(
-        ValueError, match=re.escape(message) + ".*torchtitan-cad profile"
-    ):
+def test_another_kind_of_attention_is_refused(change):
+    with refusal():
         make_profile().cost_model("forward", dataclasses.replace(LLAMA, **change))
 
 
 GRID = json.loads(make_profile().to_json())["grid"]
-MISTAKES: list[tuple[tuple[str, ...], Any, str]] = [
-    (("format",), 2, "format = 2: must be 1"),
-    (("device",), None, "device = None: must be a string"),
-    (("tile",), 0, "tile = 0: must be a positive integer"),
-    (
-        ("attention", "dtype"),
-        "int8",
-        "attention.dtype = 'int8': must be one of bfloat16",
-    ),
-    (("attention", "num_kv_heads"), 5, "attention.num_kv_heads = 5"),
-    (("attention",), [], "attention = []: must be an object"),
-    (("grid", "q_lengths"), [128, 128, 512], "grid.q_lengths = [128, 128, 512]"),
-    (
-        ("grid", "kv_lengths"),
-        [256, 1024, 8192],
-        "grid.kv_lengths = [256, 1024, 8192]: must be multiples of the tile",
-    ),
-    (("grid", "forward_ms"), GRID["forward_ms"][:2], "grid.forward_ms = '2 rows'"),
-    (
-        ("grid", "backward_ms"),
-        [[1, 2, 0]] * 3,
-        "grid.backward_ms[0] = 0: must be positive milliseconds",
-    ),
-    (("grid", "forward_spread"), [[0.1] * 3] * 2, "grid.forward_spread"),
-    (("grid", "backward_spread"), [[0.1, 0.1, -1.0]] * 3, "grid.backward_spread"),
-    (("grid", "extra"), 1, "unknown key grid.extra"),
+MISTAKES: list[tuple[tuple[str, ...], Any]] = [
+    (("format",), 2),
+    (("device",), None),
+    (("tile",), 0),
+    (("attention", "dtype"), "int8"),
+    (("attention", "num_kv_heads"), 5),
+    (("attention",), []),
+    (("grid", "q_lengths"), [128, 128, 512]),
+    (("grid", "kv_lengths"), [256, 1024, 8192]),
+    (("grid", "forward_ms"), GRID["forward_ms"][:2]),
+    (("grid", "backward_ms"), [[1, 2, 0]] * 3),
+    (("grid", "forward_spread"), [[0.1] * 3] * 2),
+    (("grid", "backward_spread"), [[0.1, 0.1, -1.0]] * 3),
+    (("grid", "extra"), 1),
 ]
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "message"),
-    MISTAKES,
-    ids=[".".join(path) for path, _, _ in MISTAKES],
+    ("path", "value"), MISTAKES, ids=[".".join(path) for path, _ in MISTAKES]
 )
-def test_mistakes_name_file_key_and_value(
-    path: tuple[str, ...], value: Any, message: str, tmp_path: Path
-) -> None:
+def test_mistakes_name_file_key_and_value(path, value, tmp_path):
     data = json.loads(make_profile().to_json())
     table = data if len(path) == 1 else data[path[0]]
     table[path[-1]] = value
     file = tmp_path / "profile.json"
     file.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=re.escape(f"profile {file}: {message}")):
+    with refusal(".".join(path)) as raised:
         Profile.read(file)
+    assert str(file) in str(raised.value)
 
 
-def test_files_that_are_no_profiles(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.json: No such file"):
+def test_files_that_are_no_profiles(tmp_path):
+    with refusal():
         Profile.read(tmp_path / "none.json")
     cut = json.dumps(
         {
@@ -270,18 +242,12 @@ def test_files_that_are_no_profiles(tmp_path: Path) -> None:
             if key != "grid"
         }
     )
-    wrong = (
-        ("{", "not JSON"),
-        ("[1]", "must be an object"),
-        ("{}", "format = None"),
-        (cut, "missing key grid"),
-    )
-    for content, message in wrong:
-        with pytest.raises(ValueError, match=message):
+    for content in ("{", "[1]", "{}", cut):
+        with refusal():
             Profile.from_json(content)
 
 
-def test_noisy_cells() -> None:
+def test_noisy_cells():
     """Where repeats lie far apart, and where a task takes longer than a larger one."""
     calm = ((0.1, 0.2, 0.0),) * 3
     profile = dataclasses.replace(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lib.layouts import LLAMA
+from tests.lib.refusals import refusal
 from torchtitan_cad.planning.exchange.calls import (
     CUT_AT,
     MAX_CALLS,
@@ -47,7 +48,7 @@ intervals = st.lists(
 
 
 @given(rows=intervals, cuts=st.sets(st.integers(1, 40)))
-def test_interval_arithmetic(rows: list[tuple[int, int, int]], cuts: set[int]) -> None:
+def test_interval_arithmetic(rows, cuts):
     group, start, length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     want = {(g, x) for g, s, n in rows for x in range(s, s + n)}
 
@@ -78,7 +79,7 @@ def test_interval_arithmetic(rows: list[tuple[int, int, int]], cuts: set[int]) -
 
 
 @pytest.mark.parametrize("num_ranks", [1, 7, 2**16, 2**16 + 1, 10**6])
-def test_order_by_rank_is_stable(num_ranks: int) -> None:
+def test_order_by_rank_is_stable(num_ranks):
     rank = np.random.default_rng(0).integers(0, num_ranks, size=500)
     rank[:3] = num_ranks - 1
     order, offsets = order_by_rank(rank, num_ranks), offsets_by_rank(rank, num_ranks)
@@ -94,9 +95,7 @@ ROWS = st.integers(0, 10**6)
 @given(
     st.builds(MostRows, ROWS, ROWS, ROWS, ROWS), st.booleans(), st.integers(1, 10**4)
 )
-def test_chunks_bring_all_rows_and_fit_into_buffers(
-    most: MostRows, keep: bool, buffer_rows: int
-) -> None:
+def test_chunks_bring_all_rows_and_fit_into_buffers(most, keep, buffer_rows):
     """Both kinds travel at once if they fit; else no fewer chunks would do, and all are full to a row."""
     row_bytes = RowBytes.of(LLAMA, keep=keep)
     buffer_bytes = buffer_rows * row_bytes.queries_out
@@ -130,13 +129,13 @@ def test_chunks_bring_all_rows_and_fit_into_buffers(
             assert max(chunks) - min(chunks) <= 1
 
 
-def test_a_row_larger_than_a_buffer_travels_alone() -> None:
+def test_a_row_larger_than_a_buffer_travels_alone():
     assert MostRows(3, 0, 0, 0).chunks(
         RowBytes.of(LLAMA, keep=False), 1
     ).queries_out == (1, 1, 1)
 
 
-def test_all_buffers_together_are_what_is_asked_for() -> None:
+def test_all_buffers_together_are_what_is_asked_for():
     assert buffer_bytes(2.0) == 10**9 // 512 * 512
     assert (
         buffer_bytes()
@@ -145,9 +144,7 @@ def test_all_buffers_together_are_what_is_asked_for() -> None:
     )
     assert buffer_bytes(2.0, nano_batches=2) == 5 * 10**8 // 512 * 512
     assert buffer_bytes(1e-9) == 512
-    with pytest.raises(
-        ValueError, match="receive_buffer_gb = 0: set a positive number"
-    ):
+    with refusal("receive_buffer_gb", "0"):
         buffer_bytes(0)
 
 
@@ -220,9 +217,7 @@ def total_rows(calls: Calls) -> int:
 
 
 @given(TASKS, st.integers(1, 100), st.booleans(), st.booleans())
-def test_calls_see_every_pair_once(
-    tasks, num_local: int, split_keys: bool, two_rounds: bool
-) -> None:
+def test_calls_see_every_pair_once(tasks, num_local, split_keys, two_rounds):
     whole = tables(tasks)
     rounds = halves(whole) if two_rounds else [whole]
     cut = [
@@ -249,9 +244,7 @@ def test_calls_see_every_pair_once(
     ),
     st.integers(1, 40),
 )
-def test_halves_of_windows_see_every_pair_once_and_few_keys_twice(
-    tasks: list[tuple[int, int]], window: int
-) -> None:
+def test_halves_of_windows_see_every_pair_once_and_few_keys_twice(tasks, window):
     """Tasks have no keys before their first window."""
     whole = tables(
         [(queries, min(before, window - 1), True) for queries, before in tasks]
@@ -279,9 +272,7 @@ def test_halves_of_windows_see_every_pair_once_and_few_keys_twice(
         ([(200, 100, False), (220, 100, False)], True),
     ],
 )
-def test_halves_are_even_where_a_task_can_be_cut(
-    tasks: list[tuple[int, int, bool]], even: bool
-) -> None:
+def test_halves_are_even_where_a_task_can_be_cut(tasks, even):
     whole = tables(tasks)
     first, second = halves(whole)
     assert pairs(first + second) == pairs(whole)
@@ -292,7 +283,7 @@ def test_halves_are_even_where_a_task_can_be_cut(
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_task_of_many_keys_is_cut_along_them(causal: bool) -> None:
+def test_a_task_of_many_keys_is_cut_along_them(causal):
     """One task has nine tenths of the rows; its pieces are alike."""
     whole = tables([(16, 4000, causal), (10, 300, False)])
     (kept,) = bounded([whole], 10, split_keys=False)

@@ -6,7 +6,7 @@ import pytest
 from torchtitan_cad.planning.keeping import KeepCapacity, kept_calls
 
 
-def test_calls_share_what_a_job_leaves() -> None:
+def test_calls_share_what_a_job_leaves():
     calls = kept_calls(
         layers=4, microbatches_in_flight=3, nano_batches=2, checkpointing="selective"
     )
@@ -21,13 +21,13 @@ def test_calls_share_what_a_job_leaves() -> None:
 
 
 @pytest.mark.parametrize("used", [100.0, 130.0])
-def test_a_full_device_keeps_nothing(used: float) -> None:
+def test_a_full_device_keeps_nothing(used):
     room = KeepCapacity(filled=100.0, used=used, calls=24)
     assert room.bytes_per_call == 0
     assert room.describe().startswith("rows travel again for backward")
 
 
-def test_a_stage_without_layers_has_room() -> None:
+def test_a_stage_without_layers_has_room():
     assert (
         KeepCapacity(
             filled=100.0, used=40.0, calls=kept_calls(0, 2, 1, "none")

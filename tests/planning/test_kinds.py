@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lib.layouts import LLAMA, Case, cases
+from tests.lib.layouts import LLAMA, cases
 from tests.lib.reference import check_bounds, check_exchanges, check_json
+from tests.lib.refusals import refusal
 from tests.planning.test_place_step import TIMES, seconds
 from tests.planning.test_properties import SHARES, some_attend
 from torchtitan_cad.planning import (
-    LayerTimes,
     Plan,
     PlanError,
     PlannerConfig,
@@ -45,7 +45,7 @@ def kind_of(block: int | None, window: int | None) -> AttentionKind:
     return AttentionKind(name, 1, replace(LLAMA, window=window), block)
 
 
-def test_attention_of_kinds_weighs_by_their_layers() -> None:
+def test_attention_of_kinds_weighs_by_their_layers():
     """A document of 1024 tokens has 36 tiles; in blocks of 512, 20; in windows of 129, 15."""
     shape, layers = LLAMA, (1, 2, 3)
     blocks_and_windows = (None, None), (512, None), (None, 129)
@@ -125,9 +125,7 @@ def check_pairs(
 
 
 @given(case=cases, kind=kinds, share=SHARES)
-def test_every_pair_of_the_mask_once(
-    case: Case, kind: AttentionKind, share: float
-) -> None:
+def test_every_pair_of_the_mask_once(case, kind, share):
     small = case.small(5, 40)
     layout = some_attend(small.layout(), share, case.seed)
     layout = TokenLayout.from_arrays(  # ids that columns can be looked up by
@@ -161,14 +159,8 @@ def test_every_pair_of_the_mask_once(
     ),
 )
 def test_steps_of_several_kinds(
-    nano_batches: int,
-    rows: int,
-    ranks: int,
-    microbatches: int,
-    lengths: list[int],
-    others: list[AttentionKind],
-    times: LayerTimes | None,
-) -> None:
+    nano_batches, rows, ranks, microbatches, lengths, others, times
+):
     """Rows of 128 tokens, with documents of these lengths over and over again, cut at rows."""
     shape, config = (
         BatchShape(rows * microbatches, 128, rows),
@@ -231,9 +223,7 @@ COLUMNS = np.array([0, 0, 500, 1000, 1500, 2000])
 
 
 @pytest.mark.parametrize(("layers", "is_placed"), [((99, 1), True), ((1, 99), False)])
-def test_homes_are_those_of_the_kinds_with_more_layers(
-    layers: tuple[int, int], is_placed: bool
-) -> None:
+def test_homes_are_those_of_the_kinds_with_more_layers(layers, is_placed):
     """A long document, which full attention divides, has chunks that need no other rank's rows at home."""
     full, chunked = (
         AttentionKind("full", layers[0], LLAMA),
@@ -249,7 +239,7 @@ def test_homes_are_those_of_the_kinds_with_more_layers(
 
 
 @given(case=cases, window=st.integers(1, 5000))
-def test_windows_move_their_keys_alone(case: Case, window: int) -> None:
+def test_windows_move_their_keys_alone(case, window):
     plan = make_plan(case.layout(), replace(LLAMA, window=window), case.config)
     validate_plan(plan)
     assert plan.config.planner == "home"
@@ -270,9 +260,7 @@ def test_windows_move_their_keys_alone(case: Case, window: int) -> None:
     window=st.integers(1, 300),
     tile=st.sampled_from([1, 7]),
 )
-def test_windows_cost_the_tiles_that_they_touch(
-    start: int, length: int, window: int, tile: int
-) -> None:
+def test_windows_cost_the_tiles_that_they_touch(start, length, window, tile):
     end, first = start + length, max(0, start - window + 1)
     cost = cost_model(None, tile, window)
     assert cost_model(cost, tile, window) is cost
@@ -297,26 +285,24 @@ LAYOUT = TokenLayout.from_segments([[(0, 0, 10)], [(0, 10, 6), (1, 0, 4)]])
 
 
 @pytest.mark.parametrize(
-    ("task", "wrong", "message"),
+    ("task", "wrong"),
     [
-        (1, {"kv_start": 8}, r"no task covers keys \[7, 8\)"),
-        (1, {"kv_start": 6}, r"covers keys \[6, 7\) a second time"),
-        (1, {"kv_end": 9, "q_start": 9}, "a rectangle, which a window of 4 forbids"),
+        (1, {"kv_start": 8}),
+        (1, {"kv_start": 6}),
+        (1, {"kv_end": 9, "q_start": 9}),
     ],
 )
-def test_wrong_windows_are_found(
-    task: int, wrong: dict[str, int], message: str
-) -> None:
+def test_wrong_windows_are_found(task, wrong):
     plan = make_plan(
         LAYOUT, replace(LLAMA, window=4), PlannerConfig(min_shard=4, tile=4)
     )
     for name, value in wrong.items():
         plan.tasks[name][task] = value
-    with pytest.raises(PlanError, match=message):
+    with refusal(error=PlanError):
         validate_plan(plan)
 
 
-def test_chunks_follow_the_row_and_keep_the_order_of_tokens() -> None:
+def test_chunks_follow_the_row_and_keep_the_order_of_tokens():
     """Document 1 starts at column 5 of a row with blocks of 8: it is cut before its tokens 3 and 11."""
     layout = TokenLayout.from_segments([[(1, 0, 7), (0, 0, 5)], [(1, 7, 6)]])
     chunked = chunked_layout(layout, np.array([0, 5]), 8)
@@ -327,22 +313,22 @@ def test_chunks_follow_the_row_and_keep_the_order_of_tokens() -> None:
     assert chunked_layout(layout, np.array([0, 5]), 32) is layout
 
 
-def test_what_a_layout_file_says_of_a_window_is_read_again() -> None:
+def test_what_a_layout_file_says_of_a_window_is_read_again():
     plan = make_plan(LAYOUT, replace(LLAMA, window=4))
     assert json.loads(plan.to_json())["attention"]["window"] == 4
     assert "window" not in json.loads(make_plan(LAYOUT, LLAMA).to_json())["attention"]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    "wrong",
     [
-        ({"name": "chunked"}, "kind.name = 'chunked' with block = None"),
-        ({"block": 8}, "kind.name = 'full' with block = 8"),
-        ({"name": "chunked", "block": 0}, "kind.block = 0"),
-        ({"layers": 0}, "kind.layers = 0: set a positive integer"),
-        ({"name": "window"}, "window = None"),
+        {"name": "chunked"},
+        {"block": 8},
+        {"name": "chunked", "block": 0},
+        {"layers": 0},
+        {"name": "window"},
     ],
 )
-def test_mistakes_in_kinds_are_named(wrong: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_mistakes_in_kinds_are_named(wrong):
+    with refusal():
         AttentionKind(**{"name": "full", "layers": 2, "shape": LLAMA, **wrong})

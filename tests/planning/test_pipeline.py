@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.lib.refusals import refusal
 from torchtitan_cad.planning.pipeline.program import (
     AttentionPool,
     PoolCall,
@@ -22,9 +23,7 @@ from torchtitan_cad.planning.pipeline.ticks import StageWork, Tick, tick_schedul
 @given(
     ranks=st.integers(1, 8), microbatches=st.integers(1, 20), chunks=st.integers(1, 4)
 )
-def test_everything_once_and_in_order(
-    ranks: int, microbatches: int, chunks: int
-) -> None:
+def test_everything_once_and_in_order(ranks, microbatches, chunks):
     if chunks > 1:
         microbatches *= ranks
     ticks = tick_schedule(ranks, microbatches, chunks)
@@ -57,7 +56,7 @@ def test_everything_once_and_in_order(
 @pytest.mark.parametrize(
     ("ranks", "microbatches"), [(1, 1), (2, 4), (4, 4), (4, 16), (8, 32)]
 )
-def test_microbatches_in_flight(ranks: int, microbatches: int) -> None:
+def test_microbatches_in_flight(ranks, microbatches):
     microbatches_in_flight, most = [0] * ranks, [0] * ranks
     for tick in tick_schedule(ranks, microbatches):
         for rank, work in enumerate(tick.work):
@@ -72,16 +71,16 @@ def test_microbatches_in_flight(ranks: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "message"),
+    "numbers",
     [
-        ((0, 1, 1), "0 ranks"),
-        ((1, 0, 1), "0 microbatches"),
-        ((2, 2, 0), "0 stages per rank"),
-        ((4, 6, 2), "use a multiple of the 4 pipeline ranks"),
+        (0, 1, 1),
+        (1, 0, 1),
+        (2, 2, 0),
+        (4, 6, 2),
     ],
 )
-def test_mistakes(numbers: tuple[int, int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_mistakes(numbers):
+    with refusal():
         tick_schedule(*numbers)
 
 
@@ -106,9 +105,7 @@ def expected_calls(forward_tick: bool, blocks: Sequence[bool]) -> list[bool]:
 
 
 @given(pipelines())
-def test_every_stage_finds_its_own_calls(
-    pipeline: tuple[list[Tick], list[list[bool]], int],
-) -> None:
+def test_every_stage_finds_its_own_calls(pipeline):
     ticks, blocks, ranks = pipeline
     program = make_program(ticks, blocks)
     assert program.ticks == tuple(ticks)
@@ -136,7 +133,7 @@ def test_every_stage_finds_its_own_calls(
     )
 
 
-def test_short_stages_serve_and_recomputation_precedes_gradients() -> None:
+def test_short_stages_serve_and_recomputation_precedes_gradients():
     work = (StageWork(0, 3), StageWork(0, 2), None)
     program = make_program(
         [Tick(True, work), Tick(False, work)], [[True, False], [False], [True, True]]

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 
 from tests.lib.costs import concave_cost
-from tests.lib.layouts import LLAMA, Case, cases
+from tests.lib.layouts import LLAMA, cases
 from tests.lib.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import (
-    CostModel,
     PlannerConfig,
     TokenLayout,
     make_plan,
@@ -55,7 +54,7 @@ def check_homes(layout: TokenLayout, placed: TokenLayout) -> None:
 
 @settings(max_examples=15)
 @given(case=cases)
-def test_every_layout(case: Case) -> None:
+def test_every_layout(case):
     layout = case.layout()
     plan, given_plan = place_and_plan(layout, LLAMA, case.config)
     placed = plan.layout
@@ -80,7 +79,7 @@ def test_every_layout(case: Case) -> None:
     ("workload", "num_ranks"),
     [("lognormal", 8), ("one big", 8), ("lognormal", 64), ("one big", 64)],
 )
-def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
+def test_the_worst_rank_has_fewer_bytes(workload, num_ranks):
     layout = spanning_layout(document_lengths(workload, num_ranks, 21), num_ranks)
     placed = placed_homes(layout, LLAMA)
     check_homes(layout, placed)
@@ -91,7 +90,7 @@ def test_the_worst_rank_has_fewer_bytes(workload: str, num_ranks: int) -> None:
     assert all(position % 128 == 0 for _, position in cuts(placed))
 
 
-def test_homes_that_cannot_be_better_are_kept() -> None:
+def test_homes_that_cannot_be_better_are_kept():
     """Without bytes, with equal ranks, with queries left out, on one rank, and without tokens."""
     for layout in (
         *(
@@ -119,7 +118,7 @@ def test_homes_that_cannot_be_better_are_kept() -> None:
         {"planner": "home"},
     ],
 )
-def test_options_and_cost_models(options: dict, cost: CostModel | None) -> None:
+def test_options_and_cost_models(options, cost):
     layout = spanning_layout(document_lengths("lognormal", 8, 22), 8)
     config = PlannerConfig(**options)
     placed = placed_homes(layout, LLAMA, config, cost)
@@ -135,7 +134,7 @@ def test_options_and_cost_models(options: dict, cost: CostModel | None) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [4, 32])
-def test_nothing_is_left_for_the_garbage_collector(num_ranks: int) -> None:
+def test_nothing_is_left_for_the_garbage_collector(num_ranks):
     """Which training turns off."""
     gc.collect()
     gc.disable()

@@ -112,9 +112,7 @@ def check(state: State, lengths: list[int], capacity: int) -> None:
     longest=st.integers(4, 20),
     seed=st.integers(0, 2**20),
 )
-def test_moves_keep_tokens_loads_and_figures(
-    lengths: list[int], num_ranks: int, longest: int, seed: int
-) -> None:
+def test_moves_keep_tokens_loads_and_figures(lengths, num_ranks, longest, seed):
     state, numbers = state_of(lengths, num_ranks, longest), np.array([seed])
     # a rank takes MOST_CHUNKS at most
     assume((state.ints[num_ranks : state.ints[-1, COUNT], RANK] >= 0).all())
@@ -146,7 +144,7 @@ def test_moves_keep_tokens_loads_and_figures(
     check(state, lengths, capacity)
 
 
-def test_short_documents_go_to_the_rank_of_least_time() -> None:
+def test_short_documents_go_to_the_rank_of_least_time():
     """Of two ranks with as much capacity the first has more work already, and gets what the second has no capacity
     for."""
     prices, units = (

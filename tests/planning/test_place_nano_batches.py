@@ -44,9 +44,7 @@ def rows_cut_in_the_middle(lengths: list[list[int]]) -> tuple[TokenLayout, Token
     min_shard=st.sampled_from([1, 64, 128]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_every_pair_of_nano_batches(
-    num_ranks: int, tokens: int, typical: float, min_shard: int, seed: int
-) -> None:
+def test_every_pair_of_nano_batches(num_ranks, tokens, typical, min_shard, seed):
     rng = np.random.default_rng(seed)
     given_nano_batches = rows_cut_in_the_middle(
         [lengths_summing_to(rng, tokens, typical) for _ in range(num_ranks)]
@@ -85,9 +83,7 @@ def test_every_pair_of_nano_batches(
 
 
 @given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=30), data=st.data())
-def test_nano_batches_are_full_and_cut_one_document(
-    lengths: list[int], data: st.DataObject
-) -> None:
+def test_nano_batches_are_full_and_cut_one_document(lengths, data):
     capacity = data.draw(st.integers(0, sum(lengths)))
     begun = divide_documents(np.array(lengths), capacity)
     assert begun.sum() == capacity
@@ -96,14 +92,14 @@ def test_nano_batches_are_full_and_cut_one_document(
     assert (begun <= lengths).all()
 
 
-def test_nano_batches_have_nearly_equal_attention() -> None:
+def test_nano_batches_have_nearly_equal_attention():
     lengths = np.array(lengths_summing_to(np.random.default_rng(0), 2**18, 2000))
     begun = divide_documents(lengths, 2**17)
     earlier, later = (begun**2).sum(), (lengths**2 - begun**2).sum()
     assert abs(earlier - later) < 0.02 * (earlier + later)
 
 
-def test_documents_that_end_in_the_middle_of_rows_no_longer_do() -> None:
+def test_documents_that_end_in_the_middle_of_rows_no_longer_do():
     """Rows of one document each, but for one of short ones: the later need not read keys of the earlier."""
     rows = [[4096]] * 2 + [[128] * 32] * 2
     nano_batches = rows_cut_in_the_middle(rows)

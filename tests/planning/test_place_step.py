@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lib.layouts import LLAMA
+from tests.lib.refusals import refusal
 from tests.lib.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import (
     AttentionKind,
@@ -127,7 +128,7 @@ def steps(draw: st.DrawFn) -> list[TokenLayout]:
 
 @settings(max_examples=settings.default.max_examples // 5)
 @given(layouts=steps())
-def test_every_step(layouts: list[TokenLayout]) -> None:
+def test_every_step(layouts):
     config = PlannerConfig(min_shard=64, tile=64)
     placed = one_by_one(layouts, config)
     check(layouts, [plan.layout for plan, _ in placed])
@@ -200,14 +201,7 @@ def holders(step: list[list[TokenLayout]]) -> list[TokenLayout]:
     ),
     stages=st.integers(1, 2),
 )
-def test_every_kind_of_microbatch(
-    kind: str,
-    ranks: int,
-    microbatches: int,
-    lengths: list[int],
-    times: LayerTimes | None,
-    stages: int,
-) -> None:
+def test_every_kind_of_microbatch(kind, ranks, microbatches, lengths, times, stages):
     given, config = (
         batch(kind, ranks, microbatches, lengths),
         PlannerConfig(min_shard=64, tile=64),
@@ -255,9 +249,7 @@ def seconds(
 
 @pytest.mark.parametrize("times", [None, TIMES])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_stages_run_as_fast_as_with_microbatches_of_equal_work(
-    ranks: int, times: LayerTimes | None
-) -> None:
+def test_stages_run_as_fast_as_with_microbatches_of_equal_work(ranks, times):
     given, first_id = list[list[TokenLayout]](), 0
     for length in (2048, 1024, 512, 256) * 2:
         given.append([rows([[length] * (8192 // length)] * ranks, first_id)])
@@ -276,7 +268,7 @@ def test_stages_run_as_fast_as_with_microbatches_of_equal_work(
     )
 
 
-def test_a_pipeline_fills_and_drains_by_light_microbatches() -> None:
+def test_a_pipeline_fills_and_drains_by_light_microbatches():
     """No documents of other microbatches add up to these tokens."""
     lengths = [9600], [3210, 6390], [5000, 4600], [2500, 2530, 4570]
     given = [[rows([of_rank], first_id=10 * i)] for i, of_rank in enumerate(lengths)]
@@ -291,7 +283,7 @@ def test_a_pipeline_fills_and_drains_by_light_microbatches() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=9), total=st.integers(0, 100))
-def test_add_up_finds_what_adds_up(lengths: list[int], total: int) -> None:
+def test_add_up_finds_what_adds_up(lengths, total):
     chosen = add_up(lengths, total)
     sums = {
         sum(some)
@@ -307,9 +299,7 @@ def test_add_up_finds_what_adds_up(lengths: list[int], total: int) -> None:
 @pytest.mark.parametrize(
     ("workload", "microbatches", "most"), [("lognormal", 4, 0.5), ("uniform", 16, 0.3)]
 )
-def test_moves_far_less_than_within_microbatches(
-    workload: str, microbatches: int, most: float
-) -> None:
+def test_moves_far_less_than_within_microbatches(workload, microbatches, most):
     layouts = step_of(workload, 8, microbatches, seed=3)
     alone = moved_by(*(place_and_plan(layout, LLAMA)[0] for layout in layouts))
     placed = one_by_one(layouts)
@@ -319,7 +309,7 @@ def test_moves_far_less_than_within_microbatches(
     assert together.worst < most * alone.worst
 
 
-def test_microbatches_of_equal_documents_move_nothing() -> None:
+def test_microbatches_of_equal_documents_move_nothing():
     """One long document, and as many tokens of short ones: apart, no rank has more work than another."""
     long, short = [4096], [512] * 8
     layouts = [rows([long, short]), rows([short, long], first_id=100)]
@@ -332,48 +322,41 @@ def test_microbatches_of_equal_documents_move_nothing() -> None:
     ]
 
 
-def test_documents_that_do_not_add_up_stay() -> None:
+def test_documents_that_do_not_add_up_stay():
     layouts = [rows([[1000], [900]]), rows([[700], [801]], first_id=10)]
     placed = one_by_one(layouts, PlannerConfig(min_shard=64, tile=64))
     assert [plan.layout.docs.tolist() for plan, _ in placed] == [[0, 1], [10, 11]]
 
 
-def test_refuses_what_is_no_step() -> None:
+def test_refuses_what_is_no_step():
     one = rows([[100], [100]])
-    with pytest.raises(ValueError, match="document 0 is in two microbatches"):
+    with refusal():
         one_by_one([one, one])
-    with pytest.raises(ValueError, match=r"same ranks, got numbers of ranks \[1, 2\]"):
+    with refusal():
         one_by_one([one, rows([[100]], first_id=5)])
-    with pytest.raises(ValueError, match="same ranks"):
+    with refusal():
         one_by_one([])
     other = rows([[100], [100]], first_id=5)
-    with pytest.raises(
-        ValueError, match=r"1 or 2 nano-batches, all as many, got numbers \[1, 2\]"
-    ):
+    with refusal():
         plan_step([[one], [other, rows([[100], [100]], first_id=9)]], FULL)
     for stages in (-1, 0, 1.5, True):
-        with pytest.raises(
-            ValueError, match=rf"stages = {stages}: set a whole number from 1"
-        ):
+        with refusal("stages", stages):
             plan_step([[one], [other]], FULL, stages=stages)
     wrong: list[tuple[Any, str]] = [
-        ([[1]], "layout = 1: give a TokenLayout, not a int"),
-        ([one], r"microbatch = .*: give a Sequence, not a TokenLayout"),
-        (None, "given = None: give a Sequence, not a NoneType"),
+        ([[1]], "layout"),
+        ([one], "microbatch"),
+        (None, "given"),
     ]
-    for step, message in wrong:
-        with pytest.raises(ValueError, match=message):
+    for step, key in wrong:
+        with refusal(key, "="):
             plan_step(step, FULL)
     of_kinds: list[tuple[Any, str]] = [
-        ([], r"kinds = \[\]: give the model's kinds of attention"),
-        ([LLAMA], r"kind = .*: give a AttentionKind, not a AttentionShape"),
-        (
-            [AttentionKind("chunked", 1, LLAMA, 64)] * 2,
-            "columns = None: give the columns at which documents begin",
-        ),
+        ([], "kinds"),
+        ([LLAMA], "kind"),
+        ([AttentionKind("chunked", 1, LLAMA, 64)] * 2, "columns"),
     ]
-    for kinds, message in of_kinds:
-        with pytest.raises(ValueError, match=message):
+    for kinds, key in of_kinds:
+        with refusal(key, "="):
             plan_step([[one]], kinds)
 
 
@@ -384,9 +367,7 @@ def test_refuses_what_is_no_step() -> None:
 )
 @pytest.mark.parametrize("place", [True, False])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_what_has_no_tokens_stays_home(
-    times: LayerTimes | None, place: bool, stages: int
-) -> None:
+def test_what_has_no_tokens_stays_home(times, place, stages):
     empty, some = TokenLayout.from_segments([[], []]), rows([[700], [801]])
     step = plan_step([[empty], [empty]], FULL, times=times, place=place, stages=stages)
     assert [plan.config.planner for plan in plans_of(step)] == ["home", "home"]

@@ -4,15 +4,14 @@
 import dataclasses
 import json
 import time
-from typing import Any
 
 import pytest
 
 from tests.lib.layouts import LLAMA
+from tests.lib.refusals import refusal
 from tests.lib.sets import params
 from torchtitan_cad.planning import (
     AttentionShape,
-    CostModel,
     Plan,
     PlanError,
     PlannerConfig,
@@ -21,7 +20,6 @@ from torchtitan_cad.planning import (
     TokenLayout,
     make_plan,
     validate_plan,
-    warm_up,
 )
 from torchtitan_cad.planning.model.layout import MAX_RANKS, MAX_TOKENS
 from torchtitan_cad.planning.model.tasks import make_tasks
@@ -32,7 +30,7 @@ SOME_ATTEND = TokenLayout.from_segments(SEGMENTS, [False, True, True, False])
 HOME = PlannerConfig(planner="home", min_shard=4, tile=4)
 
 
-def test_views_of_a_layout() -> None:
+def test_views_of_a_layout():
     layout = TokenLayout.from_segments(
         [[(7, 2, 3), (4, 0, 5)], [], [(7, 0, 2), (7, 5, 1)]]
     )
@@ -51,44 +49,35 @@ def test_views_of_a_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "message"),
+    "ranks",
     [
-        (
-            [[(0, 0, 5)], [(0, 4, 5)]],
-            r"document 0: segment \[4, 9\) on rank 1 overlaps segment \[0, 5\) on rank 0",
-        ),
-        (
-            [[(0, 0, 5)], [(0, 6, 5)]],
-            r"segment \[6, 11\) on rank 1 leaves a gap after segment \[0, 5\) on rank 0",
-        ),
-        ([[(3, 1, 5)]], "document 3.*starts at position 0"),
-        ([[], [(2, 0, -4)]], "rank 1: segment of document 2 has negative length -4"),
-        ([[(2, -1, 4)]], "negative start -1"),
-        ([], "at least one rank"),
-        ([[(0, 0)]], "three integers"),
-        ([[(0, 0, 2**70)]], "62 bits"),
+        [[(0, 0, 5)], [(0, 4, 5)]],
+        [[(0, 0, 5)], [(0, 6, 5)]],
+        [[(3, 1, 5)]],
+        [[], [(2, 0, -4)]],
+        [[(2, -1, 4)]],
+        [],
+        [[(0, 0)]],
+        [[(0, 0, 2**70)]],
     ],
 )
-def test_bad_layouts(ranks: list, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_layouts(ranks):
+    with refusal():
         TokenLayout.from_segments(ranks)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (
-            {"length": [128.9]},
-            "the lengths of segments must be integers of 62 bits, got float64",
-        ),
-        ({"doc": [2**62]}, "the documents of segments must be integers"),
-        ({"attends": ["no"]}, "must be booleans"),
-        ({"num_ranks": 2.0}, "at least one rank"),
-        ({"rank": [1]}, r"ranks must lie in \[0, 1\)"),
-        ({"length": [1, 2]}, "equally long"),
+        {"length": [128.9]},
+        {"doc": [2**62]},
+        {"attends": ["no"]},
+        {"num_ranks": 2.0},
+        {"rank": [1]},
+        {"length": [1, 2]},
     ],
 )
-def test_arrays_are_not_converted(change: dict, message: str) -> None:
+def test_arrays_are_not_converted(change):
     arrays = {
         "num_ranks": 1,
         "rank": [0],
@@ -98,17 +87,17 @@ def test_arrays_are_not_converted(change: dict, message: str) -> None:
         "attends": [True],
     }
     assert TokenLayout.from_arrays(**arrays).num_tokens == 128
-    with pytest.raises(ValueError, match=message):
+    with refusal():
         TokenLayout.from_arrays(**arrays | change)
 
 
-def test_empty_segments_hold_nothing() -> None:
+def test_empty_segments_hold_nothing():
     layout = TokenLayout.from_segments([[(0, 0, 4), (9, 0, 0), (0, 4, 0)], [(0, 2, 0)]])
     assert layout.docs.tolist() == [0]
     assert layout.segments() == [[(0, 0, 4)], []]
 
 
-def test_a_shared_part_of_keys_travels_once_and_values_as_they_are() -> None:
+def test_a_shared_part_of_keys_travels_once_and_values_as_they_are():
     """The shape of DeepSeek-V3 against the same heads with keys in full and values as wide as keys."""
     wide = AttentionShape(128, 128, head_dim=192, dtype_bytes=2)
     narrow = dataclasses.replace(wide, value_dim=128)
@@ -124,37 +113,28 @@ def test_a_shared_part_of_keys_travels_once_and_values_as_they_are() -> None:
     plan = make_plan(TokenLayout.from_segments([[(0, 0, 900)], [(1, 0, 100)]]), shared)
     assert plan.moves_rows
     assert Plan.from_json(plan.to_json()).shape == shared
-    mistakes = (
-        ({"shared_dim": 192}, "shared_dim = 192: set less than head_dim"),
-        ({"value_dim": 0}, "value_dim = 0:"),
-    )
-    for change, message in mistakes:
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(shared, **change)
+    for key, value in (("shared_dim", 192), ("value_dim", 0)):
+        with refusal(key, value):
+            dataclasses.replace(shared, **{key: value})
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    "option",
     [
-        ({"split_kv": "yes"}, "split_kv = 'yes'"),
-        ({"planner": None}, "planner = None"),
-        (
-            {"inter_node_weight": 0.5},
-            "inter_node_weight = 0.5: set a number of at least 1 and at most 1000",
-        ),
-        (
-            {"rank_speeds": (1.0, 0.0)},
-            r"rank_speeds\[1\] = 0.0: set a positive finite number",
-        ),
-        ({"rank_speeds": ("fast", 1.0)}, r"rank_speeds\[0\] = 'fast'"),
+        {"split_kv": "yes"},
+        {"planner": None},
+        {"inter_node_weight": 0.5},
+        {"rank_speeds": (1.0, 0.0)},
+        {"rank_speeds": ("fast", 1.0)},
     ],
 )
-def test_bad_options(option: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_options(option):
+    (key,) = option
+    with refusal(key, "="):
         PlannerConfig(**option)
 
 
-def test_statistics_beside_those_of_the_exchange() -> None:
+def test_statistics_beside_those_of_the_exchange():
     """Others are counted token by token: reference.check_exchanges and check_guarantee."""
     stats = make_plan(LAYOUT, LLAMA).stats
     assert stats.loads_before.tolist() == [32 * 33 // 2, 2 * 4 * 5 // 2, 0]
@@ -169,7 +149,7 @@ def test_statistics_beside_those_of_the_exchange() -> None:
     )
 
 
-def test_fingerprint_depends_on_layout_and_tasks_only() -> None:
+def test_fingerprint_depends_on_layout_and_tasks_only():
     plan = make_plan(LAYOUT, LLAMA)
     assert len(plan.fingerprint()) == 16
     assert plan.fingerprint() == make_plan(LAYOUT, LLAMA).fingerprint()
@@ -183,78 +163,69 @@ def test_fingerprint_depends_on_layout_and_tasks_only() -> None:
     )
 
 
-def test_fingerprint_is_stable_between_releases() -> None:
+def test_fingerprint_is_stable_between_releases():
     """A change here is a change of the format: raise FINGERPRINT_VERSION."""
     layout = TokenLayout.from_segments([[(0, 0, 4)], []])
     assert make_plan(layout, LLAMA, HOME).fingerprint() == "1998413ba825bee8"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"tasks": None}, "'tasks' must be a list"),
-        ({"tasks": [{"doc": 0}]}, "missing key 'q_start'"),
-        ({"stats": {}}, "plan statistics lack max_over_mean"),
-        ({"config": {"speed": 1}}, "unknown key 'speed' in 'config'"),
-        ({"fingerprint": "0" * 16}, "has fingerprint '0000000000000000'"),
-        ({"ranks": [[]]}, "has fingerprint|not in the layout"),
+        {"tasks": None},
+        {"tasks": [{"doc": 0}]},
+        {"stats": {}},
+        {"config": {"speed": 1}},
+        {"fingerprint": "0" * 16},
+        {"ranks": [[]]},
     ],
 )
-def test_bad_json(change: dict, message: str) -> None:
+def test_bad_json(change):
     data = json.loads(make_plan(LAYOUT, LLAMA).to_json())
-    with pytest.raises(ValueError, match=message):
+    with refusal():
         Plan.from_json(json.dumps({**data, **change}))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (
-            {"layout": [[(0, 0, 8)]]},
-            r"layout = \[\[\(0, 0, 8\)\]\]: give a TokenLayout, not a list",
-        ),
-        ({"shape": None}, "shape = None: give a AttentionShape, not a NoneType"),
-        ({"config": 0.02}, "config = 0.02: give a PlannerConfig, not a float"),
-        ({"cost": 3}, "cost = 3: give a cost model, or None"),
+        {"layout": [[(0, 0, 8)]]},
+        {"shape": None},
+        {"config": 0.02},
+        {"cost": 3},
     ],
 )
-def test_arguments_of_another_type(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_arguments_of_another_type(change):
+    with refusal():
         make_plan(**({"layout": LAYOUT, "shape": LLAMA} | change))
 
 
-def test_cost_model_must_fit_min_shard() -> None:
-    with pytest.raises(
-        ValueError,
-        match="min_shard = 100: set a multiple of the cost model's 128 tokens",
-    ):
+def test_cost_model_must_fit_min_shard():
+    with refusal("min_shard", "100"):
         make_plan(LAYOUT, LLAMA, PlannerConfig(min_shard=100), cost=TileAreaCost(128))
 
 
 @pytest.mark.parametrize(
-    ("doc", "server", "message"),
-    [(9, 0, "document 9"), (0, 3, "servers"), (0, -1, "servers")],
+    ("doc", "server"),
+    [(9, 0), (0, 3), (0, -1)],
 )
-def test_tasks_must_fit_the_layout(doc: int, server: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_tasks_must_fit_the_layout(doc, server):
+    with refusal():
         Plan.from_tasks(
             LAYOUT, LLAMA, PlannerConfig(), make_tasks([doc], 0, 4, 0, 4, server)
         )
 
 
 @pytest.mark.parametrize(
-    ("attends", "message"),
+    "attends",
     [
-        ([True, True, True, False], r"no task has queries \[0, 8\) of document 0"),
-        (
-            [False, True, False, False],
-            r"queries \[0, 5\) of document 1 do not attend, but a task has them",
-        ),
+        [True, True, True, False],
+        [False, True, False, False],
     ],
 )
-def test_tasks_of_other_queries_are_found(attends: list[bool], message: str) -> None:
+def test_tasks_of_other_queries_are_found(attends):
     layout = TokenLayout.from_segments(SEGMENTS, attends)
-    with pytest.raises(PlanError, match=message):
+    with refusal(error=PlanError):
         validate_plan(
             Plan.from_tasks(
                 layout, LLAMA, HOME, make_plan(SOME_ATTEND, LLAMA, HOME).tasks
@@ -271,22 +242,20 @@ def one_document(num_ranks: int, tokens_per_rank: int) -> TokenLayout:
 @pytest.mark.parametrize(
     ("num_ranks", "tokens"), [(1, 10**12), (8, 10**12), (8, 10**9), (1, 2**61)]
 )
-def test_the_tokens_of_a_layout_are_limited(num_ranks: int, tokens: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"more than (the )?{MAX_TOKENS}.*plan fewer tokens"
-    ):
+def test_the_tokens_of_a_layout_are_limited(num_ranks, tokens):
+    with refusal():
         one_document(num_ranks, tokens)
 
 
-def test_the_ranks_of_a_layout_are_limited() -> None:
+def test_the_ranks_of_a_layout_are_limited():
     assert TokenLayout.from_segments([[]] * MAX_RANKS).num_ranks == MAX_RANKS
-    with pytest.raises(ValueError, match=f"at most {MAX_RANKS}, got {MAX_RANKS + 1}"):
+    with refusal():
         TokenLayout.from_segments([[]] * (MAX_RANKS + 1))
 
 
 @pytest.mark.parametrize("planner", ["home", "greedy", "local_search"])
 @pytest.mark.parametrize("num_ranks", params([1, 8], [1]))
-def test_the_longest_layout_is_planned(planner: str, num_ranks: int) -> None:
+def test_the_longest_layout_is_planned(planner, num_ranks):
     """Its work still fits int64, bounds and statistics included."""
     layout = TokenLayout.from_segments(
         [[(0, 0, MAX_TOKENS)], *([[]] * (num_ranks - 1))]
@@ -297,37 +266,25 @@ def test_the_longest_layout_is_planned(planner: str, num_ranks: int) -> None:
     assert stats.loads.sum() == rows * (rows + 1) // 2
     assert planner == "home" or stats.max_over_mean <= stats.guaranteed_over_mean
     assert 0 <= stats.lower_bound_bytes <= stats.total_bytes or planner == "home"
-    with pytest.raises(
-        ValueError, match=r"rank 0 (sends|computes on) .* rows, more than"
-    ):
+    with refusal():
         plan.exchange(0)
-    with pytest.raises(ValueError, match="validate a plan of fewer tokens or ranks"):
+    with refusal():
         validate_plan(plan)
 
 
 @pytest.mark.parametrize(
-    ("config", "cost", "message"),
+    ("config", "cost"),
     [
-        (
-            PlannerConfig(min_shard=1),
-            None,
-            "1000000000 rows of tiles of 1, more than .*: set min_shard and tile",
-        ),
-        (
-            PlannerConfig(),
-            ProfileCost(128, (1, 2), (10**12, 2 * 10**12)),
-            "cost more than .*: plan shorter documents, or measure",
-        ),
+        (PlannerConfig(min_shard=1), None),
+        (PlannerConfig(), ProfileCost(128, (1, 2), (10**12, 2 * 10**12))),
     ],
 )
-def test_work_that_cannot_be_counted_is_refused(
-    config: PlannerConfig, cost: CostModel | None, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_work_that_cannot_be_counted_is_refused(config, cost):
+    with refusal():
         make_plan(one_document(8, 125_000_000), LLAMA, config, cost)
 
 
-def test_needs_do_not_grow_with_pairs_of_ranks() -> None:
+def test_needs_do_not_grow_with_pairs_of_ranks():
     """Each rank needs the keys of all before it: n^2 / 2 pairs, but n intervals."""
     layout = one_document(2000, 128)
     plan = make_plan(layout, LLAMA, PlannerConfig(planner="home"))
@@ -345,15 +302,3 @@ def seconds(num_ranks: int) -> float:
         least = min(least, time.process_time() - begin)
         assert stats.max_over_mean <= stats.guaranteed_over_mean
     return least
-
-
-@pytest.mark.parametrize(
-    ("few", "many"),
-    [(256, 1024), pytest.param(512, 4096, marks=pytest.mark.slow)],
-    ids=["1024", "4096"],
-)
-def test_time_grows_less_than_quadratically_with_the_ranks_of_a_document(
-    few: int, many: int
-) -> None:
-    warm_up()
-    assert seconds(many) <= 2 * (many / few) ** 1.3 * max(0.05, seconds(few))

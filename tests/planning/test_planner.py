@@ -14,13 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.lib.costs import concave_cost, cost_of, noisy_cost
+from tests.lib.costs import concave_cost, cost_of
 from tests.lib.layouts import FAMILIES, LLAMA, Case, cases
-from tests.lib.sets import params
+from tests.lib.refusals import refusal
 from tests.lib.workloads import workload_layout
 from torchtitan_cad.planning import (
     AttentionKind,
-    CostModel,
     Plan,
     PlannerConfig,
     TileAreaCost,
@@ -45,28 +44,10 @@ from torchtitan_cad.planning.planners import greedy
 from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
 
 ROOT = Path(__file__).parents[2]
-MODELS: dict[str, CostModel] = {
-    "overhead of 1": concave_cost(1),
-    "overhead of 4": concave_cost(4),
-    "noisy": noisy_cost(0),
-}
 
 
 def plan_of(layout: TokenLayout, planner: str = "local_search", **options) -> Plan:
     return make_plan(layout, LLAMA, PlannerConfig(planner=planner, **options))
-
-
-@pytest.mark.parametrize("num_ranks", [8, 64])
-@pytest.mark.parametrize("name", ["lognormal", "one big", "uniform"])
-def test_fewer_bytes_than_the_greedy_within_the_tolerance(
-    name: str, num_ranks: int
-) -> None:
-    layout = workload_layout(name, num_ranks, 11)
-    plan, other = plan_of(layout), plan_of(layout, "greedy")
-    validate_plan(plan)
-    assert max(plan.stats.max_over_mean, other.stats.max_over_mean) <= 1.02
-    assert plan.stats.total_bytes <= 1.02 * other.stats.total_bytes
-    assert plan.stats.max_rank_bytes <= 1.02 * other.stats.max_rank_bytes
 
 
 @pytest.mark.parametrize(
@@ -78,9 +59,7 @@ def test_fewer_bytes_than_the_greedy_within_the_tolerance(
         ("one big", 8, 3.11, 0.87),
     ],
 )
-def test_bytes_against_one_pass_of_strip_tiling(
-    name: str, num_ranks: int, total: float, worst: float
-) -> None:
+def test_bytes_against_one_pass_of_strip_tiling(name, num_ranks, total, worst):
     """Means over five seeds, in GB, against a strip tiling written by others: 10 % more at most, worst rank 20 %."""
     stats = [
         plan_of(workload_layout(name, num_ranks, seed)).stats for seed in range(11, 16)
@@ -89,7 +68,7 @@ def test_bytes_against_one_pass_of_strip_tiling(
     assert np.mean([s.max_rank_bytes for s in stats]) <= worst * 1.2e9
 
 
-def test_one_document_on_one_of_two_ranks_moves_the_ideal_rectangle() -> None:
+def test_one_document_on_one_of_two_ranks_moves_the_ideal_rectangle():
     """Two ranks with 4 : 1 of work to share: the second gets a rectangle with four times as many keys as queries."""
     plan = plan_of(TokenLayout.from_segments([[(0, 0, 32768)], [(1, 0, 28000)]]))
     moved = plan.tasks[(plan.tasks["doc"] == 0) & (plan.tasks["server"] == 1)]
@@ -99,7 +78,7 @@ def test_one_document_on_one_of_two_ranks_moves_the_ideal_rectangle() -> None:
     assert 2.5 < float(keys[0] / rows[0]) < 6
 
 
-def test_balanced_work_stays_home() -> None:
+def test_balanced_work_stays_home():
     plan = plan_of(
         TokenLayout.from_segments([[(i, 0, 5000)] for i in range(8)]), tolerance=0.0
     )
@@ -144,7 +123,7 @@ def fingerprints() -> list[str]:
     ]
 
 
-def test_other_processes_make_the_same_plans() -> None:
+def test_other_processes_make_the_same_plans():
     code = (
         "from tests.planning.test_planner import fingerprints; print(*fingerprints())"
     )
@@ -162,9 +141,7 @@ def test_other_processes_make_the_same_plans() -> None:
 
 @pytest.mark.parametrize("num_ranks", [8, 64])
 @pytest.mark.parametrize("planner", ["greedy", "local_search"])
-def test_slow_ranks_get_less_and_all_finish_together(
-    num_ranks: int, planner: str
-) -> None:
+def test_slow_ranks_get_less_and_all_finish_together(num_ranks, planner):
     layout = workload_layout("lognormal", num_ranks, 11)
     speeds = np.random.default_rng(0).choice([0.5, 0.8, 1.0, 1.2], size=num_ranks)
     plan = plan_of(layout, planner, rank_speeds=tuple(speeds.tolist()))
@@ -179,7 +156,7 @@ def test_slow_ranks_get_less_and_all_finish_together(
     assert without.max() / plan.stats.mean_load > 1.5
 
 
-def test_equal_speeds_change_nothing() -> None:
+def test_equal_speeds_change_nothing():
     layout = workload_layout("lognormal", 16, 11)
     plans = [
         plan_of(layout, rank_speeds=each) for each in (None, (1.0,) * 16, (0.3,) * 16)
@@ -187,7 +164,7 @@ def test_equal_speeds_change_nothing() -> None:
     assert len({(plan.fingerprint(), plan.stats.max_over_mean) for plan in plans}) == 1
 
 
-def test_limits_are_exact() -> None:
+def test_limits_are_exact():
     """Shares of 10 to 1: fractions of binary numbers, not rounded ones."""
     layout = TokenLayout.from_segments([[(i, 0, 100) for i in range(11)], []])
     plan = plan_of(layout, "greedy", tolerance=0.0, rank_speeds=(10.0, 1.0))
@@ -197,16 +174,14 @@ def test_limits_are_exact() -> None:
 
 
 @pytest.mark.parametrize("planner", ["home", "greedy", "local_search"])
-def test_one_speed_per_rank(planner: str) -> None:
+def test_one_speed_per_rank(planner):
     layout = TokenLayout.from_segments([[(0, 0, 1000)], []])
-    with pytest.raises(
-        ValueError, match="rank_speeds has 3 entries for 2 ranks: set one per rank"
-    ):
+    with refusal("rank_speeds", 3):
         plan_of(layout, planner, rank_speeds=(1.0, 1.0, 1.0))
 
 
 @pytest.mark.parametrize(("name", "factor"), [("lognormal", 0.85), ("uniform", 0.55)])
-def test_fewer_bytes_between_nodes(name: str, factor: float) -> None:
+def test_fewer_bytes_between_nodes(name, factor):
     """64 ranks in nodes of 8, means over seeds: against the plan that knows no nodes, for hardly more bytes in all."""
     figures = []
     for seed in (11, 12, 13):
@@ -226,7 +201,7 @@ def test_fewer_bytes_between_nodes(name: str, factor: float) -> None:
     assert total <= 1.1 * flat_total
 
 
-def test_nodes_with_capacity_keep_everything_inside() -> None:
+def test_nodes_with_capacity_keep_everything_inside():
     """In both nodes one rank of two has all the work: nothing needs to cross."""
     stats = plan_of(
         TokenLayout.from_segments([[(0, 0, 32768)], [], [(1, 0, 32768)], []]),
@@ -236,7 +211,7 @@ def test_nodes_with_capacity_keep_everything_inside() -> None:
     assert stats.total_bytes > stats.inter_node_bytes == 0
 
 
-def test_without_nodes_nothing_crosses() -> None:
+def test_without_nodes_nothing_crosses():
     plans = [
         plan_of(workload_layout("lognormal", 16, 11), ranks_per_node=n)
         for n in (None, 16, 99)
@@ -248,37 +223,7 @@ def test_without_nodes_nothing_crosses() -> None:
     )
 
 
-@pytest.mark.parametrize("num_ranks", params([8, 64], [8]))
-@pytest.mark.parametrize("model", list(MODELS))
-@pytest.mark.parametrize("name", ["lognormal", "one big", "uniform"])
-def test_any_cost_model_is_balanced_for_the_bytes_of_tile_area(
-    name: str, model: str, num_ranks: int
-) -> None:
-    figures = []
-    for seed in (11, 12, 13):
-        layout = workload_layout(name, num_ranks, seed)
-        plan, in_tiles = (
-            make_plan(layout, LLAMA, cost=MODELS[model]),
-            make_plan(layout, LLAMA),
-        )
-        validate_plan(plan)
-        assert plan.stats.max_over_mean <= 1.02
-        if num_ranks == 64:
-            assert (~is_diagonal(plan.tasks)).any()
-            assert (
-                server_loads(in_tiles.tasks, MODELS[model], num_ranks).max()
-                / plan.stats.mean_load
-                > 1.02
-            )
-        figures += [
-            (each.stats.total_bytes, each.stats.max_rank_bytes)
-            for each in (plan, in_tiles)
-        ]
-    ours, theirs = np.sum(figures[::2], axis=0), np.sum(figures[1::2], axis=0)
-    assert (ours <= np.array([1.15, 1.2]) * theirs).all()
-
-
-def test_tiles_counted_by_a_table_give_the_same_plan() -> None:
+def test_tiles_counted_by_a_table_give_the_same_plan():
     layout = workload_layout("lognormal", 64, 11)
     plans = [
         make_plan(layout, LLAMA, cost=cost)
@@ -287,7 +232,7 @@ def test_tiles_counted_by_a_table_give_the_same_plan() -> None:
     assert len({plan.fingerprint() for plan in plans}) == 1
 
 
-def test_balance_before_bytes_where_rows_cost_most() -> None:
+def test_balance_before_bytes_where_rows_cost_most():
     """Rows that cost 100 times a tile must not be computed in parts: the greedy's whole rows are balanced better."""
     short = [
         [(i, 0, 1) for i in range(16 * rank - 14, 16 * rank + 2)] for rank in (1, 2)
@@ -308,7 +253,7 @@ def test_balance_before_bytes_where_rows_cost_most() -> None:
     assert plans[0].stats.max_over_mean <= plans[1].stats.max_over_mean < 1.03
 
 
-def test_moved_range_has_the_shape_of_the_closed_form() -> None:
+def test_moved_range_has_the_shape_of_the_closed_form():
     """A document far longer than what must move gives the piece [a, b) with a / b = c_q / (c_q + c_kv)."""
     lengths = [40960, 20480, 20480]
     plan = plan_of(
@@ -321,7 +266,7 @@ def test_moved_range_has_the_shape_of_the_closed_form() -> None:
     assert moved["q_start"] / moved["q_end"] == pytest.approx(ratio, abs=0.02)
 
 
-def test_just_inside_and_just_outside_the_tolerance() -> None:
+def test_just_inside_and_just_outside_the_tolerance():
     """1020 small documents over a mean of 1000 is within 2 %, 1021 is not."""
 
     def plan_with(most: int):
@@ -338,8 +283,8 @@ def test_just_inside_and_just_outside_the_tolerance() -> None:
     assert plan_with(1021).stats.tasks_moved == 1
 
 
-def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ValueError, match="'greedy' is already registered"):
+def test_a_name_is_registered_once():
+    with refusal():
         register_planner("greedy")(greedy.plan_greedy)
 
 
@@ -354,8 +299,8 @@ def test_a_name_is_registered_once() -> None:
     ranks_per_node=st.sampled_from([None, 2]),
 )
 def test_any_plan_it_returns_covers_the_layout_within_the_loads(
-    case: Case, kind: str, load: float, split_kv: bool, ranks_per_node: int | None
-) -> None:
+    case, kind, load, split_kv, ranks_per_node
+):
     """From the home plan, whatever the limits."""
     case = dataclasses.replace(case, tile=64, min_shard=128)
     layout, home = case.layout(), home_tasks(case.layout())
@@ -390,7 +335,7 @@ def test_any_plan_it_returns_covers_the_layout_within_the_loads(
 
 
 @pytest.mark.parametrize("kind", ["tiles", "concave", "noisy"])
-def test_as_little_more_as_is_found_where_the_limits_cannot_be_kept(kind: str) -> None:
+def test_as_little_more_as_is_found_where_the_limits_cannot_be_kept(kind):
     layout = TokenLayout.from_segments([[(0, 0, 4096)], []])
     cost, home = cost_of(kind, 3, 128), home_tasks(layout)
     total = int(cost.cost(home).sum())
@@ -403,7 +348,7 @@ def test_as_little_more_as_is_found_where_the_limits_cannot_be_kept(kind: str) -
     assert server_loads(from_table(layout.docs, found[0]), cost, 2).max() <= 0.6 * total
 
 
-def test_documents_served_by_each_others_home_are_swapped_back() -> None:
+def test_documents_served_by_each_others_home_are_swapped_back():
     layout = TokenLayout.from_segments([[(0, 0, 1024)], [(1, 0, 1024)]])
     crossed = make_tasks(np.arange(2), 0, 1024, 0, 1024, np.array([1, 0]))
     search = LocalSearch(
@@ -421,9 +366,7 @@ def test_documents_served_by_each_others_home_are_swapped_back() -> None:
     ] == [True, False]
 
 
-def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_capacity_it_has() -> (
-    None
-):
+def test_a_rank_that_holds_the_document_is_offered_a_part_however_little_capacity_it_has():
     """Rank 0 has the most capacity, but less than a sixteenth of its load, and holds keys of what rank 1 gives away."""
     short = iter((number, 0, 512) for number in range(5, 1000))
     layout = TokenLayout.from_segments(

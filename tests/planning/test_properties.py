@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lib.costs import cost_of
-from tests.lib.layouts import LLAMA, Case, cases, shapes
+from tests.lib.layouts import LLAMA, cases, shapes
 from tests.lib.reference import (
     check_bounds,
     check_cuts,
@@ -20,7 +20,6 @@ from tests.lib.reference import (
     covers_exactly,
 )
 from torchtitan_cad.planning import (
-    AttentionShape,
     CostModel,
     Plan,
     PlannerConfig,
@@ -75,9 +74,7 @@ def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig, CostModel | N
 
 @settings(max_examples=4 * settings.default.max_examples)
 @given(problem=problems(), shape=shapes)
-def test_every_layout(
-    problem: tuple[TokenLayout, PlannerConfig, CostModel | None], shape: AttentionShape
-) -> None:
+def test_every_layout(problem, shape):
     layout, config, cost = problem
     home, plan = (
         make_plan(layout, shape, each, cost)
@@ -123,7 +120,7 @@ def check_nodes(plan: Plan) -> None:
 
 
 @given(case=cases, share=SHARES)
-def test_small_layouts_against_brute_force(case: Case, share: float) -> None:
+def test_small_layouts_against_brute_force(case, share):
     """Validator, tables and bytes against token-by-token references."""
     small = case.small(6, 60)
     plan = make_plan(some_attend(small.layout(), share, case.seed), LLAMA, small.config)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.lib.layouts import LLAMA
+from tests.lib.refusals import refusal
 from tests.lib.workloads import workload_layout
 from torchtitan_cad.planning import (
     LayerTimes,
@@ -19,7 +20,6 @@ from torchtitan_cad.planning import (
     validate_plan,
 )
 from torchtitan_cad.planning.model.shape import RowBytes
-from torchtitan_cad.planning.placement import microbatch
 from torchtitan_cad.planning.placement.microbatch import (
     LEAST_GAIN,
     TOLERANCES,
@@ -49,7 +49,7 @@ def at_home(layout: TokenLayout = LAYOUT) -> Plan:
     return stay_home([layout], LLAMA, CONFIG).plans[0][0]
 
 
-def test_an_exchange_that_costs_nothing_is_worth_perfect_balance() -> None:
+def test_an_exchange_that_costs_nothing_is_worth_perfect_balance():
     every = [
         make_plan(LAYOUT, LLAMA, replace(CONFIG, tolerance=tolerance))
         for tolerance in TOLERANCES
@@ -65,7 +65,7 @@ def test_an_exchange_that_costs_nothing_is_worth_perfect_balance() -> None:
         )
 
 
-def test_an_exposed_exchange_is_worth_imbalance() -> None:
+def test_an_exposed_exchange_is_worth_imbalance():
     times = replace(SLOW, bytes_per_second=5e10)
     plan, fixed = fastest(times), make_plan(LAYOUT, LLAMA, CONFIG)
     assert plan.config.tolerance > fixed.config.tolerance
@@ -79,9 +79,7 @@ def test_an_exposed_exchange_is_worth_imbalance() -> None:
 @pytest.mark.parametrize("place", [False, True])
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("bytes_per_second", [1e6, 1e9, 2e10, 2e11, 1e18])
-def test_no_plan_is_slower_than_home(
-    bytes_per_second: float, overlaps: bool, place: bool
-) -> None:
+def test_no_plan_is_slower_than_home(bytes_per_second, overlaps, place):
     times = replace(SLOW, bytes_per_second=bytes_per_second, overlaps=overlaps)
     plan, home = fastest(times, place=place), at_home()
     if plan.config.planner != "home":
@@ -95,28 +93,7 @@ def test_no_plan_is_slower_than_home(
         assert times.layer_seconds(plan) <= 1.01 * times.layer_seconds(fixed)
 
 
-@pytest.mark.parametrize(
-    ("bytes_per_second", "tolerances"), [(1e6, TOLERANCES), (1e18, TOLERANCES[:1])]
-)
-def test_tolerances_rise_until_the_exchange_is_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-    bytes_per_second: float,
-    tolerances: tuple[float, ...],
-) -> None:
-    tried = []
-    monkeypatch.setattr(
-        microbatch,
-        "make_plan",
-        lambda *inputs: tried.append(inputs[2].tolerance) or make_plan(*inputs),
-    )
-    times = replace(SLOW, bytes_per_second=bytes_per_second, overlaps=True)
-    plan_by_time(
-        [LAYOUT], LLAMA, CONFIG, times, home=stay_home([LAYOUT], LLAMA, CONFIG)
-    )
-    assert tried == [CONFIG.tolerance, *tolerances]  # the first at home
-
-
-def test_batches_stay_home_where_moving_does_not_gain() -> None:
+def test_batches_stay_home_where_moving_does_not_gain():
     """A slow link, even batches, and attention that is little beside linear work keep every query at home."""
     short = [[(8 * rank + doc, 0, 4096) for doc in range(8)] for rank in range(1, 8)]
     uneven = TokenLayout.from_segments([[(0, 0, 32768)], *short])
@@ -133,7 +110,7 @@ def test_batches_stay_home_where_moving_does_not_gain() -> None:
         assert not plan.moves_rows
 
 
-def test_a_layers_time_is_that_of_its_parts() -> None:
+def test_a_layers_time_is_that_of_its_parts():
     times = replace(SLOW, exchange=0.001)
     plan = make_plan(LAYOUT, LLAMA, CONFIG)
     stats, row = plan.stats, LLAMA.num_heads * LLAMA.head_dim * LLAMA.dtype_bytes
@@ -152,7 +129,7 @@ def test_a_layers_time_is_that_of_its_parts() -> None:
     )
 
 
-def test_kept_rows_travel_once() -> None:
+def test_kept_rows_travel_once():
     """The exchange of a plan whose rows fit is shorter by Q, K and V, which servers have kept for backward."""
     plan, row = make_plan(LAYOUT, LLAMA, CONFIG), RowBytes.of(LLAMA)
     query_rows = np.stack([plan.query_needs.rows_in, plan.query_needs.rows_out])
@@ -177,7 +154,7 @@ def test_kept_rows_travel_once() -> None:
         )
 
 
-def test_halves_at_home_wait_for_each_other_only_at_their_end() -> None:
+def test_halves_at_home_wait_for_each_other_only_at_their_end():
     """Either half has one long document, on different ranks."""
     halves = [
         TokenLayout.from_segments(
@@ -206,7 +183,7 @@ def test_halves_at_home_wait_for_each_other_only_at_their_end() -> None:
     )
 
 
-def test_bytes_between_hosts_take_the_time_of_that_link() -> None:
+def test_bytes_between_hosts_take_the_time_of_that_link():
     plan = make_plan(LAYOUT, LLAMA, CONFIG)
     host = np.arange(8) // 4
     apart = replace(SLOW, bytes_per_second=1e15, hosts=tuple(host.tolist()))
@@ -239,14 +216,12 @@ def test_bytes_between_hosts_take_the_time_of_that_link() -> None:
         ("between_hosts", 0.0),
     ],
 )
-def test_bad_rates_are_named(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} = .*: set a positive finite number"):
+def test_bad_rates_are_named(name, value):
+    with refusal():
         replace(SLOW, **{name: value})
 
 
 @pytest.mark.parametrize("kept_bytes", [-1.0, float("nan")])
-def test_bad_kept_bytes_are_named(kept_bytes: float) -> None:
-    with pytest.raises(
-        ValueError, match=r"kept_bytes = .*: set 0 or a positive number of bytes"
-    ):
+def test_bad_kept_bytes_are_named(kept_bytes):
+    with refusal("kept_bytes", kept_bytes):
         replace(SLOW, kept_bytes=kept_bytes)

@@ -38,7 +38,7 @@ def all_tables(plan) -> list[PlanTables]:
     ]
 
 
-def test_a_call_of_many_rows_is_cut_between_tasks() -> None:
+def test_a_call_of_many_rows_is_cut_between_tasks():
     """Rank 1 has few tokens and serves a document of many, in nine tasks of ever more keys."""
     layout = TokenLayout.from_segments([[(0, 0, 1024), (1, 0, 512)], [(0, 1024, 128)]])
     tasks = [
@@ -57,7 +57,7 @@ def test_a_call_of_many_rows_is_cut_between_tasks() -> None:
     assert sum(len(call.args.q_start) for call in second.calls) == 9
 
 
-def test_a_plan_that_moves_nothing_is_not_halved() -> None:
+def test_a_plan_that_moves_nothing_is_not_halved():
     plan = make_plan(
         TokenLayout.from_segments([[(0, 0, 512), (1, 0, 256)]]),
         SHAPE,
@@ -68,7 +68,7 @@ def test_a_plan_that_moves_nothing_is_not_halved() -> None:
     ).is_plain
 
 
-def test_rows_in_order_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_order_are_not_copied(monkeypatch):
     """Rank 0 serves the head of its document for itself, rank 1 the tail and an unmasked task."""
     monkeypatch.setattr(kernel_calls, "MOST_ROWS", 10**6)  # so that no call is cut
     layout = TokenLayout.from_segments([[(0, 0, 512), (1, 0, 256)], [(2, 0, 100)]])
@@ -128,7 +128,7 @@ def gather_and_compare(group) -> None:
 
 @matrix
 @needs_triton
-def test_gathered_rows_are_local_or_received() -> None:
+def test_gathered_rows_are_local_or_received():
     values(run_processes(1, gather_and_compare))
 
 
@@ -169,7 +169,7 @@ def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize(
     "dtype", params([torch.float32, torch.bfloat16], [torch.float32])
 )
-def test_the_engine_computes_the_same_with_triton_kernels(dtype: torch.dtype) -> None:
+def test_the_engine_computes_the_same_with_triton_kernels(dtype):
     assert (
         min(values(run_processes(2, execute_in_both_ways, 1, dtype, timeout_s=240))) > 0
     )

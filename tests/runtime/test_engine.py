@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.lib.plans import random_layout, random_plan
+from tests.lib.refusals import refusal
 from tests.lib.rows import (
     CPU,
     SHAPES,
@@ -48,6 +49,12 @@ LAYOUT = TokenLayout.from_segments(
 HOME = PlannerConfig(planner="home")
 
 
+@pytest.fixture
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets two rounds of small tasks be cut inside one."""
+    monkeypatch.setattr(calls, "CUT_AT", 8)
+
+
 def check_exactness(plan: Plan, tensors: Tensors, *runs: dict[str, Any]) -> None:
     """Each run, by its options of ``execute``, errs at most twice as much as undivided attention."""
     whole, reference = (
@@ -81,17 +88,10 @@ def kinds_of_calls() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("heads", "dtype", "keep", "symmetric", "with_dlse"), kinds_of_calls()
 )
+@pytest.mark.usefixtures("small_cuts")
 def test_any_plan_is_as_exact_as_undivided_attention(
-    monkeypatch,
-    seed: int,
-    heads: str,
-    dtype: torch.dtype,
-    keep: bool,
-    symmetric: bool,
-    with_dlse: bool,
-) -> None:
-    # so that two rounds of these tasks are cut inside one
-    monkeypatch.setattr(calls, "CUT_AT", 8)
+    seed, heads, dtype, keep, symmetric, with_dlse
+):
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     layout, shape = random_layout(rng, num_ranks=int(rng.integers(1, 5))), SHAPES[heads]
@@ -113,11 +113,9 @@ def test_any_plan_is_as_exact_as_undivided_attention(
 
 @pytest.mark.parametrize("window", params([1, 20, 128, 500], [20, 128]))
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
-def test_windows_are_as_exact_as_undivided_attention(
-    monkeypatch: pytest.MonkeyPatch, window: int, keep: bool
-) -> None:
+@pytest.mark.usefixtures("small_cuts")
+def test_windows_are_as_exact_as_undivided_attention(window, keep):
     """Documents lie on several ranks, and halves are cut inside one."""
-    monkeypatch.setattr(calls, "CUT_AT", 8)
     rng = np.random.default_rng(window)
     torch.manual_seed(window)
     shape = dataclasses.replace(SHAPE, window=window)
@@ -130,7 +128,7 @@ def test_windows_are_as_exact_as_undivided_attention(
         assert plan.stats.total_bytes == 0
 
 
-def test_windows_of_documents_at_home_are_plain() -> None:
+def test_windows_of_documents_at_home_are_plain():
     layout = TokenLayout.from_segments([[(0, 0, 300), (1, 0, 50)], [(2, 0, 200)]])
     shape = dataclasses.replace(SHAPE, window=20)
     plan = make_plan(layout, shape)
@@ -142,20 +140,18 @@ def test_windows_of_documents_at_home_are_plain() -> None:
     check_exactness(plan, Tensors.random(layout, shape), {})
 
 
-def test_a_kernel_of_squares_takes_no_windows() -> None:
+def test_a_kernel_of_squares_takes_no_windows():
     engine = CoreAttentionEngine(SquareKernel(), None, rank=0, device=CPU, scale=1.0)
     plan = make_plan(
         TokenLayout.from_segments([[(0, 0, 9)]]), dataclasses.replace(SHAPE, window=4)
     )
-    with pytest.raises(ValueError, match=r"takes no windows: set cad\.kernel = 'auto'"):
+    with refusal(remedy="cad.kernel"):
         engine.add_plan(0, plan)
 
 
 @pytest.mark.parametrize("seed", seeds(2, 8))
 @TRANSPORTS
-def test_tile_aligned_plans_without_split_keys_are_bit_identical(
-    seed: int, symmetric: bool
-) -> None:
+def test_tile_aligned_plans_without_split_keys_are_bit_identical(seed, symmetric):
     """Every plan gives the same forward, so gradients are those of the backward plan used for both, whatever delays."""
     rng = np.random.default_rng(100 + seed)
     torch.manual_seed(seed)
@@ -175,7 +171,7 @@ def test_tile_aligned_plans_without_split_keys_are_bit_identical(
 
 
 @pytest.mark.parametrize("moves", ["forward", "backward"])
-def test_one_direction_may_stay_at_home(moves: str) -> None:
+def test_one_direction_may_stay_at_home(moves):
     torch.manual_seed(1)
     tensors = Tensors.random(LAYOUT, SHAPE)
     home, away = (
@@ -205,7 +201,7 @@ def random_plans() -> tuple[Plan, Plan]:
     [random_plans(), [make_plan(LAYOUT, SHAPE, HOME)] * 2],
     ids=["random", "home"],
 )
-def test_planned_bytes_are_those_that_travel(plans: tuple[Plan, Plan]) -> None:
+def test_planned_bytes_are_those_that_travel(plans):
     """Nothing, if all rows are at home."""
     transports = thread_transports(LAYOUT.num_ranks)
     execute(
@@ -221,9 +217,7 @@ def test_planned_bytes_are_those_that_travel(plans: tuple[Plan, Plan]) -> None:
         )
 
 
-def test_a_plan_that_moves_nothing_gives_the_kernel_its_own_output(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_plan_that_moves_nothing_gives_the_kernel_its_own_output(monkeypatch):
     """Its gradients have the bits of those that are computed by delta."""
     layout = TokenLayout.from_segments([[(0, 0, 300), (1, 0, 50)]])
     tensors, plan = Tensors.random(layout, SHAPE), make_plan(layout, SHAPE)
@@ -236,24 +230,21 @@ def test_a_plan_that_moves_nothing_gives_the_kernel_its_own_output(
     assert all(map(torch.equal, execute(plan, tensors)[0], mine[0]))
 
 
-def test_errors_name_the_plan() -> None:
+def test_errors_name_the_plan():
     engine = CoreAttentionEngine(
         get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=1.0
     )
     q = torch.zeros(3, 4, 16)
-    with pytest.raises(RuntimeError, match="no plan 5"):
+    with refusal(error=RuntimeError):
         engine.forward(q, q, q, 5)
     engine.add_plan(
         5, make_plan(TokenLayout.from_segments([[(0, 0, 2)]]), SHAPES["mha"])
     )
-    with pytest.raises(
-        ValueError,
-        match="plan 5 is for 2 local queries and 2 local tokens, got 3 and 3",
-    ):
+    with refusal():
         engine.forward(q, q, q, 5)
 
 
-def test_rows_are_kept_by_plans_that_bring_few() -> None:
+def test_rows_are_kept_by_plans_that_bring_few():
     """All ranks decide alike, and what is kept changes no bit."""
     torch.manual_seed(0)
     tensors, row_bytes = Tensors.random(ONE_HOME, SHAPE), RowBytes.of(SHAPE)
@@ -297,7 +288,7 @@ def chunks_of(plan: Plan, buffer_bytes: int = BUFFER_BYTES) -> list[int]:
 
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
 @TRANSPORTS
-def test_chunks_change_no_bit(symmetric: bool, keep: bool) -> None:
+def test_chunks_change_no_bit(symmetric, keep):
     """A row's partials are combined in the order in which they arrive, in however many chunks."""
     torch.manual_seed(0)
     tensors, plan = Tensors.random(ONE_HOME, SHAPE), make_plan(ONE_HOME, SHAPE)
@@ -309,29 +300,11 @@ def test_chunks_change_no_bit(symmetric: bool, keep: bool) -> None:
         assert_same_bits(execute(plan, tensors, **options, buffer_bytes=2**17), at_once)
 
 
-@pytest.mark.parametrize("seed", params([0, 1, 2, 4, 5], [0]))
-@needs_linux
-def test_chunks_of_any_plan_change_no_bit(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    torch.manual_seed(seed)
-    layout = random_layout(rng, num_ranks=int(rng.integers(2, 5)), max_length=300)
-    plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
-    tensors = Tensors.random(layout, SHAPE)
-    at_once = execute(plan, tensors)
-    buffer_bytes = 512 * int(rng.integers(4, 100))
-    assert max(chunks_of(plan, buffer_bytes)) > 2
-    assert_same_bits(
-        execute(plan, tensors, symmetric=True, buffer_bytes=buffer_bytes), at_once
-    )
-
-
 @pytest.mark.parametrize("seed", seeds(2, 60))
 @needs_linux
-def test_hosts_and_chunks_change_no_bit(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+@pytest.mark.usefixtures("small_cuts")
+def test_hosts_and_chunks_change_no_bit(seed):
     """Rows go over memory inside hosts of one to four ranks, and in messages between them, into the same buffers."""
-    monkeypatch.setattr(calls, "CUT_AT", 8)
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     hosts = np.repeat(range(3), rng.permutation(4)[:3] + 1).tolist()
@@ -359,9 +332,7 @@ def test_hosts_and_chunks_change_no_bit(
 @pytest.mark.parametrize("chunks", ["one", "several"])
 @pytest.mark.parametrize("two_rounds", [False, True])
 @needs_linux
-def test_combining_own_results_early_changes_no_bit(
-    monkeypatch: pytest.MonkeyPatch, two_rounds: bool, chunks: str
-) -> None:
+def test_combining_own_results_early_changes_no_bit(monkeypatch, two_rounds, chunks):
     """They wait for those that return in fp32, whatever the dtype."""
     rng = np.random.default_rng(3)
     torch.manual_seed(3)
@@ -400,30 +371,28 @@ def tick_engine() -> TickEngine:
     )
 
 
-def test_what_falls_out_of_step_is_an_error() -> None:
+def test_what_falls_out_of_step_is_an_error():
     q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
     mine = [TickCall(forward=True, keys=(0,), mine=True)]
     engine = tick_engine()
-    with pytest.raises(RuntimeError, match="microbatch 5 outside its tick"):
+    with refusal(error=RuntimeError):
         engine.forward(q, kv, kv, 5)
     engine.begin_tick(mine, microbatch=6)
-    with pytest.raises(RuntimeError, match="the one before it has not ended"):
+    with refusal(error=RuntimeError):
         engine.begin_tick(mine, microbatch=6)
-    with pytest.raises(RuntimeError, match="microbatch 5 outside its tick"):
+    with refusal(error=RuntimeError):
         engine.forward(q, kv, kv, 5)
-    with pytest.raises(RuntimeError, match=r"expect torch\.float32"):
+    with refusal(error=RuntimeError):
         engine.forward(q.bfloat16(), kv.bfloat16(), kv.bfloat16(), 6)
-    with pytest.raises(RuntimeError, match="has not made its step"):
+    with refusal(error=RuntimeError):
         engine.end_tick()
     engine = tick_engine()
     engine.begin_tick([TickCall(forward=False, keys=(0,), mine=True)], microbatch=6)
-    with pytest.raises(
-        RuntimeError, match="makes the step start_forward, but its next step"
-    ):
+    with refusal(error=RuntimeError):
         engine.forward(q, kv, kv, 6)
 
 
-def test_the_second_half_cannot_go_first() -> None:
+def test_the_second_half_cannot_go_first():
     q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
     plan = make_plan(
         TokenLayout.from_segments([[(0, 0, 4)]]), AttentionShape(4, 2, 8, 4)
@@ -433,13 +402,9 @@ def test_the_second_half_cannot_go_first() -> None:
         each.add_plan(2, plan)
         each.add_plan(3, plan)
         each.begin_tick([TickCall(forward=True, keys=(2, 3), mine=True)], microbatch=6)
-    with pytest.raises(
-        RuntimeError, match=r"makes the step start_forward, but its next step .*nano=0"
-    ):
+    with refusal(error=RuntimeError):
         first_try.begin_forward(q, kv, kv, 7)
     first, second = (engine.begin_forward(q, kv, kv, key).send() for key in (6, 7))
     assert (first.key, second.key) == (2, 3)
-    with pytest.raises(
-        RuntimeError, match=r"makes the step attend_forward, but its next step .*nano=0"
-    ):
+    with refusal(error=RuntimeError):
         second.attend()

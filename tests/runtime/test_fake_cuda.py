@@ -19,6 +19,7 @@ from torch.nn.attention import varlen as stock
 
 from tests.lib.fake_flash_attn import use_torch
 from tests.lib.kernels_reference import offsets
+from tests.lib.refusals import refusal
 from tests.lib.rows import empty_rows
 from tests.lib.sets import needs_triton
 from tests.lib.two_ranks import two_rank_plan
@@ -98,9 +99,7 @@ def assert_like(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) 
 @EVERY_KERNEL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @EVERY_CALL
-def test_forward(
-    make_kernel: type[FusedKernel], dtype: torch.dtype, len_q, len_k, causal: bool
-) -> None:
+def test_forward(make_kernel, dtype, len_q, len_k, causal):
     q, k, v = (
         rows(sum(len_q), HEADS[0], dtype),
         *(rows(sum(len_k), HEADS[1], dtype) for _ in range(2)),
@@ -116,14 +115,7 @@ def test_forward(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_out", [False, True], ids=["delta", "out"])
 @EVERY_CALL
-def test_backward(
-    make_kernel: type[FusedKernel],
-    dtype: torch.dtype,
-    with_out: bool,
-    len_q,
-    len_k,
-    causal: bool,
-) -> None:
+def test_backward(make_kernel, dtype, with_out, len_q, len_k, causal):
     """The gradient of the output is not contiguous."""
     q, k, v = (
         rows(sum(len_q), HEADS[0], dtype),
@@ -141,7 +133,7 @@ def test_backward(
 @pytest.mark.usefixtures("fake_tensors")
 @needs_copies
 @pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (64, 96)])
-def test_heads_of_two_sizes(dim: int, value_dim: int) -> None:
+def test_heads_of_two_sizes(dim, value_dim):
     q, k, v = (
         torch.empty(60, 4, size, dtype=torch.bfloat16, device=DEVICE)
         for size in (dim, dim, value_dim)
@@ -153,7 +145,7 @@ def test_heads_of_two_sizes(dim: int, value_dim: int) -> None:
 
 
 @pytest.mark.usefixtures("fake_tensors")
-def test_bottom_right_masks() -> None:
+def test_bottom_right_masks():
     """FlashAttention-2 takes causal tasks with more keys than queries; cuDNN would see other keys, and refuses."""
     call = make_call([40, 60], [40, 90], causal=True)
     q, k, v = (
@@ -162,7 +154,7 @@ def test_bottom_right_masks() -> None:
     )
     out, _ = varlen.VarlenKernel().forward(q, k, v, call)
     assert_like((out,), (q,))
-    with pytest.raises(ValueError, match="as many keys as queries only"):
+    with refusal("cad.kernel"):
         cudnn.CudnnKernel().forward(q, k, v, call)
 
 
@@ -254,14 +246,7 @@ def make_engine(
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
 @pytest.mark.parametrize("two_rounds", [False, True], ids=["one round", "two rounds"])
 @pytest.mark.parametrize("shape", [SHAPE, LATENT], ids=["gqa", "latent"])
-def test_layer(
-    launches: Counter[str],
-    make_kernel: type[FusedKernel],
-    rank: int,
-    keep: bool,
-    two_rounds: bool,
-    shape: AttentionShape,
-) -> None:
+def test_layer(launches, make_kernel, rank, keep, two_rounds, shape):
     if shape is LATENT and make_kernel is cudnn.CudnnKernel:
         pytest.skip("cuDNN takes heads of at most 128 elements")
     plan = two_rank_plan(16_384, shape)

@@ -23,6 +23,7 @@ from tests.lib.kernels_reference import (
     random_qkv,
     run_split,
 )
+from tests.lib.refusals import refusal
 from tests.lib.sets import params, seeds
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
@@ -88,15 +89,13 @@ def check_results(
 @pytest.mark.parametrize("heads", params([(2, 2), (4, 1), (16, 2)], [(4, 1)]))
 @pytest.mark.parametrize("dim", [16, 64, 128])
 @pytest.mark.parametrize("causal", [True, False])
-def test_gqa_and_head_dims(heads: tuple[int, int], dim: int, causal: bool) -> None:
+def test_gqa_and_head_dims(heads, dim, causal):
     check_call(([129, 70], [129 + 256, 71]), causal, heads, dim, torch.float32)
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (24, 8), (16, 40)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_heads_of_keys_and_values_of_unequal_size(
-    dims: tuple[int, int], causal: bool
-) -> None:
+def test_heads_of_keys_and_values_of_unequal_size(dims, causal):
     dim, value_dim = dims
     for dtype in (torch.float32, torch.bfloat16):
         check_call(([129, 70], [129 + 256, 71]), causal, (4, 2), dim, dtype, value_dim)
@@ -104,18 +103,18 @@ def test_heads_of_keys_and_values_of_unequal_size(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CALLS)
-def test_every_kind_of_call(name: str, dtype: torch.dtype) -> None:
+def test_every_kind_of_call(name, dtype):
     *lengths, causal = CALLS[name]
     check_call(lengths, causal, (4, 2), 24, dtype)
 
 
-def test_large_scores_do_not_overflow() -> None:
+def test_large_scores_do_not_overflow():
     call = VarlenArgs.from_numpy([0, 200], [0, 200], causal=True, scale=1.0)
     q, k, v, dout = random_qkv(200, 200, (2, 1), 16, torch.float32)
     check_results(call, q * 30, k * 10, v, dout)
 
 
-def test_noncontiguous_inputs_and_autocast() -> None:
+def test_noncontiguous_inputs_and_autocast():
     call = VarlenArgs.from_numpy([0, 150], [0, 150], causal=True, scale=0.25)
     q, k, v, dout = random_qkv(150, 150, (4, 2), 16, torch.float32)
     out, lse = KERNEL.forward(q, k, v, call)
@@ -140,7 +139,7 @@ def test_noncontiguous_inputs_and_autocast() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [1, 2, 100, 128, 129, 700])
-def test_windows(window: int, dtype: torch.dtype) -> None:
+def test_windows(window, dtype):
     """Of documents and of their tails, with no more keys than their windows or with all."""
     lengths = [300, 1, 257, 40, 5], [300, 1, 257 + window - 1, 40 + 500, 3]
     cu_q, cu_k = map(offsets, lengths)
@@ -149,7 +148,7 @@ def test_windows(window: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 50, 128, 300])
-def test_windows_keep_the_bits_of_documents_cut_at_tiles(window: int) -> None:
+def test_windows_keep_the_bits_of_documents_cut_at_tiles(window):
     """However many keys before their windows the pieces have."""
     q, k, v, dout = random_qkv(700, 700, (4, 2), 16, torch.float32)
     whole = VarlenArgs.from_numpy(
@@ -198,7 +197,7 @@ def split_tasks(length: int, rng: np.random.Generator) -> list[Task]:
     ),
 )
 @pytest.mark.parametrize("seed", seeds(1, 4))
-def test_split_keys_err_at_most_twice_as_much(seed: int, dtype: torch.dtype) -> None:
+def test_split_keys_err_at_most_twice_as_much(seed, dtype):
     rng = np.random.default_rng(seed)
     length, dim = int(rng.integers(200, 700)), 32
     q, k, v, dout = random_qkv(length, length, (4, 2), dim, dtype, seed)
@@ -218,7 +217,7 @@ def test_split_keys_err_at_most_twice_as_much(seed: int, dtype: torch.dtype) -> 
 # Merge ----------------------------------------------------------------------------------------------------------------
 
 
-def test_merge_copies_single_partials_and_skips_empty_ones() -> None:
+def test_merge_copies_single_partials_and_skips_empty_ones():
     generator = torch.Generator().manual_seed(0)
     part_out = torch.randn(4, 2, 8, generator=generator).bfloat16()
     part_out[0, 0] = -0.0  # a copy keeps the sign
@@ -249,7 +248,7 @@ def test_merge_copies_single_partials_and_skips_empty_ones() -> None:
     assert not out[[1, 3]].any()
 
 
-def test_merge_does_not_overflow() -> None:
+def test_merge_does_not_overflow():
     out, lse = torch.ones(1, 1, 2), torch.full((1, 1), 1e4)
     merge_partials(
         out, lse, torch.full((1, 1, 2), 3.0), torch.full((1, 1), 1e4), torch.tensor([0])
@@ -269,29 +268,27 @@ def test_merge_does_not_overflow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cu_q", "cu_k", "q_start", "message"),
+    ("cu_q", "cu_k", "q_start"),
     [
-        ([1, 2], [0, 2], None, "cu_q"),
-        ([0, 2], [0, 3, 2], None, "cu_k"),
-        ([0, 2], [0], None, "tasks"),
-        ([0, 2], [0, 2], [0, 0], "one entry for each of the 1 tasks"),
-        ([0, 2**31], [0, 2**31], None, "32-bit"),
+        ([1, 2], [0, 2], None),
+        ([0, 2], [0, 3, 2], None),
+        ([0, 2], [0], None),
+        ([0, 2], [0, 2], [0, 0]),
+        ([0, 2**31], [0, 2**31], None),
     ],
 )
-def test_bad_calls_are_refused(cu_q, cu_k, q_start, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_calls_are_refused(cu_q, cu_k, q_start):
+    with refusal():
         VarlenArgs.from_numpy(cu_q, cu_k, causal=True, scale=1.0, q_start=q_start)
 
 
 @pytest.mark.parametrize(("window", "causal"), [(0, True), (5, False)])
-def test_bad_windows_are_refused(window: int, causal: bool) -> None:
-    with pytest.raises(
-        ValueError, match=f"window = {window}, causal = {causal}: set a window"
-    ):
+def test_bad_windows_are_refused(window, causal):
+    with refusal("window", window):
         VarlenArgs.from_numpy([0, 2], [0, 2], causal=causal, scale=1.0, window=window)
 
 
-def test_get_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_kernel(monkeypatch):
     install(monkeypatch, capability=(8, 0))
     assert (
         get_kernel("auto", "cpu").name
@@ -312,7 +309,7 @@ def test_get_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         "fast": "cpu",
     }
     for name, device in wrong.items():
-        with pytest.raises(ValueError, match=f"cad.kernel = '{name}'"):
+        with refusal("cad.kernel", name):
             get_kernel(name, device)
 
 
@@ -388,9 +385,7 @@ def run_group(
 @pytest.mark.parametrize("shape", params(SHAPES, SHAPES[:3]), ids=str)
 @settings(max_examples=8, derandomize=True)
 @given(data=st.data())
-def test_cuts_at_tile_boundaries_keep_the_bits(
-    shape: tuple[tuple[int, int], int], data: st.DataObject
-) -> None:
+def test_cuts_at_tile_boundaries_keep_the_bits(shape, data):
     heads, dim = shape
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
     lengths = data.draw(st.lists(st.integers(1, 900), min_size=1, max_size=3))
@@ -423,7 +418,7 @@ def test_cuts_at_tile_boundaries_keep_the_bits(
             ), name
 
 
-def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+def test_bits_do_not_depend_on_the_number_of_threads():
     before = torch.get_num_threads()
     runs = []
     for num_threads in (1, 2):
@@ -451,9 +446,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     causal=st.booleans(),
     window=st.none() | st.integers(1, 400),
 )
-def test_tiles_cover_every_visible_pair_once(
-    lengths: list[tuple[int, int, int]], causal: bool, window: int | None
-) -> None:
+def test_tiles_cover_every_visible_pair_once(lengths, causal, window):
     window = window if causal else None
     cu_q, cu_k = (
         offsets([a for a, _, _ in lengths]),
@@ -514,9 +507,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int]) -> Tensor:
     "window", [(-1, 0), (-1, -1), (63, 0)], ids=["causal", "full", "window"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_cpu_kernel(
-    dtype: torch.dtype, window: tuple[int, int], compiled: bool
-) -> None:
+def test_equals_the_cpu_kernel(dtype, window, compiled):
     q, k, v, dout = random_qkv(557, 600, (4, 2), 16, dtype)
     options = {"causal": window[1] == 0, "window": 64 if window[0] >= 0 else None}
     call = VarlenArgs.from_numpy(CU_Q.numpy(), CU_K.numpy(), scale=0.2, **options)
@@ -536,7 +527,7 @@ def test_equals_the_cpu_kernel(
         assert torch.equal(leaf.grad, grad.to(dtype))
 
 
-def test_windows_into_the_future_are_refused() -> None:
+def test_windows_into_the_future_are_refused():
     q, k, v, _ = random_qkv(557, 600, (2, 2), 16, torch.float32)
-    with pytest.raises(ValueError, match="window_size"):
+    with refusal("varlen_attn"):
         attend(q, k, v, (64, 1))

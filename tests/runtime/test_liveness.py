@@ -42,7 +42,7 @@ class Rank:
             len(self.phases) - 1,
             self.phases[-1],
         )
-        self.monitor._publish()
+        self.monitor.publish()
 
     def exchange(self, phase: str) -> None:
         self.phases.append(phase)
@@ -97,9 +97,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     return condition()
 
 
-def test_dead_peer_is_named_and_logged_once(
-    ranks: list[Rank], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dead_peer_is_named_and_logged_once(ranks, caplog):
     ranks[2].die()
     said = "for 0.2 s, last seen at step 1; the job's key-value store answers"
     finding = only(ranks[0].monitor.diagnose(), 2, said)
@@ -108,9 +106,7 @@ def test_dead_peer_is_named_and_logged_once(
     assert caplog.messages.count(finding) == 1  # both others watch it
 
 
-def test_hung_peer_is_named_with_its_phase(
-    make_ranks: MakeRanks, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hung_peer_is_named_with_its_phase(make_ranks, caplog):
     """It beats on, but the others have started an exchange that it has not."""
     ranks = make_ranks(stall_s=0.3)
     for rank in ranks:
@@ -127,9 +123,7 @@ def test_hung_peer_is_named_with_its_phase(
     assert caplog.messages.count(finding) == 1
 
 
-def test_steps_but_not_exchanges_are_compared_across_groups(
-    make_ranks: MakeRanks,
-) -> None:
+def test_steps_but_not_exchanges_are_compared_across_groups(make_ranks):
     """Pipeline stages exchange different numbers of times."""
     ranks = make_ranks(own_group=True)
     ranks[0].exchange("forward rows")
@@ -139,9 +133,7 @@ def test_steps_but_not_exchanges_are_compared_across_groups(
     only(ranks[0].monitor.diagnose(), 2, "is alive but behind, at step 1, while")
 
 
-def test_peer_that_stopped_and_left_is_not_called_dead(
-    ranks: list[Rank], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_peer_that_stopped_and_left_is_not_called_dead(ranks, caplog):
     ranks[1].exchange("forward rows")
     # Noticed before the cause was said.
     assert (
@@ -164,9 +156,7 @@ def test_peer_that_stopped_and_left_is_not_called_dead(
         assert ranks[rank].monitor.diagnose() == [second]
 
 
-def test_failed_communication_is_no_cause_if_there_is_a_better_one(
-    ranks: list[Rank],
-) -> None:
+def test_failed_communication_is_no_cause_if_there_is_a_better_one(ranks):
     for rank in (0, 1):
         ranks[rank].monitor.find_cause(
             "RuntimeError: connection closed", by_itself=False
@@ -194,19 +184,17 @@ def stop_in_two_attempts(group: dist.ProcessGroup) -> list[list[str]]:
     return findings
 
 
-def test_what_an_earlier_attempt_has_left_in_the_store_is_not_found() -> None:
+def test_what_an_earlier_attempt_has_left_in_the_store_is_not_found():
     assert values(run_processes(2, stop_in_two_attempts)) == [[[], []]] * 2
 
 
-def test_closed_peer_is_well(
-    ranks: list[Rank], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_closed_peer_is_well(ranks, caplog):
     ranks[2].monitor.close()
     assert ranks[0].monitor.diagnose() == []
     assert caplog.messages == []
 
 
-def test_lost_store_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_store_is_said_so(caplog):
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("localhost", server.port, is_master=False)
     rank = Rank(client, 0)
@@ -239,12 +227,12 @@ def victim() -> Iterator[subprocess.Popen]:
 def host(make_ranks: MakeRanks, victim: subprocess.Popen) -> list[Rank]:
     """Ranks of one host, which know each other's processes; rank 1 is to have the victim's."""
     ranks = make_ranks(host_ranks=range(WORLD))
-    own = ranks[1].monitor._own
+    own = ranks[1].monitor.own
     own.pid, own.host = victim.pid, "host"
-    ranks[1].monitor._publish()
+    ranks[1].monitor.publish()
     for rank in ranks:
-        assert eventually(lambda rank=rank: len(rank.monitor._known) == WORLD - 1)
-        rank.monitor._known = rank.monitor._read(rank.monitor._host)
+        assert eventually(lambda rank=rank: len(rank.monitor.known) == WORLD - 1)
+        rank.monitor.known = rank.monitor._read(rank.monitor._host)
     return ranks
 
 
@@ -257,9 +245,7 @@ def not_of_silence(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in caplog.messages if "no sign of life" not in message]
 
 
-def test_dead_process_of_the_host_is_named_once(
-    host: list[Rank], victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dead_process_of_the_host_is_named_once(host, victim, caplog):
     host[1].die()
     assert host[0].monitor.name_gone("nothing happened") == []
     victim.kill()
@@ -275,9 +261,7 @@ def test_dead_process_of_the_host_is_named_once(
     )
 
 
-def test_rank_that_a_signal_ends_says_so_and_is_not_called_gone(
-    host: list[Rank], victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rank_that_a_signal_ends_says_so_and_is_not_called_gone(host, victim, caplog):
     host[1].monitor.announce_signal("SIGTERM")
     end(victim)
     for rank in (0, 2):
@@ -288,9 +272,7 @@ def test_rank_that_a_signal_ends_says_so_and_is_not_called_gone(
     ]
 
 
-def test_signal_that_follows_a_death_names_the_death(
-    host: list[Rank], victim: subprocess.Popen, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_signal_that_follows_a_death_names_the_death(host, victim, caplog):
     host[1].die()
     end(victim)
     for rank in (0, 2):
@@ -303,10 +285,8 @@ def test_signal_that_follows_a_death_names_the_death(
 
 
 def test_the_launchers_first_rank_says_that_the_launcher_is_gone(
-    make_ranks: MakeRanks,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    make_ranks, monkeypatch, caplog
+):
     launcher = os.getppid()
     ranks = make_ranks(host_ranks=range(WORLD), launcher=launcher)
     monkeypatch.setattr(os, "getppid", lambda: 1)
@@ -347,8 +327,8 @@ PER_HOST = 8
 
 @pytest.mark.parametrize("world", params((16, 64, 512), (16,)))
 def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
-    world: int, store: dist.Store, caplog: pytest.LogCaptureFixture
-) -> None:
+    world, store, caplog
+):
     """Two groups, as of two pipeline stages. Threads of monitors sleep; the test publishes the heartbeats."""
     counting, dead, silence_s = CountingStore(store), 3 * world // 4 + 3, world / 64
 
@@ -371,8 +351,8 @@ def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
         answers = [pool.submit(monitor.diagnose) for monitor in alive]
         while not all(answer.done() for answer in answers):
             for monitor in alive:
-                monitor._own.count += 1
-                monitor._publish()
+                monitor.own.count += 1
+                monitor.publish()
             time.sleep(silence_s / 20)
     seconds, read = time.monotonic() - begin, counting.counts["values"]
     print(
@@ -391,7 +371,7 @@ def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
     assert caplog.messages == []
 
 
-def test_few_values_are_read_while_all_is_well(store: dist.Store) -> None:
+def test_few_values_are_read_while_all_is_well(store):
     """Two by every rank, and those of its host and two more by a host's first: it was all of its host by every rank."""
     counting = CountingStore(store)
     hosts = [range(0, PER_HOST), range(PER_HOST, 2 * PER_HOST)]
@@ -408,9 +388,7 @@ def test_few_values_are_read_while_all_is_well(store: dist.Store) -> None:
         for rank in host
     ]
     assert eventually(
-        lambda: all(
-            rank.monitor._known.keys() >= rank.monitor._watched for rank in ranks
-        )
+        lambda: all(rank.monitor.known.keys() >= rank.monitor.watched for rank in ranks)
     )
     time.sleep(0.4)  # for those that have read and not noted it
     counting.counts.clear()
@@ -443,14 +421,12 @@ class HangingStore:
         pass
 
 
-def test_a_store_that_hangs_is_said_on_the_hosts_first_rank(
-    store: dist.Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_hangs_is_said_on_the_hosts_first_rank(store, caplog):
     """The rank does not ask in vain when it fails, names who it knew, and says when the store is back."""
     hanging = HangingStore(store)
     other = Rank(store, 0, 2)
     rank = Rank(hanging, 1, 2, host_ranks=[1])
-    assert eventually(lambda: bool(rank.monitor._known))
+    assert eventually(lambda: bool(rank.monitor.known))
     rank.step = 7
     hanging.answers.clear()
     lost = re.compile(
@@ -473,9 +449,7 @@ def test_a_store_that_hangs_is_said_on_the_hosts_first_rank(
         each.monitor.close()
 
 
-def test_a_step_that_takes_far_longer_than_others_is_said_once(
-    store: dist.Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_takes_far_longer_than_others_is_said_once(store, caplog):
     rank, other = Rank(store, 0, 2, host_ranks=[0]), Rank(store, 1, 2, host_ranks=[1])
     for rank.step in range(2, 6):
         time.sleep(4 * INTERVAL_S)

@@ -197,13 +197,8 @@ def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.
 @pytest.mark.parametrize("uncombined", [100, 0])
 @pytest.mark.parametrize("shape", [SHAPE, LATENT], ids=["gqa", "latent"])
 def test_the_formula_is_what_the_engine_allocates(
-    monkeypatch: pytest.MonkeyPatch,
-    shape: AttentionShape,
-    uncombined: int,
-    most_rows: int,
-    buffer_bytes: int,
-    keep: bool,
-) -> None:
+    monkeypatch, shape, uncombined, most_rows, buffer_bytes, keep
+):
     """FlashAttention's own allocations and its surrogate are left out."""
     monkeypatch.setattr(row_tables, "Combination", Combination)
     monkeypatch.setattr(
@@ -238,7 +233,7 @@ def test_the_formula_is_what_the_engine_allocates(
             )
 
 
-def test_of_two_nano_batches_one_travels_while_the_other_computes() -> None:
+def test_of_two_nano_batches_one_travels_while_the_other_computes():
     layouts = [
         TokenLayout.from_segments([[(doc, 0, tokens)], []])
         for doc, tokens in ((0, 3000), (1, 1000))
@@ -262,7 +257,7 @@ def test_of_two_nano_batches_one_travels_while_the_other_computes() -> None:
 
 @pytest.mark.parametrize("num_ranks", params([8, 64], [8]))
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_buffers_and_working_memory_are_bounded(name: str, num_ranks: int) -> None:
+def test_buffers_and_working_memory_are_bounded(name, num_ranks):
     """The model is Llama 3 8B, with 32,768 tokens a rank."""
     one, two = (
         measure(name, num_ranks, (11, 12, 13), nano_batches) for nano_batches in (1, 2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.lib.refusals import refusal
 from tests.lib.threaded import TIMEOUT_S, run_ranks, thread_transports
 from torchtitan_cad.planning import AttentionShape, TileAreaCost
 from torchtitan_cad.runtime import rates
@@ -17,12 +18,9 @@ from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged
 from torchtitan_cad.runtime.timing import WARM_UP
 from torchtitan_cad.tools.profiling import (
-    CPU_ROWS,
-    LONGEST_CALL,
     MOST_RETRIES,
     ProfileGrid,
     measure_profile,
-    num_tasks,
 )
 
 CPU = torch.device("cpu")
@@ -70,7 +68,7 @@ class ClockedKernel:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def test_times_are_those_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_those_of_a_task(monkeypatch):
     kernel, cells = ClockedKernel(monkeypatch), []
     grid = ProfileGrid((32, 256), (128, 256, 1024), repeats=3)
     profile = measure_profile(
@@ -92,7 +90,7 @@ def test_times_are_those_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_noisy_cells_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noisy_cells_are_measured_again(monkeypatch):
     """A disturbance of one cell's repeats is gone the second time; one that stays is kept, after two more rounds."""
     for disturbed in (1, 100):
         kernel, seen = ClockedKernel(monkeypatch), 0
@@ -119,43 +117,26 @@ def test_noisy_cells_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None
         assert profile.forward_ms[0][1] == pytest.approx(2.0)
 
 
-def test_cells_larger_than_the_memory_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cells_larger_than_the_memory_are_refused(monkeypatch):
     kernel = ClockedKernel(monkeypatch)
-    with pytest.raises(
-        ValueError, match=r"tasks of 128 queries x 1073741824 keys take 275 GB"
-    ):
+    with refusal():
         measure_profile(
             kernel, SHAPE, torch.float32, CPU, ProfileGrid((128,), (128, 2**30), 1)
         )
     assert not kernel.calls
 
 
-def test_what_cannot_be_measured_is_refused_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_be_measured_is_refused_first(monkeypatch):
     kernel = ClockedKernel(monkeypatch)
-    with pytest.raises(ValueError, match=r"kv_lengths = \[100\]"):
+    with refusal("grid.kv_lengths", "[100]"):
         measure_profile(
             kernel, SHAPE, torch.float32, CPU, ProfileGrid((128,), (100,), 1)
         )
-    with pytest.raises(ValueError, match=r"takes no torch\.float64"):
+    with refusal():
         measure_profile(
             kernel, SHAPE, torch.float64, CPU, ProfileGrid((128,), (128,), 1)
         )
     assert not kernel.calls
-
-
-def test_short_tasks_are_many_and_long_ones_few() -> None:
-    assert num_tasks(64, 128, 4, CPU) == CPU_ROWS // 128
-    assert num_tasks(512, 128, 4, CPU) == CPU_ROWS // 512
-    assert num_tasks(128, 10**6, 4, CPU) == 1
-    assert all(
-        num_tasks(q, k, 4, CPU) * k <= LONGEST_CALL * CPU_ROWS
-        for q in (1, 128)
-        for k in (128, 1024, 8192)
-    )
 
 
 class SleepingKernel:
@@ -169,7 +150,7 @@ class SleepingKernel:
         time.sleep(0.02)
 
 
-def test_attention_is_timed_forward_and_backward_per_unit_of_cost() -> None:
+def test_attention_is_timed_forward_and_backward_per_unit_of_cost():
     tiles = 8 * 9 // 2  # of 128, in a causal document of 1024 tokens
     seconds = rates.attention_seconds(
         SleepingKernel(), SHAPE, torch.float32, CPU, TileAreaCost(128)
@@ -181,19 +162,6 @@ def test_attention_is_timed_forward_and_backward_per_unit_of_cost() -> None:
         )
         > 0
     )
-
-
-def test_linear_work_is_timed_per_token_and_parameter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a product of 1024 tokens with 256 x 256 weights, forward and twice that backward."""
-    assert 0 < rates.linear_seconds(10**6, 256, torch.float32, CPU) < 1
-    monkeypatch.setattr(
-        rates, "median_milliseconds", lambda run, *_: run() is None or 2.0
-    )
-    assert rates.linear_seconds(
-        5 * 256 * 256, 256, torch.float32, CPU
-    ) == pytest.approx(3 * 5 * 2e-3 / 1024)
 
 
 class Link:
@@ -247,13 +215,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 ALL = ~np.eye(3, dtype=bool)
 
 
-def test_the_link_is_measured_apart_from_the_exchange(alone: None) -> None:
+def test_the_link_is_measured_apart_from_the_exchange(alone):
     link, seconds = rates.link_rate(Link(), 0, ALL, CPU, None)
     assert 3e7 < link < 1.3e8
     assert 0.001 <= seconds < 0.02
 
 
-def test_no_more_rows_than_there_is_room_for(alone: None) -> None:
+def test_no_more_rows_than_there_is_room_for(alone):
     link = Link()
     link.buffer_bytes = 10 * rates.ROW_BYTES + 1
     rates.link_rate(link, 0, ALL, CPU, None)
@@ -261,9 +229,7 @@ def test_no_more_rows_than_there_is_room_for(alone: None) -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_ranks_exchange_with_those_of_their_host_or_of_others(
-    monkeypatch: pytest.MonkeyPatch, together: bool
-) -> None:
+def test_ranks_exchange_with_those_of_their_host_or_of_others(monkeypatch, together):
     """Rows are counted alike on all ranks also where hosts have different numbers of ranks."""
     monkeypatch.setattr(rates, "slowest", slowest_of_threads(3))
     host, transports = np.array([0, 0, 1]), thread_transports(3)

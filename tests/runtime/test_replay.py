@@ -18,6 +18,7 @@ from tests.lib.fake_flash_attn import Recorder, fake_operator
 from tests.lib.interpreter import interpret, interpreted_transport
 from tests.lib.plans import random_layout, random_plan
 from tests.lib.processes import run_processes, values
+from tests.lib.refusals import refusal
 from tests.lib.rows import CPU, SHAPES, SquareKernel, Tensors, assert_same_bits, execute
 from tests.lib.sets import needs_triton, seeds
 from tests.lib.tape import Tape, record_kernels
@@ -60,7 +61,7 @@ def common_sizes(plans: list[Plan]) -> TableSizes:
 @needs_linux
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
 @pytest.mark.parametrize("seed", seeds(1, 4))
-def test_padding_changes_nothing(seed: int, keep: bool) -> None:
+def test_padding_changes_nothing(seed, keep):
     """Sizes larger than any plan needs, one of which moves nothing: rows that stand for nothing in every table."""
     torch.manual_seed(seed)
     layout, shape = (
@@ -83,7 +84,7 @@ def test_padding_changes_nothing(seed: int, keep: bool) -> None:
         assert_same_bits(padded, plain)
 
 
-def test_a_plan_that_does_not_fit_is_refused() -> None:
+def test_a_plan_that_does_not_fit_is_refused():
     layout, shape = random_layout(np.random.default_rng(0), 1, 200), SHAPES["mha"]
     small, large = sorted(
         random_plans(layout, shape, 2), key=lambda plan: len(plan.tasks)
@@ -94,16 +95,12 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
         CpuKernel(), None, rank=0, device=CPU, scale=1.0, sizes=sizes
     )
     engine.add_plan(0, small)
-    with pytest.raises(
-        ValueError, match=r"a plan needs \w+ = \d+, but tables were made for \d+"
-    ):
+    with refusal():
         engine.add_plan(1, large)
 
 
-def test_kernels_that_take_squares_only_have_no_fixed_sizes() -> None:
-    with pytest.raises(
-        ValueError, match=r"tables of fixed sizes .* cad\.kernel = 'varlen'"
-    ):
+def test_kernels_that_take_squares_only_have_no_fixed_sizes():
+    with refusal():
         CoreAttentionEngine(
             SquareKernel(),
             None,
@@ -114,13 +111,13 @@ def test_kernels_that_take_squares_only_have_no_fixed_sizes() -> None:
         )
 
 
-def test_plans_are_not_copied_without_sizes() -> None:
+def test_plans_are_not_copied_without_sizes():
     """Their tensors may happen to have the same shapes, but numbers on the host would stay."""
     layout, shape = random_layout(np.random.default_rng(0), 1, 200), SHAPES["mha"]
     engine = CoreAttentionEngine(CpuKernel(), None, rank=0, device=CPU, scale=1.0)
     for key, plan in enumerate(random_plans(layout, shape, 2)):
         engine.add_plan(key, plan)
-    with pytest.raises(ValueError, match="copying plans takes an engine with sizes"):
+    with refusal():
         engine.copy_plan(0, 1)
 
 
@@ -241,7 +238,7 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
 @pytest.mark.parametrize(
     ("num_ranks", "keep"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)]
 )
-def test_recorded_attention_follows_the_plan(num_ranks: int, keep: bool) -> None:
+def test_recorded_attention_follows_the_plan(num_ranks, keep):
     assert (
         sum(
             values(
@@ -263,7 +260,7 @@ _T = TypeVar("_T")
 @pytest.mark.matrix
 @needs_linux
 @needs_triton
-def test_launches_of_a_layer() -> None:
+def test_launches_of_a_layer():
     """Two exchanges in either direction: each says that it is ready, waits for that, puts, posts and waits for rows."""
     for forward, backward in values(run_processes(2, count, timeout_s=240)):
         assert forward == {
@@ -290,7 +287,7 @@ def test_launches_of_a_layer() -> None:
 @needs_linux
 @needs_triton
 @pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 2)])
-def test_launches_of_a_layer_between_hosts(hosts: tuple[int, ...]) -> None:
+def test_launches_of_a_layer_between_hosts(hosts):
     """For ranks of other hosts, one launch packs the rows of a kind; without near ranks nothing is put or signalled."""
     counted = values(run_processes(3, count, hosts, timeout_s=240))
     for rank, (forward, backward) in enumerate(counted):
@@ -305,9 +302,7 @@ def test_launches_of_a_layer_between_hosts(hosts: tuple[int, ...]) -> None:
         assert (forward["gather_rows"], backward["gather_rows"]) == (4 + 3, 4 + 4)
 
 
-def test_launches_of_a_layer_that_moves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_launches_of_a_layer_that_moves_nothing(monkeypatch):
     """Those of stock, and one each way that lays out the log-sum-exp."""
     tape = Tape()
     for name in ("_forward_op", "_backward_op"):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.lib.refusals import refusal
 from tests.lib.rows import CPU, SHAPES, Tensors, assert_same_bits, execute
 from torchtitan_cad import __version__
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan
@@ -355,20 +356,24 @@ def test_a_server_that_accepts_no_invitation_is_not_used(
 
 
 @pytest.mark.parametrize(
-    ("changes", "token", "remedy"),
+    ("changes", "token", "key", "remedy"),
     [
-        ({"version": "0.0.1"}, TOKEN, "install the same version"),
-        ({}, "a guess", "--token"),
+        ({"version": "0.0.1"}, TOKEN, "torchtitan_cad 0.0.1", "the same version"),
+        ({}, "a guess", "--token", "first log lines"),
     ],
 )
 def test_a_server_refuses_another_job(
-    store: dist.TCPStore, changes: dict[str, object], token: str, remedy: str
+    store: dist.TCPStore,
+    changes: dict[str, object],
+    token: str,
+    key: str,
+    remedy: str,
 ) -> None:
     open_job(store, **changes)
     one = AttentionServer(
         "localhost", store.port, token, CPU, "cpu", version=__version__
     )
-    with pytest.raises(ValueError, match=remedy):
+    with refusal(key, remedy=remedy):
         one.run()
 
 

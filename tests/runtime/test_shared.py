@@ -43,7 +43,7 @@ def results_of(
 
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
 @pytest.mark.parametrize("attend", VARIANTS)
-def test_any_plan_by_every_family(attend: Attend, keep: bool) -> None:
+def test_any_plan_by_every_family(attend, keep):
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     layout = random_layout(rng, num_ranks=3, max_length=300)
@@ -75,7 +75,7 @@ def test_any_plan_by_every_family(attend: Attend, keep: bool) -> None:
     )
 
 
-def test_ranks_without_tokens_serve_in_ticks() -> None:
+def test_ranks_without_tokens_serve_in_ticks():
     layout = TokenLayout.from_segments([[(0, 0, 300)], [(1, 0, 40)], []])
     plan = random_plan(
         np.random.default_rng(0), layout, SHAPE, aligned=False, split_kv=True
@@ -128,7 +128,7 @@ def test_ranks_without_tokens_serve_in_ticks() -> None:
     "backend", ["aot_eager", pytest.param("inductor", marks=matrix)]
 )
 @pytest.mark.parametrize("attend", VARIANTS[:2])
-def test_compiled(attend: Attend, backend: str) -> None:
+def test_compiled(attend, backend):
     layout = TokenLayout.from_segments([[(0, 0, 13), (1, 0, 11)]])
     engine = CoreAttentionEngine(CpuKernel(), None, rank=0, device=CPU, scale=0.25)
     engine.add_plan(0, make_plan(layout, SHAPE, PlannerConfig(planner="home")))

@@ -55,7 +55,7 @@ def start(code: str, *lines: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_end_of_a_blocked_process(number: signal.Signals) -> None:
+def test_end_of_a_blocked_process(number):
     process = start(blocked())
     process.send_signal(number)
     said, _ = process.communicate(timeout=60)
@@ -63,7 +63,7 @@ def test_end_of_a_blocked_process(number: signal.Signals) -> None:
     assert process.returncode == 128 + number
 
 
-def test_end_of_the_parent_counts_as_sigterm() -> None:
+def test_end_of_the_parent_counts_as_sigterm():
     code = blocked(parent="os.getppid()")
     process = start(
         f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
@@ -73,7 +73,7 @@ def test_end_of_the_parent_counts_as_sigterm() -> None:
     assert said == "got SIGTERM\ndone\n"
 
 
-def test_time_before_the_end_is_bounded() -> None:
+def test_time_before_the_end_is_bounded():
     process = start(blocked(end_s=60))
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
@@ -82,7 +82,7 @@ def test_time_before_the_end_is_bounded() -> None:
     assert 0.9 < time.monotonic() - begin < 30
 
 
-def test_signal_of_a_forked_child_is_its_own() -> None:
+def test_signal_of_a_forked_child_is_its_own():
     child = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))"
     kill = f"child = {child}; child.start(); time.sleep(0.5); child.terminate(); child.join()"
     process = start(
@@ -95,7 +95,7 @@ def test_signal_of_a_forked_child_is_its_own() -> None:
     process.communicate()
 
 
-def test_handlers_are_put_back() -> None:
+def test_handlers_are_put_back():
     from torchtitan_cad.runtime.signals import ending_on_signals
 
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
@@ -117,7 +117,7 @@ OWN = """
 """
 
 
-def test_a_signal_with_a_handler_of_the_programs_own_is_left_to_it() -> None:
+def test_a_signal_with_a_handler_of_the_programs_own_is_left_to_it():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(OWN)],
         capture_output=True,
@@ -157,7 +157,7 @@ def run(inside: str, after: str = "pass", limit_s: float = 30) -> tuple[int, lis
 
 
 @pytest.mark.parametrize("fork", ["os.fork()", "ctypes.PyDLL(None).fork()"])
-def test_context_ends_while_a_forked_child_lives(fork: str) -> None:
+def test_context_ends_while_a_forked_child_lives(fork):
     """Code that is not Python's may have forked it."""
     assert run(
         f"child = {fork}; child or time.sleep(600)", after="os.kill(child, 9)"
@@ -171,12 +171,12 @@ DAEMON = (
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_process_that_ends_at_once_ends_its_daemons(method: str) -> None:
+def test_process_that_ends_at_once_ends_its_daemons(method):
     """They would hold its output open, and its connections."""
     assert run("pass", after=DAEMON.format(method) + "end_at_once(3)") == (3, ["left"])
 
 
-def test_forked_daemon_ends_with_a_parent_that_is_killed() -> None:
+def test_forked_daemon_ends_with_a_parent_that_is_killed():
     assert run(DAEMON.format("fork") + "os.kill(os.getpid(), 9)") == (
         -signal.SIGKILL,
         [],
@@ -214,9 +214,7 @@ def failures(*exit_codes: int) -> ChildFailedError:
         (SignalException("", signal.SIGINT), 130, "launch: SIGINT has ended all ranks"),
     ],
 )
-def test_failed_job_ends_in_one_line(
-    error: Exception, returncode: int, line: str, monkeypatch, capsys
-) -> None:
+def test_failed_job_ends_in_one_line(error, returncode, line, monkeypatch, capsys):
     def fail(args: object) -> None:
         raise error
 
@@ -228,9 +226,7 @@ def test_failed_job_ends_in_one_line(
 
 
 @pytest.mark.parametrize("devices", ["gpu", "xpu", "gpus"])
-def test_devices_that_are_not_there_are_one_line(
-    devices: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_devices_that_are_not_there_are_one_line(devices, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
     assert (
@@ -251,11 +247,8 @@ def test_devices_that_are_not_there_are_one_line(
     ],
 )
 def test_job_that_succeeds_is_quiet_and_a_folder_that_is_not_redirected_to_is_removed(
-    option: str,
-    folder: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    option, folder, monkeypatch, capsys
+):
     given = []
     monkeypatch.setattr(
         torchrun,

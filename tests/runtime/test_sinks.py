@@ -100,9 +100,7 @@ def dense_with_sinks(
 @pytest.mark.parametrize("seed", seeds(1, 4))
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
 @pytest.mark.parametrize("attend", VARIANTS)
-def test_sinks_over_any_plan(
-    attend: Callable[..., tuple[Tensor, Tensor]], keep: bool, seed: int
-) -> None:
+def test_sinks_over_any_plan(attend, keep, seed):
     """Rows that are split and merged too, in fp32 as exact as a dense computation in fp32."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -117,7 +115,7 @@ def test_sinks_over_any_plan(
     )
 
 
-def test_sinks_of_a_tick() -> None:
+def test_sinks_of_a_tick():
     """A rank without tokens serves others."""
     layout = TokenLayout.from_segments([[(0, 0, 300)], [(1, 0, 40)], []])
     plan = random_plan(
@@ -218,9 +216,7 @@ def random_rows(dim: int = 16) -> list[Tensor]:
 
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("attend", VARIANTS)
-def test_gradients_of_both_results_match_finite_differences(
-    attend: Callable[..., tuple[Tensor, Tensor]],
-) -> None:
+def test_gradients_of_both_results_match_finite_differences(attend):
     def attend_by_the_second_plan(*qkv: Tensor) -> tuple[Tensor, Tensor]:
         return attend(*qkv, torch.tensor([1]), ENGINE)
 
@@ -231,9 +227,7 @@ def test_gradients_of_both_results_match_finite_differences(
 
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("attend", VARIANTS)
-def test_either_result_may_be_unused(
-    attend: Callable[..., tuple[Tensor, Tensor]],
-) -> None:
+def test_either_result_may_be_unused(attend):
     """Gradients are linear in those of the results; without that of lse they have the bits of ``core_attention``."""
     rows, key = random_rows(), torch.tensor([1])
     of_out, of_lse, of_both = (
@@ -255,9 +249,7 @@ def test_either_result_may_be_unused(
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=matrix)]
 )
-def test_one_graph_with_sinks(
-    attend: Callable[..., tuple[Tensor, Tensor]], backend: str
-) -> None:
+def test_one_graph_with_sinks(attend, backend):
     """The graph takes other plans without being compiled anew."""
     rows, sinks, graphs = (
         random_rows(),

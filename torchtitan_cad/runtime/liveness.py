@@ -109,7 +109,7 @@ class PeerMonitor:
         self._interval_s = interval_s
         self._silence_s = _SILENT_INTERVALS * interval_s
         self._stall_intervals = max(_SILENT_INTERVALS, round(stall_s / interval_s))
-        self._own = Heartbeat(rank, socket.gethostname(), os.getpid())
+        self.own = Heartbeat(rank, socket.gethostname(), os.getpid())
         self.launcher = launcher
         self.progress: Callable[[], tuple[int, int, str]] = lambda: (0, 0, "")
         """Returns ``step``, ``exchange`` and ``phase``; called at every heartbeat."""
@@ -119,12 +119,12 @@ class PeerMonitor:
         self._host = [other for other in host_ranks if other != rank]
         self._is_first_of_host = rank < min(self._host, default=world_size)
         self._choose_peers(group, world_size)
-        self._known: _Beats = {}
+        self.known: _Beats = {}
         """Last heartbeats of the watched ranks, and one of every other rank of this host, for its process."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._lost = threading.Event()
-        self._publish()
+        self.publish()
         self._answered = time.monotonic()
         """When the store answered last."""
         self._threads = [
@@ -136,15 +136,15 @@ class PeerMonitor:
 
     def _choose_peers(self, group: Sequence[int], world_size: int) -> None:
         """Choose the ranks to watch, and those to examine after a failure."""
-        rank = self._own.rank
+        rank = self.own.rank
         ring = list(group) if len(group) > 1 else list(range(world_size))
         place = ring.index(rank)
         following = ring[place + 1 :] + ring[:place]
-        self._watched = set(following[:_WATCHED_PEERS])
+        self.watched = set(following[:_WATCHED_PEERS])
         self._examined = following[:MOST_EXAMINED]
         if self._is_first_of_host:
             next_host = (max(self._host, default=rank) + 1) % world_size
-            self._watched |= {*self._host, 0, next_host} - {rank}
+            self.watched |= {*self._host, 0, next_host} - {rank}
             self._examined = [other for other in range(world_size) if other != rank]
 
     @staticmethod
@@ -165,16 +165,14 @@ class PeerMonitor:
         self._announce(_EFFECT, f": {error[:_ERROR_CHARS]}", by_itself=False)
         if gone or self.ended_by_signal:
             return gone
-        failed = (
-            f"communication of rank {self._own.rank} failed at step {self._own.step}"
-        )
+        failed = f"communication of rank {self.own.rank} failed at step {self.own.step}"
         _logger.error(f"{failed}, looking for the cause among its peers: {error}")
         return self.diagnose()
 
     def announce_signal(self, name: str) -> None:
         """Announce that a signal ends this rank, and log the cause unless another rank of the job has."""
         self.ended_by_signal = True
-        own = self._own
+        own = self.own
         if not self._launcher_is_gone():
             gone = self.name_gone(f"rank {own.rank} received {name}")
             self._announce(
@@ -194,7 +192,7 @@ class PeerMonitor:
 
     def _announce(self, how: str, why: str, *, by_itself: bool = True) -> None:
         """Publish that this rank stops, once; log it if it is the first of the job to stop by itself."""
-        own = self._own
+        own = self.own
         if own.has_left:
             return
         own.step, own.exchange, own.phase = self.progress()
@@ -205,7 +203,7 @@ class PeerMonitor:
         if is_first := self._is_first(key):
             self._ask(lambda: self._store.set(f"{_PREFIX}/{key}", clause))
         own.has_left = True
-        self._ask(self._publish)
+        self._ask(self.publish)
         if by_itself and is_first:
             _logger.error(clause)
 
@@ -214,16 +212,16 @@ class PeerMonitor:
         self._closing.set()
         for thread in self._threads:
             thread.join(0.0 if self._lost.is_set() else _STORE_TIMEOUT_S)
-        if not self._own.has_left:
-            self._own.has_left = True
-            self._ask(self._publish)
+        if not self.own.has_left:
+            self.own.has_left = True
+            self._ask(self.publish)
 
     def name_gone(self, noticed: str) -> list[str]:
         """Return one clause for each rank of this host whose process ended without a message, and log it.
 
         ``noticed`` tells how it was noticed, for the log.
         """
-        known = self._known
+        known = self.known
         ended = {
             rank: known[rank]
             for rank in self._host
@@ -255,14 +253,14 @@ class PeerMonitor:
             )
             if self._is_first_of_host and self._host:
                 self._store.set(
-                    f"{_PREFIX}/{_FOUND} {self._own.rank}", json.dumps(findings)
+                    f"{_PREFIX}/{_FOUND} {self.own.rank}", json.dumps(findings)
                 )
             cause, effect = self._value_of(_CAUSE), self._value_of(_EFFECT)
             if not findings and not cause and not self._is_first_of_host:
                 findings = self._found_by_first_of_host()
             if cause:
                 findings.append(cause)
-            elif effect and not findings and not effect.startswith(self._own.name):
+            elif effect and not findings and not effect.startswith(self.own.name):
                 findings.append(f"{effect} (the first to stop)")
             return findings
 
@@ -291,7 +289,7 @@ class PeerMonitor:
 
         Ranks of the own group come first. Only steps are compared with ranks of other groups, whose exchanges differ.
         """
-        own, findings = self._own, []
+        own, findings = self.own, []
         if silent := [
             after[r]
             for r, b in before.items()
@@ -326,18 +324,16 @@ class PeerMonitor:
         looks: deque[_Beats] = deque(maxlen=_SILENT_INTERVALS + 1)
         while not self._closing.wait(self._interval_s) and not self._launcher_is_gone():
             try:
-                self._own.count += 1
-                self._publish()
-                known = self._known
+                self.own.count += 1
+                self.publish()
+                known = self.known
                 beats = self._read(
-                    self._watched.union(
-                        rank for rank in self._host if rank not in known
-                    )
+                    self.watched.union(rank for rank in self._host if rank not in known)
                 )
-                self._known = known | beats
-                now = {rank: beats[rank] for rank in self._watched if rank in beats}
+                self.known = known | beats
+                now = {rank: beats[rank] for rank in self.watched if rank in beats}
                 self._answered = time.monotonic()
-                self.name_gone(f"noticed by rank {self._own.rank}")
+                self.name_gone(f"noticed by rank {self.own.rank}")
                 looks.extend([now] if now else [])
                 findings = (
                     self._compare(looks[0], now, self._stall_intervals)
@@ -371,7 +367,7 @@ class PeerMonitor:
             elif self._lost.is_set():
                 self._lost.clear()
                 _logger.warning(
-                    f"{self._own.name} reaches the job's key-value store again"
+                    f"{self.own.name} reaches the job's key-value store again"
                 )
             if (at := self.progress()[0]) != step:
                 longest = max(longest, now - begin) if step > _STARTING_STEPS else 0.0
@@ -385,7 +381,7 @@ class PeerMonitor:
                     and not self._lost.is_set()
                 ):
                     _logger.warning(
-                        f"{self._own.name} has been at {self._own.place} for {now - begin:.0f} s, where steps took at "
+                        f"{self.own.name} has been at {self.own.place} for {now - begin:.0f} s, where steps took at "
                         f"most {longest:.1f} s: it waits for a link or a peer{self._last_seen()}; the job's key-value "
                         "store answers"
                     )
@@ -396,17 +392,17 @@ class PeerMonitor:
         if isinstance(why, RuntimeError):
             why, self._answered = str(why).splitlines()[0], -math.inf
         if not self._lost.is_set() and self._is_first_of_host:
-            self._own.step, self._own.exchange, self._own.phase = self.progress()
+            self.own.step, self.own.exchange, self.own.phase = self.progress()
             _logger.error(
-                f"{self._own.name}, at {self._own.place}, has no answer from the job's key-value store, {why}"
+                f"{self.own.name}, at {self.own.place}, has no answer from the job's key-value store, {why}"
                 f"{self._last_seen()}"
             )
         self._lost.set()
 
     def _last_seen(self) -> str:
         """Return a clause about the watched ranks of other hosts, or else of this one; empty if none is known."""
-        known = list(self._known.values())
-        others = [beat for beat in known if beat.host != self._own.host] or known
+        known = list(self.known.values())
+        others = [beat for beat in known if beat.host != self.own.host] or known
         return "".join(
             f"; {beat.name} was last seen at {beat.place}"
             for beat in others[:_WATCHED_PEERS]
@@ -419,9 +415,9 @@ class PeerMonitor:
             1,
         )
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         with self._lock:
-            own, before = self._own, self._own.position
+            own, before = self.own, self.own.position
             own.step, own.exchange, own.phase = self.progress()
             own.moved = own.moved if own.position == before else own.count
             self._store.set(
@@ -431,7 +427,7 @@ class PeerMonitor:
     def _read(self, ranks: Iterable[int]) -> _Beats:
         """Return the heartbeats of ``ranks``; empty until all of them have published one."""
         keys = {rank: f"{_PREFIX}/{rank}" for rank in ranks}
-        unknown = [key for rank, key in keys.items() if rank not in self._known]
+        unknown = [key for rank, key in keys.items() if rank not in self.known]
         # multi_get would wait
         if not keys or (unknown and not self._store.check(unknown)):
             return {}

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed import TCPStore
 
 from tests.lib.jobs.attention_server import READY
+from tests.lib.refusals import check_refusal
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 HERE = Path(__file__).resolve().parent
@@ -67,15 +67,15 @@ class RunResult:
     def ok(self) -> bool:
         return all(code == 0 for code in self.returncodes)
 
-    def assert_refused(self, message: str) -> None:
-        """Every rank has failed before training, with one ValueError that matches ``message``."""
+    def assert_refused(self, key: str, value: Any = None, remedy: str = "") -> None:
+        """Every rank has failed before training, with one ValueError of this key, value and remedy."""
         for code, log in zip(self.returncodes, self.logs, strict=True):
             assert code not in (0, None), self.report()
             errors = [
                 line for line in log.splitlines() if line.startswith("ValueError: ")
             ]
             assert len(errors) == 1, self.report()
-            assert re.search(message, errors[0]), errors[0]
+            check_refusal(errors[0], key, value, remedy)
             assert "Training starts" not in log
 
     def report(self, tail_lines: int = 40) -> str:

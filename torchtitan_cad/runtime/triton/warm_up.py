@@ -45,7 +45,7 @@ def warm_up(
     )
     for number in range(len(launches)):
         index = (first + number) % len(launches)
-        with _locked(index):
+        with locked(index):
             launches[index]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -55,7 +55,7 @@ def warm_up(
 
 
 @contextmanager
-def _locked(index: int) -> Iterator[None]:
+def locked(index: int) -> Iterator[None]:
     """Hold the lock of a kernel, which other processes compile meanwhile; without one where the cache is read-only.
 
     Raises TimeoutError that names the lock if another process does not release it in ``LOCK_S``.
