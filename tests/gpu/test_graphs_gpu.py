@@ -12,6 +12,7 @@ from tests.gpu.test_transport_gpu import share_one_device
 from tests.lib.device import ON_GPU, no_synchronisation
 from tests.lib.plans import random_layout
 from tests.lib.processes import run_processes, values
+from tests.lib.replay import ReplayEngine
 from tests.lib.rows import Tensors
 from tests.lib.sets import needs_triton
 from tests.runtime.test_replay import (
@@ -23,7 +24,6 @@ from tests.runtime.test_replay import (
 )
 from torchtitan_cad.planning import AttentionShape, Plan
 from torchtitan_cad.runtime.call import Saved
-from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import get_kernel
 from torchtitan_cad.runtime.transport import build_transport
 
@@ -42,9 +42,9 @@ def capture(run: Run) -> Recording:
 
 def build_engine(
     plans: list[Plan], group: dist.ProcessGroup | None, keep: bool = False
-) -> CoreAttentionEngine:
+) -> ReplayEngine:
     device = share_one_device()
-    return CoreAttentionEngine(
+    return ReplayEngine(
         get_kernel("varlen", device),
         build_transport("symm_mem", group, device, 2**26, replayable=True)
         if group

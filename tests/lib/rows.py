@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.lib.kernels_reference import assert_results_as_exact, dense_in_fp64, offsets
+from tests.lib.replay import ReplayEngine, TableSizes
 from tests.lib.threaded import (
     BUFFER_BYTES,
     needs_linux,
@@ -32,7 +33,6 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.replay import TableSizes
 
 CPU = torch.device("cpu")
 TRANSPORTS = pytest.mark.parametrize(
@@ -171,7 +171,10 @@ def execute(
     scale = plan.shape.head_dim**-0.5
 
     def body(rank: int) -> list[Tensor]:
-        engine = CoreAttentionEngine(
+        make_engine = CoreAttentionEngine
+        if sizes is not None:
+            make_engine = partial(ReplayEngine, sizes=sizes)
+        engine = make_engine(
             SquareKernel() if squares_only else get_kernel("cpu", CPU),
             transports[rank],
             rank=rank,
@@ -179,7 +182,6 @@ def execute(
             scale=scale,
             kept_bytes=math.inf if keep else kept_bytes,
             two_rounds=two_rounds,
-            sizes=sizes,
         )
         engine.add_plan(7, plan)
         engine.add_plan(8, backward or plan)

@@ -18,7 +18,8 @@ from tests.lib.fake_flash_attn import Recorder, fake_operator
 from tests.lib.interpreter import interpret, interpreted_transport
 from tests.lib.plans import random_layout, random_plan
 from tests.lib.processes import run_processes, values
-from tests.lib.rows import CPU, SHAPES, SquareKernel, Tensors, assert_same_bits, execute
+from tests.lib.replay import ReplayEngine, TableSizes
+from tests.lib.rows import CPU, SHAPES, Tensors, assert_same_bits, execute
 from tests.lib.sets import needs_triton, seeds
 from tests.lib.tape import Tape, record_kernels
 from tests.lib.threaded import needs_linux
@@ -35,7 +36,6 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import varlen
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.replay import TableSizes
 
 Run = Callable[[], list[Tensor]]
 Recording = tuple[list[Tensor], Callable[[], None]]
@@ -90,38 +90,12 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     )
     assert len(small.tasks) < len(large.tasks)
     sizes = TableSizes.needed(small.exchange(0))
-    engine = CoreAttentionEngine(
-        CpuKernel(), None, rank=0, device=CPU, scale=1.0, sizes=sizes
-    )
+    engine = ReplayEngine(CpuKernel(), None, rank=0, device=CPU, scale=1.0, sizes=sizes)
     engine.add_plan(0, small)
     with pytest.raises(
         ValueError, match=r"a plan needs \w+ = \d+, but tables were made for \d+"
     ):
         engine.add_plan(1, large)
-
-
-def test_kernels_that_take_squares_only_have_no_fixed_sizes() -> None:
-    with pytest.raises(
-        ValueError, match=r"tables of fixed sizes .* cad\.kernel = 'varlen'"
-    ):
-        CoreAttentionEngine(
-            SquareKernel(),
-            None,
-            rank=0,
-            device=CPU,
-            scale=1.0,
-            sizes=TableSizes(1, 1, 1, 1, 1, 1),
-        )
-
-
-def test_plans_are_not_copied_without_sizes() -> None:
-    """Their tensors may happen to have the same shapes, but numbers on the host would stay."""
-    layout, shape = random_layout(np.random.default_rng(0), 1, 200), SHAPES["mha"]
-    engine = CoreAttentionEngine(CpuKernel(), None, rank=0, device=CPU, scale=1.0)
-    for key, plan in enumerate(random_plans(layout, shape, 2)):
-        engine.add_plan(key, plan)
-    with pytest.raises(ValueError, match="copying plans takes an engine with sizes"):
-        engine.copy_plan(0, 1)
 
 
 class DeviceKernel(CpuKernel):
@@ -153,7 +127,7 @@ class DeviceKernel(CpuKernel):
 
 
 def check_replays(
-    engine: CoreAttentionEngine,
+    engine: ReplayEngine,
     plans: list[Plan],
     tensors: Tensors,
     record: Callable[[Run], Recording],
@@ -221,7 +195,7 @@ def replay_on_interpreted_devices(group: dist.ProcessGroup, keep: bool) -> int:
     layout = random_layout(np.random.default_rng(46), group.size(), 40)
     plans = random_plans(layout, shape, 2)
     transport = interpreted_transport(group, 2**20, replayable=True)
-    engine = CoreAttentionEngine(
+    engine = ReplayEngine(
         DeviceKernel(get_tape),
         transport,
         rank=rank,

@@ -4,9 +4,10 @@
 For the numbering of rows see NOTE [Row spaces] of planning/exchange/tables.py.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from torchtitan_cad.runtime.row_tables import Chunk, RowTables
 from torchtitan_cad.runtime.transport.base import Routes, rows_to_device
 
 T = TypeVar("T")
+Rounds = list[list[tuple[CallTable, bool]]]
+"""tables of kernel calls by round, each with its causal flag"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,7 @@ class PlanTables:
     moves: bool
     rounds: list[list[KernelCall]]
     keeps: bool = False
+    _shared: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def from_exchange(
@@ -79,18 +83,12 @@ class PlanTables:
             chunks: chunks of every kind of rows, by default one each.
             two_rounds: make two rounds of about equal work, if rows move.
             squares_only: divide causal tasks for a kernel that takes squares only (``AttentionKernel``).
-            is_padded: True for an exchange padded by ``replay.py``: the two calls are not cut, and gather all rows.
+            is_padded: True for an exchange padded to fixed sizes: the two calls are not cut, and gather all rows.
         """
-        calls = [(exchange.causal, True), (exchange.full, False)]
-        rounds = [calls]
-        if not is_padded:
-            used = [(table, causal) for table, causal in calls if table.num_tasks]
-            rounds = halves(used, exchange.window) if two_rounds and moves else [used]
-            if squares_only:
-                rounds = [squares(tables) for tables in rounds]
-            rounds = bounded(
-                rounds, exchange.keys.num_local, split_keys=exchange.split_keys
-            )
+        if is_padded:
+            rounds: Rounds = [[(exchange.causal, True), (exchange.full, False)]]
+        else:
+            rounds = _divide(exchange, two_rounds and moves, squares_only)
         computed = [table for tables in rounds for table, _ in tables]
         build_rows = partial(
             RowTables.build,
@@ -105,27 +103,21 @@ class PlanTables:
         keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
 
         def kernel_call(table: CallTable, causal: bool) -> KernelCall:
-            args = VarlenArgs.from_numpy(
-                table.cu_q,
-                table.cu_k,
-                causal=causal,
-                scale=scale,
-                device=device,
-                q_start=table.q_start,
-                window=exchange.window if causal else None,
-            )
+            window = exchange.window if causal else None
             return KernelCall(
-                replace(args, max_q=table.max_q, max_k=table.max_k),
+                _varlen_args(table, causal, window, scale, device),
                 _rows_of_call(table.q_rows, queries, device, in_place=not is_padded),
                 _rows_of_call(table.kv_rows, keys, device, in_place=not is_padded),
             )
 
-        return cls(
-            queries,
-            keys,
-            moves,
-            [[kernel_call(*table) for table in tables] for tables in rounds],
-        )
+        calls = [[kernel_call(*table) for table in tables] for tables in rounds]
+        return cls(queries, keys, moves, calls)
+
+    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what ``make`` returned when it was first asked for under ``key``: what layers have in common."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     @cached_property
     def out(self) -> dict[str, list[Routes]]:
@@ -188,6 +180,35 @@ class PlanTables:
         return (
             queries * shape.num_heads * shape.head_dim + keys * of_keys
         ) * shape.dtype_bytes
+
+
+def _divide(exchange: RankExchange, two_rounds: bool, squares_only: bool) -> Rounds:
+    """Return the tables of kernel calls by round, each with its causal flag."""
+    calls = [(exchange.causal, True), (exchange.full, False)]
+    used = [(table, causal) for table, causal in calls if table.num_tasks]
+    rounds = halves(used, exchange.window) if two_rounds else [used]
+    if squares_only:
+        rounds = [squares(tables) for tables in rounds]
+    return bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
+
+
+def _varlen_args(
+    table: CallTable,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    device: torch.device,
+) -> VarlenArgs:
+    args = VarlenArgs.from_numpy(
+        table.cu_q,
+        table.cu_k,
+        causal=causal,
+        scale=scale,
+        device=device,
+        q_start=table.q_start,
+        window=window,
+    )
+    return replace(args, max_q=table.max_q, max_k=table.max_k)
 
 
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tables of fixed sizes: a CUDA graph that has captured core attention by one plan can replay it by other plans.
 
-Training does not use them (docs/performance.md). A rank's ``RankExchange`` is padded with rows of -1 and tasks without
+Training does not do so (docs/performance.md). A rank's ``RankExchange`` is padded with rows of -1 and tasks without
 rows.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from torchtitan_cad.planning import CallTable, RankExchange
+from torchtitan_cad.planning import CallTable, Plan, RankExchange
 from torchtitan_cad.planning.exchange.messages import MostRows
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.tables import PlanTables
+from torchtitan_cad.runtime.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,51 @@ class TableSizes:
 
 def _padded(array: np.ndarray, size: int, fill: int) -> np.ndarray:
     return np.pad(array, (0, size - len(array)), constant_values=fill)
+
+
+class ReplayEngine(CoreAttentionEngine):
+    """Pads the tables of all plans to ``sizes``, so that all plans run the same operations on the same shapes.
+
+    Kernel calls read gathered rows only. Other arguments are those of ``CoreAttentionEngine``.
+    """
+
+    def __init__(
+        self,
+        kernel: AttentionKernel,
+        transport: Transport | None,
+        *,
+        sizes: TableSizes,
+        **options: Any,
+    ) -> None:
+        assert not kernel.squares_only, "tables hold calls of tasks of any shape"
+        super().__init__(kernel, transport, **options)
+        self.sizes = sizes
+
+    def add_plan(self, key: int, plan: Plan) -> None:
+        exchange = self.sizes.pad(plan.exchange(self.rank))
+        tables = PlanTables.from_exchange(
+            exchange,
+            self.transport is not None,
+            self.device,
+            self.scale,
+            is_padded=True,
+        )
+        keeps = exchange.most.are_kept(plan.shape, self.kept_bytes)
+        self.add_tables(key, replace(tables, keeps=keeps))
+
+    def copy_plan(self, source: int, target: int) -> None:
+        """Copy the plan under ``source`` over the plan under ``target``, in place and on the current stream.
+
+        A CUDA graph that has captured core attention by the plan ``target`` then executes the copied plan. Capture it
+        after one run without a graph, which compiles kernels, and while no plan is added. Keep ``target`` as long as
+        the graph, and replay the graph while no other exchange is in flight. CPU kernels are not supported, as they
+        read offsets on the host.
+        """
+        theirs, mine = self.plan(source), self.plan(target)
+        if self.transport is not None:
+            assert self.transport.replayable
+            self.transport.prepare([*mine.exchanges, *theirs.exchanges])
+        copy_tables(theirs, mine)
 
 
 def copy_tables(source: PlanTables, target: PlanTables) -> None:
