@@ -4,6 +4,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.tables import KernelCall, PlanTables
+
+if TYPE_CHECKING:
+    from torchtitan_cad.runtime.triton.gather import GatheredRows
 
 
 class RowSpace:
@@ -29,14 +33,16 @@ class RowSpace:
         if rows is None and not self.received[0].shape[0]:
             return list(self.local)
         if triton.runs_on(self.local[0].device):
-            from torchtitan_cad.runtime.triton.gather import gather_rows
+            return self._gathered.gather(rows)
+        if rows is None:
+            return self._joined
+        return [x.index_select(0, rows) for x in self._joined]
 
-            return gather_rows(self.local, self.received, rows)
-        return (
-            self._joined
-            if rows is None
-            else [x.index_select(0, rows) for x in self._joined]
-        )
+    @cached_property
+    def _gathered(self) -> "GatheredRows":
+        from torchtitan_cad.runtime.triton.gather import GatheredRows
+
+        return GatheredRows(self.local, self.received)
 
     @cached_property
     def _joined(self) -> list[Tensor]:

@@ -4,12 +4,12 @@
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
@@ -24,6 +24,7 @@ from torchtitan_cad.runtime.kernels.base import (
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
 from torchtitan_cad.runtime.row_tables import Chunk
 from torchtitan_cad.runtime.tables import PlanTables
+from torchtitan_cad.runtime.traces import named
 from torchtitan_cad.runtime.transport import Transport
 from torchtitan_cad.runtime.transport.base import Kind, Routes
 
@@ -134,6 +135,35 @@ BACKWARD = Direction(
 rows"""
 
 
+@dataclasses.dataclass(frozen=True)
+class Like:
+    """Tensors without rows that are like those of a call, by kind of rows. The calls of all layers share them.
+
+    Attributes:
+        rows: like the rows.
+        results: like the results.
+        precise_results: like the results in fp32 (fp64).
+    """
+
+    rows: dict[Kind, list[Tensor]]
+    results: dict[Kind, list[Tensor]]
+    precise_results: dict[Kind, list[Tensor]]
+
+    @classmethod
+    def of(cls, direction: Direction, rows: dict[Kind, list[Tensor]]) -> "Like":
+        """Return tensors like ``rows``, and like the results of a call in this direction."""
+        rows_like: dict[Kind, list[Tensor]] = {
+            kind: [x.new_empty(0, *x.shape[1:]) for x in tensors]
+            for kind, tensors in rows.items()
+        }
+        results = direction.results(rows_like)
+        precise_results: dict[Kind, list[Tensor]] = {
+            kind: [x.to(compute_dtype(x.dtype)) for x in tensors]
+            for kind, tensors in results.items()
+        }
+        return cls(rows_like, results, precise_results)
+
+
 class Engine(Protocol):
     """What a call needs of its engine, ``CoreAttentionEngine``."""
 
@@ -190,11 +220,10 @@ class AttentionCall:
         (fp64) until the last chunk."""
         self._returning: deque[tuple[Exchange, Sequence[Chunk]]] = deque()
         """Exchanges of results in flight and their chunks, in the order of their starts."""
-        self._like = {
-            kind: [x.new_empty(0, *x.shape[1:]) for x in tensors]
-            for kind, tensors in rows.items()
-        }
-        self._results_like = direction.results(self._like)
+        formats = [RowFormat.of(tensors) for tensors in rows.values()]
+        self._like: Like = plan.shared(
+            (direction.name, *formats), lambda: Like.of(direction, rows)
+        )
 
     def run(self) -> tuple[Tensor, ...]:
         """Make all steps, and return the results as ``finish``."""
@@ -236,7 +265,7 @@ class AttentionCall:
         phase = f"{self.direction.name} {what}"
         clock.exchanges += 1
         clock.phase = phase
-        with record_function(f"cad/exchange {phase}"), clock.measure("starting"):
+        with named(f"cad/exchange {phase}"), clock.measure("starting"):
             pending = transport.start(messages, routes, phase, self._number)
         return Exchange(
             pending, [RowFormat.of(tensors) for tensors in messages], clock, phase
@@ -269,9 +298,9 @@ class AttentionCall:
         with self._traced():
             self.combine_results(tasks)
 
-    def _traced(self) -> record_function:
+    def _traced(self) -> AbstractContextManager[object]:
         """Return a context that names the computation in traces."""
-        return record_function(
+        return named(
             "cad/attention" if self.direction is FORWARD else "cad/attention backward"
         )
 
@@ -298,10 +327,8 @@ class AttentionCall:
         if self._has_kept_rows:
             kept_q, kept_kv = self._kept
             self._kept = ()
-            format_q, format_kv = (
-                RowFormat.of(self._like["queries"][-1:]),
-                RowFormat.of(self._like["keys"]),
-            )
+            format_q = RowFormat.of(self._like.rows["queries"][-1:])
+            format_kv = RowFormat.of(self._like.rows["keys"])
             received["queries"] += format_q.reveal(
                 kept_q, self._plan.queries.num_remote
             )
@@ -316,15 +343,15 @@ class AttentionCall:
 
     def combine_results(self, tasks: TaskRunner) -> None:
         """Run the remaining kernel calls and combine their results, for other ranks and, if they are many, at home."""
-        num_results = sum(len(like) for like in self._results_like.values())
+        num_results = sum(len(like) for like in self._like.results.values())
         partials = [
             list(of_calls) for of_calls in zip(*tasks.finish(), strict=True)
         ] or [[]] * num_results
         self._tasks = None
-        for kind, like in self._results_like.items():
+        for kind, like in self._like.results.items():
             self._results[kind] = partials[: len(like)]
             partials = partials[len(like) :]
-        for kind, like in self._results_like.items():
+        for kind, like in self._like.results.items():
             tables = getattr(self._plan, kind)
             if self._plan.moves:
                 self._remote_results[kind] = self.direction.combine(
@@ -381,13 +408,13 @@ class AttentionCall:
 
         The results get the model's dtype if this ``is_last``, else fp32 (fp64).
         """
-        partials, like = self._results[kind], self._results_like[kind]
+        partials = self._results[kind]
         if returned:
             partials = [
                 [*of_result, rows]
                 for of_result, rows in zip(partials, returned, strict=True)
             ]
-        like = like if is_last else [x.to(compute_dtype(x.dtype)) for x in like]
+        like = (self._like.results if is_last else self._like.precise_results)[kind]
         self._results[kind] = [
             [rows] for rows in self.direction.combine(combination, partials, like)
         ]

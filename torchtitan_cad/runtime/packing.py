@@ -30,6 +30,8 @@ class RowFormat:
             self.fields.append((offset, num_bytes, tail, tensor.dtype))
             offset += -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self.row_bytes = offset
+        self._dtypes = {tensor.dtype for tensor in tensors}
+        self._strides = [_dense_strides(tensor.shape[1:]) for tensor in tensors]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "RowFormat":
@@ -67,11 +69,16 @@ class RowFormat:
     def unpack(self, message: Tensor) -> list[Tensor]:
         """Return the tensors of a message [R, row_bytes], as strided views [R, ...] of it."""
         num_rows = message.shape[0]
+        typed = {dtype: message.view(dtype) for dtype in self._dtypes}
         return [
-            message[:, offset : offset + num_bytes].view(dtype).view(num_rows, *tail)
-            if num_rows
-            else torch.empty(0, *tail, dtype=dtype, device=message.device)
-            for offset, num_bytes, tail, dtype in self.fields
+            typed[dtype].as_strided(
+                (num_rows, *tail),
+                (self.row_bytes // dtype.itemsize, *strides),
+                typed[dtype].storage_offset() + offset // dtype.itemsize,
+            )
+            for (offset, _, tail, dtype), strides in zip(
+                self.fields, self._strides, strict=True
+            )
         ]
 
     def reveal(self, hidden: Tensor, num_rows: int) -> list[Tensor]:
@@ -91,6 +98,11 @@ class RowFormat:
         return self.unpack(
             whole[: num_rows * self.row_bytes].view(num_rows, self.row_bytes)
         )
+
+
+def _dense_strides(shape: torch.Size) -> list[int]:
+    """Return the strides of a contiguous tensor."""
+    return [shape[number + 1 :].numel() for number in range(len(shape))]
 
 
 _formats: dict[object, RowFormat] = {}

@@ -166,10 +166,9 @@ class SymmetricTransport:
 
     def _rows(self, begin: int, route: Route, row_bytes: int) -> Tensor:
         """Return uint8 [num_received, row_bytes] of this rank's memory from byte ``begin``."""
-        num_rows = route.num_received
-        return self._memory.own[begin : begin + num_rows * row_bytes].view(
-            num_rows, row_bytes
-        )
+        own = self._memory.own
+        shape, strides = (route.num_received, row_bytes), (row_bytes, 1)
+        return own.as_strided(shape, strides, own.storage_offset() + begin)
 
     def _free(self, buffers: range) -> None:
         """Let later exchanges use the buffers after what the current stream has done."""
