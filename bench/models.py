@@ -73,7 +73,7 @@ def measure(name: str, options: Options) -> list[Record]:
     )
     (before, after), times = (
         (Disaggregated(loaded, "home"), Disaggregated(step)),
-        step.costs.layer_times(options.ranks, False),
+        step.costs.layer_times(options.ranks, overlaps=False, kept_bytes=0.0),
     )
     records, total = [], np.zeros(2)
     for kind, (home,), (plan,) in zip(

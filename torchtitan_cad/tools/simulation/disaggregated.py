@@ -126,7 +126,8 @@ class Disaggregated:
                 ranks, stages = ranks * stages, 1
             times = None
             if self.configuration.tolerance == "auto":
-                times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
+                overlaps = self.configuration.nano_batches == 2
+                times = costs.layer_times(ranks, overlaps, self._kept_per_call)
             place = self.configuration.placement == "balanced" and not self._in_ticks
             columns = np.concatenate(self.starts) % step.batch.row_tokens
             how = costs.kinds, self._config(ranks), times, costs.plan_cost

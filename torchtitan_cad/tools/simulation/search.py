@@ -192,14 +192,8 @@ class Search:
             self.progress(
                 f"{system}: batch {number} of {len(self.batches)}, {changes or 'as asked'}"
             )
-            # Those of the first batch are kept; checkpointing and ``backward`` do not change them.
-            plans = (
-                system,
-                replace(configuration, checkpointing="none", backward="resend"),
-            )
-            cad = Disaggregated(
-                step, system, self._plans.setdefault(plans, {}) if number == 1 else {}
-            )
+            plans = self._plans_of_first_batch(system, configuration)
+            cad = Disaggregated(step, system, plans if number == 1 else {})
             memory = cad.memory().total  # without what plans take
             outcome = cad.outcome() if memory <= self.cluster.memory else None
         most = max(before.memory, memory, outcome.memory.total if outcome else 0.0)
@@ -207,6 +201,14 @@ class Search:
             text = f"needs {most / 1e9:.1f} GB of a GPU's {self.cluster.memory / 1e9:.1f} GB"
             return Trial(configuration, memory=most, reason=text)
         return Trial(configuration, (*before.outcomes, outcome), most)
+
+    def _plans_of_first_batch(self, system: str, configuration: Configuration) -> Plans:
+        """Return the plans that are known. By time they depend on what servers keep, so on all of a configuration."""
+        if configuration.tolerance != "auto":
+            configuration = replace(
+                configuration, checkpointing="none", backward="resend"
+            )
+        return self._plans.setdefault((system, configuration), {})
 
     def fastest(self, system: str, candidates: Sequence[Configuration]) -> Trial:
         """Return a baseline's fastest configuration that fits every batch, of the best for ``TRIED`` batches.
