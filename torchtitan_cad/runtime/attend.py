@@ -25,12 +25,13 @@ class RowSpace:
 
     def __init__(self, local: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         self.local, self.received = local, received
+        self._num_remote = received[0].shape[0]
 
     def take(self, rows: Tensor | slice | None) -> list[Tensor]:
         """Return the rows of a ``KernelCall``, of every tensor: views if local and in order, otherwise copies."""
         if isinstance(rows, slice):
             return [x[rows] for x in self.local]
-        if rows is None and not self.received[0].shape[0]:
+        if rows is None and not self._num_remote:
             return list(self.local)
         if triton.runs_on(self.local[0].device):
             return self._gathered.gather(rows)
@@ -46,8 +47,10 @@ class RowSpace:
 
     @cached_property
     def _joined(self) -> list[Tensor]:
+        if not self._num_remote:
+            return list(self.local)
         pairs = zip(self.local, self.received, strict=True)
-        return [torch.cat(pair) if pair[1].shape[0] else pair[0] for pair in pairs]
+        return list(map(torch.cat, pairs))
 
 
 Compute = Callable[[Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]]
@@ -81,10 +84,11 @@ class TaskRunner:
 
     def advance(self) -> None:
         """Run the next round."""
-        for call in sorted(
-            self._rounds.popleft(), key=lambda call: -call.weighted_rows
-        ):
-            self._results[call] = self._compute(self._gather(call), call.args)
+        calls = self._rounds.popleft()
+        largest_first = sorted(calls, key=lambda call: -call.weighted_rows)
+        for call in largest_first:
+            rows = self._gather(call)
+            self._results[call] = self._compute(rows, call.args)
 
     def finish(self) -> list[tuple[Tensor, ...]]:
         """Run the remaining rounds; returns the results of all calls, in the plan's order, and forgets them."""
@@ -95,9 +99,11 @@ class TaskRunner:
 
     def _gather(self, call: KernelCall) -> list[Tensor]:
         queries, keys = self._spaces
-        rows = [*queries.take(call.q_rows), *keys.take(call.kv_rows)]
-        self._forget_rows(when=len(self._results) == len(self._calls) - 1)
-        return rows
+        rows_of_queries = queries.take(call.q_rows)
+        rows_of_keys = keys.take(call.kv_rows)
+        is_last = len(self._results) == len(self._calls) - 1
+        self._forget_rows(when=is_last)
+        return rows_of_queries + rows_of_keys
 
     def _forget_rows(self, *, when: bool) -> None:
         if when:

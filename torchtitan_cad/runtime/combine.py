@@ -70,16 +70,19 @@ class Combination:
             raise ValueError(
                 f"partials in {len(targets)} tensors, at most {most_tensors} can be combined"
             )
-        rows = np.concatenate([np.empty(0, np.int64), *targets])
+        rows = _concatenated(targets)
         num_unused = np.count_nonzero(rows < 0)
-        order = np.argsort(rows, kind="stable")[num_unused:]
+        order = np.argsort(rows, kind="stable")
+        order = order[num_unused:]
         counts = np.bincount(rows[order], minlength=num_rows)
         if triton.runs_on(device):
             first = _first_of_all_rows(targets, num_rows) if in_place else -1
-            tables = [_sources(targets, order), np.append(0, np.cumsum(counts))]
-            index = [rows_to_device(table, device, np.int32) for table in tables]
+            sources = _sources(targets, order)
+            offsets = np.append(0, np.cumsum(counts))
+            index = [rows_to_device(x, device, np.int32) for x in (sources, offsets)]
             return cls(num_rows, index, is_fused=True, in_place=first)
-        index = [rows_to_device(table, device) for table in _wave_tables(order, counts)]
+        waves = _wave_tables(order, counts)
+        index = [rows_to_device(table, device) for table in waves]
         return cls(num_rows, index, is_fused=False)
 
     def merge(self, partials: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
@@ -129,8 +132,9 @@ class Combination:
 
             sources, offsets = self.index
             sums, in_place = self._targets(partials, like)
-            together = 2 if len(sums) > 1 and sums[0].shape == sums[1].shape else 1
-            for begin, end in pairwise([0, *range(together, len(sums) + 1)]):
+            has_pair = len(sums) > 1 and sums[0].shape == sums[1].shape
+            in_first = 2 if has_pair else 1
+            for begin, end in pairwise([0, *range(in_first, len(sums) + 1)]):
                 if sums[begin].numel():
                     sum_rows(
                         partials[begin:end],
@@ -148,7 +152,10 @@ class Combination:
         for *parts, rows in self._waves(partials):
             for total, part in zip(sums, parts, strict=True):
                 total.index_add_(0, rows, part.to(total.dtype))
-        return [total.to(x.dtype) for total, x in zip(sums, like, strict=True)]
+        return [
+            total.to(of_result.dtype)
+            for total, of_result in zip(sums, like, strict=True)
+        ]
 
     def _targets(
         self, partials: Sequence[Sequence[Tensor]], like: Sequence[Tensor]
@@ -172,7 +179,8 @@ class Combination:
                 torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
                 for parts in partials
             ]
-            yield [*(part.index_select(0, source) for part in joined), rows]
+            of_wave = [part.index_select(0, source) for part in joined]
+            yield [*of_wave, rows]
 
 
 def _sources(targets: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
@@ -181,10 +189,14 @@ def _sources(targets: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
         np.arange(len(rows)) << TENSOR_BITS | number
         for number, rows in enumerate(targets)
     ]
-    all_names = np.concatenate([np.empty(0, np.int64), *names])
+    all_names = _concatenated(names)
     sources = np.zeros(len(all_names), np.int32)
     sources[: len(order)] = all_names[order]
     return sources
+
+
+def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.int64), *arrays])
 
 
 def _first_of_all_rows(targets: Sequence[np.ndarray], num_rows: int) -> int:

@@ -31,12 +31,16 @@ class RowFormat:
             offset += -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self.row_bytes = offset
         self._dtypes = {tensor.dtype for tensor in tensors}
-        self._strides = [_dense_strides(tensor.shape[1:]) for tensor in tensors]
+        self._strides = [
+            (self.row_bytes // x.dtype.itemsize, *_dense_strides(x.shape[1:]))
+            for x in tensors
+        ]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "RowFormat":
         """Return the format of tensors, made once for all like them."""
-        key = tuple([(x.shape[1:], x.dtype) for x in tensors])
+        kinds = [(x.shape[1:], x.dtype) for x in tensors]
+        key = tuple(kinds)
         return _formats.get(key) or _formats.setdefault(key, cls(tensors))
 
     def pack(
@@ -46,23 +50,22 @@ class RowFormat:
         out: Tensor | None = None,
     ) -> Tensor:
         """Gather ``rows`` (int64 [R], None for all) of every tensor into ``out``, a uint8 message [R, row_bytes]."""
-        num_rows = tensors[0].shape[0] if rows is None else rows.shape[0]
+        chosen = tensors[0] if rows is None else rows
+        num_rows = chosen.shape[0]
         message = out
         if message is None:
             message = torch.empty(
                 num_rows, self.row_bytes, dtype=torch.uint8, device=tensors[0].device
             )
         if triton.runs_on(message.device):
-            from torchtitan_cad.runtime.triton.gather import gather_rows
+            from torchtitan_cad.runtime.triton.gather import GatheredRows
 
-            gather_rows(
-                tensors,
-                [tensor[:0] for tensor in tensors],
-                rows,
-                outs=self.unpack(message),
-            )
+            nothing = [tensor[:0] for tensor in tensors]
+            row_spaces = GatheredRows(tensors, nothing)
+            row_spaces.gather(rows, outs=self.unpack(message))
             return message
-        for tensor, view in zip(tensors, self.unpack(message), strict=True):
+        views = self.unpack(message)
+        for tensor, view in zip(tensors, views, strict=True):
             view.copy_(tensor if rows is None else tensor.index_select(0, rows))
         return message
 
@@ -70,16 +73,15 @@ class RowFormat:
         """Return the tensors of a message [R, row_bytes], as strided views [R, ...] of it."""
         num_rows = message.shape[0]
         typed = {dtype: message.view(dtype) for dtype in self._dtypes}
-        return [
-            typed[dtype].as_strided(
-                (num_rows, *tail),
-                (self.row_bytes // dtype.itemsize, *strides),
-                typed[dtype].storage_offset() + offset // dtype.itemsize,
-            )
-            for (offset, _, tail, dtype), strides in zip(
-                self.fields, self._strides, strict=True
-            )
-        ]
+        tensors = []
+        for (offset, _, tail, dtype), strides in zip(
+            self.fields, self._strides, strict=True
+        ):
+            elements = typed[dtype]
+            first = elements.storage_offset() + offset // dtype.itemsize
+            shape = num_rows, *tail
+            tensors.append(elements.as_strided(shape, strides, first))
+        return tensors
 
     def reveal(self, hidden: Tensor, num_rows: int) -> list[Tensor]:
         """Return the tensors of a message [num_rows, row_bytes] whose storage was hidden (``hide_storage``).
@@ -92,9 +94,8 @@ class RowFormat:
                 "servers cannot keep rows where hooks copy saved tensors, such as activation offloading: what one kept "
                 "was lost; set cad.backward = 'resend'"
             )
-        whole = torch.empty(0, dtype=torch.uint8, device=hidden.device).set_(
-            hidden.untyped_storage()
-        )
+        whole = torch.empty(0, dtype=torch.uint8, device=hidden.device)
+        whole.set_(hidden.untyped_storage())
         return self.unpack(
             whole[: num_rows * self.row_bytes].view(num_rows, self.row_bytes)
         )

@@ -33,79 +33,60 @@ MOST_TENSORS = 4
 """tensors whose rows are gathered in a launch"""
 
 
-def gather_rows(
-    local: Sequence[Tensor],
-    received: Sequence[Tensor],
-    rows: Tensor | None,
-    outs: list[Tensor] | None = None,
-) -> list[Tensor]:
-    """Gather ``rows`` of the row spaces of several tensors, in one launch.
-
-    Args:
-        local: tensors [N, ...], the first N rows of each row space.
-        received: per tensor, further rows [M, ...] of the same dtype and row shape, dense rows of any stride.
-        rows: int64 [R]; None for all in order.
-        outs: tensors for the results, [R, ...] with dense rows of any stride; by default new contiguous tensors.
-
-    Returns:
-        outs.
-    """
-    return GatheredRows(local, received).gather(rows, outs)
-
-
 class GatheredRows:
     """The row spaces of several tensors, from which every kernel call of a layer gathers its rows.
 
     Args:
-        local, received: as in ``gather_rows``.
+        local: tensors [N, ...], the first N rows of each row space.
+        received: per tensor, further rows [M, ...] of the same dtype and row shape, dense rows of any stride.
     """
 
     def __init__(self, local: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         self._local = [with_dense_rows(x) for x in local]
         self._received = received
-        local_addresses = addresses_of(self._local, self._received)
-        received_addresses = addresses_of(self._received, self._local)
-        self._places = (
+        local_addresses = addresses_of(self._local, received)
+        received_addresses = addresses_of(received, self._local)
+        self._addresses = (
             padded(local_addresses, MOST_TENSORS),
             padded(received_addresses, MOST_TENSORS),
         )
         self._alignment = math.gcd(16, *local_addresses, *received_addresses)
+        self._strides = strides_of([*self._local, *received])
         self._row_bytes = [x.shape[1:].numel() * x.itemsize for x in local]
-        self._strides = strides_of([*self._local, *self._received])
 
     def gather(
         self, rows: Tensor | None, outs: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """Gather ``rows`` as ``gather_rows`` does."""
+        """Gather rows of all row spaces, in one launch.
+
+        Args:
+            rows: int64 [R]; None for all in order.
+            outs: tensors for the results, [R, ...] with dense rows of any stride; by default new contiguous tensors.
+
+        Returns:
+            outs.
+        """
         num_local = self._local[0].shape[0]
-        if rows is None:
-            num_rows, row_table = num_local + self._received[0].shape[0], 0
-        else:
+        num_rows, row_table = num_local + self._received[0].shape[0], 0
+        if rows is not None:
             num_rows, row_table = rows.shape[0], rows.data_ptr()
         if outs is None:
             outs = [x.new_empty(num_rows, *x.shape[1:]) for x in self._local]
-            out_strides = self._row_bytes
-        else:
-            out_strides = strides_of(outs)
         if not num_rows or not any(self._row_bytes):
             return outs
         out_addresses = [x.data_ptr() for x in outs]
         cut = _cut(
             tuple(self._row_bytes),
-            (*self._strides, *out_strides),
+            (*self._strides, *strides_of(outs)),
             math.gcd(self._alignment, *out_addresses),
         )
-        addresses = *self._places, padded(out_addresses, MOST_TENSORS)
+        addresses = *self._addresses, padded(out_addresses, MOST_TENSORS)
+        places = zip(addresses, cut.strides, strict=True)
+        grid = divided(num_rows, HEIGHT.value), cut.num_columns, 1
         _gather_rows.launch(
-            (divided(num_rows, HEIGHT.value), cut.num_columns, 1),
+            grid,
             (),
-            (
-                *zip(addresses, cut.strides, strict=True),
-                *cut.tables,
-                row_table,
-                num_rows,
-                num_local,
-            ),
+            (*places, *cut.tables, row_table, num_rows, num_local),
             (cut.words.dtype, cut.words.is_aligned),
         )
         return outs
