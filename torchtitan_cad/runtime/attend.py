@@ -87,8 +87,8 @@ class TaskRunner:
         calls = self._rounds.popleft()
         largest_first = sorted(calls, key=lambda call: -call.weighted_rows)
         for call in largest_first:
-            rows = self._gather(call)
-            self._results[call] = self._compute(rows, call.args)
+            # No name holds the rows of a call while those of the next are gathered.
+            self._results[call] = self._compute(self._gather(call), call.args)
 
     def finish(self) -> list[tuple[Tensor, ...]]:
         """Run the remaining rounds; returns the results of all calls, in the plan's order, and forgets them."""

@@ -179,8 +179,7 @@ class Combination:
                 torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
                 for parts in partials
             ]
-            of_wave = [part.index_select(0, source) for part in joined]
-            yield [*of_wave, rows]
+            yield [*(part.index_select(0, source) for part in joined), rows]
 
 
 def _sources(targets: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
