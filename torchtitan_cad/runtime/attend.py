@@ -101,8 +101,7 @@ class TaskRunner:
         queries, keys = self._spaces
         rows_of_queries = queries.take(call.q_rows)
         rows_of_keys = keys.take(call.kv_rows)
-        is_last = len(self._results) == len(self._calls) - 1
-        self._forget_rows(when=is_last)
+        self._forget_rows(when=len(self._results) == len(self._calls) - 1)
         return rows_of_queries + rows_of_keys
 
     def _forget_rows(self, *, when: bool) -> None:

@@ -6,12 +6,23 @@ of any size through code that needs static shapes, such as a compiled graph.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan_cad.planning.model.shape import ROW_ALIGNMENT
 from torchtitan_cad.runtime import triton
+
+
+class Field(NamedTuple):
+    """Bytes of a message row that hold a row of one tensor, contiguous."""
+
+    offset: int
+    num_bytes: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class RowFormat:
@@ -22,19 +33,14 @@ class RowFormat:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.fields: list[tuple[int, int, torch.Size, torch.dtype]] = []
+        self.fields: list[Field] = []
         offset = 0
         for tensor in tensors:
-            tail = tensor.shape[1:]
-            num_bytes = tail.numel() * tensor.dtype.itemsize
-            self.fields.append((offset, num_bytes, tail, tensor.dtype))
-            offset += -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+            row = tensor.new_empty(tensor.shape[1:])
+            field = Field(offset, row.nbytes, row.shape, row.stride(), row.dtype)
+            self.fields.append(field)
+            offset += -(-row.nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self.row_bytes = offset
-        self._dtypes = {tensor.dtype for tensor in tensors}
-        self._strides = [
-            (self.row_bytes // x.dtype.itemsize, *_dense_strides(x.shape[1:]))
-            for x in tensors
-        ]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "RowFormat":
@@ -72,15 +78,19 @@ class RowFormat:
     def unpack(self, message: Tensor) -> list[Tensor]:
         """Return the tensors of a message [R, row_bytes], as strided views [R, ...] of it."""
         num_rows = message.shape[0]
-        typed = {dtype: message.view(dtype) for dtype in self._dtypes}
+        typed = {field.dtype: message.view(field.dtype) for field in self.fields}
         tensors = []
-        for (offset, _, tail, dtype), strides in zip(
-            self.fields, self._strides, strict=True
-        ):
+        for offset, _, shape, strides, dtype in self.fields:
             elements = typed[dtype]
+            row_stride = self.row_bytes // dtype.itemsize
             first = elements.storage_offset() + offset // dtype.itemsize
-            shape = num_rows, *tail
-            tensors.append(elements.as_strided(shape, strides, first))
+            tensors.append(
+                elements.as_strided(
+                    (num_rows, *shape),
+                    (row_stride, *strides),
+                    first,
+                )
+            )
         return tensors
 
     def reveal(self, hidden: Tensor, num_rows: int) -> list[Tensor]:
@@ -99,11 +109,6 @@ class RowFormat:
         return self.unpack(
             whole[: num_rows * self.row_bytes].view(num_rows, self.row_bytes)
         )
-
-
-def _dense_strides(shape: torch.Size) -> list[int]:
-    """Return the strides of a contiguous tensor."""
-    return [shape[number + 1 :].numel() for number in range(len(shape))]
 
 
 _formats: dict[object, RowFormat] = {}

@@ -149,8 +149,9 @@ class CpuKernel(AttentionKernel):
             dout, qh, kh, vh = (_heads_first(x, x.shape[2]) for x in (dout, q, k, v))
             # a row without keys has probability exp(-inf) = 0
             shift = torch.where(lse == -torch.inf, lse, -lse)
-            shift, neg_delta = (x.to(qh.dtype) for x in (shift, -delta))
-            terms = [x.t().unsqueeze(-1) for x in (shift, neg_delta)]
+            of_scores = shift.to(qh.dtype).t()
+            of_dprobs = -delta.to(qh.dtype).t()
+            terms = of_scores.unsqueeze(-1), of_dprobs.unsqueeze(-1)
             grads = [torch.zeros_like(x) for x in (qh, kh, vh)]
             rows = dout, qh, *terms
             for tile in iter_tiles(call):
@@ -258,12 +259,7 @@ def _add_tile(
         v = all_v[:, lo:hi]
         k_t = k.transpose(1, 2)
         scores = torch.baddbmm(shift, q, k_t, alpha=scale)
-        probs = scores.exp_()
-        if lo == tile.k_mid:
-            probs.view(-1, num_rows, num_rows).tril_()
-        if tile.window is not None:
-            first_seen = tile.k_mid - lo + 1 - tile.window
-            probs.view(-1, num_rows, hi - lo).triu_(first_seen)
+        probs = _probabilities(scores, tile, lo)
         v_t = v.transpose(1, 2)
         dprobs = torch.baddbmm(neg_delta, dout, v_t)
         dscores = dprobs.mul_(probs)
@@ -276,6 +272,17 @@ def _add_tile(
     all_dq[:, tile.q_lo : tile.q_hi] = of_tile
 
 
+def _probabilities(scores: Tensor, tile: Tile, lo: int) -> Tensor:
+    """Overwrite the scores of a block of keys from ``lo`` by probabilities: 0 of keys that the masks hide."""
+    probs = scores.exp_()
+    of_heads = probs.unflatten(1, (-1, tile.q_hi - tile.q_lo))
+    if lo == tile.k_mid:
+        of_heads.tril_()
+    if tile.window is not None:
+        of_heads.triu_(tile.k_mid - lo + 1 - tile.window)
+    return probs
+
+
 def _fold(x: Tensor, kv_heads: int) -> Tensor:
     """[Hq, rows, D] -> [Hkv, Hq/Hkv * rows, D]."""
     return x.reshape(kv_heads, -1, x.shape[2])
@@ -284,6 +291,7 @@ def _fold(x: Tensor, kv_heads: int) -> Tensor:
 def _key_blocks(tile: Tile) -> Iterator[tuple[int, int]]:
     """Yield ranges of keys: blocks that every row of the tile sees, and the square with the triangular mask."""
     for lo in range(tile.k_lo, tile.k_mid, KEY_BLOCK):
-        yield lo, min(lo + KEY_BLOCK, tile.k_mid)
+        hi = min(lo + KEY_BLOCK, tile.k_mid)
+        yield lo, hi
     if tile.k_mid < tile.k_hi:
         yield tile.k_mid, tile.k_hi
