@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tests.lib.kernels_reference import assert_results_as_exact, dense_in_fp64, offsets
-from tests.lib.replay import ReplayEngine, TableSizes
 from tests.lib.threaded import (
     BUFFER_BYTES,
     needs_linux,
@@ -153,7 +152,6 @@ def execute(
     symmetric: bool = False,
     hosts: Sequence[int] | None = None,
     two_rounds: bool = False,
-    sizes: TableSizes | None = None,
     squares_only: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
     transports: Sequence[Any] = (),
@@ -171,10 +169,7 @@ def execute(
     scale = plan.shape.head_dim**-0.5
 
     def body(rank: int) -> list[Tensor]:
-        make_engine = CoreAttentionEngine
-        if sizes is not None:
-            make_engine = partial(ReplayEngine, sizes=sizes)
-        engine = make_engine(
+        engine = CoreAttentionEngine(
             SquareKernel() if squares_only else get_kernel("cpu", CPU),
             transports[rank],
             rank=rank,

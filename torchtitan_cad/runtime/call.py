@@ -152,12 +152,12 @@ class Like:
     @classmethod
     def of(cls, direction: Direction, rows: dict[Kind, list[Tensor]]) -> "Like":
         """Return tensors like ``rows``, and like the results of a call in this direction."""
-        rows_like: dict[Kind, list[Tensor]] = {
+        rows_like = {
             kind: [x.new_empty(0, *x.shape[1:]) for x in tensors]
             for kind, tensors in rows.items()
         }
         results = direction.results(rows_like)
-        precise_results: dict[Kind, list[Tensor]] = {
+        precise_results = {
             kind: [x.to(compute_dtype(x.dtype)) for x in tensors]
             for kind, tensors in results.items()
         }
@@ -221,9 +221,10 @@ class AttentionCall:
         self._returning: deque[tuple[Exchange, Sequence[Chunk]]] = deque()
         """Exchanges of results in flight and their chunks, in the order of their starts."""
         formats = [RowFormat.of(tensors) for tensors in rows.values()]
-        self._like: Like = plan.shared(
-            (direction.name, *formats), lambda: Like.of(direction, rows)
-        )
+        key_of_like = direction.name, *formats
+        if key_of_like not in plan.likes:
+            plan.likes[key_of_like] = Like.of(direction, rows)
+        self._like: Like = plan.likes[key_of_like]
 
     def run(self) -> tuple[Tensor, ...]:
         """Make all steps, and return the results as ``finish``."""
@@ -239,9 +240,11 @@ class AttentionCall:
             return self
         assert self.engine.transport is not None
         self._number = self.engine.transport.begin()
-        kinds: list[Kind] = ["queries"] if self._has_kept_rows else ["queries", "keys"]
         exchanges = self._plan.out["queries" if self._has_kept_rows else "all"]
-        num_rows = {kind: getattr(self._plan, kind).num_remote for kind in kinds}
+        num_rows: dict[Kind, int] = {
+            "queries": self._plan.queries.num_remote,
+            "keys": self._plan.keys.num_remote,
+        }
         self._incoming = Incoming(self._send_rows, exchanges, num_rows)
         return self
 
@@ -292,9 +295,7 @@ class AttentionCall:
     def compute(self) -> None:
         """Compute the remaining rounds, and combine results for other ranks, and local results if they are many."""
         self.engine.enter("attend", self.direction, self.key)
-        tasks = (
-            self.begin_tasks(self._receive()) if self._tasks is None else self._tasks
-        )
+        tasks = self._tasks or self.begin_tasks(self._receive())
         with self._traced():
             self.combine_results(tasks)
 

@@ -18,10 +18,7 @@ from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.kernels.merge import merge_partials
 from torchtitan_cad.runtime.transport.base import rows_to_device
-
-TENSOR_BITS = 4
-"""bits: partials lie in at most 2^4 tensors, so that the number of a tensor and a row of it (below
-``planning.exchange.tables.MAX_ROWS``) make an int32."""
+from torchtitan_cad.runtime.triton import TENSOR_BITS
 
 
 @dataclass(frozen=True)
@@ -52,15 +49,12 @@ class Combination:
         targets: Sequence[np.ndarray],
         num_rows: int,
         device: torch.device,
-        *,
-        in_place: bool = True,
     ) -> "Combination":
         """Index partials on ``device``.
 
         Args:
             targets: per tensor of partials, int64 [P_i] row of each partial, or -1 for none. The partials of a row are
                 combined in this order.
-            in_place: False for an index that others will be copied over.
 
         Raises:
             ValueError: more tensors than ``TENSOR_BITS`` allow.
@@ -76,7 +70,7 @@ class Combination:
         order = order[num_unused:]
         counts = np.bincount(rows[order], minlength=num_rows)
         if triton.runs_on(device):
-            first = _first_of_all_rows(targets, num_rows) if in_place else -1
+            first = _first_of_all_rows(targets, num_rows)
             sources = _sources(targets, order)
             offsets = np.append(0, np.cumsum(counts))
             index = [rows_to_device(x, device, np.int32) for x in (sources, offsets)]
@@ -105,9 +99,7 @@ class Combination:
             (out,), in_place = self._targets([outs], [like])
             lse = like.new_empty(heads_shape, dtype=precise)
             if out.numel():
-                merge_rows(
-                    outs, lses, sources, offsets, out, lse, TENSOR_BITS, in_place
-                )
+                merge_rows(outs, lses, sources, offsets, out, lse, in_place)
             return [out, lse]
         out_NHD = like.new_zeros((*heads_shape, like.shape[-1]), dtype=precise)
         lse_NH = like.new_full(heads_shape, -torch.inf, dtype=precise)
@@ -141,7 +133,6 @@ class Combination:
                         sources,
                         offsets,
                         sums[begin:end],
-                        TENSOR_BITS,
                         in_place,
                     )
             return sums

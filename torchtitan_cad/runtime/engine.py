@@ -107,11 +107,8 @@ class CoreAttentionEngine:
             two_rounds=self.two_rounds,
             squares_only=self.kernel.squares_only,
         )
-        self.add_tables(key, replace(tables, keeps=keeps))
-
-    def add_tables(self, key: int, tables: PlanTables) -> None:
-        """Make the plan of ``tables`` executable under ``key``."""
-        if tables.moves and self.transport is not None:
+        tables = replace(tables, keeps=keeps)
+        if plan.moves_rows and self.transport is not None:
             self.transport.prepare(tables.exchanges)
         self._plans[key] = tables, streams.record_event(self.device)
 
@@ -128,7 +125,7 @@ class CoreAttentionEngine:
                 f"no plan {key} on rank {self.rank} of the CAD group (known: {sorted(self._plans)}); "
                 "it was dropped before its backward, or the batch did not come from the planning loader"
             ) from None
-        streams.wait_event(self.device, copied, from_outside=True)
+        streams.wait_event(self.device, copied)
         return tables
 
     # Steps ------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
 For the numbering of rows see NOTE [Row spaces] of planning/exchange/tables.py.
 """
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -53,7 +53,8 @@ class PlanTables:
     """Everything that one rank needs to execute one plan.
 
     Two attributes are equal on all ranks. If ``moves`` is False, no rank sends rows, and all exchanges are skipped. If
-    ``keeps`` is True, servers keep received Q, K and V for backward.
+    ``keeps`` is True, servers keep received Q, K and V for backward. ``likes`` are for ``AttentionCall``, made by the
+    first layer.
     """
 
     queries: RowTables
@@ -61,7 +62,7 @@ class PlanTables:
     moves: bool
     rounds: list[list[KernelCall]]
     keeps: bool = False
-    _shared: dict[Hashable, Any] = field(default_factory=dict)
+    likes: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def from_exchange(
@@ -74,7 +75,6 @@ class PlanTables:
         chunks: Chunks | None = None,
         two_rounds: bool = False,
         squares_only: bool = False,
-        is_padded: bool = False,
     ) -> "PlanTables":
         """Build the tensors on ``device``.
 
@@ -83,19 +83,14 @@ class PlanTables:
             chunks: chunks of every kind of rows, by default one each.
             two_rounds: make two rounds of about equal work, if rows move.
             squares_only: divide causal tasks for a kernel that takes squares only (``AttentionKernel``).
-            is_padded: True for an exchange padded to fixed sizes: the two calls are not cut, and gather all rows.
         """
-        if is_padded:
-            rounds: Rounds = [[(exchange.causal, True), (exchange.full, False)]]
-        else:
-            rounds = _divide(exchange, two_rounds and moves, squares_only)
+        rounds = _divide(exchange, two_rounds and moves, squares_only)
         computed = [table for tables in rounds for table, _ in tables]
         build_rows = partial(
             RowTables.build,
             chunks=chunks or exchange.most.in_one_chunk(),
             device=device,
             moves=moves,
-            is_padded=is_padded,
         )
         queries = build_rows(
             exchange.queries, "queries", [table.q_rows for table in computed]
@@ -103,21 +98,23 @@ class PlanTables:
         keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
 
         def kernel_call(table: CallTable, causal: bool) -> KernelCall:
-            window = exchange.window if causal else None
+            args = VarlenArgs.from_numpy(
+                table.cu_q,
+                table.cu_k,
+                causal=causal,
+                scale=scale,
+                device=device,
+                q_start=table.q_start,
+                window=exchange.window if causal else None,
+            )
             return KernelCall(
-                _varlen_args(table, causal, window, scale, device),
-                _rows_of_call(table.q_rows, queries, device, in_place=not is_padded),
-                _rows_of_call(table.kv_rows, keys, device, in_place=not is_padded),
+                args,
+                _rows_of_call(table.q_rows, queries, device),
+                _rows_of_call(table.kv_rows, keys, device),
             )
 
         calls = [[kernel_call(*table) for table in tables] for tables in rounds]
         return cls(queries, keys, moves, calls)
-
-    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what ``make`` returned when it was first asked for under ``key``: what layers have in common."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
 
     @cached_property
     def out(self) -> dict[str, list[Routes]]:
@@ -192,25 +189,6 @@ def _divide(exchange: RankExchange, two_rounds: bool, squares_only: bool) -> Rou
     return bounded(rounds, exchange.keys.num_local, split_keys=exchange.split_keys)
 
 
-def _varlen_args(
-    table: CallTable,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    device: torch.device,
-) -> VarlenArgs:
-    args = VarlenArgs.from_numpy(
-        table.cu_q,
-        table.cu_k,
-        causal=causal,
-        scale=scale,
-        device=device,
-        q_start=table.q_start,
-        window=window,
-    )
-    return replace(args, max_q=table.max_q, max_k=table.max_k)
-
-
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
     """Divide chunks into exchanges: one for all kinds if each takes one chunk, otherwise one for each chunk."""
     if all(len(chunks) == 1 for chunks in kinds):
@@ -219,14 +197,14 @@ def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
 
 
 def _rows_of_call(
-    rows: np.ndarray, tables: RowTables, device: torch.device, *, in_place: bool
+    rows: np.ndarray, tables: RowTables, device: torch.device
 ) -> Tensor | slice | None:
-    if in_place and lie_in_order(rows):
+    if lie_in_order(rows):
         if rows.size == tables.num_local + tables.num_remote:
             return None
         if rows[-1] < tables.num_local:
             return slice(int(rows[0]), int(rows[-1]) + 1)
-    return rows_to_device(np.maximum(rows, 0), device)
+    return rows_to_device(rows, device)
 
 
 def _num_copied(rows: Tensor | slice | None, tables: RowTables) -> int:

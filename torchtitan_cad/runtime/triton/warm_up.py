@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.combine import TENSOR_BITS, Combination
+from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import rows_to_device
@@ -29,7 +29,10 @@ LOCK_S = 600.0
 
 
 def warm_up(
-    shape: AttentionShape, dtype: torch.dtype, device: torch.device, first: int = 0
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    first: int = 0,
 ) -> None:
     """Launch every kernel on a row or two.
 
@@ -48,13 +51,13 @@ def warm_up(
     )
     for number in range(len(launches)):
         index = (first + number) % len(launches)
-        launch = launches[index]
         with _locked(index):
-            launch()
+            launches[index]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - begin
-    _logger.info(f"CAD's Triton kernels are ready after {seconds:.1f} s")
+    _logger.info(
+        f"CAD's Triton kernels are ready after {time.perf_counter() - begin:.1f} s"
+    )
 
 
 @contextmanager
@@ -125,8 +128,6 @@ def _combinations(
     not_empty = [x for x in gradients if x.numel()]
     by_row_size = {x[0].numel(): x for x in not_empty}
     for count in COUNTS:
-        if count > 1 << TENSOR_BITS:
-            continue
         outs, lses = [out] * count, [lse] * count
         yield partial(combination.merge, [outs, lses], out)
         for gradient in by_row_size.values():
@@ -146,7 +147,8 @@ def _moves_of_rows(q: Tensor, lse: Tensor) -> Iterator[Launch]:
     sent = [(rows, row_format)]
     yield lambda: put.put_rows(sent, blocks, [0], _address(message), failed)
     nothing = [x[:0] for x in rows]
-    yield partial(gather.GatheredRows(rows, nothing).gather, None)
+    row_spaces = gather.GatheredRows(rows, nothing)
+    yield partial(row_spaces.gather, None)
 
 
 def _address(memory: Tensor) -> Tensor:
@@ -166,10 +168,8 @@ def _signals(device: torch.device) -> Iterator[Launch]:
     """Yield a signal to nobody, and a wait for nobody."""
     nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
     words = torch.zeros(2, dtype=torch.int64, device=device)
-    counter = torch.zeros(1, dtype=torch.int64, device=device)
     failed = torch.zeros(1, dtype=torch.int64, device=device)
-    is_cuda = device.type == "cuda"
-    record = torch.zeros(1, dtype=torch.int64, pin_memory=is_cuda)
+    record = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
     memory = _address(words)
-    yield lambda: signals.post(nobody, memory, 0, 0, counter, failed)
-    yield lambda: signals.wait(nobody, words, 0, 0, counter, 0, failed, record)
+    yield lambda: signals.post(nobody, memory, 0, 0, failed)
+    yield lambda: signals.wait(nobody, words, 0, 0, 0, failed, record)
