@@ -112,7 +112,7 @@ mutations: $(INSTALLED)
 
 # What the CUDA path can show without a GPU, with the default build of torch (5 GB): 12 minutes.
 CUDA_BUILD_TESTS := $(addprefix tests/runtime/test_,fake_cuda.py kernels_fused.py kernel_choice.py \
-	replay.py nvshmem_kernels.py variants.py)
+	launches.py nvshmem_kernels.py variants.py)
 test-cuda-build:
 	$(MAKE) BUILD=cuda VENV=.venv-cuda-$(TORCH) bench-gpu-dry
 	.venv-cuda-$(TORCH)/bin/python -m pytest -m 'not slow and not gpu' $(CUDA_BUILD_TESTS)

@@ -73,7 +73,7 @@ def measure(name: str, options: Options) -> list[Record]:
     at_home = replace(step.configuration, placement="loader", planner="home")
     before = Disaggregated(replace(step, configuration=at_home))
     after = Disaggregated(step)
-    times = step.costs.layer_times(options.ranks, False)
+    times = step.costs.layer_times(options.ranks, overlaps=False, kept_bytes=0.0)
     records, total = [], np.zeros(2)
     for kind, (home,), (plan,) in zip(
         step.costs.kinds, before.plans((0,)), after.plans((0,)), strict=True

@@ -37,7 +37,7 @@ def measure(
 ) -> Record:
     """Means over some layouts: seconds of a layer by both tolerances, bytes of its forward, and what "auto" took."""
     costs = Costs(MODELS["llama-8b"], Cluster(ranks, net=link, node=link), Rates())
-    times = costs.layer_times(ranks, overlaps=nano_batches == 2)
+    times = costs.layer_times(ranks, overlaps=nano_batches == 2, kept_bytes=0.0)
     plans = {
         "fixed": [
             make_plan(layout, costs.shape, PlannerConfig()) for layout in layouts

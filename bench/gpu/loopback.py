@@ -24,7 +24,7 @@ from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.transport import SymmetricTransport
 from torchtitan_cad.runtime.transport.base import Peers, Routes
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, sending_stream
-from torchtitan_cad.runtime.transport.memory import Epoch, Message
+from torchtitan_cad.runtime.transport.memory import Message
 
 KEY = 0
 TIMEOUT_S = 20.0
@@ -88,15 +88,15 @@ class PlayedMemory(DeviceMemory):
         routes: Routes,
         begins: Sequence[int],
         word: int,
-        epoch: Epoch,
+        number: int,
     ) -> None:
-        send = partial(super().send, messages, routes, begins, word, epoch)
+        send = partial(super().send, messages, routes, begins, word, number)
         self._memories.later.append(send) if self._sending else send()
 
     def wait(
-        self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float
+        self, peers: Peers, first_word: int, number: int, timeout_s: float
     ) -> list[int]:
-        wait = partial(super().wait, peers, first_word, epoch, timeout_s)
+        wait = partial(super().wait, peers, first_word, number, timeout_s)
         if self._sending:
             self._memories.later.append(wait)
             return []

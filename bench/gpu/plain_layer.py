@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from bench.gpu.parts import Emit
+from torchtitan_cad.integration.cpu_varlen import register_cpu_varlen
 from torchtitan_cad.planning import (
     TASK_DTYPE,
     AttentionShape,
@@ -20,7 +21,6 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels import get_kernel
-from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
 from torchtitan_cad.runtime.ops import core_attention
 from torchtitan_cad.runtime.timing import median_milliseconds
 

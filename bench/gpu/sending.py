@@ -27,7 +27,7 @@ from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
 from torchtitan_cad.runtime.transport import SymmetricTransport
 from torchtitan_cad.runtime.transport.base import Route, Routes
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, sending_stream
-from torchtitan_cad.runtime.transport.memory import Epoch, Message
+from torchtitan_cad.runtime.transport.memory import Message
 from torchtitan_cad.runtime.triton import put
 
 GATE_CYCLES = 20_000_000
@@ -102,7 +102,7 @@ class CopyingMemory(DeviceMemory):
         routes: Routes,
         begins: Sequence[int],
         word: int,
-        epoch: Epoch,
+        number: int,
     ) -> None:
         for (tensors, row_format), begin in zip(messages, begins, strict=True):
             num_rows = len(tensors[0])
@@ -111,7 +111,7 @@ class CopyingMemory(DeviceMemory):
             )
             for tensor, view in zip(tensors, row_format.unpack(target), strict=True):
                 view.copy_(tensor)
-        self.post(routes.receivers, word, epoch)
+        self.post(routes.receivers, word, number)
 
 
 class Chain:

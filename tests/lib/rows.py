@@ -32,7 +32,6 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.replay import TableSizes
 
 CPU = torch.device("cpu")
 TRANSPORTS = pytest.mark.parametrize(
@@ -153,7 +152,6 @@ def execute(
     symmetric: bool = False,
     hosts: Sequence[int] | None = None,
     two_rounds: bool = False,
-    sizes: TableSizes | None = None,
     squares_only: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
     transports: Sequence[Any] = (),
@@ -181,7 +179,6 @@ def execute(
             scale=scale,
             kept_bytes=math.inf if keep else kept_bytes,
             two_rounds=two_rounds,
-            sizes=sizes,
         )
         engine.servers = servers
         engine.add_plan(7, plan)

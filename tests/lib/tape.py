@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Work of a device, recorded on the CPU: it is counted, or run again on the same memory as a CUDA graph is."""
+"""Work of a device, recorded on the CPU to be counted."""
 
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, full_like, uint8
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -14,10 +14,7 @@ READ = "_local_scalar_dense"
 
 
 class Tape(TorchDispatchMode):
-    """Records what runs inside it. Python, and numbers that it passes to operations, are not run again by ``replay``.
-
-    Memory that operations allocate stays theirs; replayed, it holds garbage until it is written.
-    """
+    """Records what runs inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,27 +59,6 @@ class Tape(TorchDispatchMode):
             if not name and op.overloadpacket.__name__ == READ
         ]
 
-    def replay(self) -> None:
-        for _, operation, args, kwargs, recorded in self._entries:
-            result = operation(*args, **kwargs)
-            given = {
-                _memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
-            }
-            for old, new in zip(
-                tree_leaves(recorded), tree_leaves(result), strict=True
-            ):
-                if (
-                    isinstance(new, Tensor)
-                    and _memory(new) not in given
-                    and new.numel()
-                ):
-                    is_garbage = "empty" in str(operation)
-                    old.copy_(
-                        full_like(new, 1 if new.dtype == uint8 else -7777)
-                        if is_garbage
-                        else new
-                    )
-
 
 def _works(op: Any, args: tuple, kwargs: dict, result: Any) -> bool:
     if op.overloadpacket.__name__ in (*ALLOCATIONS, READ) or op.is_view:
@@ -91,10 +67,6 @@ def _works(op: Any, args: tuple, kwargs: dict, result: Any) -> bool:
     if op._schema.is_mutable or not written:
         written = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return any(x.numel() for x in written)
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def record_kernels(get_tape: Callable[[], Tape | None]) -> None:

@@ -35,7 +35,6 @@ class ThreadTransport:
     """A ``Transport`` between threads. ``max_delay_s`` delays every message by a random time."""
 
     name = description = "threads"
-    replayable = False
 
     def __init__(
         self,

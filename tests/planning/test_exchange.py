@@ -40,7 +40,7 @@ from torchtitan_cad.planning.intervals import (
     sum_by_index,
     union_by_group,
 )
-from torchtitan_cad.runtime.combine import TENSOR_BITS
+from torchtitan_cad.runtime.triton import TENSOR_BITS
 
 intervals = st.lists(
     st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(1, 8)), max_size=12

@@ -98,7 +98,7 @@ def test_rows_in_order_are_not_copied(monkeypatch):
 def gather_and_compare(group) -> None:
     interpret()
     torch.manual_seed(0)
-    from torchtitan_cad.runtime.triton.gather import gather_rows
+    from torchtitan_cad.runtime.triton.gather import GatheredRows
 
     kinds = (torch.bfloat16, (8, 128)), (torch.float16, (3, 20)), (torch.float32, (7,))
     for num_kinds in (1, 3):
@@ -118,7 +118,7 @@ def gather_and_compare(group) -> None:
                     if count is None
                     else torch.randint(0, num_local + num_received, (count,))
                 )
-                got = gather_rows(local, received, rows)
+                got = GatheredRows(local, received).gather(rows)
                 for mine, *both in zip(got, local, received, strict=True):
                     assert torch.equal(
                         mine, torch.cat(both) if rows is None else torch.cat(both)[rows]

@@ -25,11 +25,11 @@ from tests.lib.kernels_reference import (
 )
 from tests.lib.refusals import refusal
 from tests.lib.sets import params, seeds
+from torchtitan_cad.integration.cpu_varlen import register_cpu_varlen
 from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
 from torchtitan_cad.runtime.kernels.base import Merged, row_delta
 from torchtitan_cad.runtime.kernels.cpu import QUERY_TILE, CpuKernel, iter_tiles
 from torchtitan_cad.runtime.kernels.merge import merge_partials
-from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
 
 KERNEL = CpuKernel()
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -88,9 +88,7 @@ class Combination:
         self._num_rows = num_rows
 
     @classmethod
-    def build(
-        cls, targets, num_rows: int, device: torch.device, *, in_place: bool
-    ) -> "Combination":
+    def build(cls, targets, num_rows: int, device: torch.device) -> "Combination":
         return cls(num_rows)
 
     def merge(self, partials, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +102,7 @@ class Combination:
 class Buffers:
     """A transport whose rows are there already."""
 
-    name, replayable = "buffers", False
+    name = "buffers"
 
     def __init__(self, buffer_bytes: int) -> None:
         self.rows, self.buffer_bytes = (

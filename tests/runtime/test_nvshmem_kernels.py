@@ -57,7 +57,7 @@ def compile_kernels(group: object, folder: str) -> tuple[list[str], list[str], i
     nvshmem.warm_up(CPU)
     warmed = [name for name, _ in mock_driver.compiled]
     peers, word = torch.zeros(40, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    signals.post(peers, word, 3, 1, word, word)
+    signals.post(peers, word, 3, 1, word)
     nvshmem.put_messages(
         torch.zeros(7, 4, dtype=torch.int32), peers, 1 << 40, 1 << 41, 16640, word
     )

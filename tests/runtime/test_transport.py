@@ -279,7 +279,7 @@ def number_of_mappings() -> int:
 
 
 def recorded_transport(
-    monkeypatch: pytest.MonkeyPatch, **options: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[SymmetricTransport, RecordingMemory]:
     memory = RecordingMemory()
 
@@ -288,17 +288,14 @@ def recorded_transport(
 
     monkeypatch.setattr(streams, "record_event", lambda _: f"mark {len(memory.steps)}")
     monkeypatch.setattr(streams, "wait_event", join)
-    return SymmetricTransport(
-        [0, 1], 0, memory.allocate, lambda: 1.0, 512, **options
-    ), memory
+    return SymmetricTransport([0, 1], 0, memory.allocate, lambda: 1.0, 512), memory
 
 
-@pytest.mark.parametrize("replayable", [False, True])
 def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(
-    monkeypatch, replayable
+    monkeypatch,
 ):
     """The sending stream reads parts and tables, whose memory belongs to the stream that releases the exchange."""
-    transport, memory = recorded_transport(monkeypatch, replayable=replayable)
+    transport, memory = recorded_transport(monkeypatch)
     route = make_route(ONE_EACH, 0, torch.zeros(2, dtype=torch.int64))
     part = torch.ones(1, 3)
     read = [weakref.ref(tensor) for tensor in (part, route.rows)]
@@ -319,19 +316,6 @@ def test_what_is_being_sent_lives_until_the_stream_of_its_memory_waits_for_it(
     assert read[0]() is None
     del pending
     assert all(ref() is None for ref in read)
-
-
-def test_a_captured_call_has_one_exchange_in_flight(monkeypatch):
-    transport, _ = recorded_transport(monkeypatch, replayable=True)
-    start(transport, [torch.ones(1, 3)], make_route(ONE_EACH, 0, None), "first", 0)
-    with refusal(error=RuntimeError):
-        start(
-            transport,
-            [torch.ones(1, 3)],
-            make_route(ONE_EACH, 0, None, buffer=1),
-            "second",
-            0,
-        )
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])

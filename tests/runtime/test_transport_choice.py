@@ -19,12 +19,6 @@ from torchtitan_cad.runtime.transport import build, build_transport, expected_tr
 from torchtitan_cad.runtime.transport.memory import CpuMemory
 
 
-@pytest.mark.parametrize("name", ["auto", "collective"])
-def test_only_symmetric_memory_can_be_captured(name):
-    with refusal("cad.transport"):
-        build_transport(name, None, CPU, replayable=True)
-
-
 def choose_where_one_rank_cannot(
     group: dist.ProcessGroup, error: type[Exception]
 ) -> list[str]:

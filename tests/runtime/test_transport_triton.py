@@ -133,18 +133,17 @@ def signal_and_wait(group) -> None:
         torch.zeros(1, dtype=torch.int64),
     )
     both = torch.tensor([0, -1, 1], dtype=torch.int32)  # -1: nobody
-    seven = torch.full((1,), 7)
-    signals.post(both, addresses, 3, 10, seven, failed)
+    signals.post(both, addresses, 3, 17, failed)
     assert memory.tolist() == 2 * [[0, 0, 0, 17, 0, 0, 0, 0]]
-    signals.wait(both, memory[1], 3, -7, seven, 0.002, failed, record)
+    signals.wait(both, memory[1], 3, 0, 0.002, failed, record)
     assert (int(failed), int(record)) == (0, 0)
     # word 2 + 1 is there, word 2 + 0 is not
-    signals.wait(both, memory[1], 2, 10, seven, 0.002, failed, record)
+    signals.wait(both, memory[1], 2, 17, 0.002, failed, record)
     assert int(record) == int(failed) == (17 << signals.PEER_BITS | 2) + 1
     before = record.clone()
     # only the first failure counts
-    signals.wait(both, memory[1], 6, 99, seven, 0.002, failed, record)
-    signals.post(both, addresses, 3, 18, seven, failed)
+    signals.wait(both, memory[1], 6, 106, 0.002, failed, record)
+    signals.post(both, addresses, 3, 25, failed)
     assert torch.equal(record, before)
     assert int(memory[0, 3]) == 17
     assert waits.grids == 3 * [(1, 1, 1)]  # one program awaits all peers
@@ -286,8 +285,7 @@ def test_peers_on_the_node_have_their_rows_before_messages_leave(steps):
     memory.prepare(routes)
     prepared = [routes.receivers.tables, routes.senders.tables]
     parts = [torch.zeros(5, 4)]
-    epoch = 1, torch.zeros(1, dtype=torch.int64)
-    memory.send([(parts, RowFormat(parts))], routes, [0], 7, epoch)
+    memory.send([(parts, RowFormat(parts))], routes, [0], 7, 1)
     assert steps == [
         ("put", [1]),
         ("post", [1]),
@@ -296,7 +294,7 @@ def test_peers_on_the_node_have_their_rows_before_messages_leave(steps):
         ("post", [FAR]),
     ]
     steps.clear()
-    assert memory.wait(routes.senders, 0, epoch, 1.0) == []
+    assert memory.wait(routes.senders, 0, 1, 1.0) == []
     assert steps == [("wait", [1, FAR]), ("confirm", [FAR])]
     assert all(tables is not None for tables in prepared), (
         "tables are made before they are needed"

@@ -25,7 +25,7 @@ def adapt_torch() -> None:
     force_sum_reduction_in_fsdp()
     _drop_missing_profiler_activity()
     # `torch.nn.attention.varlen` has no CPU kernel, and varlen is torchtitan's attention for packed documents.
-    from torchtitan_cad.runtime.kernels.torch_varlen_cpu import register_cpu_varlen
+    from torchtitan_cad.integration.cpu_varlen import register_cpu_varlen
 
     register_cpu_varlen()
     # Every rank would warn at every start; random operators on CPU ranks have the support that torchtitan needs.

@@ -4,6 +4,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.tables import KernelCall, PlanTables
+
+if TYPE_CHECKING:
+    from torchtitan_cad.runtime.triton.gather import GatheredRows
 
 
 class RowSpace:
@@ -21,27 +25,32 @@ class RowSpace:
 
     def __init__(self, local: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         self.local, self.received = local, received
+        self._num_remote = received[0].shape[0]
 
     def take(self, rows: Tensor | slice | None) -> list[Tensor]:
         """Return the rows of a ``KernelCall``, of every tensor: views if local and in order, otherwise copies."""
         if isinstance(rows, slice):
             return [x[rows] for x in self.local]
-        if rows is None and not self.received[0].shape[0]:
+        if rows is None and not self._num_remote:
             return list(self.local)
         if triton.runs_on(self.local[0].device):
-            from torchtitan_cad.runtime.triton.gather import gather_rows
+            return self._gathered.gather(rows)
+        if rows is None:
+            return self._joined
+        return [x.index_select(0, rows) for x in self._joined]
 
-            return gather_rows(self.local, self.received, rows)
-        return (
-            self._joined
-            if rows is None
-            else [x.index_select(0, rows) for x in self._joined]
-        )
+    @cached_property
+    def _gathered(self) -> "GatheredRows":
+        from torchtitan_cad.runtime.triton.gather import GatheredRows
+
+        return GatheredRows(self.local, self.received)
 
     @cached_property
     def _joined(self) -> list[Tensor]:
+        if not self._num_remote:
+            return list(self.local)
         pairs = zip(self.local, self.received, strict=True)
-        return [torch.cat(pair) if pair[1].shape[0] else pair[0] for pair in pairs]
+        return list(map(torch.cat, pairs))
 
 
 Compute = Callable[[Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]]
@@ -75,9 +84,10 @@ class TaskRunner:
 
     def advance(self) -> None:
         """Run the next round."""
-        for call in sorted(
-            self._rounds.popleft(), key=lambda call: -call.weighted_rows
-        ):
+        calls = self._rounds.popleft()
+        largest_first = sorted(calls, key=lambda call: -call.weighted_rows)
+        for call in largest_first:
+            # No name holds the rows of a call while those of the next are gathered.
             self._results[call] = self._compute(self._gather(call), call.args)
 
     def finish(self) -> list[tuple[Tensor, ...]]:
@@ -89,9 +99,10 @@ class TaskRunner:
 
     def _gather(self, call: KernelCall) -> list[Tensor]:
         queries, keys = self._spaces
-        rows = [*queries.take(call.q_rows), *keys.take(call.kv_rows)]
+        rows_of_queries = queries.take(call.q_rows)
+        rows_of_keys = keys.take(call.kv_rows)
         self._forget_rows(when=len(self._results) == len(self._calls) - 1)
-        return rows
+        return rows_of_queries + rows_of_keys
 
     def _forget_rows(self, *, when: bool) -> None:
         if when:

@@ -4,12 +4,12 @@
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
@@ -26,6 +26,7 @@ from torchtitan_cad.runtime.row_tables import Chunk
 from torchtitan_cad.runtime.servers.client import Pending, ServerPool
 from torchtitan_cad.runtime.servers.request import Request
 from torchtitan_cad.runtime.tables import PlanTables
+from torchtitan_cad.runtime.traces import named
 from torchtitan_cad.runtime.transport import Transport
 from torchtitan_cad.runtime.transport.base import Kind, Routes
 
@@ -143,6 +144,35 @@ BACKWARD = Direction(
 rows"""
 
 
+@dataclasses.dataclass(frozen=True)
+class Like:
+    """Tensors without rows that are like those of a call, by kind of rows. The calls of all layers share them.
+
+    Attributes:
+        rows: like the rows.
+        results: like the results.
+        precise_results: like the results in fp32 (fp64).
+    """
+
+    rows: dict[Kind, list[Tensor]]
+    results: dict[Kind, list[Tensor]]
+    precise_results: dict[Kind, list[Tensor]]
+
+    @classmethod
+    def of(cls, direction: Direction, rows: dict[Kind, list[Tensor]]) -> "Like":
+        """Return tensors like ``rows``, and like the results of a call in this direction."""
+        rows_like = {
+            kind: [x.new_empty(0, *x.shape[1:]) for x in tensors]
+            for kind, tensors in rows.items()
+        }
+        results = direction.results(rows_like)
+        precise_results = {
+            kind: [x.to(compute_dtype(x.dtype)) for x in tensors]
+            for kind, tensors in results.items()
+        }
+        return cls(rows_like, results, precise_results)
+
+
 class Engine(Protocol):
     """What a call needs of its engine, ``CoreAttentionEngine``."""
 
@@ -202,11 +232,11 @@ class AttentionCall:
         """Exchanges of results in flight and their chunks, in the order of their starts."""
         self._asked: list[tuple[Request, Pending | None]] = []
         """What joined servers compute for this rank, until it is taken in; None: the server is gone."""
-        self._like = {
-            kind: [x.new_empty(0, *x.shape[1:]) for x in tensors]
-            for kind, tensors in rows.items()
-        }
-        self._results_like = direction.results(self._like)
+        formats = [RowFormat.of(tensors) for tensors in rows.values()]
+        key_of_like = direction.name, *formats
+        if key_of_like not in plan.likes:
+            plan.likes[key_of_like] = Like.of(direction, rows)
+        self._like: Like = plan.likes[key_of_like]
 
     def run(self) -> tuple[Tensor, ...]:
         """Make all steps, and return the results as ``finish``."""
@@ -223,9 +253,11 @@ class AttentionCall:
             return self
         assert self.engine.transport is not None
         self._number = self.engine.transport.begin()
-        kinds: list[Kind] = ["queries"] if self._has_kept_rows else ["queries", "keys"]
         exchanges = self._plan.out["queries" if self._has_kept_rows else "all"]
-        num_rows = {kind: getattr(self._plan, kind).num_remote for kind in kinds}
+        num_rows: dict[Kind, int] = {
+            "queries": self._plan.queries.num_remote,
+            "keys": self._plan.keys.num_remote,
+        }
         self._incoming = Incoming(self._send_rows, exchanges, num_rows)
         return self
 
@@ -261,7 +293,7 @@ class AttentionCall:
         phase = f"{self.direction.name} {what}"
         clock.exchanges += 1
         clock.phase = phase
-        with record_function(f"cad/exchange {phase}"), clock.measure("starting"):
+        with named(f"cad/exchange {phase}"), clock.measure("starting"):
             pending = transport.start(messages, routes, phase, self._number)
         return Exchange(
             pending, [RowFormat.of(tensors) for tensors in messages], clock, phase
@@ -288,15 +320,13 @@ class AttentionCall:
     def compute(self) -> None:
         """Compute the remaining rounds, and combine results for other ranks, and local results if they are many."""
         self.engine.enter("attend", self.direction, self.key)
-        tasks = (
-            self.begin_tasks(self._receive()) if self._tasks is None else self._tasks
-        )
+        tasks = self._tasks or self.begin_tasks(self._receive())
         with self._traced():
             self.combine_results(tasks)
 
-    def _traced(self) -> record_function:
+    def _traced(self) -> AbstractContextManager[object]:
         """Return a context that names the computation in traces."""
-        return record_function(
+        return named(
             "cad/attention" if self.direction is FORWARD else "cad/attention backward"
         )
 
@@ -323,10 +353,8 @@ class AttentionCall:
         if self._has_kept_rows:
             kept_q, kept_kv = self._kept
             self._kept = ()
-            format_q, format_kv = (
-                RowFormat.of(self._like["queries"][-1:]),
-                RowFormat.of(self._like["keys"]),
-            )
+            format_q = RowFormat.of(self._like.rows["queries"][-1:])
+            format_kv = RowFormat.of(self._like.rows["keys"])
             received["queries"] += format_q.reveal(
                 kept_q, self._plan.queries.num_remote
             )
@@ -344,15 +372,15 @@ class AttentionCall:
 
         Results of joined servers are taken in later, when those for other ranks are on their way.
         """
-        num_results = sum(len(like) for like in self._results_like.values())
+        num_results = sum(len(like) for like in self._like.results.values())
         partials = [
             list(of_calls) for of_calls in zip(*tasks.finish(), strict=True)
         ] or [[]] * num_results
         self._tasks = None
-        for kind, like in self._results_like.items():
+        for kind, like in self._like.results.items():
             self._results[kind] = partials[: len(like)]
             partials = partials[len(like) :]
-        for kind, like in self._results_like.items():
+        for kind, like in self._like.results.items():
             tables = getattr(self._plan, kind)
             if self._plan.moves:
                 self._remote_results[kind] = self.direction.combine(
@@ -363,7 +391,7 @@ class AttentionCall:
 
     def _combine_local(self) -> None:
         """Combine the results of all kernel calls at home, if they are many."""
-        for kind in self._results_like:
+        for kind in self._like.results:
             local = getattr(self._plan, kind).local
             if local is not None:
                 self.combine(kind, local)
@@ -379,7 +407,7 @@ class AttentionCall:
                 with self._traced():
                     results = request.compute(self.engine.kernel)
             remaining = iter(results)
-            for kind, like in self._results_like.items():
+            for kind, like in self._like.results.items():
                 of_kind = self._results[kind] or [[] for _ in like]
                 self._results[kind] = [
                     [*partials, next(remaining)] for partials in of_kind
@@ -436,13 +464,13 @@ class AttentionCall:
 
         The results get the model's dtype if this ``is_last``, else fp32 (fp64).
         """
-        partials, like = self._results[kind], self._results_like[kind]
+        partials = self._results[kind]
         if returned:
             partials = [
                 [*of_result, rows]
                 for of_result, rows in zip(partials, returned, strict=True)
             ]
-        like = like if is_last else [x.to(compute_dtype(x.dtype)) for x in like]
+        like = (self._like.results if is_last else self._like.precise_results)[kind]
         self._results[kind] = [
             [rows] for rows in self.direction.combine(combination, partials, like)
         ]

@@ -18,10 +18,7 @@ from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.kernels.merge import merge_partials
 from torchtitan_cad.runtime.transport.base import rows_to_device
-
-TENSOR_BITS = 4
-"""bits: partials lie in at most 2^4 tensors, so that the number of a tensor and a row of it (below
-``planning.exchange.tables.MAX_ROWS``) make an int32."""
+from torchtitan_cad.runtime.triton import TENSOR_BITS
 
 
 @dataclass(frozen=True)
@@ -52,15 +49,12 @@ class Combination:
         targets: Sequence[np.ndarray],
         num_rows: int,
         device: torch.device,
-        *,
-        in_place: bool = True,
     ) -> "Combination":
         """Index partials on ``device``.
 
         Args:
             targets: per tensor of partials, int64 [P_i] row of each partial, or -1 for none. The partials of a row are
                 combined in this order.
-            in_place: False for an index that others will be copied over.
 
         Raises:
             ValueError: more tensors than ``TENSOR_BITS`` allow.
@@ -70,16 +64,19 @@ class Combination:
             raise ValueError(
                 f"partials in {len(targets)} tensors, at most {most_tensors} can be combined"
             )
-        rows = np.concatenate([np.empty(0, np.int64), *targets])
+        rows = _concatenated(targets)
         num_unused = np.count_nonzero(rows < 0)
-        order = np.argsort(rows, kind="stable")[num_unused:]
+        order = np.argsort(rows, kind="stable")
+        order = order[num_unused:]
         counts = np.bincount(rows[order], minlength=num_rows)
         if triton.runs_on(device):
-            first = _first_of_all_rows(targets, num_rows) if in_place else -1
-            tables = [_sources(targets, order), np.append(0, np.cumsum(counts))]
-            index = [rows_to_device(table, device, np.int32) for table in tables]
+            first = _first_of_all_rows(targets, num_rows)
+            sources = _sources(targets, order)
+            offsets = np.append(0, np.cumsum(counts))
+            index = [rows_to_device(x, device, np.int32) for x in (sources, offsets)]
             return cls(num_rows, index, is_fused=True, in_place=first)
-        index = [rows_to_device(table, device) for table in _wave_tables(order, counts)]
+        waves = _wave_tables(order, counts)
+        index = [rows_to_device(table, device) for table in waves]
         return cls(num_rows, index, is_fused=False)
 
     def merge(self, partials: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
@@ -102,9 +99,7 @@ class Combination:
             (out,), in_place = self._targets([outs], [like])
             lse = like.new_empty(heads_shape, dtype=precise)
             if out.numel():
-                merge_rows(
-                    outs, lses, sources, offsets, out, lse, TENSOR_BITS, in_place
-                )
+                merge_rows(outs, lses, sources, offsets, out, lse, in_place)
             return [out, lse]
         out_NHD = like.new_zeros((*heads_shape, like.shape[-1]), dtype=precise)
         lse_NH = like.new_full(heads_shape, -torch.inf, dtype=precise)
@@ -129,15 +124,15 @@ class Combination:
 
             sources, offsets = self.index
             sums, in_place = self._targets(partials, like)
-            together = 2 if len(sums) > 1 and sums[0].shape == sums[1].shape else 1
-            for begin, end in pairwise([0, *range(together, len(sums) + 1)]):
+            has_pair = len(sums) > 1 and sums[0].shape == sums[1].shape
+            in_first = 2 if has_pair else 1
+            for begin, end in pairwise([0, *range(in_first, len(sums) + 1)]):
                 if sums[begin].numel():
                     sum_rows(
                         partials[begin:end],
                         sources,
                         offsets,
                         sums[begin:end],
-                        TENSOR_BITS,
                         in_place,
                     )
             return sums
@@ -148,7 +143,10 @@ class Combination:
         for *parts, rows in self._waves(partials):
             for total, part in zip(sums, parts, strict=True):
                 total.index_add_(0, rows, part.to(total.dtype))
-        return [total.to(x.dtype) for total, x in zip(sums, like, strict=True)]
+        return [
+            total.to(of_result.dtype)
+            for total, of_result in zip(sums, like, strict=True)
+        ]
 
     def _targets(
         self, partials: Sequence[Sequence[Tensor]], like: Sequence[Tensor]
@@ -181,10 +179,14 @@ def _sources(targets: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
         np.arange(len(rows)) << TENSOR_BITS | number
         for number, rows in enumerate(targets)
     ]
-    all_names = np.concatenate([np.empty(0, np.int64), *names])
+    all_names = _concatenated(names)
     sources = np.zeros(len(all_names), np.int32)
     sources[: len(order)] = all_names[order]
     return sources
+
+
+def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.int64), *arrays])
 
 
 def _first_of_all_rows(targets: Sequence[np.ndarray], num_rows: int) -> int:

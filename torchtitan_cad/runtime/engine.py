@@ -36,7 +36,6 @@ from torchtitan_cad.runtime.kernels.base import (
     row_delta,
     subtract_lse_gradient,
 )
-from torchtitan_cad.runtime.replay import TableSizes, copy_tables
 from torchtitan_cad.runtime.servers.client import ServerPool
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport import Transport
@@ -56,11 +55,6 @@ class CoreAttentionEngine:
             backward, by plans that bring no rank more bytes than these. Equal on all ranks of the group.
         two_rounds: run the kernel calls of plans that move rows in two rounds of about equal work, ``attend_first`` and
             ``attend``, between which other work may run.
-        sizes: pad the tables of all plans to these sizes, so that every plan runs the same operations on tensors of the
-            same shapes, which a CUDA graph can replay (``replay.py``). Kernel calls then read gathered rows only.
-
-    Raises:
-        ValueError: ``sizes`` with ``two_rounds`` or with a kernel that takes squares only.
     """
 
     def __init__(
@@ -73,21 +67,10 @@ class CoreAttentionEngine:
         scale: float,
         kept_bytes: float = 0.0,
         two_rounds: bool = False,
-        sizes: TableSizes | None = None,
     ) -> None:
-        if sizes is not None and (two_rounds or kernel.squares_only):
-            raise ValueError(
-                f"sizes with two_rounds = {two_rounds} and kernel {kernel.name!r}: tables of fixed sizes hold one call "
-                "of tasks of any shape; set two_rounds = False and cad.kernel = 'varlen'"
-            )
-        self.kernel, self.transport, self.sizes = kernel, transport, sizes
-        self.rank, self.device, self.scale, self.two_rounds = (
-            rank,
-            device,
-            scale,
-            two_rounds,
-        )
-        self.kept_bytes = kept_bytes
+        self.kernel, self.transport = kernel, transport
+        self.rank, self.device, self.scale = rank, device, scale
+        self.kept_bytes, self.two_rounds = kept_bytes, two_rounds
         self.servers: ServerPool | None = None
         """That have joined the job, and by which plans may have tasks computed."""
         self.clock = ExchangeClock()
@@ -102,64 +85,35 @@ class CoreAttentionEngine:
         """Make ``plan`` executable under ``key``. May be called from a planning thread, on any stream.
 
         Raises:
-            ValueError: the plan moves rows and the engine has no transport, the plan is too large for ``sizes``, or it
-                has a window and the kernel takes squares only.
+            ValueError: the plan moves rows and the engine has no transport, or it has a window and the kernel takes
+                squares only.
         """
         if plan.shape.window is not None and self.kernel.squares_only:
             raise ValueError(
                 f"cad.kernel = {self.kernel.name!r} takes no windows: set cad.kernel = 'auto'"
             )
-        moves, exchange, chunks = plan.moves_rows, plan.exchange(self.rank), None
-        if moves and self.transport is None:
+        if plan.moves_rows and self.transport is None:
             raise ValueError(
                 f"plan {key} moves rows: give the engine a transport, see build_transport"
             )
-        if self.sizes is not None:
-            moves, exchange = self.transport is not None, self.sizes.pad(exchange)
+        exchange, chunks = plan.exchange(self.rank), None
         keeps = exchange.most.are_kept(plan.shape, self.kept_bytes)
-        if self.sizes is None and self.transport is not None:
-            chunks = exchange.most.chunks(
-                RowBytes.of(plan.shape, keep=keeps), self.transport.buffer_bytes
-            )
+        if self.transport is not None:
+            row_bytes = RowBytes.of(plan.shape, keep=keeps)
+            chunks = exchange.most.chunks(row_bytes, self.transport.buffer_bytes)
         tables = PlanTables.from_exchange(
             exchange,
-            moves,
+            plan.moves_rows,
             self.device,
             self.scale,
             chunks=chunks,
             two_rounds=self.two_rounds,
             squares_only=self.kernel.squares_only,
-            is_padded=self.sizes is not None,
         )
         tables = replace(tables, keeps=keeps)
-        if moves and self.transport is not None:
+        if plan.moves_rows and self.transport is not None:
             self.transport.prepare(tables.exchanges)
         self._plans[key] = tables, streams.record_event(self.device)
-
-    def copy_plan(self, source: int, target: int) -> None:
-        """Copy the plan under ``source`` over the plan under ``target``, in place and on the current stream.
-
-        A CUDA graph that has captured core attention by the plan ``target`` then executes the copied plan. Capture it
-        after one run without a graph, which compiles kernels, and while no plan is added. Keep ``target`` as long as
-        the graph, and replay the graph while no other exchange is in flight. CPU kernels are not supported, as they
-        read offsets on the host.
-
-        Raises:
-            ValueError: the engine has no ``sizes``, its transport is not ``replayable``, or the plans have different
-                numbers of tokens.
-            RuntimeError: a key is unknown.
-            PeerError: an exchange has failed on the device.
-        """
-        if self.sizes is None or not (
-            self.transport is None or self.transport.replayable
-        ):
-            raise ValueError(
-                "copying plans takes an engine with sizes and, if rows move, a transport with replayable = True"
-            )
-        theirs, mine = self.plan(source), self.plan(target)
-        if self.transport is not None:
-            self.transport.prepare([*mine.exchanges, *theirs.exchanges])
-        copy_tables(theirs, mine)
 
     def drop_plan(self, key: int) -> None:
         """Forget a plan, if it is known."""
@@ -174,7 +128,7 @@ class CoreAttentionEngine:
                 f"no plan {key} on rank {self.rank} of the CAD group (known: {sorted(self._plans)}); "
                 "it was dropped before its backward, or the batch did not come from the planning loader"
             ) from None
-        streams.wait_event(self.device, copied, from_outside=True)
+        streams.wait_event(self.device, copied)
         return tables
 
     # Steps ------------------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.traces import named
 from torchtitan_cad.runtime.transport.base import Kind, Pending, Routes
 
 
@@ -72,10 +72,7 @@ class Exchange:
     def receive(self) -> list[Tensor]:
         """Wait, on the current stream, for the messages, uint8 [rows, row_bytes]; a later ``wait`` returns at once."""
         if not self._messages:
-            with (
-                record_function(f"cad/wait {self._phase}"),
-                self._clock.measure("waiting"),
-            ):
+            with named(f"cad/wait {self._phase}"), self._clock.measure("waiting"):
                 self._messages = self._pending.wait()
         return self._messages
 

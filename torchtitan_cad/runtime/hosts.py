@@ -13,11 +13,13 @@ def host_name() -> str:
 
     Containers on two machines may have one host name, and two containers on one machine have the machine's boot id.
     """
-    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    boot_id = ""
+    if _BOOT_ID.exists():
+        boot_id = _BOOT_ID.read_text().strip()
     return f"{boot_id} {socket.gethostname()}"
 
 
 def number_hosts(names: Sequence[str]) -> tuple[int, ...]:
     """Return a number for every rank's host, given the host's name; hosts count from 0, in the order of the ranks."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return tuple(numbers[name] for name in names)
+    hosts = list(dict.fromkeys(names))
+    return tuple(map(hosts.index, names))

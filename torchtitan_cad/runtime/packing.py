@@ -6,12 +6,23 @@ of any size through code that needs static shapes, such as a compiled graph.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan_cad.planning.model.shape import ROW_ALIGNMENT
 from torchtitan_cad.runtime import triton
+
+
+class Field(NamedTuple):
+    """Bytes of a message row that hold a row of one tensor, contiguous."""
+
+    offset: int
+    num_bytes: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class RowFormat:
@@ -22,19 +33,20 @@ class RowFormat:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.fields: list[tuple[int, int, torch.Size, torch.dtype]] = []
+        self.fields: list[Field] = []
         offset = 0
         for tensor in tensors:
-            tail = tensor.shape[1:]
-            num_bytes = tail.numel() * tensor.dtype.itemsize
-            self.fields.append((offset, num_bytes, tail, tensor.dtype))
-            offset += -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+            row = tensor.new_empty(tensor.shape[1:])
+            field = Field(offset, row.nbytes, row.shape, row.stride(), row.dtype)
+            self.fields.append(field)
+            offset += -(-row.nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self.row_bytes = offset
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "RowFormat":
         """Return the format of tensors, made once for all like them."""
-        key = tuple([(x.shape[1:], x.dtype) for x in tensors])
+        kinds = [(x.shape[1:], x.dtype) for x in tensors]
+        key = tuple(kinds)
         return _formats.get(key) or _formats.setdefault(key, cls(tensors))
 
     def pack(
@@ -44,35 +56,42 @@ class RowFormat:
         out: Tensor | None = None,
     ) -> Tensor:
         """Gather ``rows`` (int64 [R], None for all) of every tensor into ``out``, a uint8 message [R, row_bytes]."""
-        num_rows = tensors[0].shape[0] if rows is None else rows.shape[0]
+        chosen = tensors[0] if rows is None else rows
+        num_rows = chosen.shape[0]
         message = out
         if message is None:
             message = torch.empty(
                 num_rows, self.row_bytes, dtype=torch.uint8, device=tensors[0].device
             )
         if triton.runs_on(message.device):
-            from torchtitan_cad.runtime.triton.gather import gather_rows
+            from torchtitan_cad.runtime.triton.gather import GatheredRows
 
-            gather_rows(
-                tensors,
-                [tensor[:0] for tensor in tensors],
-                rows,
-                outs=self.unpack(message),
-            )
+            nothing = [tensor[:0] for tensor in tensors]
+            row_spaces = GatheredRows(tensors, nothing)
+            row_spaces.gather(rows, outs=self.unpack(message))
             return message
-        for tensor, view in zip(tensors, self.unpack(message), strict=True):
+        views = self.unpack(message)
+        for tensor, view in zip(tensors, views, strict=True):
             view.copy_(tensor if rows is None else tensor.index_select(0, rows))
         return message
 
     def unpack(self, message: Tensor) -> list[Tensor]:
         """Return the tensors of a message [R, row_bytes], as strided views [R, ...] of it."""
         num_rows = message.shape[0]
-        return [
-            message[:, offset : offset + num_bytes].view(dtype).view(num_rows, *tail)
-            if num_rows
-            else torch.empty(0, *tail, dtype=dtype, device=message.device)
-            for offset, num_bytes, tail, dtype in self.fields
-        ]
+        typed = {field.dtype: message.view(field.dtype) for field in self.fields}
+        tensors = []
+        for offset, _, shape, strides, dtype in self.fields:
+            elements = typed[dtype]
+            row_stride = self.row_bytes // dtype.itemsize
+            first = elements.storage_offset() + offset // dtype.itemsize
+            tensors.append(
+                elements.as_strided(
+                    (num_rows, *shape),
+                    (row_stride, *strides),
+                    first,
+                )
+            )
+        return tensors
 
     def reveal(self, hidden: Tensor, num_rows: int) -> list[Tensor]:
         """Return the tensors of a message [num_rows, row_bytes] whose storage was hidden (``hide_storage``).
@@ -85,9 +104,8 @@ class RowFormat:
                 "servers cannot keep rows where hooks copy saved tensors, such as activation offloading: what one kept "
                 "was lost; set cad.backward = 'resend'"
             )
-        whole = torch.empty(0, dtype=torch.uint8, device=hidden.device).set_(
-            hidden.untyped_storage()
-        )
+        whole = torch.empty(0, dtype=torch.uint8, device=hidden.device)
+        whole.set_(hidden.untyped_storage())
         return self.unpack(
             whole[: num_rows * self.row_bytes].view(num_rows, self.row_bytes)
         )

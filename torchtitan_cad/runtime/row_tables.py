@@ -65,20 +65,17 @@ class RowTables:
         *,
         num_own: int,
         moves: bool,
-        is_padded: bool,
     ) -> "RowTables":
         """Build the tables on ``device``.
 
         Args:
-            computed: per kernel call, the rows of the row space that it computes, or -1 for padding.
+            computed: per kernel call, the rows of the row space that it computes.
             num_own: the first calls, which this rank makes itself; others read local rows only.
             moves: True if any rank sends rows.
-            is_padded: True if ``send_rows`` is padded with -1; the tensors of received rows then are as long.
         """
         num_local = exchange.num_local
-        padded_to = len(exchange.send_rows) if is_padded else None
-        num_remote = exchange.num_received if padded_to is None else padded_to
-        combine = partial(Combination.build, device=device, in_place=not is_padded)
+        num_remote = exchange.num_received
+        combine = partial(Combination.build, device=device)
         remote = combine(
             [
                 np.where(rows < num_local, -1, rows - num_local)
@@ -92,7 +89,7 @@ class RowTables:
         if moves and combine_early(num_computed, num_local):
             local = combine(so_far, num_local)
             so_far = [np.arange(num_local)]
-        out, routes_home = _routes(exchange, kind, chunks, device, padded_to)
+        out, routes_home = _routes(exchange, kind, chunks, device)
         home: list[Chunk] = []
         # Results return in the order of the sent rows.
         returned_rows = np.split(
@@ -115,17 +112,16 @@ def _routes(
     kind: Kind,
     chunks: Chunks,
     device: torch.device,
-    padded_to: int | None,
 ) -> tuple[list[Route], list[Route]]:
     """Return the routes of rows to their servers, and of results home.
 
     Chunks alternate between the buffers, those of queries first.
     """
-    divide = partial(_divide, device=device, padded_to=padded_to)
+    divide = partial(_divide, device=device)
     is_second = kind == "keys"
     out = divide(
         kind,
-        np.maximum(exchange.send_rows, 0),
+        exchange.send_rows,
         _Counts(exchange.send_counts, exchange.recv_counts, exchange.put_offsets),
         chunks=chunks.keys_out if is_second else chunks.queries_out,
         first_buffer=len(chunks.queries_out) if is_second else 0,
@@ -156,7 +152,6 @@ def _divide(
     chunks: Sequence[int],
     first_buffer: int,
     device: torch.device,
-    padded_to: int | None,
 ) -> list[Route]:
     """Return one route per chunk, which divide the rows in their order of arrival.
 
@@ -164,7 +159,6 @@ def _divide(
         rows: rows to send; None for all in order.
         chunks: per chunk, the most rows that it brings to any rank.
         first_buffer: number of the first chunk; chunks alternate between the buffers.
-        padded_to: rows of the tensors, if there is only one chunk.
     """
     first_sent = np.cumsum(counts.sent) - counts.sent
     first_received = np.cumsum(counts.received) - counts.received
@@ -187,7 +181,6 @@ def _divide(
             put_offsets=np.where(sent, first - begin, 0).tolist(),
             most_rows=most_rows,
             buffer=(first_buffer + number) % BUFFERS_PER_CALL,
-            padded_to=padded_to,
         )
         routes.append(route)
     return routes

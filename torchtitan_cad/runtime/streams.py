@@ -2,7 +2,7 @@
 """Marks in the order of a device's stream, for others to wait for. Nothing on CPU, where the host does the work itself.
 
 Streams and events are those of the device's own module (``torch.cuda``), so that code on streams also runs on a device
-that only checks their order (tests/support/ledger).
+that only checks their order (tests/lib/ledger).
 """
 
 import weakref
@@ -23,24 +23,10 @@ def record_event(device: torch.device) -> "torch.cuda.Event | None":
     return None if module is None else module.current_stream(device).record_event()
 
 
-def wait_event(
-    device: torch.device,
-    event: "torch.cuda.Event | None",
-    *,
-    from_outside: bool = False,
-) -> None:
-    """Make the current stream of ``device`` wait for ``event``.
-
-    Args:
-        from_outside: True for an event from outside a CUDA graph that may be captured. The capture skips the wait, and
-            the run before the capture has waited already.
-    """
+def wait_event(device: torch.device, event: "torch.cuda.Event | None") -> None:
+    """Make the current stream of ``device`` wait for ``event``."""
     module = module_of(device)
-    if (
-        module is not None
-        and event is not None
-        and not (from_outside and module.is_current_stream_capturing())
-    ):
+    if module is not None and event is not None:
         module.current_stream(device).wait_event(event)
 
 

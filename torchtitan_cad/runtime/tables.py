@@ -4,9 +4,10 @@
 For the numbering of rows see NOTE [Row spaces] of planning/exchange/tables.py.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from torchtitan_cad.runtime.row_tables import Chunk, RowTables
 from torchtitan_cad.runtime.transport.base import Routes, rows_to_device
 
 T = TypeVar("T")
+Rounds = list[list[tuple[CallTable, bool]]]
+"""tables of kernel calls by round, each with its causal flag"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +67,8 @@ class PlanTables:
     """Everything that one rank needs to execute one plan.
 
     Two attributes are equal on all ranks. If ``moves`` is False, no rank sends rows, and all exchanges are skipped. If
-    ``keeps`` is True, servers keep received Q, K and V for backward.
+    ``keeps`` is True, servers keep received Q, K and V for backward. ``likes`` are for ``AttentionCall``, made by the
+    first layer.
     """
 
     queries: RowTables
@@ -73,6 +77,7 @@ class PlanTables:
     rounds: list[list[KernelCall]]
     stand_ins: list[StandInCall]
     keeps: bool = False
+    likes: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def from_exchange(
@@ -85,7 +90,6 @@ class PlanTables:
         chunks: Chunks | None = None,
         two_rounds: bool = False,
         squares_only: bool = False,
-        is_padded: bool = False,
     ) -> "PlanTables":
         """Build the tensors on ``device``.
 
@@ -94,10 +98,7 @@ class PlanTables:
             chunks: chunks of every kind of rows, by default one each.
             two_rounds: make two rounds of about equal work, if rows move.
             squares_only: divide causal tasks for a kernel that takes squares only (``AttentionKernel``).
-            is_padded: True for an exchange padded by ``replay.py``: the two calls are not cut, and gather all rows.
         """
-        calls = [(exchange.causal, True), (exchange.full, False)]
-        rounds = [calls]
         by_servers = [
             (server, seconds, table, is_causal)
             for server, seconds, causal, full in exchange.stand_ins
@@ -105,17 +106,12 @@ class PlanTables:
                 causal, full, squares_only=squares_only
             )
         ]
-        if not is_padded:
-            used = [(table, causal) for table, causal in calls if table.num_tasks]
-            rounds = halves(used, exchange.window) if two_rounds and moves else [used]
-            if squares_only:
-                rounds = [squares(tables) for tables in rounds]
-            rounds = bounded(
-                rounds,
-                exchange.keys.num_local,
-                split_keys=exchange.split_keys,
-                max_calls=MAX_CALLS - len(by_servers),
-            )
+        rounds = _divide(
+            exchange,
+            two_rounds=two_rounds and moves,
+            squares_only=squares_only,
+            max_calls=MAX_CALLS - len(by_servers),
+        )
         computed = [table for tables in rounds for table, _ in tables]
         num_own = len(computed)
         computed += [table for _, _, table, _ in by_servers]
@@ -125,7 +121,6 @@ class PlanTables:
             chunks=chunks or exchange.most.in_one_chunk(),
             device=device,
             moves=moves,
-            is_padded=is_padded,
         )
         queries = build_rows(
             exchange.queries, "queries", [table.q_rows for table in computed]
@@ -143,21 +138,17 @@ class PlanTables:
                 window=exchange.window if causal else None,
             )
             return KernelCall(
-                replace(args, max_q=table.max_q, max_k=table.max_k),
-                _rows_of_call(table.q_rows, queries, device, in_place=not is_padded),
-                _rows_of_call(table.kv_rows, keys, device, in_place=not is_padded),
+                args,
+                _rows_of_call(table.q_rows, queries, device),
+                _rows_of_call(table.kv_rows, keys, device),
             )
 
-        return cls(
-            queries,
-            keys,
-            moves,
-            [[kernel_call(*table) for table in tables] for tables in rounds],
-            [
-                StandInCall(server, seconds, kernel_call(table, causal))
-                for server, seconds, table, causal in by_servers
-            ],
-        )
+        calls = [[kernel_call(*table) for table in tables] for tables in rounds]
+        stand_ins = [
+            StandInCall(server, seconds, kernel_call(table, causal))
+            for server, seconds, table, causal in by_servers
+        ]
+        return cls(queries, keys, moves, calls, stand_ins)
 
     @cached_property
     def out(self) -> dict[str, list[Routes]]:
@@ -235,6 +226,23 @@ def _calls_of_server(
     return squares(calls) if squares_only else calls
 
 
+def _divide(
+    exchange: RankExchange, *, two_rounds: bool, squares_only: bool, max_calls: int
+) -> Rounds:
+    """Return the tables of kernel calls by round, each with its causal flag."""
+    calls = [(exchange.causal, True), (exchange.full, False)]
+    used = [(table, causal) for table, causal in calls if table.num_tasks]
+    rounds = halves(used, exchange.window) if two_rounds else [used]
+    if squares_only:
+        rounds = [squares(tables) for tables in rounds]
+    return bounded(
+        rounds,
+        exchange.keys.num_local,
+        split_keys=exchange.split_keys,
+        max_calls=max_calls,
+    )
+
+
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
     """Divide chunks into exchanges: one for all kinds if each takes one chunk, otherwise one for each chunk."""
     if all(len(chunks) == 1 for chunks in kinds):
@@ -243,14 +251,14 @@ def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
 
 
 def _rows_of_call(
-    rows: np.ndarray, tables: RowTables, device: torch.device, *, in_place: bool
+    rows: np.ndarray, tables: RowTables, device: torch.device
 ) -> Tensor | slice | None:
-    if in_place and lie_in_order(rows):
+    if lie_in_order(rows):
         if rows.size == tables.num_local + tables.num_remote:
             return None
         if rows[-1] < tables.num_local:
             return slice(int(rows[0]), int(rows[-1]) + 1)
-    return rows_to_device(np.maximum(rows, 0), device)
+    return rows_to_device(rows, device)
 
 
 def _num_copied(rows: Tensor | slice | None, tables: RowTables) -> int:

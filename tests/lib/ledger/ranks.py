@@ -15,7 +15,7 @@ from torchtitan_cad.runtime.transport import Route, Routes, SymmetricTransport
 from torchtitan_cad.runtime.transport.base import Peers
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 from torchtitan_cad.runtime.transport.far import FarRanks, Part, Works
-from torchtitan_cad.runtime.transport.memory import Epoch, Message
+from torchtitan_cad.runtime.transport.memory import Message
 
 
 class OneKernel(CpuKernel):
@@ -117,11 +117,11 @@ class LedgerMemory(DeviceMemory):
         routes: Routes,
         begins: Sequence[int],
         word: int,
-        epoch: Epoch,
+        number: int,
     ) -> None:
         for message, route, begin in zip(messages, routes, begins, strict=True):
             self._write(*message, route, begin)
-        self.post(routes.receivers, word, epoch)
+        self.post(routes.receivers, word, number)
 
     def _write(
         self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int
@@ -149,16 +149,16 @@ class LedgerMemory(DeviceMemory):
             )
             first = last
 
-    def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
+    def post(self, peers: Peers, word: int, number: int) -> None:
         event = torch.accelerator.current_stream(self.own.device).record_event()
         for peer in peers.ranks:
-            self._words_of_all.post(peer, word, epoch[0], event)
+            self._words_of_all.post(peer, word, number, event)
 
     def wait(
-        self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float
+        self, peers: Peers, first_word: int, number: int, timeout_s: float
     ) -> list[int]:
         events = [
-            self._words_of_all.wait(self._rank, first_word + peer, epoch[0])
+            self._words_of_all.wait(self._rank, first_word + peer, number)
             for peer in peers.ranks
         ]
         self.follow(events)

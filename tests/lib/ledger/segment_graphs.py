@@ -140,7 +140,7 @@ def new_block() -> nn.Module:
 class Collective:
     """A transport as over NCCL: a stream of its own, which waits for the current one."""
 
-    name, replayable, buffer_bytes = "ledger", False, 2**22
+    name, buffer_bytes = "ledger", 2**22
 
     def __init__(self, group: dist.ProcessGroup, *, one_buffer: bool = False) -> None:
         self._group, self._stream, self._one_buffer = (

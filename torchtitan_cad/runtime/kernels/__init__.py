@@ -4,4 +4,8 @@
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
-__all__ = ["AttentionKernel", "VarlenArgs", "get_kernel"]
+__all__ = [
+    "AttentionKernel",
+    "VarlenArgs",
+    "get_kernel",
+]

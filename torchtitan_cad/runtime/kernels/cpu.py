@@ -59,14 +59,11 @@ class Tile(NamedTuple):
 
 def iter_tiles(call: VarlenArgs) -> Iterator[Tile]:
     """Yield the tiles of all tasks, in order, without rows that see no key."""
-    cu_q, cu_k = call.cu_q_host.tolist(), call.cu_k_host.tolist()
+    cu_q = call.cu_q_host.tolist()
+    cu_k = call.cu_k_host.tolist()
     for task, position in enumerate(call.q_start.tolist()):
-        q_lo, q_end, k_lo, k_end = (
-            cu_q[task],
-            cu_q[task + 1],
-            cu_k[task],
-            cu_k[task + 1],
-        )
+        q_lo, q_end = cu_q[task : task + 2]
+        k_lo, k_end = cu_k[task : task + 2]
         while q_lo < q_end:
             q_hi = min(q_lo + QUERY_TILE - position % QUERY_TILE, q_end)
             if call.causal:
@@ -96,12 +93,14 @@ def _window_mask(rows: int, before: int, window: int, dtype: torch.dtype) -> Ten
 
     Rows are padded to ``_FUSED_ROWS``; the padding sees all keys.
     """
-    hidden = torch.ones(rows + -rows % _FUSED_ROWS, before + rows, dtype=torch.bool)
-    hidden[rows:] = False
-    hidden[:rows] = ~torch.ones(rows, before + rows, dtype=torch.bool).tril_(
-        before
-    ).triu_(before + 1 - window)
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    keys = before + rows
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    seen.tril_(before)
+    seen.triu_(before + 1 - window)
+    padding = -rows % _FUSED_ROWS
+    mask = torch.zeros(rows + padding, keys, dtype=dtype)
+    mask[:rows].masked_fill_(~seen, -torch.inf)
+    return mask
 
 
 class CpuKernel(AttentionKernel):
@@ -118,16 +117,18 @@ class CpuKernel(AttentionKernel):
     ) -> tuple[Tensor, Tensor]:
         """Return out [Tq, Hq, Dv] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            value_dim = v.shape[2]
             # PyTorch's fused attention takes heads of one size.
-            qh, kh, vh = (
-                _heads_first(x, max(q.shape[2], v.shape[2])) for x in (q, k, v)
-            )
-            out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype)
-            lse = torch.full(q.shape[:2], -torch.inf, dtype=qh.dtype)
+            common = max(q.shape[2], value_dim)
+            qh, kh, vh = (_heads_first(x, common) for x in (q, k, v))
+            heads_of_rows = q.shape[:2]
+            out = torch.zeros(*heads_of_rows, value_dim, dtype=q.dtype)
+            lse = torch.full(heads_of_rows, -torch.inf, dtype=qh.dtype)
             for tile in iter_tiles(call):
+                rows = slice(tile.q_lo, tile.q_hi)
                 tile_out, tile_lse = _tile_forward(qh, kh, vh, tile, call.scale)
-                out[tile.q_lo : tile.q_hi] = tile_out[..., : v.shape[2]]
-                lse[tile.q_lo : tile.q_hi] = tile_lse
+                out[rows] = tile_out[..., :value_dim]
+                lse[rows] = tile_lse
             return out, lse
 
     def backward(
@@ -145,19 +146,17 @@ class CpuKernel(AttentionKernel):
             if delta is None:
                 assert out is not None, "backward needs delta or out"
                 delta = row_delta(dout, out)
-            dout, q_, k_, v_ = (_heads_first(x, x.shape[2]) for x in (dout, q, k, v))
+            dout, qh, kh, vh = (_heads_first(x, x.shape[2]) for x in (dout, q, k, v))
             # a row without keys has probability exp(-inf) = 0
             shift = torch.where(lse == -torch.inf, lse, -lse)
-            shift, neg_delta = (
-                x.to(q_.dtype).t().unsqueeze(-1) for x in (shift, -delta)
-            )
-            grads = [torch.zeros_like(x) for x in (q_, k_, v_)]
+            of_scores = shift.to(qh.dtype).t()
+            of_dprobs = -delta.to(qh.dtype).t()
+            terms = of_scores.unsqueeze(-1), of_dprobs.unsqueeze(-1)
+            grads = [torch.zeros_like(x) for x in (qh, kh, vh)]
+            rows = dout, qh, *terms
             for tile in iter_tiles(call):
-                _add_tile(grads, (dout, q_, shift, neg_delta), k_, v_, tile, call.scale)
-            wide = zip(grads, (q, k, v), strict=True)
-            dq, dk, dv = (
-                grad[..., : x.shape[2]].transpose(0, 1).contiguous() for grad, x in wide
-            )
+                _add_tile(grads, rows, kh, vh, tile, call.scale)
+            dq, dk, dv = map(_rows_first, grads, (q, k, v))
             return dq, dk, dv
 
 
@@ -165,10 +164,18 @@ def _heads_first(x: Tensor, least: int) -> Tensor:
     """[T, H, D] -> a contiguous copy [H, T, D padded] in the compute dtype, with ``least`` elements or more a head."""
     rows, heads, dim = x.shape
     padded = least + -least % _HEAD_DIM_MULTIPLE
-    copy = torch.empty(heads, rows, padded, dtype=compute_dtype(x.dtype))
+    dtype = compute_dtype(x.dtype)
+    copy = torch.empty(heads, rows, padded, dtype=dtype)
     copy[..., :dim] = x.transpose(0, 1)
     copy[..., dim:] = 0
     return copy
+
+
+def _rows_first(grad: Tensor, like: Tensor) -> Tensor:
+    """[H, T, D padded] -> [T, H, D] in the shape of ``like``."""
+    dim = like.shape[2]
+    unpadded = grad[..., :dim]
+    return unpadded.transpose(0, 1).contiguous()
 
 
 def _tile_forward(
@@ -177,20 +184,23 @@ def _tile_forward(
     """out [rows, Hq, D] and lse [rows, Hq] of one tile; q, k, v heads first."""
     queries = q[:, tile.q_lo : tile.q_hi]
     if tile.window is not None:
-        keys = slice(tile.k_lo, tile.k_hi)
-        mask = _window_mask(
-            tile.q_hi - tile.q_lo, tile.k_mid - tile.k_lo, tile.window, q.dtype
-        )
-        return _fused_attention(queries, k[:, keys], v[:, keys], False, scale, mask)
+        seen = slice(tile.k_lo, tile.k_hi)
+        keys, values = k[:, seen], v[:, seen]
+        num_rows = tile.q_hi - tile.q_lo
+        num_before = tile.k_mid - tile.k_lo
+        mask = _window_mask(num_rows, num_before, tile.window, q.dtype)
+        return _fused_attention(queries, keys, values, False, scale, mask)
+    unmasked = tile.k_lo, tile.k_mid, False
+    triangle = tile.k_mid, tile.k_hi, True
     partials = [
         _fused_attention(queries, k[:, lo:hi], v[:, lo:hi], causal, scale)
-        for lo, hi, causal in (
-            (tile.k_lo, tile.k_mid, False),
-            (tile.k_mid, tile.k_hi, True),
-        )
+        for lo, hi, causal in (unmasked, triangle)
         if lo < hi
     ]
-    return partials[0] if len(partials) == 1 else combine(*partials[0], *partials[1])
+    if len(partials) == 1:
+        return partials[0]
+    first, second = partials
+    return combine(*first, *second)
 
 
 def _fused_attention(
@@ -208,14 +218,19 @@ def _fused_attention(
     unaligned, and the bits of a row then depend on the thread that computes it. A causal mask hides the padding keys.
     """
     rows = q.shape[1]
-    if padding := -rows % _FUSED_ROWS:
-        q = F.pad(q, (0, 0, 0, padding))
+    below = 0, 0, 0, -rows % _FUSED_ROWS
+    if any(below):
+        q = F.pad(q, below)
         if causal:
-            k, v = F.pad(k, (0, 0, 0, padding)), F.pad(v, (0, 0, 0, padding))
+            k = F.pad(k, below)
+            v = F.pad(v, below)
+    batch = (x.unsqueeze(0) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.unsqueeze(0) for x in (q, k, v)), 0.0, causal, attn_mask=mask, scale=scale
+        *batch, 0.0, causal, attn_mask=mask, scale=scale
     )
-    return out[0, :, :rows].transpose(0, 1), lse[0, :, :rows].transpose(0, 1)
+    out = out[0, :, :rows]
+    lse = lse[0, :, :rows]
+    return out.transpose(0, 1), lse.transpose(0, 1)
 
 
 def _add_tile(
@@ -234,24 +249,38 @@ def _add_tile(
         rows: for all queries dout, q, and two terms [Hq, Tq, 1]: one for the scaled scores, one for dout v^T.
     """
     all_dq, dk, dv = grads
+    kv_heads = all_k.shape[0]
     num_rows = tile.q_hi - tile.q_lo
-    dout, q, shift, neg_delta = (
-        _fold(x[:, tile.q_lo : tile.q_hi], all_k.shape[0]) for x in rows
-    )
+    queries = [x[:, tile.q_lo : tile.q_hi] for x in rows]
+    dout, q, shift, neg_delta = (_fold(x, kv_heads) for x in queries)
     dq = torch.zeros_like(q)
     for lo, hi in _key_blocks(tile):
         k = all_k[:, lo:hi]
         v = all_v[:, lo:hi]
-        probs = torch.baddbmm(shift, q, k.transpose(1, 2), alpha=scale).exp_()
-        if lo == tile.k_mid:
-            probs.view(-1, num_rows, num_rows).tril_()
-        if tile.window is not None:
-            probs.view(-1, num_rows, hi - lo).triu_(tile.k_mid - lo + 1 - tile.window)
-        dscores = torch.baddbmm(neg_delta, dout, v.transpose(1, 2)).mul_(probs)
+        k_t = k.transpose(1, 2)
+        scores = torch.baddbmm(shift, q, k_t, alpha=scale)
+        probs = _probabilities(scores, tile, lo)
+        v_t = v.transpose(1, 2)
+        dprobs = torch.baddbmm(neg_delta, dout, v_t)
+        dscores = dprobs.mul_(probs)
         dq.baddbmm_(dscores, k, alpha=scale)
-        dk[:, lo:hi].add_(torch.bmm(dscores.transpose(1, 2), q), alpha=scale)
-        dv[:, lo:hi].add_(torch.bmm(probs.transpose(1, 2), dout))
-    all_dq[:, tile.q_lo : tile.q_hi] = dq.view(-1, num_rows, dq.shape[2])
+        dk_part = torch.bmm(dscores.transpose(1, 2), q)
+        dv_part = torch.bmm(probs.transpose(1, 2), dout)
+        dk[:, lo:hi].add_(dk_part, alpha=scale)
+        dv[:, lo:hi].add_(dv_part)
+    of_tile = dq.view(-1, num_rows, dq.shape[2])
+    all_dq[:, tile.q_lo : tile.q_hi] = of_tile
+
+
+def _probabilities(scores: Tensor, tile: Tile, lo: int) -> Tensor:
+    """Overwrite the scores of a block of keys from ``lo`` by probabilities: 0 of keys that the masks hide."""
+    probs = scores.exp_()
+    of_heads = probs.unflatten(1, (-1, tile.q_hi - tile.q_lo))
+    if lo == tile.k_mid:
+        of_heads.tril_()
+    if tile.window is not None:
+        of_heads.triu_(tile.k_mid - lo + 1 - tile.window)
+    return probs
 
 
 def _fold(x: Tensor, kv_heads: int) -> Tensor:
@@ -262,6 +291,7 @@ def _fold(x: Tensor, kv_heads: int) -> Tensor:
 def _key_blocks(tile: Tile) -> Iterator[tuple[int, int]]:
     """Yield ranges of keys: blocks that every row of the tile sees, and the square with the triangular mask."""
     for lo in range(tile.k_lo, tile.k_mid, KEY_BLOCK):
-        yield lo, min(lo + KEY_BLOCK, tile.k_mid)
+        hi = min(lo + KEY_BLOCK, tile.k_mid)
+        yield lo, hi
     if tile.k_mid < tile.k_hi:
         yield tile.k_mid, tile.k_hi

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C import _SDPBackend
 
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
-from torchtitan_cad.runtime.kernels.fused import FusedKernel
+from torchtitan_cad.runtime.kernels.fused import BackwardInputs, FusedKernel
 
 _BACKEND = {"backend": int(_SDPBackend.CUDNN_ATTENTION.value)}
 _MIN_BOUND = 256
@@ -64,20 +64,13 @@ class CudnnKernel(FusedKernel):
         return out, lse
 
     def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: VarlenArgs,
+        self, inputs: BackwardInputs, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the backward operator. It does not read its argument for random numbers, so an offset is passed."""
         options = {"scale": call.scale, "window_size": _window(call)}
         rest = *_shared(call), call.cu_q
         dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
-            dout, q, k, v, out, lse, *rest, **options, **_BACKEND
+            *inputs, *rest, **options, **_BACKEND
         )
         return dq, dk, dv
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
-from torchtitan_cad.runtime.kernels.fused import FusedKernel
+from torchtitan_cad.runtime.kernels.fused import BackwardInputs, FusedKernel
 
 _MIN_BOUND = 512
 """rows: smallest bound on the length of tasks that is passed to the library. FlashAttention-4 compiles other variants
@@ -177,24 +177,14 @@ class FlashAttnKernel(FusedKernel):
         return out, lse
 
     def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: VarlenArgs,
+        self, inputs: BackwardInputs, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the package's backward."""
-        given = (
-            ()
-            if self.library.makes_gradients
-            else tuple(torch.empty_like(x) for x in (q, k, v))
-        )
-        made = self._backward(
-            **self.library.backward_arguments((dout, q, k, v, out, lse, *given), call)
-        )
+        given = tuple[Tensor, ...]()
+        if not self.library.makes_gradients:
+            given = tuple(map(torch.empty_like, (inputs.q, inputs.k, inputs.v)))
+        arguments = self.library.backward_arguments((*inputs, *given), call)
+        made = self._backward(**arguments)
         dq, dk, dv = given or made
         return dq, dk, dv
 

@@ -6,13 +6,24 @@ query rows must have no keys. Where they take heads of one size only, narrower o
 neither scores nor outputs.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs
+
+
+class BackwardInputs(NamedTuple):
+    """Tensors that the libraries' backwards take: rows [T, H, D], and the log-sum-exp [Hq, Tq], contiguous."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 class FusedKernel(AttentionKernel, Protocol):
@@ -39,16 +50,9 @@ class FusedKernel(AttentionKernel, Protocol):
         ...
 
     def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: VarlenArgs,
+        self, inputs: BackwardInputs, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv of a call that has rows; ``lse`` [Hq, Tq] contiguous."""
+        """Return dq, dk and dv of a call that has rows."""
         ...
 
     def common_dim(self, head_dim: int, value_dim: int) -> int | None:
@@ -115,11 +119,12 @@ class FusedKernel(AttentionKernel, Protocol):
         Raises:
             ValueError: a dtype or head dim that the library does not take.
         """
-        dims = q.shape[2], k.shape[2], v.shape[2]
-        self.check(q.dtype, q.shape[2], v.shape[2], call.window)
+        dim, _, value_dim = dims = q.shape[2], k.shape[2], v.shape[2]
+        self.check(q.dtype, dim, value_dim, call.window)
         if call.max_q == 0 or call.max_k == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        common, (lse, delta, out) = self.common_dim(q.shape[2], v.shape[2]), merged
+        common = self.common_dim(dim, value_dim)
+        lse, delta, out = merged
         q, k, v, dout = (_padded(x, common) for x in (q, k, v, dout.contiguous()))
         if out is None:
             assert delta is not None, "backward needs delta or out"
@@ -130,7 +135,8 @@ class FusedKernel(AttentionKernel, Protocol):
             )
         else:
             out, lse = _padded(out, common), lse.t().contiguous()
-        gradients = self.run_backward(dout, q, k, v, out, lse, call)
+        inputs = BackwardInputs(dout, q, k, v, out, lse)
+        gradients = self.run_backward(inputs, call)
         dq, dk, dv = (_narrowed(x, dim) for x, dim in zip(gradients, dims, strict=True))
         return dq, dk, dv
 

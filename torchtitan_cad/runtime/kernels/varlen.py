@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
-from torchtitan_cad.runtime.kernels.fused import FusedKernel
+from torchtitan_cad.runtime.kernels.fused import BackwardInputs, FusedKernel
 
 _forward_op = torch.ops.aten._flash_attention_forward.default
 _backward_op = torch.ops.aten._flash_attention_backward.default
@@ -43,20 +43,11 @@ class VarlenKernel(FusedKernel):
         return out, lse
 
     def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: VarlenArgs,
+        self, inputs: BackwardInputs, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the backward op. A row without keys has the log-sum-exp +inf, so that its probabilities are 0."""
-        rest = *_positional(call), *_without_dropout(q.device)
-        dq, dk, dv = _backward_op(
-            dout, q, k, v, out, lse, *rest, scale=call.scale, **_window(call)
-        )
+        rest = *_positional(call), *_without_dropout(inputs.q.device)
+        dq, dk, dv = _backward_op(*inputs, *rest, scale=call.scale, **_window(call))
         return dq, dk, dv
 
 

@@ -35,13 +35,12 @@ class Route:
 
     Attributes:
         kind: query or key rows to servers, or results for them.
-        rows: int64 [sum(send_counts)] rows to send, grouped by destination (padded with any); None sends all in order.
+        rows: int64 [sum(send_counts)] rows to send, grouped by destination; None sends all in order.
         send_counts, recv_counts: rows per rank of the group.
         put_offsets: per peer, where this rank's rows begin among all that the peer receives, ordered by sender.
         most_rows: most rows that any rank of the group receives; equal on all ranks.
         buffer: index, from 0, of the receive buffer of the call in which an exchange begins, whose first route this is;
             equal on all ranks.
-        padded_to: rows of the tensors of sent and received rows; None for the sums of the counts.
     """
 
     kind: Kind
@@ -51,12 +50,11 @@ class Route:
     put_offsets: list[int]
     most_rows: int
     buffer: int = 0
-    padded_to: int | None = None
 
     @cached_property
     def num_received(self) -> int:
         """Rows of the tensor of received rows."""
-        return sum(self.recv_counts) if self.padded_to is None else self.padded_to
+        return sum(self.recv_counts)
 
     def among(self, peers: Collection[int], device: torch.device) -> "Route":
         """Return the part of this route that goes between this rank and ``peers``; its rows arrive where they did.
@@ -150,8 +148,6 @@ class Transport(Protocol):
     """How rows travel, for the log."""
     buffer_bytes: int
     """Bytes of a receive buffer; the exchanges of a call use ``BUFFERS_PER_CALL`` of them."""
-    replayable: bool
-    """True if CUDA graphs may capture exchanges."""
 
     def prepare(self, exchanges: Sequence[Routes]) -> None:
         """Prepare the exchanges of a plan before their start; may run in a planning thread.

@@ -57,7 +57,6 @@ class _Request:
     buffer_bytes: int
     hosts: Sequence[int]
     calls_in_flight: int
-    replayable: bool
 
     @property
     def num_hosts(self) -> int:
@@ -73,7 +72,6 @@ def build_transport(
     agreement: dist.ProcessGroup | None = None,
     hosts: Sequence[int] | None = None,
     calls_in_flight: int = 2,
-    replayable: bool = False,
 ) -> Transport:
     """Build the transport called ``name`` over ``group``; all ranks of the group must call it together.
 
@@ -86,15 +84,10 @@ def build_transport(
             creates a communicator.
         hosts: number of every rank's host; by default the ranks ask each other.
         calls_in_flight: maximum number of core attentions in flight, each with its own receive buffers.
-        replayable: True if CUDA graphs may capture exchanges, which works with symmetric memory on one host.
 
     Raises:
         ValueError: the transport is unknown or unavailable; names the key ``cad.transport``.
     """
-    if replayable and name != "symm_mem":
-        raise ValueError(
-            f"cad.transport = {name!r} cannot be captured in CUDA graphs: build 'symm_mem'"
-        )
     num_bytes = (
         messages.buffer_bytes(nano_batches=calls_in_flight)
         if buffer_bytes is None
@@ -108,9 +101,7 @@ def build_transport(
             if hosts is None
             else hosts
         )
-        request = _Request(
-            group, agreed, device, num_bytes, numbers, calls_in_flight, replayable
-        )
+        request = _Request(group, agreed, device, num_bytes, numbers, calls_in_flight)
         return _over_nvshmem(request) if name == "nvshmem" else _symmetric(request)
 
     transport, reason = _choose(name, device, attempt)
@@ -132,14 +123,8 @@ def expected_transport(
     Raises:
         ValueError: the transport is unknown or unavailable; names the key ``cad.transport``.
     """
-
-    def check() -> None:
-        if name == "nvshmem":
-            _check_nvshmem(device)
-        else:
-            _check(device, num_hosts, replayable=False)
-
-    _, reason = _choose(name, device, lambda: _agree(check))
+    check = _check_nvshmem if name == "nvshmem" else _check
+    _, reason = _choose(name, device, lambda: _agree(partial(check, device)))
     if reason:
         return "collective", reason
     if name == "nvshmem":
@@ -177,10 +162,7 @@ def _choose(
 def _symmetric(request: _Request) -> SymmetricTransport:
     """Build the transport over memory of near ranks, and messages to far ones; raises _Unavailable on all ranks."""
     group, agreement, device = request.group, request.agreement, request.device
-    _agree(
-        lambda: _check(device, request.num_hosts, replayable=request.replayable),
-        agreement,
-    )
+    _agree(lambda: _check(device), agreement)
     near = _agree(lambda: _near_ranks(request), agreement)
     far, description = None, "symm_mem"
     if request.num_hosts > 1:
@@ -289,7 +271,6 @@ def _tried_out(
             request.buffer_bytes,
             far=far,
             calls_in_flight=request.calls_in_flight,
-            replayable=request.replayable,
         )
 
     transport = _agree(build, request.agreement)
@@ -308,13 +289,9 @@ def _tried_out(
     return transport
 
 
-def _check(device: torch.device, num_hosts: int, *, replayable: bool) -> None:
+def _check(device: torch.device) -> None:
     """Raise RuntimeError naming what is missing, as far as this rank alone can tell."""
-    if replayable and num_hosts > 1:
-        raise RuntimeError("messages to other hosts cannot be captured in CUDA graphs")
     if device.type == "cpu":
-        if replayable:
-            raise RuntimeError("CUDA graphs need CUDA devices")
         if sys.platform != "linux":
             raise RuntimeError(
                 f"symmetric memory of CPU ranks needs Linux, this is {sys.platform}"

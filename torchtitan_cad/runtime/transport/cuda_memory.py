@@ -20,7 +20,6 @@ from torch import Tensor
 from torchtitan_cad.runtime.transport.base import Peers, Routes, to_device
 from torchtitan_cad.runtime.transport.memory import (
     WORD_BYTES,
-    Epoch,
     Message,
     NearRanks,
     SymmetricMemory,
@@ -90,23 +89,17 @@ class DeviceMemory(SymmetricMemory):
 
     def prepare(self, routes: Routes) -> None:
         routes.tables = routes.tables or self._tables(routes)
-        padded_to = 0 if routes[0].padded_to is None else len(self._addresses)
         for peers in (routes.receivers, routes.senders):
-            peers.tables += (
-                [] if peers.tables else self._peer_tables(peers.ranks, padded_to)
-            )
+            peers.tables = peers.tables or self._peer_tables(peers.ranks)
 
-    def _peer_tables(self, ranks: list[int], padded_to: int) -> list[Tensor]:
-        """Copy ranks to the device, int32 padded with -1."""
-        padded = torch.tensor(
-            ranks + [-1] * (padded_to - len(ranks)), dtype=torch.int32
-        )
-        return [to_device(padded, self.own.device)]
+    def _peer_tables(self, ranks: list[int]) -> list[Tensor]:
+        """Copy ranks to the device, as int32."""
+        return [to_device(torch.tensor(ranks, dtype=torch.int32), self.own.device)]
 
     def _tables(self, routes: Routes) -> Any:
         tables = [
-            put.split_into_blocks(x.send_counts, x.put_offsets, padded_to=x.padded_to)
-            for x in routes
+            put.split_into_blocks(route.send_counts, route.put_offsets)
+            for route in routes
         ]
         return put.Blocks.of(tables, [route.rows for route in routes], self.own.device)
 
@@ -126,22 +119,22 @@ class DeviceMemory(SymmetricMemory):
         routes: Routes,
         begins: Sequence[int],
         word: int,
-        epoch: Epoch,
+        number: int,
     ) -> None:
         put.put_rows(messages, routes.tables, begins, self._addresses, self._failed)
-        self.post(routes.receivers, word, epoch)
+        self.post(routes.receivers, word, number)
 
-    def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        signals.post(peers.tables[0], self._addresses, word, *epoch, self._failed)
+    def post(self, peers: Peers, word: int, number: int) -> None:
+        signals.post(peers.tables[0], self._addresses, word, number, self._failed)
 
     def wait(
-        self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float
+        self, peers: Peers, first_word: int, number: int, timeout_s: float
     ) -> list[int]:
         signals.wait(
             peers.tables[0],
             self._words,
             first_word,
-            *epoch,
+            number,
             timeout_s,
             self._failed,
             self._record,

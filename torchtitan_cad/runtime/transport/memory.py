@@ -29,9 +29,6 @@ _YIELDS = 64
 _PAUSE_S = 5e-5
 _FENCE = threading.Lock()
 
-Epoch = tuple[int, Tensor]
-"""value of a word = number + counter; a device reads the counter, int64 [1], when it uses the word, CPUs ignore it"""
-
 
 @dataclass(frozen=True)
 class NearRanks:
@@ -77,22 +74,22 @@ class SymmetricMemory(Protocol):
         routes: Routes,
         begins: Sequence[int],
         word: int,
-        epoch: Epoch,
+        number: int,
     ) -> None:
         """Write each route's packed rows to each receiver's memory, from byte ``begin`` + put offset, and then post.
 
-        ``word`` and ``epoch`` are arguments of ``post``.
+        ``word`` and ``number`` are arguments of ``post``.
         """
         ...
 
-    def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        """Set one word in each peer's memory with release order, after all earlier writes."""
+    def post(self, peers: Peers, word: int, number: int) -> None:
+        """Set one word in each peer's memory to ``number``, with release order, after all earlier writes."""
         ...
 
     def wait(
-        self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float
+        self, peers: Peers, first_word: int, number: int, timeout_s: float
     ) -> list[int]:
-        """Wait until the words ``first_word`` + peer of this rank's memory are at least ``epoch``.
+        """Wait until the words ``first_word`` + peer of this rank's memory are at least ``number``.
 
         Returns the peers whose words did not arrive in time; a device returns at once, see ``overdue``.
         """
@@ -158,7 +155,7 @@ class CpuMemory(SymmetricMemory):
         routes: Routes,
         begins: Sequence[int],
         word: int,
-        epoch: Epoch,
+        number: int,
     ) -> None:
         for (tensors, row_format), route, begin in zip(
             messages, routes, begins, strict=True
@@ -178,19 +175,19 @@ class CpuMemory(SymmetricMemory):
                 else:
                     row_format.pack(tensors, route.rows[first:last], out=arrival)
                 first = last
-        self.post(routes.receivers, word, epoch)
+        self.post(routes.receivers, word, number)
 
-    def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
+    def post(self, peers: Peers, word: int, number: int) -> None:
         _fence()
         for peer in peers.ranks:
-            self._words[peer][word] = epoch[0]
+            self._words[peer][word] = number
 
     def wait(
-        self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float
+        self, peers: Peers, first_word: int, number: int, timeout_s: float
     ) -> list[int]:
         words, late, looks = self._words[self._rank], peers.ranks, 0
         deadline = time.monotonic() + timeout_s
-        while late := [peer for peer in late if words[first_word + peer] < epoch[0]]:
+        while late := [peer for peer in late if words[first_word + peer] < number]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0 if looks < _YIELDS else _PAUSE_S)

@@ -22,7 +22,7 @@ from torchtitan_cad.runtime.transport.cuda_memory import (
     bounded_waits,
     sending_stream,
 )
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, Message
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Message
 from torchtitan_cad.runtime.triton import put, signals
 from torchtitan_cad.runtime.triton.nvshmem_library import reserve_heap
 
@@ -125,13 +125,13 @@ class NodesMemory(DeviceMemory):
             owner=(own, handle),
         )
 
-    def _peer_tables(self, ranks: list[int], padded_to: int) -> list[Tensor]:
+    def _peer_tables(self, ranks: list[int]) -> list[Tensor]:
         """Return the tables of all ranks, of those on this node, and of those on other nodes."""
         near = [rank for rank in ranks if rank not in self._far]
         far = [rank for rank in ranks if rank in self._far]
         tables = list[Tensor]()
         for group in (ranks, near, far):
-            tables += super()._peer_tables(group, padded_to)
+            tables += super()._peer_tables(group)
         return tables
 
     def _tables(self, routes: Routes) -> Tables:
@@ -181,13 +181,13 @@ class NodesMemory(DeviceMemory):
         routes: Routes,
         begins: Sequence[int],
         word: int,
-        epoch: Epoch,
+        number: int,
     ) -> None:
         # Peers on this node come first: messages to other nodes take longer, and the kernel waits for their arrival.
         put.put_rows(
             messages, routes.tables.near, begins, self._addresses, self._failed
         )
-        self._post_near(routes.receivers, word, epoch)
+        self._post_near(routes.receivers, word, number)
         for route, blocks, to_far in routes.tables.batches:
             target, row_bytes = (
                 self.own.data_ptr() + begins[route],
@@ -199,27 +199,27 @@ class NodesMemory(DeviceMemory):
             self._nvshmem.put_messages(
                 to_far, self._ranks, self._staging, target, row_bytes, self._failed
             )
-        self._post_far(routes.receivers, word, epoch)
+        self._post_far(routes.receivers, word, number)
 
-    def post(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        self._post_near(peers, word, epoch)
-        self._post_far(peers, word, epoch)
+    def post(self, peers: Peers, word: int, number: int) -> None:
+        self._post_near(peers, word, number)
+        self._post_far(peers, word, number)
 
-    def _post_near(self, peers: Peers, word: int, epoch: Epoch) -> None:
-        signals.post(peers.tables[1], self._addresses, word, *epoch, self._failed)
+    def _post_near(self, peers: Peers, word: int, number: int) -> None:
+        signals.post(peers.tables[1], self._addresses, word, number, self._failed)
 
-    def _post_far(self, peers: Peers, word: int, epoch: Epoch) -> None:
+    def _post_far(self, peers: Peers, word: int, number: int) -> None:
         address = self.own.data_ptr() + word * WORD_BYTES
         self._nvshmem.post(
-            peers.tables[2], self._ranks, address, self._spare, epoch[0], self._failed
+            peers.tables[2], self._ranks, address, self._spare, number, self._failed
         )
 
     def wait(
-        self, peers: Peers, first_word: int, epoch: Epoch, timeout_s: float
+        self, peers: Peers, first_word: int, number: int, timeout_s: float
     ) -> list[int]:
-        super().wait(peers, first_word, epoch, timeout_s)
+        super().wait(peers, first_word, number, timeout_s)
         address = self.own.data_ptr() + first_word * WORD_BYTES
-        self._nvshmem.confirm(peers.tables[2], address, epoch[0], self._failed)
+        self._nvshmem.confirm(peers.tables[2], address, number, self._failed)
         return []
 
 

@@ -15,9 +15,6 @@ and a receiver for its senders, so each pair of ranks with rows exchanges two si
 
 This holds for ranks that share memory, those of a host. From and to other hosts, rows of the same exchange travel by
 send and receive (transport/far.py), into the same buffers.
-
-The host counts exchanges and passes their numbers to kernels. CUDA graphs would repeat these numbers, so with
-``replayable`` the device counts, and a call has one exchange in flight at a time.
 """
 
 from collections import deque
@@ -32,7 +29,7 @@ from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Route, Routes
 from torchtitan_cad.runtime.transport.far import FarRanks
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Epoch, SymmetricMemory
+from torchtitan_cad.runtime.transport.memory import WORD_BYTES, SymmetricMemory
 
 
 class SymmetricTransport:
@@ -46,8 +43,6 @@ class SymmetricTransport:
         far: the ranks of the group on other hosts; None if there are none.
         buffer_bytes: size of a receive buffer, a multiple of ``BUFFER_ALIGNMENT``, equal on all ranks.
         calls_in_flight: maximum number of calls that have begun and not yet released their last exchange.
-        replayable: True if CUDA graphs may capture exchanges. All ranks must replay the same graphs in the same order,
-            while no other exchange is in flight.
     """
 
     name = "symm_mem"
@@ -62,7 +57,6 @@ class SymmetricTransport:
         *,
         far: FarRanks | None = None,
         calls_in_flight: int = 2,
-        replayable: bool = False,
     ) -> None:
         self.description = self.name
         self._ranks = list(ranks)
@@ -70,7 +64,6 @@ class SymmetricTransport:
         self.buffer_bytes = buffer_bytes
         self._far = far
         self.timeout_s = timeout_s
-        self.replayable = replayable
         self._num_slots = calls_in_flight
         self._calls = 0
         num_buffers = calls_in_flight * BUFFERS_PER_CALL
@@ -82,12 +75,6 @@ class SymmetricTransport:
         self._numbers = [0] * calls_in_flight
         self._latest: deque[tuple[int, int, str]] = deque(maxlen=64)
         """Slot, number in the slot, and name of the latest exchanges."""
-        # Exchanges of each slot that the device has counted, for CUDA graphs; the host counts others.
-        device = self._memory.own.device
-        self._counters = [
-            torch.zeros(1, dtype=torch.int64, device=device)
-            for _ in range(calls_in_flight)
-        ]
 
     def prepare(self, exchanges: Sequence[Routes]) -> None:
         self._raise_overdue()
@@ -102,18 +89,14 @@ class SymmetricTransport:
         self._raise_overdue()
         call = self._calls
         self._calls += 1
-        self._require_free(
-            self._buffers(call % self._num_slots), "another core attention"
-        )
+        first = call % self._num_slots * BUFFERS_PER_CALL
+        buffers = range(first, first + BUFFERS_PER_CALL)
+        self._require_free(buffers, "another core attention")
         return call
 
-    @staticmethod
-    def _buffers(slot: int) -> range:
-        return range(slot * BUFFERS_PER_CALL, (slot + 1) * BUFFERS_PER_CALL)
-
     def _require_free(self, buffers: Sequence[int], user: str) -> None:
-        for phase in (self._users[buffer] for buffer in buffers):
-            if phase is not None:
+        for buffer in buffers:
+            if (phase := self._users[buffer]) is not None:
                 raise RuntimeError(
                     f"{user} would use the buffer of exchange '{phase}', which is in flight: finish that first; "
                     f"{self._num_slots} core attentions at most, with {BUFFERS_PER_CALL} buffers each, are in flight"
@@ -135,29 +118,28 @@ class SymmetricTransport:
         slot = call % self._num_slots
         buffers, begins = self._place(slot, routes, row_bytes, phase)
         arrivals = list(map(self._rows, begins, routes, row_bytes))
-        epoch = self._occupy(slot, buffers, phase)
+        number = self._occupy(slot, buffers, phase)
         ready = self._ready(slot)
         arrived = slot * len(self._ranks)
-        memory.post(near.senders, ready + self._rank, epoch)
+        memory.post(near.senders, ready + self._rank, number)
         with memory.sending():
             far = (
                 None
                 if self._far is None
                 else self._far.start(packed, routes, arrivals, phase)
             )
-            self._await(near.receivers, ready, epoch, phase)
-            memory.send(packed, near, begins, arrived + self._rank, epoch)
+            self._await(near.receivers, ready, number, phase)
+            memory.send(packed, near, begins, arrived + self._rank, number)
             sent = streams.record_event(memory.own.device)
 
         def receive() -> list[Tensor]:
-            self._await(near.senders, arrived, epoch, phase)
+            self._await(near.senders, arrived, number, phase)
             if far is not None:
                 far.wait_received(self.timeout_s())
             return arrivals
 
         def release() -> None:
             self._free(buffers)
-            # In a CUDA graph this joins the sending stream with the stream that it forked from.
             streams.wait_event(memory.own.device, sent)
             if far is not None:
                 far.wait_sent(self.timeout_s())
@@ -166,16 +148,13 @@ class SymmetricTransport:
 
     def _rows(self, begin: int, route: Route, row_bytes: int) -> Tensor:
         """Return uint8 [num_received, row_bytes] of this rank's memory from byte ``begin``."""
-        num_rows = route.num_received
-        return self._memory.own[begin : begin + num_rows * row_bytes].view(
-            num_rows, row_bytes
-        )
+        own = self._memory.own
+        shape = route.num_received, row_bytes
+        return own.as_strided(shape, (row_bytes, 1), own.storage_offset() + begin)
 
     def _free(self, buffers: range) -> None:
         """Let later exchanges use the buffers after what the current stream has done."""
-        freed = (
-            None if self.replayable else streams.record_event(self._memory.own.device)
-        )
+        freed = streams.record_event(self._memory.own.device)
         for buffer in buffers:
             self._users[buffer] = None
             self._freed[buffer] = freed
@@ -198,17 +177,16 @@ class SymmetricTransport:
             )
         return range(first, first + max(1, -(-num_bytes // each))), begins
 
-    def _occupy(self, slot: int, buffers: Sequence[int], phase: str) -> Epoch:
-        """Count one more exchange of a slot, on the current stream."""
-        claimed = self._buffers(slot) if self.replayable else buffers
-        self._require_free(claimed, f"exchange '{phase}'")
+    def _occupy(self, slot: int, buffers: Sequence[int], phase: str) -> int:
+        """Count one more exchange of a slot, and return its number; the current stream waits for the buffers."""
+        self._require_free(buffers, f"exchange '{phase}'")
         for buffer in buffers:
             self._users[buffer] = phase
             streams.wait_event(self._memory.own.device, self._freed[buffer])
         self._numbers[slot] += 1
-        number, counter = self._numbers[slot], self._counters[slot]
+        number = self._numbers[slot]
         self._latest.append((slot, number, phase))
-        return (0, counter.add_(1)) if self.replayable else (number, counter)
+        return number
 
     # Words ------------------------------------------------------------------------------------------------------------
 
@@ -216,14 +194,14 @@ class SymmetricTransport:
         """Return the first ready word of a slot; the arrived words of all slots come before the ready words."""
         return (self._num_slots + slot) * len(self._ranks)
 
-    def _await(self, peers: Peers, first_word: int, epoch: Epoch, phase: str) -> None:
-        """Wait for words of ``peers``, up to the group's timeout.
+    def _await(self, peers: Peers, first_word: int, number: int, phase: str) -> None:
+        """Wait until words of ``peers`` are at least ``number``, up to the group's timeout.
 
         Raises:
             PeerError: on CPU, naming the late peers. On a device, the next exchange or plan raises it.
         """
         timeout_s = self.timeout_s()
-        if late := self._memory.wait(peers, first_word, epoch, timeout_s):
+        if late := self._memory.wait(peers, first_word, number, timeout_s):
             raise PeerError(self._describe(late, first_word, phase, timeout_s))
 
     def _describe(
@@ -237,22 +215,15 @@ class SymmetricTransport:
         )
 
     def _raise_overdue(self) -> None:
-        """Raise PeerError that names the exchange (replayable: the slot) of a wait on the device that took too long."""
+        """Raise PeerError that names the exchange of a wait on the device that took too long."""
         if (overdue := self._memory.overdue()) is None:
             return
         word, value = overdue
         slot, peer = divmod(word, len(self._ranks))
         slot %= self._num_slots
-        phases = dict.fromkeys(
-            p
-            for at, n, p in self._latest
-            if at == slot and (self.replayable or n == value)
-        )
-        raise PeerError(
-            self._describe(
-                [peer], word, " or ".join(phases) or "long ago", self.timeout_s()
-            )
-        )
+        phases = {(at, number): phase for at, number, phase in self._latest}
+        phase = phases.get((slot, value), "long ago")
+        raise PeerError(self._describe([peer], word, phase, self.timeout_s()))
 
 
 class SymmetricPending:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchtitan_cad.runtime.triton import TENSOR_BITS
 from torchtitan_cad.runtime.triton.rows import (
     Kernel,
     Partials,
@@ -27,6 +28,8 @@ from torchtitan_cad.runtime.triton.rows import (
     strides_of,
 )
 
+_TENSOR_BITS = tl.constexpr(TENSOR_BITS)
+_TENSORS = tl.constexpr(1 << TENSOR_BITS)
 SUM_TILE = 4096
 """elements: maximum of a program that sums."""
 WARP_TILE = 1024
@@ -41,7 +44,6 @@ def merge_rows(
     offsets: Tensor,
     out: Tensor,
     lse: Tensor,
-    tensor_bits: int,
     in_place: int = -1,
 ) -> None:
     """Merge the partials of every row of ``out`` and ``lse``; rows without partials get 0 and -inf.
@@ -50,7 +52,7 @@ def merge_rows(
         outs, lses: tensors of partials [P_i, H, D] and [P_i, H]; rows of outs of any stride, lses of any strides.
             A partial without keys has an infinite lse, of either sign.
         sources: int32 [P] partials by row of ``out``, in the order in which they are merged, each
-            ``row of its tensor << tensor_bits | number of the tensor``.
+            ``row of its tensor << TENSOR_BITS | number of the tensor``.
         offsets: int32 [N + 1] where the partials of each row begin in ``sources``.
         out, lse: contiguous [N, H, D] of any dtype and [N, H] in fp32 (fp64), in which the merge is computed.
         in_place: number of the tensor that is ``out``, each of whose partials belongs to its own row; -1 for none.
@@ -84,7 +86,6 @@ def merge_rows(
             dim,
             block_heads,
             block_dim,
-            tensor_bits,
             count,
         ),
         num_warps=1,
@@ -96,14 +97,13 @@ def sum_rows(
     sources: Tensor,
     offsets: Tensor,
     sums: Sequence[Tensor],
-    tensor_bits: int,
     in_place: int = -1,
 ) -> None:
     """Sum the partials of every row, for one or two sums in one launch; rows without partials get 0.
 
     Args:
         partials: per sum, its tensors of partials [P_i, ...], rows of any stride.
-        sources, offsets, tensor_bits, in_place: as in ``merge_rows``.
+        sources, offsets, in_place: as in ``merge_rows``.
         sums: contiguous [N, ...], of one shape and dtype; sums are taken in fp32 (fp64 for fp64).
     """
     described = [Partials.of(of_sum, sums[0]) for of_sum in partials]
@@ -127,7 +127,7 @@ def sum_rows(
             is_wide_sum,
             in_place,
         ),
-        (first.dtype, sum_dtype, is_aligned, row_size, block, count, tensor_bits),
+        (first.dtype, sum_dtype, is_aligned, row_size, block, count),
         num_warps=max(1, block // WARP_TILE),
     )
 
@@ -192,7 +192,6 @@ def _merge_rows(
     DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    TENSOR_BITS: tl.constexpr,
     TENSORS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -207,12 +206,12 @@ def _merge_rows(
     merged = tl.zeros([BLOCK_HEADS, BLOCK_DIM], dtype)
     merged_lse = tl.full([BLOCK_HEADS], float("-inf"), dtype)
     source = tl.load(sources + i, mask=i < end, other=0)
-    stays = (end == i + 1) & (source % (1 << TENSOR_BITS) == in_place)
+    stays = (end == i + 1) & (source % _TENSORS == in_place)
     is_moved = mask & (dims < tl.where(stays, 0, DIM))[None, :]
     while i < end:
         following = tl.load(sources + i + 1, mask=i + 1 < end, other=0)
-        which = source % (1 << TENSOR_BITS)
-        source_row = (source >> TENSOR_BITS).to(tl.int64)
+        which = source % _TENSORS
+        source_row = (source >> _TENSOR_BITS).to(tl.int64)
         address = row_of(partials, which, source_row)
         part = _load(
             address, (wide >> which) & 1, inside, is_moved, dtype, DTYPE, IS_ALIGNED
@@ -262,7 +261,6 @@ def _sum_rows(
     ROW_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     TENSORS: tl.constexpr,
-    TENSOR_BITS: tl.constexpr,
 ):
     row = tl.program_id(0)
     kind = tl.program_id(2)
@@ -271,12 +269,12 @@ def _sum_rows(
     inside = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], SUM_DTYPE)
     source = tl.load(sources + i, mask=i < end, other=0)
-    stays = (end == i + 1) & (source % (1 << TENSOR_BITS) == in_place)
+    stays = (end == i + 1) & (source % _TENSORS == in_place)
     mask = inside < tl.where(stays, 0, ROW_SIZE)
     while i < end:
         following = tl.load(sources + i + 1, mask=i + 1 < end, other=0)
-        which = source % (1 << TENSOR_BITS)
-        source_row = (source >> TENSOR_BITS).to(tl.int64)
+        which = source % _TENSORS
+        source_row = (source >> _TENSOR_BITS).to(tl.int64)
         part = kind * TENSORS + which
         address = row_of(partials, part, source_row)
         total += _load(

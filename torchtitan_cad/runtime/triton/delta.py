@@ -21,10 +21,13 @@ _GROUPS = tl.constexpr(4)
 
 def row_delta(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rowsum(dout * out), [T, H], of contiguous [T, H, D]; sums are taken in ``dtype``, fp32 (fp64)."""
-    delta = out.new_empty(out.shape[:-1], dtype=dtype)
+    heads_of_rows = out.shape[:-1]
+    delta = out.new_empty(heads_of_rows, dtype=dtype)
     if dout.numel():
         grid, blocks = _split(dout)
-        _row_delta.launch(grid, (dout, out, delta), (delta.numel(),), blocks)
+        tensors = dout, out, delta
+        num_rows = delta.numel()
+        _row_delta.launch(grid, tensors, (num_rows,), blocks)
     return delta
 
 
@@ -47,17 +50,17 @@ def prepare_statistics(
     Returns:
         out [T, H, D] in dout's dtype, finite for finite arguments, and lse [H, T], contiguous, fp32.
     """
-    out, lse_out = (
-        torch.empty_like(dout),
-        lse.new_empty(lse.shape[::-1], dtype=torch.float32),
-    )
+    num_tokens, num_heads, _ = dout.shape
+    out = torch.empty_like(dout)
+    lse_out = lse.new_empty((num_heads, num_tokens), dtype=torch.float32)
     if dout.numel():
         grid, blocks = _split(dout)
+        limit = torch.finfo(out.dtype).max
         _prepare_statistics.launch(
             grid,
             (dout, lse, delta, out, lse_out),
-            (delta.numel(), dout.shape[0], empty_lse),
-            (torch.finfo(out.dtype).max, COMPONENTS, dout.shape[1], *blocks),
+            (delta.numel(), num_tokens, empty_lse),
+            (limit, COMPONENTS, num_heads, *blocks),
         )
     return out, lse_out
 
@@ -65,13 +68,11 @@ def prepare_statistics(
 def _split(rows: Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Return the grid over the rows of [T, H, D], and the constants DIM, BLOCK_ROWS and BLOCK_DIM."""
     dim = rows.shape[-1]
+    num_rows = rows.numel() // dim
     block_dim = power_of_2(dim)
     block_rows = max(1, TILE // block_dim)
-    return (divided(rows.numel() // dim, block_rows), 1, 1), (
-        dim,
-        block_rows,
-        block_dim,
-    )
+    grid = divided(num_rows, block_rows), 1, 1
+    return grid, (dim, block_rows, block_dim)
 
 
 @Kernel
@@ -85,15 +86,19 @@ def _row_delta(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first_row = tl.program_id(0) * BLOCK_ROWS
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_DIM)
     is_row = rows < num_rows
-    mask = is_row[:, None] & (dims < DIM)[None, :]
-    places = rows.to(tl.int64)[:, None] * DIM + dims[None, :]
+    is_dim = dims < DIM
+    mask = is_row[:, None] & is_dim[None, :]
+    first = rows.to(tl.int64) * DIM
+    places = first[:, None] + dims[None, :]
     dtype = delta.dtype.element_ty
-    left = tl.load(dout + places, mask=mask, other=0.0).to(dtype)
-    right = tl.load(out + places, mask=mask, other=0.0).to(dtype)
-    tl.store(delta + rows, tl.sum(left * right, axis=1), mask=is_row)
+    left = tl.load(dout + places, mask=mask, other=0.0)
+    right = tl.load(out + places, mask=mask, other=0.0)
+    products = left.to(dtype) * right.to(dtype)
+    tl.store(delta + rows, tl.sum(products, axis=1), mask=is_row)
 
 
 @Kernel
@@ -118,42 +123,53 @@ def _prepare_statistics(
 
     Instructions bound this kernel as much as memory does: 22 an element, where the largest of whole rows take 62.
     """
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first_row = tl.program_id(0) * BLOCK_ROWS
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
     remaining = tl.load(delta + rows, mask=is_row, other=0.0)
     dtype = delta.dtype.element_ty
     row_dtype: tl.constexpr = dout.dtype.element_ty
     group = tl.arange(0, _GROUPS)
-    inside = tl.arange(0, BLOCK_DIM // _GROUPS)
-    dims = group[:, None] * (BLOCK_DIM // _GROUPS) + inside[None, :]
-    mask = is_row[:, None, None] & (dims < DIM)[None, :, :]
-    places = rows.to(tl.int64)[:, None, None] * DIM + dims[None, :, :]
-    bits = tl.load(dout.to(tl.pointer_type(tl.int16)) + places, mask=mask, other=0)
-    keys = (bits & 0x7FFF).to(tl.int32) << 16 | inside[None, None, :]
+    GROUP_DIM: tl.constexpr = BLOCK_DIM // _GROUPS
+    inside = tl.arange(0, GROUP_DIM)
+    dims = group[:, None] * GROUP_DIM + inside[None, :]
+    is_dim = dims < DIM
+    mask = is_row[:, None, None] & is_dim[None, :, :]
+    first = rows.to(tl.int64) * DIM
+    places = first[:, None, None] + dims[None, :, :]
+    dout_bits = dout.to(tl.pointer_type(tl.int16))
+    bits = tl.load(dout_bits + places, mask=mask, other=0)
+    magnitudes = (bits & 0x7FFF).to(tl.int32)
+    keys = magnitudes << 16 | inside[None, None, :]
     largest = tl.max(keys, axis=2)
     left = largest & -0x10000 | group[None, :]
     components = tl.zeros([BLOCK_ROWS, _GROUPS], row_dtype)
     for _ in tl.static_range(COMPONENTS):
         top = tl.max(left, axis=1)
-        factor = (top >> 16).to(tl.int16).to(row_dtype, bitcast=True).to(dtype)
-        component = tl.where(
-            factor == 0.0, 0.0, remaining / tl.where(factor == 0.0, 1.0, factor)
-        )
-        component = tl.minimum(tl.maximum(component, -LIMIT), LIMIT).to(row_dtype)
-        remaining -= factor * component.to(dtype)
+        magnitude = (top >> 16).to(tl.int16)
+        factor = magnitude.to(row_dtype, bitcast=True).to(dtype)
+        is_zero = factor == 0.0
+        divisor = tl.where(is_zero, 1.0, factor)
+        component = tl.where(is_zero, 0.0, remaining / divisor)
+        component = tl.minimum(tl.maximum(component, -LIMIT), LIMIT)
+        component = component.to(row_dtype)
+        product = factor * component.to(dtype)
+        remaining -= product
         is_top = left == top[:, None]
         components = tl.where(is_top, component[:, None], components)
         left = tl.where(is_top, -1, left)
-    values = components.to(tl.int16, bitcast=True)[:, :, None] ^ (bits & -0x8000)
-    tl.store(
-        out.to(tl.pointer_type(tl.int16)) + places,
-        tl.where(keys == largest[:, :, None], values, 0),
-        mask=mask,
-    )
+    component_bits = components.to(tl.int16, bitcast=True)
+    signs = bits & -0x8000
+    values = component_bits[:, :, None] ^ signs
+    is_largest = keys == largest[:, :, None]
+    out_bits = out.to(tl.pointer_type(tl.int16))
+    values = tl.where(is_largest, values, 0)
+    tl.store(out_bits + places, values, mask=mask)
     merged = tl.load(lse + rows, mask=is_row, other=0.0)
-    merged = tl.where(tl.abs(merged) == float("inf"), empty_lse, merged)
-    tl.store(
-        lse_out + rows % HEADS * num_tokens + rows // HEADS,
-        merged.to(lse_out.dtype.element_ty),
-        mask=is_row,
-    )
+    is_infinite = tl.abs(merged) == float("inf")
+    merged = tl.where(is_infinite, empty_lse, merged)
+    head = rows % HEADS
+    token = rows // HEADS
+    place = head * num_tokens + token
+    lse_dtype = lse_out.dtype.element_ty
+    tl.store(lse_out + place, merged.to(lse_dtype), mask=is_row)

@@ -33,55 +33,63 @@ MOST_TENSORS = 4
 """tensors whose rows are gathered in a launch"""
 
 
-def gather_rows(
-    local: Sequence[Tensor],
-    received: Sequence[Tensor],
-    rows: Tensor | None,
-    outs: list[Tensor] | None = None,
-) -> list[Tensor]:
-    """Gather ``rows`` of the row spaces of several tensors, in one launch.
+class GatheredRows:
+    """The row spaces of several tensors, from which every kernel call of a layer gathers its rows.
 
     Args:
         local: tensors [N, ...], the first N rows of each row space.
-        received: per tensor, further rows [M, ...] of the same dtype and row shape, rows of any stride.
-        rows: int64 [R]; None for all in order.
-        outs: tensors for the results, [R, ...] with dense rows of any stride; by default new contiguous tensors.
-
-    Returns:
-        outs.
+        received: per tensor, further rows [M, ...] of the same dtype and row shape, dense rows of any stride.
     """
-    num_local = local[0].shape[0]
-    num_rows = num_local + received[0].shape[0] if rows is None else rows.shape[0]
-    if outs is None:
-        outs = [x.new_empty(num_rows, *x.shape[1:]) for x in local]
-    if not num_rows or not any([x.numel() for x in outs]):
+
+    def __init__(self, local: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        self._local = [with_dense_rows(x) for x in local]
+        self._received = received
+        local_addresses = addresses_of(self._local, received)
+        received_addresses = addresses_of(received, self._local)
+        self._addresses = (
+            padded(local_addresses, MOST_TENSORS),
+            padded(received_addresses, MOST_TENSORS),
+        )
+        self._alignment = math.gcd(16, *local_addresses, *received_addresses)
+        self._strides = strides_of([*self._local, *received])
+        self._row_bytes = [x.shape[1:].numel() * x.itemsize for x in local]
+
+    def gather(
+        self, rows: Tensor | None, outs: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Gather rows of all row spaces, in one launch.
+
+        Args:
+            rows: int64 [R]; None for all in order.
+            outs: tensors for the results, [R, ...] with dense rows of any stride; by default new contiguous tensors.
+
+        Returns:
+            outs.
+        """
+        num_local = self._local[0].shape[0]
+        num_rows, row_table = num_local + self._received[0].shape[0], 0
+        if rows is not None:
+            num_rows, row_table = rows.shape[0], rows.data_ptr()
+        if outs is None:
+            outs = [x.new_empty(num_rows, *x.shape[1:]) for x in self._local]
+        if not num_rows or not any(self._row_bytes):
+            return outs
+        out_addresses = [x.data_ptr() for x in outs]
+        cut = _cut(
+            tuple(self._row_bytes),
+            (*self._strides, *strides_of(outs)),
+            math.gcd(self._alignment, *out_addresses),
+        )
+        addresses = *self._addresses, padded(out_addresses, MOST_TENSORS)
+        places = zip(addresses, cut.strides, strict=True)
+        grid = divided(num_rows, HEIGHT.value), cut.num_columns, 1
+        _gather_rows.launch(
+            grid,
+            (),
+            (*places, *cut.tables, row_table, num_rows, num_local),
+            (cut.words.dtype, cut.words.is_aligned),
+        )
         return outs
-    local, received = (
-        [with_dense_rows(x) for x in local],
-        [with_dense_rows(x) for x in received],
-    )
-    addresses = (
-        addresses_of(local, received),
-        addresses_of(received, local),
-        addresses_of(outs, outs),
-    )
-    strides = tuple(strides_of([*local, *received, *outs]))
-    row_bytes = tuple([x.nbytes // num_rows for x in outs])
-    cut = _cut(
-        row_bytes, strides, math.gcd(16, *addresses[0], *addresses[1], *addresses[2])
-    )
-    places = [
-        (padded(of_part, MOST_TENSORS), steps)
-        for of_part, steps in zip(addresses, cut.strides, strict=True)
-    ]
-    row_table = 0 if rows is None else rows.data_ptr()
-    _gather_rows.launch(
-        (divided(num_rows, HEIGHT.value), cut.num_columns, 1),
-        (),
-        (*places, *cut.tables, row_table, num_rows, num_local),
-        (cut.words.dtype, cut.words.is_aligned),
-    )
-    return outs
 
 
 class _Cut(NamedTuple):

@@ -85,24 +85,17 @@ class Blocks:
             whole, tuple(map(len, tables)), torch.cat(joined) if joined else None
         )
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Tables on the device."""
-        return [self.table] if self.rows is None else [self.table, self.rows]
-
 
 def split_into_blocks(
     send_counts: Sequence[int] | np.ndarray,
     put_offsets: Sequence[int] | np.ndarray,
     starts: np.ndarray | None = None,
-    padded_to: int | None = None,
 ) -> np.ndarray:
     """Return the table int64 [n, 4]: peer, first row among those to send, first row at the peer, number of rows.
 
     Args:
         send_counts, put_offsets: per rank, as in ``Route``.
         starts: per rank, where its rows begin among those to send; by default they lie one after the other.
-        padded_to: number of rows; empty blocks are added up to the most blocks that this many rows can take.
     """
     counts, offsets, size = (
         np.asarray(send_counts),
@@ -114,9 +107,7 @@ def split_into_blocks(
     peer = np.repeat(np.arange(len(counts)), blocks)
     inside = concat_ranges(np.zeros_like(blocks), blocks) * size
     rows = np.minimum(counts[peer] - inside, size)
-    table = np.stack((peer, first[peer] + inside, offsets[peer] + inside, rows), axis=1)
-    missing = 0 if padded_to is None else padded_to // size + len(counts) - len(table)
-    return np.pad(table, ((0, missing), (0, 0)))
+    return np.stack((peer, first[peer] + inside, offsets[peer] + inside, rows), axis=1)
 
 
 def put_rows(

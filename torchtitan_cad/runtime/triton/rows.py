@@ -17,7 +17,7 @@ FUSION = {"enable_fp_fusion": True}
 WIDTH = tl.constexpr(256)
 """words of a row that a program moves"""
 COUNTS = (4, 16)
-"""numbers of partials that kernels are compiled for; the last one is 2^``combine.TENSOR_BITS``"""
+"""numbers of partials that kernels are compiled for; the last one is 2^``TENSOR_BITS``"""
 _WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 Numbers = tuple[int, ...]

@@ -37,22 +37,20 @@ def post(
     addresses: Tensor,
     word: int,
     value: int,
-    counter: Tensor,
     failed: Tensor,
 ) -> None:
-    """Set the int64 ``word`` of every peer's memory to ``value`` + ``counter``.
+    """Set the int64 ``word`` of every peer's memory to ``value``.
 
     Args:
         peers: int32 [n]; -1 stands for none.
         addresses: int64 [num_ranks] addresses of the ranks' memory.
-        counter: int64 [1] on the device.
         failed: as in ``wait``.
     """
     if num_peers := peers.shape[0]:
         grid = divided(num_peers, LANES.value), 1, 1
         _post.launch(
             grid,
-            (peers, addresses, counter, failed),
+            (peers, addresses, failed),
             (word, value, num_peers),
             (),
             num_warps=1,
@@ -64,25 +62,24 @@ def wait(
     words: Tensor,
     first_word: int,
     value: int,
-    counter: Tensor,
     timeout_s: float,
     failed: Tensor,
     record: Tensor,
 ) -> None:
-    """Wait until every word ``first_word`` + peer of this rank's memory (int64) is at least ``value`` + ``counter``.
+    """Wait until every word ``first_word`` + peer of this rank's memory (int64) is at least ``value``.
 
     One program polls the words of 32 peers at a time, so waiting takes one warp of one SM. Every lane has a word of its
     own, masked without a peer, because Triton up to 3.3 gave some lanes of a shared word the value 0
     (triton-lang/triton#7402).
 
     Args:
-        peers, counter: as in ``post``.
+        peers: as in ``post``.
         timeout_s: seconds before giving up, by the device's clock.
         failed: int64 [1] on the device, set when a wait gives up; unless 0, there is no waiting.
         record: int64 [1] in host memory, set when a wait gives up.
     """
     if num_peers := peers.shape[0]:
-        tensors = peers, words, counter, failed, record
+        tensors = peers, words, failed, record
         numbers = first_word, value, int(1e9 * timeout_s), num_peers
         _wait.launch((1, 1, 1), tensors, numbers, (), num_warps=1)
 
@@ -92,7 +89,6 @@ def wait(
 def _post(
     peers,
     addresses,
-    counter,
     failed,
     word: tl.int64,
     value: tl.int64,
@@ -104,7 +100,7 @@ def _post(
     if tl.load(failed) == 0:
         address = tl.load(addresses + peer, mask=peer >= 0, other=0)
         place = address.to(tl.pointer_type(tl.int64)) + word
-        values = tl.zeros([LANES], tl.int64) + (tl.load(counter) + value)
+        values = tl.zeros([LANES], tl.int64) + value
         if _IS_INTERPRETED:
             tl.atomic_xchg(place, values, mask=peer >= 0, sem="release", scope="sys")
         else:
@@ -132,7 +128,6 @@ def _nanoseconds(polls):
 def _wait(
     peers,
     words,
-    counter,
     failed,
     record,
     first_word: tl.int64,
@@ -142,7 +137,7 @@ def _wait(
 ):
     zero = tl.full([], 0, tl.int64)
     zeros = tl.zeros([LANES], tl.int64)
-    awaited = tl.load(counter) + value
+    awaited = value
     polls = zero
     begin = 0
     is_over = tl.load(failed) != 0

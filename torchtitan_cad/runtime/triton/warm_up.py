@@ -8,14 +8,17 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 from filelock import FileLock, Timeout
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.combine import TENSOR_BITS, Combination
+from torchtitan_cad.runtime.combine import Combination
+from torchtitan_cad.runtime.kernels.base import compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.transport.base import rows_to_device
 from torchtitan_cad.runtime.triton import delta, gather, put, signals
 from torchtitan_cad.runtime.triton.rows import COUNTS
 
@@ -26,7 +29,10 @@ LOCK_S = 600.0
 
 
 def warm_up(
-    shape: AttentionShape, dtype: torch.dtype, device: torch.device, first: int = 0
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    first: int = 0,
 ) -> None:
     """Launch every kernel on a row or two.
 
@@ -101,14 +107,11 @@ def _launches(
     v = rows(shape.num_kv_heads, shape.out_dim)
     shared = rows(1, shape.shared_dim)
     out = rows(shape.num_heads, shape.out_dim)
-    lse = torch.zeros(
-        2,
-        shape.num_heads,
-        dtype=torch.promote_types(dtype, torch.float32),
-        device=device,
-    )
+    gradients = [q, k, v, shared]
+    precise = compute_dtype(dtype)
+    lse = torch.zeros(2, shape.num_heads, dtype=precise, device=device)
     return [
-        *_combinations(out, lse, gradients=[q, k, v, shared]),
+        *_combinations(out, lse, gradients),
         *_moves_of_rows(q, lse),
         *_statistics(q, out, lse),
         *_signals(device),
@@ -119,32 +122,38 @@ def _combinations(
     out: Tensor, lse: Tensor, gradients: list[Tensor]
 ) -> Iterator[Launch]:
     """Yield merges and sums of every number of partials that kernels are compiled for."""
-    sources = torch.tensor([0, 0], dtype=torch.int32).to(out.device)
-    offsets = torch.tensor([0, 1, 2], dtype=torch.int32).to(out.device)
+    sources = rows_to_device(np.zeros(2), out.device, np.int32)
+    offsets = rows_to_device(np.arange(3), out.device, np.int32)
     combination = Combination(2, [sources, offsets], is_fused=True)
-    by_row_size = {x[0].numel(): x for x in gradients if x.numel()}
+    not_empty = [x for x in gradients if x.numel()]
+    by_row_size = {x[0].numel(): x for x in not_empty}
     for count in COUNTS:
-        if count <= 1 << TENSOR_BITS:
-            yield partial(combination.merge, [[out] * count, [lse] * count], out)
-            for gradient in by_row_size.values():
-                yield partial(combination.add, [[gradient] * count], [gradient])
+        outs, lses = [out] * count, [lse] * count
+        yield partial(combination.merge, [outs, lses], out)
+        for gradient in by_row_size.values():
+            partials = [gradient] * count
+            yield partial(combination.add, [partials], [gradient])
 
 
 def _moves_of_rows(q: Tensor, lse: Tensor) -> Iterator[Launch]:
     """Yield what packs rows into messages, and what gathers them for kernel calls."""
-    row_format = RowFormat([q, lse])
-    message = torch.zeros(2, row_format.row_bytes, dtype=torch.uint8, device=q.device)
+    rows = [q, lse]
+    row_format = RowFormat(rows)
     failed = torch.zeros(1, dtype=torch.int64, device=q.device)
-    blocks = put.Blocks.of([put.split_into_blocks([2], [0])], [None], q.device)
-    yield lambda: put.put_rows(
-        [([q, lse], row_format)], blocks, [0], _address(message), failed
-    )
-    yield partial(gather.gather_rows, [q, lse], [q[:0], lse[:0]], None)
+    table = put.split_into_blocks([2], [0])
+    blocks = put.Blocks.of([table], [None], q.device)
+    num_bytes = 2 * row_format.row_bytes
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=q.device)
+    sent = [(rows, row_format)]
+    yield lambda: put.put_rows(sent, blocks, [0], _address(message), failed)
+    nothing = [x[:0] for x in rows]
+    row_spaces = gather.GatheredRows(rows, nothing)
+    yield partial(row_spaces.gather, None)
 
 
 def _address(memory: Tensor) -> Tensor:
     """Return an int64 tensor of where ``memory`` begins."""
-    return torch.full((1,), memory.data_ptr(), dtype=torch.int64, device=memory.device)
+    return torch.tensor([memory.data_ptr()], dtype=torch.int64).to(memory.device)
 
 
 def _statistics(q: Tensor, out: Tensor, lse: Tensor) -> Iterator[Launch]:
@@ -159,8 +168,8 @@ def _signals(device: torch.device) -> Iterator[Launch]:
     """Yield a signal to nobody, and a wait for nobody."""
     nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
     words = torch.zeros(2, dtype=torch.int64, device=device)
-    counter = torch.zeros(1, dtype=torch.int64, device=device)
     failed = torch.zeros(1, dtype=torch.int64, device=device)
     record = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-    yield lambda: signals.post(nobody, _address(words), 0, 0, counter, failed)
-    yield lambda: signals.wait(nobody, words, 0, 0, counter, 0, failed, record)
+    memory = _address(words)
+    yield lambda: signals.post(nobody, memory, 0, 0, failed)
+    yield lambda: signals.wait(nobody, words, 0, 0, 0, failed, record)

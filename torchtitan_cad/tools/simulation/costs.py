@@ -125,11 +125,8 @@ class Costs:
             )
             self.unit_seconds = 1 / PICOSECONDS, 1 / PICOSECONDS
 
-    def layer_times(self, ranks: int, overlaps: bool) -> LayerTimes:
-        """Predict the rates that a job with ``tolerance = "auto"`` measures when it starts, in groups of ``ranks``.
-
-        They are those with ``backward = "resend"``: plans then hold for every checkpointing.
-        """
+    def layer_times(self, ranks: int, overlaps: bool, kept_bytes: float) -> LayerTimes:
+        """Predict the rates that a job with ``tolerance = "auto"`` measures when it starts, in groups of ``ranks``."""
         tokens = PROBE_TOKENS * self.models[0].granularity
         seconds = sum(
             float(self.document_seconds(np.array([tokens]), forward)[0])
@@ -144,6 +141,7 @@ class Costs:
             exchange=self.cluster.latency,
             overlaps=overlaps,
             hosts=self._hosts(ranks),
+            kept_bytes=kept_bytes,
         )
 
     def attention_seconds(self, loads: npt.ArrayLike, forward: bool) -> FloatArray:

@@ -139,7 +139,8 @@ class Disaggregated:
                 stages = 1
             times = None
             if self.configuration.tolerance == "auto":
-                times = costs.layer_times(ranks, self.configuration.nano_batches == 2)
+                overlaps = self.configuration.nano_batches == 2
+                times = costs.layer_times(ranks, overlaps, self._kept_per_call)
             place = self.configuration.placement == "balanced" and not self._in_ticks
             columns = np.concatenate(self.starts) % step.batch.row_tokens
             planned = plan_step(
@@ -302,7 +303,7 @@ class Disaggregated:
             JoinedServer(number, cluster.server_speed, cluster.server_net)
             for number in range(cluster.servers or 0)
         ]
-        unit = costs.layer_times(plan.layout.num_ranks, False).unit
+        unit = costs.layer_times(plan.layout.num_ranks, False, 0.0).unit
         plan = assign_to_servers(plan, joined, unit, 1 / groups)
         model = costs.attention_model(forward, plan.shape.window)
         cost = model.cost(plan.tasks)

@@ -189,12 +189,7 @@ class Search:
             self.progress(
                 f"{system}: batch {number} of {len(self.batches)}, {changes or 'as asked'}"
             )
-            plans: Plans = {}
-            if number == 1:  # kept; checkpointing and ``backward`` do not change them
-                planned = replace(
-                    configuration, checkpointing="none", backward="resend"
-                )
-                plans = self._plans.setdefault(planned, {})
+            plans = self._plans_of_first_batch(configuration) if number == 1 else {}
             cad = Disaggregated(step, plans, with_servers=system == "servers")
             memory = cad.memory().total  # without what plans take
             outcome = cad.outcome() if memory <= self.cluster.memory else None
@@ -203,6 +198,14 @@ class Search:
             text = f"needs {most / 1e9:.1f} GB of a GPU's {self.cluster.memory / 1e9:.1f} GB"
             return Trial(configuration, memory=most, reason=text)
         return Trial(configuration, (*before.outcomes, outcome), most)
+
+    def _plans_of_first_batch(self, configuration: Configuration) -> Plans:
+        """Return the plans that are known. By time they depend on what servers keep, so on all of a configuration."""
+        if configuration.tolerance != "auto":
+            configuration = replace(
+                configuration, checkpointing="none", backward="resend"
+            )
+        return self._plans.setdefault(configuration, {})
 
     def fastest(self, system: str, candidates: Sequence[Configuration]) -> Trial:
         """Return a baseline's fastest configuration that fits every batch, of the best for ``TRIED`` batches.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""CPU implementations of the custom ops behind ``torch.nn.attention.varlen``, built on ``cpu.CpuKernel``.
+"""CPU implementations of the custom ops behind ``torch.nn.attention.varlen``, built on ``CpuKernel``.
 
 PyTorch ships these ops for CUDA only. With these implementations, stock varlen attention trains on the CPU, in eager
 mode and compiled, with the same arithmetic as core attention disaggregation: a reference run to compare with.

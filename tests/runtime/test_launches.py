@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Launches of the path for CUDA, counted on the CPU."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.lib.counted import COUNTED, COUNTED_SHAPE
+from tests.lib.fake_flash_attn import Recorder, fake_operator
+from tests.lib.interpreter import interpret, interpreted_transport
+from tests.lib.processes import run_processes, values
+from tests.lib.rows import CPU
+from tests.lib.sets import needs_triton
+from tests.lib.tape import Tape, record_kernels
+from tests.lib.threaded import needs_linux
+from torchtitan_cad.planning import (
+    TASK_DTYPE,
+    Plan,
+    PlannerConfig,
+    TokenLayout,
+    make_plan,
+)
+from torchtitan_cad.runtime.call import Saved
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
+from torchtitan_cad.runtime.kernels import varlen
+
+_T = TypeVar("_T")
+
+
+@pytest.mark.matrix
+@needs_linux
+@needs_triton
+def test_launches_of_a_layer() -> None:
+    """Two exchanges in either direction: each says that it is ready, waits for that, puts, posts and waits for rows."""
+    for forward, backward in values(run_processes(2, count, timeout_s=240)):
+        assert forward == {
+            "put_rows": 2,
+            "post": 4,
+            "wait": 4,
+            "gather_rows": 4,  # per call once of queries, once of keys and values
+            "flash_attention": 2,
+            "merge_rows": 2,  # of remote rows, and at home
+        }, forward
+        assert backward == {
+            "row_delta": 1,
+            "put_rows": 2,
+            "post": 4,
+            "wait": 4,
+            "gather_rows": 4,
+            "prepare_statistics": 2,
+            "flash_attention": 2,
+            "sum_rows": 4,  # of dq, and of dk and dv, of remote rows and at home
+        }, backward
+
+
+@pytest.mark.matrix
+@needs_linux
+@needs_triton
+@pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 2)])
+def test_launches_of_a_layer_between_hosts(hosts: tuple[int, ...]) -> None:
+    """For ranks of other hosts, one launch packs the rows of a kind; without near ranks nothing is put or signalled."""
+    counted = values(run_processes(3, count, hosts, timeout_s=240))
+    for rank, (forward, backward) in enumerate(counted):
+        is_alone = hosts.count(hosts[rank]) == 1
+        sent = (
+            {"put_rows": 0, "post": 0, "wait": 0}
+            if is_alone
+            else {"put_rows": 2, "post": 4, "wait": 4}
+        )
+        assert {name: forward.get(name, 0) for name in sent} == sent
+        assert {name: backward.get(name, 0) for name in sent} == sent
+        assert (forward["gather_rows"], backward["gather_rows"]) == (4 + 3, 4 + 4)
+
+
+def test_launches_of_a_layer_that_moves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of stock, and one each way that lays out the log-sum-exp."""
+    tape = Tape()
+    for name in ("_forward_op", "_backward_op"):
+        fake = fake_operator(getattr(varlen, name), Recorder())
+        monkeypatch.setattr(varlen, name, partial(tape.run, "flash_attention", fake))
+    monkeypatch.setattr(varlen, "_takes", lambda op, argument: False)
+    engine = CoreAttentionEngine(
+        varlen.VarlenKernel(), None, rank=0, device=CPU, scale=0.25
+    )
+    engine.add_plan(
+        0,
+        make_plan(TokenLayout.from_segments([[(0, 0, 96), (1, 0, 40)]]), COUNTED_SHAPE),
+    )
+    q, k, v, dout = (
+        torch.randn(136, heads, COUNTED_SHAPE.head_dim).bfloat16()
+        for heads in (4, 2, 2, 4)
+    )
+    varlen._without_dropout(CPU)  # made once
+    with tape:
+        results = engine.forward(q, k, v, 0)
+    assert tape.launches() == {"flash_attention": 1, "clone": 1}
+    with tape:
+        engine.backward(dout, Saved(q, k, v, *results), 0)
+    assert tape.launches() == {"flash_attention": 2, "clone": 2}
+
+
+def count(
+    group: dist.ProcessGroup, hosts: tuple[int, ...] | None = None
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Launches by name of one layer's forward and backward, once the buffers of the transport have been in use."""
+    interpret(everywhere=True)
+    tape: Tape | None = None
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return tape.run("flash_attention", *args, **kwargs)
+
+    def counted(function: Callable[..., _T], *args: Any) -> tuple[dict[str, int], _T]:
+        nonlocal tape
+        tape = Tape()
+        with tape:
+            result = function(*args)
+        assert all(x is transport._memory._record for x in tape.numbers_read()), (
+            "the host waits for the device"
+        )
+        return dict(tape.launches()), result
+
+    record_kernels(lambda: tape)
+    varlen._takes = lambda op, argument: False
+    for name in ("_forward_op", "_backward_op"):
+        setattr(
+            varlen,
+            name,
+            partial(attend, fake_operator(getattr(varlen, name), Recorder())),
+        )
+    transport = interpreted_transport(group, 2**24, hosts=hosts)
+    layout, tasks = COUNTED[group.size()]
+    plan = Plan.from_tasks(
+        layout, COUNTED_SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE)
+    )
+    engine = CoreAttentionEngine(
+        varlen.VarlenKernel(), transport, rank=group.rank(), device=CPU, scale=0.25
+    )
+    engine.add_plan(0, plan)
+    tokens = int(layout.tokens_per_rank[group.rank()])
+    q, k, v, dout = (
+        torch.randn(tokens, heads, COUNTED_SHAPE.head_dim).bfloat16()
+        for heads in (4, 2, 2, 4)
+    )
+    for _ in range(2):
+        forward, results = counted(engine.forward, q, k, v, 0)
+        backward, _ = counted(engine.backward, dout, Saved(q, k, v, *results), 0)
+    return forward, backward
