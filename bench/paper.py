@@ -3,7 +3,7 @@
 
     python -m bench.paper
 
-prints the table of docs/tools.md and writes bench/results/paper.json. CAD places and plans by time, as jobs do by
+prints the table of docs/results.md and writes bench/results/paper.json. CAD places and plans by time, as jobs do by
 default. Llama 8B and 34B, TP 8, 64 to 512 H200s in nodes of 8 with 50 GB/s per GPU between nodes, documents of up to
 512K tokens. Where the paper's settings are not known (document lengths after up-sampling, tokens per step, rates), the
 ones taken are those of ``Options``.

@@ -99,7 +99,7 @@ def measure(layout: TokenLayout) -> Record:
 
 
 def free_homes_bound(plan: Plan) -> float:
-    """Bytes below which the worst rank of no plan is, whatever the homes; docs/planning.md derives it."""
+    """Bytes below which the worst rank of no plan is, whatever the homes; docs/proofs.md derives it."""
     lengths, ranks = plan.layout.doc_lengths.astype(float), plan.layout.num_ranks
     held = float(plan.layout.tokens_per_rank.max())
     needed = float((lengths * np.maximum(0.0, lengths - held)).sum() / 2)

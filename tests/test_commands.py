@@ -28,7 +28,7 @@ from torchtitan_cad import launch
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools import main as cli
 
-FIRST = [ROOT / "README.md", ROOT / "docs/tutorial.md"]
+FIRST = [ROOT / "README.md", ROOT / "docs/get_started.md"]
 """What a new user reads before the other pages."""
 PROGRAM = re.compile(
     r"(?:\S*/)?(?:torchtitan-cad|make|torchrun|python -m|python \S+\.py)(?: |$)|--\w+\.\w+ "

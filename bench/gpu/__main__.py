@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     """Return the exit code: 0 if nothing failed or timed out, 1 otherwise, 2 for arguments that cannot be."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
-        description="Tests, speeds and goals on a machine with one GPU (docs/performance.md).",
+        description="Tests, speeds and goals on a machine with one GPU (CONTRIBUTING.md).",
         epilog=f"parts: {', '.join(part.name for part in PARTS)}",
     )
     parser.add_argument(
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     packages = options.packages or ROOT / "gpu_packages"
     if options.packages and not packages.is_dir():
         parser.error(
-            f"--packages {packages}: there is no such folder; docs/performance.md says how to make it"
+            f"--packages {packages}: there is no such folder; CONTRIBUTING.md says how to make it"
         )
     output = options.output or (
         Path(tempfile.mkdtemp(prefix="bench_gpu_"))

@@ -209,7 +209,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_documented_recipes_are_read() -> None:
-    text = re.sub(r"\s*\\\n\s*", " ", (ROOT / "README.md").read_text())
+    pages = (ROOT / "README.md", ROOT / "docs/get_started.md")
+    text = re.sub(r"\s*\\\n\s*", " ", "".join(page.read_text() for page in pages))
     commands = re.findall(r"^ {4}.* -m \S+ (--module .*)$", text, re.MULTILINE)
     assert len(commands) == 2
     for command in commands:

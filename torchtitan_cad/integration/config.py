@@ -21,8 +21,8 @@ class Cad:
     """
     "auto" makes the plans of least time, by rates that are measured when the job starts. Where moving saves less than
     1 % of a layer's time, attention stays with its tokens. A number is the allowed imbalance: every rank's attention
-    work is at most (1 + tolerance) times the mean, whatever that takes. With debug.deterministic "auto" is 0.02, and
-    plans depend on the batch alone (docs/settings.md).
+    work is at most (1 + tolerance) times the mean, whatever that takes. With debug.deterministic "auto" is 0.02
+    (docs/numerics.md).
     """
 
     min_shard: int = 128
@@ -39,17 +39,15 @@ class Cad:
     placement: str = "auto"
     """
     Which rank holds which tokens of an optimizer step, and in which microbatch: "balanced" redistributes token ids and
-    labels anew, one step ahead, such that no rank has much to send or receive, where that moves less than the loader's
-    homes, and such that a pipeline's microbatches suit 1F1B (docs/planning.md). Losses and gradients stay those of the
-    same global batch. "auto" does so too, but leaves alone what it cannot redistribute, such as batches with keys of
-    their own, which end the job with "balanced". "loader" leaves every rank what its loader gave it. Validation keeps
-    the loader's homes.
+    labels, one step ahead, such that no rank has much to send or receive (docs/planning.md). Losses and gradients stay
+    those of the same global batch. "auto" does so too, but skips what it cannot redistribute, such as batches with keys
+    of their own, which end the job with "balanced". "loader" leaves every rank what its loader gave it.
     """
 
     profile: str | None = None
     """
-    File written by `torchtitan-cad profile` on this kind of device: balance measured kernel times, of forward and
-    backward together. By default tiles are balanced, all of which count the same.
+    File written by `torchtitan-cad profile` on this kind of device: balance measured kernel times. By default tiles
+    are balanced, all of which count the same.
     """
 
     rank_speeds: list[float] | None = None
@@ -74,16 +72,15 @@ class Cad:
     nano_batches: int = 1
     """
     2: two halves of every microbatch take turns, and the exchange of one hides behind the other's compute. An even
-    number of rows per microbatch is halved by rows, an odd one in the middle of every row. 1: no overlap, needed with
-    an odd number of rows under tensor parallelism.
+    number of rows per microbatch is halved by rows, an odd one in the middle of every row, which tensor parallelism
+    does not allow. 1: no overlap.
     """
 
     streams: str = "auto"
     """
-    How two nano-batches run in compiled code: "traced" compiles the exchanges too, so that what lies between two of
-    FSDP2's hook points is one graph for both, streams and events included (docs/pipelines.md); it needs torch
-    2.14.1. "opaque" leaves exchanges between compiled segments. "auto" takes traced on CPU ranks where it is possible,
-    else opaque; on CUDA opaque, as no GPU has run traced yet.
+    How two nano-batches run in compiled code: "traced" compiles the exchanges too, streams and events included
+    (docs/pipelines.md); it needs torch 2.14.1. "opaque" leaves exchanges between compiled segments. "auto" takes traced
+    on CPU ranks where it is possible, else opaque; on CUDA opaque, as no GPU has run traced yet.
     """
 
     transport: str = "auto"
@@ -98,20 +95,20 @@ class Cad:
     """
     Attention kernel: "varlen" is PyTorch's built-in FlashAttention-2 (CUDA), "flash_attn" FlashAttention-3, 4 or 2 as
     installed and made for the GPU, "cudnn" what stock torch 2.15 takes on Hopper and Blackwell, "cpu" an exact kernel
-    for CPU ranks. "auto": on CUDA the fastest in a trial of all that can be used and give what varlen gives; with
-    debug.deterministic the newest FlashAttention of these, else varlen.
+    for CPU ranks. "auto": on CUDA the fastest in a trial of all that give what varlen gives (docs/numerics.md says
+    what debug.deterministic takes).
     """
 
     backward: str = "auto"
     """
     "resend": Q, K and V travel again for backward. "keep": servers keep what they received, which spares that way and
-    takes memory. "auto": they keep it by plans for which the job leaves room (docs/performance.md), else resend.
+    takes memory. "auto": they keep it by plans for which the job leaves room (docs/cost.md), else resend.
     """
 
     recompute_attention: bool = True
     """
     With activation_checkpoint.mode = "full": compute core attention, exchanges included, once more in backward. False:
-    keep its output instead, and with nano_batches = 2 its queries, keys and values as well (bytes in docs/settings.md).
+    keep its output instead, and with nano_batches = 2 its queries, keys and values as well.
     """
 
     documents: str = "eos"
@@ -130,7 +127,7 @@ class Cad:
     shadow: bool = False
     """
     True: train as torchtitan does, log the imbalance of attention, and record the documents of every step, from which
-    `torchtitan-cad simulate --documents RUN` predicts what reordering rows, and CAD, would gain (docs/tools.md).
+    `torchtitan-cad simulate --documents RUN` predicts the gain (docs/get_started.md).
     """
 
     servers: bool = False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Certified lower bounds on the bytes of any plan within load limits.
 
-docs/planning.md derives them step by step, with the same names. All bounds come from one price: a server that
+docs/proofs.md derives them step by step, with the same names. All bounds come from one price: a server that
 computes ``F`` pairs of imported queries of one document, with ``free`` keys at no cost and at most ``width`` keys per
 query, pays at least
 

@@ -86,7 +86,7 @@ class PlanStats:
 
     @property
     def forced_export_bytes(self) -> int:
-        """Bytes that the rank with the most work of its own must send in any such plan (docs/planning.md)."""
+        """Bytes that the rank with the most work of its own must send in any such plan (docs/proofs.md)."""
         return self.bounds().forced
 
     def to_dict(self) -> dict[str, Any]:

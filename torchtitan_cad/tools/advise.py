@@ -62,7 +62,7 @@ def run(
     """Predict whether CAD is worth it for a job on a cluster, and which settings it should take.
 
     Changes one setting at a time, and takes what gains 1 % and more until nothing does. Prints a verdict, what every
-    setting gains and the memory it needs, keys to set in the job's tables, and what was assumed. docs/tools.md
+    setting gains and the memory it needs, keys to set in the job's tables, and what was assumed. docs/results.md
     says what is modelled.
 
     Args:

@@ -35,7 +35,7 @@ def run(
 
     packed: equal chunks, no balancing. reorder: whole rows distributed anew over ranks and microbatches. packing_cp:
     variable-length packing with context parallelism per document. greedy: CAD with the paper's planner. cad: this
-    package's. perfect: balanced, nothing exchanged for attention. docs/tools.md says what is modelled.
+    package's. perfect: balanced, nothing exchanged for attention. docs/results.md says what is modelled.
 
     Args:
         job: torchtitan's TOML file; without one, --ranks and a model are needed.

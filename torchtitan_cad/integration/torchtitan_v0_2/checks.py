@@ -74,7 +74,7 @@ def _check_cad(config: JobConfig, world_size: int | None) -> None:
 
 
 def _check_untried(config: JobConfig) -> None:
-    """Refuse what changes the model or the ranks in ways that no test with CAD has seen (docs/models.md)."""
+    """Refuse what changes the model or the ranks in ways that no test with CAD has seen (docs/compatibility.md)."""
     if config.model.converters:
         raise ValueError(
             f"model.converters = {config.model.converters!r}: no test has tried CAD with converters, such as those of "

@@ -95,7 +95,7 @@ def _check_table(cad: Cad) -> None:
         key = "nano_batches" if cad.nano_batches != 1 else "streams"
         raise ValueError(
             f"cad.{key} = {getattr(cad, key)!r}: halves of a microbatch take turns with torchtitan 0.2.2 only "
-            "(docs/models.md); leave it out"
+            "(docs/compatibility.md); leave it out"
         )
     if cad.documents != "positions" or cad.eos_id is not None:
         key = "eos_id" if cad.documents == "positions" else "documents"
@@ -176,7 +176,7 @@ def _check_job(config: Trainer.Config, cad: Cad) -> None:
     if schedule in TICK_SCHEDULES:
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule = {schedule!r}: schedules in ticks run with torchtitan 0.2.2 only "
-            "(docs/models.md); set it to one of torch's, such as '1F1B'"
+            "(docs/compatibility.md); set it to one of torch's, such as '1F1B'"
         )
     if config.comm.mode != "default":
         raise ValueError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Exchange tables: what one rank sends, receives and computes for a plan.
 
-docs/how_it_works.md fixes the format. Building the tables of one rank takes time proportional to its rows, tasks and
-peers, and to the intervals of the plan's needs (``needs.py``).
+The classes below say the format, docs/how_it_works.md what it is for. Building the tables of one rank takes time
+proportional to its rows, tasks and peers, and to the intervals of the plan's needs (``needs.py``).
 
 NOTE [Row spaces]: the ways in which the rows of one kind, queries or keys, are numbered.
 
