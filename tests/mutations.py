@@ -85,8 +85,8 @@ FAULTS = [
     Fault(
         "backward: rowsum(dO * O) is left out",
         "runtime/kernels/cpu.py",
-        "torch.baddbmm(neg_delta, dout, v.transpose(1, 2))",
-        "torch.bmm(dout, v.transpose(1, 2))",
+        "torch.baddbmm(neg_delta, dout, v_t)",
+        "torch.bmm(dout, v_t)",
         ("runtime/test_kernels.py", "runtime/test_engine.py"),
     ),
     Fault(

@@ -191,7 +191,7 @@ def test_goals_are_judged_on_one_state_of_the_sources(tmp_path):
         "test-engine", "new", "2026-01-02T00:00", figures=failed, status="failed"
     )
     other = result_of(
-        "test-graphs",
+        "test-streams",
         "new",
         "2026-01-01T00:00",
         figures=passed,
@@ -346,9 +346,9 @@ def test_goals_are_judged_by_their_figures():
     assert (
         hung.figure == "3 passed, 0 failed, 0 skipped; failed or timed out: test-engine"
     )
-    left = goals.verdicts(figures, statuses | {"test-graphs": "skipped"})[1]
+    left = goals.verdicts(figures, statuses | {"test-engine": "skipped"})[1]
     assert left.status == goals.NOT_MEASURED
-    assert left.figure == "in part: 3 passed, 0 failed, 0 skipped; not run: test-graphs"
+    assert left.figure == "in part: 3 passed, 0 failed, 0 skipped; not run: test-engine"
     nothing = goals.verdicts({}, {"test-engine": "skipped", "layer": "timed out"})
     assert [v.status for v in nothing] == [goals.NOT_MEASURED] * 8
     assert nothing[5].figure == "layer timed out"

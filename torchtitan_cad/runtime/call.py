@@ -386,15 +386,14 @@ class AttentionCall:
                 self._remote_results[kind] = self.direction.combine(
                     tables.remote, self._results[kind], like
                 )
-        if not self._asked:
-            self._combine_local()
+            if not self._asked:
+                self._combine_local(kind)
 
-    def _combine_local(self) -> None:
+    def _combine_local(self, kind: Kind) -> None:
         """Combine the results of all kernel calls at home, if they are many."""
-        for kind in self._like.results:
-            local = getattr(self._plan, kind).local
-            if local is not None:
-                self.combine(kind, local)
+        local = getattr(self._plan, kind).local
+        if local is not None:
+            self.combine(kind, local)
 
     def _take_in_servers(self) -> None:
         """Wait for the results of joined servers, or compute what does not come, and add them to those of this rank."""
@@ -412,7 +411,8 @@ class AttentionCall:
                 self._results[kind] = [
                     [*partials, next(remaining)] for partials in of_kind
                 ]
-        self._combine_local()
+        for kind in self._like.results:
+            self._combine_local(kind)
 
     # Results to their homes -------------------------------------------------------------------------------------------
 
