@@ -227,33 +227,35 @@ def validate_exchanges(
     )
     kv_spaces = _row_spaces(local, [exchange.keys for exchange in exchanges], "keys")
     _check_most(exchanges)
-    at_home = np.full(len(tasks), HOME)
+    joined = np.full(len(tasks), HOME) if stand_ins is None else stand_ins.server
     for rank, exchange in enumerate(exchanges):
+        where = f"rank {rank}"
         is_own = tasks["server"] == rank
-        joined = at_home[is_own] if stand_ins is None else stand_ins.server[is_own]
-        calls = [(HOME, exchange.causal, exchange.full)]
-        calls += [
-            (server, causal, full) for server, _, causal, full in exchange.stand_ins
-        ]
-        called = {server for server, _, _ in calls[1:]}
-        if called != {*joined.tolist()} - {HOME}:
-            raise PlanError(f"rank {rank}: calls of joined servers {sorted(called)}")
-        for server, causal, full in calls:
-            where = f"rank {rank}" + (
-                "" if server == HOME else f", joined server {server}"
-            )
-            here = tasks[is_own][joined == server]
-            diagonal = is_diagonal(here)
-            q_space, kv_space = q_spaces[rank], kv_spaces[rank]
-            if server != HOME:
-                q_space, kv_space = queries[rank], local[rank]
-            for name, call, subset in (
-                ("causal", causal, here[diagonal]),
-                ("full", full, here[~diagonal]),
-            ):
-                _check_call(
-                    layout, f"{where}, {name} call", call, subset, q_space, kv_space
-                )
+        own = tasks[is_own & (joined == HOME)]
+        calls = exchange.causal, exchange.full
+        _check_calls(layout, where, calls, own, (q_spaces[rank], kv_spaces[rank]))
+        called = {server for server, *_ in exchange.stand_ins}
+        if called != {*joined[is_own].tolist()} - {HOME}:
+            raise PlanError(f"{where}: calls of joined servers {sorted(called)}")
+        for server, _, causal, full in exchange.stand_ins:
+            served = tasks[is_own & (joined == server)]
+            spaces = queries[rank], local[rank]
+            name = f"{where}, joined server {server}"
+            _check_calls(layout, name, (causal, full), served, spaces)
+
+
+def _check_calls(
+    layout: TokenLayout,
+    where: str,
+    calls: tuple[CallTable, CallTable],
+    tasks: TaskArray,
+    spaces: tuple[IntArray, IntArray],
+) -> None:
+    """Check the causal and the unmasked call of ``tasks``, in spaces of queries and keys."""
+    diagonal = is_diagonal(tasks)
+    causal, full = calls
+    _check_call(layout, f"{where}, causal call", causal, tasks[diagonal], *spaces)
+    _check_call(layout, f"{where}, full call", full, tasks[~diagonal], *spaces)
 
 
 def _row_spaces(
