@@ -42,6 +42,7 @@ def in_sequence(
     attention: FloatArray,
     gathered: FloatArray,
     keep: bool = False,
+    sharing: int | IntArray | None = None,
 ) -> Outcome:
     """Return the step's time by parts.
 
@@ -51,9 +52,10 @@ def in_sequence(
         gathered: tokens whose keys the ranks of a replica gather, [replicas, microbatches], for layers that attend in
             full; windows and chunks are taken to need none of other ranks.
         keep: backward does not gather them again.
+        sharing: ranks of a replica that gather, int64 [replicas, microbatches]; by default the configuration's ``cp``.
     """
     costs = step.costs
-    cp = step.configuration.cp
+    cp = step.configuration.cp if sharing is None else sharing
     even = step.even("1F1B")
     gathers = step.full_layers * both_ways(
         lambda forward: costs.gather_seconds(gathered, cp, forward, keep)
@@ -65,7 +67,7 @@ def in_sequence(
         exchange=full - balanced,
     )
     num_bytes = both_ways(
-        lambda forward: costs.gathered_bytes(gathered.mean(), cp, forward, keep)
+        lambda forward: costs.gathered_bytes(gathered, cp, forward, keep).mean()
     )
     into_rank = step.full_layers * float(_repeated(step, num_bytes).sum())
     exchanged_bytes = into_rank * costs.cluster.ranks * step.microbatches * step.layers
@@ -236,10 +238,12 @@ def packing_cp(step: Step) -> Outcome | None:
     cp = step.configuration.cp
     replicas = step.ranks // cp
     num_bins = replicas * step.microbatches
+    sizes = np.ones(num_bins, dtype=np.int64)
     key_bytes = _packed_key_bytes(step)
-    documents = _packed_documents(step)
+    documents = packed_documents(step, cp)
+    lengths = step.batch.lengths
     cap = _packed_cap(step, key_bytes)
-    bins = distribute_under_cap(documents[0], step.batch.lengths, num_bins, cap)
+    bins = distribute_under_cap(documents[0], lengths, sizes, cap)
     if bins is None:
         return None
     sums: FloatArray = np.stack(
@@ -291,17 +295,16 @@ def _packed_cap(step: Step, key_bytes: float) -> float:
     return free / per_token * cp
 
 
-def _packed_documents(step: Step) -> FloatArray:
-    """Return what a document adds to a microbatch of packing, [6, documents], on each of ``cp`` ranks.
+def packed_documents(step: Step, cp: int | IntArray) -> FloatArray:
+    """Return what a document adds to a microbatch of packing, [6, documents], on each of its ``cp`` ranks.
 
     The rows are seconds in all, tokens, seconds of the mean layer's attention forward and backward, tokens whose keys
     are gathered, and 1.
     """
-    cp = step.configuration.cp
     lengths = step.batch.lengths
     tile = step.costs.models[0].granularity
     parts = 2 * cp
-    divided = (lengths >= parts * tile) & (cp > 1)
+    divided = (lengths >= parts * tile) & (np.asarray(cp) > 1)
     tiles = np.ceil(lengths / tile)
     padded = np.where(divided, parts * np.ceil(lengths / (parts * tile)), tiles)
     padding = padded / tiles

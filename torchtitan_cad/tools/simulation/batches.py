@@ -10,6 +10,7 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.planning.model.work import causal_pairs
 from torchtitan_cad.tools.simulation.inputs import Documents
 
 SAMPLES = 20_000
@@ -53,6 +54,10 @@ class Batch:
         if kind.block is None:
             return self.lengths
         return np.concatenate([kind.cut(row) for row in self.rows])
+
+    def pairs(self, kind: AttentionKind) -> int:
+        """Count the (query, key) pairs of a layer of this kind of attention."""
+        return int(causal_pairs(self.pieces(kind), kind.shape.window).sum())
 
     @property
     def tokens(self) -> int:
