@@ -227,12 +227,12 @@ def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
     trials = [search.run("perfect", each) for each in search.candidates("perfect")]
     fastest = min(trials, key=lambda trial: trial.seconds)
     found["perfect"] = fastest if fastest.fits else search.none(trials)
-    flops = _mean_flops(inputs.model, search.batches)
+    flops = mean_flops(inputs.model, search.batches)
     tokens = search.batches[0].tokens
     return Report(cluster, tokens, flops, inputs.rates.peak_flops, found)
 
 
-def _mean_flops(model: Model, batches: Sequence[Batch]) -> float:
+def mean_flops(model: Model, batches: Sequence[Batch]) -> float:
     """Return the model FLOPs of the mean batch."""
     kinds = model.kinds(1)
     every = [
