@@ -43,6 +43,7 @@ BEGINNINGS = {
     "compare": ["compare", JOB, "--output={folder}/compare"],
     "simulate": SIMULATED,
     "advise": ["advise", JOB],
+    "serve": ["serve", "--join=localhost:1", "--token=0"],
 }
 
 

@@ -69,8 +69,10 @@ def in_sequence(
     num_bytes = both_ways(
         lambda forward: costs.gathered_bytes(gathered, cp, forward, keep).mean()
     )
-    into_rank = step.full_layers * float(_repeated(step, num_bytes).sum())
-    exchanged_bytes = into_rank * costs.cluster.ranks * step.microbatches * step.layers
+    of_both = float(_repeated(step, num_bytes).sum())
+    into_rank = step.full_layers * of_both
+    exchanges = step.microbatches * step.layers
+    exchanged_bytes = into_rank * costs.cluster.ranks * exchanges
     slowest = attention[0].max(axis=0)
     mean = attention[0].mean(axis=0)
     # packing may leave a microbatch empty
@@ -246,10 +248,9 @@ def packing_cp(step: Step) -> Outcome | None:
     bins = distribute_under_cap(documents[0], lengths, sizes, cap)
     if bins is None:
         return None
-    sums: FloatArray = np.stack(
-        [np.bincount(bins, weights=row, minlength=num_bins) for row in documents]
-    )
-    heaviest_first = sums[:, np.argsort(-sums[0], kind="stable")]
+    sums = add_up(documents, bins, num_bins)
+    order = np.argsort(-sums[0], kind="stable")
+    heaviest_first = sums[:, order]
     # equal ones side by side
     distributed = heaviest_first.reshape(-1, step.microbatches, replicas)
     # and heavier ones to each replica in turn
@@ -278,6 +279,12 @@ def packing_cp(step: Step) -> Outcome | None:
     )
 
 
+def add_up(documents: FloatArray, parts: IntArray, num_parts: int) -> FloatArray:
+    """Add up what documents, [figures, documents], add to each of some parts, [figures, parts]."""
+    rows = [np.bincount(parts, row, num_parts) for row in documents]
+    return np.stack(rows)
+
+
 def _packed_key_bytes(step: Step) -> float:
     """Return the bytes that packing holds per gathered token: of one layer, or of all that keep them."""
     keeps = step.configuration.backward == "keep" and not step.repeats_forward
@@ -304,9 +311,12 @@ def packed_documents(step: Step, cp: int | IntArray) -> FloatArray:
     lengths = step.batch.lengths
     tile = step.costs.models[0].granularity
     parts = 2 * cp
-    divided = (lengths >= parts * tile) & (np.asarray(cp) > 1)
+    of_parts = parts * tile
+    shared = np.asarray(cp) > 1
+    divided = (lengths >= of_parts) & shared
     tiles = np.ceil(lengths / tile)
-    padded = np.where(divided, parts * np.ceil(lengths / (parts * tile)), tiles)
+    tiles_of_part = np.ceil(lengths / of_parts)
+    padded = np.where(divided, parts * tiles_of_part, tiles)
     padding = padded / tiles
     attention = both_ways(step.document_attention) * padding / cp
     token_seconds = both_ways(step.token_seconds).sum()

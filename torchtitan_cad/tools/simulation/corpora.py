@@ -31,18 +31,21 @@ def corpus_lengths(name: str, samples: int) -> FloatArray:
         return np.array(corpus["lengths"], dtype=np.float64)
     random = np.random.default_rng(0)
     normal = random.standard_normal(samples)
-    sigma = corpus["short"]["sigma"]
-    median = corpus["short"]["median"]
+    of_short = corpus["short"]
+    sigma = of_short["sigma"]
+    median = of_short["median"]
     short = median * np.exp(sigma * normal)
     shares = np.array(corpus["shares"])
-    length, share = shares.T
+    length = shares[:, 0]
+    share = shares[:, 1]
     # documents of a token of the corpus
     long_ones = share / length
     short_ones = (1 - share.sum()) / short.mean()
     every = long_ones.sum() + short_ones
     counts = np.rint(samples * long_ones / every)
     long = np.repeat(length, counts.astype(int))
-    return np.concatenate([long, short[len(long) :]])
+    rest = short[len(long) :]
+    return np.concatenate([long, rest])
 
 
 def _read(name: str) -> dict[str, Any]:

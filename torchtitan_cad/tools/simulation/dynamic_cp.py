@@ -9,7 +9,11 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order
-from torchtitan_cad.tools.simulation.baselines import in_sequence, packed_documents
+from torchtitan_cad.tools.simulation.baselines import (
+    add_up,
+    in_sequence,
+    packed_documents,
+)
 from torchtitan_cad.tools.simulation.memory import memory_without_cad
 from torchtitan_cad.tools.simulation.row_orders import distribute_under_cap
 from torchtitan_cad.tools.simulation.step import Outcome, Step
@@ -27,11 +31,11 @@ def dynamic_cp(step: Step) -> Outcome | None:
     A group has as many ranks as its longest document needs, a power of two. Its ranks are equal; they gather keys and
     values, and again in backward. Groups of a like size and work run beside each other. None if it does not fit.
     """
-    outcomes = [
-        _with_limits(step, capacity * step.tokens, share)
-        for capacity, share in product(CAPACITIES, OF_ONE_DOCUMENT)
-    ]
-    fitting = [outcome for outcome in outcomes if outcome is not None]
+    fitting = list[Outcome]()
+    for capacity, share in product(CAPACITIES, OF_ONE_DOCUMENT):
+        outcome = _with_limits(step, capacity * step.tokens, share)
+        if outcome is not None:
+            fitting.append(outcome)
     return min(fitting, key=lambda outcome: outcome.seconds, default=None)
 
 
@@ -49,7 +53,7 @@ def _with_limits(step: Step, capacity: float, share: float) -> Outcome | None:
     if group_of_document is None:
         return None
     documents = packed_documents(step, sizes[group_of_document])
-    of_groups = _sums(documents, group_of_document, len(sizes))
+    of_groups = add_up(documents, group_of_document, len(sizes))
     seconds = of_groups[0]
     placed = side_by_side(sizes, seconds, step.ranks, step.microbatches)
     if placed is None:
@@ -79,21 +83,18 @@ def _with_limits(step: Step, capacity: float, share: float) -> Outcome | None:
     )
 
 
-def _sums(documents: FloatArray, groups: IntArray, num_groups: int) -> FloatArray:
-    """Add up what documents, [figures, documents], add to each of some groups, [figures, groups]."""
-    rows = [np.bincount(groups, row, num_groups) for row in documents]
-    return np.stack(rows)
-
-
 def group_sizes(lengths: IntArray, limit: float, num_ranks: int) -> IntArray:
     """Return the ranks of every group, the largest first: one group for each document above the limit, the longest
     first, as far as there are ranks, ``num_ranks`` in all microbatches; the others are alone.
     """
-    longest_first = -np.sort(-lengths[lengths > limit])
-    shared = 2 ** np.ceil(np.log2(longest_first / limit)).astype(np.int64)
-    shared = shared[np.cumsum(shared) <= num_ranks]
+    long = lengths[lengths > limit]
+    longest_first = np.sort(long)[::-1]
+    doublings = np.ceil(np.log2(longest_first / limit))
+    wanted = 2 ** doublings.astype(np.int64)
+    shared = wanted[np.cumsum(wanted) <= num_ranks]
     alone = num_ranks - int(shared.sum())
-    return np.concatenate([shared, np.ones(alone, dtype=np.int64)])
+    ones = np.ones(alone, dtype=np.int64)
+    return np.concatenate([shared, ones])
 
 
 def side_by_side(
@@ -107,10 +108,12 @@ def side_by_side(
     taken = np.zeros(microbatches, dtype=np.int64)
     for group in np.lexsort((-work, -sizes)).tolist():
         size = int(sizes[group])
-        first = int(np.argmax(taken + size <= ranks))
-        begin = int(taken[first])
-        if begin + size > ranks:
+        has_room = taken + size <= ranks
+        if not has_room.any():
             return None
-        group_of_rank[begin : begin + size, first] = group
-        taken[first] += size
+        first = int(has_room.argmax())
+        begin = int(taken[first])
+        end = begin + size
+        group_of_rank[begin:end, first] = group
+        taken[first] = end
     return group_of_rank
