@@ -23,6 +23,8 @@ CAPACITIES = (1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 OF_ONE_DOCUMENT = (0.25, 0.5, 1.0)
 """Tokens of one document that a rank takes at most, over its capacity. Megatron has one limit for both; the pair by
 which a step is fastest counts."""
+OF_LARGE = ((1.1, 0.5), (2.0, 1.0))
+"""The pairs that are tried in large clusters, where each takes long."""
 
 
 def dynamic_cp(step: Step) -> Outcome | None:
@@ -31,8 +33,14 @@ def dynamic_cp(step: Step) -> Outcome | None:
     A group has as many ranks as its longest document needs, a power of two. Its ranks are equal; they gather keys and
     values, and again in backward. Groups of a like size and work run beside each other. None if it does not fit.
     """
+    even = memory_without_cad(step, step.tokens, step.tokens, documents=1)
+    if even.total > step.costs.cluster.memory:
+        return None
     fitting = list[Outcome]()
-    for capacity, share in product(CAPACITIES, OF_ONE_DOCUMENT):
+    limits = list(OF_LARGE)
+    if not step.costs.cluster.is_large:
+        limits = list(product(CAPACITIES, OF_ONE_DOCUMENT))
+    for capacity, share in limits:
         outcome = _with_limits(step, capacity * step.tokens, share)
         if outcome is not None:
             fitting.append(outcome)
@@ -40,7 +48,7 @@ def dynamic_cp(step: Step) -> Outcome | None:
 
 
 def _with_limits(step: Step, capacity: float, share: float) -> Outcome | None:
-    """Time the step with at most ``capacity`` tokens a rank, of one document that ``share`` of it; None if it does not
+    """Time the step with at most ``capacity`` tokens a rank, of one document ``share`` of that; None if it does not
     fit.
     """
     lengths = step.batch.lengths
