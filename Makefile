@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: help setup train compare pool quick test test-matrix test-all test-titan030 test-cuda-build test-gpu mutations wheel lint format \
-	bench-gpu-dry bench-planner docs errors clean
+	bench-gpu-dry bench-planner headline docs errors clean
 
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
@@ -32,6 +32,7 @@ help:
 	@echo "make test-titan030   the adapter for torchtitan 0.3.0, with torch 2.15 in an environment of its own"
 	@echo "make mutations  plant ten faults and see that the short tests find each"
 	@echo "make bench-planner   planners against the lower bound, as a table; PRETRAIN=lengths.json adds workloads"
+	@echo "make headline   the figures that README quotes first, simulated anew; COMPARE=compare.json adds make compare's"
 	@echo "make wheel      dist/*.whl, tried in an environment of its own"
 	@echo "make lint       ruff, mypy and the budgets of reading;  make format: apply ruff's formatting"
 
@@ -125,6 +126,10 @@ test-gpu: $(INSTALLED)
 bench-planner: $(INSTALLED)
 	$(BIN)/python -m bench.planner --check $(if $(PRETRAIN),--pretrain $(PRETRAIN))
 
+# bench/results/headline.json and the tables that README and docs/ take from it, in ten minutes on two cores.
+headline: $(INSTALLED)
+	$(BIN)/python -m bench.headline $(if $(COMPARE),--compare $(COMPARE))
+
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -138,6 +143,7 @@ errors: $(INSTALLED)
 # The parts of docs/ that repeat the code.
 docs: $(INSTALLED)
 	$(BIN)/python -m tests.generated_docs
+	$(BIN)/python -m bench.headline --only-tables >/dev/null
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -79,7 +79,8 @@ COLUMNS = {
 class Options:
     ranks: tuple[int, ...] = (8, 64, 512, 4096)
     workloads: tuple[str, ...] = WORKLOADS
-    """Names of workloads; those named pretrain need --pretrain and are left out without it."""
+    """Names of workloads, or of corpora of `simulate`; those named pretrain need --pretrain and are left out without
+    it."""
     planners: tuple[str, ...] = tuple(PLANNERS)[:4]
     """Names of planners, local_search among them."""
     seeds: tuple[int, ...] = SEEDS

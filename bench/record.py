@@ -4,18 +4,22 @@
 import datetime
 import json
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+WRITTEN = (":!bench/results", ":!docs", ":!README.md")
+"""What benches themselves write, as git excludes it."""
 Record = dict[str, Any]
 """Figures of one case, with what names the case."""
 
 
 def save(path: Path, module: str, content: Record) -> None:
-    """Write date, machine, versions and command, and ``content`` after them."""
+    """Write date, machine, versions, commit and command, and ``content`` after them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_head(module) | content, indent=1, default=str) + "\n")
 
@@ -99,8 +103,25 @@ def _head(module: str) -> Record:
             name: installed_version(name)
             for name in ("torch", "numpy", "numba", "torchtitan_cad")
         },
+        **_revision(),
         "command": " ".join([f"python -m {module}", *arguments]),
     }
+
+
+def _revision() -> Record:
+    """HEAD, and whether the code has no other changes; both None without git."""
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    changes = _git("status", "--porcelain", "--", ".", *WRITTEN)
+    return {"commit": commit, "clean": None if changes is None else not changes}
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", *arguments]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return None
+    return None if done.returncode else done.stdout.strip()
 
 
 def _rounded(value: Any) -> Any:

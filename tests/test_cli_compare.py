@@ -111,6 +111,12 @@ def test_the_prediction_is_the_simulations_of_the_same_documents(
     job = read_simulated_job(
         [f"--job.config_file={JOB}", "--training.seq_len=16384"], 2
     )
+    pairs = 16384 * 16385 // 2 + 8 * (2048 * 2049 // 2)
+    flops_of_step = job.model.flops(2 * 16384, [pairs])
+    speeds = Comparison(off, on).rank_flops(job)
+    assert speeds["off"] * off.step_seconds.sum() == pytest.approx(
+        3 * flops_of_step / 2
+    )
     predicted = Comparison(off, on).predicted(job)
     if known:  # 14 of 26 parts are attention, of which the longer row's rank has 1.7 or so times the mean
         assert 1.3 < predicted["overall"] < 1.5
@@ -135,7 +141,14 @@ def test_documents_of_rows_end_with_the_end_of_sequence() -> None:
 def test_other_documents_without_cad_are_said(same: bool, tmp_path: Path) -> None:
     figures = compared(tmp_path, same_documents=same).report()
     assert figures["same_documents"] is same
-    text = compare.text({**figures, "places": "CPU cores", "predicted_speedup": None})
+    beside = {
+        "places": "CPU cores",
+        "predicted_speedup": None,
+        "model_flops_per_second_and_rank": {"off": 1e12, "on": 2e12},
+        "peak_flops": 4e12,
+    }
+    text = compare.text({**figures, **beside})
+    assert "a rank, mfu 50.0%)" in text
     assert ("without CAD attention ends at other places" in text) is not same
 
 
@@ -258,6 +271,7 @@ def test_a_job_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert figures["predicted_speedup"]["overall"] > 1
     for mode in ("off", "on"):
         assert figures["tokens_per_second"][mode] > 0
+        assert figures["model_flops_per_second_and_rank"][mode] > 0
         assert all(
             seconds > 0
             for part in figures["rank_seconds"][mode].values()

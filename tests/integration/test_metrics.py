@@ -47,6 +47,7 @@ FIGURES: dict[str, Any] = {
     "bytes_between_hosts": 4e6,
     "link_between_hosts": 0.05,
     "served_share": 0.3,
+    "mfu_percent": 40.0,
 }
 
 

@@ -48,6 +48,17 @@ def random_batch(
     )
 
 
+def _mean_pairs(plans: list[Plan]) -> float:
+    """Keys of the mean query, one by one."""
+    keys = [
+        position + 1
+        for plan in plans
+        for length in plan.layout.doc_lengths.tolist()
+        for position in range(length)
+    ]
+    return float(np.mean(keys))
+
+
 @pytest.mark.parametrize("nano_batches", [1, 2])
 def test_figures_are_means_over_all_batches(nano_batches):
     rng = np.random.default_rng(0)
@@ -77,6 +88,7 @@ def test_figures_are_means_over_all_batches(nano_batches):
             axis=0,
         )
         assert figures.pop(f"ranked_{when}") == pytest.approx(ranked)
+    assert figures.pop("pairs_per_token") == pytest.approx([_mean_pairs(plans)])
     assert figures == pytest.approx(
         {
             "imbalance_before": np.mean([s.max_over_mean_before for s in stats]),

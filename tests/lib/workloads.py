@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan_cad.planning import AttentionShape, TokenLayout
+from torchtitan_cad.tools.simulation.batches import named_lengths
+from torchtitan_cad.tools.simulation.corpora import CORPORA
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 """A layer of Llama 3 8B in bf16."""
@@ -69,9 +71,12 @@ def _draw(
             known = np.array(json.loads(pretrain.read_text()), dtype=np.int64)
             factor = 4 if workload == "pretrain x4" else 1
             return lambda: factor * rng.choice(known)
+        case _ if workload in CORPORA:
+            samples = named_lengths(workload)
+            return lambda: rng.choice(samples)
         case _:
             raise ValueError(
-                f"workload {workload!r}: choose one of {', '.join(WORKLOADS)}"
+                f"workload {workload!r}: choose one of {', '.join((*WORKLOADS, *CORPORA))}"
             )
 
 

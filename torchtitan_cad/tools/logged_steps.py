@@ -28,6 +28,8 @@ MEANS = {
     "placed_worst": ("the worst rank's, over those", 1),
     "tasks_moved": ("tasks moved per microbatch", 1),
     "exposed_percent": ("exposed wait (% of the time)", 1),
+    "tokens_per_second": ("tokens per second and GPU", 1),
+    "mfu_percent": ("mfu (%), by the documents' pairs", 1),
 }
 MEDIANS = {
     "plan_seconds": ("planning (ms, median)", 1e3),

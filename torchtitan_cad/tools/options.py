@@ -24,6 +24,7 @@ from torchtitan_cad.tools.recorded_documents import (
 )
 from torchtitan_cad.tools.shared import check_job
 from torchtitan_cad.tools.simulation.batches import DEFAULT, named_lengths
+from torchtitan_cad.tools.simulation.corpora import CORPORA, corpus_source
 from torchtitan_cad.tools.simulation.inputs import (
     MANY_RANKS,
     MODELS,
@@ -57,10 +58,11 @@ class _Own:
     profile: Path | None = None
     """Times of attention measured by `torchtitan-cad profile`; instead of the two rates."""
     documents: str | None = None
-    """JSON list of lengths in tokens (lengths.json, or as in a job histogram:lengths.json), or a distribution:
-    lognormal:median=4096,sigma=1.5,max=65536; pretrain:scale=4,long=0.5,max=524288; uniform:min=128,max=65536;
-    fixed:length=4096. Or batches to take as they are: a JSON list of rows, each a list of lengths, or a list of such
-    lists; or the dump folder of a job with cad.shadow, for its last recorded steps."""
+    """JSON list of lengths in tokens (lengths.json, or as in a job histogram:lengths.json), a corpus: codealpaca, pypi,
+    prolong-64k, prolong-512k; or a distribution: lognormal:median=4096,sigma=1.5,max=65536;
+    pretrain:scale=4,long=0.5,max=524288; uniform:min=128,max=65536; fixed:length=4096. Or batches to take as they are:
+    a JSON list of rows, each a list of lengths, or a list of such lists; or the dump folder of a job with cad.shadow,
+    for its last recorded steps."""
     row_tokens: int | None = None
     """Tokens of a row, which cuts longer documents."""
     tokens_per_rank: int | None = None
@@ -220,6 +222,8 @@ def _documents(
             f"documents: {name}, {len(lengths):,} lengths of {lengths.mean():,.0f} tokens on average, "
             f"{lengths.max():,} at most; what is over a row begins the next"
         )
+        if options.documents in CORPORA:
+            notes.append(f"documents: {corpus_source(options.documents)}")
     elif titan is not None:
         lengths = titan.lengths
     else:

@@ -34,7 +34,8 @@ def run(
     """Predict the time of a training step under several systems on the same documents.
 
     packed: equal chunks, no balancing. reorder: whole rows distributed anew over ranks and microbatches. packing_cp:
-    variable-length packing with context parallelism per document. greedy: CAD with the paper's planner. cad: this
+    variable-length packing with context parallelism per document. dynamic_cp: the same, over as many ranks as a
+    microbatch's longest document needs. greedy: CAD with the paper's planner. cad: this
     package's. perfect: balanced, nothing exchanged for attention. docs/results.md says what is modelled.
 
     Args:

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 TAGS: dict[str, tuple[str, float]] = {
     "cad/exchange/host(s)": ("exchange_seconds", 1),
     "cad/exchange/exposed(%)": ("exposed_percent", 1),
+    "cad/mfu(%)": ("mfu_percent", 1),
     "cad/imbalance/before": ("imbalance_before", 1),
     "cad/imbalance/after": ("imbalance_after", 1),
     "cad/sent/mean(MB)": ("bytes_per_rank_mean", 1e-6),
@@ -47,6 +48,10 @@ class CadMetrics:
     """
 
     time_last_log: float
+    ntokens_since_last_log: int
+    num_flops_per_token: float
+    gpu_peak_flops: float
+    parallel_dims: Any
 
     def begin(self, *, writes_steps: bool) -> None:
         """Prepare for the first step, after torchtitan's part.
@@ -91,6 +96,10 @@ class CadMetrics:
         figures["exchange_seconds"] = (starting + waiting) / steps
         if session.device.type == "cpu":  # elsewhere the host does not wait
             figures["exposed_percent"] = 100 * waiting / elapsed
+        if "pairs_per_token" in figures:
+            figures |= self._utilisation(
+                session.job.flops_beside_rows(figures["pairs_per_token"]), elapsed
+            )
         if "bytes_between_hosts" in figures and session.link_between_hosts:
             figures["link_between_hosts"] = session.link_between_hosts
         self._last_step = step
@@ -126,6 +135,18 @@ class CadMetrics:
             if not self._closed:
                 super().close()  # type: ignore[misc]
             self._closed = True
+
+    def _utilisation(
+        self, flops_beside_rows: float, elapsed: float
+    ) -> dict[str, float]:
+        """Return tokens per second and GPU, as torchtitan counts them, and the share of its peak in model FLOPs."""
+        gpus_of_tokens = self.parallel_dims.non_data_parallel_size
+        speed = self.ntokens_since_last_log / (elapsed * gpus_of_tokens)
+        flops = self.num_flops_per_token + flops_beside_rows
+        return {
+            "tokens_per_second": speed,
+            "mfu_percent": 100 * flops * speed / self.gpu_peak_flops,
+        }
 
     def _write_step(self, figures: dict[str, Any]) -> None:
         try:
@@ -186,7 +207,9 @@ def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
 
 
 def _log_line(figures: dict[str, Any]) -> str:
-    exposed = placed = hosts = served = ""
+    exposed = placed = hosts = served = used = ""
+    if "mfu_percent" in figures:
+        used = f"  mfu {figures['mfu_percent']:.2f}% by documents"
     if "served_share" in figures:
         served = f", {100 * figures['served_share']:.0f}% of attention by servers"
     if "placed_total" in figures:
@@ -205,5 +228,6 @@ def _log_line(figures: dict[str, Any]) -> str:
         f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks{served}, "
         f"{figures['bytes_per_rank_mean'] / 1e6:.2f} MB per rank and forward layer "
         f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f}{placed}{hosts})  "
-        f"plan {figures['plan_seconds'] * 1e3:.1f} ms  exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}"
+        f"plan {figures['plan_seconds'] * 1e3:.1f} ms  "
+        f"exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}{used}"
     )

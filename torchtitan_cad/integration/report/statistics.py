@@ -9,6 +9,7 @@ import numpy as np
 
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
 from torchtitan_cad.planning import Plan
+from torchtitan_cad.planning.model.work import layout_pairs
 from torchtitan_cad.planning.stats import mean_stats
 
 PER = {
@@ -21,6 +22,7 @@ PER = {
     ),
     "microbatches": ("bytes_per_rank_mean", "bytes_copied", "tasks", "tasks_moved"),
     "batches": ("plan_seconds",),
+    "queries": ("pairs_per_token",),
 }
 """The counts over which figures are means."""
 
@@ -35,6 +37,8 @@ class StepStatistics:
     batch. ``bytes_copied`` is what this rank's kernel calls copy in one layer's forward, because they need ranges of
     rows in order. ``ranked_before`` and ``ranked_after`` are the ranks' times over the mean, from the busiest of a plan
     to the least busy, averaged over plans; the first is the imbalance.
+
+    ``pairs_per_token`` are the keys that the mean query attends to, in a layer of every kind.
 
     ``served_share`` is the part of attention that joined servers compute, averaged over plans and layers, if there are
     any.
@@ -74,6 +78,7 @@ class StepStatistics:
             ),
             ranked_after=sum(_ranked(plans, layers, "loads") for plans in by_kind),
         )
+        sums |= _attended(by_kind)
         if any(plan.stand_ins for plan in planned.plans):
             sums["served"] = sum(_served_share(plans, layers) for plans in by_kind)
         if planned.home_bytes is not None:
@@ -120,6 +125,17 @@ class StepStatistics:
 def _served_share(kinds: Sequence[Plan], layers: Sequence[int]) -> float:
     shares = [0.0 if plan.stand_ins is None else plan.stand_ins.share for plan in kinds]
     return float(np.average(shares, weights=layers))
+
+
+def _attended(by_kind: Sequence[Sequence[Plan]]) -> dict[str, Any]:
+    """Count queries, and their pairs in a layer of every kind."""
+    layouts = [kinds[0].layout for kinds in by_kind]
+    queries = sum(int(layout.queries_per_rank.sum()) for layout in layouts)
+    pairs = [
+        [layout_pairs(plan.layout, plan.shape.window) for plan in kinds]
+        for kinds in by_kind
+    ]
+    return {"queries": queries, "pairs_per_token": np.sum(pairs, axis=0)}
 
 
 def _ranked(kinds: Sequence[Plan], layers: Sequence[int], loads: str) -> np.ndarray:

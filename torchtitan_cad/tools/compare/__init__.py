@@ -84,9 +84,10 @@ def run(
         **result.report(),
     }
     load_planner(placement=True)
-    figures["predicted_speedup"] = result.predicted(
-        read_simulated_job([*args, "--parallelism.cad"], ranks)
-    )
+    simulated = read_simulated_job([*args, "--parallelism.cad"], ranks)
+    figures["predicted_speedup"] = result.predicted(simulated)
+    figures["model_flops_per_second_and_rank"] = result.rank_flops(simulated)
+    figures["peak_flops"] = _peak_flops()
     (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
     print(text(figures))
     picture = "(compare.png needs the extra [plots])"
@@ -116,6 +117,17 @@ def _draw(figures: dict[str, Any], path: Path) -> None:
             for part in seconds["off"]
         },
     )
+
+
+def _peak_flops() -> float | None:
+    """Return torchtitan's figure for this GPU; None on CPU ranks."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    from torchtitan.tools.utils import get_peak_flops
+
+    return get_peak_flops(torch.cuda.get_device_name(0))
 
 
 def _places(nproc: int | None) -> tuple[int, str]:
@@ -149,13 +161,12 @@ def _places(nproc: int | None) -> tuple[int, str]:
 
 def text(figures: dict[str, Any]) -> str:
     """Return the text that `compare` prints."""
-    speed = figures["tokens_per_second"]
     gain = figures["speedup"]
     predicted = figures["predicted_speedup"]
     lines = [
         f"{figures['ranks']} ranks ({figures['places']}), {figures['steps']} steps, {figures['rounds']} runs of each",
-        f"  without CAD        {speed['off']:12,.0f} tokens/s",
-        f"  with CAD           {speed['on']:12,.0f} tokens/s",
+        f"  without CAD        {_speed(figures, 'off')}",
+        f"  with CAD           {_speed(figures, 'on')}",
         f"  speed-up           {gain['overall']:12.2f} x (half of the steps between {gain['quarter']:.2f} and "
         f"{gain['three_quarters']:.2f})",
     ]
@@ -182,3 +193,14 @@ def text(figures: dict[str, Any]) -> str:
             f"  losses differ by at most {difference:.1e} ({relative:.1e} of the loss)",
         ]
     )
+
+
+def _speed(figures: dict[str, Any], mode: str) -> str:
+    """Return tokens per second of a mode, of all ranks and of one; of the peak, or of CPU ranks, its model FLOPs."""
+    speed = figures["tokens_per_second"][mode]
+    of_rank = f"{speed / figures['ranks']:,.0f} a rank"
+    flops = figures["model_flops_per_second_and_rank"][mode]
+    work = f"{flops / 1e9:,.1f} GFLOP/s of model work"
+    if (peak := figures["peak_flops"]) is not None:
+        work = f"mfu {flops / peak:.1%}"
+    return f"{speed:12,.0f} tokens/s ({of_rank}, {work})"

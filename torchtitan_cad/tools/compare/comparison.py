@@ -14,8 +14,10 @@ import numpy as np
 
 from torchtitan_cad.tools.compare import measured
 from torchtitan_cad.tools.simulated_job import SimulatedJob
+from torchtitan_cad.tools.simulation.batches import draw_batches
 from torchtitan_cad.tools.simulation.inputs import Documents, Inputs, Rates
 from torchtitan_cad.tools.simulation.search import Search, Trial
+from torchtitan_cad.tools.simulation.systems import mean_flops
 
 MODES = ("off", "on")
 _FORCED = (
@@ -100,15 +102,10 @@ class Runs:
         """
         cluster = job.cluster
         configuration = job.configuration
-        # ranks of other rows
-        groups = range(
-            0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp
-        )
-        rows = [[row for rank in groups for row in step[rank]] for step in self.rows]
         inputs = Inputs(
             model=job.model,
             cluster=cluster,
-            documents=Documents.of_rows(rows),
+            documents=self._documents(job),
             configuration=configuration,
             open=frozenset(),
         )
@@ -125,6 +122,22 @@ class Runs:
             inputs = dataclasses.replace(inputs, rates=self._scaled(guess))
         linked = dataclasses.replace(inputs.cluster, **links)
         return Search(dataclasses.replace(inputs, cluster=linked))
+
+    def _documents(self, job: SimulatedJob) -> Documents:
+        """Return the rows of every step, each once."""
+        cluster = job.cluster
+        configuration = job.configuration
+        # ranks of other rows
+        groups = range(
+            0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp
+        )
+        rows = [[row for rank in groups for row in step[rank]] for step in self.rows]
+        return Documents.of_rows(rows)
+
+    def model_flops(self, job: SimulatedJob) -> float:
+        """Return the model FLOPs of all steps of one run, by the documents' own pairs."""
+        batches = draw_batches(self._documents(job))
+        return len(batches) * mean_flops(job.model, batches)
 
     def _scaled(self, guess: Trial) -> Rates:
         """Return the default rates, scaled from what a guess by them takes to what the mean rank took."""
@@ -191,6 +204,15 @@ class Comparison:
             "reordering_alone": packed.seconds / reorder.seconds,
         }
         return spread and gains | {"least": spread["min"], "most": spread["max"]}
+
+    def rank_flops(self, job: SimulatedJob) -> dict[str, float]:
+        """Return the model FLOP/s of a rank in both modes."""
+        of_rank = self.off.model_flops(job) / self.off.seconds.shape[2]
+        both = {"off": self.off, "on": self.on}
+        return {
+            mode: float(of_rank / runs.step_seconds.sum())
+            for mode, runs in both.items()
+        }
 
     def report(self) -> dict[str, Any]:
         """Return all figures, for JSON."""

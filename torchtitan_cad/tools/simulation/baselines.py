@@ -42,6 +42,7 @@ def in_sequence(
     attention: FloatArray,
     gathered: FloatArray,
     keep: bool = False,
+    sharing: int | IntArray | None = None,
 ) -> Outcome:
     """Return the step's time by parts.
 
@@ -51,9 +52,10 @@ def in_sequence(
         gathered: tokens whose keys the ranks of a replica gather, [replicas, microbatches], for layers that attend in
             full; windows and chunks are taken to need none of other ranks.
         keep: backward does not gather them again.
+        sharing: ranks of a replica that gather, int64 [replicas, microbatches]; by default the configuration's ``cp``.
     """
     costs = step.costs
-    cp = step.configuration.cp
+    cp = step.configuration.cp if sharing is None else sharing
     even = step.even("1F1B")
     gathers = step.full_layers * both_ways(
         lambda forward: costs.gather_seconds(gathered, cp, forward, keep)
@@ -65,10 +67,12 @@ def in_sequence(
         exchange=full - balanced,
     )
     num_bytes = both_ways(
-        lambda forward: costs.gathered_bytes(gathered.mean(), cp, forward, keep)
+        lambda forward: costs.gathered_bytes(gathered, cp, forward, keep).mean()
     )
-    into_rank = step.full_layers * float(_repeated(step, num_bytes).sum())
-    exchanged_bytes = into_rank * costs.cluster.ranks * step.microbatches * step.layers
+    of_both = float(_repeated(step, num_bytes).sum())
+    into_rank = step.full_layers * of_both
+    exchanges = step.microbatches * step.layers
+    exchanged_bytes = into_rank * costs.cluster.ranks * exchanges
     slowest = attention[0].max(axis=0)
     mean = attention[0].mean(axis=0)
     # packing may leave a microbatch empty
@@ -236,16 +240,17 @@ def packing_cp(step: Step) -> Outcome | None:
     cp = step.configuration.cp
     replicas = step.ranks // cp
     num_bins = replicas * step.microbatches
+    sizes = np.ones(num_bins, dtype=np.int64)
     key_bytes = _packed_key_bytes(step)
-    documents = _packed_documents(step)
+    documents = packed_documents(step, cp)
+    lengths = step.batch.lengths
     cap = _packed_cap(step, key_bytes)
-    bins = distribute_under_cap(documents[0], step.batch.lengths, num_bins, cap)
+    bins = distribute_under_cap(documents[0], lengths, sizes, cap)
     if bins is None:
         return None
-    sums: FloatArray = np.stack(
-        [np.bincount(bins, weights=row, minlength=num_bins) for row in documents]
-    )
-    heaviest_first = sums[:, np.argsort(-sums[0], kind="stable")]
+    sums = add_up(documents, bins, num_bins)
+    order = np.argsort(-sums[0], kind="stable")
+    heaviest_first = sums[:, order]
     # equal ones side by side
     distributed = heaviest_first.reshape(-1, step.microbatches, replicas)
     # and heavier ones to each replica in turn
@@ -274,6 +279,12 @@ def packing_cp(step: Step) -> Outcome | None:
     )
 
 
+def add_up(documents: FloatArray, parts: IntArray, num_parts: int) -> FloatArray:
+    """Add up what documents, [figures, documents], add to each of some parts, [figures, parts]."""
+    rows = [np.bincount(parts, row, num_parts) for row in documents]
+    return np.stack(rows)
+
+
 def _packed_key_bytes(step: Step) -> float:
     """Return the bytes that packing holds per gathered token: of one layer, or of all that keep them."""
     keeps = step.configuration.backward == "keep" and not step.repeats_forward
@@ -291,19 +302,21 @@ def _packed_cap(step: Step, key_bytes: float) -> float:
     return free / per_token * cp
 
 
-def _packed_documents(step: Step) -> FloatArray:
-    """Return what a document adds to a microbatch of packing, [6, documents], on each of ``cp`` ranks.
+def packed_documents(step: Step, cp: int | IntArray) -> FloatArray:
+    """Return what a document adds to a microbatch of packing, [6, documents], on each of its ``cp`` ranks.
 
     The rows are seconds in all, tokens, seconds of the mean layer's attention forward and backward, tokens whose keys
     are gathered, and 1.
     """
-    cp = step.configuration.cp
     lengths = step.batch.lengths
     tile = step.costs.models[0].granularity
     parts = 2 * cp
-    divided = (lengths >= parts * tile) & (cp > 1)
+    of_parts = parts * tile
+    shared = np.asarray(cp) > 1
+    divided = (lengths >= of_parts) & shared
     tiles = np.ceil(lengths / tile)
-    padded = np.where(divided, parts * np.ceil(lengths / (parts * tile)), tiles)
+    tiles_of_part = np.ceil(lengths / of_parts)
+    padded = np.where(divided, parts * tiles_of_part, tiles)
     padding = padded / tiles
     attention = both_ways(step.document_attention) * padding / cp
     token_seconds = both_ways(step.token_seconds).sum()

@@ -8,8 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.planning.model.work import causal_pairs
+from torchtitan_cad.tools.simulation.corpora import CORPORA, corpus_lengths
 from torchtitan_cad.tools.simulation.inputs import Documents
 
 SAMPLES = 20_000
@@ -54,6 +56,10 @@ class Batch:
             return self.lengths
         return np.concatenate([kind.cut(row) for row in self.rows])
 
+    def pairs(self, kind: AttentionKind) -> int:
+        """Count the (query, key) pairs of a layer of this kind of attention."""
+        return int(causal_pairs(self.pieces(kind), kind.shape.window).sum())
+
     @property
     def tokens(self) -> int:
         """Tokens of all rows."""
@@ -89,21 +95,24 @@ def draw_batches(documents: Documents) -> list[Batch]:
 
 
 def named_lengths(spec: str) -> IntArray:
-    """Return the samples of a distribution such as "lognormal:median=4096,sigma=1.5,max=262144".
+    """Return the samples of a corpus such as "codealpaca" (corpora.py), or of a distribution such as
+    "lognormal:median=4096,sigma=1.5,max=262144".
 
     ``pretrain``: the lengths of arXiv 2510.18121, ``scale`` times as long; ``long`` is the share of tokens in
     documents of ``from`` tokens and more, which are drawn more often to reach it (0: as often as they come).
 
     Returns:
-        int64 ``SAMPLES`` lengths, the same in every call.
+        int64 lengths, the same in every call; of a distribution ``SAMPLES``.
 
     Raises:
         ValueError: the spec has a kind or an option that is not known, twice there, or out of its bounds.
     """
+    if spec in CORPORA:
+        return _in_tokens(corpus_lengths(spec, SAMPLES))
     kind, _, rest = spec.partition(":")
     if kind not in _OPTIONS:
         raise ValueError(
-            f"documents = {spec[:80]!r}: set a JSON file of lengths, or one of {', '.join(_OPTIONS)}"
+            f"documents = {spec[:80]!r}: set a JSON file of lengths, or one of {', '.join((*_OPTIONS, *CORPORA))}"
         )
     options = {**_OPTIONS[kind], **_given_options(kind, spec, rest)}
     low = {"uniform": "min", "pretrain": "from"}.get(kind, "")
@@ -116,7 +125,11 @@ def named_lengths(spec: str) -> IntArray:
         drawn = _sample(kind, options)
     except ValueError as error:
         raise ValueError(f"documents = {spec[:80]!r}: {error}") from None
-    return np.clip(np.rint(drawn), 1, MOST).astype(np.int64)
+    return _in_tokens(drawn)
+
+
+def _in_tokens(lengths: FloatArray) -> IntArray:
+    return np.clip(np.rint(lengths), 1, MOST).astype(np.int64)
 
 
 def _given_options(kind: str, spec: str, items: str) -> dict[str, float]:

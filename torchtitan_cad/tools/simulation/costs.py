@@ -233,22 +233,25 @@ class Costs:
         return self.cluster.latency + num_bytes / self._bandwidth(tp)
 
     def gather_seconds(
-        self, tokens: npt.NDArray[Any], ranks: int, forward: bool, keep: bool = False
+        self,
+        tokens: npt.NDArray[Any],
+        ranks: int | IntArray,
+        forward: bool,
+        keep: bool = False,
     ) -> FloatArray:
         """Return the seconds of all-gathers of the keys and values of ``tokens`` over ``ranks`` that share rows.
 
         Backward scatters their gradients and, unless ranks ``keep`` what they gathered, gathers again.
         """
-        if ranks == 1:
-            return np.zeros_like(tokens)
-        seconds = self.gathered_bytes(tokens, ranks, forward, keep) / self._bandwidth(
-            ranks * self.cluster.tp
-        )
+        within = np.asarray(ranks) * self.cluster.tp <= self.cluster.ranks_per_node
+        bandwidth = np.where(within, self.cluster.node, self.cluster.net)
+        seconds = self.gathered_bytes(tokens, ranks, forward, keep) / bandwidth
         collectives = 1 if forward or keep else 2
-        return np.where(tokens > 0, collectives * self.cluster.latency + seconds, 0.0)
+        gathers = (tokens > 0) & (np.asarray(ranks) > 1)
+        return np.where(gathers, collectives * self.cluster.latency + seconds, 0.0)
 
     def gathered_bytes(
-        self, tokens: Any, ranks: int, forward: bool, keep: bool = False
+        self, tokens: Any, ranks: int | IntArray, forward: bool, keep: bool = False
     ) -> Any:
         """Return the bytes that one of ``ranks`` receives in the exchange of ``gather_seconds``."""
         rows = RowBytes.of(self.shape)

@@ -19,6 +19,7 @@ from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.planning.keeping import CHECKPOINTING, Checkpointing
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
+from torchtitan_cad.planning.model.work import STEP_OVER_FORWARD, attention_flops
 from torchtitan_cad.planning.text import brief, is_integer, is_number
 
 Schedule = Literal["1F1B", "CAD1F1B"]
@@ -176,6 +177,12 @@ class Model(Checked):
         """Return the shape of the first kind of attention in a TP rank. Raises ValueError as ``kinds``."""
         return self.kinds(tp)[0].shape
 
+    def flops(self, tokens: int, pairs: Sequence[float]) -> float:
+        """Return the model FLOPs of a step of ``tokens``, given the pairs of a layer of each kind of attention."""
+        of_token = self.layers * self.layer_parameters + self.hidden * self.vocabulary
+        linear = STEP_OVER_FORWARD * 2 * of_token * tokens
+        return linear + attention_flops(self.kinds(1), pairs)
+
     def pre_parameters(self, tp: int = 1) -> int:
         """Count the parameters of a layer's products before core attention: wq, wk, wv, or those to and from latents.
 
@@ -323,6 +330,12 @@ class Rates(Checked):
         "B/s",
         2.7e12,
         source="eight tenths of an H100's 3.35 TB/s: assumed",
+    )
+    peak_flops: float = about(
+        "Operations per second by which mfu is counted.",
+        "FLOP/s",
+        989e12,
+        source="H100, bf16: NVIDIA's data sheet",
     )
     seconds_per_step: float = about(
         "Seconds of a step that do not grow with its tokens, such as the optimizer's.",

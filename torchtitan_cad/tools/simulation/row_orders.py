@@ -90,15 +90,15 @@ def _best_swap(work: FloatArray) -> tuple[int, int, int, int] | None:
 
 
 def distribute_under_cap(
-    work: FloatArray, tokens: IntArray, parts: int, cap: float
+    work: FloatArray, tokens: IntArray, sizes: IntArray, cap: float
 ) -> IntArray | None:
-    """Distribute documents to parts of at most ``cap`` tokens: the heaviest first, to the part of least work that has
-    capacity.
+    """Distribute documents to parts of at most ``cap`` tokens a rank: the heaviest first, to the part of least work a
+    rank that has capacity. ``sizes`` are the ranks that share a part, int64 [parts].
 
     Returns int64 [documents], the part of each; None where no part has capacity.
     """
-    heap = [(0.0, part) for part in range(parts)]
-    capacity = np.full(parts, float(cap))
+    heap = [(0.0, part) for part in range(len(sizes))]
+    capacity = sizes * float(cap)
     distributed = np.zeros(len(work), dtype=np.int64)
     for document in heaviest_first(work).tolist():
         full = []
@@ -112,7 +112,7 @@ def distribute_under_cap(
         load, number = heapq.heappop(heap)
         distributed[document] = number
         capacity[number] -= tokens[document]
-        load += float(work[document])
+        load += float(work[document] / sizes[number])
         full.append((load, number))
         for entry in full:
             heapq.heappush(heap, entry)

@@ -20,6 +20,7 @@ from torchtitan_cad.tools.simulation.baselines import (
 from torchtitan_cad.tools.simulation.batches import Batch, draw_batches
 from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.disaggregated import Disaggregated, Plans, obstacle
+from torchtitan_cad.tools.simulation.dynamic_cp import dynamic_cp
 from torchtitan_cad.tools.simulation.inputs import (
     CHECKPOINTING,
     PLACEMENTS,
@@ -142,14 +143,12 @@ class Search:
     def step(
         self, system: str, configuration: Configuration, batch: Batch | None = None
     ) -> Step | None:
-        """Divide a batch, by default the first; None if it cannot be. Rows bind neither packing nor ``perfect``."""
+        """Divide a batch, by default the first; None if it cannot be. Rows bind none of ``WITHOUT_ROWS``."""
         ranks, rest = divmod(self.cluster.ranks, self.cluster.tp * configuration.pp)
         if rest or ranks % configuration.cp:
             return None
         step = Step(self.costs, batch or self.batches[0], configuration)
-        return (
-            step if system in ("packing_cp", "perfect") or step.has_whole_rows else None
-        )
+        return step if system in WITHOUT_ROWS or step.has_whole_rows else None
 
     def run(
         self, system: str, configuration: Configuration, batches: int | None = None
@@ -255,40 +254,61 @@ class Search:
         even = [replace(step, batch=batch).even("CAD1F1B") for batch in batches]
         balanced = statistics.fmean(parts.total for parts in even)
         # which may leave the first and the last microbatches empty, and few keys to gather
-        if system == "packing_cp":
+        if system in ("packing_cp", "dynamic_cp"):
             return balanced - even[0].bubble
         return balanced + (row_gathers(step) if system != "perfect" else 0.0)
 
     def fastest_cad(self, candidates: Sequence[Configuration]) -> Trial:
         """Return CAD's fastest configuration for ``TRIED`` batches that fits every batch, of the best for the first.
 
-        What even perfect balance would leave behind the best so far is not planned.
+        What even perfect balance would leave behind the best so far is not planned, unless no faster one fits.
+        """
+        tried = list[Trial]()
+        left = list(candidates)
+        while left:
+            trials, left = self._planned_first(left)
+            tried += trials
+            fitting = sorted(
+                (trial for trial in trials if trial.fits),
+                key=lambda trial: trial.seconds,
+            )
+            for first in range(0, len(fitting), FINALISTS):
+                finalists = fitting[first : first + FINALISTS]
+                few = [
+                    self.run("cad", one.configuration, self.few) for one in finalists
+                ]
+                for trial in sorted(few, key=lambda trial: trial.seconds):
+                    if (every := self.run("cad", trial.configuration)).fits:
+                        return every
+            if not fitting:
+                break
+        return self.none([self.run("cad", trial.configuration) for trial in tried])
+
+    def _planned_first(
+        self, candidates: Sequence[Configuration]
+    ) -> tuple[list[Trial], list[Configuration]]:
+        """Return the trials on the first batch of configurations that can be the fastest, and the configurations that
+        cannot as long as the fastest of these fits every batch.
         """
         best = Trial(self.asked)
         tried = list[Trial]()
+        left = list[Configuration]()
         for each in candidates:
             now = best.configuration
             places = each.placement != "loader"
-            if (
+            smaller = (
                 best.fits
                 and not places
                 and each.pp == 1 == now.pp
                 and each.microbatches > now.microbatches
-            ):
-                continue  # without a pipeline smaller microbatches only leave less to balance
-            if self.bound(each) < best.seconds:
-                tried.append(self.run("cad", each, 1))
-                best = min(best, tried[-1], key=lambda trial: trial.seconds)
-        fitting = sorted(
-            (trial for trial in tried if trial.fits), key=lambda trial: trial.seconds
-        )
-        for first in range(0, len(fitting), FINALISTS):
-            finalists = fitting[first : first + FINALISTS]
-            few = [self.run("cad", one.configuration, self.few) for one in finalists]
-            for trial in sorted(few, key=lambda trial: trial.seconds):
-                if (every := self.run("cad", trial.configuration)).fits:
-                    return every
-        return self.none([self.run("cad", trial.configuration) for trial in tried])
+            )
+            # without a pipeline smaller microbatches only leave less to balance
+            if smaller or self.bound(each) >= best.seconds:
+                left.append(each)
+                continue
+            tried.append(self.run("cad", each, 1))
+            best = min(best, tried[-1], key=lambda trial: trial.seconds)
+        return tried, left
 
     def placed(self, candidates: Sequence[Configuration]) -> Trial:
         """Return CAD's fastest trial, maybe with documents placed, since ``packing_cp`` distributes them anew, too."""
@@ -370,7 +390,7 @@ class Search:
         batch = self.batches[0]
         ranks = self.cluster.ranks // (self.cluster.tp * now.pp)
         divisors = [cp for cp in range(1, ranks + 1) if ranks % cp == 0]
-        if system == "perfect":
+        if system in ("perfect", "dynamic_cp"):
             yield replace(now, cp=1)
         elif system == "packing_cp":
             for cp in (
@@ -417,5 +437,8 @@ BASELINES: dict[str, Callable[[Step], Outcome | None]] = {
     "packed": packed,
     "reorder": reorder,
     "packing_cp": packing_cp,
+    "dynamic_cp": dynamic_cp,
     "perfect": perfect,
 }
+WITHOUT_ROWS = ("packing_cp", "dynamic_cp", "perfect")
+"""Systems that rows do not bind."""

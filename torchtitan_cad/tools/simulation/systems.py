@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchtitan_cad.planning.text import aligned
-from torchtitan_cad.tools.simulation.inputs import DIVISION, Cluster, Inputs
+from torchtitan_cad.tools.simulation.batches import Batch
+from torchtitan_cad.tools.simulation.inputs import DIVISION, Cluster, Inputs, Model
 from torchtitan_cad.tools.simulation.search import Progress, Search, Trial
 from torchtitan_cad.tools.simulation.step import Parts
 
@@ -17,12 +19,13 @@ SYSTEMS = {
     "packed": DIVISION,
     "reorder": DIVISION,
     "packing_cp": (*DIVISION, "backward"),
+    "dynamic_cp": ("pp", "microbatches", "checkpointing"),
     "greedy": (*DIVISION, "nano_batches", "schedule"),
     "cad": (*DIVISION, "nano_batches", "schedule", "placement"),
     "perfect": ("pp", "microbatches", "checkpointing"),
 }
 """Systems, with the fields of a configuration that each chooses."""
-BASELINES = ("packed", "reorder", "packing_cp", "greedy")
+BASELINES = ("packed", "reorder", "packing_cp", "dynamic_cp", "greedy")
 LEAST_GAIN = 0.01
 """Servers pay if they gain this share of the step's speed."""
 MOST_GREEDY = 1024
@@ -36,7 +39,19 @@ class Report:
 
     cluster: Cluster
     step_tokens: int
+    step_flops: float
+    """Model FLOPs of the mean step, by the documents' own pairs."""
+    peak_flops: float
     systems: dict[str, Trial]
+
+    def speed(self, name: str) -> float:
+        """Return tokens per second and GPU."""
+        return self.step_tokens / self.systems[name].seconds / self.cluster.ranks
+
+    def mfu(self, name: str) -> float:
+        """Return the share of the GPUs' peak in model FLOPs."""
+        of_gpu = self.step_flops / self.systems[name].seconds / self.cluster.ranks
+        return of_gpu / self.peak_flops
 
     def share_of_perfect(self, name: str) -> float:
         """Return perfect's seconds over the system's; 0 for one that does not fit."""
@@ -67,13 +82,21 @@ class Report:
         perfect = self.systems["perfect"]
         if not system.fits:
             none = dict.fromkeys(
-                ("seconds_per_step", "tokens_per_second", "share_of_perfect")
+                (
+                    "seconds_per_step",
+                    "tokens_per_second",
+                    "tokens_per_second_per_gpu",
+                    "mfu",
+                    "share_of_perfect",
+                )
             )
             return {**none, "fits": False, "reason": system.reason}
         fullest = max(system.outcomes, key=lambda outcome: outcome.memory.total).memory
         return {
             "seconds_per_step": system.seconds,
             "tokens_per_second": self.step_tokens / system.seconds,
+            "tokens_per_second_per_gpu": self.speed(name),
+            "mfu": self.mfu(name),
             "share_of_perfect": self.share_of_perfect(name),
             "fits": True,
             "max_over_mean": system.max_over_mean,
@@ -96,7 +119,7 @@ class Report:
         }
 
     def table(self) -> str:
-        """Return a line per system: seconds by part, imbalance, tokens per second, memory; then speed-ups."""
+        """Return a line per system: seconds by part, imbalance, tokens per second and GPU, mfu, memory; speed-ups."""
         slowest = max(
             (system.seconds for system in self.systems.values() if system.fits),
             default=1.0,
@@ -108,7 +131,8 @@ class Report:
                 f"{unit}/step",
                 *PARTS,
                 "max/mean",
-                "tokens/s",
+                "tokens/s/GPU",
+                "mfu",
                 "of perfect",
                 "GB",
                 "configuration",
@@ -129,7 +153,8 @@ class Report:
                         for each in seconds
                     ),
                     f"{system.max_over_mean:.3f}",
-                    f"{self.step_tokens / system.seconds:,.0f}",
+                    f"{self.speed(name):,.0f}",
+                    f"{self.mfu(name):.3f}",
                     f"{self.share_of_perfect(name):.3f}",
                     f"{system.memory / 1e9:.0f}",
                     " ".join(
@@ -201,7 +226,7 @@ def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
         )
     found = {
         name: search.fastest(name, search.candidates(name))
-        for name in ("packed", "reorder", "packing_cp")
+        for name in ("packed", "reorder", "packing_cp", "dynamic_cp")
     }
     if cluster.is_large:
         without_placement, found["greedy"] = _of_large(search)
@@ -224,7 +249,19 @@ def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
     trials = [search.run("perfect", each) for each in search.candidates("perfect")]
     fastest = min(trials, key=lambda trial: trial.seconds)
     found["perfect"] = fastest if fastest.fits else search.none(trials)
-    return Report(cluster, search.batches[0].tokens, found)
+    flops = mean_flops(inputs.model, search.batches)
+    tokens = search.batches[0].tokens
+    return Report(cluster, tokens, flops, inputs.rates.peak_flops, found)
+
+
+def mean_flops(model: Model, batches: Sequence[Batch]) -> float:
+    """Return the model FLOPs of the mean batch."""
+    kinds = model.kinds(1)
+    every = [
+        model.flops(batch.tokens, [batch.pairs(kind) for kind in kinds])
+        for batch in batches
+    ]
+    return statistics.fmean(every)
 
 
 def _of_large(search: Search) -> tuple[Trial, Trial]:

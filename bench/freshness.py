@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which results of bench/results are older than the code that they speak of.
+
+    python -m bench.freshness          # a line for every result that is stale; exit code 1 if there is one
+
+A result is of the commit that it records or, without one, of the last commit that changed its file. It is stale if the
+code that it speaks of has changed since then, or had changes that were not committed.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.record import ROOT
+
+RESULTS = Path("bench/results")
+PLANNING = "torchtitan_cad/planning"
+RUNTIME = "torchtitan_cad/runtime"
+PINGPONG = "torchtitan_cad/integration/pingpong"
+SIMULATION = "torchtitan_cad/tools/simulation"
+JOBS = "train_configs"
+SPEAKS_OF: dict[str, tuple[str, ...]] = {
+    "compare_cpu.json": (PLANNING, RUNTIME, "torchtitan_cad/tools/compare"),
+    "gpu": (RUNTIME, "bench/gpu"),
+    "headline.json": (PLANNING, SIMULATION, JOBS, "bench/headline.py"),
+    "memory.json": (f"{PLANNING}/memory.py", RUNTIME, "bench/memory.py"),
+    "models.json": (PLANNING, "bench/models.py"),
+    "network.json": (RUNTIME, "bench/network.py"),
+    "overlap.json": (RUNTIME, PINGPONG, "bench/overlap.py"),
+    "overlap_counted.json": (RUNTIME, PINGPONG, "bench/overlap.py"),
+    "overlap_traced.json": (RUNTIME, PINGPONG, "bench/overlap.py"),
+    "paper.json": (PLANNING, SIMULATION, "bench/paper.py"),
+    "pipeline.json": (PLANNING, "bench/pipeline.py"),
+    "placement.json": (f"{PLANNING}/placement", "bench/placement.py"),
+    "planner.json": (PLANNING, "bench/planner.py"),
+    "profile_h200.json": (f"{RUNTIME}/kernels", "torchtitan_cad/tools/profiling.py"),
+    "replay_cpu.json": (PLANNING, f"{RUNTIME}/kernels", "bench/replay.py"),
+    "streams.json": (RUNTIME, PINGPONG, "bench/streams.py"),
+    "tolerance.json": (PLANNING, "bench/tolerance.py"),
+}
+"""Files and folders of code by result."""
+
+
+def changed_since(commit: str, places: tuple[str, ...], root: Path = ROOT) -> list[str]:
+    """Files in these places that HEAD has otherwise than a commit. Raises ValueError for a commit that is not known."""
+    return _git(root, "diff", "--name-only", commit, "HEAD", "--", *places).split()
+
+
+def why_stale(name: str, root: Path = ROOT) -> str:
+    """Say why a result is stale; empty if it is fresh."""
+    path = root / RESULTS / name
+    heads = [_head(file) for file in sorted(path.glob("*.json"))] or [_head(path)]
+    if any(head.get("clean") is False for head in heads):
+        return "measured with changes that were not committed"
+    last = _git(root, "log", "-1", "--format=%H", "--", str(RESULTS / name)).strip()
+    commits = {head.get("commit") or last for head in heads}
+    for commit in sorted(commits):
+        try:
+            changed = changed_since(commit, SPEAKS_OF[name], root)
+        except ValueError:
+            return f"measured at commit {commit}, which is not known here"
+        if changed:
+            return f"{len(changed)} files have changed since {commit[:12]}, such as {changed[0]}"
+    return ""
+
+
+def _head(path: Path) -> dict[str, object]:
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=root, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ValueError(done.stderr.strip())
+    return done.stdout
+
+
+def main() -> int:
+    reasons = {name: why_stale(name) for name in SPEAKS_OF}
+    for name, reason in reasons.items():
+        if reason:
+            print(f"{name}: {reason}")
+    return int(any(reasons.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

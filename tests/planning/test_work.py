@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Pairs and model FLOPs of attention, against counting one by one."""
+
+import numpy as np
+import pytest
+
+from torchtitan_cad.planning import AttentionShape, TokenLayout
+from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.planning.model.work import (
+    attention_flops,
+    causal_pairs,
+    layout_pairs,
+)
+
+
+def counted(begin: int, end: int, window: int | None) -> int:
+    return sum(min(query + 1, window or end) for query in range(begin, end))
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+def test_pairs_are_those_below_the_diagonal(window: int | None) -> None:
+    queries = np.arange(30)
+    wanted = [counted(0, count, window) for count in queries]
+    assert causal_pairs(queries, window).tolist() == wanted
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_queries_that_have_attended_do_not_count_again(window: int | None) -> None:
+    ranks = [[(0, 0, 9), (1, 0, 4)], [(1, 4, 8)], [(0, 9, 3)]]
+    every = TokenLayout.from_segments(ranks)
+    later = TokenLayout.from_segments(ranks, [False, True, True, False])
+    assert layout_pairs(every, window) == 2 * counted(0, 12, window)
+    assert layout_pairs(later, window) == counted(0, 12, window)
+
+
+def test_a_pair_has_two_products_forward_and_four_backward() -> None:
+    shape = AttentionShape(4, 2, 16, 2, value_dim=8)
+    kinds = [
+        AttentionKind("full", 3, shape),
+        AttentionKind("chunked", 2, shape, block=64),
+    ]
+    of_pair = 3 * 4 * (2 * 16 + 2 * 8)
+    assert attention_flops(kinds, [10.0, 1.0]) == of_pair * (3 * 10 + 2)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Lengths of named corpora: what their files say is what is drawn."""
+
+import numpy as np
+import pytest
+
+from tests.lib.workloads import document_lengths
+from torchtitan_cad.tools.options import Options, read_inputs
+from torchtitan_cad.tools.simulation.batches import named_lengths
+from torchtitan_cad.tools.simulation.corpora import CORPORA, corpus_source
+
+
+def test_the_corpora_are_found() -> None:
+    assert set(CORPORA) == {"codealpaca", "prolong-64k", "prolong-512k", "pypi"}
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_every_corpus_says_where_it_is_from(name: str) -> None:
+    assert ("github.com/" in corpus_source(name)) or (
+        "pip install" in corpus_source(name)
+    )
+    lengths = named_lengths(name)
+    assert lengths.dtype == np.int64
+    assert lengths.min() >= 1
+    asked = Options(model="llama-8b", ranks=8, documents=name)  # type: ignore[call-arg]
+    inputs, notes, _ = read_inputs(None, (), asked)
+    assert np.array_equal(inputs.documents.lengths, lengths)
+    assert any(corpus_source(name) in note for note in notes)
+    assert sum(document_lengths(name, 2, seed=0)) == 2 * 32_768
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("prolong-64k", {65_536: 0.6}), ("prolong-512k", {65_536: 0.4, 524_288: 0.2})],
+)
+def test_a_mixture_has_its_shares_of_tokens(
+    name: str, wanted: dict[int, float]
+) -> None:
+    lengths = named_lengths(name)
+    for length, share in wanted.items():
+        tokens = lengths[lengths == length].sum() / lengths.sum()
+        assert tokens == pytest.approx(share, abs=0.02)
