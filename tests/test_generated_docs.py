@@ -38,15 +38,6 @@ def test_pages_are_short():
     assert sum(map(words, [README, *pages])) <= 14_000
 
 
-def test_headline_stands_alike_on_both_pages():
-    table = re.compile(r"<!-- headline -->\n(.*?)<!-- /headline -->", re.DOTALL)
-    readme, results = (
-        table.findall(page.read_text()) for page in (README, ROOT / "docs/results.md")
-    )
-    assert readme
-    assert readme == results
-
-
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
