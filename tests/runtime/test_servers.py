@@ -4,6 +4,7 @@
 import contextlib
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -122,6 +123,7 @@ def test_results_are_those_of_the_plan_without_servers() -> None:
 @pytest.fixture(autouse=True)
 def _joins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "attention_seconds", lambda *_: 1e-4)
+    monkeypatch.setattr(server, "MOST_PAUSE_S", 0.0)
 
 
 @pytest.fixture
@@ -410,6 +412,23 @@ def test_a_server_that_accepts_no_invitation_is_not_used(
     assert "invitation" in str(registry.reason_gone(JOB, card.number))
 
 
+def test_a_server_leaves_although_the_store_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As what listens at a wrong endpoint, or a store that is stopped."""
+    monkeypatch.setattr(server, "_LEAVE_S", 0.1)
+    with socket.create_server(("localhost", 0)) as mute:
+        one = AttentionServer(
+            "localhost", mute.getsockname()[1], TOKEN, CPU, "cpu", version=__version__
+        )
+        leaver = threading.Timer(0.5, one.leave)
+        leaver.start()
+        begin = time.monotonic()
+        one.run_in_thread()
+        assert time.monotonic() - begin < 5
+        leaver.join()
+
+
 @pytest.mark.parametrize(
     ("changes", "token", "key", "remedy"),
     [
@@ -429,7 +448,7 @@ def test_a_server_refuses_another_job(
         "localhost", store.port, token, CPU, "cpu", version=__version__
     )
     with refusal(key, remedy=remedy):
-        one.run()
+        one.run_in_thread()
 
 
 def test_a_server_refuses_what_it_cannot_compute(store: dist.TCPStore) -> None:
