@@ -114,7 +114,8 @@ class AttentionServer:
 
         def run() -> None:
             try:
-                end.set_result(self.run())
+                self.run()
+                end.set_result(None)
             except Exception as error:
                 end.set_exception(error)
             self.leave()
