@@ -53,7 +53,7 @@ def run(
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.leave())
-    server.run()
+    server.run_in_thread()
     logger.info("ended")
 
 

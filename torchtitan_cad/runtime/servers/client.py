@@ -22,6 +22,7 @@ from torch import Tensor
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.servers import JoinedServer, assign_to_servers
 from torchtitan_cad.runtime import streams
+from torchtitan_cad.runtime.errors import first_sentence
 from torchtitan_cad.runtime.servers.registry import Registry, ServerCard
 from torchtitan_cad.runtime.servers.request import Request
 from torchtitan_cad.runtime.servers.wire import (
@@ -67,8 +68,8 @@ class Pending:
         except TimeoutError:
             self._pool.strike(self._server, "it is late")
             return None
-        except (WireError, ValueError) as error:
-            self._pool.strike(self._server, str(error))
+        except Exception as error:  # no answer ends training
+            self._pool.strike(self._server, first_sentence(error))
             return None
         device = self._request.rows[0].device
         return [x.to(device, non_blocking=True) for x in results]
@@ -124,7 +125,9 @@ class _Link:
         if (answer.kind, answer.number) != (ANSWER, number):
             raise WireError("it answers another request")
         if not request.accepts(answer.tensors):
-            raise WireError("its answer has other shapes than asked for")
+            raise WireError(
+                "its answer has other shapes or another dtype than asked for"
+            )
         return answer.tensors
 
     def measure(self) -> float:
@@ -144,8 +147,9 @@ class _Link:
         self._thread.join(_GOODBYE_S)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        for job in iter(self._jobs.get, None):
             job()
+            del job  # it holds rows
         with contextlib.suppress(WireError):  # it may be gone already
             self._connection.send(Message(END, 0, {}), _GOODBYE_S)
 
@@ -193,7 +197,6 @@ class ServerPool:
         self._lock = threading.Lock()
         self._links: dict[int, _Link] = {}
         self._cards: dict[int, ServerCard] = {}
-        self._num_announced = 0
         self._version = 0
         self.listed: list[JoinedServer] = []
         """The servers of the last list."""
@@ -218,6 +221,7 @@ class ServerPool:
             link = self._links.pop(server, None)
         if link is None:
             return
+        link.close()
         logger.warning(
             f"CAD strikes off {link.card.name}: {reason}; this rank computes its tasks itself"
         )
@@ -238,9 +242,7 @@ class ServerPool:
         remaining = [
             server for server in self.listed if not self._is_gone(server.number)
         ]
-        arrived = self._registry.servers(self._job, self._num_announced)
-        self._num_announced += len(arrived)
-        for card in arrived:
+        for card in self._registry.servers(self._job, self._cards):
             self._cards[card.number] = card
             if self._is_gone(card.number) or not self._connect(card):
                 continue

@@ -14,8 +14,9 @@ Keys, below a prefix:
 import hashlib
 import hmac
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Container, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch.distributed as dist
@@ -101,7 +102,11 @@ class Registry:
         """Return the job; None before it has been published."""
         if not self._store.check(["job"]):
             return None
-        return JobCard(**json.loads(self._store.get("job")))
+        values = json.loads(self._store.get("job"))
+        # A job of another version may say more or less.
+        return JobCard(
+            **{field.name: values.get(field.name) for field in fields(JobCard)}
+        )
 
     # Servers ----------------------------------------------------------------------------------------------------------
 
@@ -113,34 +118,33 @@ class Registry:
         self._store.set(f"{job}/server/{number}", f"{self._sign(text)} {text}")
         return card
 
-    def servers(self, job: int, known: int) -> list[ServerCard]:
-        """Return the servers that have announced themselves, after the first ``known``, in order.
+    def servers(self, job: int, known: Container[int]) -> list[ServerCard]:
+        """Return the servers that have announced themselves, but for the ``known``, in order.
 
-        A server that has a number but no card yet ends the list. One whose announcement is not signed with the job's
-        token is struck off.
+        A server that has a number but no card yet is left out. One whose announcement cannot be used is struck off.
         """
         cards = list[ServerCard]()
-        for number in range(known, self._store.add(f"{job}/servers", 0)):
-            key = f"{job}/server/{number}"
-            if not self._store.check([key]):
-                break
-            signature, _, text = self._store.get(key).decode().partition(" ")
+        for number in range(self._store.add(f"{job}/servers", 0)):
+            if number in known or not self._store.check([f"{job}/server/{number}"]):
+                continue
             try:
-                card = ServerCard(**json.loads(text))
-            except (ValueError, TypeError):
+                card = self.card(job, number)
+            except (ValueError, TypeError, RecursionError) as error:
+                self.strike(job, number, f"its announcement {error}")
                 card = ServerCard(number, "of an unknown place", "", 1.0)
-                signature = ""
-            if not hmac.compare_digest(signature, self._sign(text)):
-                self.strike(
-                    job, number, "its announcement is not signed with the token"
-                )
             cards.append(card)
         return cards
 
     def card(self, job: int, number: int) -> ServerCard:
-        """Return the card of a server that has announced itself."""
-        text = self._store.get(f"{job}/server/{number}").decode()
-        return ServerCard(**json.loads(text.partition(" ")[2]))
+        """Return the card of a server that has announced itself. Raises ValueError if it is not signed or is wrong."""
+        announcement = self._store.get(f"{job}/server/{number}").decode()
+        signature, _, text = announcement.partition(" ")
+        if not hmac.compare_digest(signature, self._sign(text)):
+            raise ValueError("is not signed with the token")
+        card = ServerCard(**json.loads(text))
+        if card.number != number or not 0 < card.seconds_per_tile < math.inf:
+            raise ValueError("has another number, or no speed")
+        return card
 
     def strike(self, job: int, number: int, reason: str) -> None:
         """Note why a server takes no more work."""

@@ -8,7 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs
+from torchtitan_cad.runtime.kernels.base import (
+    AttentionKernel,
+    VarlenArgs,
+    compute_dtype,
+)
 from torchtitan_cad.runtime.servers.wire import ASK, Message
 
 
@@ -54,9 +58,13 @@ class Request:
         return self.direction.compute(kernel, False, self.rows, self.args)
 
     def accepts(self, results: Sequence[Tensor]) -> bool:
-        """Tell whether ``results`` have the shapes of this call's results."""
+        """Tell whether ``results`` have the shapes of this call's results, and a dtype in which kernels return them."""
         wanted = self.direction.results_like(self.rows)
-        return [x.shape for x in results] == wanted
+        dtype = self.rows[0].dtype
+        dtypes = {dtype, compute_dtype(dtype)}
+        return [x.shape for x in results] == wanted and all(
+            x.dtype in dtypes for x in results
+        )
 
     def message(self, number: int, rows_on_host: Sequence[Tensor]) -> Message:
         """Return the request as a message."""

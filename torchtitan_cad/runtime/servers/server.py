@@ -4,12 +4,14 @@
 One thread answers each rank; kernels run one at a time. The server keeps nothing between two requests.
 """
 
+import contextlib
 import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 RETRY_S = 1.0
+MOST_PAUSE_S = 60.0
+"""A server that is struck off again and again joins after twice the pause each time, up to this many seconds."""
 REPORT_S = 60.0
 _STORE_TIMEOUT_S = 10.0
 _CONNECT_S = 5.0
@@ -104,6 +108,23 @@ class AttentionServer:
         """End when the tasks under way are done; may be called by a signal handler."""
         self._leaving.set()
 
+    def run_in_thread(self) -> None:
+        """Do as ``run``, but end soon after ``leave`` even if a store that does not answer holds the thread."""
+        end = Future[None]()
+
+        def run() -> None:
+            try:
+                self.run()
+                end.set_result(None)
+            except Exception as error:
+                end.set_exception(error)
+            self.leave()
+
+        threading.Thread(target=run, daemon=True).start()
+        self._leaving.wait()
+        with contextlib.suppress(TimeoutError):
+            end.result(_LEAVE_S + RETRY_S)
+
     def run(self) -> None:
         """Serve until ``leave`` is called.
 
@@ -158,7 +179,8 @@ class AttentionServer:
         kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
         seconds = attention_seconds(kernel, shape, dtype, self._device, TileAreaCost())
         place = f"{socket.gethostname()}, pid {os.getpid()}"
-        while not self._leaving.is_set():
+        pause_s = 0.0
+        while not self._leaving.wait(pause_s):
             card = registry.announce(job.job, place, kernel.name, seconds)
             logger.info(
                 f"joined a job of {job.ranks} ranks as {card.name}: kernel {kernel.name} on {self._device}, "
@@ -168,7 +190,8 @@ class AttentionServer:
             reason = registration.serve(self._leaving)
             if reason is None:
                 return
-            logger.warning(f"{reason}; joining again")
+            pause_s = min(MOST_PAUSE_S, max(RETRY_S, 2 * pause_s))
+            logger.warning(f"{reason}; joining again in {pause_s:.0f} s")
 
     def _check(self, job: JobCard) -> None:
         if job.version != self._version:

@@ -112,9 +112,12 @@ class Connection:
             )
         if job != self._job:
             raise WireError("a message of another job")
-        if not 0 <= text <= num_bytes <= MAX_BODY_BYTES:
+        if not 0 <= text <= num_bytes <= MAX_BODY_BYTES or num_bytes % _ALIGNMENT:
             raise WireError(f"a message of {num_bytes} bytes, {text} of description")
-        body = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        try:
+            body = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        except RuntimeError as error:
+            raise WireError(f"no memory for {num_bytes} bytes") from error
         self._wait(self._group.recv([body], self._peer, _TAG), deadline)
         if _sum_of(body) != total:
             raise WireError("a message whose sum is not that of its bytes")
