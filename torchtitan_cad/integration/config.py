@@ -136,6 +136,11 @@ class Cad:
     compute tasks whose tokens all lie on one rank, which computes them itself if no answer comes (docs/operations.md).
     """
 
+    servers_token: str | None = None
+    """
+    What attention servers must give to join, so that they may wait for the next job; by default drawn anew, and logged.
+    """
+
     heartbeat_seconds: float = 1.0
     """
     Seconds between heartbeats, by which a failed run names the peer at fault: after five without one a rank is gone.

@@ -21,8 +21,6 @@ from torchtitan_cad.runtime.servers.registry import JobCard, Registry, digest_of
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "CAD_SERVERS_TOKEN"
-"""Environment variable of the first rank, by which jobs after each other have one token."""
 _STORE_TIMEOUT_S = 10.0
 
 
@@ -44,7 +42,7 @@ def open_to_servers(
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     secret: list[Any] = [
         secrets.randbits(62),
-        os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(9),
+        job.cad.servers_token or secrets.token_urlsafe(9),
     ]
     dist.broadcast_object_list(secret)
     number, token = secret
