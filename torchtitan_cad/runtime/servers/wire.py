@@ -8,7 +8,7 @@ job or version, or one that is broken, is refused with the reason.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -97,14 +97,14 @@ class Connection:
             _sum_of(body),
         ]
         deadline = time.monotonic() + timeout_s
-        self._wait(self._group.send([torch.tensor(words)], self._peer, _TAG), deadline)
-        self._wait(self._group.send([body], self._peer, _TAG), deadline)
+        self._transfer(self._group.send, torch.tensor(words), deadline)
+        self._transfer(self._group.send, body, deadline)
 
     def receive(self, timeout_s: float) -> Message:
         """Return the next message. Raises WireError if none comes in time, or it is not one of this job and version."""
         deadline = time.monotonic() + timeout_s
         head = torch.empty(_HEAD, dtype=torch.int64)
-        self._wait(self._group.recv([head], self._peer, _TAG), deadline)
+        self._transfer(self._group.recv, head, deadline)
         version, job, kind, number, text, num_bytes, total = head.tolist()
         if version != VERSION:
             raise WireError(
@@ -118,15 +118,18 @@ class Connection:
             body = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
         except RuntimeError as error:
             raise WireError(f"no memory for {num_bytes} bytes") from error
-        self._wait(self._group.recv([body], self._peer, _TAG), deadline)
+        self._transfer(self._group.recv, body, deadline)
         if _sum_of(body) != total:
             raise WireError("a message whose sum is not that of its bytes")
         return _unpack(kind, number, text, body)
 
-    def _wait(self, work: Any, deadline: float) -> None:
+    def _transfer(
+        self, start: Callable[..., Any], tensor: Tensor, deadline: float
+    ) -> None:
+        """Send or receive a tensor. Raises WireError if that is not done in time."""
         seconds = max(0.001, deadline - time.monotonic())
         try:
-            work.wait(timedelta(seconds=seconds))
+            start([tensor], self._peer, _TAG).wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             is_late = time.monotonic() >= deadline
             reason = "it is late" if is_late else first_sentence(error)
