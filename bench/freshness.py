@@ -36,10 +36,18 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "planner.json": (PLANNING, "bench/planner.py"),
     "profile_h200.json": (f"{RUNTIME}/kernels", "torchtitan_cad/tools/profiling.py"),
     "replay_cpu.json": (PLANNING, f"{RUNTIME}/kernels", "bench/replay.py"),
+    "servers.json": (
+        f"{PLANNING}/servers.py",
+        f"{RUNTIME}/servers",
+        "bench/servers.py",
+    ),
     "streams.json": (RUNTIME, PINGPONG, "bench/streams.py"),
     "tolerance.json": (PLANNING, "bench/tolerance.py"),
 }
 """Files and folders of code by result."""
+QUOTED = ("headline.json",)
+"""Results from which README takes its table: they may not be older than their code. ``main`` lists others, since some
+need a GPU or hours."""
 
 
 def changed_since(commit: str, places: tuple[str, ...], root: Path = ROOT) -> list[str]:

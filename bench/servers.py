@@ -262,7 +262,10 @@ def draw(records: list[Record], path: Path) -> None:
             axes.axvline(dead[0] - 0.5, color="#d55e00", linestyle="--")
     if dead:
         speed.annotate(
-            "one of the servers is killed", (dead[0] - 0.4, 1), color="#d55e00"
+            "one of the servers is killed",
+            (dead[0] - 0.4, 0.94),
+            xycoords=("data", "axes fraction"),
+            color="#d55e00",
         )
     figure.savefig(path)
     plt.close(figure)

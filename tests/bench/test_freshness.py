@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import record
-from bench.freshness import RESULTS, SPEAKS_OF, why_stale
+from bench.freshness import QUOTED, RESULTS, SPEAKS_OF, why_stale
 from bench.record import ROOT
 
 NAME = "tolerance.json"
@@ -26,7 +26,7 @@ def test_every_result_speaks_of_code_that_is_there() -> None:
 @pytest.mark.skipif(
     not os.environ.get("CI"), reason="set CI, as GitHub does, to check results"
 )
-@pytest.mark.parametrize("name", SPEAKS_OF)
+@pytest.mark.parametrize("name", QUOTED)
 def test_results_are_fresh(name: str) -> None:
     assert not why_stale(name), "measure it again, or delete it with what quotes it"
 
