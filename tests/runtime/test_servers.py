@@ -35,7 +35,7 @@ from torchtitan_cad.runtime.servers.wire import (
     ANSWER,
     ECHO,
     Connection,
-    Message,
+    ServerMessage,
     WireError,
 )
 
@@ -246,7 +246,7 @@ class FalseServer:
     def __init__(
         self,
         store: dist.TCPStore,
-        behave: Callable[[Connection, Message], None],
+        behave: Callable[[Connection, ServerMessage], None],
         token: str = TOKEN,
     ) -> None:
         self.registry = Registry(connect_to(store), token)
@@ -266,7 +266,7 @@ class FalseServer:
             self.behave(connection, message)
 
 
-def answer_garbage(connection: Connection, message: Message) -> None:
+def answer_garbage(connection: Connection, message: ServerMessage) -> None:
     body = torch.randint(0, 255, (64,), dtype=torch.uint8)
     words = torch.tensor([1, JOB, ANSWER, message.number, 2, 64, 12345])
     connection._group.send([words], 0, 0).wait()
@@ -276,22 +276,24 @@ def answer_garbage(connection: Connection, message: Message) -> None:
 def answer_as(
     kind: int, number_off: int, shape: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> Callable:
-    def behave(connection: Connection, message: Message) -> None:
+    def behave(connection: Connection, message: ServerMessage) -> None:
         tensors = [torch.zeros(shape, dtype=dtype), torch.zeros(shape[:2])]
-        connection.send(Message(kind, message.number + number_off, {}, tensors), 5)
+        connection.send(
+            ServerMessage(kind, message.number + number_off, {}, tensors), 5
+        )
 
     return behave
 
 
-def answer_with_head(*words: int) -> Callable[[Connection, Message], None]:
-    def behave(connection: Connection, message: Message) -> None:
+def answer_with_head(*words: int) -> Callable[[Connection, ServerMessage], None]:
+    def behave(connection: Connection, message: ServerMessage) -> None:
         connection._group.send([torch.tensor(words)], 0, 0).wait()
 
     return behave
 
 
-def answer_with_text(text: str) -> Callable[[Connection, Message], None]:
-    def behave(connection: Connection, message: Message) -> None:
+def answer_with_text(text: str) -> Callable[[Connection, ServerMessage], None]:
+    def behave(connection: Connection, message: ServerMessage) -> None:
         padded = text.encode() + b" " * (-len(text) % 16)
         body = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
         size, total = len(body), int(body.view(torch.int64).sum())
@@ -302,11 +304,11 @@ def answer_with_text(text: str) -> Callable[[Connection, Message], None]:
     return behave
 
 
-def say_nothing(connection: Connection, message: Message) -> None:
+def say_nothing(connection: Connection, message: ServerMessage) -> None:
     time.sleep(3)
 
 
-def hang_up(connection: Connection, message: Message) -> None:
+def hang_up(connection: Connection, message: ServerMessage) -> None:
     connection._group = None
 
 
@@ -333,7 +335,7 @@ def hang_up(connection: Connection, message: Message) -> None:
 def test_a_wrong_server_is_struck_off(
     store: dist.TCPStore,
     caplog: pytest.LogCaptureFixture,
-    behave: Callable[[Connection, Message], None],
+    behave: Callable[[Connection, ServerMessage], None],
     reason: str,
 ) -> None:
     """The rank gets no results, at once or after a bounded wait, asks it nothing more, and says why."""

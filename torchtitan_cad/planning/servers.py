@@ -27,9 +27,9 @@ from torchtitan_cad.planning.plan import Plan
 
 MOST_SERVERS = 4
 """Servers that stand in for one rank in a plan; the results of all its kernel calls are combined at once."""
-LEAST_GAIN = 0.01
+LEAST_SHORTENING = 0.01
 """A plan keeps its tasks on the ranks if servers would shorten attention by less than this share."""
-FORWARD = 2 / 7
+FORWARD_PART = 2 / 7
 """The part of forward in a kernel's time: backward has 2.5 times its operations."""
 ENDS = 8
 """Ends that are tried, from the earliest that the mean task allows to the least gain."""
@@ -82,7 +82,7 @@ def assign_to_servers(
         ]
     )
     earliest = _common_end(rank_seconds, local_seconds, speeds / unit, seconds_per_unit)
-    latest = (1 - LEAST_GAIN) * rank_seconds.max()
+    latest = (1 - LEAST_SHORTENING) * rank_seconds.max()
     order = np.lexsort([-local_cost, local_tasks["server"]])
     first = np.searchsorted(local_tasks["server"][order], np.arange(len(speeds) + 1))
     best, best_end = None, latest
@@ -98,7 +98,7 @@ def assign_to_servers(
         last_end = float((end + left).max())
         if last_end < best_end:
             best, best_end = assignment, last_end
-        if last_end <= (1 + LEAST_GAIN) * end:
+        if last_end <= (1 + LEAST_SHORTENING) * end:
             break
     return plan if best is None else best.plan_with(plan.tasks[~is_local])
 
@@ -108,8 +108,8 @@ def link_bytes(shape: AttentionShape, tasks: TaskArray) -> FloatArray:
 
     Ranks wait in both directions. Where rows take longer beside attention in one, they count for both.
     """
-    forward = direction_bytes(shape, tasks, True) / FORWARD
-    backward = direction_bytes(shape, tasks, False) / (1 - FORWARD)
+    forward = direction_bytes(shape, tasks, True) / FORWARD_PART
+    backward = direction_bytes(shape, tasks, False) / (1 - FORWARD_PART)
     return np.maximum(forward, backward)
 
 

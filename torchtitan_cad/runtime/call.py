@@ -23,7 +23,7 @@ from torchtitan_cad.runtime.kernels.base import (
 )
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
 from torchtitan_cad.runtime.row_tables import Chunk
-from torchtitan_cad.runtime.servers.client import Pending, ServerPool
+from torchtitan_cad.runtime.servers.client import OwedAnswer, ServerPool
 from torchtitan_cad.runtime.servers.request import Request
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.traces import named
@@ -230,7 +230,7 @@ class AttentionCall:
         (fp64) until the last chunk."""
         self._returning: deque[tuple[Exchange, Sequence[Chunk]]] = deque()
         """Exchanges of results in flight and their chunks, in the order of their starts."""
-        self._asked: list[tuple[Request, Pending | None]] = []
+        self._asked: list[tuple[Request, OwedAnswer | None]] = []
         """What joined servers compute for this rank, until it is taken in; None: the server is gone."""
         formats = [RowFormat.of(tensors) for tensors in rows.values()]
         key_of_like = direction.name, *formats

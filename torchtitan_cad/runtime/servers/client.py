@@ -31,7 +31,7 @@ from torchtitan_cad.runtime.servers.wire import (
     END,
     REFUSAL,
     Connection,
-    Message,
+    ServerMessage,
     WireError,
 )
 
@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 5.0
 """seconds in which a server must accept an invitation"""
 LEAST_WAIT_S = 0.5
-PATIENCE = 2.0
+WAIT_FACTOR = 2.0
 """An answer may take this many times the predicted seconds, but at least ``LEAST_WAIT_S``."""
 ECHO_BYTES = 4 << 20
 _GOODBYE_S = 1.0
 
 
-class Pending:
+class OwedAnswer:
     """An answer that a server owes."""
 
     def __init__(
@@ -83,7 +83,8 @@ class _Link:
         self._connection = connection
         self._jobs = queue.SimpleQueue[Callable[[], None] | None]()
         self._numbers = itertools.count()
-        self.expected_s = 0.0
+        self._lock = threading.Lock()
+        self._expected_s = 0.0
         """Predicted seconds of all requests under way."""
         name = f"cad-server-{card.number}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -93,9 +94,8 @@ class _Link:
         self, request: Request, seconds: float
     ) -> tuple[float, "Future[Sequence[Tensor]]"]:
         """Send a request when those before it are answered; returns its deadline and its answer."""
-        self.expected_s += seconds
-        wait_s = max(LEAST_WAIT_S, PATIENCE * self.expected_s)
-        deadline = time.monotonic() + wait_s
+        expected_s = self._expect(seconds)
+        deadline = time.monotonic() + max(LEAST_WAIT_S, WAIT_FACTOR * expected_s)
         rows, copied = _to_host(request.rows)
         answer: Future[Sequence[Tensor]] = Future()
 
@@ -107,10 +107,16 @@ class _Link:
             except Exception as error:  # the rank that waits decides
                 answer.set_exception(error)
             finally:
-                self.expected_s -= seconds
+                self._expect(-seconds)
 
         self._jobs.put(exchange)
         return deadline, answer
+
+    def _expect(self, seconds: float) -> float:
+        """Add to the predicted seconds of requests under way, and return them; two threads do."""
+        with self._lock:
+            self._expected_s += seconds
+            return self._expected_s
 
     def _round_trip(
         self, request: Request, rows: Sequence[Tensor], deadline: float
@@ -134,7 +140,7 @@ class _Link:
         """Return the bytes per second there and back, before any request. Raises WireError without an answer."""
         payload = torch.zeros(ECHO_BYTES, dtype=torch.uint8)
         begin = time.monotonic()
-        self._connection.send(Message(ECHO, 0, {}, [payload]), CONNECT_S)
+        self._connection.send(ServerMessage(ECHO, 0, {}, [payload]), CONNECT_S)
         self._connection.receive(CONNECT_S)
         return 2 * ECHO_BYTES / (time.monotonic() - begin)
 
@@ -151,7 +157,7 @@ class _Link:
             job()
             del job  # it holds rows
         with contextlib.suppress(WireError):  # it may be gone already
-            self._connection.send(Message(END, 0, {}), _GOODBYE_S)
+            self._connection.send(ServerMessage(END, 0, {}), _GOODBYE_S)
 
 
 @dataclass(frozen=True)
@@ -203,7 +209,7 @@ class ServerPool:
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
-    def ask(self, server: int, request: Request, seconds: float) -> Pending | None:
+    def ask(self, server: int, request: Request, seconds: float) -> OwedAnswer | None:
         """Ask a server to compute a call; None if it is not connected.
 
         Args:
@@ -213,7 +219,7 @@ class ServerPool:
         if link is None:
             return None
         deadline, answer = link.submit(request, seconds)
-        return Pending(self, server, request, deadline, answer)
+        return OwedAnswer(self, server, request, deadline, answer)
 
     def strike(self, server: int, reason: str) -> None:
         """Ask a server nothing more, and tell the others."""

@@ -13,7 +13,7 @@ from torchtitan_cad.runtime.kernels.base import (
     VarlenArgs,
     compute_dtype,
 )
-from torchtitan_cad.runtime.servers.wire import ASK, Message
+from torchtitan_cad.runtime.servers.wire import ASK, ServerMessage
 
 
 class Computes(Protocol):
@@ -66,7 +66,7 @@ class Request:
             x.dtype in dtypes for x in results
         )
 
-    def message(self, number: int, rows_on_host: Sequence[Tensor]) -> Message:
+    def message(self, number: int, rows_on_host: Sequence[Tensor]) -> ServerMessage:
         """Return the request as a message."""
         args = self.args
         description = {
@@ -78,12 +78,12 @@ class Request:
             "scale": args.scale,
             "window": args.window,
         }
-        return Message(ASK, number, description, rows_on_host)
+        return ServerMessage(ASK, number, description, rows_on_host)
 
     @classmethod
     def of(
         cls,
-        message: Message,
+        message: ServerMessage,
         directions: Sequence[Computes],
         dtype: torch.dtype,
         device: torch.device,

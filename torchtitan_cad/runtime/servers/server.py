@@ -39,7 +39,7 @@ from torchtitan_cad.runtime.servers.wire import (
     END,
     REFUSAL,
     Connection,
-    Message,
+    ServerMessage,
     WireError,
 )
 
@@ -60,7 +60,7 @@ _LEAVE_S = 10.0
 
 
 @dataclass
-class Work:
+class ServedWork:
     """What a server has computed since the last report."""
 
     tasks: int = 0
@@ -97,11 +97,11 @@ class AttentionServer:
     ) -> None:
         self._endpoint, self._token = (host, port), token
         self._version = version
-        self._device, self._kernel_name = device, kernel
+        self.device, self._kernel_name = device, kernel
         self._leaving = threading.Event()
         self._compute_lock = threading.Lock()
         self._work_lock = threading.Lock()
-        self._work = Work()
+        self._work = ServedWork()
         self._reported = time.monotonic()
 
     def leave(self) -> None:
@@ -175,15 +175,15 @@ class AttentionServer:
     def _serve_job(self, registry: Registry, job: JobCard) -> None:
         self._check(job)
         shape, dtype = job.attention_shape, getattr(torch, job.dtype)
-        kernel = get_kernel(self._kernel_name, self._device, shape, None)
+        kernel = get_kernel(self._kernel_name, self.device, shape, None)
         kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
-        seconds = attention_seconds(kernel, shape, dtype, self._device, TileAreaCost())
+        seconds = attention_seconds(kernel, shape, dtype, self.device, TileAreaCost())
         place = f"{socket.gethostname()}, pid {os.getpid()}"
         pause_s = 0.0
         while not self._leaving.wait(pause_s):
             card = registry.announce(job.job, place, kernel.name, seconds)
             logger.info(
-                f"joined a job of {job.ranks} ranks as {card.name}: kernel {kernel.name} on {self._device}, "
+                f"joined a job of {job.ranks} ranks as {card.name}: kernel {kernel.name} on {self.device}, "
                 f"{1e6 * seconds:.3g} us a tile of 128 x 128 forward and backward"
             )
             registration = _Registration(self, registry, job, card, kernel, dtype)
@@ -221,17 +221,12 @@ class AttentionServer:
         if elapsed < REPORT_S:
             return
         with self._work_lock:
-            work, self._work = self._work, Work()
+            work, self._work = self._work, ServedWork()
         self._reported = time.monotonic()
         logger.info(
             f"{work.tasks} tasks for {ranks} ranks in {elapsed:.0f} s, {1e-6 * work.num_bytes:.0f} MB received, "
             f"busy {100 * work.busy_s / elapsed:.0f} % of the time"
         )
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which tasks are computed."""
-        return self._device
 
 
 class _Registration:
@@ -302,7 +297,7 @@ class _Registration:
         except WireError as error:
             logger.info(f"a connection to a rank has ended: {error}")
 
-    def _answer(self, message: Message) -> Message:
+    def _answer(self, message: ServerMessage) -> ServerMessage:
         if message.kind == ECHO:
             return message
         try:
@@ -315,11 +310,11 @@ class _Registration:
         except Exception as error:  # the rank computes it itself, whatever is wrong
             reason = f"{type(error).__name__}: {first_sentence(error)}"
             logger.warning(f"refuses a request: {reason}")
-            return Message(REFUSAL, message.number, {"reason": reason})
-        return Message(ANSWER, message.number, {}, results)
+            return ServerMessage(REFUSAL, message.number, {"reason": reason})
+        return ServerMessage(ANSWER, message.number, {}, results)
 
 
-def _requests(connection: Connection) -> Iterator[Message]:
+def _requests(connection: Connection) -> Iterator[ServerMessage]:
     """Yield messages until the rank has no more."""
     while (message := connection.receive(_IDLE_S)).kind != END:
         yield message

@@ -36,7 +36,7 @@ class WireError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Message:
+class ServerMessage:
     """What one side sends to the other.
 
     Attributes:
@@ -84,7 +84,7 @@ class Connection:
         except RuntimeError as error:
             raise WireError(first_sentence(error)) from error
 
-    def send(self, message: Message, timeout_s: float) -> None:
+    def send(self, message: ServerMessage, timeout_s: float) -> None:
         """Send a message. Raises WireError if the other side has not taken it in time."""
         text, body = _pack(message, pinned=self._pinned)
         words = [
@@ -100,7 +100,7 @@ class Connection:
         self._transfer(self._group.send, torch.tensor(words), deadline)
         self._transfer(self._group.send, body, deadline)
 
-    def receive(self, timeout_s: float) -> Message:
+    def receive(self, timeout_s: float) -> ServerMessage:
         """Return the next message. Raises WireError if none comes in time, or it is not one of this job and version."""
         deadline = time.monotonic() + timeout_s
         head = torch.empty(_HEAD, dtype=torch.int64)
@@ -136,7 +136,7 @@ class Connection:
             raise WireError(reason) from error
 
 
-def _pack(message: Message, *, pinned: bool) -> tuple[int, Tensor]:
+def _pack(message: ServerMessage, *, pinned: bool) -> tuple[int, Tensor]:
     """Return the bytes of the description, and the body."""
     formats = [
         (str(x.dtype).removeprefix("torch."), list(x.shape)) for x in message.tensors
@@ -153,7 +153,7 @@ def _pack(message: Message, *, pinned: bool) -> tuple[int, Tensor]:
     return len(text), body
 
 
-def _unpack(kind: int, number: int, text: int, body: Tensor) -> Message:
+def _unpack(kind: int, number: int, text: int, body: Tensor) -> ServerMessage:
     """Return the message of a body; its tensors share the body's memory."""
     try:
         description = json.loads(body[:text].numpy().tobytes())
@@ -167,7 +167,7 @@ def _unpack(kind: int, number: int, text: int, body: Tensor) -> Message:
             begin = _aligned(end)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise WireError(f"a message that cannot be read: {error}") from error
-    return Message(kind, number, description, tensors)
+    return ServerMessage(kind, number, description, tensors)
 
 
 def _sum_of(body: Tensor) -> int:

@@ -26,8 +26,8 @@ SYSTEMS = {
 }
 """Systems, with the fields of a configuration that each chooses."""
 BASELINES = ("packed", "reorder", "packing_cp", "dynamic_cp", "greedy")
-LEAST_GAIN = 0.01
-"""Servers pay if they gain this share of the step's speed."""
+SERVERS_PAY_FROM = 1.01
+"""speed with attention servers over that without, from which they pay"""
 MOST_GREEDY = 1024
 """GPUs of one TP coordinate: most that the greedy planner is asked to plan for"""
 PARTS = tuple(Parts.__annotations__)
@@ -200,7 +200,7 @@ def servers_line(cluster: Cluster, ratio: float) -> str:
         f"{cluster.servers} attention servers, each {cluster.server_speed:g} of a GPU at "
         f"{cluster.server_net / 1e9:g} GB/s"
     )
-    word = "pay" if ratio >= 1 + LEAST_GAIN else "do not pay"
+    word = "pay" if ratio >= SERVERS_PAY_FROM else "do not pay"
     return f"{each}, {word}: {ratio:.3f} times as fast as cad alone"
 
 
