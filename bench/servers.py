@@ -9,7 +9,6 @@ first of them is killed by SIGKILL. "predicted" is a step's time without servers
 attention that they compute by the plan at the rank's measured speed.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -18,18 +17,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import tyro
-from tqdm import tqdm
 
+from bench.jobs import Job, end, on_core, start, watch
 from bench.record import Record, conclude
 
-STEP = re.compile(r"step: +(\d+) ")
 JOIN = re.compile(r"serve --join (\S+) --token (\S+)")
 UNIT = re.compile(r"attention takes (\S+) us a unit")
 LAYERS = 2
@@ -60,101 +57,31 @@ class Options:
     picture: Path | None = None
 
 
-class Job:
-    """The job, and its log as far as it has come."""
-
-    def __init__(self, options: Options, folder: Path) -> None:
-        self.log, self.folder = folder / "job.log", folder
-        command = [
-            *on_core(0),
-            sys.executable,
-            "-m",
-            "torchtitan_cad.launch",
-            "--standalone",
-            f"--nproc_per_node={RANKS}",
-            "-m",
-            "torchtitan_cad.train",
-            "--job.config_file=train_configs/llama3_debug_cpu.toml",
-            f"--job.dump_folder={folder}",
-            f"--training.seq_len={options.seq_len}",
-            f"--training.steps={options.steps}",
-            "--cad.servers",
-        ]
-        self.process = start(command, self.log)
-
-    @property
-    def text(self) -> str:
-        """What the job has printed, without colours."""
-        return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text())
-
-    @property
-    def step(self) -> int:
-        """The last step that was logged, 0 before the first."""
-        return max((int(step) for step in STEP.findall(self.text)), default=0)
-
-    def steps(self) -> list[dict[str, Any]]:
-        """What CAD has written of each step."""
-        (path,) = self.folder.rglob("cad_steps.jsonl")
-        return [json.loads(line) for line in path.read_text().splitlines()]
+def train(options: Options, folder: Path) -> Job:
+    """Start the job on the first core."""
+    arguments = [
+        f"--training.seq_len={options.seq_len}",
+        f"--training.steps={options.steps}",
+        "--cad.servers",
+    ]
+    return Job(folder, RANKS, arguments, on_core(0))
 
 
-def on_core(number: int) -> list[str]:
-    """Return the beginning of a command that runs on one core of this process's, counted from the first or last."""
-    cores = sorted(os.sched_getaffinity(0))
-    return ["taskset", "--cpu-list", str(cores[number])]
-
-
-def start(command: list[str], log: Path) -> subprocess.Popen:
-    """Start a process with one thread, which ends with its group."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with log.open("w") as file:
-        return subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-
-
-def end(process: subprocess.Popen) -> None:
-    """End a process and all that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def watch(job: Job, options: Options) -> Iterator[int]:
-    """Yield the last logged step, again and again, until the job has ended.
-
-    Raises:
-        RuntimeError: it has failed, or takes too long.
-    """
-    deadline = time.monotonic() + options.timeout_s
-    with tqdm(total=options.steps, unit="step", desc="training") as progress:
-        while job.process.poll() is None:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"not done after {options.timeout_s} s: {job.text}")
-            step = job.step
-            progress.update(step - progress.n)
-            yield step
-            time.sleep(0.1)
-    if job.process.returncode:
-        raise RuntimeError(f"exit code {job.process.returncode}: {job.text}")
+def steps_of(job: Job) -> list[dict[str, Any]]:
+    """Return what CAD has written of each step."""
+    (path,) = job.folder.rglob("cad_steps.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def run(options: Options, folder: Path) -> list[Record]:
     """Train, let servers join and kill one; returns the figures of every step."""
-    job = Job(options, folder)
+    job = train(options, folder)
     servers: list[subprocess.Popen] = []
     seconds: dict[int, float] = {}
     """by step, when its line was seen"""
     killed_at = 0
     try:
-        for step in watch(job, options):
+        for step in watch(job, options.steps, options.timeout_s):
             seconds.setdefault(step, time.monotonic())
             if step >= options.join_after and not servers:
                 servers = [serve(job, number) for number in range(options.servers)]
@@ -173,7 +100,7 @@ def run(options: Options, folder: Path) -> list[Record]:
     found = UNIT.search(job.text)
     unit = 1e-6 * float(found[1]) if found else 0.0
     return [
-        of_step(figures, seconds, unit, options, killed_at) for figures in job.steps()
+        of_step(figures, seconds, unit, options, killed_at) for figures in steps_of(job)
     ]
 
 

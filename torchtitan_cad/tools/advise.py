@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_cad.planning.text import aligned
-from torchtitan_cad.tools.options import Options, documents_file, read_inputs
+from torchtitan_cad.tools.options import (
+    CommandOptions,
+    Options,
+    documents_file,
+    read_inputs,
+)
 from torchtitan_cad.tools.shared import (
     JobFile,
     Overrides,
@@ -56,7 +61,7 @@ def run(
     job: JobFile,
     overrides: Overrides = (),
     *,
-    options: Options = DEFAULTS,
+    options: CommandOptions = DEFAULTS,
     output: Path | None = None,
 ) -> None:
     """Predict whether CAD is worth it for a job on a cluster, and which settings it should take.

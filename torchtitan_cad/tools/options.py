@@ -82,7 +82,9 @@ def _options() -> type[_Own]:
         hints = get_type_hints(kind)
         for each in dataclasses.fields(kind):
             if is_option(each):
-                described = tyro.conf.arg(help=each.metadata["help"])
+                described = tyro.conf.arg(
+                    help=each.metadata["help"], help_behavior_hint=""
+                )
                 option = Annotated[hints[each.name] | None, described]  # type: ignore[valid-type, name-defined]
                 found.append((each.name, option, dataclasses.field(default=None)))
     return dataclasses.make_dataclass("Options", found, bases=(_Own,), frozen=True)
@@ -92,6 +94,8 @@ if TYPE_CHECKING:
     Options = _Own
 else:
     Options = _options()
+CommandOptions = Annotated[Options, tyro.conf.arg(name="")]
+"""Options as a command's own, without a heading of theirs in its help."""
 
 
 def read_inputs(
@@ -245,7 +249,12 @@ def _tokens(
         row = titan.row_tokens
         if options.tokens_per_rank is None and options.microbatches is None:
             step = titan.step_tokens
-    return options.row_tokens or row, step
+    row = options.row_tokens or row
+    if step % row:
+        raise ValueError(
+            f"--row-tokens {row}: set a divisor of the {step} tokens of a step, or other --tokens-per-rank"
+        )
+    return row, step
 
 
 def _recorded_documents(

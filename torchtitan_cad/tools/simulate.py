@@ -8,7 +8,12 @@ from typing import Annotated
 
 import tyro
 
-from torchtitan_cad.tools.options import Options, documents_file, read_inputs
+from torchtitan_cad.tools.options import (
+    CommandOptions,
+    Options,
+    documents_file,
+    read_inputs,
+)
 from torchtitan_cad.tools.shared import (
     Overrides,
     check_outputs,
@@ -27,7 +32,7 @@ def run(
     job: Annotated[Path | None, tyro.conf.Positional] = None,
     overrides: Overrides = (),
     *,
-    options: Options = DEFAULTS,
+    options: CommandOptions = DEFAULTS,
     output: Path | None = None,
     plot: Path | None = None,
 ) -> None:
