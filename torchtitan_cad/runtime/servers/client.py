@@ -134,6 +134,8 @@ class _Link:
             raise WireError(
                 "its answer has other shapes or another dtype than asked for"
             )
+        if not all(x.sum(dtype=torch.float32).isfinite() for x in answer.tensors):
+            raise WireError("its answer has values that are not finite")
         return answer.tensors
 
     def measure(self) -> float:
