@@ -53,8 +53,8 @@ FAULTS = [
     Fault(
         "planner: tasks of different servers are joined",
         "planning/model/tasks.py",
-        'for column in (tasks["doc"], tasks["server"], tasks["kv_start"], key_end):',
-        'for column in (tasks["doc"], tasks["kv_start"], key_end):',
+        'for name in ("doc", "server", "kv_start")',
+        'for name in ("doc", "kv_start")',
         (
             "planning/test_plan.py",
             "planning/test_planner.py",

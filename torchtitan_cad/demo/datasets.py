@@ -40,7 +40,8 @@ INSTALLED: dict[Unit, str] = {
 }
 """Where documents come from without a `dataset_path`."""
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
-SHUFFLE_SEED, HOLD_OUT_EVERY = 20251018, 20
+SHUFFLE_SEED = 20251018
+HOLD_OUT_EVERY = 20
 
 
 def read_sources(
@@ -59,7 +60,7 @@ def read_sources(
     """
     key = "training.dataset_path" if split == "train" else "validation.dataset_path"
     name = os.fspath(path or INSTALLED[unit])
-    suffixes = [".py"] if name == INSTALLED[unit] else [".py", ".txt"]
+    suffixes = (".py",) if name == INSTALLED[unit] else (".py", ".txt")
     roots = [Path(name)]
     if name == INSTALLED["folder"]:
         roots = [Path(import_module(package).__path__[0]) for package in PACKAGES]
@@ -68,21 +69,7 @@ def read_sources(
             f'{key} = "{name}" is not a folder; name a folder of .py or .txt files, or leave it out to use '
             f"{INSTALLED[unit]}"
         )
-    files: dict[str, Path] = {}
-    for root in roots:
-        for parent, folders, names in os.walk(root):
-            folders[:] = [folder for folder in folders if folder not in SKIPPED_FOLDERS]
-            found = [
-                Path(parent, file) for file in names if file.endswith(tuple(suffixes))
-            ]
-            files |= {file.relative_to(root.parent).as_posix(): file for file in found}
-    parts: defaultdict[Path, list[str]] = defaultdict(list)
-    for file in (files[relative] for relative in sorted(files.keys() - GENERATED)):
-        with contextlib.suppress(UnicodeDecodeError):
-            if (text := file.read_bytes().decode("utf-8")).strip():
-                parts[file if unit == "file" else file.parent].append(text)
-    # A dict drops copies (the tests have some), so that no validation document is also a training document.
-    texts = list(dict.fromkeys("\n".join(part) for part in parts.values()))
+    texts = _documents(roots, suffixes, unit)
     random.Random(SHUFFLE_SEED).shuffle(texts)
     chosen = [
         text
@@ -95,6 +82,23 @@ def read_sources(
             f"split; name a folder with at least {1 if split == 'train' else HOLD_OUT_EVERY}"
         )
     return chosen
+
+
+def _documents(roots: list[Path], suffixes: tuple[str, ...], unit: Unit) -> list[str]:
+    """Return the documents below folders, without copies."""
+    files: dict[str, Path] = {}
+    for root in roots:
+        for parent, folders, names in os.walk(root):
+            folders[:] = [folder for folder in folders if folder not in SKIPPED_FOLDERS]
+            found = [Path(parent, name) for name in names if name.endswith(suffixes)]
+            files |= {file.relative_to(root.parent).as_posix(): file for file in found}
+    parts: defaultdict[Path, list[str]] = defaultdict(list)
+    for file in (files[relative] for relative in sorted(files.keys() - GENERATED)):
+        with contextlib.suppress(UnicodeDecodeError):
+            if (text := file.read_bytes().decode("utf-8")).strip():
+                parts[file if unit == "file" else file.parent].append(text)
+    # A dict drops copies (the tests have some), so that no validation document is also a training document.
+    return list(dict.fromkeys("\n".join(part) for part in parts.values()))
 
 
 def _load_sources(path: str, split: Split, unit: Unit) -> Any:

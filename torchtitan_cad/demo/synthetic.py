@@ -89,11 +89,9 @@ def _parse_kind(
         options.keys() <= set(known), f"the options are {', '.join([*known, 'seed'])}"
     )
     if kind == "lognormal":
-        median, sigma, most = (
-            float(options["median"]),
-            float(options["sigma"]),
-            int(options["max"]),
-        )
+        median = float(options["median"])
+        sigma = float(options["sigma"])
+        most = int(options["max"])
         _check(not values, f"{values} is not of the form option=value")
         _check(
             1 <= median < float("inf") and most >= 1,
@@ -103,7 +101,8 @@ def _parse_kind(
         return partial(_lognormal, median=median, sigma=sigma, most=most)
     if kind == "histogram":
         _check(len(values) == 1, "exactly one file must be named")
-        scale, lengths = float(options.get("scale", 1)), read_json(values[0])
+        scale = float(options.get("scale", 1))
+        lengths = read_json(values[0])
         _check(0 < scale < float("inf"), "scale must be a number greater than 0")
         return partial(_histogram, lengths=_checked(lengths), scale=scale)
     return partial(_fixed, lengths=_checked([int(value) for value in values]))
@@ -157,15 +156,15 @@ class SyntheticDataset(IterableDataset, Stateful):
                 f"the one at model.hf_assets_path has eos_id = {eos_id} and vocab_size = {vocab_size}. "
                 "`torchtitan-cad prepare` writes one that fits"
             )
-        self.spec, self.eos_id, self.vocab_size, self.seq_len = (
-            spec,
-            eos_id,
-            vocab_size,
-            seq_len,
-        )
-        self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
+        self.spec = spec
+        self.eos_id = eos_id
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.dp_rank = dp_rank
+        self.dp_world_size = dp_world_size
         # Where the next sample starts: a document's place in this stream, and a token inside it.
-        self._document, self._offset = 0, 0
+        self._document = 0
+        self._offset = 0
         self._cached: tuple[int, np.ndarray] | None = None
 
     def tokens(self, document: int) -> np.ndarray:
@@ -196,7 +195,8 @@ class SyntheticDataset(IterableDataset, Stateful):
             count -= len(piece)
             self._offset += len(piece)
             if self._offset == len(self._current()):
-                self._document, self._offset = self._document + 1, 0
+                self._document += 1
+                self._offset = 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
@@ -214,4 +214,5 @@ class SyntheticDataset(IterableDataset, Stateful):
                 f'training.dataset_path = "{self.spec}", but the checkpoint was written with "{state_dict["spec"]}". '
                 'Set that again, or add "dataloader" to checkpoint.exclude_from_loading to start a new stream'
             )
-        self._document, self._offset = state_dict["document"], state_dict["offset"]
+        self._document = state_dict["document"]
+        self._offset = state_dict["offset"]

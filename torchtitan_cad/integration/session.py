@@ -8,11 +8,11 @@ Trainer per process, hence one session.
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,7 @@ from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.hosts import host_name, number_hosts
+from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor, store_of_attempt
 from torchtitan_cad.runtime.servers.client import ServerPool
@@ -67,19 +68,26 @@ logger = logging.getLogger(__name__)
 class CadSession:
     """See the module's docstring. ``build`` completes it, when the model is parallelized."""
 
+    times: LayerTimes | None = None
+    _mesh: DeviceMesh | None = None
+    _ticks: Ticks | None = None
+    _loader: PlanningLoader | None = None
+    _placement: Placement | None = None
+    _batches = 0
+
     def __init__(self, job: Job) -> None:
-        self.job, self.cad, self.topology, self.shape, self.device = (
-            job,
-            job.cad,
-            job.topology,
-            job.shape,
-            job.device,
-        )
+        self.job = job
+        self.cad = job.cad
+        self.topology = job.topology
+        self.shape = job.shape
+        self.device = job.device
         self.rank = dist.get_rank()
         self.ranks = self.topology.group_ranks(self.rank)
         self.group_rank = self.topology.group_rank(self.rank)
         self.side_stream = SideStream(self.device)
         self.statistics = StepStatistics()
+        self._engines: list[CoreAttentionEngine] = []
+        self._validated: deque[PlannedBatch] = deque()
         store = (
             None
             if job.dry_run
@@ -95,37 +103,16 @@ class CadSession:
             self.device, host_names.count(host_names[self.rank])
         )
         self.monitor = None if store is None else self._start_monitor(store, host_names)
-        self._mesh: DeviceMesh | None = None
-        self._engines: list[CoreAttentionEngine] = []
-        self._ticks: Ticks | None = None
-        self._loader: PlanningLoader | None = None
-        self._batches = 0
-        self.times: LayerTimes | None = None
-        self._validated: deque[PlannedBatch] = deque()
-
         self._train_group = self._planning_group(self.ranks)
         self._config = self.cad.planner_config(self.topology)
         if self._config.ranks_per_node is None:
-            self._config = replace(
-                self._config, ranks_per_node=ranks_per_host(self.hosts)
-            )
-        shape = kernel_shape(job.kinds)
-        self.kernel = get_kernel(
-            self.cad.kernel,
-            self.device,
-            shape,
-            self._train_group,
-            timed=not job.deterministic,
-        )
-        for kind in job.kinds:
-            self.kernel.check(
-                job.dtype, kind.shape.head_dim, kind.shape.out_dim, kind.shape.window
-            )
-        self._cost = self._plan_cost(self._train_group)
+            nodes = ranks_per_host(self.hosts)
+            self._config = replace(self._config, ranks_per_node=nodes)
+        self.kernel = self._choose_kernel()
+        self._cost = self._plan_cost()
         self._servers = self._open_to_servers()
-        self._placement: Placement | None = None
         if self.redistributes:
-            self._placement = self._build_placement(self._train_group)
+            self._placement = self._build_placement()
 
     @property
     def redistributes(self) -> bool:
@@ -198,15 +185,28 @@ class CadSession:
             ranks, timeout, backend="gloo", use_local_synchronization=True
         )
 
-    def _plan_cost(self, group: dist.ProcessGroup | None) -> CostModel | None:
+    def _choose_kernel(self) -> AttentionKernel:
+        """Return the kernel of all kinds of attention; the same on all ranks of the group."""
+        kernel = get_kernel(
+            self.cad.kernel,
+            self.device,
+            kernel_shape(self.job.kinds),
+            self._train_group,
+            timed=not self.job.deterministic,
+        )
+        for shape in (kind.shape for kind in self.job.kinds):
+            kernel.check(self.job.dtype, shape.head_dim, shape.out_dim, shape.window)
+        return kernel
+
+    def _plan_cost(self) -> CostModel | None:
         """Cost model for the planners; the same on all ranks of the group."""
         profile = self.cad.read_profile()
-        if group is not None:
-            check_same_profile(group, self.ranks, self.cad.profile, profile)
-        if profile is not None and (
-            remark := other_device(self.cad, profile, self.device)
-        ):
-            logger.warning(remark)
+        if self._train_group is not None:
+            check_same_profile(self._train_group, self.ranks, self.cad.profile, profile)
+        if profile is not None:
+            remark = other_device(self.cad, profile, self.device)
+            if remark:
+                logger.warning(remark)
         return self.cad.plan_cost(self.shape, self.kernel.name)
 
     def _open_to_servers(self) -> ServerPool | None:
@@ -217,7 +217,7 @@ class CadSession:
             self.job, self.ranks, self.kernel, cost, self._train_group
         )
 
-    def _build_placement(self, group: dist.ProcessGroup | None) -> Placement:
+    def _build_placement(self) -> Placement:
         world = range(dist.get_world_size())
         replicas = self._planning_group(
             [
@@ -233,7 +233,7 @@ class CadSession:
             # stages lie on hosts differently
             self._config = replace(self._config, ranks_per_node=None)
         return Placement(
-            group,
+            self._train_group,
             replicas,
             self.topology,
             self.group_rank,
@@ -285,18 +285,17 @@ class CadSession:
                 replace(self._measure_times(transport, blocks), kept_bytes=kept)
             )
             logger.info(f"CAD plans by time: {self.times.describe()}")
-        options: dict[str, Any] = {
-            "kernel": self.kernel,
-            "transport": transport,
-            "rank": self.group_rank,
-            "device": self.device,
-            "kept_bytes": kept,
-            "two_rounds": two_rounds,
-        }
-        self._engines, self._ticks = (
-            build_engines(self.job.kinds, ticks, **options),
+        self._engines = build_engines(
+            self.job.kinds,
             ticks,
+            kernel=self.kernel,
+            transport=transport,
+            rank=self.group_rank,
+            device=self.device,
+            kept_bytes=kept,
+            two_rounds=two_rounds,
         )
+        self._ticks = ticks
         for engine in self._engines:
             engine.servers = self._servers
         return self.engine
@@ -318,21 +317,18 @@ class CadSession:
             self.times,
             self.hosts,
         )
-        keys = key, KEY_STEP * nano_batches
-        options = (
+        planner: Callable[..., BatchPlanner] = BatchPlanner
+        if program is not None:
+            planner = partial(TickPlanner, program)
+        return planner(
             group,
             self.ranks,
             self.topology,
-            rules,
-            self._engines,
-            keys,
-            placement,
-            servers,
-        )
-        return (
-            BatchPlanner(*options)
-            if program is None
-            else TickPlanner(program, *options)
+            rules=rules,
+            engines=self._engines,
+            keys=(key, KEY_STEP * nano_batches),
+            placement=placement,
+            servers=servers,
         )
 
     def _measure_times(
@@ -344,28 +340,31 @@ class CadSession:
         """
         assert self._train_group is not None
         cost = self._cost or TileAreaCost(self._config.cost_tile)
-        parameters = [
-            parameter
-            for block in blocks
-            for parameter in block.parameters()
-            if parameter.ndim > 1
-        ]
-        # A parameter with three dimensions is that of all experts.
-        shares = [
-            1 if each.ndim == 2 else self.job.experts_per_token / each.shape[0]
-            for each in parameters
-        ]
-        active = sum(
-            share * each.numel() for share, each in zip(shares, parameters, strict=True)
-        )
+        of_blocks = chain(*(block.parameters() for block in blocks))
+        parameters = [parameter for parameter in of_blocks if parameter.ndim > 1]
+        active: float = 0
+        for parameter in parameters:
+            share: float = 1
+            if parameter.ndim > 2:  # of all experts
+                share = self.job.experts_per_token / parameter.shape[0]
+            active += share * parameter.numel()
         count = int(active) // (len(blocks) or 1) // self.topology.tp
         width = max(parameters[0].shape[-2:]) if parameters else 0
-        how = self.job.dtype, self.device
-        unit = rates.attention_seconds(self.kernel, self.shape, *how, cost)
-        compute = unit, rates.linear_seconds(count, width, *how) if parameters else 0.0
-        where = self.hosts, self.group_rank, self.device, self._train_group
+        dtype = self.job.dtype
+        unit = rates.attention_seconds(
+            self.kernel, self.shape, dtype, device=self.device, cost=cost
+        )
+        linear = 0.0
+        if parameters:
+            linear = rates.linear_seconds(count, width, dtype, device=self.device)
         return measure_times(
-            compute, transport, *where, overlaps=self.cad.nano_batches == 2
+            (unit, linear),
+            transport,
+            self.hosts,
+            rank=self.group_rank,
+            device=self.device,
+            group=self._train_group,
+            overlaps=self.cad.nano_batches == 2,
         )
 
     def _agreed(self, times: LayerTimes) -> LayerTimes:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from torchtitan_cad.planning.intervals import (
     FloatArray,
     IntArray,
+    begins_group,
     concat_ranges,
     sum_by_index,
 )
@@ -62,6 +63,10 @@ class _Holdings(NamedTuple):
         """Keys on other ranks that precede the last query of a holding."""
         return self.end - self.tokens
 
+    def chosen(self, entries: npt.NDArray) -> _Holdings:
+        """Return the entries at these indices, or where a mask is True."""
+        return _Holdings(*(column[entries] for column in self))
+
 
 def lower_bounds(
     layout: TokenLayout, shape: AttentionShape, max_pairs: int | IntArray
@@ -76,7 +81,13 @@ def lower_bounds(
     end = layout.seg_start + layout.seg_length
     pairs = _triangle(end) - _triangle(layout.seg_start)
     holdings = _merge(
-        layout.seg_rank, layout.doc_index(layout.seg_doc), layout.seg_length, pairs, end
+        _Holdings(
+            group=layout.seg_rank,
+            doc=layout.doc_index(layout.seg_doc),
+            tokens=layout.seg_length,
+            pairs=pairs,
+            end=end,
+        )
     )
     total = int(_total_bytes(layout, shape, holdings, limit) * SLACK)
     alone = _export_bytes(shape, holdings, limit, int(limit.max()))
@@ -95,32 +106,38 @@ def _total_bytes(
     """Bytes of all ranks' foreign pairs at their average prices, taking the cheapest pairs first."""
     local = _triangle(holdings.tokens)
     kept = np.minimum(sum_by_index(holdings.group, local, layout.num_ranks), limit)
-    needed = int(_triangle(layout.doc_lengths).sum()) - int(kept.sum())
+    needed = int(_triangle(layout.doc_lengths).sum() - kept.sum())
     if needed <= 0:
         return 0.0
     capacity = np.minimum(limit - kept, needed)
     # Documents held in part: own queries with keys of other ranks, and other queries of the same document.
-    in_part = np.flatnonzero(holdings.tokens < layout.doc_lengths[holdings.doc])
-    rank = holdings.group[in_part]
-    tokens = holdings.tokens[in_part]
-    length = layout.doc_lengths[holdings.doc[in_part]]
-    pairs = holdings.pairs[in_part]
-    foreign = pairs - local[in_part]
+    is_part = holdings.tokens < layout.doc_lengths[holdings.doc]
+    part = holdings.chosen(is_part)
+    rank = part.group
+    length = layout.doc_lengths[part.doc]
+    foreign = part.pairs - _triangle(part.tokens)
     own = np.minimum(foreign, capacity[rank])
-    own_price = shape.kv_bytes / tokens
-    other = np.minimum(_triangle(length) - pairs, capacity[rank])
-    other_price = _unit_price(shape, other, tokens + foreign / tokens, length)
+    own_price = shape.kv_bytes / part.tokens
+    other = np.minimum(_triangle(length) - part.pairs, capacity[rank])
+    other_price = _unit_price(
+        shape,
+        other,
+        free=part.tokens + foreign / part.tokens,
+        width=length,
+    )
     # Documents without a token on the rank.
     far_price = _unit_price(
-        shape, capacity, np.zeros(len(capacity)), layout.doc_lengths.max()
+        shape,
+        capacity,
+        free=np.zeros(len(capacity)),
+        width=layout.doc_lengths.max(),
     )
     price = np.concatenate([own_price, other_price, far_price])
     amount = np.concatenate([own, other, capacity])
     group = np.concatenate([rank, rank, np.arange(layout.num_ranks)])
     _, price, amount = _cheapest(group, price, amount, capacity)
-    _, price, amount = _cheapest(
-        np.zeros(len(price), np.int64), price, amount, np.array([needed])
-    )
+    together = np.zeros_like(group)
+    _, price, amount = _cheapest(together, price, amount, np.array([needed]))
     return float((price * amount).sum())
 
 
@@ -131,17 +148,15 @@ def _export_bytes(
 
     ``most`` is the largest limit of any rank.
     """
-    over = np.maximum(
-        sum_by_index(holdings.group, holdings.pairs, len(limit)) - limit, 0
-    )
-    mine = over[holdings.group] > 0
-    holdings = _Holdings(*(column[mine] for column in holdings))
-    largest = np.minimum(np.minimum(holdings.pairs, over[holdings.group]), most)
+    pairs = sum_by_index(holdings.group, holdings.pairs, len(limit))
+    over = np.maximum(pairs - limit, 0)
+    holdings = holdings.chosen(over[holdings.group] > 0)
+    exported = np.minimum(holdings.pairs, over[holdings.group])
+    largest = np.minimum(exported, most)
     price = _unit_price(shape, largest, holdings.free, holdings.end)
     group, price, amount = _cheapest(holdings.group, price, holdings.pairs, over)
-    return np.bincount(group, weights=price * amount, minlength=len(limit)).astype(
-        np.float64
-    )
+    sent = np.bincount(group, weights=price * amount, minlength=len(limit))
+    return sent.astype(np.float64)
 
 
 def _group_bytes(
@@ -149,60 +164,66 @@ def _group_bytes(
 ) -> float:
     """Bytes out of the busiest rank of the homes of one document, for the GROUPS documents with most work per home."""
     homes = np.bincount(holdings.doc, minlength=len(layout.docs))
-    weight = np.where(
-        homes > 1, _triangle(layout.doc_lengths) / np.maximum(homes, 1), 0.0
-    )
+    pairs_per_home = _triangle(layout.doc_lengths) / np.maximum(homes, 1)
+    weight = np.where(homes > 1, pairs_per_home, 0.0)
     chosen = np.argsort(-weight, kind="stable")[:GROUPS]
     chosen = chosen[weight[chosen] > 0]
     number = np.full(len(layout.docs), -1)
     number[chosen] = np.arange(len(chosen))
     members = np.flatnonzero(number[holdings.doc] >= 0)
-    group, rank = number[holdings.doc[members]], holdings.group[members]
+    group = number[holdings.doc[members]]
+    rank = holdings.group[members]
     # All tokens of the members, also of other documents.
     first = np.searchsorted(holdings.group, np.arange(layout.num_ranks + 1))
-    count = (first[1:] - first[:-1])[rank]
+    count = np.diff(first)[rank]
     held = concat_ranges(first[rank], count)
-    merged = _merge(np.repeat(group, count), *(column[held] for column in holdings[1:]))
+    in_groups = holdings.chosen(held)._replace(group=np.repeat(group, count))
+    merged = _merge(in_groups)
     group_limit = sum_by_index(group, limit[rank], len(chosen))
     sent = _export_bytes(shape, merged, group_limit, int(limit.max()))
     return float((sent / homes[chosen]).max(initial=0))
 
 
-def _merge(
-    group: IntArray, doc: IntArray, tokens: IntArray, pairs: IntArray, end: IntArray
-) -> _Holdings:
+def _merge(holdings: _Holdings) -> _Holdings:
     """Entries, with those of the same group and document added up."""
-    order = np.lexsort((doc, group))
-    group, doc, end = group[order], doc[order], end[order]
-    first = np.flatnonzero(
-        np.append(True, (group[1:] != group[:-1]) | (doc[1:] != doc[:-1]))[: len(group)]
-    )
+    holdings = holdings.chosen(np.lexsort((holdings.doc, holdings.group)))
+    first = np.flatnonzero(begins_group(holdings.group, holdings.doc))
     if len(first) == 0:
-        return _Holdings(group, doc, tokens, pairs, end)
-    tokens, pairs = (
-        np.add.reduceat(column[order], first) for column in (tokens, pairs)
-    )
+        return holdings
     return _Holdings(
-        group[first], doc[first], tokens, pairs, np.maximum.reduceat(end, first)
+        group=holdings.group[first],
+        doc=holdings.doc[first],
+        tokens=np.add.reduceat(holdings.tokens, first),
+        pairs=np.add.reduceat(holdings.pairs, first),
+        end=np.maximum.reduceat(holdings.end, first),
     )
 
 
 def _unit_price(
-    shape: AttentionShape, pairs: npt.NDArray, free: npt.NDArray, width: npt.NDArray
+    shape: AttentionShape,
+    pairs: npt.NDArray,
+    free: npt.NDArray,
+    width: npt.NDArray,
 ) -> FloatArray:
     """price(pairs) / pairs as in the module's docstring, 0 without pairs. ``width`` is not below ``free``."""
     pairs = np.maximum(pairs, 1e-300)
-    c_q, c_kv = float(shape.query_bytes), float(shape.kv_bytes)
+    c_q = float(shape.query_bytes)
+    c_kv = float(shape.kv_bytes)
     keys = np.clip(np.sqrt(pairs * (c_q / c_kv)), free, width)
     return c_q / np.maximum(keys, 1e-300) + c_kv * (keys - free) / pairs
 
 
 def _cheapest(
-    group: IntArray, price: FloatArray, amount: npt.NDArray, limit: IntArray
+    group: IntArray,
+    price: FloatArray,
+    amount: npt.NDArray,
+    limit: IntArray,
 ) -> tuple[IntArray, FloatArray, FloatArray]:
     """(group, price, amount) sorted by group and price; amounts are cut where the group's sum reaches its limit."""
     order = np.lexsort((price, group))
-    group, price, amount = group[order], price[order], amount[order].astype(np.float64)
+    group = group[order]
+    price = price[order]
+    amount = amount[order].astype(np.float64)
     before = np.cumsum(amount) - amount
     before -= before[np.searchsorted(group, group)]
     return group, price, np.clip(limit[group] - before, 0.0, amount)

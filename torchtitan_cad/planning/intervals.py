@@ -10,6 +10,7 @@ from torchtitan_cad.planning.jit import jit
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 def exclusive_cumsum(lengths: IntArray) -> IntArray:
@@ -31,14 +32,26 @@ def concat_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
 def _fill_ranges(starts: IntArray, offsets: IntArray, values: IntArray) -> None:
     """Fill the ranges in one pass over the result: a rank may send millions of rows."""
     for i in range(len(starts)):
-        target, start = values[offsets[i] : offsets[i + 1]], starts[i]
+        target = values[offsets[i] : offsets[i + 1]]
+        start = starts[i]
         # indices of a slice are not negative: three times as fast for long ranges
         for j in range(len(target)):
             target[j] = start + j
 
 
+def begins_group(*columns: npt.NDArray) -> BoolArray:
+    """Return bool [n] True where any of the ``columns`` [n] differs from the entry before, and for the first entry."""
+    begins = np.zeros(len(columns[0]), dtype=bool)
+    begins[:1] = True
+    for column in columns:
+        begins[1:] |= column[1:] != column[:-1]
+    return begins
+
+
 def union_by_group(
-    group: IntArray, start: IntArray, end: IntArray
+    group: IntArray,
+    start: IntArray,
+    end: IntArray,
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Return the union of intervals within each group; touching intervals are joined.
 
@@ -50,21 +63,23 @@ def union_by_group(
     # Every group is shifted past the previous one, so that one sort and one running maximum serve all groups.
     span = int(end.max()) + 1
     shift = group * span
-    order = np.argsort(start + shift)
-    start, reach = (start + shift)[order], np.maximum.accumulate((end + shift)[order])
-    first = np.ones(len(start), dtype=bool)
-    first[1:] = start[1:] > reach[:-1]
-    begins = np.flatnonzero(first)
-    group = group[order[begins]]
-    return (
-        group,
-        start[begins] - group * span,
-        reach[np.append(begins[1:], len(start)) - 1] - group * span,
-    )
+    start = start + shift
+    end = end + shift
+    order = np.argsort(start)
+    start = start[order]
+    reach = np.maximum.accumulate(end[order])
+    is_first = np.ones(len(start), dtype=bool)
+    is_first[1:] = start[1:] > reach[:-1]
+    is_last = np.roll(is_first, -1)
+    group = group[order][is_first]
+    shift = group * span
+    return group, start[is_first] - shift, reach[is_last] - shift
 
 
 def split_at(
-    start: IntArray, end: IntArray, cuts: IntArray
+    start: IntArray,
+    end: IntArray,
+    cuts: IntArray,
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Cut intervals, none of them empty, at the sorted positions ``cuts``; ``cuts[0]`` must not exceed any start.
 
@@ -74,9 +89,10 @@ def split_at(
     first = np.searchsorted(cuts, start, side="right") - 1
     stop = np.searchsorted(cuts, end, side="left")
     pieces = stop - first
-    source = np.repeat(np.arange(len(start), dtype=np.int64), pieces)
+    source = np.repeat(np.arange(len(start)), pieces)
     cell = concat_ranges(first, pieces)
-    cell_end = np.append(cuts[1:], np.iinfo(np.int64).max)
+    unlimited = np.iinfo(np.int64).max
+    cell_end = np.append(cuts[1:], unlimited)
     return (
         source,
         cell,
@@ -93,11 +109,16 @@ def end_to_end(
     Returns (source, capacity, start, end) of the pieces: the index of the piece's interval, the index of its capacity,
     and the piece's positions inside the interval.
     """
-    begin, used = exclusive_cumsum(lengths), np.flatnonzero(capacities)
+    begin = exclusive_cumsum(lengths)
+    used = np.flatnonzero(capacities)
+    cuts = exclusive_cumsum(capacities[used])[:-1]
     source, cell, start, end = split_at(
-        begin[:-1], begin[1:], exclusive_cumsum(capacities[used])[:-1]
+        begin[:-1],
+        begin[1:],
+        cuts,
     )
-    return source, used[cell], start - begin[source], end - begin[source]
+    first = begin[source]
+    return source, used[cell], start - first, end - first
 
 
 Intervals = tuple[IntArray, IntArray, IntArray]
@@ -111,7 +132,8 @@ def covered(intervals: Intervals, by: Intervals) -> IntArray:
     """
     group, start, end = intervals
     by_group, by_start, by_end = by
-    span = int(max(end.max(initial=0), by_end.max(initial=0))) + 1
+    last = max(end.max(initial=0), by_end.max(initial=0))
+    span = int(last) + 1
     total = np.zeros(len(group), dtype=np.int64)
     # Before p, ``by`` covers the sum of p - start over intervals that begin before p, less the sum of p - end over
     # intervals that end before p; intervals of lower groups are in both sums and cancel out.

@@ -13,7 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import FloatArray, IntArray, sum_by_index
+from torchtitan_cad.planning.intervals import (
+    FloatArray,
+    IntArray,
+    begins_group,
+    sum_by_index,
+)
 from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
 from torchtitan_cad.planning.model.tasks import (
     HOME,
@@ -66,38 +71,26 @@ def assign_to_servers(
     """
     if not servers or plan.shape.window is not None:
         return plan
-    speeds = np.array(plan.config.rank_speeds or [1.0] * plan.layout.num_ranks)
-    rank_seconds = unit * plan.stats.loads / speeds
     is_local = _lies_at_home(plan)
-    local_tasks = plan.tasks[is_local]
-    local_cost = plan.cost.cost(local_tasks)
-    local_seconds = (
-        unit * sum_by_index(local_tasks["server"], local_cost, len(speeds)) / speeds
-    )
-    work_bytes = link_bytes(plan.shape, local_tasks).sum() / max(1, local_cost.sum())
-    seconds_per_unit = np.array(
-        [
-            (unit / server.speed + work_bytes / server.bytes_per_second) / share
-            for server in servers
-        ]
-    )
-    earliest = _common_end(rank_seconds, local_seconds, speeds / unit, seconds_per_unit)
-    latest = (1 - LEAST_SHORTENING) * rank_seconds.max()
-    order = np.lexsort([-local_cost, local_tasks["server"]])
-    first = np.searchsorted(local_tasks["server"][order], np.arange(len(speeds) + 1))
-    best, best_end = None, latest
-    for step in range(ENDS if earliest < latest else 0):
+    ranks = _Ranks(plan, plan.tasks[is_local], unit)
+    seconds_per_unit = [
+        unit / server.speed + ranks.bytes_per_unit / server.bytes_per_second
+        for server in servers
+    ]
+    earliest = ranks.common_end(np.array(seconds_per_unit) / share)
+    latest = (1 - LEAST_SHORTENING) * ranks.seconds.max()
+    if earliest >= latest:
+        return plan
+    best = None
+    best_end = latest
+    for step in range(ENDS):
         # Cut tasks bring more rows than whole ones, so that servers may be full before the earliest end.
         end = earliest + step / ENDS * (latest - earliest)
-        assignment = _Assignment(plan, servers, unit, share, end)
-        left = np.zeros(len(speeds))
-        for rank in range(len(speeds)):
-            excess = int((rank_seconds[rank] - end) * speeds[rank] / unit)
-            tasks = local_tasks[order[first[rank] : first[rank + 1]]]
-            left[rank] = assignment.relieve(tasks, excess) * unit / speeds[rank]
-        last_end = float((end + left).max())
+        assignment = _Assignment(plan, servers, unit, share=share, end=end)
+        last_end = ranks.relieve(assignment, end)
         if last_end < best_end:
-            best, best_end = assignment, last_end
+            best = assignment
+            best_end = last_end
         if last_end <= (1 + LEAST_SHORTENING) * end:
             break
     return plan if best is None else best.plan_with(plan.tasks[~is_local])
@@ -117,7 +110,8 @@ def direction_bytes(shape: AttentionShape, tasks: TaskArray, forward: bool) -> I
     """Return int64 [n] bytes of rows to a server and back, forward or backward, of each task."""
     rows = RowBytes.of(shape)
     if forward:
-        query_bytes, key_bytes = rows.forward_queries + rows.outputs, rows.keys
+        query_bytes = rows.forward_queries + rows.outputs
+        key_bytes = rows.keys
     else:
         query_bytes = rows.backward_queries + rows.query_gradients
         key_bytes = rows.keys + rows.key_gradients
@@ -128,46 +122,74 @@ def direction_bytes(shape: AttentionShape, tasks: TaskArray, forward: bool) -> I
 
 def _lies_at_home(plan: Plan) -> np.ndarray:
     """Return bool [num_tasks] whether the server of a task is the home of all its queries and keys."""
-    layout, tasks = plan.layout, plan.tasks
-    home = layout.seg_rank[layout.run_order]
+    layout = plan.layout
+    tasks = plan.tasks
+    home = layout.run_rank
     run_end = layout.run_start + layout.seg_length[layout.run_order]
     # Runs of one home that follow each other make one stretch.
-    is_last = np.append(home[1:] != home[:-1], True)[: len(home)]
+    is_last = np.roll(begins_group(home), -1)
     stretch_end = run_end[is_last]
+    stretch_home = home[is_last]
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
     lies_at_home = np.ones(len(tasks), dtype=bool)
     for start, end in (("q_start", "q_end"), ("kv_start", "kv_end")):
-        first, stop = base + tasks[start], base + tasks[end]
-        run = np.searchsorted(layout.run_start, first, side="right") - 1
-        stretch = np.searchsorted(stretch_end, first, side="right")
-        lies_at_home &= (home[run] == tasks["server"]) & (stop <= stretch_end[stretch])
+        stretch = np.searchsorted(stretch_end, base + tasks[start], side="right")
+        lies_at_home &= base + tasks[end] <= stretch_end[stretch]
+        lies_at_home &= stretch_home[stretch] == tasks["server"]
     return lies_at_home
 
 
-def _common_end(
-    rank_seconds: FloatArray,
-    local_seconds: FloatArray,
-    units_per_second: FloatArray,
-    seconds_per_unit: FloatArray,
-) -> float:
-    """Return the least time by which all ranks can end if servers take what they have beyond it.
+class _Ranks:
+    """The ranks' attention, and their tasks that servers can take: those at home, the heaviest of every rank first.
 
-    Args:
-        rank_seconds: [ranks] attention of every rank.
-        local_seconds: [ranks] the part of it that can be given away.
-        units_per_second: [ranks] units of cost that a rank computes in a second.
-        seconds_per_unit: [servers] that a server takes for a unit of cost, rows included.
+    Attributes:
+        seconds: [ranks] of attention of every rank.
+        bytes_per_unit: rows that servers get and return for a unit of cost.
     """
-    low = float((rank_seconds - local_seconds).max())
-    high = float(rank_seconds.max())
-    for _ in range(BISECTIONS):
-        end = (low + high) / 2
-        units = (np.maximum(rank_seconds - end, 0) * units_per_second).sum()
-        if units <= (end / seconds_per_unit).sum():
-            high = end
-        else:
-            low = end
-    return high
+
+    def __init__(self, plan: Plan, local_tasks: TaskArray, unit: float) -> None:
+        num_ranks = plan.layout.num_ranks
+        cost = plan.cost.cost(local_tasks)
+        home = local_tasks["server"]
+        order = np.lexsort([-cost, home])
+        self._unit = unit
+        self._speeds = np.array(plan.config.rank_speeds or [1.0] * num_ranks)
+        self._tasks = local_tasks[order]
+        self._first = np.searchsorted(home[order], np.arange(num_ranks + 1))
+        local_loads = sum_by_index(home, cost, num_ranks)
+        self._local_seconds = unit * local_loads / self._speeds
+        self.seconds = unit * plan.stats.loads / self._speeds
+        num_bytes = link_bytes(plan.shape, local_tasks).sum()
+        self.bytes_per_unit = num_bytes / max(1, cost.sum())
+
+    def common_end(self, seconds_per_unit: FloatArray) -> float:
+        """Return the least time by which all ranks can end if servers take what they have beyond it.
+
+        Args:
+            seconds_per_unit: [servers] that a server takes for a unit of cost, rows included.
+        """
+        units_per_second = self._speeds / self._unit
+        low = float((self.seconds - self._local_seconds).max())
+        high = float(self.seconds.max())
+        for _ in range(BISECTIONS):
+            end = (low + high) / 2
+            excess = np.maximum(self.seconds - end, 0)
+            units = (excess * units_per_second).sum()
+            if units <= (end / seconds_per_unit).sum():
+                high = end
+            else:
+                low = end
+        return high
+
+    def relieve(self, assignment: _Assignment, end: float) -> float:
+        """Give away what ranks have beyond ``end``, as far as servers take it, and return when the last rank ends."""
+        left = np.zeros(len(self._speeds))
+        for rank, speed in enumerate(self._speeds):
+            excess = int((self.seconds[rank] - end) * speed / self._unit)
+            tasks = self._tasks[self._first[rank] : self._first[rank + 1]]
+            units = assignment.relieve(tasks, excess)
+            left[rank] = units * self._unit / speed
+        return float((end + left).max())
 
 
 class _Assignment:
@@ -181,7 +203,9 @@ class _Assignment:
         share: float,
         end: float,
     ) -> None:
-        self._plan, self._servers, self._unit = plan, servers, unit
+        self._plan = plan
+        self._servers = servers
+        self._unit = unit
         self._share = share
         self._free = np.full(len(servers), end)
         self._busy = np.zeros(len(servers))
@@ -202,16 +226,16 @@ class _Assignment:
         while left and excess > 0:
             task = np.array([left.pop(0)])
             server = self._freest(used)
-            kept, given = self._cut(task, server, excess)
-            if not len(given):
+            kept, served = self._cut(task, server, excess)
+            if not len(served):
                 self._add(kept)
                 break
             used.add(server)
-            self._add(given, self._servers[server].number)
-            seconds = float(self._seconds(given, server)[0])
+            self._add(served, self._servers[server].number)
+            seconds = float(self._seconds(served, server)[0])
             self._free[server] -= seconds
             self._busy[server] += seconds
-            excess -= int(self._plan.cost.cost(given)[0])
+            excess -= int(self._plan.cost.cost(served)[0])
             if len(kept) and excess > 0:  # this server is full, another may not be
                 left.insert(0, kept[0])
             else:
@@ -226,19 +250,20 @@ class _Assignment:
             return self._plan
         tasks = np.concatenate([others, *self._tasks])
         at_home = np.full(len(others), HOME)
-        server = np.append(at_home, np.array(self._stand_ins, np.int64))
+        server = np.append(at_home, self._stand_ins)
         order = np.lexsort([tasks[name] for name in ORDER_FIELDS[::-1]])
         seconds = {
             joined.number: float(busy)
             for joined, busy in zip(self._servers, self._busy, strict=True)
             if busy
         }
-        tasks, server = canonical(tasks[order]), server[order]
+        tasks = canonical(tasks[order])
+        server = server[order]
         cost = self._plan.cost.cost(tasks)
-        share = float(cost[server != HOME].sum() / max(1, cost.sum()))
-        return replace(
-            self._plan, tasks=tasks, stand_ins=StandIns(server, share, seconds)
-        )
+        served_cost = cost[server != HOME].sum()
+        share = float(served_cost / max(1, cost.sum()))
+        stand_ins = StandIns(server, share, seconds)
+        return replace(self._plan, tasks=tasks, stand_ins=stand_ins)
 
     def _add(self, tasks: TaskArray, server: int = HOME) -> None:
         if len(tasks):
@@ -254,7 +279,8 @@ class _Assignment:
     def _seconds(self, tasks: TaskArray, server: int) -> FloatArray:
         """Return the seconds of every task on a server, rows included."""
         joined = self._servers[server]
-        compute = self._unit / joined.speed * self._plan.cost.cost(tasks)
+        cost = self._plan.cost.cost(tasks)
+        compute = self._unit / joined.speed * cost
         rows = link_bytes(self._plan.shape, tasks) / joined.bytes_per_second
         return (compute + rows) / self._share
 
@@ -272,7 +298,8 @@ class _Assignment:
             return task, task[:0]
         cut = fitting[-1]
         head = heads[cut : cut + 1]
-        return head[head["q_end"] > head["q_start"]], tails[cut : cut + 1]
+        tail = tails[cut : cut + 1]
+        return head[head["q_end"] > head["q_start"]], tail
 
 
 def _cuts(task: TaskArray, min_shard: int) -> tuple[TaskArray, TaskArray]:
@@ -280,10 +307,13 @@ def _cuts(task: TaskArray, min_shard: int) -> tuple[TaskArray, TaskArray]:
 
     Tails are in ascending order of their queries; the last is the whole task.
     """
-    q_start, q_end = int(task["q_start"][0]), int(task["q_end"][0])
+    q_start = int(task["q_start"][0])
+    q_end = int(task["q_end"][0])
     first = (q_start // min_shard + 1) * min_shard
-    cuts = np.append(np.arange(first, q_end, min_shard)[::-1], q_start)
-    heads, tails = task.repeat(len(cuts)), task.repeat(len(cuts))
+    inside = np.arange(first, q_end, min_shard)
+    cuts = np.append(inside[::-1], q_start)
+    heads = task.repeat(len(cuts))
+    tails = task.repeat(len(cuts))
     heads["q_end"] = tails["q_start"] = cuts
     if is_diagonal(task)[0]:
         heads["kv_end"] = cuts

@@ -13,7 +13,7 @@ import numpy as np
 from torchtitan_cad.planning.bound import Bounds, lower_bounds
 from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import IntArray, begins_group
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -237,6 +237,6 @@ def _tasks_moved(layout: TokenLayout, tasks: TaskArray) -> int:
     first = np.searchsorted(layout.run_start, base + tasks["q_start"], side="right") - 1
     stop = np.searchsorted(layout.run_start, base + tasks["q_end"], side="left")
     # The number of changes of home up to a run is equal at both ends of a task with one home.
-    changes = np.append(0, np.cumsum(np.diff(layout.run_rank) != 0))
+    changes = np.cumsum(begins_group(layout.run_rank))
     one_home = changes[stop - 1] == changes[first]
     return int((~one_home | (layout.run_rank[first] != tasks["server"])).sum())

@@ -9,7 +9,12 @@ import numpy as np
 
 from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange, RowExchange
-from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum, split_at
+from torchtitan_cad.planning.intervals import (
+    IntArray,
+    begins_group,
+    exclusive_cumsum,
+    split_at,
+)
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.tasks import (
     HOME,
@@ -58,7 +63,8 @@ def validate_plan(plan: Plan) -> None:
 
 def _require_small_tables(plan: Plan) -> None:
     """Raise ValueError if the tables of all ranks have too many entries."""
-    layout, tasks = plan.layout, plan.tasks
+    layout = plan.layout
+    tasks = plan.tasks
     calls = int(
         (tasks["q_end"] - tasks["q_start"]).sum()
         + (tasks["kv_end"] - tasks["kv_start"]).sum()
@@ -141,7 +147,7 @@ def _check_cover(layout: TokenLayout, tasks: TaskArray, window: int | None) -> N
     cell = cell[order]
     _check_queries(layout, cuts, cell)
 
-    is_last = np.append(cell[1:] != cell[:-1], True)[: len(cell)]
+    is_last = np.roll(begins_group(cell), -1)
     due = first_keys(tasks["q_start"], window)[task]
     due[1:] = np.where(is_last[:-1], due[1:], tasks["kv_end"][task[:-1]])
     diagonal = is_diagonal(tasks)[task]
@@ -211,17 +217,7 @@ def validate_exchanges(
         raise PlanError(f"{len(exchanges)} exchange tables for {num_ranks} ranks")
     local = [layout.rank_positions(rank) for rank in range(num_ranks)]
     queries = [layout.rank_positions(rank, queries=True) for rank in range(num_ranks)]
-    for rank, exchange in enumerate(exchanges):
-        found = (
-            exchange.rank,
-            exchange.num_ranks,
-            exchange.keys.num_local,
-            exchange.queries.num_local,
-        )
-        if found != (rank, num_ranks, len(local[rank]), len(queries[rank])):
-            raise PlanError(
-                f"rank {rank}: table says (rank, num_ranks, local rows, local queries) = {found}"
-            )
+    _check_sizes(exchanges, local, queries)
     q_spaces = _row_spaces(
         queries, [exchange.queries for exchange in exchanges], "queries"
     )
@@ -232,16 +228,37 @@ def validate_exchanges(
         where = f"rank {rank}"
         is_own = tasks["server"] == rank
         own = tasks[is_own & (joined == HOME)]
-        calls = exchange.causal, exchange.full
+        calls = (exchange.causal, exchange.full)
         _check_calls(layout, where, calls, own, (q_spaces[rank], kv_spaces[rank]))
         called = {server for server, *_ in exchange.stand_ins}
         if called != {*joined[is_own].tolist()} - {HOME}:
             raise PlanError(f"{where}: calls of joined servers {sorted(called)}")
         for server, _, causal, full in exchange.stand_ins:
             served = tasks[is_own & (joined == server)]
-            spaces = queries[rank], local[rank]
-            name = f"{where}, joined server {server}"
-            _check_calls(layout, name, (causal, full), served, spaces)
+            _check_calls(
+                layout,
+                f"{where}, joined server {server}",
+                calls=(causal, full),
+                tasks=served,
+                spaces=(queries[rank], local[rank]),
+            )
+
+
+def _check_sizes(
+    exchanges: Sequence[RankExchange], local: list[IntArray], queries: list[IntArray]
+) -> None:
+    """Check what every table says of its rank and its local rows."""
+    for rank, exchange in enumerate(exchanges):
+        found = (
+            exchange.rank,
+            exchange.num_ranks,
+            exchange.keys.num_local,
+            exchange.queries.num_local,
+        )
+        if found != (rank, len(exchanges), len(local[rank]), len(queries[rank])):
+            raise PlanError(
+                f"rank {rank}: table says (rank, num_ranks, local rows, local queries) = {found}"
+            )
 
 
 def _check_calls(
@@ -267,7 +284,8 @@ def _row_spaces(
     arrived: list[list[IntArray]] = [[] for _ in range(num_ranks)]
     received = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     for rank, exchange in enumerate(exchanges):
-        rows, counts = exchange.send_rows, exchange.send_counts
+        rows = exchange.send_rows
+        counts = exchange.send_counts
         if (
             counts.shape != (num_ranks,)
             or (counts < 0).any()
@@ -293,7 +311,8 @@ def _row_spaces(
             arrived[peer].append(sent)
     spaces = []
     for rank, exchange in enumerate(exchanges):
-        counts, expected = received[rank], exchange.recv_counts
+        counts = received[rank]
+        expected = exchange.recv_counts
         if expected.shape != (num_ranks,) or (counts != expected).any():
             raise PlanError(
                 f"rank {rank}: {kind}.recv_counts {expected.tolist()}, but its peers send {counts.tolist()}"
@@ -392,8 +411,10 @@ def _check_call(
 
 def _check_stats(plan: Plan) -> None:
     """Check the byte and task counts of the statistics."""
-    stats, shape = plan.stats, plan.shape
-    queries, keys = plan.query_needs, plan.key_needs
+    stats = plan.stats
+    shape = plan.shape
+    queries = plan.query_needs
+    keys = plan.key_needs
     bytes_in = queries.rows_in * shape.query_bytes + keys.rows_in * shape.kv_bytes
     bytes_out = queries.rows_out * shape.query_bytes + keys.rows_out * shape.kv_bytes
     for name, found, wanted in (

@@ -126,7 +126,8 @@ class Combination:
             sums, in_place = self._targets(partials, like)
             has_pair = len(sums) > 1 and sums[0].shape == sums[1].shape
             in_first = 2 if has_pair else 1
-            for begin, end in pairwise([0, *range(in_first, len(sums) + 1)]):
+            ends = range(in_first, len(sums) + 1)
+            for begin, end in pairwise([0, *ends]):
                 if sums[begin].numel():
                     sum_rows(
                         partials[begin:end],

@@ -7,6 +7,7 @@ For the numbering of rows see NOTE [Row spaces] of planning/exchange/tables.py.
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
 from torchtitan_cad.planning.exchange.calls import (
     MAX_CALLS,
+    Calls,
     bounded,
     halves,
     lie_in_order,
@@ -27,8 +29,6 @@ from torchtitan_cad.runtime.row_tables import Chunk, RowTables
 from torchtitan_cad.runtime.transport.base import Routes, rows_to_device
 
 T = TypeVar("T")
-Rounds = list[list[tuple[CallTable, bool]]]
-"""tables of kernel calls by round, each with its causal flag"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,20 +99,14 @@ class PlanTables:
             two_rounds: make two rounds of about equal work, if rows move.
             squares_only: divide causal tasks for a kernel that takes squares only (``AttentionKernel``).
         """
-        by_servers = [
-            (server, seconds, table, is_causal)
-            for server, seconds, causal, full in exchange.stand_ins
-            for table, is_causal in _calls_of_server(
-                causal, full, squares_only=squares_only
-            )
-        ]
+        by_servers = _calls_of_servers(exchange, squares_only=squares_only)
         rounds = _divide(
             exchange,
             two_rounds=two_rounds and moves,
             squares_only=squares_only,
             max_calls=MAX_CALLS - len(by_servers),
         )
-        computed = [table for tables in rounds for table, _ in tables]
+        computed = [table for table, _ in chain(*rounds)]
         num_own = len(computed)
         computed += [table for _, _, table, _ in by_servers]
         build_rows = partial(
@@ -122,10 +116,10 @@ class PlanTables:
             device=device,
             moves=moves,
         )
-        queries = build_rows(
-            exchange.queries, "queries", [table.q_rows for table in computed]
-        )
-        keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
+        q_rows = [table.q_rows for table in computed]
+        kv_rows = [table.kv_rows for table in computed]
+        queries = build_rows(exchange.queries, "queries", q_rows)
+        keys = build_rows(exchange.keys, "keys", kv_rows)
 
         def kernel_call(table: CallTable, causal: bool) -> KernelCall:
             args = VarlenArgs.from_numpy(
@@ -183,13 +177,13 @@ class PlanTables:
         return [
             *self.out["all"],
             *self.out["queries"],
-            *(routes for back in self.home.values() for routes, _ in back),
+            *(routes for routes, _ in chain(*self.home.values())),
         ]
 
     @property
     def calls(self) -> list[KernelCall]:
         """Kernel calls of all rounds."""
-        return [call for calls in self.rounds for call in calls]
+        return [*chain(*self.rounds)]
 
     @property
     def is_plain(self) -> bool:
@@ -214,25 +208,31 @@ class PlanTables:
         ) * shape.dtype_bytes
 
 
-def _calls_of_server(
-    causal: CallTable, full: CallTable, *, squares_only: bool
-) -> list[tuple[CallTable, bool]]:
-    """Return the kernel calls that a joined server makes for this rank, each with True if it is causal."""
-    calls = [
-        (table, is_causal)
-        for table, is_causal in ((causal, True), (full, False))
-        if table.num_tasks
-    ]
-    return squares(calls) if squares_only else calls
+def _calls_of_servers(
+    exchange: RankExchange, *, squares_only: bool
+) -> list[tuple[int, float, CallTable, bool]]:
+    """Return the kernel calls that joined servers make: a server, its seconds, a table, and whether it is causal."""
+    by_servers = []
+    for server, seconds, causal, full in exchange.stand_ins:
+        calls = _with_tasks(causal, full)
+        if squares_only:
+            calls = squares(calls)
+        by_servers += [(server, seconds, *call) for call in calls]
+    return by_servers
+
+
+def _with_tasks(causal: CallTable, full: CallTable) -> Calls:
+    """Return the calls that have tasks, each with its causal flag."""
+    calls = [(causal, True), (full, False)]
+    return [(table, is_causal) for table, is_causal in calls if table.num_tasks]
 
 
 def _divide(
     exchange: RankExchange, *, two_rounds: bool, squares_only: bool, max_calls: int
-) -> Rounds:
+) -> list[Calls]:
     """Return the tables of kernel calls by round, each with its causal flag."""
-    calls = [(exchange.causal, True), (exchange.full, False)]
-    used = [(table, causal) for table, causal in calls if table.num_tasks]
-    rounds = halves(used, exchange.window) if two_rounds else [used]
+    calls = _with_tasks(exchange.causal, exchange.full)
+    rounds = halves(calls, exchange.window) if two_rounds else [calls]
     if squares_only:
         rounds = [squares(tables) for tables in rounds]
     return bounded(
@@ -247,7 +247,7 @@ def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
     """Divide chunks into exchanges: one for all kinds if each takes one chunk, otherwise one for each chunk."""
     if all(len(chunks) == 1 for chunks in kinds):
         return [tuple(chunk for (chunk,) in kinds)]
-    return [(chunk,) for chunks in kinds for chunk in chunks]
+    return [(chunk,) for chunk in chain(*kinds)]
 
 
 def _rows_of_call(
@@ -262,6 +262,8 @@ def _rows_of_call(
 
 
 def _num_copied(rows: Tensor | slice | None, tables: RowTables) -> int:
-    if isinstance(rows, slice) or (rows is None and not tables.num_remote):
-        return 0
-    return tables.num_local + tables.num_remote if rows is None else len(rows)
+    if isinstance(rows, Tensor):
+        return len(rows)
+    if rows is None and tables.num_remote:
+        return tables.num_local + tables.num_remote
+    return 0

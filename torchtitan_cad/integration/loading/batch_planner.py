@@ -13,16 +13,19 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, product
 from typing import NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_cad.integration.loading.placement import (
     Layouts,
     Parcel,
     Placement,
+    PlannedMicrobatches,
     moved_bytes,
 )
 from torchtitan_cad.integration.loading.redistribution import Batch, columns_of
@@ -31,7 +34,6 @@ from torchtitan_cad.planning import (
     CostModel,
     LayerTimes,
     Plan,
-    PlannedMicrobatch,
     PlannerConfig,
     plan_step,
 )
@@ -47,7 +49,9 @@ from torchtitan_cad.runtime.servers.client import ServerPool
 logger = logging.getLogger(__name__)
 
 _OK, _EXHAUSTED, _FAILED = range(3)
-_SHAPE, _BATCHES, _SERVERS = slice(3, 6), 6, 7
+_SHAPE = slice(3, 6)
+_BATCHES = 6
+_SERVERS = 7
 _WORDS = 7
 """Numbers after the status in the first gather: how many document starts there are, the columns that can be
 redistributed (0: the step cannot), the shape of a batch, how many batches of it are planned together, and the list of
@@ -71,8 +75,8 @@ class PlannedBatch:
         home_bytes: see ``moved_bytes``; None without placement, and where tokens cannot be redistributed.
     """
 
-    keys: torch.Tensor
-    microbatches: Sequence[PlannedMicrobatch] = field(repr=False)
+    keys: Tensor
+    microbatches: PlannedMicrobatches = field(repr=False)
     seconds: float
     engine_keys: list[int]
     layers: tuple[int, ...] = (1,)
@@ -153,9 +157,13 @@ class BatchPlanner:
         servers: ServerPool | None = None,
     ) -> None:
         self._servers = servers
-        self._group, self._ranks, self._cp = group, ranks, topology.cp
+        self._group = group
+        self._ranks = ranks
+        self._cp = topology.cp
         self._per_stage = topology.dp * topology.cp
-        self._rules, self._engines, self.placement = rules, engines, placement
+        self._rules = rules
+        self._engines = engines
+        self.placement = placement
         self._layers = tuple(kind.layers for kind in rules.kinds)
         self._next_key, self._key_step = keys
         self._has_stayed = False
@@ -184,11 +192,9 @@ class BatchPlanner:
             PlanMismatchError: a peer computed another plan, or a replica other homes.
             Exhausted: a peer has no more data.
         """
-        travelling = (
-            len(columns_of(*to_redistribute[0])) if to_redistribute is not None else 0
-        )
+        travelling = len(columns_of(*to_redistribute[0])) if to_redistribute else 0
         servers = self._list_servers()
-        gathered, shapes, can_redistribute, servers = self._gather_starts(
+        gathered, steps, can_redistribute, servers = self._gather_starts(
             starts, shape, batches, travelling, servers
         )
         begin = time.perf_counter()  # without waits for peers
@@ -196,36 +202,16 @@ class BatchPlanner:
         try:
             if self._servers is not None:
                 self._servers.take_list(servers)
-            steps = [
-                replace(of_rank, rows=batches * of_rank.rows) for of_rank in shapes
-            ]
             layouts = step_layouts(gathered, steps, self._cp, self._rules.nano_batches)
-            # document ids count over data-parallel ranks
-            columns = np.concatenate(
-                [
-                    own % of_rank.seq_len
-                    for own, of_rank in zip(gathered, shapes, strict=True)
-                ]
-            )
+            columns = _first_columns(gathered, steps)
             placed = None
             if self.placement is not None and can_redistribute:
                 placed = self.placement.choose(layouts, columns, self._rules.times)
-            parts = [
-                slice(first, first + shape.microbatches)
-                for first in range(0, len(layouts), shape.microbatches)
-            ]
-            homes = [None if placed is None else placed[part] for part in parts]
-            by_batch = [
-                self._with_servers(self._plan_batch(layouts[part], columns, of))
-                for part, of in zip(parts, homes, strict=True)
-            ]
-            plans = [
-                plan for microbatches in by_batch for plan in _in_order(microbatches)
-            ]
-            keys = [
-                [self._add_to_engines(microbatch) for microbatch in microbatches]
-                for microbatches in by_batch
-            ]
+            by_batch, homes = self._plan_batches(
+                layouts, columns, placed, count=shape.microbatches
+            )
+            plans = [*chain(*map(_in_order, by_batch))]
+            keys = [self._add_to_engines(microbatches) for microbatches in by_batch]
             self._say_that_it_stays(plans)
             for plan in plans:
                 # computed here, beside training, not when they are logged
@@ -245,6 +231,25 @@ class BatchPlanner:
         self._compare(plans)
         return planned, parcel
 
+    def _plan_batches(
+        self,
+        layouts: Layouts,
+        columns: IntArray,
+        placed: PlannedMicrobatches | None,
+        *,
+        count: int,
+    ) -> tuple[list[PlannedMicrobatches], list[PlannedMicrobatches | None]]:
+        """Return the plans, and the chosen homes, of the microbatches of every batch, which are ``count``."""
+        plans = []
+        homes = []
+        for first in range(0, len(layouts), count):
+            part = slice(first, first + count)
+            of_batch = None if placed is None else placed[part]
+            microbatches = self._plan_batch(layouts[part], columns, of_batch)
+            plans.append(self._with_servers(microbatches))
+            homes.append(of_batch)
+        return plans, homes
+
     def _list_servers(self) -> int:
         """Return the number of the list of joined servers, which the group's first rank makes; 0 on other ranks."""
         if self._servers is None:
@@ -255,9 +260,7 @@ class BatchPlanner:
             self.announce_failure("looking for attention servers")
             raise
 
-    def _with_servers(
-        self, microbatches: Sequence[PlannedMicrobatch]
-    ) -> Sequence[PlannedMicrobatch]:
+    def _with_servers(self, microbatches: PlannedMicrobatches) -> PlannedMicrobatches:
         """Return the microbatches with plans in which joined servers take part."""
         servers = self._servers
         if servers is None:
@@ -272,16 +275,15 @@ class BatchPlanner:
 
     def _describe(
         self,
-        microbatches: Sequence[PlannedMicrobatch],
+        microbatches: PlannedMicrobatches,
         keys: list[int],
-        homes: Sequence[PlannedMicrobatch] | None,
+        homes: PlannedMicrobatches | None,
         shape: BatchShape,
         seconds: float,
     ) -> PlannedBatch:
         """Return what one batch needs of its plans, of whose microbatches these are the keys, and the chosen homes."""
-        engine_keys = [
-            key + nano for key in keys for nano in range(self._rules.nano_batches)
-        ]
+        nanos = range(self._rules.nano_batches)
+        engine_keys = [key + nano for key, nano in product(keys, nanos)]
         planned = PlannedBatch(
             keys=torch.tensor(keys[: shape.microbatches]).repeat_interleave(
                 shape.rows_per_microbatch
@@ -334,8 +336,8 @@ class BatchPlanner:
         self,
         given: Layouts,
         columns: IntArray,
-        placed: Sequence[PlannedMicrobatch] | None,
-    ) -> Sequence[PlannedMicrobatch]:
+        placed: PlannedMicrobatches | None,
+    ) -> PlannedMicrobatches:
         """Return the plans of a batch: those of its homes, or new ones for ``given``."""
         if placed is not None:
             return placed
@@ -388,14 +390,16 @@ class BatchPlanner:
                 exc_info=True,
             )
 
-    def _add_to_engines(self, microbatch: PlannedMicrobatch) -> int:
-        """Make the plans of a microbatch executable, under a key and the next ones; returns the first."""
-        key = self._next_key
-        for engine, nanos in zip(self._engines, microbatch.plans, strict=True):
-            for nano, plan in enumerate(nanos):
-                engine.add_plan(key + nano, plan)
-        self._next_key += self._key_step
-        return key
+    def _add_to_engines(self, microbatches: PlannedMicrobatches) -> list[int]:
+        """Make plans executable, those of a microbatch under a key and the next ones; returns the first of each."""
+        keys = []
+        for microbatch in microbatches:
+            for engine, nanos in zip(self._engines, microbatch.plans, strict=True):
+                for nano, plan in enumerate(nanos):
+                    engine.add_plan(self._next_key + nano, plan)
+            keys.append(self._next_key)
+            self._next_key += self._key_step
+        return keys
 
     def _gather_starts(
         self,
@@ -405,7 +409,7 @@ class BatchPlanner:
         columns: int,
         servers: int,
     ) -> tuple[list[np.ndarray], list[BatchShape], bool, int]:
-        """Return every data-parallel rank's ``document_starts`` and shape, and what the group has agreed on.
+        """Return every data-parallel rank's ``document_starts``, its step's shape, and what the group has agreed on.
 
         That is whether the step can be redistributed, which takes one shape and as many ``columns``, at least one, on
         all ranks; and the list of ``servers`` of the first rank.
@@ -423,27 +427,27 @@ class BatchPlanner:
         padded = torch.zeros(int(headers[:, 1].max()), dtype=torch.int64)
         padded[: len(starts)] = torch.from_numpy(starts)
         rows = self._gather_rows(padded).numpy()
-        every = [rows[i, : headers[i, 1]] for i in range(len(self._ranks))]
+        all_starts = [rows[i, : headers[i, 1]] for i in range(len(self._ranks))]
         shapes = [BatchShape(*row) for row in headers[:, _SHAPE].tolist()]
-        for i, mine in enumerate(every):
+        for i, own in enumerate(all_starts):
             first = (i - i % self._cp) % self._per_stage
-            if shapes[i] != shapes[first] or not np.array_equal(mine, every[first]):
+            if shapes[i] != shapes[first] or not np.array_equal(own, all_starts[first]):
                 raise PeerError(
                     f"ranks {self._ranks[first]} and {self._ranks[i]} share a sequence but loaded "
                     "different documents; the data loader must depend on the data-parallel rank alone"
                 )
-        alike = all(shape == shapes[0] for shape in shapes) and bool(
-            (headers[:, 2] == headers[0, 2]).all()
-        )
+        travelling = headers[:, 2]
+        is_alike = len({*shapes}) == 1 and (travelling == travelling[0]).all()
         first_of_rows = slice(0, self._per_stage, self._cp)
+        steps = [replace(own, rows=batches * own.rows) for own in shapes[first_of_rows]]
         return (
-            every[first_of_rows],
-            shapes[first_of_rows],
-            alike and bool(headers[0, 2]),
+            all_starts[first_of_rows],
+            steps,
+            bool(is_alike and travelling[0]),
             int(headers[0, _SERVERS]),
         )
 
-    def _gather_header(self, status: int, *words: int) -> torch.Tensor:
+    def _gather_header(self, status: int, *words: int) -> Tensor:
         """[ranks, 1 + ``_WORDS``] of all ranks, before their batches are planned."""
         headers = self._gather_status(status, *words)
         if exhausted := [
@@ -486,7 +490,7 @@ class BatchPlanner:
                 "all ranks must run the same version of torchtitan_cad and numpy with the same [cad] table"
             )
 
-    def _gather_status(self, status: int, *words: int) -> torch.Tensor:
+    def _gather_status(self, status: int, *words: int) -> Tensor:
         """[ranks, 1 + ``_WORDS``] status and words of all ranks; raises ``PeerError`` if one of them has failed."""
         every = self._gather_rows(
             torch.tensor([status, *words] + [0] * (_WORDS - len(words)))
@@ -502,7 +506,7 @@ class BatchPlanner:
             )
         return every
 
-    def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+    def _gather_rows(self, row: Tensor) -> Tensor:
         if self._group is None:
             return row.expand(len(self._ranks), -1)
         rows = [torch.empty_like(row) for _ in self._ranks]
@@ -515,7 +519,15 @@ class BatchPlanner:
         return torch.stack(rows)
 
 
-def _in_order(microbatches: Sequence[PlannedMicrobatch]) -> list[Plan]:
+def _first_columns(
+    starts: Sequence[np.ndarray], shapes: Sequence[BatchShape]
+) -> IntArray:
+    """Return the column of each document's first token, by id; ids count over data-parallel ranks."""
+    columns = [own % shape.seq_len for own, shape in zip(starts, shapes, strict=True)]
+    return np.concatenate(columns)
+
+
+def _in_order(microbatches: PlannedMicrobatches) -> list[Plan]:
     """Return all plans of a batch: kind by kind, and microbatch by microbatch."""
     by_kind = zip(*(microbatch.plans for microbatch in microbatches), strict=True)
-    return [plan for kind in by_kind for nanos in kind for plan in nanos]
+    return [*chain(*chain(*by_kind))]

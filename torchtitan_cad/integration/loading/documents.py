@@ -30,7 +30,8 @@ class DocumentRule:
 
     def starts(self, inputs: Mapping[str, Tensor]) -> np.ndarray:
         """Return the ``document_starts`` of a batch's inputs; ValueError for boundaries that it lacks."""
-        tokens, document_ids = inputs["input"], inputs.get(DOCUMENT_IDS)
+        tokens = inputs["input"]
+        document_ids = inputs.get(DOCUMENT_IDS)
         if document_ids is not None or not self.by_positions:
             return document_starts(tokens, self.eos_id, document_ids)
         if (

@@ -129,20 +129,21 @@ class _Pace:
     """Says once if training waits for its plans. The first ``WATCHED`` batches, when things compile, do not count."""
 
     def __init__(self, remedy: str) -> None:
-        self._remedy, self._batches, self._warned = remedy, 0, False
+        self._remedy = remedy
+        self._batches = 0
+        self._warned = False
         self._begin = self._waited = self._planned = 0.0
 
     def add(self, waited: float, planned: float) -> None:
         """Add a batch: the seconds that training has waited for it, and those that planning has taken."""
-        self._batches, self._waited, self._planned = (
-            self._batches + 1,
-            self._waited + waited,
-            self._planned + planned,
-        )
+        self._batches += 1
+        self._waited += waited
+        self._planned += planned
         if self._batches % WATCHED:
             return
         now = time.perf_counter()
-        elapsed, counts = now - self._begin, self._batches > WATCHED
+        elapsed = now - self._begin
+        counts = self._batches > WATCHED
         if (
             counts
             and not self._warned
@@ -154,7 +155,9 @@ class _Pace:
                 f"{1e3 * self._planned / WATCHED:.0f} ms, training on it {1e3 * elapsed / WATCHED:.0f} ms; "
                 f"{self._remedy}"
             )
-        self._begin, self._waited, self._planned = now, 0.0, 0.0
+        self._begin = now
+        self._waited = 0.0
+        self._planned = 0.0
 
 
 @dataclass(eq=False)
@@ -262,7 +265,8 @@ class PlanningLoader(Stateful):
             iterator = iter(self.inner)
             end = self._snapshot()
         while True:
-            begin, step = end, list[tuple[Batch, PlannedBatch]]()
+            begin = end
+            step = list[tuple[Batch, PlannedBatch]]()
             with announced_failure(planner, "loading a batch"):
                 drawn = list(itertools.islice(iterator, self.accumulation))
                 by_shape = itertools.groupby(
@@ -289,11 +293,9 @@ class PlanningLoader(Stateful):
         self, planner: BatchPlanner, batches: list[Batch]
     ) -> list[tuple[Batch, PlannedBatch]]:
         """Plan batches of one shape together, and redistribute their tokens."""
-        placement, starts, can_redistribute = (
-            planner.placement,
-            list[np.ndarray](),
-            True,
-        )
+        placement = planner.placement
+        starts = list[np.ndarray]()
+        can_redistribute = True
         with announced_failure(planner, "planning a batch"):
             rows, seq_len = batches[0][0]["input"].shape
             for number, (inputs, labels) in enumerate(batches):

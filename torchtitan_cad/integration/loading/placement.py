@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 Layouts = list[list[TokenLayout]]
 """For every microbatch of a step, the layouts of its nano-batches over data-parallel x context-parallel ranks."""
+PlannedMicrobatches = Sequence[PlannedMicrobatch]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +153,7 @@ class Placement:
     def pack(
         self,
         given: Layouts,
-        placed: Sequence[PlannedMicrobatch] | None,
+        placed: PlannedMicrobatches | None,
         shape: BatchShape,
         batches: Sequence[Batch],
     ) -> Parcel | None:
@@ -190,7 +191,9 @@ class Placement:
     ) -> Redistribution | None:
         """Return how this rank's tokens come to their homes; None if all tokens stay."""
         cp = self.topology.cp
-        old, new, slots = [], [], []
+        old = []
+        new = []
+        slots = []
         for number, (before, after) in enumerate(zip(given, homes, strict=True)):
             of_microbatch = slots_of_nano_batches(shape, number, cp, len(before))
             held = len(of_microbatch)  # layouts that hold all tokens between them
@@ -223,7 +226,8 @@ class Placement:
 
     def _per_peer(self, counts: list[int]) -> list[int]:
         """Per rank of the group, ``counts`` [dp] for those that differ from this one in that coordinate alone."""
-        first, cp = self.rank // self._per_stage * self._per_stage, self.topology.cp
+        first = self.rank // self._per_stage * self._per_stage
+        cp = self.topology.cp
         every = [0] * self.topology.group_size
         every[first + self.rank % cp : first + self._per_stage : cp] = counts
         return every
@@ -260,7 +264,7 @@ class Placement:
 
 
 def moved_bytes(
-    microbatches: Sequence[PlannedMicrobatch], kinds: Sequence[AttentionKind]
+    microbatches: PlannedMicrobatches, kinds: Sequence[AttentionKind]
 ) -> np.ndarray:
     """[2, 2] bytes of the mean layer's forward, as ``Moved`` counts them, summed over layouts.
 

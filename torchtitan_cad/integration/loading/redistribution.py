@@ -74,9 +74,11 @@ def make_redistribution(
         slots: of every part, [slices, tokens] flat positions of a rank's tokens in layout order; rank r of the layouts
             is slice r % slices of data-parallel rank r // slices.
     """
-    num_ranks, slot = given[0].num_ranks, np.stack(slots)
+    num_ranks = given[0].num_ranks
+    slot = np.stack(slots)
     slices = slot.shape[1]
-    old, new = _joined(given), _joined(homes)
+    old = _joined(given)
+    new = _joined(homes)
     ways = []
     for mine, other in ((old, new), (new, old)):
         own = mine.seg_rank % num_ranks // slices == dp_rank

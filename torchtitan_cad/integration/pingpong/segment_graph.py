@@ -132,7 +132,8 @@ class SegmentGraph(nn.Module):
     def _send(self, i: int, q: Tensor, k: Tensor, v: Tensor, key: Tensor) -> Carried:
         """Send rows of nano-batch ``i`` to their servers."""
         token, keepalive = traced.prepare(q, k, v, key, self.engine)
-        return self._exchange("there", i, "dispatch", token, key), keepalive, q, k, v
+        token = self._exchange("there", i, "dispatch", token, key)
+        return token, keepalive, q, k, v
 
     def _attend(self, i: int, call: Carried, key: Tensor) -> Carried:
         """Attend to the rows that have arrived, and send the outputs of nano-batch ``i`` home."""

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Plans of a pipeline in ticks: one per pool, over all stages (see ``planning.pipeline.program``)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
-from torchtitan_cad.integration.loading.placement import Layouts
-from torchtitan_cad.planning import PlannedMicrobatch
+from torchtitan_cad.integration.loading.placement import Layouts, PlannedMicrobatches
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.batch import pool_layouts
 from torchtitan_cad.planning.pipeline.program import TickProgram
@@ -35,8 +33,8 @@ class TickPlanner(BatchPlanner):
         self,
         given: Layouts,
         columns: IntArray,
-        placed: Sequence[PlannedMicrobatch] | None,
-    ) -> Sequence[PlannedMicrobatch]:
+        placed: PlannedMicrobatches | None,
+    ) -> PlannedMicrobatches:
         layouts = (
             given if placed is None else [microbatch.layouts for microbatch in placed]
         )

@@ -10,7 +10,7 @@ import numpy as np
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.model.work import layout_pairs
-from torchtitan_cad.planning.stats import mean_stats
+from torchtitan_cad.planning.stats import PlanStats, mean_stats
 
 PER = {
     "plans": (
@@ -25,6 +25,14 @@ PER = {
     "queries": ("pairs_per_token",),
 }
 """The counts over which figures are means."""
+SUMMED = {
+    "imbalance_before": "max_over_mean_before",
+    "imbalance_after": "max_over_mean",
+    "bytes_per_rank_mean": "mean_rank_bytes",
+    "tasks": "num_tasks",
+    "tasks_moved": "tasks_moved",
+}
+"""Figures that add up a number of every plan's ``PlanStats``."""
 
 
 class StepStatistics:
@@ -55,24 +63,25 @@ class StepStatistics:
 
     def add(self, planned: PlannedBatch) -> None:
         """Add a batch's plans, of which numbers alone are kept."""
-        by_kind, layers, nanos = planned.by_kind, planned.layers, planned.nano_batches
+        by_kind = planned.by_kind
+        layers = planned.layers
+        nanos = planned.nano_batches
         stats = [
             mean_stats([plan.stats for plan in plans], layers) for plans in by_kind
         ]
-        sums = dict(
+        sums: dict[str, Any] = {
+            figure: sum(getattr(of_plan, name) for of_plan in stats)
+            for figure, name in SUMMED.items()
+        }
+        sums |= dict(
             batches=1,
             microbatches=len(stats) // nanos,
             plans=len(stats),
             plan_seconds=planned.seconds,
-            imbalance_before=sum(s.max_over_mean_before for s in stats),
-            imbalance_after=sum(s.max_over_mean for s in stats),
             tolerance=sum(plan.config.tolerance for plan in planned.plans),
-            bytes_per_rank_mean=sum(s.mean_rank_bytes for s in stats),
             bytes_copied=sum(planned.copied_bytes),
-            tasks=sum(s.num_tasks for s in stats),
-            tasks_moved=sum(s.tasks_moved for s in stats),
-            loads_before=np.sum([s.loads_before for s in stats], axis=0),
-            loads_after=np.sum([s.loads for s in stats], axis=0),
+            loads_before=np.sum([of_plan.loads_before for of_plan in stats], axis=0),
+            loads_after=np.sum([of_plan.loads for of_plan in stats], axis=0),
             ranked_before=sum(
                 _ranked(plans, layers, "loads_before") for plans in by_kind
             ),
@@ -87,10 +96,7 @@ class StepStatistics:
             sums["between_hosts"] = sum(planned.between_hosts)
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value
-        worst_rank = np.reshape([s.max_rank_bytes for s in stats], (-1, nanos)).sum(
-            axis=1
-        )
-        self._most_bytes = max(self._most_bytes, *worst_rank.tolist())
+        self._most_bytes = max(self._most_bytes, *_worst_rank_bytes(stats, nanos))
 
     def drain(self) -> dict[str, Any]:
         """Return the figures of the batches since the last call and forget them; empty if there were none."""
@@ -115,11 +121,18 @@ class StepStatistics:
             figures["bytes_between_hosts"] = (
                 sums["between_hosts"] / sums["microbatches"]
             )
-        self._sums, self._most_bytes = defaultdict(float), 0.0
+        self._sums = defaultdict(float)
+        self._most_bytes = 0.0
         return {
             name: value.tolist() if isinstance(value, np.ndarray) else value
             for name, value in figures.items()
         }
+
+
+def _worst_rank_bytes(stats: Sequence[PlanStats], nanos: int) -> list[float]:
+    """Return the bytes of the worst rank of every microbatch, which has ``nanos`` plans."""
+    of_plans = np.array([of_plan.max_rank_bytes for of_plan in stats])
+    return of_plans.reshape(-1, nanos).sum(axis=1).tolist()
 
 
 def _served_share(kinds: Sequence[Plan], layers: Sequence[int]) -> float:
@@ -150,10 +163,8 @@ def _ranked(kinds: Sequence[Plan], layers: Sequence[int], loads: str) -> np.ndar
         return np.ones(len(kinds[0].stats.loads))
     ranked = np.zeros(len(kinds[0].stats.loads))
     for plan, of_kind in zip(kinds, work, strict=True):
-        speeds, relative = (
-            plan.config.rank_speeds,
-            getattr(plan.stats, loads) / (plan.stats.mean_load or 1),
-        )
+        speeds = plan.config.rank_speeds
+        relative = getattr(plan.stats, loads) / (plan.stats.mean_load or 1)
         if speeds is not None:
             relative *= np.mean(speeds) / np.array(speeds)
         ranked += of_kind / sum(work) * -np.sort(-relative)

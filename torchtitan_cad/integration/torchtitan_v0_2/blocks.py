@@ -39,10 +39,12 @@ class CoreAttentionParallel(ParallelStyle):
 
     def __init__(self, engine: str, scale: float) -> None:
         super().__init__()
-        self.engine, self.scale = engine, scale
+        self.engine = engine
+        self.scale = scale
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        engine, engine_scale = self.engine, self.scale
+        engine = self.engine
+        engine_scale = self.scale
 
         def forward(
             self: nn.Module,
@@ -148,7 +150,8 @@ class TitanBlock(nn.Module):
 
 
 def _is_plain(block: Any) -> bool:
-    attention, feed_forward = block.attention, block.feed_forward
+    attention = block.attention
+    feed_forward = block.feed_forward
     linears = [attention.wq, attention.wk, attention.wv, attention.wo]
     linears += [feed_forward.w1, feed_forward.w2, feed_forward.w3]
     norms = (block.attention_norm, block.ffn_norm)
@@ -180,9 +183,11 @@ def _finish_projection(
     """Split into heads [B, S, heads * head_dim], normalize, rotate."""
     q, k, v = (x.view(*x.shape[:2], -1, attention.head_dim) for x in (q, k, v))
     if getattr(attention, "q_norm", None) is not None:  # of qwen3, with k_norm
-        q, k = attention.q_norm(q), attention.k_norm(k)
+        q = attention.q_norm(q)
+        k = attention.k_norm(k)
     if not isinstance(rope, DTensor):
-        q, k = local(q), local(k)
+        q = local(q)
+        k = local(k)
     q, k = attention.rotate(q, k, rope, positions=positions)
     return rows(q), rows(k), rows(v)
 
@@ -229,7 +234,8 @@ def apply_compile(
     for i, view in enumerate(pingpong.blocks):
         if not view.traceable:
             layer: Any = nn.Module()
-            layer.moe_enabled, layer.moe = True, view.block.moe
+            layer.moe_enabled = True
+            layer.moe = view.block.moe
             stand_in.layers[str(i)] = layer
     if stand_in.layers:
         apply(stand_in, config, *options)

@@ -89,15 +89,11 @@ def _check_untried(config: JobConfig) -> None:
 
 def _check_ticks(config: JobConfig) -> None:
     """Check what schedules in ticks cannot do. As in torchtitan, the schedule has no meaning without a pipeline."""
-    parallelism, training, validation = (
-        config.parallelism,
-        config.training,
-        config.validation,
-    )
-    schedule, pp = (
-        parallelism.pipeline_parallel_schedule,
-        parallelism.pipeline_parallel_degree,
-    )
+    parallelism = config.parallelism
+    training = config.training
+    validation = config.validation
+    schedule = parallelism.pipeline_parallel_schedule
+    pp = parallelism.pipeline_parallel_degree
     if schedule not in TICK_SCHEDULES or pp == 1:
         return
     selected = f"with parallelism.pipeline_parallel_schedule = {schedule!r}"
@@ -147,7 +143,8 @@ def _check_ticks(config: JobConfig) -> None:
 
 def _check_nano_batches(config: JobConfig) -> None:
     """Under TP, ranks hold contiguous parts of every row, which cannot be halved in the middle without moving them."""
-    parallelism, batch = config.parallelism, config.training.local_batch_size
+    parallelism = config.parallelism
+    batch = config.training.local_batch_size
     if config.cad.nano_batches == 1 or parallelism.tensor_parallel_degree == 1:
         return
     rows = {"training.local_batch_size": batch}
@@ -206,11 +203,9 @@ def choose_streams(
 
 def _obstacle(config: JobConfig) -> str | None:
     """Return what ``traced`` needs and does not have, and what to set."""
-    compiler, checkpoints, parallelism = (
-        config.compile,
-        config.activation_checkpoint,
-        config.parallelism,
-    )
+    compiler = config.compile
+    checkpoints = config.activation_checkpoint
+    parallelism = config.parallelism
     if config.cad.nano_batches != 2:
         return f"needs cad.nano_batches = 2, not {config.cad.nano_batches}; set that"
     if not compiler.enable:

@@ -13,15 +13,11 @@ def check_experts(config: JobConfig, model_args: Any, world_size: int | None) ->
 
     ``world_size`` None: ranks are not known yet, and what depends on them is skipped.
     """
-    parallelism, flavor, mode = (
-        config.parallelism,
-        config.model.flavor,
-        config.comm.mode,
-    )
-    schedule, ranks = (
-        parallelism.pipeline_parallel_schedule,
-        parallelism.expert_parallel_degree,
-    )
+    parallelism = config.parallelism
+    flavor = config.model.flavor
+    mode = config.comm.mode
+    schedule = parallelism.pipeline_parallel_schedule
+    ranks = parallelism.expert_parallel_degree
     etp = parallelism.expert_tensor_parallel_degree
     experts = model_args.moe_args.num_experts
     if config.cad.streams == "traced":

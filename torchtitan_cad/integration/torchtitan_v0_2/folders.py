@@ -72,7 +72,8 @@ def checkpoint_folder(config: JobConfig) -> Path:
 
 def resumed_from(config: JobConfig) -> Path | None:
     """Return the checkpoint that torchtitan will load, None if training begins anew; ValueError if it is not there."""
-    checkpoint, folder = config.checkpoint, checkpoint_folder(config)
+    checkpoint = config.checkpoint
+    folder = checkpoint_folder(config)
     if not checkpoint.enable:
         return None
     step = checkpoint.load_step
@@ -99,12 +100,11 @@ def resumed_from(config: JobConfig) -> Path | None:
 def _initial_checkpoint(config: JobConfig) -> Path | None:
     checkpoint = config.checkpoint
     if checkpoint.initial_load_path:
-        key, path = "checkpoint.initial_load_path", checkpoint.initial_load_path
+        key = "checkpoint.initial_load_path"
+        path = checkpoint.initial_load_path
     elif checkpoint.initial_load_in_hf:
-        key, path = (
-            "checkpoint.initial_load_in_hf = true, model.hf_assets_path",
-            config.model.hf_assets_path,
-        )
+        key = "checkpoint.initial_load_in_hf = true, model.hf_assets_path"
+        path = config.model.hf_assets_path
     else:
         return None
     folder = Path(path)

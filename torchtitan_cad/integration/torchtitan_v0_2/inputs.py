@@ -108,10 +108,8 @@ def open_dataset(
 
     ``options`` are other arguments of ``build``. Raises ValueError for data that is unknown or cannot be read.
     """
-    name, path = (
-        getattr(job_config, section).dataset,
-        getattr(job_config, section).dataset_path,
-    )
+    name = getattr(job_config, section).dataset
+    path = getattr(job_config, section).dataset_path
     if section == "training":
         build = training_loader(job_config, build)
     where = f"{section}.dataset_path = {path!r}"

@@ -21,7 +21,8 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
 
     Raises ValueError for heads that cannot be divided over TP ranks, or a missing EOS.
     """
-    parallelism, training = config.parallelism, config.training
+    parallelism = config.parallelism
+    training = config.training
     topology = Topology.from_job(parallelism, dist.get_world_size())
     rows = training.local_batch_size
     steps = (
@@ -63,10 +64,8 @@ def attention_kinds(
     job_config: JobConfig, model_args: Any
 ) -> tuple[AttentionKind, ...]:
     """Return the kinds of the model's attention in a TP rank. Raises ValueError if TP does not divide the heads."""
-    adapter, tp = (
-        adapter_of(job_config.model.name),
-        job_config.parallelism.tensor_parallel_degree,
-    )
+    adapter = adapter_of(job_config.model.name)
+    tp = job_config.parallelism.tensor_parallel_degree
     assert adapter is not None, "the config has been checked"
     for name, heads in (
         ("query", model_args.n_heads),

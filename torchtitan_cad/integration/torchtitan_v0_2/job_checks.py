@@ -75,7 +75,8 @@ def _degrees(config: JobConfig) -> dict[str, int]:
 
 
 def _check_world_size(config: JobConfig, world_size: int) -> None:
-    degrees, shard = _degrees(config), config.parallelism.data_parallel_shard_degree
+    degrees = _degrees(config)
+    shard = config.parallelism.data_parallel_shard_degree
     product = math.prod(degrees.values())
     if world_size % product or (shard > 0 and product * shard != world_size):
         listed = ", ".join(
@@ -89,7 +90,8 @@ def _check_world_size(config: JobConfig, world_size: int) -> None:
 
 def _check_unsharded(config: JobConfig, world_size: int) -> None:
     """Refuse what fails without FSDP, which torchtitan uses where ranks are left to shard over."""
-    degrees, parallelism = _degrees(config), config.parallelism
+    degrees = _degrees(config)
+    parallelism = config.parallelism
     if (
         world_size > math.prod(degrees.values())
         or parallelism.context_parallel_degree > 1
@@ -110,8 +112,10 @@ def _check_unsharded(config: JobConfig, world_size: int) -> None:
 
 
 def _check_batch(config: JobConfig, world_size: int | None) -> None:
-    training, parallelism = config.training, config.parallelism
-    rows, batch = training.global_batch_size, training.local_batch_size
+    training = config.training
+    parallelism = config.parallelism
+    rows = training.global_batch_size
+    batch = training.local_batch_size
     dp = Topology.from_job(parallelism, world_size).dp if world_size is not None else 1
     if rows > 0 and rows % (batch * dp):
         times = f" x the data-parallel degree {dp}" if dp > 1 else ""
@@ -122,11 +126,9 @@ def _check_batch(config: JobConfig, world_size: int | None) -> None:
 
 
 def _check_sequences(config: JobConfig) -> None:
-    parallelism, training, validation = (
-        config.parallelism,
-        config.training,
-        config.validation,
-    )
+    parallelism = config.parallelism
+    training = config.training
+    validation = config.validation
     divisor = (
         parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
     )
@@ -153,11 +155,10 @@ def _check_sequences(config: JobConfig) -> None:
 
 
 def _check_pipeline(config: JobConfig) -> None:
-    parallelism, batch = config.parallelism, config.training.local_batch_size
-    pp, microbatch = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.pipeline_parallel_microbatch_size,
-    )
+    parallelism = config.parallelism
+    batch = config.training.local_batch_size
+    pp = parallelism.pipeline_parallel_degree
+    microbatch = parallelism.pipeline_parallel_microbatch_size
     if pp == 1:
         return
     # torchtitan's own dry runs end with an error inside torch
@@ -173,7 +174,8 @@ def _check_pipeline(config: JobConfig) -> None:
             f"training.local_batch_size = {batch} is not divisible by parallelism.pipeline_parallel_microbatch_size = "
             f"{microbatch}; set the latter to a divisor of {batch}"
         )
-    rows, microbatches = config.validation.local_batch_size, batch // microbatch
+    rows = config.validation.local_batch_size
+    microbatches = batch // microbatch
     if config.validation.enable and rows % microbatches:
         raise ValueError(
             f"validation.local_batch_size = {rows} does not split into the pipeline's {microbatches} microbatches; "
@@ -258,7 +260,8 @@ def _check_compiled(config: JobConfig) -> None:
 
 def _check_rate(config: JobConfig) -> None:
     """Refuse a schedule of learning rates that ends before training does: rates would go on below their least."""
-    total, steps = config.lr_scheduler.total_steps, config.training.steps
+    total = config.lr_scheduler.total_steps
+    steps = config.training.steps
     if total is not None and total < steps:
         raise ValueError(
             f"lr_scheduler.total_steps = {total} is less than training.steps = {steps}; set it to {steps} or more, or "
@@ -269,10 +272,8 @@ def _check_rate(config: JobConfig) -> None:
 def _check_experts(config: JobConfig) -> None:
     """Check degrees of experts as torchtitan's ``ParallelDims`` does, whether the model has experts or not."""
     parallelism = config.parallelism
-    tp, etp = (
-        parallelism.tensor_parallel_degree,
-        parallelism.expert_tensor_parallel_degree,
-    )
+    tp = parallelism.tensor_parallel_degree
+    etp = parallelism.expert_tensor_parallel_degree
     if parallelism.expert_parallel_degree > 1 and etp not in (1, tp):
         raise ValueError(
             f"parallelism.expert_tensor_parallel_degree = {etp}: set it to 1, or to "

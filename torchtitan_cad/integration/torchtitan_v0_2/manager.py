@@ -67,10 +67,8 @@ class CadConfigManager(ConfigManager):
         except (OSError, ValueError) as error:
             path = getattr(error, "filename", None) or files[0]
             if isinstance(error, OSError):
-                reason, remedy = (
-                    error.strerror,
-                    "set it to a TOML file that can be read",
-                )
+                reason = error.strerror
+                remedy = "set it to a TOML file that can be read"
             else:
                 reason, remedy = (
                     str(error),
@@ -159,7 +157,8 @@ def _given(
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin is Literal:
         return value in args
     if origin in (Union, UnionType):
@@ -174,7 +173,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _words(kind: Any) -> str:
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin is Literal:
         return f"{'one of ' * (len(args) > 1)}{', '.join(map(repr, args))}"
     if origin in (Union, UnionType):

@@ -7,7 +7,7 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.tools.logging import logger
@@ -45,15 +45,15 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
 
         def get_attention_masks(
             self,
-            input_batch: torch.Tensor,
+            input_batch: Tensor,
             tokenizer: Any,
-            extra_inputs: dict[str, torch.Tensor] | None = None,
+            extra_inputs: dict[str, Tensor] | None = None,
         ) -> VarlenMetadata:
             """One plan key per row of the batch, which pipeline schedules chunk along with the rows.
 
             Where ``has_positions`` is true it has every token's position as well; see ``positions_of``.
             """
-            extra_inputs = {} if extra_inputs is None else extra_inputs
+            extra_inputs = extra_inputs or {}
             if (keys := extra_inputs.pop(PLAN_KEYS, None)) is None:
                 keys = current_session().plan_now(
                     {**extra_inputs, "input": input_batch}
@@ -67,10 +67,10 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
 
         def forward(
             self,
-            tokens: torch.Tensor,
+            tokens: Tensor,
             attention_masks: VarlenMetadata,
-            positions: torch.Tensor | None = None,
-        ) -> torch.Tensor:
+            positions: Tensor | None = None,
+        ) -> Tensor:
             keys = attention_masks.cu_seq_q
             if positions is None:  # context parallelism has cut them
                 positions = positions_of(attention_masks)
@@ -79,19 +79,31 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
             masks = VarlenMetadata(keys, keys, keys, keys)
             if self.pingpong is None and not adapter.runs_blocks:
                 return super().forward(tokens, masks, positions)
-            h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-            # qwen3, gpt_oss
-            rope = self.freqs_cis if hasattr(self, "freqs_cis") else self.rope_cache
-            if self.pingpong is None:
-                h = adapter.run_blocks(self.layers.values(), h, rope, masks, positions)
-            else:
-                h = self.pingpong(h, rope, positions, int(keys.reshape(-1)[0]))
-            h = h if self.norm is None else self.norm(h)
-            return h if self.output is None else self.output(h)
+            return _run(self, tokens, masks, positions)
 
     CadModel.adapter = adapter
     CadModel.__name__ = CadModel.__qualname__ = f"Cad{model_cls.__name__}"
     return CadModel
+
+
+def _run(
+    model: Any,
+    tokens: Tensor,
+    masks: VarlenMetadata,
+    positions: Tensor | None,
+) -> Tensor:
+    """Run a model, or its part of a pipeline, whose blocks the ping-pong loop or the adapter runs."""
+    h = tokens if model.tok_embeddings is None else model.tok_embeddings(tokens)
+    # qwen3, gpt_oss
+    rope = model.freqs_cis if hasattr(model, "freqs_cis") else model.rope_cache
+    if model.pingpong is None:
+        blocks = model.layers.values()
+        h = model.adapter.run_blocks(blocks, h, rope, masks, positions)
+    else:
+        key = int(masks.cu_seq_q.reshape(-1)[0])
+        h = model.pingpong(h, rope, positions, key)
+    h = h if model.norm is None else model.norm(h)
+    return h if model.output is None else model.output(h)
 
 
 def build_engine(
@@ -101,7 +113,8 @@ def build_engine(
     ticks: Ticks | None = None,
 ) -> CoreAttentionEngine:
     """Build the session's engine, once all ``parts`` of the model that this rank runs are parallelized."""
-    session, models = current_session(), [cast(Any, part) for part in parts]
+    session = current_session()
+    models = [cast(Any, part) for part in parts]
     two_rounds = any(
         model.pingpong is not None and model.pingpong.splits for model in models
     )
@@ -119,9 +132,7 @@ def has_positions() -> bool:
     return session.redistributes or session.job.documents.by_positions
 
 
-def _take_positions(
-    extra_inputs: dict[str, torch.Tensor], tokens: torch.Tensor
-) -> torch.Tensor | None:
+def _take_positions(extra_inputs: dict[str, Tensor], tokens: Tensor) -> Tensor | None:
     """Take int32 [B, S] positions out of a batch's inputs; columns where it has none and needs some."""
     own, redistributed = (
         extra_inputs.pop(name, None) for name in (OWN_POSITIONS, POSITIONS)
@@ -138,7 +149,7 @@ def _take_positions(
     )
 
 
-def positions_of(masks: VarlenMetadata) -> torch.Tensor | None:
+def positions_of(masks: VarlenMetadata) -> Tensor | None:
     """Return [B, S] column of every token in the row that it was loaded in; None where none has moved."""
     return masks.cu_seq_k if masks.cu_seq_k.ndim == 2 else None
 
@@ -163,7 +174,8 @@ def cad_model_args(args: Any) -> Any:
                     f"CAD: attention stays within documents. Without cad, flavor {job_config.model.flavor} attends "
                     "across them; set cad.documents to 'row' to keep that mask."
                 )
-            self.attn_type, self.attn_mask_type = "varlen", "block_causal"
+            self.attn_type = "varlen"
+            self.attn_mask_type = "block_causal"
 
     CadModelArgs.__name__ = CadModelArgs.__qualname__ = f"Cad{args_cls.__name__}"
     values = {

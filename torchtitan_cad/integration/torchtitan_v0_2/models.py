@@ -57,7 +57,8 @@ class Adapter:
         layers = Counter(
             self.kind_of(args, layer, seq_len) for layer in range(args.n_layers)
         )
-        shape, scale = self.shape(args, tp, dtype_bytes), self.scale(args, seq_len)
+        shape = self.shape(args, tp, dtype_bytes)
+        scale = self.scale(args, seq_len)
         names: tuple[Kind, ...] = ("full", "chunked", "window")
 
         def kind(name: Kind) -> AttentionKind:
@@ -128,7 +129,8 @@ class _ByProjection(Adapter):
     def replace_attention(
         self, block: Any, mesh: DeviceMesh, engine: str, scale: float
     ) -> None:
-        attention, adapter = block.attention, self
+        attention = block.attention
+        adapter = self
         own = getattr(attention, "softmax_scale", scale)
         if abs(own - scale) > 1e-6 * scale:
             raise ValueError(
@@ -170,7 +172,8 @@ class _ProjectedBlock(TitanBlock):
 
     def __init__(self, block: Any, adapter: _ByProjection, engine: str) -> None:
         super().__init__(block)
-        self.adapter, self.engine = adapter, engine
+        self.adapter = adapter
+        self.engine = engine
         if adapter.has_sinks:
             self.rescale = partial(_feed_sinks, block.attention)
 
@@ -203,10 +206,8 @@ class DeepSeekV3(_ByProjection):
     """Multi-head latent attention: values have other sizes than keys, whose rotary part all heads share."""
 
     def shape(self, args: Any, tp: int, dtype_bytes: int) -> AttentionShape:
-        heads, key_dim = (
-            args.n_heads // tp,
-            args.qk_nope_head_dim + args.qk_rope_head_dim,
-        )
+        heads = args.n_heads // tp
+        key_dim = args.qk_nope_head_dim + args.qk_rope_head_dim
         return AttentionShape(
             heads, heads, key_dim, dtype_bytes, args.v_head_dim, args.qk_rope_head_dim
         )
@@ -222,12 +223,11 @@ class DeepSeekV3(_ByProjection):
     def project(
         self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None
     ) -> Projected:
-        rotate, by_head = deepseek_v3.apply_rotary_emb, (*x.shape[:2], -1)
-        nope, rotary, value = (
-            attention.qk_nope_head_dim,
-            attention.qk_rope_head_dim,
-            attention.v_head_dim,
-        )
+        rotate = deepseek_v3.apply_rotary_emb
+        by_head = (*x.shape[:2], -1)
+        nope = attention.qk_nope_head_dim
+        rotary = attention.qk_rope_head_dim
+        value = attention.v_head_dim
         q = (
             attention.wq(x)
             if attention.q_lora_rank == 0
@@ -251,7 +251,8 @@ class Llama4(_ByProjection):
     """Layers with rotary positions attend within blocks of the row, those without to all of the document before."""
 
     def kind_of(self, args: Any, layer: int, seq_len: int) -> Kind:
-        period, block = args.every_n_layers_nope, args.fixed_attn_block_size
+        period = args.every_n_layers_nope
+        block = args.fixed_attn_block_size
         return (
             "full"
             if period is None or layer % period == 0 or seq_len <= block
@@ -300,7 +301,8 @@ class GptOss(_ByProjection):
     def project(
         self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None
     ) -> Projected:
-        linears, rope = (attention.wq, attention.wk, attention.wv), local(rope)
+        linears = (attention.wq, attention.wk, attention.wv)
+        rope = local(rope)
         q, k, v = (
             local(linear(x)).view(*x.shape[:2], -1, attention.head_dim)
             for linear in linears

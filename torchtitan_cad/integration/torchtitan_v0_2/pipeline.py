@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torchtitan's ``pipelining_fn`` for schedules in ticks; ``pipeline_llm`` stays in charge of all others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,11 +43,9 @@ def pipeline_in_ticks(
     loss_fn: Callable[..., torch.Tensor],
 ) -> tuple[TickSchedule, list[nn.Module], bool, bool]:
     """Cut the model into stages and build their schedule; arguments and results as of torchtitan's ``pipeline_llm``."""
-    parallelism, section, pp_mesh = (
-        job_config.parallelism,
-        job_config.training,
-        parallel_dims.get_mesh("pp"),
-    )
+    parallelism = job_config.parallelism
+    section = job_config.training
+    pp_mesh = parallel_dims.get_mesh("pp")
     # The dtype of activations, which FSDP alone casts: torchtitan does not use its autocast with pipelines.
     dtype = TORCH_DTYPE_MAP[
         section.mixed_precision_param if parallel_dims.fsdp_enabled else section.dtype
@@ -54,42 +53,20 @@ def pipeline_in_ticks(
     names = stage_modules(parallelism, model_args.n_layers)
     split, parts = pipeline_module_split(model, pp_mesh, _LOOPED, device, names)
     parts = [parallelize_fn(part, parallel_dims, job_config) for part in parts]
-    stages = []
-    for old, part in zip(split, parts, strict=True):
-        inputs, outputs = _boundary(
-            job_config, model_args, dtype, old.stage_index, old.num_stages
-        )
-        stages.append(
-            PipelineStage(
-                part,
-                old.stage_index,
-                old.num_stages,
-                device,
-                inputs,
-                outputs,
-                group=pp_mesh.get_group("pp"),
-            )
-        )
+    stages = [
+        _with_part(stage, part, job_config, model_args, dtype=dtype)
+        for stage, part in zip(split, parts, strict=True)
+    ]
 
     microbatches = (
         section.local_batch_size // parallelism.pipeline_parallel_microbatch_size
     )
     ticks = tick_schedule(parallel_dims.pp, microbatches, len(stages))
-    mine = {
-        stage.stage_index: recomputed_blocks(stage.submod, job_config)
-        for stage in stages
-    }
-    every: list[Any] = [None] * parallel_dims.pp
-    dist.all_gather_object(every, mine, group=pp_mesh.get_group("pp"))
-    blocks = [
-        recomputed
-        for _, recomputed in sorted(stage for each in every for stage in each.items())
-    ]
+    blocks = _recomputed_in_order(stages, job_config, pp_mesh.get_group("pp"))
     training = make_program(ticks, blocks)
     validation = make_program([tick for tick in ticks if tick.forward], blocks)
-    engine = build_engine(
-        parts, parallel_dims, job_config, Ticks(training, validation, dtype)
-    )
+    of_rank = Ticks(training, validation, dtype)
+    engine = build_engine(parts, parallel_dims, job_config, of_rank)
     assert isinstance(engine, TickEngine)
     schedule = TickSchedule(
         stages,
@@ -112,6 +89,19 @@ def pipeline_in_ticks(
     )
 
 
+def _recomputed_in_order(
+    stages: Sequence[PipelineStage], job_config: JobConfig, group: dist.ProcessGroup
+) -> list[list[bool]]:
+    """Return ``recomputed_blocks`` of all stages of a pipeline. Collective over its ranks, of which this has some."""
+    own = [
+        (stage.stage_index, recomputed_blocks(stage.submod, job_config))
+        for stage in stages
+    ]
+    by_rank: list[Any] = [None] * group.size()
+    dist.all_gather_object(by_rank, own, group=group)
+    return [blocks for _, blocks in sorted(chain(*by_rank))]
+
+
 def recomputed_blocks(part: nn.Module, job_config: JobConfig) -> list[bool]:
     """Tell of every block of a stage whether backward runs its attention again."""
     by_operator = selects_operators(checkpointing(job_config))
@@ -125,14 +115,18 @@ def recomputed_blocks(part: nn.Module, job_config: JobConfig) -> list[bool]:
     ]
 
 
-def _boundary(
+def _with_part(
+    stage: PipelineStage,
+    part: nn.Module,
     job_config: JobConfig,
     model_args: Any,
+    *,
     dtype: torch.dtype,
-    stage: int,
-    num_stages: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and output of a stage, as meta tensors. Between stages rows are sharded over CP and TP."""
+) -> PipelineStage:
+    """Return a stage of a parallelized part, whose rows are sharded over CP and TP between stages.
+
+    Input and output are meta tensors.
+    """
     parallelism = job_config.parallelism
     rows = parallelism.pipeline_parallel_microbatch_size
     tokens = job_config.training.seq_len // parallelism.context_parallel_degree
@@ -145,4 +139,12 @@ def _boundary(
         last = torch.empty(
             rows, tokens, model_args.vocab_size, dtype=dtype, requires_grad=True
         )
-    return (hidden if stage else first), (hidden if stage < num_stages - 1 else last)
+    return PipelineStage(
+        part,
+        stage.stage_index,
+        stage.num_stages,
+        stage.device,
+        first if stage.is_first else hidden,
+        last if stage.is_last else hidden,
+        group=stage.group,
+    )

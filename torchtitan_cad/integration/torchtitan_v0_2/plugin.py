@@ -8,11 +8,11 @@ the model's own name, and repairs what ``upstream`` lists.
 """
 
 import dataclasses
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any, cast
 from unittest import mock
 
@@ -191,11 +191,9 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
     """
     import_custom(config)
     validate(config, world_size)
-    name, parallelism, optimizer = (
-        config.model.name,
-        config.parallelism,
-        config.optimizer.name,
-    )
+    name = config.model.name
+    parallelism = config.parallelism
+    optimizer = config.optimizer.name
     spec = registered_spec(name)
     if config.model.flavor not in spec.model_args:
         raise ValueError(
@@ -272,47 +270,57 @@ def _trainer_classes() -> list[Any]:
     return list(dict.fromkeys(cls for cls in classes if cls is not None))
 
 
+def _build_dataloader(
+    spec: TrainSpec,
+    args: Any,
+    *,
+    tokenizer: Any,
+    job_config: JobConfig,
+    **options: Any,
+) -> BaseDataLoader:
+    """Open the session of a job whose model has these args, and build the loader that plans its batches."""
+    eos_id = tokenizer.eos_id if tokenizer else None
+    session = open_session(read_job(job_config, args, eos_id))
+    loader = open_dataset(
+        "training",
+        spec.build_dataloader_fn,
+        tokenizer=tokenizer,
+        job_config=job_config,
+        **options,
+    )
+    check_workers_when_loaded(loader)
+    return session.wrap_loader(loader)
+
+
+def _parallelize(
+    spec: TrainSpec,
+    model: nn.Module,
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
+) -> nn.Module:
+    """Parallelize a model by the spec's function, but for what CAD does in its place."""
+    separate_compile_caches(parallel_dims.get_all_one_dimensional_meshes())
+    apply_cad(model, parallel_dims, job_config)
+    with (
+        _left_to_cad(spec, model, job_config),
+        upstream.sharding_ties_together(model),
+    ):
+        parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
+    # Else checkpointing by operator (torch 2.13) stops at what FSDP2 records inside of a block.
+    by_operator = selects_operators(checkpointing(job_config))
+    if parallelized.pingpong is not None or by_operator:
+        for block in parallelized.layers.values():
+            adopt_hooks(block)
+    if not parallel_dims.pp_enabled:
+        build_engine([parallelized], parallel_dims, job_config)
+    return parallelized
+
+
 def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
     """Make a spec with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
     model_args = {name: cad_model_args(args) for name, args in spec.model_args.items()}
-    tokenize, validator, partial = (
-        spec.build_tokenizer_fn,
-        spec.build_validator_fn,
-        functools.partial,
-    )
-
-    def build_dataloader(
-        *, tokenizer: Any, job_config: JobConfig, **kwargs: Any
-    ) -> BaseDataLoader:
-        session = open_session(
-            read_job(
-                job_config, model_args[flavor], tokenizer.eos_id if tokenizer else None
-            )
-        )
-        build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
-        loader = open_dataset("training", build, job_config=job_config, **options)
-        check_workers_when_loaded(loader)
-        return session.wrap_loader(loader)
-
-    def parallelize(
-        model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-    ) -> nn.Module:
-        separate_compile_caches(parallel_dims.get_all_one_dimensional_meshes())
-        apply_cad(model, parallel_dims, job_config)
-        with (
-            _left_to_cad(spec, model, job_config),
-            upstream.sharding_ties_together(model),
-        ):
-            parallelized = spec.parallelize_fn(model, parallel_dims, job_config)
-        # Else checkpointing by operator (torch 2.13) stops at what FSDP2 records inside of a block.
-        if parallelized.pingpong is not None or selects_operators(
-            checkpointing(job_config)
-        ):
-            for block in parallelized.layers.values():
-                adopt_hooks(block)
-        if not parallel_dims.pp_enabled:
-            build_engine([parallelized], parallel_dims, job_config)
-        return parallelized
+    args = model_args[flavor]
+    tokenize = spec.build_tokenizer_fn
 
     def pipeline(
         model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, *args: Any
@@ -329,9 +337,8 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         job_config: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any
     ) -> Any:
         loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
-        return upstream.GradientScaledLoss(
-            loss_fn, upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims)
-        )
+        scale = upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims)
+        return upstream.GradientScaledLoss(loss_fn, scale)
 
     def build_validator(*, job_config: JobConfig, **options: Any) -> Any:
         built = upstream.build_validator(
@@ -344,13 +351,13 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         spec,
         model_cls=cad_model_class(spec.model_cls, adapter),
         model_args=model_args,
-        parallelize_fn=parallelize,
+        parallelize_fn=partial(_parallelize, spec),
         pipelining_fn=spec.pipelining_fn and pipeline,
         build_tokenizer_fn=tokenize
-        and partial(load_tokenizer, tokenize, vocab_size=model_args[flavor].vocab_size),
-        build_dataloader_fn=build_dataloader,
+        and partial(load_tokenizer, tokenize, vocab_size=args.vocab_size),
+        build_dataloader_fn=partial(_build_dataloader, spec, args),
         build_loss_fn=build_loss,
-        build_validator_fn=validator and build_validator,
+        build_validator_fn=spec.build_validator_fn and build_validator,
         build_metrics_processor_fn=CadMetricsProcessor,
     )
 
@@ -361,7 +368,8 @@ def apply_cad(
     """Replace the attention of every block by core attention on the CAD mesh."""
     session = current_session()
     mesh = session.build_mesh(parallel_dims.world_mesh)
-    adapter, layers = cast(Adapter, model.adapter), cast(nn.ModuleDict, model.layers)
+    adapter = cast(Adapter, model.adapter)
+    layers = cast(nn.ModuleDict, model.layers)
     by_name = {kind.name: kind for kind in session.job.kinds}
     names = [
         adapter.kind_of(model.model_args, int(layer), job_config.training.seq_len)
@@ -384,7 +392,7 @@ def apply_cad(
             )
         new_boundary = None
         if parallel_dims.tp_enabled and not session.job.async_tp:
-            new_boundary = functools.partial(
+            new_boundary = partial(
                 Boundary, session.side_stream, parallel_dims.get_mesh("tp").get_group()
             )
         model.pingpong = PingPong(  # type: ignore[assignment]
@@ -414,10 +422,8 @@ def _left_to_cad(
     whole blocks where ``checkpointing`` says so. Where tokens are redistributed, tensor parallelism expects their
     positions, as it does those that CP cuts.
     """
-    module, section = (
-        sys.modules[spec.parallelize_fn.__module__],
-        checkpointing(job_config),
-    )
+    module = sys.modules[spec.parallelize_fn.__module__]
+    section = checkpointing(job_config)
     pingpong: Any = model.pingpong
     original_ac = module.apply_ac
 
@@ -436,7 +442,7 @@ def _left_to_cad(
     if hasattr(module, "apply_cp_to_attention_module"):
         replaced["apply_cp_to_attention_module"] = lambda *_: None
     if pingpong is not None and hasattr(module, "apply_compile"):
-        replaced["apply_compile"] = functools.partial(
+        replaced["apply_compile"] = partial(
             apply_compile, pingpong, module.apply_compile
         )
     if has_positions():
@@ -463,7 +469,7 @@ def _contiguous_for_cad(cp_shard: Any) -> Any:
     tokens that were redistributed it cuts the positions that came with them.
     """
 
-    @functools.wraps(cp_shard)
+    @wraps(cp_shard)
     def shard(
         cp_mesh: Any,
         inputs: Any,
@@ -475,7 +481,8 @@ def _contiguous_for_cad(cp_shard: Any) -> Any:
             return cp_shard(
                 cp_mesh, inputs, attention_masks, load_balancer_type, **kwargs
             )
-        session, positions = current_session(), positions_of(attention_masks)
+        session = current_session()
+        positions = positions_of(attention_masks)
         if positions is not None:
             inputs = (*inputs[:2], positions)
         if session.cad.nano_batches == 2 and not divides_by_row(

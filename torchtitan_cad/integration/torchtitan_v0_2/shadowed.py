@@ -28,8 +28,13 @@ def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         *, tokenizer: Any, job_config: JobConfig, **kwargs: Any
     ) -> BaseDataLoader:
         nonlocal shadow
-        build, options = spec.build_dataloader_fn, {"tokenizer": tokenizer, **kwargs}
-        loader = open_dataset("training", build, job_config=job_config, **options)
+        loader = open_dataset(
+            "training",
+            spec.build_dataloader_fn,
+            tokenizer=tokenizer,
+            job_config=job_config,
+            **kwargs,
+        )
         check_workers_when_loaded(loader)
         args = copy.deepcopy(spec.model_args[flavor])
         args.update_from_config(job_config)

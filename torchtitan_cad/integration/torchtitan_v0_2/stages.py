@@ -40,10 +40,8 @@ def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
         )
     else:
         count = _fewest_stages(parallelism)
-    pp, schedule = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.pipeline_parallel_schedule,
-    )
+    pp = parallelism.pipeline_parallel_degree
+    schedule = parallelism.pipeline_parallel_schedule
     if count > num_layers + first + last:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree = {pp} with parallelism.pipeline_parallel_schedule = {schedule!r} "
@@ -61,10 +59,8 @@ def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
 
 def _fewest_stages(parallelism: Any) -> int:
     """Return the stages of a pipeline that is told nothing: one a rank, or two."""
-    pp, schedule = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.pipeline_parallel_schedule,
-    )
+    pp = parallelism.pipeline_parallel_degree
+    schedule = parallelism.pipeline_parallel_schedule
     return pp if _has_one_stage_a_rank(schedule) else 2 * pp
 
 
@@ -85,18 +81,15 @@ def _check_count(parallelism: Any, count: int, cause: str) -> None:
 
     ``cause`` tells which key makes them.
     """
-    pp, schedule = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.pipeline_parallel_schedule,
-    )
+    pp = parallelism.pipeline_parallel_degree
+    schedule = parallelism.pipeline_parallel_schedule
     fewest = _fewest_stages(parallelism)
     if _has_one_stage_a_rank(schedule) or _has_two_stages_a_rank(schedule):
-        is_right, needed = count == fewest, f"exactly {fewest} stages"
+        is_right = count == fewest
+        needed = f"exactly {fewest} stages"
     else:
-        is_right, needed = (
-            count % pp == 0 and count >= fewest,
-            f"two or more times {pp} stages",
-        )
+        is_right = count % pp == 0 and count >= fewest
+        needed = f"two or more times {pp} stages"
     if not is_right:
         first = parallelism.pipeline_parallel_first_stage_less_layers
         last = parallelism.pipeline_parallel_last_stage_less_layers

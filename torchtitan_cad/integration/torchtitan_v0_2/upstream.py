@@ -51,7 +51,8 @@ class GradientScaledLoss:
         self.scale = scale
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss, scale = self.loss_fn(*args, **kwargs), self.scale
+        loss = self.loss_fn(*args, **kwargs)
+        scale = self.scale
         if scale is not None and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * scale)
         return loss
@@ -144,11 +145,9 @@ def sharding_ties_together(model: Any) -> Iterator[None]:
 
     Under tensor parallelism each has a weight of its own while it is sharded, and nothing changes.
     """
-    embedding, output, original = (
-        model.tok_embeddings,
-        model.output,
-        titan_sharding.fully_shard,
-    )
+    embedding = model.tok_embeddings
+    output = model.output
+    original = titan_sharding.fully_shard
 
     def fully_shard(modules: Any, **options: Any) -> Any:
         is_tied = (

@@ -48,7 +48,8 @@ class ValidationLoader:
         self._first = copy.deepcopy(dataset.state_dict()) if starts_over else None
 
     def __iter__(self) -> Iterator[Batch]:
-        planner, handed_out = self.session.validation, 0
+        planner = self.session.validation
+        handed_out = 0
         if self._first is not None:
             self.inner.dataset.load_state_dict(copy.deepcopy(self._first))  # type: ignore[attr-defined]
         with announced_failure(planner, "loading a batch"):
@@ -70,10 +71,8 @@ class ValidationLoader:
 
     def _fits(self, rows: int) -> bool:
         """Tell whether the job can run a batch of that many rows, which may be the rest of a data set."""
-        parallelism, wanted = (
-            self.config.parallelism,
-            self.config.validation.local_batch_size,
-        )
+        parallelism = self.config.parallelism
+        wanted = self.config.validation.local_batch_size
         fits = rows == wanted
         if parallelism.pipeline_parallel_degree == 1:  # else buffers have one size
             cuts_rows = self.config.cad.nano_batches == 2 and rows % 2 == 1

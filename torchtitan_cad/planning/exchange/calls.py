@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,65 +59,73 @@ def halves(tables: Calls, window: int | None = None) -> list[Calls]:
     return both
 
 
+class _Lengths(NamedTuple):
+    """Numbers of queries and keys of tasks, 1 if they are causal and 0 if not, all [num_tasks], and their window."""
+
+    queries: IntArray
+    keys: IntArray
+    causal: IntArray
+    window: int | None
+
+    @classmethod
+    def of_calls(cls, tables: Calls, window: int | None) -> _Lengths:
+        """Return the numbers of all tasks of calls."""
+        none = np.zeros((3, 0), np.int64)
+        columns = [
+            (table.q_length, table.k_length, np.full(table.num_tasks, causal))
+            for table, causal in tables
+        ]
+        queries, keys, causal = np.concatenate([none, *columns], axis=1)
+        return cls(queries, keys, causal, window=window)
+
+    def of_task(self, task: int) -> _Lengths:
+        """Return the numbers of one task."""
+        return _Lengths(
+            queries=self.queries[task],
+            keys=self.keys[task],
+            causal=self.causal[task],
+            window=self.window,
+        )
+
+    def pairs(self, firsts: IntArray) -> IntArray:
+        """Return the (query, key) pairs of the ``firsts`` first queries."""
+        masked = firsts * (self.queries - firsts) + _triangle(firsts - 1)
+        pairs = firsts * self.keys - self.causal * masked
+        if self.window is None:
+            return pairs
+        before = self.keys - self.queries - self.window
+        return pairs - _triangle(before + firsts) + _triangle(before)
+
+    def repeated_keys(self, first: int) -> int:
+        """Return the keys that both parts of a task need if it is cut at its query ``first``."""
+        repeated = int(self.keys - self.causal * (self.queries - first))
+        if self.window is None:
+            return repeated
+        return min(repeated, self.window - 1)
+
+
 def _middle(tables: Calls, window: int | None) -> tuple[int, int]:
     """Return the number of tasks of the first half, and the number of queries of the next task."""
-    none = np.zeros(0, np.int64)
-    queries = np.concatenate([none, *(np.diff(table.cu_q) for table, _ in tables)])
-    keys = np.concatenate([none, *(np.diff(table.cu_k) for table, _ in tables)])
-    causal = np.concatenate(
-        [
-            none,
-            *(np.full(table.num_tasks, int(is_causal)) for table, is_causal in tables),
-        ]
-    )
-    of_tasks = _pairs(queries, queries=queries, keys=keys, causal=causal, window=window)
-    before = exclusive_cumsum(of_tasks)
+    lengths = _Lengths.of_calls(tables, window)
+    before = exclusive_cumsum(lengths.pairs(lengths.queries))
     total = before[-1]
-    cut = int(np.abs(2 * before - total).argmin())
-    uneven = abs(2 * before[cut] - total)
+    # by how much the first half exceeds the second if the cut lies before a task
+    excess = 2 * before - total
+    cut = int(np.abs(excess).argmin())
+    uneven = abs(excess[cut])
     if uneven <= MOST_UNEVEN * total:
         return cut, 0
-    task = int(np.searchsorted(2 * before, total, side="right")) - 1
-    firsts = np.arange(CUT_AT, queries[task], CUT_AT)
-    pairs = _pairs(
-        firsts,
-        queries=queries[task],
-        keys=keys[task],
-        causal=causal[task],
-        window=window,
-    )
-    left = np.abs(2 * (before[task] + pairs) - total)
-    if not len(firsts) or left.min() >= uneven:
+    task = int(np.searchsorted(excess, 0, side="right")) - 1
+    middle = lengths.of_task(task)
+    firsts = np.arange(CUT_AT, lengths.queries[task], CUT_AT)
+    uneven_inside = np.abs(excess[task] + 2 * middle.pairs(firsts))
+    if uneven_inside.min(initial=uneven) >= uneven:
         return cut, 0
-    first = int(firsts[left.argmin()])
-    repeated = keys[task] - causal[task] * (queries[task] - first)
-    if window is not None:
-        repeated = min(repeated, window - 1)
-    return (
-        (task, first)
-        if repeated <= MOST_REPEATED * (2 * queries + keys).sum()
-        else (cut, 0)
-    )
-
-
-def _pairs(
-    firsts: IntArray,
-    *,
-    queries: IntArray,
-    keys: IntArray,
-    causal: IntArray,
-    window: int | None,
-) -> IntArray:
-    """Return the (query, key) pairs of the ``firsts`` first queries of tasks; ``causal`` is 1 or 0."""
-    masked = firsts * (queries - firsts) + firsts * (firsts - 1) // 2
-    pairs = firsts * keys - causal * masked
-    if window is None:
-        return pairs
-    return (
-        pairs
-        - _triangle(keys - queries + firsts - window)
-        + _triangle(keys - queries - window)
-    )
+    first = int(firsts[uneven_inside.argmin()])
+    rows = 2 * lengths.queries + lengths.keys
+    if middle.repeated_keys(first) > MOST_REPEATED * rows.sum():
+        return cut, 0
+    return task, first
 
 
 def _triangle(rows: IntArray) -> IntArray:
@@ -130,19 +139,20 @@ def squares(tables: Calls) -> Calls:
 
     The rectangles and the other unmasked tasks make one call.
     """
-    square: Calls = []
+    calls: Calls = []
     unmasked = [table for table, causal in tables if not causal]
-    for table in (table for table, causal in tables if causal):
-        queries, keys = (
-            np.diff(table.cu_q).astype(np.int64),
-            np.diff(table.cu_k).astype(np.int64),
-        )
-        before = keys - queries
-        square.append((table.pieces(np.arange(table.num_tasks), before, keys), True))
+    for table in [table for table, causal in tables if causal]:
+        before = table.k_length - table.q_length
+        tasks = np.arange(table.num_tasks)
+        square = table.pieces(tasks, before, table.k_length)
+        calls.append((square, True))
         longer = np.flatnonzero(before)
-        unmasked.append(table.pieces(longer, np.zeros_like(longer), before[longer]))
-    rest = CallTable.joined([table for table in unmasked if table.num_tasks])
-    return [*square, (rest, False)] if rest.num_tasks else square
+        first_keys = np.zeros_like(longer)
+        unmasked.append(table.pieces(longer, first_keys, before[longer]))
+    joined = CallTable.joined([table for table in unmasked if table.num_tasks])
+    if joined.num_tasks:
+        calls.append((joined, False))
+    return calls
 
 
 def bounded(
@@ -156,14 +166,11 @@ def bounded(
 
     Cuts lie between tasks and, with ``split_keys``, along the keys of a task that is too large by itself.
     """
-    total = sum(
-        int(weighted_rows(table)[-1]) for tables in rounds for table, _ in tables
-    )
-    tokens = num_local or sum(
-        len(table.q_rows) for tables in rounds for table, _ in tables
-    )
-    most = max((MOST_ROWS * tokens - total) / WORKING_ROWS, total / MOST_CALLS)
-
+    calls = [table for table, _ in chain(*rounds)]
+    total = sum(int(weighted_rows(table)[-1]) for table in calls)
+    tokens = num_local or sum(len(table.q_rows) for table in calls)
+    working = (MOST_ROWS * tokens - total) / WORKING_ROWS
+    most = max(working, total / MOST_CALLS)
     while True:
         cut = [_cut(tables, most, split_keys=split_keys) for tables in rounds]
         if sum(map(len, cut)) <= max_calls:
@@ -174,10 +181,12 @@ def bounded(
 def _cut(tables: Calls, most: float, *, split_keys: bool) -> Calls:
     """Return the calls of a round, cut to about ``most`` weighted rows each."""
     if split_keys:
-        tables = [
-            call for table, causal in tables for call in _divided(table, causal, most)
-        ]
-    return [(call, causal) for table, causal in tables for call in _split(table, most)]
+        divided = [_divided(table, causal, most) for table, causal in tables]
+        tables = [*chain(*divided)]
+    calls: Calls = []
+    for table, causal in tables:
+        calls += [(call, causal) for call in _split(table, most)]
+    return calls
 
 
 def _split(table: CallTable, most: float) -> list[CallTable]:
@@ -185,17 +194,27 @@ def _split(table: CallTable, most: float) -> list[CallTable]:
     count = math.ceil(rows[-1] / most)
     if count <= 1:
         return [table]
+
+    def largest(cuts: list[int]) -> float:
+        return max(most, np.diff(rows[cuts]).max())
+
     # One more call where whole tasks would leave a call too large.
     cuts = min(
-        (_even_cuts(rows, n) for n in (count, count + 1)),
-        key=lambda cuts: max(most, np.diff(rows[cuts]).max()),
+        _even_cuts(rows, count),
+        _even_cuts(rows, count + 1),
+        key=largest,
     )
-    return [table.tasks(begin, end) for begin, end in pairwise(cuts) if begin < end]
+    ranges = pairwise(cuts)
+    return [table.tasks(begin, end) for begin, end in ranges if begin < end]
 
 
 def _even_cuts(rows: IntArray, count: int) -> list[int]:
     """Return the tasks at which to cut for ``count`` calls of about equal weighted rows; ``rows`` are cumulative."""
-    return [int(np.abs(rows - rows[-1] * i / count).argmin()) for i in range(count + 1)]
+    cuts = []
+    for i in range(count + 1):
+        distance = np.abs(rows - rows[-1] * i / count)
+        cuts.append(int(distance.argmin()))
+    return cuts
 
 
 def _divided(table: CallTable, causal: bool, most: float) -> Calls:
@@ -204,11 +223,13 @@ def _divided(table: CallTable, causal: bool, most: float) -> Calls:
     Each piece reads all queries of its task again, which may add ``MOST_REPEATED`` of the task's weighted rows. The
     last piece of a causal task has the diagonal. The other pieces are rectangles and make a second call.
     """
-    queries = np.diff(table.cu_q).astype(np.int64)
-    keys = np.diff(table.cu_k).astype(np.int64)
+    queries = table.q_length
+    keys = table.k_length
     count = _num_pieces(queries, keys, most)
     last = -(-keys // count)
-    before = keys - (np.maximum(last, queries) if causal else last)
+    if causal:
+        last = np.maximum(last, queries)
+    before = keys - last
     if not before.any():
         return [(table, causal)]
     count = np.where(before > 0, count, 1)
@@ -216,21 +237,34 @@ def _divided(table: CallTable, causal: bool, most: float) -> Calls:
     number = concat_ranges(np.zeros_like(count), count)
     is_last = number == count[task] - 1
     others = np.maximum(count[task] - 1, 1)
-    begin = np.where(is_last, before[task], before[task] * number // others)
-    end = np.where(is_last, keys[task], before[task] * (number + 1) // others)
+    last_begin = before[task]
+    begin = np.where(is_last, last_begin, last_begin * number // others)
+    end = np.where(is_last, keys[task], last_begin * (number + 1) // others)
     if not causal:
         return [(table.pieces(task, begin, end), False)]
-    diagonal = table.pieces(task[is_last], begin[is_last], end[is_last])
-    rectangles = table.pieces(task[~is_last], begin[~is_last], end[~is_last])
+    diagonal = table.pieces(
+        task[is_last],
+        begin[is_last],
+        end[is_last],
+    )
+    rectangles = table.pieces(
+        task[~is_last],
+        begin[~is_last],
+        end[~is_last],
+    )
     return [(diagonal, True), (rectangles, False)]
 
 
 def _num_pieces(queries: IntArray, keys: IntArray, most: float) -> IntArray:
     """Return into how many pieces of about ``most`` weighted rows tasks are cut along their keys."""
-    rows = 2 * queries + keys
-    wanted = np.ceil(keys / np.maximum(most - 2 * queries, 1)).astype(np.int64)
-    allowed = 1 + (MOST_REPEATED * rows / (2 * queries)).astype(np.int64)
-    return np.where(rows > most, np.minimum(wanted, allowed), 1)
+    query_rows = 2 * queries
+    rows = query_rows + keys
+    key_rows = np.maximum(most - query_rows, 1)
+    wanted = np.ceil(keys / key_rows).astype(np.int64)
+    repeated = MOST_REPEATED * rows / query_rows
+    allowed = 1 + repeated.astype(np.int64)
+    count = np.minimum(wanted, allowed)
+    return np.where(rows > most, count, 1)
 
 
 def weighted_rows(table: CallTable) -> IntArray:
@@ -245,6 +279,4 @@ def combine_early(num_results: int, num_local: int) -> bool:
 
 def lie_in_order(rows: IntArray) -> bool:
     """Tell whether rows [n] are consecutive, so that a call can read local rows in place."""
-    return bool(rows.size) and np.array_equal(
-        rows, np.arange(rows[0], rows[0] + rows.size)
-    )
+    return rows.size > 0 and bool((np.diff(rows) == 1).all())

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtitan_cad.planning.intervals import (
+    BoolArray,
     IntArray,
     concat_ranges,
     covered,
@@ -81,7 +81,7 @@ class RowNeeds:
         )
 
     @property
-    def sends(self) -> npt.NDArray[np.bool_]:
+    def sends(self) -> BoolArray:
         """[num_ranks, num_ranks] Whether the first rank is home to rows that the second, another one, uses."""
         first = np.searchsorted(self.run_start, self.start, side="right") - 1
         stop = np.searchsorted(self.run_start, self.end, side="left")

@@ -74,40 +74,39 @@ class CallTable:
         """Tasks of the call."""
         return len(self.q_start)
 
+    @property
+    def q_length(self) -> IntArray:
+        """int64 [num_tasks] queries of each task."""
+        return np.diff(self.cu_q).astype(np.int64)
+
+    @property
+    def k_length(self) -> IntArray:
+        """int64 [num_tasks] keys of each task."""
+        return np.diff(self.cu_k).astype(np.int64)
+
     @classmethod
     def joined(cls, tables: Sequence[CallTable]) -> CallTable:
         """Return one call with the tasks of all ``tables``, in their order."""
 
-        def rows(name: str) -> IntArray:
-            return np.concatenate(
-                [np.zeros(0, np.int64), *(getattr(table, name) for table in tables)]
-            )
-
-        def offsets(name: str) -> np.ndarray:
-            lengths = [np.diff(getattr(table, name)) for table in tables]
-            return exclusive_cumsum(
-                np.concatenate([np.zeros(0, np.int64), *lengths])
-            ).astype(np.int32)
+        def column(name: str) -> IntArray:
+            columns = [getattr(table, name) for table in tables]
+            return np.concatenate([np.zeros(0, np.int64), *columns])
 
         return cls(
-            q_rows=rows("q_rows"),
-            kv_rows=rows("kv_rows"),
-            cu_q=offsets("cu_q"),
-            cu_k=offsets("cu_k"),
+            q_rows=column("q_rows"),
+            kv_rows=column("kv_rows"),
+            cu_q=exclusive_cumsum(column("q_length")).astype(np.int32),
+            cu_k=exclusive_cumsum(column("k_length")).astype(np.int32),
             max_q=max((table.max_q for table in tables), default=0),
             max_k=max((table.max_k for table in tables), default=0),
-            q_start=rows("q_start"),
-            kv_start=rows("kv_start"),
+            q_start=column("q_start"),
+            kv_start=column("kv_start"),
         )
 
     def tasks(self, begin: int, end: int) -> CallTable:
         """Return a call of tasks [begin, end)."""
         tasks = np.arange(begin, end)
-        return self.pieces(
-            tasks,
-            np.zeros_like(tasks),
-            self.cu_k[tasks + 1].astype(np.int64) - self.cu_k[tasks],
-        )
+        return self.pieces(tasks, np.zeros_like(tasks), self.k_length[tasks])
 
     def divided(
         self, task: int, queries: int, *, causal: bool, window: int | None = None
@@ -117,16 +116,18 @@ class CallTable:
         In a ``causal`` call, the first queries do not attend to the keys at the positions of the others. With a
         ``window``, neither do the others to the keys before the first of their windows.
         """
-        before, rest = np.arange(task + (queries > 0)), np.arange(task, self.num_tasks)
-        q_length, k_length = (
-            np.diff(self.cu_q).astype(np.int64),
-            np.diff(self.cu_k).astype(np.int64),
-        )
-        q_begin, q_end, k_end = np.zeros_like(rest), q_length[before], k_length[before]
+        before = np.arange(task + (queries > 0))
+        rest = np.arange(task, self.num_tasks)
+        q_length = self.q_length
+        k_length = self.k_length
+        q_begin = np.zeros_like(rest)
+        q_end = q_length[before]
+        k_end = k_length[before]
         if queries:
             q_begin[0] = q_end[-1] = queries
             k_end[-1] -= causal * (q_length[task] - queries)
-        none, k_begin = np.zeros_like(before), np.zeros_like(rest)
+        none = np.zeros_like(before)
+        k_begin = np.zeros_like(rest)
         if queries and window is not None:
             k_begin[0] = max(0, k_end[-1] + 1 - window)
         first = self.pieces(before, none, k_end, (none, q_end))
@@ -145,13 +146,13 @@ class CallTable:
 
         ``queries`` are [first, end) of each piece's queries within its task, by default all.
         """
-        q_first, q_end = queries or (
-            np.zeros_like(task),
-            self.cu_q[task + 1].astype(np.int64) - self.cu_q[task],
-        )
-        q_begin, k_begin = self.cu_q[task] + q_first, self.cu_k[task] + begin
-        q_length, k_length = q_end - q_first, end - begin
-        cu_q, cu_k = exclusive_cumsum(q_length), exclusive_cumsum(k_length)
+        q_first, q_end = queries or (np.zeros_like(task), self.q_length[task])
+        q_begin = self.cu_q[task] + q_first
+        k_begin = self.cu_k[task] + begin
+        q_length = q_end - q_first
+        k_length = end - begin
+        cu_q = exclusive_cumsum(q_length)
+        cu_k = exclusive_cumsum(k_length)
         return CallTable(
             q_rows=self.q_rows[concat_ranges(q_begin, q_length)],
             kv_rows=self.kv_rows[concat_ranges(k_begin, k_length)],
@@ -289,7 +290,7 @@ def _row_exchange(needs: RowNeeds, rank: int, space: _RowSpace) -> RowExchange:
 def most_rows(queries: RowNeeds, keys: RowNeeds) -> MostRows:
     """Return the rows of the busiest ranks, see :class:`MostRows`."""
     rows = (queries.rows_in, keys.rows_in, queries.rows_out, keys.rows_out)
-    return MostRows(*(int(each.max(initial=0)) for each in rows))
+    return MostRows(*(int(column.max(initial=0)) for column in rows))
 
 
 def _require_size(
@@ -339,11 +340,10 @@ def _call_table(
     layout: TokenLayout, tasks: TaskArray, q_space: _RowSpace, kv_space: _RowSpace
 ) -> CallTable:
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
-    q_length, k_length = (
-        tasks["q_end"] - tasks["q_start"],
-        tasks["kv_end"] - tasks["kv_start"],
-    )
-    cu_q, cu_k = exclusive_cumsum(q_length), exclusive_cumsum(k_length)
+    q_length = tasks["q_end"] - tasks["q_start"]
+    k_length = tasks["kv_end"] - tasks["kv_start"]
+    cu_q = exclusive_cumsum(q_length)
+    cu_k = exclusive_cumsum(k_length)
     return CallTable(
         q_rows=q_space.rows(base + tasks["q_start"], base + tasks["q_end"]),
         kv_rows=kv_space.rows(base + tasks["kv_start"], base + tasks["kv_end"]),

@@ -6,19 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan_cad.planning.intervals import (
+    BoolArray,
     IntArray,
+    begins_group,
     concat_ranges,
     exclusive_cumsum,
     sum_by_index,
 )
 from torchtitan_cad.planning.text import brief, is_integer
-
-BoolArray = npt.NDArray[np.bool_]
 
 Segment = tuple[int, int, int]
 
@@ -76,12 +77,9 @@ class TokenLayout:
         for rank, segments in enumerate(per_rank):
             for segment in segments:
                 _check_segment(rank, segment)
-        rank_of = np.repeat(
-            np.arange(len(per_rank)), [len(segments) for segments in per_rank]
-        )
-        table = np.array(
-            [s for segments in per_rank for s in segments], dtype=np.int64
-        ).reshape(-1, 3)
+        counts = [len(segments) for segments in per_rank]
+        rank_of = np.repeat(np.arange(len(per_rank)), counts)
+        table = np.array([*chain(*per_rank)], dtype=np.int64).reshape(-1, 3)
         return cls.from_arrays(
             len(per_rank), rank_of, table[:, 0], table[:, 1], table[:, 2], attends
         )
@@ -125,17 +123,7 @@ class TokenLayout:
                 f"segment ranks must lie in [0, {num_ranks}), got {rank.min()}..{rank.max()}"
             )
         for name, column in (("start", start), ("length", length)):
-            if (column < 0).any():
-                i = int(np.argmax(column < 0))
-                raise ValueError(
-                    f"rank {rank[i]}: segment of document {doc[i]} has negative {name} {column[i]}"
-                )
-            if (column > MAX_TOKENS).any():
-                i = int(np.argmax(column > MAX_TOKENS))
-                raise ValueError(
-                    f"rank {rank[i]}: segment of document {doc[i]} has {name} {column[i]}, more than the "
-                    f"{MAX_TOKENS} tokens of a layout: plan fewer tokens at a time"
-                )
+            _check_range(name, column, rank=rank, doc=doc)
         if (tokens := int(length.sum())) > MAX_TOKENS:
             raise ValueError(
                 f"the layout has {tokens} tokens, more than {MAX_TOKENS}: plan fewer tokens at a time"
@@ -156,11 +144,9 @@ class TokenLayout:
     def _check_documents(self) -> None:
         """Raise ValueError unless every document is tiled exactly, from position 0, by its runs."""
         order = self.run_order
-        doc, start, rank = (
-            self.seg_doc[order],
-            self.seg_start[order],
-            self.seg_rank[order],
-        )
+        doc = self.seg_doc[order]
+        start = self.seg_start[order]
+        rank = self.seg_rank[order]
         end = start + self.seg_length[order]
         expected = np.roll(end, 1)
         expected[self._doc_run] = 0
@@ -236,10 +222,7 @@ class TokenLayout:
     @cached_property
     def _doc_run(self) -> IntArray:
         """[D] the first run of each document, as an index into :attr:`run_start`."""
-        doc = self.seg_doc[self.run_order]
-        first = np.ones(len(doc), dtype=bool)
-        first[1:] = doc[1:] != doc[:-1]
-        return np.flatnonzero(first)
+        return np.flatnonzero(begins_group(self.seg_doc[self.run_order]))
 
     @cached_property
     def run_rank(self) -> IntArray:
@@ -286,11 +269,9 @@ class TokenLayout:
 
     def rank_positions(self, rank: int, *, queries: bool = False) -> IntArray:
         """Return [rows] the global position of each local row, with ``queries`` of each local query row."""
-        mine = (self.seg_rank == rank) & (self.seg_attends | (not queries))
-        return concat_ranges(
-            self.global_position(self.seg_doc[mine], self.seg_start[mine]),
-            self.seg_length[mine],
-        )
+        chosen = (self.seg_rank == rank) & (self.seg_attends | (not queries))
+        start = self.global_position(self.seg_doc[chosen], self.seg_start[chosen])
+        return concat_ranges(start, self.seg_length[chosen])
 
     def segments(self) -> list[list[Segment]]:
         """Return one list of (document, start, length) per rank, as :meth:`from_segments` takes them."""
@@ -319,6 +300,21 @@ def _check_segment(rank: int, segment: Segment) -> None:
     if any(not -WIDEST < value < WIDEST for value in segment):
         raise ValueError(
             f"rank {rank}: segment {brief(segment)} does not fit in 62 bits"
+        )
+
+
+def _check_range(name: str, column: IntArray, *, rank: IntArray, doc: IntArray) -> None:
+    """Raise ValueError unless a column of segments is in [0, ``MAX_TOKENS``]."""
+    if (column < 0).any():
+        i = int(np.argmax(column < 0))
+        raise ValueError(
+            f"rank {rank[i]}: segment of document {doc[i]} has negative {name} {column[i]}"
+        )
+    if (column > MAX_TOKENS).any():
+        i = int(np.argmax(column > MAX_TOKENS))
+        raise ValueError(
+            f"rank {rank[i]}: segment of document {doc[i]} has {name} {column[i]}, more than the "
+            f"{MAX_TOKENS} tokens of a layout: plan fewer tokens at a time"
         )
 
 
@@ -357,7 +353,8 @@ def stack(layouts: Sequence[TokenLayout | None], num_ranks: int) -> TokenLayout:
     for index, layout in enumerate(layouts):
         if layout is None:
             continue
-        rank, doc = layout.seg_rank + index * num_ranks, layout.seg_doc + next_doc
+        rank = layout.seg_rank + index * num_ranks
+        doc = layout.seg_doc + next_doc
         columns.append(
             (rank, doc, layout.seg_start, layout.seg_length, layout.seg_attends)
         )

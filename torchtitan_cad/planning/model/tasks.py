@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import BoolArray, IntArray, begins_group
 from torchtitan_cad.planning.model.layout import TokenLayout
 
 TASK_FIELDS = ("doc", "q_start", "q_end", "kv_start", "kv_end", "server")
@@ -73,7 +73,7 @@ def from_table(docs: IntArray, table: IntArray) -> TaskArray:
     return merge_queries(make_tasks(docs[doc], *columns))
 
 
-def is_diagonal(tasks: TaskArray) -> npt.NDArray[np.bool_]:
+def is_diagonal(tasks: TaskArray) -> BoolArray:
     """Return [n] True for diagonal (bottom-right causal) tasks, False for rectangles."""
     return tasks["kv_end"] == tasks["q_end"]
 
@@ -96,7 +96,8 @@ def canonical(tasks: TaskArray) -> TaskArray:
 
 def _ascends(tasks: TaskArray) -> bool:
     """Tell whether (doc, q_start, kv_start) rises strictly from every task to the next."""
-    rises, same = np.zeros(max(0, len(tasks) - 1), dtype=bool), True
+    rises = np.zeros(max(0, len(tasks) - 1), dtype=bool)
+    same = True
     for key in ORDER_FIELDS:
         step = np.diff(tasks[key])
         rises |= same & (step > 0)
@@ -117,11 +118,12 @@ def merge_queries(tasks: TaskArray) -> TaskArray:
     order = np.lexsort(
         (tasks["q_start"], key_end, tasks["kv_start"], tasks["server"], tasks["doc"])
     )
-    tasks, key_end = tasks[order], key_end[order]
-    joins = tasks["q_start"][1:] == tasks["q_end"][:-1]
-    for column in (tasks["doc"], tasks["server"], tasks["kv_start"], key_end):
-        joins &= column[1:] == column[:-1]
-    begins = np.flatnonzero(np.append(True, ~joins))
+    tasks = tasks[order]
+    key_end = key_end[order]
+    shared = [tasks[name] for name in ("doc", "server", "kv_start")]
+    is_first = begins_group(*shared, key_end)
+    is_first[1:] |= tasks["q_start"][1:] != tasks["q_end"][:-1]
+    begins = np.flatnonzero(is_first)
     ends = np.append(begins[1:], len(tasks)) - 1
     merged = tasks[begins].copy()
     merged["q_end"] = tasks["q_end"][ends]
@@ -145,18 +147,20 @@ def home_tasks(layout: TokenLayout, window: int | None = None) -> TaskArray:
     that follow.
     """
     order = layout.run_order[layout.run_attends]
-    rank, doc, start = (
-        layout.seg_rank[order],
-        layout.seg_doc[order],
-        layout.seg_start[order],
-    )
+    rank = layout.seg_rank[order]
+    doc = layout.seg_doc[order]
+    start = layout.seg_start[order]
     end = start + layout.seg_length[order]
-    joins = (doc[1:] == doc[:-1]) & (rank[1:] == rank[:-1]) & (start[1:] == end[:-1])
-    begins, ends = (
-        np.append(True, ~joins)[: len(doc)],
-        np.append(~joins, True)[: len(doc)],
-    )
-    first = first_keys(start[begins], window)
+    is_first = begins_group(doc, rank)
+    is_first[1:] |= start[1:] != end[:-1]
+    is_last = np.roll(is_first, -1)
+    q_start = start[is_first]
+    q_end = end[is_last]
     return make_tasks(
-        doc[begins], start[begins], end[ends], first, end[ends], rank[begins]
+        doc=doc[is_first],
+        q_start=q_start,
+        q_end=q_end,
+        kv_start=first_keys(q_start, window),
+        kv_end=q_end,
+        server=rank[is_first],
     )

@@ -17,7 +17,8 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.placement.moves import random
 
-BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
+BACKWARD_LINEAR = 2.0
+BACKWARD_ATTENTION = 2.5
 """Operations of the backward over those of the forward."""
 TRIES = 125
 """changes that a search for the order, or the profile, of a step's microbatches tries for each of them"""
@@ -37,8 +38,8 @@ def one_f_one_b(
     """
     times = np.stack(
         [
-            np.array(each, dtype=np.float64).reshape(len(each), -1)
-            for each in (forward, backward)
+            np.array(seconds, dtype=np.float64).reshape(len(seconds), -1)
+            for seconds in (forward, backward)
         ]
     )
     scratch = _scratch(stages, *times.shape[1:])
@@ -60,13 +61,16 @@ def in_stages(attention: FloatArray, stages: int, linear: float = 0.0) -> float:
 
 def best_order(attention: FloatArray, stages: int, linear: float = 0.0) -> IntArray:
     """Return an order of the microbatches in which they take little time; arguments as for ``in_stages``."""
-    as_is, order = np.arange(len(attention)), light_ends(attention)
+    as_is = np.arange(len(attention))
+    order = light_ends(attention)
     if stages == 1:
         return as_is
-    found = order[_improved(attention[order], 0.0, stages, linear)[1]]
-    return min(
-        as_is, found, key=lambda each: in_stages(attention[each], stages, linear)
-    )
+    improved = order[_improved(attention[order], 0.0, stages, linear)[1]]
+
+    def seconds(order: IntArray) -> float:
+        return in_stages(attention[order], stages, linear)
+
+    return min(as_is, improved, key=seconds)
 
 
 def best_profile(
@@ -79,7 +83,8 @@ def best_profile(
             all other attention is divided at will, although not every microbatch's tokens could have so much.
         linear: time of a microbatch's linear work.
     """
-    mean, fixed = documents.sum() / microbatches, np.zeros(microbatches)
+    mean = documents.sum() / microbatches
+    fixed = np.zeros(microbatches)
     long = documents[documents > mean]
     fixed[: len(long)] = long
     return _improved(fixed[light_ends(fixed)], mean - fixed.mean(), stages, linear)[0]
@@ -95,7 +100,8 @@ def _improved(
     fixed: FloatArray, loose: float, stages: int, linear: float
 ) -> tuple[FloatArray, IntArray]:
     """Return the microbatches' attention, of which ``loose`` of each may move, and their numbers in ``fixed``."""
-    order, numbers = np.arange(len(fixed)), np.zeros(1, dtype=np.int64)
+    order = np.arange(len(fixed))
+    numbers = np.zeros(1, dtype=np.int64)
     table = np.stack([np.full(len(fixed), linear), fixed, np.full(len(fixed), loose)])
     improve(
         table,
@@ -111,12 +117,11 @@ def _scratch(
     stages: int, count: int, ranks: int
 ) -> tuple[IntArray, FloatArray, FloatArray, IntArray]:
     """Return whether the ranks meet in each microbatch (none), and the other arguments of ``run``."""
-    numbers = np.zeros(count, dtype=np.int64), np.zeros(stages, dtype=np.int64)
     return (
-        numbers[0],
+        np.zeros(count, dtype=np.int64),
         np.zeros((2, stages, count, ranks)),
         np.zeros((stages, ranks)),
-        numbers[1],
+        np.zeros(stages, dtype=np.int64),
     )
 
 
@@ -128,13 +133,16 @@ def run(
 
     Scratch: the ends of all passes, -1 before; when stages are free; their passes so far.
     """
-    stages, count, ranks = ends.shape[1], ends.shape[2], ends.shape[3]
+    stages = ends.shape[1]
+    count = ends.shape[2]
+    ranks = ends.shape[3]
     for stage in range(stages):
         at[stage] = 0
         for rank in range(ranks):
             free[stage, rank] = 0.0
         for m in range(count):
-            ends[0, stage, m, 0], ends[1, stage, m, 0] = -1.0, -1.0
+            ends[0, stage, m, 0] = -1.0
+            ends[1, stage, m, 0] = -1.0
     left = 2 * stages * count
     while left > 0:
         for stage in range(stages):
@@ -142,24 +150,26 @@ def run(
             while at[stage] < 2 * count:
                 # a stage runs ``ahead`` forwards, then backward and forward in turn
                 done = at[stage] - ahead
-                m, way = at[stage], 0
+                m = at[stage]
+                way = 0
                 if done >= 2 * (count - ahead):
-                    m, way = done - (count - ahead), 1
+                    m = done - (count - ahead)
+                    way = 1
                 elif done >= 0:
-                    m, way = done // 2 + ahead * (done % 2), 1 - done % 2
+                    m = done // 2 + ahead * (done % 2)
+                    way = 1 - done % 2
                 before = stage - 1 + 2 * way
                 if 0 <= before < stages and ends[way, before, m, 0] < 0:
                     break
-                start, longest = 0.0, 0.0
+                start = 0.0
+                longest = 0.0
                 for rank in range(ranks):
                     if 0 <= before < stages:
                         free[stage, rank] = max(
                             free[stage, rank], ends[way, before, m, rank]
                         )
-                    start, longest = (
-                        max(start, free[stage, rank]),
-                        max(longest, times[way, m, rank]),
-                    )
+                    start = max(start, free[stage, rank])
+                    longest = max(longest, times[way, m, rank])
                 for rank in range(ranks):
                     alone = free[stage, rank] + times[way, m, rank]
                     free[stage, rank] = ends[way, stage, m, rank] = (
@@ -199,14 +209,18 @@ def improve(
 
     ``numbers`` is the state of the random numbers, ``scratch`` are the other arguments of ``run``.
     """
-    (meets, ends, free, at), count, best = scratch, table.shape[1], np.inf
+    meets, ends, free, at = scratch
+    count = table.shape[1]
+    best = np.inf
     for number in range(TRIES * count):
-        i, j = random(numbers, count), random(numbers, count)
+        i = random(numbers, count)
+        j = random(numbers, count)
         part = table[LOOSE, i] * random(numbers, 257) / 256 * random(numbers, 2)
         if number > 0:
             _change(table, order, i, j, part)
         for m in range(count):
-            linear, attention = table[LINEAR, m], table[FIXED, m] + table[LOOSE, m]
+            linear = table[LINEAR, m]
+            attention = table[FIXED, m] + table[LOOSE, m]
             times[0, m, 0] = linear / (1 + BACKWARD_LINEAR) + attention / (
                 1 + BACKWARD_ATTENTION
             )

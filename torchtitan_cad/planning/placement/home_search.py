@@ -9,7 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan_cad.planning.exchange.traffic import node_prices
-from torchtitan_cad.planning.intervals import FloatArray, IntArray, end_to_end
+from torchtitan_cad.planning.intervals import (
+    FloatArray,
+    IntArray,
+    begins_group,
+    end_to_end,
+)
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -22,7 +27,6 @@ from torchtitan_cad.planning.placement.state import (
     CHUNK_DOC,
     COUNT,
     KEY_BYTES,
-    LEAST_CHUNK,
     LENGTH,
     LOAD,
     PER_PAIR,
@@ -90,51 +94,37 @@ class HomeSearch:
         cost: CostModel,
         weights: Weights,
     ) -> None:
+        num_ranks = layout.num_ranks
         lengths = layout.doc_lengths
         grid = config.min_shard
         prefix = cost.prefix_cost(int(lengths.max())).astype(np.float64)
         work = work_of(prefix, cost.granularity, 0, lengths)
-        mean_work = float(work.sum()) / layout.num_ranks
+        total_work = work.sum()
+        mean_work = total_work / num_ranks
         longest_chunk = max(grid, int(layout.tokens_per_rank.max()) // grid * grid)
         is_long = (work * weights.short > mean_work) | (lengths > longest_chunk)
         whole = np.flatnonzero(~is_long)
         self._layout = layout
-        self._capacity = layout.tokens_per_rank
         self._short = whole[np.argsort(-lengths[whole], kind="stable")]
         self._long = np.flatnonzero(is_long)
         self._most_work = MOST_WORK * mean_work
-        self._tries = int(
-            MOVES * (layout.num_ranks / 64) ** (0.25 if layout.num_ranks > 64 else 0.6)
-        )
 
-        rows = _chunk_bounds(
-            _pairs(lengths).sum() / layout.num_ranks, shape, grid, longest_chunk
+        pairs = _pairs(lengths).sum()
+        bounds = _chunk_bounds(pairs / num_ranks, shape, grid, most=longest_chunk)
+        shortest = bounds.min()
+        prices = _prices(shape, config, num_ranks, weights=weights)
+        prices[PER_PAIR] = total_work / pairs
+        prices[PER_TOKEN] = work[whole].sum() / max(1, lengths[whole].sum())
+        speed = _relative_speeds(config, num_ranks)
+        self._state = make_state(
+            self._most_chunks(shortest),
+            limit=(1 + config.tolerance) * mean_work * speed,
+            speed=speed,
+            prefix=prefix,
+            sizes=np.array([cost.granularity, grid, shortest]),
+            prices=prices,
         )
-        sizes = np.array([cost.granularity, grid, rows.min()])
-        # of a byte in a node, as in the bytes of plans
-        _, price, _ = node_prices(config, layout.num_ranks)
-        prices = np.zeros(8)
-        prices[QUERY_BYTES] = price * shape.query_bytes
-        prices[KEY_BYTES] = price * shape.kv_bytes
-        prices[PER_PAIR] = work.sum() / _pairs(lengths).sum()
-        prices[PER_TOKEN] = float(work[whole].sum()) / max(1, int(lengths[whole].sum()))
-        prices[WORST_WEIGHT] = weights.worst_weight
-        prices[SPARE] = weights.spare
-        speeds = Speeds.of(config, layout.num_ranks)
-        speed = np.array([float(value) for value in speeds.values])[speeds.index]
-        limit = (1 + config.tolerance) * mean_work * speed
-        most_chunks = (
-            int((lengths[self._long] // sizes[LEAST_CHUNK] + 3).sum())
-            + layout.num_ranks
-        )
-        self._state = make_state(most_chunks, limit, speed, prefix, sizes, prices)
-
-        bounds = sorted(set(product(*rows.tolist())))
-        _, shortest, longest = min((self._assign_long(*pair), *pair) for pair in bounds)
-        self._assign_long(shortest, longest)
-        self._initial = Assignment(
-            self._state.ints.copy(), self._state.reals.copy(), self._state.prices.copy()
-        )
+        self._initial = self._assign_best(bounds)
 
     def find(self, seed: int) -> TokenLayout:
         """Return the layout found with the pseudo-random numbers of ``seed``."""
@@ -145,7 +135,8 @@ class HomeSearch:
         state.prices[:] = self._initial.prices
         num_chunks = int(state.ints[-1, COUNT]) - layout.num_ranks
         if num_chunks > 1:
-            improve(state, RISE / num_chunks, self._tries, np.array([seed]))
+            tries = _num_moves(layout.num_ranks)
+            improve(state, RISE / num_chunks, tries, np.array([seed]))
         home = self._assign_short()
         chunks = state.ints[layout.num_ranks : state.ints[-1, COUNT]]
         rank = np.append(chunks[:, RANK], home)
@@ -156,10 +147,8 @@ class HomeSearch:
         placed = segments[:, rank >= 0]
         loose = segments[:, (rank < 0) & (length > 0)]
         if loose.size:
-            placed = np.concatenate(
-                [placed, _laid_out(loose, state.ints[: layout.num_ranks, CAPACITY])],
-                axis=1,
-            )
+            laid_out = _laid_out(loose, state.ints[: layout.num_ranks, CAPACITY])
+            placed = np.concatenate([placed, laid_out], axis=1)
         rank, doc, start, length = _joined(placed)
         # Sorted and whole: ``TokenLayout.from_arrays`` would only check it.
         return TokenLayout(
@@ -171,35 +160,72 @@ class HomeSearch:
             np.ones(len(rank), dtype=bool),
         )
 
+    def _most_chunks(self, shortest: int) -> int:
+        """Return how many chunks moves can make of at least ``shortest`` tokens."""
+        of_documents = self._layout.doc_lengths[self._long] // shortest + 3
+        return int(of_documents.sum()) + self._layout.num_ranks
+
+    def _assign_best(self, bounds: IntArray) -> Assignment:
+        """Assign long documents in chunks of those ``bounds`` [2, n] that give the least objective."""
+        pairs = sorted(set(product(*bounds.tolist())))
+        best = min(pairs, key=lambda pair: self._assign_long(*pair))
+        self._assign_long(*best)
+        state = self._state
+        return Assignment(state.ints.copy(), state.reals.copy(), state.prices.copy())
+
     def _assign_short(self) -> IntArray:
         """Assign short documents to what the chunks leave; returns the rank of each, or -1."""
         state = self._state
         ranks = slice(self._layout.num_ranks)
-        load = (
-            state.reals[ranks, LOAD]
-            - state.prices[PER_TOKEN] * state.ints[ranks, CAPACITY]
-        )
+        expected = state.prices[PER_TOKEN] * state.ints[ranks, CAPACITY]
+        time = (state.reals[ranks, LOAD] - expected) / state.speed
         home = np.empty_like(self._short)
-        heap = np.empty_like(self._capacity)
-        assign_short(
-            state, self._layout.doc_lengths[self._short], home, heap, load / state.speed
-        )
+        heap = np.empty_like(self._layout.tokens_per_rank)
+        lengths = self._layout.doc_lengths[self._short]
+        assign_short(state, lengths, home, heap, time)
         return home
 
     def _assign_long(self, shortest: int, longest: int) -> float:
         """Assign long documents in chunks of ``shortest`` to ``longest`` tokens, and return the objective."""
-        state, lengths = self._state, self._layout.doc_lengths[self._long]
+        state = self._state
+        capacity = self._layout.tokens_per_rank
         cut_long(
             state,
-            self._capacity,
+            capacity,
             self._long,
-            lengths,
+            self._layout.doc_lengths[self._long],
             self._most_work,
             shortest,
             longest,
         )
-        time = state.reals[: len(self._capacity), LOAD] / state.speed
-        return begin_search(state, by_work(state), np.empty_like(self._capacity), time)
+        time = state.reals[: len(capacity), LOAD] / state.speed
+        return begin_search(state, by_work(state), np.empty_like(capacity), time)
+
+
+def _num_moves(num_ranks: int) -> int:
+    """Return the moves that a search tries, see ``MOVES``."""
+    power = 0.25 if num_ranks > 64 else 0.6
+    return int(MOVES * (num_ranks / 64) ** power)
+
+
+def _prices(
+    shape: AttentionShape, config: PlannerConfig, num_ranks: int, weights: Weights
+) -> FloatArray:
+    """Return the prices of the state that do not depend on documents, others 0."""
+    # of a byte in a node, as in the bytes of plans
+    _, price, _ = node_prices(config, num_ranks)
+    prices = np.zeros(8)
+    prices[QUERY_BYTES] = price * shape.query_bytes
+    prices[KEY_BYTES] = price * shape.kv_bytes
+    prices[WORST_WEIGHT] = weights.worst_weight
+    prices[SPARE] = weights.spare
+    return prices
+
+
+def _relative_speeds(config: PlannerConfig, num_ranks: int) -> FloatArray:
+    """Return [num_ranks] the speeds of ranks, of mean 1."""
+    speeds = Speeds.of(config, num_ranks)
+    return np.array([float(value) for value in speeds.values])[speeds.index]
 
 
 def _chunk_bounds(
@@ -227,10 +253,9 @@ def _joined(segments: IntArray) -> IntArray:
     """Sort segments [4, n] by rank, document and start, and join those that touch."""
     segments = segments[:, np.lexsort((segments[2], segments[1], segments[0]))]
     rank, doc, start, length = segments
-    is_same = (rank[1:] == rank[:-1]) & (doc[1:] == doc[:-1])
-    joins = np.zeros(len(rank), dtype=bool)
-    joins[1:] = is_same & (start[1:] == (start + length)[:-1])
-    first = np.flatnonzero(~joins)
+    is_first = begins_group(rank, doc)
+    is_first[1:] |= start[1:] != (start + length)[:-1]
+    first = np.flatnonzero(is_first)
     return np.stack(
         [rank[first], doc[first], start[first], np.add.reduceat(length, first)]
     )

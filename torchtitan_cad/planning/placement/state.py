@@ -28,7 +28,7 @@ RANK, CHUNK_DOC, NEXT_CHUNK, START, LENGTH, BEFORE, BEHIND = range(7)
 COLUMNS = 8
 """columns of both arrays; a row does not use all of them"""
 
-CAPACITY, COUNT = 0, 1
+CAPACITY, COUNT = range(2)
 """Integers of a rank: tokens that still fit, and number of chunks. ``NEXT_CHUNK`` of a rank is its first chunk, and
 ``COUNT`` of the end row is the row for the next new chunk."""
 
@@ -117,8 +117,20 @@ def make_state(
     ints, ints_before = np.zeros((2, rows, COLUMNS), dtype=np.int64)
     reals, reals_before = np.zeros((2, rows, COLUMNS))
     touched, stamp = np.zeros((2, rows), dtype=np.int64)
-    scratch = ints_before, reals_before, touched, stamp, np.zeros(2, dtype=np.int64)
-    return State(ints, reals, *scratch, limit, speed, prefix, sizes, prices)
+    return State(
+        ints=ints,
+        reals=reals,
+        ints_before=ints_before,
+        reals_before=reals_before,
+        touched=touched,
+        stamp=stamp,
+        counters=np.zeros(2, dtype=np.int64),
+        limit=limit,
+        speed=speed,
+        prefix=prefix,
+        sizes=sizes,
+        prices=prices,
+    )
 
 
 @jit_inner
@@ -132,10 +144,14 @@ def begin(state: State, capacities: IntArray) -> None:
     """Empty the state; ranks get ``capacities`` [num_ranks] tokens of capacity, expected to be filled by short
     documents."""
     end = len(state.ints) - 1
-    state.ints[:], state.reals[:], state.stamp[:], state.counters[:] = 0, 0.0, 0, 0
+    state.ints[:] = 0
+    state.reals[:] = 0.0
+    state.stamp[:] = 0
+    state.counters[:] = 0
     start_move(state)
     for rank in range(len(capacities)):
-        state.ints[rank, CAPACITY], state.ints[rank, NEXT_CHUNK] = capacities[rank], end
+        state.ints[rank, CAPACITY] = capacities[rank]
+        state.ints[rank, NEXT_CHUNK] = end
         state.reals[rank, LOAD] = state.prices[PER_TOKEN] * capacities[rank]
     state.ints[end, COUNT] = len(capacities)
 
@@ -152,11 +168,9 @@ def touch(state: State, row: int) -> None:
     """Save a row before the current move changes it."""
     if state.stamp[row] != state.counters[MOVE_NUMBER]:
         at = state.counters[NUM_TOUCHED]
-        state.stamp[row], state.touched[at], state.counters[NUM_TOUCHED] = (
-            state.counters[MOVE_NUMBER],
-            row,
-            at + 1,
-        )
+        state.stamp[row] = state.counters[MOVE_NUMBER]
+        state.touched[at] = row
+        state.counters[NUM_TOUCHED] = at + 1
         for column in range(COLUMNS):
             state.ints_before[at, column] = state.ints[row, column]
             state.reals_before[at, column] = state.reals[row, column]
@@ -179,12 +193,12 @@ def append(state: State, doc: int, start: int, length: int, before: int) -> int:
     touch(state, end)
     touch(state, row)
     state.ints[end, COUNT] += 1
-    state.ints[row, RANK], state.ints[row, CHUNK_DOC] = -1, doc
-    state.ints[row, BEFORE], state.ints[row, BEHIND] = (
-        before,
-        end if before == end else state.ints[before, BEHIND],
-    )
-    state.reals[row, KEYS_OFFLOADED], state.reals[row, STRIPS] = 0.0, 0.0
+    state.ints[row, RANK] = -1
+    state.ints[row, CHUNK_DOC] = doc
+    state.ints[row, BEFORE] = before
+    state.ints[row, BEHIND] = end if before == end else state.ints[before, BEHIND]
+    state.reals[row, KEYS_OFFLOADED] = 0.0
+    state.reals[row, STRIPS] = 0.0
     resize(state, row, start, start + length)
     return row
 
@@ -193,14 +207,16 @@ def append(state: State, doc: int, start: int, length: int, before: int) -> int:
 def resize(state: State, i: int, start: int, end: int) -> None:
     """Set the tokens of chunk ``i``, which has no rank, to [start, end)."""
     touch(state, i)
-    state.ints[i, START], state.ints[i, LENGTH] = start, end - start
+    state.ints[i, START] = start
+    state.ints[i, LENGTH] = end - start
     state.reals[i, WORK] = work_of(state.prefix, state.sizes[TILE], start, end)
 
 
 @jit_inner
 def _count_in(state: State, i: int, sign: int) -> None:
     """Add ``sign`` times the tokens and work of chunk ``i`` to its rank."""
-    rank, tokens = state.ints[i, RANK], state.ints[i, LENGTH]
+    rank = state.ints[i, RANK]
+    tokens = state.ints[i, LENGTH]
     touch(state, rank)
     state.ints[rank, CAPACITY] -= sign * tokens
     state.ints[rank, COUNT] += sign
@@ -214,11 +230,9 @@ def give(state: State, i: int, rank: int) -> None:
     """Give chunk ``i``, which has no rank, to a rank."""
     touch(state, i)
     touch(state, rank)
-    state.ints[i, RANK], state.ints[i, NEXT_CHUNK], state.ints[rank, NEXT_CHUNK] = (
-        rank,
-        state.ints[rank, NEXT_CHUNK],
-        i,
-    )
+    state.ints[i, RANK] = rank
+    state.ints[i, NEXT_CHUNK] = state.ints[rank, NEXT_CHUNK]
+    state.ints[rank, NEXT_CHUNK] = i
     _count_in(state, i, 1)
 
 
@@ -231,13 +245,15 @@ def take(state: State, i: int) -> None:
         k = state.ints[k, NEXT_CHUNK]
     touch(state, k)
     touch(state, i)
-    state.ints[k, NEXT_CHUNK], state.ints[i, RANK] = state.ints[i, NEXT_CHUNK], -1
+    state.ints[k, NEXT_CHUNK] = state.ints[i, NEXT_CHUNK]
+    state.ints[i, RANK] = -1
 
 
 @jit_inner
 def link(state: State, i: int) -> None:
     """Put chunk ``i`` into the list of its document, between those before and behind it."""
-    before, behind = state.ints[i, BEFORE], state.ints[i, BEHIND]
+    before = state.ints[i, BEFORE]
+    behind = state.ints[i, BEHIND]
     touch(state, before)
     touch(state, behind)
     state.ints[before, BEHIND] = state.ints[behind, BEFORE] = i
@@ -246,7 +262,9 @@ def link(state: State, i: int) -> None:
 @jit_inner
 def unlink(state: State, i: int) -> None:
     """Take chunk ``i`` out of the list of its document; its own BEFORE and BEHIND stay."""
-    before, behind = state.ints[i, BEFORE], state.ints[i, BEHIND]
+    before = state.ints[i, BEFORE]
+    behind = state.ints[i, BEHIND]
     touch(state, before)
     touch(state, behind)
-    state.ints[before, BEHIND], state.ints[behind, BEFORE] = behind, before
+    state.ints[before, BEHIND] = behind
+    state.ints[behind, BEFORE] = before

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -169,7 +170,12 @@ def _all_moved(steps: Sequence[Step], kinds: Sequence[AttentionKind]) -> Moved:
 
 
 def _moved(step: Step) -> Moved:
-    return moved_by(*(plan for microbatch in step for plan in microbatch.plans[0]))
+    return moved_by(*_plans(step))
+
+
+def _plans(step: Step) -> list[Plan]:
+    """Return the plans of all microbatches, of the first kind."""
+    return [*chain(*(microbatch.plans[0] for microbatch in step))]
 
 
 @dataclass(frozen=True)
@@ -186,10 +192,8 @@ class _StepPlanner:
     def plan(self, given: Microbatches) -> Step:
         """Plan the microbatches, and maybe place them."""
         # no tokens
-        if not any(len(layout.docs) for nanos in given for layout in nanos):
-            return [
-                stay_home(nanos, self.shape, self.config, self.cost) for nanos in given
-            ]
+        if not any(len(layout.docs) for layout in chain(*given)):
+            return self._stay_home(given)
         if self.times is not None:
             return self._by_time(given, self.times)
         step = self._by_bytes(given)
@@ -235,44 +239,48 @@ class _StepPlanner:
         )
 
     def _by_time(self, given: Microbatches, times: LayerTimes) -> Step:
-        home = [stay_home(nanos, self.shape, self.config, self.cost) for nanos in given]
-        home_plans = [plan for microbatch in home for plan in microbatch.plans[0]]
-        linear = sum(times.linear_seconds(plan.layout) for plan in home_plans)
-        even = sum(times.best_seconds(plan) for plan in home_plans)
-        least = (1 - LEAST_GAIN) * self._seconds(home, times)
-        if (
-            self.config.planner == "home"
-            or even + (self.stages - 1) * linear / len(given) > least
-        ):
+        home = self._stay_home(given)
+        linear = sum(times.linear_seconds(plan.layout) for plan in _plans(home))
+        even = sum(times.best_seconds(plan) for plan in _plans(home))
+        filling = self.stages - 1  # microbatches for which a pipeline fills or drains
+        most = (1 - LEAST_GAIN) * self._seconds(home, times)
+        least = even + filling * linear / len(given)
+        if self.config.planner == "home" or least > most:
             return home
         steps = []
-        refilled = (
-            _refilled(given, self.stages, linear / (even - linear))
-            if self.place
-            else []
-        )
-        if refilled:
-            made = [self._fastest(nanos, times) for nanos in refilled]
-            given_plans = [
-                self._as(given_nanos, new.plans[0])
-                for given_nanos, new in zip(given, made, strict=True)
-            ]
-            steps.append(self._finished(made, given, given_plans))
-        even += (self.stages - 1) * even / len(given)  # of equal microbatches
+        if self.place:
+            steps = self._refilled_by_time(given, times, linear / (even - linear))
+        even += filling * even / len(given)  # of equal microbatches
         if not steps or self._seconds(steps[0], times) > (1 + LEAST_GAIN) * even:
-            steps.append(
-                [
-                    self._fastest(nanos, times, stay)
-                    for nanos, stay in zip(given, home, strict=True)
-                ]
-            )
+            alone = [
+                self._fastest(nanos, times, stay)
+                for nanos, stay in zip(given, home, strict=True)
+            ]
+            steps.append(alone)
         if self.place and self.stages > 1:
             steps = [
                 self._reordered(step, *_attention_and_linear(step, times))
                 for step in steps
             ]
-        taken = [self._seconds(step, times) for step in steps]
-        return steps[int(np.argmin(taken))] if min(taken) < least else home
+        seconds = [self._seconds(step, times) for step in steps]
+        return steps[int(np.argmin(seconds))] if min(seconds) < most else home
+
+    def _refilled_by_time(
+        self, given: Microbatches, times: LayerTimes, linear: float
+    ) -> list[Step]:
+        """Return the step of refilled microbatches; none if no other documents are found for them."""
+        refilled = _refilled(given, self.stages, linear)
+        if not refilled:
+            return []
+        step = [self._fastest(nanos, times) for nanos in refilled]
+        given_plans = [
+            self._as(nanos, microbatch.plans[0])
+            for nanos, microbatch in zip(given, step, strict=True)
+        ]
+        return [self._finished(step, given, given_plans)]
+
+    def _stay_home(self, given: Microbatches) -> Step:
+        return [stay_home(nanos, self.shape, self.config, self.cost) for nanos in given]
 
     def _place(self, nanos: Sequence[TokenLayout]) -> PlannedMicrobatch:
         return place_microbatch(nanos, self.shape, self.config, self.cost)
@@ -337,11 +345,8 @@ class _StepPlanner:
 
 def _attention_and_linear(step: Step, times: LayerTimes) -> tuple[FloatArray, float]:
     """Return the seconds of every microbatch's layer, less those of the mean one's linear work, and these."""
-    linear = sum(
-        times.linear_seconds(plan.layout)
-        for microbatch in step
-        for plan in microbatch.plans[0]
-    ) / len(step)
+    linear_seconds = [times.linear_seconds(plan.layout) for plan in _plans(step)]
+    linear = sum(linear_seconds) / len(step)
     seconds = [times.microbatch_seconds(microbatch.plans[0]) for microbatch in step]
     return np.array(seconds) - linear, linear
 
@@ -357,7 +362,7 @@ def _refilled(given: Microbatches, stages: int, linear: float = 1.0) -> Microbat
     held = holders(given)
     docs = np.concatenate([layout.docs for layout in held])
     lengths = np.concatenate([layout.doc_lengths for layout in held])
-    capacities = [layout.queries_per_rank for nanos in given for layout in nanos]
+    capacities = [layout.queries_per_rank for layout in chain(*given)]
     count = len(given[0])
     if stages == 1 or len(given) == 1:
         parts = fill(docs, lengths, capacities, together=count)

@@ -3,9 +3,9 @@
 
 Servers with capacity take work, the emptiest first. Each takes, again and again, the candidate with the most work per
 byte among the query ranges of overloaded servers, until it is full or nobody is overloaded. A candidate is cut to the
-work
-that is needed, and where it is cut is chosen for bytes: the range [a, b) of a document costs ``c_q (b - a) + c_kv b``
-bytes and about ``(b^2 - a^2) / 2`` work, so for given work the best range has ``a = b c_q / (c_q + c_kv)``.
+work that is needed, and where it is cut is chosen for bytes: the range [a, b) of a document costs
+``c_q (b - a) + c_kv b`` bytes and about ``(b^2 - a^2) / 2`` work, so for given work the best range has
+``a = b c_q / (c_q + c_kv)``.
 
 Unlike the paper's, this greedy only sheds what exceeds (1 + tolerance) x mean, fills receivers to the same level,
 counts keys a receiver already holds as free, and bounds the maximum load (``limits.py``): where shards are too coarse
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray, begins_group
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
@@ -56,9 +56,8 @@ def plan_greedy(
     search = _Search(layout, shape, config, cost)
     limits = load_limits(layout, config, cost, search.loads)
     for step in range(LEVELS + 1):
-        search.fill(
-            limits.tolerated + (limits.guaranteed - limits.tolerated) * step // LEVELS
-        )
+        rise = (limits.guaranteed - limits.tolerated) * step // LEVELS
+        search.fill(limits.tolerated + rise)
     items = search.items[: search.count]
     items[:, KV_END] = items[:, Q_END]
     return from_table(layout.docs, items)
@@ -75,38 +74,24 @@ class _Search:
         cost: CostModel,
     ) -> None:
         home = home_tasks(layout)
-        self.items, self.loads = (
-            task_table(layout, home),
-            server_loads(home, cost, layout.num_ranks),
-        )
+        self.items = task_table(layout, home)
+        self.loads = server_loads(home, cost, layout.num_ranks)
         self.count = len(self.items)
         self._prefix = cost.prefix_cost(int(layout.doc_lengths.max(initial=0)))
         self._rules = np.array(
             [cost.granularity, config.min_shard, shape.query_bytes, shape.kv_bytes],
             dtype=np.int64,
         )
-        held = np.zeros((len(layout.seg_doc), TASK_COLUMNS), dtype=np.int64)
-        held[:, DOC], held[:, SERVER] = (
-            layout.doc_index(layout.seg_doc),
-            layout.seg_rank,
-        )
-        held[:, Q_START], held[:, Q_END] = (
-            layout.seg_start,
-            layout.seg_start + layout.seg_length,
-        )
-        self._held = held[np.lexsort((held[:, Q_START], held[:, DOC], held[:, SERVER]))]
-        self._first_held = np.searchsorted(
-            self._held[:, SERVER], np.arange(layout.num_ranks + 1)
-        )
-        # Every document of every server: its number, and its rows among those that the server holds.
-        changes = (np.diff(self._held[:, [SERVER, DOC]], axis=0, prepend=-1) != 0).any(
-            axis=1
-        )
-        first, server = np.flatnonzero(changes), self._held[changes, SERVER]
-        self._docs = self._held[changes, DOC]
-        self._ranges = np.stack([first, np.append(first, len(self._held))[1:]], axis=1)
-        self._ranges -= self._first_held[server][:, None]
-        self._first_doc = np.searchsorted(server, np.arange(layout.num_ranks + 1))
+        self._held = _home_ranges(layout)
+        # Every document of every server: its number, and the rows of the ranges that the server holds.
+        server = self._held[:, SERVER]
+        doc = self._held[:, DOC]
+        first = np.flatnonzero(begins_group(server, doc))
+        end = np.append(first, len(self._held))[1:]
+        self._docs = doc[first]
+        self._ranges = np.stack([first, end], axis=1)
+        servers = np.arange(layout.num_ranks + 1)
+        self._first_doc = np.searchsorted(server[first], servers)
         self._received = np.zeros(len(layout.docs), dtype=np.int64)
         self._held_ranges = np.zeros((len(layout.docs), 2), dtype=np.int64)
 
@@ -115,33 +100,46 @@ class _Search:
         for server in np.argsort(self.loads - levels, kind="stable"):
             if self.loads[server] >= levels[server] or (self.loads <= levels).all():
                 return
-            held = self._held[self._first_held[server] : self._first_held[server + 1]]
-            mine = slice(self._first_doc[server], self._first_doc[server + 1])
-            docs = self._docs[mine]
+            of_server = slice(self._first_doc[server], self._first_doc[server + 1])
+            docs = self._docs[of_server]
             self._received[:] = 0
-            self._held_ranges[docs] = self._ranges[mine]
-            while True:
-                if self.count + 2 > len(self.items):
-                    free = np.empty((len(self.items) + 2, TASK_COLUMNS), np.int64)
-                    self.items = np.concatenate([self.items, free])
-                state = (
-                    self.loads,
-                    self.items,
-                    self.count,
-                    self._received,
-                    held,
-                    self._held_ranges,
-                )
-                scratch = (
-                    np.empty(len(self.items)),
-                    np.empty(len(self.items), dtype=np.int64),
-                )
-                self.count = _fill_server(
-                    server, levels, *state, self._prefix, self._rules, *scratch
-                )
-                if self.count + 2 <= len(self.items):
-                    break
+            self._held_ranges[docs] = self._ranges[of_server]
+            self._fill_one(server, levels)
             self._held_ranges[docs] = 0
+
+    def _fill_one(self, server: int, levels: IntArray) -> None:
+        """Move work to one server, again with more rows for items as often as they have filled all."""
+        while True:
+            if self.count + 2 > len(self.items):
+                free = np.empty((len(self.items) + 2, TASK_COLUMNS), np.int64)
+                self.items = np.concatenate([self.items, free])
+            self.count = _fill_server(
+                server,
+                levels,
+                self.loads,
+                self.items,
+                self.count,
+                self._received,
+                self._held,
+                self._held_ranges,
+                self._prefix,
+                self._rules,
+                np.empty(len(self.items)),
+                np.empty(len(self.items), dtype=np.int64),
+            )
+            if self.count + 2 <= len(self.items):
+                return
+
+
+def _home_ranges(layout: TokenLayout) -> IntArray:
+    """Return [S, TASK_COLUMNS] the ranges of tokens that servers hold, by server, document and position."""
+    table = np.zeros((len(layout.seg_doc), TASK_COLUMNS), dtype=np.int64)
+    table[:, DOC] = layout.doc_index(layout.seg_doc)
+    table[:, SERVER] = layout.seg_rank
+    table[:, Q_START] = layout.seg_start
+    table[:, Q_END] = layout.seg_start + layout.seg_length
+    order = np.lexsort((table[:, Q_START], table[:, DOC], table[:, SERVER]))
+    return table[order]
 
 
 @jit_inner
@@ -157,10 +155,8 @@ def _last_start(
     """Largest cut a >= start such that [a, end) costs at least ``work``, as [start, end) does."""
     step = rules[STEP]
     # cut number ``low`` stands for ``start`` itself
-    low, high = (
-        start // step,
-        (end - 1) // step,
-    )
+    low = start // step
+    high = (end - 1) // step
     while low < high:
         middle = (low + high + 1) // 2
         if _cost(prefix, rules, middle * step, end) >= work:
@@ -180,11 +176,9 @@ def _first_end(
     """
     step = rules[STEP]
     # cut number ``high`` stands for ``end`` itself
-    low, high, begin = (
-        start // step + 1,
-        -(-end // step),
-        start,
-    )
+    low = start // step + 1
+    high = -(-end // step)
+    begin = start
     while low < high:
         middle = (low + high) // 2
         if is_best:
@@ -227,10 +221,13 @@ def _best_range(
     ``excess`` is the work that its server should shed, ``capacity`` the work that the receiver can take. The parts
     tried are the optimum of the closed form, the tail, the head, and the last part that needs no further keys.
     """
-    start, end = item[Q_START], item[Q_END]
+    start = item[Q_START]
+    end = item[Q_END]
     step = rules[STEP]
     work = min(excess, capacity, _cost(prefix, rules, start, end))
-    best, best_start, best_end = 0.0, start, end
+    best = 0.0
+    best_start = start
+    best_end = end
     stops = (
         _first_end(prefix, rules, start, end, work, True),
         end,
@@ -241,11 +238,13 @@ def _best_range(
         if stop > end or stop < start:
             continue
         if stop == start or _cost(prefix, rules, start, stop) < work:
-            a, b = start, _first_end(prefix, rules, start, end, work, False)
+            a = start
+            b = _first_end(prefix, rules, start, end, work, False)
             if _cost(prefix, rules, a, b) > capacity:
                 b = (b - 1) // step * step
         else:
-            a, b = _last_start(prefix, rules, start, stop, work), stop
+            a = _last_start(prefix, rules, start, stop, work)
+            b = stop
             if _cost(prefix, rules, a, b) > capacity:
                 a = (a // step + 1) * step
         if a >= b:
@@ -256,7 +255,9 @@ def _best_range(
         )
         efficiency = moved / volume
         if efficiency > best:
-            best, best_start, best_end = efficiency, a, b
+            best = efficiency
+            best_start = a
+            best_end = b
     return best, best_start, best_end
 
 
@@ -267,10 +268,14 @@ def _split(items: IntArray, count: int, i: int, start: int, end: int) -> int:
         a = items[i, Q_START] if side == 0 else end
         b = start if side == 0 else items[i, Q_END]
         if a < b:
-            items[count, DOC], items[count, SERVER] = items[i, DOC], items[i, SERVER]
-            items[count, Q_START], items[count, Q_END], items[count, KV_START] = a, b, 0
+            items[count, DOC] = items[i, DOC]
+            items[count, SERVER] = items[i, SERVER]
+            items[count, Q_START] = a
+            items[count, Q_END] = b
+            items[count, KV_START] = 0
             count += 1
-    items[i, Q_START], items[i, Q_END] = start, end
+    items[i, Q_START] = start
+    items[i, Q_END] = end
     return count
 
 
@@ -292,24 +297,23 @@ def _fill_server(  # noqa: PLR0913  numba unpacks no objects
     """Move work from servers above their level to ``server``, which is below its own; returns the number of items.
 
     Updates loads [num_ranks], items [rows, 6] and received [num_docs] (the length of the prefix whose keys the
-    server has received), and stops early when the item table is full. ``held`` lists the home ranges of the server;
-    document d has the rows held_ranges[d, 0] to held_ranges[d, 1].
+    server has received), and stops early when the item table is full. ``held`` lists the home ranges of all servers;
+    those of document d on this server are the rows held_ranges[d, 0] to held_ranges[d, 1].
 
     Candidates wait in a heap, ordered by their last known work per byte, the highest first. A candidate that has
     become worse than the next one is put back. ``keys`` and ``heap`` [rows] are scratch.
     """
-    size, fresh = 0, 0
+    size = 0
+    fresh = 0
     while loads[server] < levels[server] and count + 2 <= len(items):
         for i in range(fresh, count):
-            doc, excess = (
-                items[i, DOC],
-                loads[items[i, SERVER]] - levels[items[i, SERVER]],
-            )
+            doc = items[i, DOC]
+            excess = loads[items[i, SERVER]] - levels[items[i, SERVER]]
             if excess > 0:
-                mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
+                ranges = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
                 capacity = levels[server] - loads[server]
                 keys[i] = -_best_range(
-                    items[i], excess, capacity, received[doc], mine, prefix, rules
+                    items[i], excess, capacity, received[doc], ranges, prefix, rules
                 )[0]
                 if keys[i] < 0:
                     size = push(heap, size, keys, i)
@@ -318,18 +322,18 @@ def _fill_server(  # noqa: PLR0913  numba unpacks no objects
             break
         i = pop(heap, size, keys)
         size -= 1
-        doc, source = items[i, DOC], items[i, SERVER]
-        excess, capacity = (
-            loads[source] - levels[source],
-            levels[server] - loads[server],
-        )
+        doc = items[i, DOC]
+        source = items[i, SERVER]
+        excess = loads[source] - levels[source]
+        capacity = levels[server] - loads[server]
         efficiency = 0.0
         if excess > 0:
-            mine = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
+            ranges = held[held_ranges[doc, 0] : held_ranges[doc, 1]]
             efficiency, start, end = _best_range(
-                items[i], excess, capacity, received[doc], mine, prefix, rules
+                items[i], excess, capacity, received[doc], ranges, prefix, rules
             )
-        is_worse, keys[i] = -efficiency > keys[i], -efficiency
+        is_worse = -efficiency > keys[i]
+        keys[i] = -efficiency
         if is_worse and efficiency > 0 and size > 0 and comes_before(keys, heap[0], i):
             size = push(heap, size, keys, i)
             continue

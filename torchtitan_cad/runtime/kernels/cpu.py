@@ -149,11 +149,15 @@ class CpuKernel(AttentionKernel):
             dout, qh, kh, vh = (_heads_first(x, x.shape[2]) for x in (dout, q, k, v))
             # a row without keys has probability exp(-inf) = 0
             shift = torch.where(lse == -torch.inf, lse, -lse)
-            of_scores = shift.to(qh.dtype).t()
-            of_dprobs = -delta.to(qh.dtype).t()
-            terms = of_scores.unsqueeze(-1), of_dprobs.unsqueeze(-1)
+            of_scores = shift.to(qh.dtype).t().unsqueeze(-1)
+            of_dprobs = -delta.to(qh.dtype).t().unsqueeze(-1)
             grads = [torch.zeros_like(x) for x in (qh, kh, vh)]
-            rows = dout, qh, *terms
+            rows = (
+                dout,
+                qh,
+                of_scores,
+                of_dprobs,
+            )
             for tile in iter_tiles(call):
                 _add_tile(grads, rows, kh, vh, tile, call.scale)
             dq, dk, dv = map(_rows_first, grads, (q, k, v))
@@ -185,7 +189,8 @@ def _tile_forward(
     queries = q[:, tile.q_lo : tile.q_hi]
     if tile.window is not None:
         seen = slice(tile.k_lo, tile.k_hi)
-        keys, values = k[:, seen], v[:, seen]
+        keys = k[:, seen]
+        values = v[:, seen]
         num_rows = tile.q_hi - tile.q_lo
         num_before = tile.k_mid - tile.k_lo
         mask = _window_mask(num_rows, num_before, tile.window, q.dtype)

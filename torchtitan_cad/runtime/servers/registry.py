@@ -153,7 +153,9 @@ class Registry:
     def reason_gone(self, job: int, number: int) -> str | None:
         """Return why a server takes no more work; None while it does."""
         key = f"{job}/gone/{number}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        if not self._store.check([key]):
+            return None
+        return self._store.get(key).decode()
 
     # Lists ------------------------------------------------------------------------------------------------------------
 

@@ -26,11 +26,10 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.keeping import GRADIENT_BYTES, LOGIT_BYTES, Checkpointing
 from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel, cost_model
 from torchtitan_cad.planning.model.shape import RowBytes
+from torchtitan_cad.planning.pipeline.one_f_one_b import BACKWARD_LINEAR
 from torchtitan_cad.planning.timed import link_seconds
 from torchtitan_cad.tools.simulation.inputs import Cluster, Model, Rates
 
-BACKWARD_LINEAR = 2.0
-"""Operations of a matrix product's backward over its forward's."""
 PROBE_TOKENS = 64
 """Tiles of the document whose attention a job measures."""
 TP_COLLECTIVES = np.array([1, 3])

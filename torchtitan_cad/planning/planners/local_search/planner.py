@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_cad.planning.intervals import IntArray, sum_by_index
+from torchtitan_cad.planning.intervals import BoolArray, IntArray, sum_by_index
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -36,6 +35,9 @@ MOVES = 8000
 MOVES_PER_RANK = 12
 """MOVES + MOVES_PER_RANK x ranks moves are evaluated for fewer bytes."""
 
+Searched = tuple[IntArray, Callable[[], TaskArray]]
+"""bytes [2, num_ranks] into and out of ranks, right only if all tokens attend, and a maker of the tasks"""
+
 
 @register_planner("local_search")
 def plan_local_search(
@@ -51,8 +53,8 @@ def search(
     config: PlannerConfig,
     cost: CostModel,
     effort: float = 1.0,
-) -> tuple[IntArray, Callable[[], TaskArray]]:
-    """Return bytes [2, num_ranks] into and out of ranks, right only if all tokens attend, and a maker of the tasks.
+) -> Searched:
+    """Return a plan of few bytes within the guaranteed loads, and within the tolerated loads where possible.
 
     Benches evaluate ``effort`` times the moves.
     """
@@ -61,40 +63,45 @@ def search(
     costs = cost.cost(home)
     loads = sum_by_index(home["server"], costs, layout.num_ranks)
     limits = load_limits(layout, config, cost, loads)
-    is_balanced = bool((loads <= limits.tolerated).all())
+    is_balanced = (loads <= limits.tolerated).all()
     moves = MOVES + MOVES_PER_RANK * layout.num_ranks
     budget = 0 if is_balanced else int(moves * effort)
-    chosen = _may_move(table, costs, len(layout.docs), float(limits.tolerated.mean()))
-    docs = layout.docs[chosen]
-    searched = chosen[table[:, DOC]]
-    start = table[searched].copy()
-    start[:, DOC] = (np.cumsum(chosen) - 1)[start[:, DOC]]
-    rest = home[~searched]
-    rest_loads = sum_by_index(rest["server"], costs[~searched], layout.num_ranks)
-    local_search = LocalSearch(layout, shape, config, cost, np.flatnonzero(chosen))
-    found = local_search.improve(
-        start, rest_loads, limits.tolerated, limits.guaranteed, budget
-    )
-    # with cuts along the queries alone a plan always exists: ``limits.py``
-    if found is None:
-        config = replace(config, split_kv=False)
-        local_search = LocalSearch(
-            layout, shape, config, cost, np.arange(len(layout.docs))
-        )
+
+    def improved(
+        chosen: BoolArray, options: PlannerConfig, target: IntArray
+    ) -> Searched | None:
+        """Search among the tasks of the ``chosen`` documents, while others stay at home."""
+        docs = np.flatnonzero(chosen)
+        searched = chosen[table[:, DOC]]
+        start = table[searched]
+        start[:, DOC] = np.searchsorted(docs, start[:, DOC])
+        rest = home[~searched]
+        rest_loads = sum_by_index(rest["server"], costs[~searched], layout.num_ranks)
+        local_search = LocalSearch(layout, shape, options, cost, docs)
         found = local_search.improve(
-            table, np.zeros_like(loads), limits.guaranteed, limits.guaranteed, budget
+            start, rest_loads, target, limits.guaranteed, budget
         )
-        docs = layout.docs
-        rest = rest[:0]
-    assert found is not None
-    tasks, by_rank = found
-    return by_rank, lambda: np.concatenate([rest, from_table(docs, tasks)])
+        if found is None:
+            return None
+        tasks, by_rank = found
+        return by_rank, lambda: np.concatenate(
+            [rest, from_table(layout.docs[docs], tasks)]
+        )
+
+    chosen = _may_move(table, costs, len(layout.docs), limits.tolerated)
+    plan = improved(chosen, config, limits.tolerated)
+    # with cuts along the queries alone a plan always exists: ``limits.py``
+    if plan is None:
+        options = replace(config, split_kv=False)
+        plan = improved(np.ones_like(chosen), options, limits.guaranteed)
+    assert plan is not None
+    return plan
 
 
 def _may_move(
-    table: IntArray, costs: IntArray, num_docs: int, mean_limit: float
-) -> npt.NDArray[np.bool_]:
+    table: IntArray, costs: IntArray, num_docs: int, limits: IntArray
+) -> BoolArray:
     """Return [num_docs] whether a document is large, or on several ranks, so that the search may move parts of it."""
-    is_large = sum_by_index(table[:, DOC], costs, num_docs) * SHORT >= mean_limit
+    is_large = sum_by_index(table[:, DOC], costs, num_docs) * SHORT >= limits.mean()
     is_spread = np.bincount(table[:, DOC], minlength=num_docs) > 1
     return is_large | is_spread
