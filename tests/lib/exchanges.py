@@ -207,6 +207,7 @@ def exchange_at_random(
 def symmetric(
     group: dist.ProcessGroup, timeout_s: float = 60.0, **sizes: Any
 ) -> Transport:
-    """``sizes``: those of ``build_transport``."""
+    """``sizes``: those of ``build_transport``, on whose way a busy machine may take longer than ``timeout_s``."""
+    transport = build_transport("symm_mem", group, CPU, **sizes)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-    return build_transport("symm_mem", group, CPU, **sizes)
+    return transport
