@@ -62,6 +62,12 @@ def check_call(
     check_results(call, *rows)
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_large_heads(dims, causal):
+    check_call([(129, 385), (70, 71)], (4, 2), dims, torch.float32, causal=causal)
+
+
 @given(
     tasks=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 600)), max_size=3),
     heads=st.sampled_from(HEADS),
@@ -75,12 +81,6 @@ def test_any_call_is_as_exact_as_a_dense_one(tasks, heads, dims, dtype, causal, 
     window = window if causal else None
     tasks = [(200, 333), *tasks]
     check_call(tasks, heads, dims, dtype, causal=causal, window=window)
-
-
-@pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_large_heads(dims, causal):
-    check_call([(129, 385), (70, 71)], (4, 2), dims, torch.float32, causal=causal)
 
 
 @pytest.mark.parametrize("causal", [True, False])
