@@ -4,7 +4,6 @@
 import itertools
 import random
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -18,14 +17,12 @@ from torch import Tensor
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import (
     BUFFERS_PER_CALL,
-    Peers,
     Pending,
     Route,
     Routes,
     Transport,
     build_transport,
 )
-from torchtitan_cad.runtime.transport.memory import SymmetricMemory
 
 CPU, BUFFER_BYTES = torch.device("cpu"), 2**20
 ONE_EACH = np.array([[0, 2], [1, 0]])
@@ -210,32 +207,7 @@ def exchange_at_random(
 def symmetric(
     group: dist.ProcessGroup, timeout_s: float = 60.0, **sizes: Any
 ) -> Transport:
-    """``sizes``: those of ``build_transport``."""
+    """``sizes``: those of ``build_transport``, on whose way a busy machine may take longer than ``timeout_s``."""
+    transport = build_transport("symm_mem", group, CPU, **sizes)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-    return build_transport("symm_mem", group, CPU, **sizes)
-
-
-class RecordingMemory(SymmetricMemory):
-    """One rank's symmetric memory, in which nothing arrives: it records what is done, and with which peers."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[str, Sequence[int]]] = []
-
-    def allocate(self, num_bytes: int) -> "RecordingMemory":
-        self.own = torch.empty(num_bytes, dtype=torch.uint8)
-        return self
-
-    def prepare(self, routes: Routes) -> None:
-        if routes.tables is None:
-            routes.tables = torch.zeros(1)
-            self.table = weakref.ref(routes.tables)
-
-    def send(self, messages: Any, routes: Routes, *_: object) -> None:
-        self.steps.append(("send", routes.receivers.ranks))
-
-    def post(self, peers: Peers, *_: object) -> None:
-        self.steps.append(("post", peers.ranks))
-
-    def wait(self, peers: Peers, *_: object) -> list[int]:
-        self.steps.append(("wait", peers.ranks))
-        return []
+    return transport

@@ -19,7 +19,6 @@ from torch.nn.attention import varlen as stock
 
 from tests.lib.fake_flash_attn import use_torch
 from tests.lib.kernels_reference import offsets
-from tests.lib.refusals import refusal
 from tests.lib.rows import empty_rows
 from tests.lib.sets import needs_triton
 from tests.lib.two_ranks import two_rank_plan
@@ -29,12 +28,11 @@ from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, varlen
 from torchtitan_cad.runtime.kernels.base import Merged
-from torchtitan_cad.runtime.kernels.fused import FusedKernel
 from torchtitan_cad.runtime.transport import SymmetricTransport, cuda_memory
 from torchtitan_cad.runtime.transport import base as transport_base
 
 DEVICE = torch.device("cuda", 0)
-HEADS, DIM = (8, 2), 64
+DIM = 64
 KERNELS = {
     "varlen": varlen.VarlenKernel,
     "cudnn": pytest.param(
@@ -45,15 +43,6 @@ KERNELS = {
         ),
     ),
 }
-EVERY_CALL = pytest.mark.parametrize(
-    ("len_q", "len_k", "causal"),
-    [
-        ([300, 1, 20], [300, 1, 20], True),
-        ([130, 20], [257, 4], False),
-        ([1], [1], True),
-        ([], [], True),
-    ],
-)
 needs_copies = pytest.mark.skipif(
     not torch.backends.cuda.is_built(),
     reason="torch built without CUDA copies no CUDA tensors, even such ones",
@@ -74,88 +63,49 @@ def fake_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def make_call(len_q: list[int], len_k: list[int], *, causal: bool) -> VarlenArgs:
-    call = VarlenArgs.from_numpy(
-        offsets(len_q), offsets(len_k), causal=causal, scale=0.125
-    )
-    return replace(call, cu_q=call.cu_q.to(DEVICE), cu_k=call.cu_k.to(DEVICE))
-
-
-def rows(count: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
+def rows(count: int, heads: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count, heads, DIM, dtype=dtype, device=DEVICE)
 
 
-def assert_like(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> None:
+def assert_like(results: Sequence[Tensor], likes: Sequence[Tensor]) -> None:
     for result, like in zip(results, likes, strict=True):
-        assert (result.shape, result.dtype, result.device) == (
-            like.shape,
-            like.dtype,
-            DEVICE,
-        )
+        assert (result.shape, result.dtype) == (like.shape, like.dtype)
+        assert result.device == DEVICE
         assert result.is_contiguous()
 
 
 @pytest.mark.usefixtures("fake_tensors")
 @EVERY_KERNEL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@EVERY_CALL
-def test_forward(make_kernel, dtype, len_q, len_k, causal):
-    q, k, v = (
-        rows(sum(len_q), HEADS[0], dtype),
-        *(rows(sum(len_k), HEADS[1], dtype) for _ in range(2)),
+@pytest.mark.parametrize(
+    "copies", [False, pytest.param(True, marks=needs_copies)], ids=["forward", "both"]
+)
+@pytest.mark.parametrize(
+    ("len_q", "len_k", "causal"),
+    [
+        ([300, 1, 20], [300, 1, 20], True),
+        ([130, 20], [257, 4], False),
+        ([1], [1], True),
+        ([], [], True),
+    ],
+)
+def test_kernel(make_kernel, dtype, copies, len_q, len_k, causal):
+    """The gradient of the output is not contiguous."""
+    kernel = make_kernel()
+    call = VarlenArgs.from_numpy(
+        offsets(len_q), offsets(len_k), causal=causal, scale=0.125
     )
-    out, lse = make_kernel().forward(q, k, v, make_call(len_q, len_k, causal=causal))
+    call = replace(call, cu_q=call.cu_q.to(DEVICE), cu_k=call.cu_k.to(DEVICE))
+    q, dout = (rows(sum(len_q), 8, dtype) for _ in range(2))
+    k, v = (rows(sum(len_k), 2, dtype) for _ in range(2))
+    out, lse = kernel.forward(q, k, v, call)
     assert_like((out,), (q,))
     assert (lse.shape, lse.dtype, lse.device) == (q.shape[:2], torch.float32, DEVICE)
-
-
-@pytest.mark.usefixtures("fake_tensors")
-@needs_copies
-@EVERY_KERNEL
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("with_out", [False, True], ids=["delta", "out"])
-@EVERY_CALL
-def test_backward(make_kernel, dtype, with_out, len_q, len_k, causal):
-    """The gradient of the output is not contiguous."""
-    q, k, v = (
-        rows(sum(len_q), HEADS[0], dtype),
-        *(rows(sum(len_k), HEADS[1], dtype) for _ in range(2)),
-    )
-    dout = (
-        rows(sum(len_q), HEADS[0], dtype).transpose(0, 1).contiguous().transpose(0, 1)
-    )
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=DEVICE)
-    call = make_call(len_q, len_k, causal=causal)
-    merged = Merged(lse, out=torch.empty_like(q)) if with_out else Merged(lse, lse)
-    assert_like(make_kernel().backward(dout, q, k, v, merged, call), (q, k, v))
-
-
-@pytest.mark.usefixtures("fake_tensors")
-@needs_copies
-@pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (64, 96)])
-def test_heads_of_two_sizes(dim, value_dim):
-    q, k, v = (
-        torch.empty(60, 4, size, dtype=torch.bfloat16, device=DEVICE)
-        for size in (dim, dim, value_dim)
-    )
-    out, _ = varlen.VarlenKernel().forward(
-        q, k, v, make_call([40, 20], [40, 20], causal=True)
-    )
-    assert_like((out,), (v,))
-
-
-@pytest.mark.usefixtures("fake_tensors")
-def test_bottom_right_masks():
-    """FlashAttention-2 takes causal tasks with more keys than queries; cuDNN would see other keys, and refuses."""
-    call = make_call([40, 60], [40, 90], causal=True)
-    q, k, v = (
-        rows(100, HEADS[0], torch.bfloat16),
-        *(rows(130, HEADS[1], torch.bfloat16) for _ in range(2)),
-    )
-    out, _ = varlen.VarlenKernel().forward(q, k, v, call)
-    assert_like((out,), (q,))
-    with refusal("cad.kernel"):
-        cudnn.CudnnKernel().forward(q, k, v, call)
+    if not copies:
+        return
+    strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
+    for merged in (Merged(lse, out=out), Merged(lse, lse)):
+        assert_like(kernel.backward(strided, q, k, v, merged, call), (q, k, v))
 
 
 # The engine: devices, shapes and dtypes of all it passes --------------------------------------------------------------
@@ -163,7 +113,7 @@ def test_bottom_right_masks():
 
 SHAPE = AttentionShape(32, 8, 128, 2)
 LATENT = AttentionShape(16, 16, 192, 2, value_dim=128, shared_dim=64)
-ADDRESS, BUFFER_BYTES = 4096, 2**29
+ADDRESS = 4096
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -172,13 +122,6 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for x in value:
             yield from tensors_in(x)
-
-
-class Memory(cuda_memory.DeviceMemory):
-    """Memory whose host record nobody writes."""
-
-    def overdue(self) -> None:
-        return None
 
 
 @pytest.fixture
@@ -190,15 +133,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     def launch(self: JITFunction, *args: object, **kwargs: object) -> None:
         name = self.fn.__name__
-        wrong = [
-            x.device
-            for x in tensors_in([*args, *kwargs.values()])
-            if x.device != DEVICE
-        ]
+        tensors = tensors_in([*args, *kwargs.values()])
+        elsewhere = [x.device for x in tensors if x.device != DEVICE]
         # the host's record
-        assert wrong == ([torch.device("cpu")] if name == "_wait" else []), (
-            f"{name}: {wrong}"
-        )
+        assert elsewhere == [torch.device("cpu")] * (name == "_wait"), name
         counted[name] += 1
 
     def copy(tensor: Tensor, device: torch.device) -> Tensor:
@@ -209,6 +147,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: ADDRESS)
     monkeypatch.setattr(transport_base, "to_device", copy)
     monkeypatch.setattr(cuda_memory, "to_device", copy)
+    monkeypatch.setattr(cuda_memory.DeviceMemory, "overdue", lambda self: None)
     monkeypatch.setattr(streams, "record_event", lambda device: None)
     # keeps no fake tensors
     monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)
@@ -216,55 +155,40 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         yield counted
 
 
-def make_engine(
-    kernel: FusedKernel, rank: int, *, keep: bool, two_rounds: bool
-) -> CoreAttentionEngine:
-    def allocate(num_bytes: int) -> Memory:
-        return Memory(
-            torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE),
-            [ADDRESS] * 2,
-            None,
-            1e6,
-        )
-
-    transport = SymmetricTransport(range(2), rank, allocate, lambda: 20.0, BUFFER_BYTES)
-    return CoreAttentionEngine(
-        kernel,
-        transport,
-        rank=rank,
-        device=DEVICE,
-        scale=0.1,
-        kept_bytes=math.inf if keep else 0.0,
-        two_rounds=two_rounds,
-    )
+def allocate(num_bytes: int) -> cuda_memory.DeviceMemory:
+    own = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+    return cuda_memory.DeviceMemory(own, [ADDRESS] * 2, None)
 
 
 @needs_copies
 @needs_triton
 @EVERY_KERNEL
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
+@pytest.mark.parametrize("kept_bytes", [0.0, math.inf], ids=["resend", "keep"])
 @pytest.mark.parametrize("two_rounds", [False, True], ids=["one round", "two rounds"])
 @pytest.mark.parametrize("shape", [SHAPE, LATENT], ids=["gqa", "latent"])
-def test_layer(launches, make_kernel, rank, keep, two_rounds, shape):
+def test_layer(launches, make_kernel, rank, kept_bytes, two_rounds, shape):
     if shape is LATENT and make_kernel is cudnn.CudnnKernel:
         pytest.skip("cuDNN takes heads of at most 128 elements")
     plan = two_rank_plan(16_384, shape)
-    engine = make_engine(make_kernel(), rank, keep=keep, two_rounds=two_rounds)
+    engine = CoreAttentionEngine(
+        make_kernel(),
+        SymmetricTransport(range(2), rank, allocate, lambda: 20.0, 2**29),
+        rank=rank,
+        device=DEVICE,
+        scale=0.1,
+        kept_bytes=kept_bytes,
+        two_rounds=two_rounds,
+    )
     engine.add_plan(0, plan)
     tokens = int(plan.layout.tokens_per_rank[rank])
     q, k, v, dout, shared = empty_rows(tokens, shape, DEVICE)
     results = engine.forward(q, k, v, 0, shared)
     assert_like(results[:2], (dout, torch.empty(q.shape[:2], device=DEVICE)))
+    exchanging = {"_put_rows", "_gather_rows"}
     forward = Counter(launches)
-    assert forward["_merge_rows"]
-    assert {"_put_rows", "_gather_rows", "_post", "_wait"} <= set(forward)
+    assert {"_merge_rows", "_post", "_wait", *exchanging} <= set(forward)
     saved = Saved(q, k, v, *results, shared=shared)
     assert_like(engine.backward(dout, saved, 0), saved.arguments)
-    assert {
-        "_put_rows",
-        "_gather_rows",
-        "_sum_rows",
-        "_row_delta",
-        "_prepare_statistics",
-    } <= set(launches - forward)
+    combining = {"_sum_rows", "_row_delta", "_prepare_statistics"}
+    assert combining | exchanging <= set(launches - forward)

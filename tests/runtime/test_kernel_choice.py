@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 from types import ModuleType
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -64,14 +65,13 @@ def modules(*generations: int) -> list[ModuleType]:
     return [FAKES[generation](Recorder()) for generation in generations]
 
 
-def taken(
-    caplog: pytest.LogCaptureFixture,
-    group: dist.ProcessGroup | None = None,
-    head_dim: int = 16,
-) -> str:
+def taken(caplog: pytest.LogCaptureFixture, shape: AttentionShape = SHAPE) -> str:
     """The kernel that is taken and logged."""
     with caplog.at_level(logging.INFO):
-        return str(get_kernel("auto", "cuda", AttentionShape(4, 2, head_dim, 2), group))
+        return str(get_kernel("auto", "cuda", shape))
+
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
 @pytest.mark.parametrize(
@@ -91,56 +91,36 @@ def test_the_fastest_is_taken(monkeypatch, caplog, times, milliseconds, fastest)
         assert f"{name} {each} ms" in caplog.text
 
 
-def test_without_times_the_newest_that_is_right_is_taken(monkeypatch, caplog, times):
-    """No trial is timed, as none has a time here."""
-    install(monkeypatch, *modules(2, 3), capability=(9, 0), with_cudnn=True)
-    with caplog.at_level(logging.INFO):
-        assert str(get_kernel("auto", "cuda", SHAPE, timed=False)) == FA3
-    assert (
-        f"cad.kernel = 'auto': {FA3}; varlen is right; {FA3} is right; {FA2} is right; cudnn is right"
-        in caplog.text
-    )
-    spoil_library(
-        monkeypatch,
-        "run",
-        lambda right: lambda *args: (right(*args)[0] * 1.2, right(*args)[1]),
-    )
-    assert str(get_kernel("auto", "cuda", SHAPE, timed=False)) == "cudnn"
-
-
-@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("name", RESULTS)
 @pytest.mark.parametrize("generation", [3, 4])
-def test_wrong_results_are_not_taken(monkeypatch, caplog, times, index, generation):
-    """One of out, lse, dq, dk and dv is wrong in some elements."""
+def test_wrong_results_are_not_taken(monkeypatch, caplog, times, name, generation):
+    """Some elements of one are wrong."""
     install(monkeypatch, *modules(generation), capability=CAPABILITIES[generation])
-    name = "run" if index < 2 else "run_backward"
-    wrong = f"{('out', 'lse', 'dq', 'dk', 'dv')[index]} is off"
+    is_forward = name in ("out", "lse")
+    index = RESULTS.index(name) - (0 if is_forward else 2)
 
-    def spoil(right: Callable[..., tuple]) -> Callable[..., tuple]:
+    def spoil(right):
         def spoiled(*args):
-            results = list(right(*args))
-            results[index % 2 if index < 2 else index - 2].view(-1)[-9:] *= 1.2
-            return tuple(results)
+            results = right(*args)
+            results[index].view(-1)[-9:] *= 1.2
+            return results
 
         return spoiled
 
-    spoil_library(monkeypatch, name, spoil)
+    spoil_library(monkeypatch, "run" if is_forward else "run_backward", spoil)
     times.update({"varlen": 3.5})
     assert taken(caplog) == "varlen"
-    assert wrong in caplog.text
+    assert f"{name} is off" in caplog.text
 
 
 def test_who_ignores_windows_is_not_taken(monkeypatch, caplog, times):
     install(monkeypatch, *modules(3))
     times.update({FA3: 1.0, "varlen": 3.5})
-    shapes = SHAPE, dataclasses.replace(SHAPE, window=40)
-    assert [str(get_kernel("auto", "cuda", shape)) for shape in shapes] == [FA3, FA3]
+    windows = dataclasses.replace(SHAPE, window=40)
+    assert taken(caplog, windows) == FA3
     monkeypatch.setattr(flash_attn, "_window", lambda call: {})
-    with caplog.at_level(logging.INFO):
-        assert [str(get_kernel("auto", "cuda", shape)) for shape in shapes] == [
-            FA3,
-            "varlen",
-        ]
+    assert taken(caplog) == FA3
+    assert taken(caplog, windows) == "varlen"
     assert f"{FA3} is wrong: out is off" in caplog.text
 
 
@@ -149,17 +129,12 @@ def test_who_ignores_windows_is_not_taken(monkeypatch, caplog, times):
 )
 def test_what_fails_is_not_taken(monkeypatch, caplog, times, error):
     install(monkeypatch, *modules(3))
-
-    def fail(*args):
-        raise error("no kernel image is available")
-
-    spoil_library(monkeypatch, "run", lambda right: fail)
+    failing = mock.Mock(side_effect=error("no kernel image is available"))
+    spoil_library(monkeypatch, "run", lambda right: failing)
     times.update({"varlen": 3.5})
     assert taken(caplog) == "varlen"
-    assert (
-        f"{FA3} failed: {error.__name__}: no kernel image is available; flash_attention_4: "
-        in caplog.text
-    )
+    said = f"{FA3} failed: {error.__name__}: no kernel image is available; flash_attention_4: "
+    assert said in caplog.text
 
 
 def spoil_library(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable) -> None:
@@ -203,44 +178,25 @@ def test_a_mask_that_is_aligned_otherwise_is_wrong():
 @pytest.mark.parametrize(
     ("capability", "generations", "with_cudnn", "remark"),
     [
-        (
-            (9, 0),
-            (2,),
-            True,
-            "slower than stock .* install flash-attn-4 or FlashAttention-3 and",
-        ),
-        (
-            (10, 0),
-            (),
-            False,
-            r"compute capability 10\.0 can do: install flash-attn-4 and",
-        ),
-        ((9, 0), (3,), False, None),
-        ((8, 0), (), False, None),
-        ((12, 0), (2,), False, None),
+        ((9, 0), [2], True, "slower than stock .* flash-attn-4 or FlashAttention-3"),
+        ((10, 0), [], False, r"capability 10\.0 can do: install flash-attn-4 and"),
+        ((9, 0), [3], False, None),
+        ((8, 0), [], False, None),
+        ((12, 0), [2], False, None),
     ],
 )
 def test_flash_attention_2_on_a_device_for_more(
     monkeypatch, caplog, times, capability, generations, with_cudnn, remark
 ):
-    install(
-        monkeypatch,
-        *modules(*generations),
-        capability=capability,
-        with_cudnn=with_cudnn,
-    )
+    options = {"capability": capability, "with_cudnn": with_cudnn}
+    install(monkeypatch, *modules(*generations), **options)
     times.update({FA2: 3.4, FA3: 1.9, "cudnn": 9.9, "varlen": 3.5})
     taken(caplog)
-    warnings = [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelno == logging.WARNING
-    ]
+    warnings = [x.message for x in caplog.records if x.levelno == logging.WARNING]
     assert len(warnings) == (remark is not None)
-    assert all(
-        re.search(f"is FlashAttention-2, far below what a device.*{remark}", warning)
-        for warning in warnings
-    )
+    for warning in warnings:
+        said = f"is FlashAttention-2, far below what a device.*{remark}"
+        assert re.search(said, warning)
 
 
 def choose(group: dist.ProcessGroup) -> list[tuple[str, str]]:

@@ -15,7 +15,12 @@ from tests.lib.fake_flash_attn import (
     install,
     use_torch,
 )
-from tests.lib.kernels_reference import check_marshalling, dense_in_fp64, random_qkv
+from tests.lib.kernels_reference import (
+    attend,
+    check_marshalling,
+    dense_in_fp64,
+    random_qkv,
+)
 from tests.lib.refusals import refusal
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel, select, varlen
@@ -31,6 +36,7 @@ CALLS = [
     ([300, 1, 40], [300, 1, 40], True),
     ([130, 9], [257, 5], False),
     ([1], [5], False),
+    ([3, 2], [700, 700], False),
 ]
 """(query lengths, key lengths, causal)."""
 NOT_OF_CUDNN: list[tuple[list[int], list[int], bool]] = [
@@ -77,19 +83,20 @@ def test_marshalling(monkeypatch, name, call, dtype):
         assert all(seen.same_offsets) or not call[2]
     elif name != "varlen":
         # the same for all short calls, so that nothing is compiled anew
-        assert {*seen.max_q, *seen.max_k} <= {512}
+        assert {*seen.max_q, *seen.max_k} <= {512, 700}
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_windows(monkeypatch, name):
     kernel, _ = make_kernel(monkeypatch, name)
+    lengths = [300, 1, 40], [363, 40, 40]
     if not kernel.squares_only:
-        check_marshalling(
-            kernel, [300, 1, 40], [363, 40, 40], True, torch.bfloat16, window=64
-        )
+        check_marshalling(kernel, *lengths, True, torch.bfloat16, window=64)
         return
     with refusal(remedy="cad.kernel"):
         kernel.check(torch.bfloat16, 64, window=64)
+    with refusal("cad.kernel"):
+        check_marshalling(kernel, *lengths, True, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -101,11 +108,10 @@ def test_a_log_sum_exp_has_a_gradient_where_the_output_has_none(monkeypatch, dty
     dout[::2] = 0
     dlse = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
     out, lse = kernel.forward(q, k, v, call)
-    moved, delta = subtract_lse_gradient(dout, row_delta(dout, out), dlse)
-    grads = kernel.backward(moved, q, k, v, Merged(lse, delta), call)
-    exact = CpuKernel().backward(
-        dout, q, k, v, Merged(lse, row_delta(dout, out) - dlse), call
-    )
+    delta = row_delta(dout, out)
+    moved, moved_delta = subtract_lse_gradient(dout, delta, dlse)
+    grads = kernel.backward(moved, q, k, v, Merged(lse, moved_delta), call)
+    exact = CpuKernel().backward(dout, q, k, v, Merged(lse, delta - dlse), call)
     references = dense_in_fp64(q, k, v, dout, call, dlse)[2:]
     for grad, other, reference in zip(grads, exact, references, strict=True):
         assert_as_exact(grad, other.to(dtype), reference)
@@ -113,49 +119,44 @@ def test_a_log_sum_exp_has_a_gradient_where_the_output_has_none(monkeypatch, dty
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("dims", [(24, 16), (16, 24), (192, 128)])
-def test_heads_are_padded_where_the_library_takes_one_size(
-    monkeypatch, caplog, name, dims
-):
+def test_heads_are_padded_where_the_library_takes_one_size(monkeypatch, name, dims):
     kernel, seen = make_kernel(monkeypatch, name)
     common = max(dims)
     if kernel.max_head_dim < common and name != 4:
         with refusal("cad.kernel", "cudnn", remedy="cad.kernel"):
             kernel.check(torch.bfloat16, *dims)
         return
-    as_they_are = name in (3, 4) and dims == (192, 128)
     check_marshalling(kernel, *CALLS[0], torch.bfloat16, dims)
-    assert seen.dims == {dims if as_they_are else (common, common)}
     shape = AttentionShape(4, 2, dims[0], 2, value_dim=dims[1])
     remark = select.padding_remark(kernel, shape)
-    assert (remark is None) == as_they_are
-    assert (
-        remark is None
-        or f"padded to {common}, so that attention computes 1.20" in remark
-    )
+    if name in (3, 4) and dims == (192, 128):
+        assert seen.dims == {dims}
+        assert remark is None
+    else:
+        assert seen.dims == {(common, common)}
+        assert f"padded to {common}, so that attention computes 1.20" in remark
 
 
-@GENERATIONS
-def test_bounds_of_long_tasks(monkeypatch, generation):
-    kernel, seen = make_kernel(monkeypatch, generation)
-    call = VarlenArgs.from_numpy([0, 3, 5], [0, 700, 1400], causal=False, scale=0.2)
-    q, k, v, _ = random_qkv(5, 1400, (2, 1), 8, torch.bfloat16)
-    kernel.forward(q, k, v, call)
-    assert (seen.max_q, seen.max_k) == ([512], [700])
+def set_deterministic(monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
+    name = "are_deterministic_algorithms_enabled"
+    monkeypatch.setattr(torch, name, lambda: wanted)
 
 
 @GENERATIONS
 def test_determinism_is_passed_on(monkeypatch, generation):
     kernel, seen = make_kernel(monkeypatch, generation)
     call = VarlenArgs.from_numpy([0, 4], [0, 4], causal=True, scale=1.0)
-    q, k, v, dout = random_qkv(4, 4, (1, 1), 8, torch.bfloat16)
-    statistics = torch.zeros(4, 1)
     for wanted in (False, True):
-        torch.use_deterministic_algorithms(wanted)
-        try:
-            kernel.backward(dout, q, k, v, Merged(statistics, statistics), call)
-        finally:
-            torch.use_deterministic_algorithms(False)
+        set_deterministic(monkeypatch, wanted)
+        attend(kernel, *random_qkv(4, 4, (1, 1), 8, torch.bfloat16), call)
     assert seen.deterministic == [False, True]
+
+
+def test_cudnn_sums_in_any_order(monkeypatch):
+    kernel, _ = make_kernel(monkeypatch, "cudnn")
+    set_deterministic(monkeypatch, True)
+    with refusal(remedy="cad.kernel"):
+        kernel.check(torch.bfloat16, 64)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -171,22 +172,11 @@ def test_unsupported_inputs_are_refused(monkeypatch, name, dtype, dim):
     kernel, _ = make_kernel(monkeypatch, name)
     call = VarlenArgs.from_numpy([0, 3], [0, 3], causal=True, scale=1.0)
     q, k, v, dout = random_qkv(3, 3, (1, 1), dim, dtype)
+    merged = Merged(torch.zeros(3, 1), torch.zeros(3, 1))
     with refusal("cad.kernel", kernel.name):
         kernel.forward(q, k, v, call)
     with refusal("cad.kernel", kernel.name):
-        kernel.backward(
-            dout, q, k, v, Merged(torch.zeros(3, 1), torch.zeros(3, 1)), call
-        )
-
-
-def test_cudnn_sums_in_any_order(monkeypatch):
-    kernel, _ = make_kernel(monkeypatch, "cudnn")
-    torch.use_deterministic_algorithms(True)
-    try:
-        with refusal(remedy="cad.kernel"):
-            kernel.check(torch.bfloat16, 64)
-    finally:
-        torch.use_deterministic_algorithms(False)
+        kernel.backward(dout, q, k, v, merged, call)
 
 
 # Which one is taken ---------------------------------------------------------------------------------------------------
@@ -210,26 +200,12 @@ def test_the_package_fits_the_device(monkeypatch, capability, generation):
 
 def test_packages_that_cannot_be_called_are_named(monkeypatch):
     """None, one for other devices, and one of another version."""
-
-    def older(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-    ): ...
-
-    other = FAKES[2](Recorder())
-    other._flash_attn_varlen_forward = older
+    older = FAKES[2](Recorder())
+    older._flash_attn_varlen_forward = lambda q, k, v: None
     for modules, capability in (
         ([], (9, 0)),
         ([FAKES[3](Recorder())], (10, 0)),
-        ([other], (9, 0)),
+        ([older], (9, 0)),
     ):
         install(monkeypatch, *modules, capability=capability)
         with refusal("cad.kernel", remedy="cad.kernel"):

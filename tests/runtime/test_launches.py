@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 @pytest.mark.matrix
 @needs_linux
 @needs_triton
-def test_launches_of_a_layer() -> None:
+def test_launches_of_a_layer():
     """Two exchanges in either direction: each says that it is ready, waits for that, puts, posts and waits for rows."""
     for forward, backward in values(run_processes(2, count, timeout_s=240)):
         assert forward == {
@@ -62,7 +62,7 @@ def test_launches_of_a_layer() -> None:
 @needs_linux
 @needs_triton
 @pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 2)])
-def test_launches_of_a_layer_between_hosts(hosts: tuple[int, ...]) -> None:
+def test_launches_of_a_layer_between_hosts(hosts):
     """For ranks of other hosts, one launch packs the rows of a kind; without near ranks nothing is put or signalled."""
     counted = values(run_processes(3, count, hosts, timeout_s=240))
     for rank, (forward, backward) in enumerate(counted):
@@ -77,9 +77,7 @@ def test_launches_of_a_layer_between_hosts(hosts: tuple[int, ...]) -> None:
         assert (forward["gather_rows"], backward["gather_rows"]) == (4 + 3, 4 + 4)
 
 
-def test_launches_of_a_layer_that_moves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_launches_of_a_layer_that_moves_nothing(monkeypatch):
     """Those of stock, and one each way that lays out the log-sum-exp."""
     tape = Tape()
     for name in ("_forward_op", "_backward_op"):

@@ -4,7 +4,6 @@
 import ast
 import os
 import pkgutil
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,22 +23,15 @@ from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 def test_no_other_kernel_has_the_name_of_one_that_nvshmem_initialises():
     folder = Path(torchtitan_cad.runtime.triton.__file__).parent
-    nodes = [
-        node
-        for file in folder.glob("*.py")
-        for node in ast.parse(file.read_text()).body
-    ]
-    marks = {
-        node: [ast.unparse(mark) for mark in getattr(node, "decorator_list", [])]
-        for node in nodes
-    }
-    names = [
-        node.name
-        for node, mark in marks.items()
-        if any(each.startswith("triton.jit") for each in mark)
-    ]
-    assert sum("nvshmem.requires_nvshmem" in mark for mark in marks.values()) == 3
-    assert Counter(names).most_common(1)[0][1] == 1
+    names, num_initialised = [], 0
+    for file in folder.glob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            marks = [*map(ast.unparse, getattr(node, "decorator_list", []))]
+            num_initialised += "nvshmem.requires_nvshmem" in marks
+            if any(mark.startswith("triton.jit") for mark in marks):
+                names.append(node.name)
+    assert num_initialised == 3
+    assert len(names) == len(set(names))
 
 
 def compile_kernels(group: object, folder: str) -> tuple[list[str], list[str], int]:
@@ -55,19 +47,15 @@ def compile_kernels(group: object, folder: str) -> tuple[list[str], list[str], i
     from torchtitan_cad.runtime.triton import nvshmem, signals
 
     nvshmem.warm_up(CPU)
-    warmed = [name for name, _ in mock_driver.compiled]
+    num_warmed = len(mock_driver.compiled)
     peers, word = torch.zeros(40, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    messages = torch.zeros(7, 4, dtype=torch.int32)
     signals.post(peers, word, 3, 1, word)
-    nvshmem.put_messages(
-        torch.zeros(7, 4, dtype=torch.int32), peers, 1 << 40, 1 << 41, 16640, word
-    )
+    nvshmem.put_messages(messages, peers, 1 << 40, 1 << 41, 16640, word)
     nvshmem.post(peers, peers, 1 << 40, 1 << 39, 70_000, word)
     nvshmem.confirm(peers, 1 << 40, 16, word)
-    return (
-        warmed,
-        [name for name, _ in mock_driver.compiled[len(warmed) :]],
-        len(initialised),
-    )
+    names = [name for name, _ in mock_driver.compiled]
+    return names[:num_warmed], names[num_warmed:], len(initialised)
 
 
 @needs_triton
@@ -144,13 +132,10 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_libraries_of_one_version_go_together(packaged, monkeypatch):
-    monkeypatch.setattr(
-        nvshmem_library.ctypes, "CDLL", lambda name: HostLibrary(3, 4, 5)
-    )
+    host = HostLibrary(3, 4, 5)
+    monkeypatch.setattr(nvshmem_library.ctypes, "CDLL", lambda name: host)
     nvshmem_library.check_host_library(packaged)
-    monkeypatch.setattr(
-        nvshmem_library.ctypes, "CDLL", lambda name: HostLibrary(3, 3, 9)
-    )
+    host.version = 3, 3, 9
     with refusal(error=RuntimeError):
         nvshmem_library.check_host_library(packaged)
     # of no package: nobody knows

@@ -3,16 +3,18 @@
 
 import contextlib
 import os
+import random
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,20 +65,12 @@ class Answers:
     def __init__(self, is_lost: Callable[[], bool]) -> None:
         self.is_lost, self.num_lost, self.num_answered = is_lost, 0, 0
 
-    def ask(self, server: int, request: Request, seconds: float) -> "Answer | None":
+    def ask(self, server: int, request: Request, seconds: float) -> Any:
         if self.is_lost():
             self.num_lost += 1
             return None
         self.num_answered += 1
-        return Answer(request)
-
-
-@dataclass
-class Answer:
-    request: Request
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        return self.request.compute(get_kernel("cpu", CPU))
+        return SimpleNamespace(wait=lambda: request.compute(get_kernel("cpu", CPU)))
 
 
 @given(
@@ -84,37 +78,16 @@ class Answer:
     seed=st.integers(0, 2**32 - 1),
     share=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
 )
-def test_any_lost_answers_leave_the_same_bits(
-    heads: str, seed: int, share: float
-) -> None:
+def test_any_lost_answers_leave_the_same_bits(heads, seed, share):
     plan = plan_with_servers(heads)
     torch.manual_seed(seed)
     tensors = Tensors.random(LAYOUT, plan.shape)
-    rng = np.random.default_rng(seed)
-    lock = threading.Lock()
-
-    def is_lost() -> bool:
-        with lock:
-            return bool(rng.random() < share)
-
-    some = Answers(is_lost)
-    assert_same_bits(
-        execute(plan, tensors, servers=some),
-        execute(plan, tensors, servers=None),
-    )
+    rng = random.Random(seed)
+    some = Answers(lambda: rng.random() < share)
+    at_home = execute(plan, tensors)
+    assert_same_bits(execute(plan, tensors, servers=some), at_home)
     assert some.num_lost + some.num_answered >= 4
     assert (some.num_answered == 0) == (share == 1.0) or 0 < share < 1
-
-
-def test_results_are_those_of_the_plan_without_servers() -> None:
-    plan = plan_with_servers("gqa 8:2")
-    without = make_plan(LAYOUT, plan.shape, plan.config)
-    torch.manual_seed(1)
-    tensors = Tensors.random(LAYOUT, plan.shape, torch.float64)
-    for found, wanted in zip(
-        execute(plan, tensors), execute(without, tensors), strict=True
-    ):
-        torch.testing.assert_close(found, wanted)
 
 
 # A store, a job and its servers ---------------------------------------------------------------------------------------
@@ -131,27 +104,22 @@ def store() -> dist.TCPStore:
     return dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=20))
 
 
-def connect_to(store: dist.TCPStore) -> dist.TCPStore:
-    return dist.TCPStore(
-        "localhost", store.port, is_master=False, timeout=timedelta(seconds=20)
-    )
+def open_job(store: dist.TCPStore, job: int = JOB, version: str = __version__) -> None:
+    shape = asdict(SHAPES["gqa 8:2"])
+    digest = digest_of(TOKEN, job)
+    card = JobCard(job, version, "float32", shape, ranks=2, digest=digest)
+    registry_of(store).open_job(card)
 
 
-def open_job(store: dist.TCPStore, **changes: object) -> None:
-    values: dict = dict(
-        job=JOB,
-        version=__version__,
-        dtype="float32",
-        shape=asdict(SHAPES["gqa 8:2"]),
-        ranks=2,
-        digest=digest_of(TOKEN, JOB),
-    )
-    Registry(connect_to(store), TOKEN).open_job(JobCard(**{**values, **changes}))
+def registry_of(store: dist.TCPStore, token: str = TOKEN) -> Registry:
+    timeout = timedelta(seconds=20)
+    client = dist.TCPStore("localhost", store.port, is_master=False, timeout=timeout)
+    return Registry(client, token)
 
 
-def pool_of(store: dist.TCPStore, rank: int = 0) -> ServerPool:
-    registry = Registry(connect_to(store), TOKEN)
-    return ServerPool(registry, JOB, rank, 0, RankRates(1e-4, 1e-4, 1.0), pinned=False)
+def pool_of(store: dist.TCPStore, rank: int = 0, job: int = JOB) -> ServerPool:
+    rates = RankRates(1e-4, 1e-4, 1.0)
+    return ServerPool(registry_of(store), job, rank, 0, rates, pinned=False)
 
 
 def use_servers(pool: ServerPool, count: int, timeout_s: float = 20.0) -> int:
@@ -166,15 +134,14 @@ def use_servers(pool: ServerPool, count: int, timeout_s: float = 20.0) -> int:
     raise AssertionError(f"{len(pool.listed)} servers after {timeout_s} s, not {count}")
 
 
+def server_at(port: int, token: str = TOKEN) -> AttentionServer:
+    return AttentionServer("localhost", port, token, CPU, "cpu", version=__version__)
+
+
 @contextmanager
-def serving(
-    store: dist.TCPStore, count: int = 1, token: str = TOKEN
-) -> Iterator[list[AttentionServer]]:
+def serving(store: dist.TCPStore, count: int = 1) -> Iterator[list[AttentionServer]]:
     """Servers in threads of this process."""
-    servers = [
-        AttentionServer("localhost", store.port, token, CPU, "cpu", version=__version__)
-        for _ in range(count)
-    ]
+    servers = [server_at(store.port) for _ in range(count)]
     threads = [threading.Thread(target=one.run, daemon=True) for one in servers]
     for thread in threads:
         thread.start()
@@ -196,64 +163,52 @@ def request_of(tokens: int = 64) -> Request:
     return Request(server.FORWARD, rows, args)
 
 
-def test_servers_compute_for_two_ranks(store: dist.TCPStore) -> None:
-    """Forward and backward of both ranks go through servers, which are then told that the ranks have ended."""
-    open_job(store)
-    with serving(store, 2):
-        pools = [pool_of(store, rank) for rank in range(2)]
-        version = use_servers(pools[0], 2)
-        pools[1].take_list(version)
-        plan = plan_with_servers("gqa 8:2", tuple(s.number for s in pools[0].listed))
-        torch.manual_seed(1)
-        tensors = Tensors.random(LAYOUT, plan.shape)
-        at_home = execute(plan, tensors)
-        asked = Answered(pools)
-        assert_same_bits(execute(plan, tensors, servers=asked), at_home)
-        assert asked.num_answered >= 4
-        for pool in pools:
-            pool.close()
-
-
-class Answered:
-    """The pools of threaded ranks, whose numbers of queries are even and odd; counts answers."""
+class Pools:
+    """Of threaded ranks, whose numbers of queries are even and odd; counts answers."""
 
     def __init__(self, pools: list[ServerPool]) -> None:
         self.pools, self.num_answered = pools, 0
 
-    def ask(self, number: int, request: Request, seconds: float) -> "Answered.Known":
-        pool = self.pools[request.rows[0].shape[0] % 2]
-        pending = pool.ask(number, request, seconds)
-        assert pending is not None
-        results = pending.wait()
+    def ask(self, number: int, request: Request, seconds: float) -> Any:
+        pool = self.pools[len(request.rows[0]) % 2]
+        results = pool.ask(number, request, seconds).wait()
         assert results is not None
         self.num_answered += 1
-        return self.Known(results)
+        return SimpleNamespace(wait=lambda: results)
 
-    @dataclass
-    class Known:
-        results: Sequence[torch.Tensor]
 
-        def wait(self) -> Sequence[torch.Tensor]:
-            return self.results
+def test_servers_compute_for_two_ranks(store):
+    """Forward and backward of both ranks go through servers, which are then told that the ranks have ended."""
+    open_job(store)
+    with serving(store, 2):
+        pools = Pools([pool_of(store, rank) for rank in range(2)])
+        first, second = pools.pools
+        second.take_list(use_servers(first, 2))
+        plan = plan_with_servers("gqa 8:2", tuple(s.number for s in first.listed))
+        torch.manual_seed(1)
+        tensors = Tensors.random(LAYOUT, plan.shape)
+        at_home = execute(plan, tensors)
+        assert_same_bits(execute(plan, tensors, servers=pools), at_home)
+        assert pools.num_answered >= 4
+        first.close()
+        second.close()
 
 
 # Servers that fail ----------------------------------------------------------------------------------------------------
+
+
+Behave = Callable[[Connection, ServerMessage], None]
 
 
 class FalseServer:
     """Announces itself, accepts one rank, echoes, and then does what ``behave`` does with the first request."""
 
     def __init__(
-        self,
-        store: dist.TCPStore,
-        behave: Callable[[Connection, ServerMessage], None],
-        token: str = TOKEN,
+        self, store: dist.TCPStore, behave: Behave, token: str = TOKEN
     ) -> None:
-        self.registry = Registry(connect_to(store), token)
-        self.behave = behave
+        self.registry, self.behave = registry_of(store, token), behave
         self.card = self.registry.announce(JOB, "a test", "cpu", 1e-4)
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
+        threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the test has ended
@@ -266,40 +221,35 @@ class FalseServer:
             self.behave(connection, message)
 
 
-def answer_garbage(connection: Connection, message: ServerMessage) -> None:
-    body = torch.randint(0, 255, (64,), dtype=torch.uint8)
-    words = torch.tensor([1, JOB, ANSWER, message.number, 2, 64, 12345])
-    connection._group.send([words], 0, 0).wait()
-    connection._group.send([body], 0, 0).wait()
+def answer_raw(body: bytes = b"", **head: int) -> Behave:
+    """Some numbers of the head are not those of the body."""
+
+    def behave(connection: Connection, message: ServerMessage) -> None:
+        content = torch.tensor(list(body), dtype=torch.uint8)
+        right = {
+            "version": 1,
+            "job": JOB,
+            "kind": ANSWER,
+            "number": message.number,
+            "text": len(body),
+            "bytes": len(body),
+            "sum": int(content.view(torch.int64).sum()),
+        }
+        words = torch.tensor(list({**right, **head}.values()))
+        connection._group.send([words], 0, 0).wait()
+        if body:
+            connection._group.send([content], 0, 0).wait()
+
+    return behave
 
 
 def answer_as(
     kind: int, number_off: int, shape: tuple[int, ...], dtype: torch.dtype | None = None
-) -> Callable:
+) -> Behave:
     def behave(connection: Connection, message: ServerMessage) -> None:
         tensors = [torch.zeros(shape, dtype=dtype), torch.zeros(shape[:2])]
-        connection.send(
-            ServerMessage(kind, message.number + number_off, {}, tensors), 5
-        )
-
-    return behave
-
-
-def answer_with_head(*words: int) -> Callable[[Connection, ServerMessage], None]:
-    def behave(connection: Connection, message: ServerMessage) -> None:
-        connection._group.send([torch.tensor(words)], 0, 0).wait()
-
-    return behave
-
-
-def answer_with_text(text: str) -> Callable[[Connection, ServerMessage], None]:
-    def behave(connection: Connection, message: ServerMessage) -> None:
-        padded = text.encode() + b" " * (-len(text) % 16)
-        body = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
-        size, total = len(body), int(body.view(torch.int64).sum())
-        words = [1, JOB, ANSWER, message.number, size, size, total]
-        connection._group.send([torch.tensor(words)], 0, 0).wait()
-        connection._group.send([body], 0, 0).wait()
+        number = message.number + number_off
+        connection.send(ServerMessage(kind, number, {}, tensors), 5)
 
     return behave
 
@@ -317,58 +267,46 @@ def hang_up(connection: Connection, message: ServerMessage) -> None:
     [
         (say_nothing, "late"),
         (hang_up, "onnection|error"),
-        (answer_garbage, "sum"),
-        (answer_with_head(2, JOB, ANSWER, 0, 0, 0, 0), "version 2"),
-        (answer_with_head(1, JOB + 1, ANSWER, 0, 0, 0, 0), "another job"),
-        (answer_with_head(1, JOB, ANSWER, 0, 5, -1, 0), "-1 bytes"),
-        (answer_with_head(1, JOB, ANSWER, 0, 5, 9, 0), "9 bytes"),
-        (answer_with_head(1, JOB, ANSWER, 0, 5, 2**36, 0), "no memory|late"),
-        (answer_with_text("[" * 100_000), "cannot be read"),
-        (answer_with_text('{"tensors": [["Tensor", [3]]]}'), "cannot be read"),
-        (answer_with_text('{"tensors": [["float32", [-5, 3]]]}'), "cannot be read"),
+        (answer_raw(b"garbage " * 8, sum=12345), "sum"),
+        (answer_raw(version=2), "version 2"),
+        (answer_raw(job=JOB + 1), "another job"),
+        (answer_raw(bytes=-1), "-1 bytes"),
+        (answer_raw(bytes=9), "9 bytes"),
+        (answer_raw(bytes=2**36), "no memory|late"),
+        (answer_raw(b"[" * 100_000), "cannot be read"),
+        (answer_raw(b'{"tensors": [["Tensor", [3]]]}  '), "cannot be read"),
+        (answer_raw(b'{"tensors": [["float32", [-5]]]}'), "cannot be read"),
         (answer_as(ANSWER, 0, (64, 8, 15)), "shapes"),
         (answer_as(ANSWER, 0, (64, 8, 16), torch.int64), "another dtype"),
         (answer_as(ANSWER, 1, (64, 8, 16)), "another request"),
         (answer_as(ECHO, 0, (64, 8, 16)), "another request"),
     ],
 )
-def test_a_wrong_server_is_struck_off(
-    store: dist.TCPStore,
-    caplog: pytest.LogCaptureFixture,
-    behave: Callable[[Connection, ServerMessage], None],
-    reason: str,
-) -> None:
+def test_a_wrong_server_is_struck_off(store, caplog, behave, reason):
     """The rank gets no results, at once or after a bounded wait, asks it nothing more, and says why."""
     open_job(store)
-    false = FalseServer(store, behave)
+    number = FalseServer(store, behave).card.number
     pool = pool_of(store)
     use_servers(pool, 1)
-    pending = pool.ask(false.card.number, request_of(), 0.01)
-    assert pending is not None
+    pending = pool.ask(number, request_of(), 0.01)
     begin = time.monotonic()
     assert pending.wait() is None
     assert time.monotonic() - begin < client.LEAST_WAIT_S + 1.0
-    assert pool.ask(false.card.number, request_of(), 0.01) is None
-    said = [
-        record.message for record in caplog.records if "strikes off" in record.message
-    ]
-    assert len(said) == 1
-    assert re.search(reason, said[0])
-    assert "server 0 (a test)" in said[0]
-    told = Registry(connect_to(store), TOKEN).reason_gone(JOB, false.card.number)
-    assert told is not None
+    assert pool.ask(number, request_of(), 0.01) is None
+    (said,) = (message for message in caplog.messages if "strikes off" in message)
+    told = registry_of(store).reason_gone(JOB, number)
+    assert "server 0 (a test)" in said
     assert "rank 0" in told
-    assert re.search(reason, told)
+    for text in (said, told):
+        assert re.search(reason, text)
     use_servers(pool, 0)
 
 
-def test_an_unsigned_announcement_is_not_used(store: dist.TCPStore) -> None:
+def test_an_unsigned_announcement_is_not_used(store):
     open_job(store)
     false = FalseServer(store, say_nothing, token="a guess")
-    pool = pool_of(store)
-    assert pool.make_list() == 0
-    told = Registry(connect_to(store), TOKEN).reason_gone(JOB, false.card.number)
-    assert told is not None
+    assert pool_of(store).make_list() == 0
+    told = registry_of(store).reason_gone(JOB, false.card.number)
     assert "not signed" in told
 
 
@@ -383,12 +321,10 @@ def test_an_unsigned_announcement_is_not_used(store: dist.TCPStore) -> None:
     ],
     ids=["none", "bytes", "deep", "number", "speed"],
 )
-def test_a_wrong_announcement_keeps_no_other_server_away(
-    store: dist.TCPStore, text: str | bytes | None
-) -> None:
+def test_a_wrong_announcement_keeps_no_other_server_away(store, text):
     """One that has no card yet is looked for again; others are struck off, even signed ones."""
     open_job(store)
-    registry = Registry(connect_to(store), TOKEN)
+    registry = registry_of(store)
     number = registry._store.add(f"{JOB}/servers", 1) - 1
     if isinstance(text, str):
         text = f"{registry._sign(text)} {text}".encode()
@@ -402,27 +338,20 @@ def test_a_wrong_announcement_keeps_no_other_server_away(
         pool.close()
 
 
-def test_a_server_that_accepts_no_invitation_is_not_used(
-    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_accepts_no_invitation_is_not_used(store, monkeypatch):
     monkeypatch.setattr(client, "CONNECT_S", 0.3)
     open_job(store)
-    registry = Registry(connect_to(store), TOKEN)
+    registry = registry_of(store)
     card = registry.announce(JOB, "a test", "cpu", 1e-4)
-    pool = pool_of(store)
-    assert pool.make_list() == 0
+    assert pool_of(store).make_list() == 0
     assert "invitation" in str(registry.reason_gone(JOB, card.number))
 
 
-def test_a_server_leaves_although_the_store_says_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_leaves_although_the_store_says_nothing(monkeypatch):
     """As what listens at a wrong endpoint, or a store that is stopped."""
     monkeypatch.setattr(server, "_LEAVE_S", 0.1)
     with socket.create_server(("localhost", 0)) as mute:
-        one = AttentionServer(
-            "localhost", mute.getsockname()[1], TOKEN, CPU, "cpu", version=__version__
-        )
+        one = server_at(mute.getsockname()[1])
         leaver = threading.Timer(0.5, one.leave)
         leaver.start()
         begin = time.monotonic()
@@ -432,54 +361,40 @@ def test_a_server_leaves_although_the_store_says_nothing(
 
 
 @pytest.mark.parametrize(
-    ("changes", "token", "key", "remedy"),
+    ("version", "token", "key", "remedy"),
     [
-        ({"version": "0.0.1"}, TOKEN, "torchtitan_cad 0.0.1", "the same version"),
-        ({}, "a guess", "--token", "first log lines"),
+        ("0.0.1", TOKEN, "torchtitan_cad 0.0.1", "the same version"),
+        (__version__, "a guess", "--token", "first log lines"),
     ],
+    ids=["version", "token"],
 )
-def test_a_server_refuses_another_job(
-    store: dist.TCPStore,
-    changes: dict[str, object],
-    token: str,
-    key: str,
-    remedy: str,
-) -> None:
-    open_job(store, **changes)
-    card = Registry(connect_to(store), TOKEN)._store
-    card.set(
-        "job",
-        card.get("job").decode().replace("{", '{"field of a later version": 1, ', 1),
-    )
-    one = AttentionServer(
-        "localhost", store.port, token, CPU, "cpu", version=__version__
-    )
+def test_a_server_refuses_another_job(store, version, token, key, remedy):
+    open_job(store, version=version)
+    jobs = registry_of(store)._store
+    card = jobs.get("job").decode()
+    jobs.set("job", card.replace("{", '{"field of a later version": 1, ', 1))
     with refusal(key, remedy=remedy):
-        one.run_in_thread()
+        server_at(store.port, token).run_in_thread()
 
 
-def test_a_server_refuses_what_it_cannot_compute(store: dist.TCPStore) -> None:
+def test_a_server_refuses_what_it_cannot_compute(store):
     """Rows of another dtype, or tasks that do not fit: the reason comes back, and the server goes on."""
     open_job(store)
     with serving(store):
         pool = pool_of(store)
         use_servers(pool, 1)
-        link = pool._links[0]
-        wrong = request_of()
-        halves = Request(wrong.direction, [x.half() for x in wrong.rows], wrong.args)
-        for refused in (halves, Request(wrong.direction, wrong.rows[:1], wrong.args)):
-            _, answer = link.submit(refused, 0.1)
+        right = request_of()
+        for rows in ([x.half() for x in right.rows], right.rows[:1]):
+            wrong = Request(right.direction, rows, right.args)
+            _, answer = pool._links[0].submit(wrong, 0.1)
             with pytest.raises(WireError, match="refuses"):
                 answer.result(5)
-        pending = pool.ask(0, wrong, 10.0)
-        assert pending is not None
-        results = pending.wait()
-        assert results is not None
-        assert results[0].equal(wrong.compute(get_kernel("cpu", CPU))[0])
+        results = pool.ask(0, right, 10.0).wait()
+        assert results[0].equal(right.compute(get_kernel("cpu", CPU))[0])
         pool.close()
 
 
-def test_a_server_that_leaves_is_on_no_further_list(store: dist.TCPStore) -> None:
+def test_a_server_that_leaves_is_on_no_further_list(store):
     open_job(store)
     pool = pool_of(store)
     with serving(store, 2) as servers:
@@ -491,7 +406,7 @@ def test_a_server_that_leaves_is_on_no_further_list(store: dist.TCPStore) -> Non
         use_servers(pool, 0)
 
 
-def test_a_struck_server_joins_again(store: dist.TCPStore) -> None:
+def test_a_struck_server_joins_again(store):
     open_job(store)
     pool = pool_of(store)
     with serving(store):
@@ -504,35 +419,28 @@ def test_a_struck_server_joins_again(store: dist.TCPStore) -> None:
         pool.close()
 
 
-def test_a_server_waits_for_the_next_job(store: dist.TCPStore) -> None:
-    open_job(store)
+def test_a_server_waits_for_the_next_job(store):
     with serving(store):
-        pool = pool_of(store)
-        use_servers(pool, 1)
-        pool.close()
-        open_job(store, job=JOB + 1, digest=digest_of(TOKEN, JOB + 1))
-        registry = Registry(connect_to(store), TOKEN)
-        deadline = time.monotonic() + 20
-        while not registry.servers(JOB + 1, ()):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        for job in (JOB, JOB + 1):
+            open_job(store, job)
+            pool = pool_of(store, job=job)
+            use_servers(pool, 1)
+            pool.close()
 
 
-def test_servers_that_come_and_go_leak_nothing(store: dist.TCPStore) -> None:
+def test_servers_that_come_and_go_leak_nothing(store):
     """20 registrations of one server: threads and descriptors are as many as after the first 5."""
     open_job(store)
     pool = pool_of(store)
     counts = []
     with serving(store):
-        for turn in range(20):
+        for _ in range(20):
             use_servers(pool, 1)
-            pending = pool.ask(pool.listed[0].number, request_of(), 10.0)
-            assert pending is not None
-            assert pending.wait() is not None
-            pool.strike(pool.listed[0].number, "the test says so")
-            if turn in (5, 19):
-                counts.append((threading.active_count(), len(os.listdir("/dev/fd"))))
+            number = pool.listed[0].number
+            assert pool.ask(number, request_of(), 10.0).wait() is not None
+            pool.strike(number, "the test says so")
+            counts.append((threading.active_count(), len(os.listdir("/dev/fd"))))
         pool.close()
-    (threads, descriptors), (threads_after, descriptors_after) = counts
+    (threads, descriptors), (threads_after, descriptors_after) = counts[5], counts[19]
     assert threads_after <= threads + 3
     assert descriptors_after <= descriptors + 6

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 
 from torchtitan_cad import launch
+from torchtitan_cad.runtime.signals import ending_on_signals
 
 BLOCKED = """
     import ctypes, multiprocessing, os, sys, time
@@ -96,12 +98,11 @@ def test_signal_of_a_forked_child_is_its_own():
 
 
 def test_handlers_are_put_back():
-    from torchtitan_cad.runtime.signals import ending_on_signals
-
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [*map(signal.getsignal, numbers)]
     with ending_on_signals(lambda name: None, limit_s=1.0):
         assert signal.getsignal(signal.SIGTERM) is not before[0]
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert [*map(signal.getsignal, numbers)] == before
     assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -183,55 +184,38 @@ def test_forked_daemon_ends_with_a_parent_that_is_killed():
     )
 
 
+JOB = ["-m", "torchtitan_cad.train"]
+FIRST = "rank 1 (pid 101) was the first to end, with "
+
+
 def failures(*exit_codes: int) -> ChildFailedError:
-    return ChildFailedError(
-        "job",
-        {
-            r: ProcessFailure(r, 100 + r, code, "<N/A>")
-            for r, code in enumerate(exit_codes)
-        },
-    )
+    failed = {
+        rank: ProcessFailure(rank, 100 + rank, code, "<N/A>")
+        for rank, code in enumerate(exit_codes)
+    }
+    return ChildFailedError("job", failed)
 
 
 @pytest.mark.parametrize(
-    ("error", "returncode", "line"),
+    ("error", "returncode", "said"),
     [
-        (
-            failures(-15, 2),
-            2,
-            "launch: rank 1 (pid 101) was the first to end, with exit code 2",
-        ),
-        (
-            failures(143, -9, 1),
-            137,
-            "launch: rank 1 (pid 101) was the first to end, with SIGKILL",
-        ),
-        (
-            failures(143, 1),
-            1,
-            "launch: rank 1 (pid 101) was the first to end, with exit code 1",
-        ),
-        (SignalException("", signal.SIGINT), 130, "launch: SIGINT has ended all ranks"),
+        (failures(-15, 2), 2, f"{FIRST}exit code 2"),
+        (failures(143, -9, 1), 137, f"{FIRST}SIGKILL"),
+        (failures(143, 1), 1, f"{FIRST}exit code 1"),
+        (SignalException("", signal.SIGINT), 130, "SIGINT has ended all ranks"),
     ],
 )
-def test_failed_job_ends_in_one_line(error, returncode, line, monkeypatch, capsys):
-    def fail(args: object) -> None:
-        raise error
-
-    monkeypatch.setattr(torchrun, "run", fail)
-    assert (
-        launch.main(["--nproc_per_node=2", "-m", "torchtitan_cad.train"]) == returncode
-    )
-    assert capsys.readouterr().err == line + "\n"
+def test_failed_job_ends_in_one_line(error, returncode, said, monkeypatch, capsys):
+    monkeypatch.setattr(torchrun, "run", mock.Mock(side_effect=error))
+    assert launch.main(JOB) == returncode
+    assert capsys.readouterr().err == f"launch: {said}\n"
 
 
 @pytest.mark.parametrize("devices", ["gpu", "xpu", "gpus"])
 def test_devices_that_are_not_there_are_one_line(devices, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
-    assert (
-        launch.main([f"--nproc_per_node={devices}", "-m", "torchtitan_cad.train"]) == 2
-    )
+    for module in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(module, "is_available", lambda: False)
+    assert launch.main([f"--nproc_per_node={devices}", *JOB]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"launch: --nproc_per_node={devices}: ")
     assert "set it to the number of ranks" in line
@@ -249,14 +233,14 @@ def test_devices_that_are_not_there_are_one_line(devices, monkeypatch, capsys):
 def test_job_that_succeeds_is_quiet_and_a_folder_that_is_not_redirected_to_is_removed(
     option, folder, monkeypatch, capsys
 ):
-    given = []
-    monkeypatch.setattr(
-        torchrun,
-        "run",
-        lambda options: given.append((options, os.path.isdir(options.log_dir or ""))),
-    )
+    runs = []
+
+    def run(options) -> None:
+        runs.append((options, os.path.isdir(options.log_dir or "")))
+
+    monkeypatch.setattr(torchrun, "run", run)
     assert launch.main(["--nproc_per_node=3", option, "-m", "job", "--key=1"]) == 0
-    ((options, existed),) = given
+    ((options, existed),) = runs
     assert (options.nproc_per_node, options.training_script_args) == ("3", ["--key=1"])
     assert capsys.readouterr().err == ""
     if folder == "own":

@@ -1,177 +1,273 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Core attention as one operator and as three steps: gradients, one graph for many plans, the order of the steps."""
+"""Core attention as one operator and as steps: gradients, one graph for many plans, the order of the steps.
+
+Plans, rows and gradients of both results are arbitrary. So are those of models that rescale outputs by the log-sum-exp,
+as attention sinks need it, and of keys whose heads share their last elements, as in multi-head latent attention.
+"""
 
 import copy
-import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.lib.accuracy import assert_as_exact
 from tests.lib.observer import observe
+from tests.lib.plans import random_layout, random_plan
 from tests.lib.refusals import refusal
-from tests.lib.sets import params
-from torchtitan_cad.planning import (
-    AttentionShape,
-    PlannerConfig,
-    TokenLayout,
-    make_plan,
-)
+from tests.lib.rows import CPU, SHAPES, Tensors, assert_ranks_as_exact, dense, undivided
+from tests.lib.sets import matrix
+from tests.lib.threaded import run_ranks, thread_transports
+from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.engine import (
     CoreAttentionEngine,
     get_engine,
     register_engine,
 )
-from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.ops import _core_attention, core_attention, read_key
-from torchtitan_cad.runtime.steps import combine, dispatch, step
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel
+from torchtitan_cad.runtime.ops import (
+    _core_attention,
+    core_attention,
+    core_attention_with_lse,
+    read_key,
+)
+from torchtitan_cad.runtime.steps import combine, combine_with_lse, dispatch, step
+from torchtitan_cad.runtime.tick_engine import TickCall, TickEngine
 
-CPU = torch.device("cpu")
-SHAPE = AttentionShape(2, 1, 16, 4)
-DIM = SHAPE.num_heads * SHAPE.head_dim
+SHAPE = SHAPES["mla"]
 ENGINE = "test_steps"
-KEEP_ORDER = {"reorder_for_peak_memory": False}
-"""options of Inductor, which otherwise moves a wait right behind its start to save memory (torch 2.11 to 2.15)"""
 LENGTHS = [[24], [1, 23], [13, 4, 7], [6, 6, 6, 6]]
-LAYERS = 2
+Attend = Callable[..., tuple[Tensor, Tensor]]
+
+
+def in_steps(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor, engine: str, **shared: Tensor
+) -> tuple[Tensor, Tensor]:
+    token = dispatch(q, k, v, key, engine, **shared)
+    token = step(token, "attend_first", key, engine)
+    token = step(token, "attend_rest", key, engine)
+    return combine_with_lse(token, q, k, v, key, engine, **shared)
+
+
+ATTEND = pytest.mark.parametrize("attend", [core_attention_with_lse, in_steps])
+BACKENDS = pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=matrix)]
+)
+
+
+def results_of(
+    attend: Attend, tensors: Tensors, rank: int, engine: str, key: int = 0
+) -> list[Tensor]:
+    """Out, lse, and the gradients of q, k, v and of the shared part, if there is one."""
+    *qkv, dout, dlse = tensors.of_rank(rank)
+    shared = tensors.shared[rank : rank + 1]
+    leaves = [x.clone().requires_grad_() for x in (*qkv, *shared)]
+    options = {"shared": leaves[3]} if shared else {}
+    results = attend(*leaves[:3], torch.tensor([key]), engine, **options)
+    gradients = torch.autograd.grad(results, leaves, [dout, dlse])
+    return [*(x.detach() for x in results), *gradients]
+
+
+def check_ranks(
+    plan: Plan,
+    make_engine: Callable[..., CoreAttentionEngine],
+    attend_on: Callable[[CoreAttentionEngine, Tensors, int, str], list[Tensor]],
+) -> None:
+    """The results of all ranks are as exact as those of undivided attention."""
+    tensors = Tensors.random(plan.layout, plan.shape, with_dlse=True)
+    transports = thread_transports(plan.layout.num_ranks)
+
+    def body(rank: int) -> list[Tensor]:
+        engine = make_engine(
+            kernel=CpuKernel(),
+            transport=transports[rank],
+            rank=rank,
+            device=CPU,
+            scale=plan.shape.head_dim**-0.5,
+        )
+        engine.add_plan(0, plan)
+        name = f"{ENGINE} {rank}"
+        register_engine(name, engine)
+        return attend_on(engine, tensors, rank, name)
+
+    results = run_ranks(plan.layout.num_ranks, body)
+    whole = undivided(plan.layout, plan.shape, tensors)
+    assert_ranks_as_exact(results, whole, dense(plan.layout, tensors))
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
+@pytest.mark.parametrize("heads", ["gqa 8:2", "mla"])
+@ATTEND
+def test_any_plan_by_both(attend, heads, keep):
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    layout = random_layout(rng, num_ranks=3, max_length=300)
+    plan = random_plan(rng, layout, SHAPES[heads], aligned=False, split_kv=True)
+    kept_bytes = math.inf if keep else 0.0
+    check_ranks(
+        plan,
+        partial(
+            CoreAttentionEngine,
+            kept_bytes=kept_bytes,
+            two_rounds=attend is in_steps,
+        ),
+        lambda _, *rows: results_of(attend, *rows),
+    )
+
+
+def attend_in_tick(
+    engine: TickEngine, tensors: Tensors, rank: int, name: str
+) -> list[Tensor]:
+    is_mine = len(tensors.q[rank]) > 0
+    calls = [TickCall(forward, keys=(0,), mine=is_mine) for forward in (True, False)]
+    engine.begin_tick(calls, microbatch=0 if is_mine else None)
+    q, k, v, dout, dlse = tensors.of_rank(rank)
+    results = [dout, dlse, q, k, v, tensors.shared[rank]]
+    if is_mine:
+        results = results_of(core_attention_with_lse, tensors, rank, name)
+    engine.end_tick()
+    return results
+
+
+def test_ranks_without_tokens_serve_in_ticks():
+    layout = TokenLayout.from_segments([[(0, 0, 300)], [(1, 0, 40)], []])
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
+    assert plan.exchange(2).keys.num_received
+    check_ranks(plan, partial(TickEngine, SHAPE, torch.float32), attend_in_tick)
+
+
+# One rank, with a plan for each of LENGTHS ----------------------------------------------------------------------------
+
 
 events: list[str] = []
 
 
-@torch.library.custom_op("torchtitan_cad_test::mark", mutates_args=())
-def mark(x: Tensor, name: str) -> Tensor:
-    """A copy of ``x``, and a record of when it was made."""
+@pytest.fixture
+def rows() -> Iterator[Tensors]:
+    """Of this rank, whose engine tells of its steps."""
+    engine = CoreAttentionEngine(CpuKernel(), None, rank=0, device=CPU, scale=0.25)
+    for key, lengths in enumerate(LENGTHS):
+        layout = TokenLayout.from_segments([[(d, 0, n) for d, n in enumerate(lengths)]])
+        engine.add_plan(key, make_plan(layout, SHAPE, PlannerConfig(planner="home")))
+    observe(engine, lambda step, key: events.append(step))
+    register_engine(ENGINE, engine)
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    yield Tensors.random(layout, SHAPE, torch.float64, with_dlse=True)
+    assert not engine.pending
+
+
+def leaves_of(rows: Tensors) -> list[Tensor]:
+    return [x[0].requires_grad_() for x in (rows.q, rows.k, rows.v, rows.shared)]
+
+
+@ATTEND
+def test_gradients_of_both_results_match_finite_differences(rows, attend):
+    """Central differences err by their step squared, 1e-12, and by a rounding over the step, 1e-10."""
+
+    def attend_by_the_second_plan(q, k, v, shared):
+        return attend(q, k, v, torch.tensor([1]), ENGINE, shared=shared)
+
+    assert torch.autograd.gradcheck(
+        attend_by_the_second_plan, leaves_of(rows), fast_mode=True, atol=1e-7
+    )
+
+
+@ATTEND
+def test_either_result_may_be_unused(rows, attend):
+    """Gradients are linear in those of the results; without that of lse they have the bits of ``core_attention``."""
+    leaves = *qkv, shared = leaves_of(rows)
+    call = (*qkv, torch.tensor([1]), ENGINE)
+    out, lse = (x.square().sum() for x in attend(*call, shared=shared))
+    alone = core_attention(*call, shared=shared).square().sum()
+    of_out, of_lse, of_both, of_alone = (
+        torch.autograd.grad(loss, leaves, retain_graph=True)
+        for loss in (out, lse, out + lse, alone)
+    )
+    assert all(map(torch.equal, of_out, of_alone))
+    assert not of_lse[2].any()
+    for both, first, second in zip(of_both, of_out, of_lse, strict=True):
+        torch.testing.assert_close(both, first + second)
+
+
+@BACKENDS
+@ATTEND
+def test_one_graph_for_all_plans(rows, attend, backend):
+    graphs = []
+
+    def counting(graph_module: torch.fx.GraphModule, example_inputs: list):
+        graphs.append(graph_module)
+        return torch._dynamo.lookup_backend(backend)(graph_module, example_inputs)
+
+    compiled = torch.compile(attend, backend=counting, fullgraph=True)
+    for key in range(len(LENGTHS)):
+        results = (
+            results_of(function, rows, 0, ENGINE, key)
+            for function in (attend, compiled)
+        )
+        assert all(map(torch.equal, *results))
+    assert len(graphs) == 1
+
+
+@torch.library.custom_op("torchtitan_cad_test::other_work", mutates_args=())
+def other_work(x: Tensor, name: str) -> Tensor:
     events.append(name)
     return x.clone()
 
 
-@mark.register_fake
-def _mark_fake(x: Tensor, name: str) -> Tensor:
-    return x.clone()
+other_work.register_fake(lambda x, name: x.clone())
+other_work.register_autograd(lambda ctx, grad: (other_work(grad, "backward"), None))
 
 
-def _mark_gradient(ctx, grad: Tensor) -> tuple[Tensor, None]:
-    return mark(grad, f"{ctx.name} backward"), None
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_other_work_between_steps(rows, backend, is_early):
+    """Plans with one round are computed in the first part of forward and the second of backward, or vice versa."""
+    suffix = ", undivided" if is_early else ""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, key: Tensor) -> Tensor:
+        token = dispatch(q, k, v, key, ENGINE)
+        token = step(token, f"attend_first{suffix}", key, ENGINE)
+        token = other_work(token, "forward")
+        token = step(token, f"attend_rest{suffix}", key, ENGINE)
+        return combine(token, q, k, v, key, ENGINE)
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    qkv = [torch.randn(24, 4, 16, requires_grad=True) for _ in range(3)]
+    for key in (torch.tensor(0), torch.tensor(2)):
+        out = core_attention(*qkv, key, ENGINE)
+        want = torch.autograd.grad(out.square().sum(), qkv)
+        events.clear()
+        got = compiled(*qkv, key)
+        gradients = torch.autograd.grad(got.square().sum(), qkv)
+        assert torch.equal(got, out)
+        assert all(map(torch.equal, gradients, want))
+        assert [event for event in events if not event.startswith("compute")] == [
+            "start_forward",
+            *["attend_first_forward"] * is_early,
+            "forward",
+            "attend_forward",
+            "finish_forward",
+            "start_backward",
+            *["attend_first_backward"] * (not is_early),
+            "backward",
+            "attend_backward",
+            "finish_backward",
+        ]
 
 
-def _mark_context(ctx, inputs, output) -> None:
-    ctx.name = inputs[1]
-
-
-mark.register_autograd(_mark_gradient, setup_context=_mark_context)
-
-
-def trace(step: str, key: int) -> None:
-    if not step.startswith("compute"):
-        events.append(f"{step} {'AB'[key % 2]}")
-
-
-@pytest.fixture(autouse=True)
-def _engine() -> Iterator[None]:
-    engine = CoreAttentionEngine(
-        get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=0.25
-    )
-    for key, lengths in enumerate(LENGTHS):
-        layout = TokenLayout.from_segments([[(d, 0, n) for d, n in enumerate(lengths)]])
-        engine.add_plan(key, make_plan(layout, SHAPE, PlannerConfig(planner="home")))
-    observe(engine, trace)
-    register_engine(ENGINE, engine)
-    torch._dynamo.reset()
-    yield
-    assert not engine.pending
-
-
-def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q = x.view(-1, SHAPE.num_heads, SHAPE.head_dim)
-    return q, q[:, :1] * 2, q[:, 1:] * 3
-
-
-def ping_pong(
-    a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor
-) -> Tensor:
-    """All layers of both nano-batches [24, DIM] in one function, as the loop over the blocks runs them."""
-    xs, keys, names = [a, b], [key_a, key_b], "AB"
-    pending: list[tuple] = [(), ()]
-    for layer in range(LAYERS + 1):
-        for i in (0, 1):
-            if layer:
-                token, *qkv = pending[i]
-                xs[i] = xs[i] + combine(token, *qkv, keys[i], ENGINE).flatten(1)
-            xs[i] = torch.tanh(mark(xs[i] @ weights[layer], f"work {layer} {names[i]}"))
-            if layer < LAYERS:
-                qkv = project(xs[i])
-                pending[i] = (dispatch(*qkv, keys[i], ENGINE), *qkv)
-        if layer < LAYERS:
-            for i in (0, 1):
-                token, *qkv = pending[i]
-                pending[i] = (step(token, "attend", keys[i], ENGINE), *qkv)
-    return torch.cat(xs)
-
-
-def attention_in_parts(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor, early: bool
-) -> Tensor:
-    how = ", undivided" if early else ""
-    token = step(dispatch(q, k, v, key, ENGINE), "attend_first" + how, key, ENGINE)
-    token = step(mark(token, "meanwhile"), "attend_rest" + how, key, ENGINE)
-    return combine(token, q, k, v, key, ENGINE)
-
-
-def undivided(
-    a: Tensor, b: Tensor, weights: Tensor, key_a: Tensor, key_b: Tensor
-) -> Tensor:
-    xs = []
-    for x, key in ((a, key_a), (b, key_b)):
-        for layer in range(LAYERS + 1):
-            x = torch.tanh(x @ weights[layer])
-            if layer < LAYERS:
-                x = x + core_attention(*project(x), key, ENGINE).flatten(1)
-        xs.append(x)
-    return torch.cat(xs)
-
-
-def train(
-    function, seed: int, keys: tuple[int, int], dtype=torch.float32
-) -> tuple[list[Tensor], list[str]]:
-    """Output and gradients, and what happened in which order."""
-    torch.manual_seed(seed)
-    a, b = (torch.randn(24, DIM).to(dtype).requires_grad_() for _ in range(2))
-    weights = (torch.randn(LAYERS + 1, DIM, DIM) / DIM**0.5).to(dtype).requires_grad_()
-    events.clear()
-    out = function(a, b, weights, *(torch.tensor(key) for key in keys))
-    gradients = torch.autograd.grad(out.square().sum(), (a, b, weights))
-    return [out.detach(), *gradients], list(events)
-
-
-def random_rows(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    torch.manual_seed(0)
-    return [
-        torch.randn(24, heads, 16, dtype=dtype, requires_grad=True)
-        for heads in (2, 1, 1)
-    ]
-
-
-def test_gradients_match_finite_differences():
-    """Central differences err by their step squared, 1e-12, and by a rounding over the step, 1e-10."""
-    rows = [
-        x[:, :, :4].detach().clone().requires_grad_()
-        for x in random_rows(torch.float64)
-    ]
-    key = torch.tensor([2])
-    assert torch.autograd.gradcheck(
-        lambda *qkv: core_attention(*qkv, key, ENGINE), rows, fast_mode=True, atol=1e-7
-    )
-
-
-def test_operator_registration():
+def test_operator_registration(rows):
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(
-        _core_attention,
-        (*random_rows(), None, torch.tensor([1]), ENGINE),
-        test_utils=tests,
-    )
+    arguments = (*leaves_of(rows), torch.tensor([1]), ENGINE)
+    torch.library.opcheck(_core_attention, arguments, test_utils=tests)
+
+
+# Misuse ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_key_on_the_device_is_refused():
@@ -179,122 +275,30 @@ def test_a_key_on_the_device_is_refused():
         read_key(torch.empty(1, dtype=torch.int64, device="meta"))
 
 
-def test_steps_give_what_the_undivided_operator_gives_in_turns_of_the_nano_batches():
-    """The bits are the same: it is the same computation, and a gradient's two summands are the same in either order."""
-    results, order = train(ping_pong, 0, (0, 1))
-    assert all(map(torch.equal, results, train(undivided, 0, (0, 1))[0]))
-    check_order(order)
+CALL = (*(torch.zeros(24, 4, 16) for _ in range(3)), torch.tensor(1), ENGINE)
 
 
-@pytest.mark.parametrize("function", [ping_pong, undivided])
-@pytest.mark.parametrize("backend", params(["aot_eager", "inductor"], ["aot_eager"]))
-def test_one_graph_for_all_plans_keeps_the_order(function, backend):
-    graphs = 0
-
-    def counting(graph_module: torch.fx.GraphModule, example_inputs: list):
-        nonlocal graphs
-        graphs += 1
-        if backend == "inductor":
-            return torch._inductor.compile(
-                graph_module, example_inputs, options=KEEP_ORDER
-            )
-        return torch._dynamo.lookup_backend(backend)(graph_module, example_inputs)
-
-    compiled = torch.compile(function, backend=counting, fullgraph=True)
-    for seed, keys in enumerate([(0, 1), (2, 3), (2, 1)]):
-        results, order = train(compiled, seed, keys)
-        others, references = (
-            train(undivided, seed, keys, dtype)[0]
-            for dtype in (torch.float32, torch.float64)
-        )
-        for got, other, reference in zip(results, others, references, strict=True):
-            assert_as_exact(got, other, reference)
-        if function is ping_pong:
-            check_order(order)
-    assert graphs == 1
+def attend_and_finish(token: Tensor) -> None:
+    combine(step(token, "attend", *CALL[3:]), *CALL)
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_attention_in_parts(backend, early):
-    """Plans with one round are computed in the first part of forward and the second of backward, or vice versa."""
-    compiled = torch.compile(attention_in_parts, backend=backend, fullgraph=True)
-    rows = random_rows(torch.float64)
-    for key in (0, 2):
-        events.clear()
-        got = [compiled(*rows, torch.tensor(key), early)]
-        got += torch.autograd.grad(got[0].square().sum(), rows)
-        order = [event.removesuffix(" A") for event in events]
-        want = [core_attention(*rows, torch.tensor(key), ENGINE)]
-        want += torch.autograd.grad(want[0].square().sum(), rows)
-        assert all(
-            torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True)
-        )
-        assert order == [
-            "start_forward",
-            *["attend_first_forward"] * early,
-            "meanwhile",
-            "attend_forward",
-            "finish_forward",
-            "start_backward",
-            *["attend_first_backward"] * (not early),
-            "meanwhile backward",
-            "attend_backward",
-            "finish_backward",
-        ]
-
-
-def check_order(order: list[str]) -> None:
-    """Everything of the loop once, and the other nano-batch's work or attention between two steps of one."""
-    steps = [event for event in order if not event.startswith("work")]
-    assert len(steps) == len(set(steps)) * LAYERS == 2 * 6 * LAYERS
-    for mine, other in ("AB", "BA"):
-        for direction in ("forward", "backward"):
-            kinds = [
-                f"{step}_{direction} {mine}" for step in ("start", "attend", "finish")
-            ]
-            for begin, end in itertools.pairwise(kinds):
-                at = 0
-                for _ in range(LAYERS):
-                    start = order.index(begin, at)
-                    at = order.index(end, start)
-                    between = order[start + 1 : at]
-                    assert any(
-                        event.endswith((other, f"{other} backward"))
-                        for event in between
-                    ), (begin, end, order)
-
-
-def test_one_core_attention_by_a_plan_at_a_time():
-    q, k, v = (x.detach() for x in random_rows())
-    key = torch.tensor(1)
-    token = dispatch(q, k, v, key, ENGINE)
+def test_one_core_attention_by_a_plan_at_a_time(rows):
+    token = dispatch(*CALL)
     with refusal(error=RuntimeError):
-        dispatch(q, k, v, key, ENGINE)
-    combine(step(token, "attend", key, ENGINE), q, k, v, key, ENGINE)
+        dispatch(*CALL)
+    attend_and_finish(token)
 
 
-def test_a_part_without_the_first_is_an_error():
+def test_a_part_without_the_first_is_an_error(rows):
     with refusal(error=RuntimeError):
-        step(torch.zeros(1), "attend", torch.tensor(1), ENGINE)
+        step(torch.zeros(1), "attend", *CALL[3:])
 
 
-def test_what_a_failed_engine_has_left_is_not_in_the_way_of_the_next():
-    q, k, v = (x.detach() for x in random_rows())
-    key, engine = torch.tensor(1), get_engine(ENGINE)
-    successor = copy.copy(engine)
+def test_what_a_failed_engine_has_left_is_not_in_the_way_of_the_next(rows):
+    failed = get_engine(ENGINE)
+    successor = copy.copy(failed)
     successor.pending = {}
-    dispatch(q, k, v, key, ENGINE)
-    try:
-        register_engine(ENGINE, successor)
-        combine(
-            step(dispatch(q, k, v, key, ENGINE), "attend", key, ENGINE),
-            q,
-            k,
-            v,
-            key,
-            ENGINE,
-        )
-    finally:
-        register_engine(ENGINE, engine)
-        engine.pending.clear()
+    dispatch(*CALL)
+    register_engine(ENGINE, successor)
+    attend_and_finish(dispatch(*CALL))
+    failed.pending.clear()
