@@ -97,7 +97,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     from torchtitan_cad.tools.main import USER_ERROR, main
 
     def run(*argv: str) -> str:
-        assert main(argv) == USER_ERROR
+        assert main(list(argv)) == USER_ERROR
         captured = capsys.readouterr()
         (line,) = captured.err.splitlines()
         assert captured.out == ""

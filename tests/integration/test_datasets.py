@@ -2,7 +2,9 @@
 """Datasets, synthetic documents and tokenizers, read through torchtitan's own loader and tokenizer."""
 
 import os
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from torchtitan_cad.tools.prepare.tokenizer import EOS_TOKEN, prepare_tokenizer
 
 enable_cpu()
 
-from torchtitan.components.tokenizer import HuggingFaceTokenizer, build_hf_tokenizer  # noqa: E402
+from torchtitan.components.tokenizer import build_hf_tokenizer  # noqa: E402
 from torchtitan.config import JobConfig  # noqa: E402
 from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import (  # noqa: E402
@@ -37,294 +39,252 @@ EOS = 0
 def sources(tmp_path_factory) -> Path:
     """A folder of 60 small source files, each with its number in it."""
     folder = tmp_path_factory.mktemp("sources")
-    for i in range(60):
-        parent = folder / f"package{i % 7}"
-        parent.mkdir(exist_ok=True)
-        body = "".join(
-            f"\n\ndef function_{i}_{j}(x):\n    return x + {j}\n"
-            for j in range(1 + i % 5)
-        )
-        (parent / f"module{i}.py").write_text(
-            f'"""Module {i}."""\n\nimport os\n{body}', encoding="utf-8"
-        )
+    for number in range(60):
+        package = folder / f"package{number % 7}"
+        package.mkdir(exist_ok=True)
+        text = f"NUMBER = {number}\n\nimport os\n"
+        for i in range(1 + number % 5):
+            text += f"\n\ndef function_{number}_{i}(x):\n    return x + {i}\n"
+        (package / f"module{number}.py").write_text(text)
     return folder
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory, sources) -> Path:
-    return prepare_tokenizer(
-        tmp_path_factory.mktemp("assets"), vocab_size=400, texts=read_sources(sources)
-    )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(assets) -> HuggingFaceTokenizer:
+def tokenizer_in(assets: Path) -> Any:
     config = JobConfig()
     config.model.hf_assets_path = str(assets)
     return build_hf_tokenizer(config)
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory, sources) -> Any:
+    folder = tmp_path_factory.mktemp("assets")
+    return tokenizer_in(prepare_tokenizer(folder, 400, texts=read_sources(sources)))
+
+
 def loader(
-    tokenizer, dataset, path, *, rank=0, ranks=1, batch=2, seq_len=64, workers=0
-):
+    tokenizer: Any, dataset: str, path: object, *, rank=0, ranks=1, workers=0
+) -> Any:
+    """Batches of two rows of 64 tokens."""
     register_datasets()
     config = JobConfig()
-    config.training.dataset, config.training.dataset_path = (
-        dataset,
-        None if path is None else str(path),
-    )
-    config.training.local_batch_size, config.training.seq_len = batch, seq_len
-    config.training.dataloader.num_workers = workers
-    build = (
-        build_synthetic_dataloader if dataset == "synthetic" else build_text_dataloader
-    )
+    training = config.training
+    training.dataset, training.dataset_path = dataset, str(path)
+    training.local_batch_size, training.seq_len = 2, 64
+    training.dataloader.num_workers = workers
+    is_synthetic = dataset == "synthetic"
+    build = build_synthetic_dataloader if is_synthetic else build_text_dataloader
     return build(
         dp_world_size=ranks, dp_rank=rank, tokenizer=tokenizer, job_config=config
     )
 
 
-def take(batches, count):
+def take(batches: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels of `count` batches: two int64 tensors [count, batch, seq_len]."""
-    iterator = iter(batches)
-    pairs = [next(iterator) for _ in range(count)]
-    return torch.stack([inputs["input"] for inputs, _ in pairs]), torch.stack(
-        [labels for _, labels in pairs]
+    inputs, labels = zip(*islice(batches, count), strict=True)
+    return torch.stack([batch["input"] for batch in inputs]), torch.stack(labels)
+
+
+def test_sources_are_shuffled_but_independent_of_the_file_system(sources, monkeypatch):
+    walk, before = os.walk, read_sources(sources)
+    monkeypatch.setattr("os.walk", lambda top: reversed(list(walk(top))))
+    assert read_sources(sources) == before
+    assert before != sorted(before, key=lambda text: int(text.split()[2]))
+
+
+def test_folders_are_documents(sources):
+    files = sorted(sources.rglob("*.py"))
+    expected = []
+    for folder in {file.parent for file in files}:
+        texts = [file.read_text() for file in files if file.parent == folder]
+        expected.append("\n".join(texts))
+    documents = read_sources(sources, unit="folder")
+    assert sorted(documents) == sorted(expected)
+    assert documents == read_sources(sources, unit="folder")
+
+
+def test_what_is_left_out_of_sources(tmp_path):
+    for name, content in {
+        "kept.py": b"kept",
+        "kept.txt": b"kept too",
+        "empty.py": b"\n \n",
+        "latin.py": b"# coding: latin-1\nx = '\xe9'\n",
+        "image.png": b"png",
+        "site-packages/other.py": b"other",
+        "dist-packages/other.py": b"other",
+        "__pycache__/other.py": b"other",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert sorted(read_sources(tmp_path)) == ["kept", "kept too"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "split", "unit"),
+    [
+        ("nowhere", "train", "file"),
+        ("empty", "train", "file"),
+        ("empty", "train", "folder"),
+        ("", "validation", "file"),
+    ],
+)
+def test_errors_of_sources_name_the_key(folder, split, unit, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "one.py").write_text("one")
+    key = "training" if split == "train" else "validation"
+    with refusal(f"{key}.dataset_path"):
+        read_sources(tmp_path / folder, split, unit)
+
+
+def test_registering_keeps_torchtitans_datasets():
+    register_datasets()
+    DATASETS["of_somebody_else"] = other = DatasetConfig("", list, str)
+    register_datasets()
+    assert DATASETS.pop("of_somebody_else") is other
+    known = {"c4", "c4_test", "c4_validation", "python_stdlib", "python_packages"}
+    assert known <= set(DATASETS)
+
+
+def test_one_eos_between_documents(tokenizer, sources):
+    texts = read_sources(sources)
+    inputs, labels = take(loader(tokenizer, "python_stdlib", sources), 4)
+    assert torch.equal(inputs[..., 1:], labels[..., :-1])
+    # torchtitan's text loader uses every seq_len + 1 tokens for one sample: the last label completes the stream.
+    stream = torch.cat([inputs, labels[..., -1:]], dim=-1).ravel().tolist()
+    expected = list[int]()
+    for text in texts:
+        expected += [*tokenizer.encode(text, add_eos=False), EOS]
+    assert stream == expected[: len(stream)]
+
+
+def test_synthetic_documents_have_exact_lengths(tokenizer):
+    spec = "fixed:300,200,1,5000"
+    inputs, labels = take(loader(tokenizer, "synthetic", spec), 60)
+    assert inputs.shape == labels.shape == (60, 2, 64)
+    assert inputs.dtype == labels.dtype == torch.int64
+    assert torch.equal(inputs.ravel()[1:], labels.ravel()[:-1])
+    ends = torch.where(inputs.ravel() == EOS)[0]
+    assert np.diff(ends, prepend=-1).tolist() == [300, 200, 1, 5000, 300, 200, 1]
+    assert 0 <= inputs.min() <= inputs.max() < tokenizer.get_vocab_size()
+
+
+def test_lognormal_lengths():
+    draw = parse_lengths("lognormal:median=100,sigma=1.5,max=2000,seed=3").draw
+    lengths = np.array([draw(i, np.random.default_rng(i)) for i in range(20_000)])
+    assert lengths.min() >= 1
+    assert lengths.max() == 2000
+    # Quartiles of a normal distribution are 0.6745 standard deviations from the mean.
+    expected = 100 * np.exp(1.5 * np.array([-0.6745, 0, 0.6745]))
+    assert np.percentile(lengths, (25, 50, 75)) == pytest.approx(expected, rel=0.1)
+
+
+def synthetic(spec: str, eos_id: int | None = EOS) -> SyntheticDataset:
+    return SyntheticDataset(spec, eos_id=eos_id, vocab_size=400, seq_len=8)
+
+
+def test_ranks_redistribute_one_stream(tokenizer):
+    spec = "lognormal:median=20,sigma=1,max=100,seed=5"
+    for rank in range(4):
+        inputs, _ = take(loader(tokenizer, "synthetic", spec, rank=rank, ranks=4), 3)
+        documents = [synthetic(spec).tokens(i) for i in range(rank, 400, 4)]
+        stream = np.concatenate(documents)[: inputs.numel()]
+        assert np.array_equal(inputs.ravel(), stream)
+
+
+@pytest.mark.parametrize("workers", [None, 0, 2], ids=["sources", "0", "2 workers"])
+def test_resumes(tokenizer, sources, workers):
+    data = "python_stdlib", sources
+    if workers is not None:
+        data = "synthetic", "lognormal:median=50,sigma=1,max=1000"
+    whole, resumed = (
+        loader(tokenizer, *data, rank=1, ranks=2, workers=workers or 0)
+        for _ in range(2)
     )
+    iterator = iter(whole)
+    take(iterator, 5)
+    resumed.load_state_dict(whole.state_dict())
+    for found, expected in zip(take(resumed, 4), take(iterator, 4), strict=True):
+        assert torch.equal(found, expected)
 
 
-def document_lengths(tokens) -> list[int]:
-    """Lengths of the documents that end in a stream of tokens, EOS included."""
-    return np.diff(np.flatnonzero(tokens.numpy().ravel() == EOS), prepend=-1).tolist()
+def test_another_spec_in_the_checkpoint():
+    with refusal("training.dataset_path", "fixed:6"):
+        synthetic("fixed:6").load_state_dict(synthetic("fixed:5").state_dict())
 
 
-class TestSources:
-    def test_shuffled_but_independent_of_the_file_system(self, sources, monkeypatch):
-        walk, before = os.walk, read_sources(sources)
-        monkeypatch.setattr("os.walk", lambda top: reversed(list(walk(top))))
-        assert read_sources(sources) == before
-        numbers = [int(text.split("Module ")[1].split(".")[0]) for text in before]
-        assert numbers != sorted(numbers)
-
-    def test_folders(self, sources, tmp_path):
-        files = sorted(sources.rglob("*.py"))
-        parents = sorted({file.parent for file in files})
-        expected = [
-            "\n".join(file.read_text() for file in files if file.parent == parent)
-            for parent in parents
-        ]
-        documents = read_sources(sources, unit="folder")
-        assert sorted(documents) == sorted(expected)
-        assert documents == read_sources(sources, unit="folder")
-        with refusal("training.dataset_path"):
-            read_sources(tmp_path, unit="folder")
-
-    def test_what_is_left_out(self, tmp_path):
-        (tmp_path / "kept.py").write_text("kept", encoding="utf-8")
-        (tmp_path / "kept.txt").write_text("kept too", encoding="utf-8")
-        (tmp_path / "empty.py").write_text("\n \n", encoding="utf-8")
-        (tmp_path / "latin.py").write_bytes(b"# coding: latin-1\nx = '\xe9'\n")
-        (tmp_path / "image.png").write_bytes(b"png")
-        for name in ("site-packages", "dist-packages", "__pycache__"):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "other.py").write_text("other", encoding="utf-8")
-        assert sorted(read_sources(tmp_path)) == ["kept", "kept too"]
-
-    def test_errors_name_the_key(self, tmp_path):
-        with refusal("training.dataset_path", "nowhere"):
-            read_sources(tmp_path / "nowhere")
-        with refusal("training.dataset_path"):
-            read_sources(tmp_path)
-        (tmp_path / "one.py").write_text("one", encoding="utf-8")
-        with refusal("validation.dataset_path"):
-            read_sources(tmp_path, "validation")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        None,
+        "uniform:1,2",
+        "lognormal:median=4096",
+        "lognormal:median=4096,sigma=1,max=9,mean=3",
+        "lognormal:median=many,sigma=1,max=9",
+        "lognormal:median=nan,sigma=1,max=9",
+        "lognormal:median=9,sigma=-1,max=9",
+        "fixed:",
+        "fixed:300,0",
+        "fixed:300,2.5",
+        "fixed:300,seed=-1",
+        "histogram:",
+        "histogram:no/such.json",
+    ],
+)
+def test_spec_errors(spec):
+    with refusal("training.dataset_path", spec and f'"{spec}"'):
+        parse_lengths(spec)
 
 
-class TestSourcesLoader:
-    def test_registering_keeps_torchtitans_datasets(self):
-        register_datasets()
-        DATASETS["of_somebody_else"] = other = DatasetConfig("", list, str)
-        register_datasets()
-        assert DATASETS.pop("of_somebody_else") is other
-        sources = {
-            f"python_{name}"
-            for name in (
-                "stdlib",
-                "stdlib_validation",
-                "packages",
-                "packages_validation",
-            )
-        }
-        assert {"c4", "c4_test", "c4_validation", *sources} <= set(DATASETS)
-
-    def test_one_eos_between_documents(self, tokenizer, sources):
-        texts = read_sources(sources)
-        inputs, labels = take(loader(tokenizer, "python_stdlib", sources, batch=1), 20)
-        assert torch.equal(inputs[..., 1:], labels[..., :-1])
-        # torchtitan's text loader uses every seq_len + 1 tokens for one sample: the last label completes the stream.
-        stream = torch.cat([inputs, labels[..., -1:]], dim=-1).ravel().tolist()
-        expected = [
-            token
-            for text in texts
-            for token in [*tokenizer.encode(text, add_eos=False), EOS]
-        ]
-        assert stream == expected[: len(stream)]
+@pytest.mark.parametrize(
+    "content", ["[]", "[1, 0]", "[1.5]", '{"a": 1}', "[1,", "[true]"]
+)
+def test_bad_histogram(tmp_path, content):
+    path = tmp_path / "lengths.json"
+    path.write_text(content)
+    with refusal("training.dataset_path"):
+        parse_lengths(f"histogram:{path}")
 
 
-class TestSynthetic:
-    def test_batches_and_exact_lengths(self, tokenizer):
-        inputs, labels = take(
-            loader(tokenizer, "synthetic", "fixed:300,200,1,5000", seq_len=128), 30
-        )
-        assert inputs.shape == labels.shape == (30, 2, 128)
-        assert inputs.dtype == labels.dtype == torch.int64
-        assert torch.equal(inputs.ravel()[1:], labels.ravel()[:-1])
-        assert document_lengths(inputs) == [300, 200, 1, 5000, 300, 200, 1]
-        assert inputs.min() >= 0
-        assert inputs.max() < tokenizer.get_vocab_size()
-
-    def test_lognormal(self):
-        distribution = parse_lengths("lognormal:median=100,sigma=1.5,max=2000,seed=3")
-        lengths = np.array(
-            [distribution.draw(i, np.random.default_rng(i)) for i in range(20_000)]
-        )
-        assert lengths.min() >= 1
-        assert lengths.max() == 2000
-        # Quartiles of a normal distribution are 0.6745 standard deviations from the mean.
-        expected = 100 * np.exp(1.5 * np.array([-0.6745, 0, 0.6745]))
-        assert np.percentile(lengths, (25, 50, 75)) == pytest.approx(expected, rel=0.1)
-
-    def test_ranks_redistribute_one_stream(self, tokenizer):
-        spec, ranks = "lognormal:median=20,sigma=1,max=100,seed=5", 4
-        all_documents = SyntheticDataset(
-            spec, eos_id=EOS, vocab_size=tokenizer.get_vocab_size(), seq_len=8
-        )
-        for rank in range(ranks):
-            inputs, _ = take(
-                loader(tokenizer, "synthetic", spec, rank=rank, ranks=ranks), 3
-            )
-            stream = inputs.ravel().numpy()
-            expected = np.concatenate(
-                [all_documents.tokens(i) for i in range(rank, 400, ranks)]
-            )
-            assert np.array_equal(stream, expected[: len(stream)])
-
-    @pytest.mark.parametrize(
-        ("dataset", "workers"),
-        [("python_stdlib", 0), ("synthetic", 0), ("synthetic", 2)],
-    )
-    def test_resume(self, tokenizer, sources, dataset, workers):
-        path = (
-            "lognormal:median=50,sigma=1,max=1000"
-            if dataset == "synthetic"
-            else sources
-        )
-        whole, resumed = (
-            loader(tokenizer, dataset, path, rank=1, ranks=2, workers=workers)
-            for _ in range(2)
-        )
-        iterator = iter(whole)
-        for _ in range(5):
-            next(iterator)
-        resumed.load_state_dict(whole.state_dict())
-        for mine, expected in zip(take(resumed, 4), take(iterator, 4), strict=True):
-            assert torch.equal(mine, expected)
-
-    def test_another_spec_in_the_checkpoint(self):
-        datasets = [
-            SyntheticDataset(f"fixed:{n}", eos_id=0, vocab_size=9, seq_len=8)
-            for n in (5, 6)
-        ]
-        with refusal("training.dataset_path", "fixed:6"):
-            datasets[1].load_state_dict(datasets[0].state_dict())
-
-    @pytest.mark.parametrize(
-        "spec",
-        [
-            None,
-            "uniform:1,2",
-            "lognormal:median=4096",
-            "lognormal:median=4096,sigma=1,max=9,mean=3",
-            "lognormal:median=many,sigma=1,max=9",
-            "lognormal:median=nan,sigma=1,max=9",
-            "lognormal:median=9,sigma=-1,max=9",
-            "fixed:",
-            "fixed:300,0",
-            "fixed:300,2.5",
-            "fixed:300,seed=-1",
-            "histogram:",
-            "histogram:no/such.json",
-        ],
-    )
-    def test_spec_errors(self, spec):
-        with refusal("training.dataset_path", spec and f'"{spec}"'):
-            parse_lengths(spec)
-
-    @pytest.mark.parametrize(
-        "content", ["[]", "[1, 0]", "[1.5]", '{"a": 1}', "[1,", "[true]"]
-    )
-    def test_bad_histogram(self, tmp_path, content):
-        (tmp_path / "lengths.json").write_text(content)
-        with refusal("training.dataset_path"):
-            parse_lengths(f"histogram:{tmp_path / 'lengths.json'}")
-
-    def test_needs_eos(self):
-        with refusal("training.dataset"):
-            SyntheticDataset("fixed:5", eos_id=None, vocab_size=9, seq_len=8)
+def test_synthetic_documents_need_eos():
+    with refusal("training.dataset"):
+        synthetic("fixed:5", eos_id=None)
 
 
-class TestTokenizer:
-    TEXT = "def f(x):\n    return 'é∑🙂' + x  # \t tab\r\n"
-
-    @pytest.mark.parametrize(("kind", "size"), [("bpe", 400), ("bytes", 257)])
-    def test_round_trip_through_torchtitan(self, tmp_path, sources, kind, size):
-        config = JobConfig()
-        config.model.hf_assets_path = str(
-            prepare_tokenizer(tmp_path, 400, kind, read_sources(sources))
-        )
-        tokenizer = build_hf_tokenizer(config)
-        assert tokenizer.get_vocab_size() == size
-        assert (tokenizer.eos_id, tokenizer.bos_id) == (EOS, None)
-        # As torchtitan's text loader calls it: one EOS at the end, nothing in front.
-        tokens = tokenizer.encode(self.TEXT, add_bos=True, add_eos=True)
-        assert tokens.index(EOS) == len(tokens) - 1
-        assert tokenizer.decode(tokens[:-1]) == self.TEXT
-        assert tokenizer.decode(tokens) == self.TEXT
-        if kind == "bytes":
-            assert len(tokens) == len(self.TEXT.encode()) + 1
-
-    def test_what_was_made_otherwise_is_made_again(self, tmp_path):
-        made = prepare_tokenizer(tmp_path, 300, texts=["one two"]) / "tokenizer.json"
-        first, time = made.read_bytes(), made.stat().st_mtime_ns
-        prepare_tokenizer(tmp_path, 300, texts=["one two"])
-        assert made.stat().st_mtime_ns == time, "the same again"
-        other = prepare_tokenizer(tmp_path / "other", 300, texts=["other words"])
-        # as an interrupted run would, between both files
-        made.write_bytes((other / "tokenizer.json").read_bytes())
-        assert made.read_bytes() != first
-        prepare_tokenizer(tmp_path, 300, texts=["one two"])
-        assert made.read_bytes() == first
+TEXT = "def f(x):\n    return 'é∑🙂' + x  # \t tab\r\n"
 
 
-class TestPrepare:
-    def test_command(self, tmp_path, sources, capsys):
-        folder = tmp_path / "assets"
-        assert (
-            main(
-                [
-                    "prepare",
-                    "--output",
-                    str(folder),
-                    "--vocab-size",
-                    "300",
-                    "--sources",
-                    str(sources),
-                ]
-            )
-            == 0
-        )
-        output = capsys.readouterr().out
-        assert (
-            Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(EOS_TOKEN)
-            == EOS
-        )
-        assert f'model.hf_assets_path = "{folder}"' in output
+@pytest.mark.parametrize(
+    ("kind", "size"), [("bpe", 400), ("bytes", 257)], ids=["bpe", "bytes"]
+)
+def test_round_trip_through_torchtitan(tmp_path, sources, kind, size):
+    assets = prepare_tokenizer(tmp_path, 400, kind, read_sources(sources))
+    tokenizer = tokenizer_in(assets)
+    assert tokenizer.get_vocab_size() == size
+    assert (tokenizer.eos_id, tokenizer.bos_id) == (EOS, None)
+    # As torchtitan's text loader calls it: one EOS at the end, nothing in front.
+    tokens = tokenizer.encode(TEXT, add_bos=True, add_eos=True)
+    assert tokens.index(EOS) == len(tokens) - 1
+    assert tokenizer.decode(tokens[:-1]) == tokenizer.decode(tokens) == TEXT
+    assert kind == "bpe" or len(tokens) == len(TEXT.encode()) + 1
+
+
+def test_a_tokenizer_that_was_made_otherwise_is_made_again(tmp_path):
+    def prepare(texts: str, folder: Path = tmp_path) -> Path:
+        return prepare_tokenizer(folder, 300, texts=[texts]) / "tokenizer.json"
+
+    made = prepare("one two")
+    first, time = made.read_bytes(), made.stat().st_mtime_ns
+    prepare("one two")
+    assert made.stat().st_mtime_ns == time, "the same again"
+    # as an interrupted run would leave it, between both files
+    prepare("other words", tmp_path / "other").replace(made)
+    assert made.read_bytes() != first
+    prepare("one two")
+    assert made.read_bytes() == first
+
+
+def test_prepare(tmp_path, sources, capsys):
+    options = f"--output={tmp_path}", "--vocab-size=300", f"--sources={sources}"
+    assert main(["prepare", *options]) == 0
+    assert f'model.hf_assets_path = "{tmp_path}"' in capsys.readouterr().out
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert made.token_to_id(EOS_TOKEN) == EOS

@@ -2,39 +2,33 @@
 """Bad configurations: one clear error on every rank; and no checkpoint after an exchange that failed."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from tests.lib.jobs.compositions import CAD
+from tests.lib.jobs.compositions import CAD, TP2, flavor, schedule
 from tests.lib.jobs.harness import run
 from tests.lib.sets import params
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
 
-IN_TICKS = [
-    "--parallelism.pipeline_parallel_degree=2",
-    "--parallelism.pipeline_parallel_schedule=CAD1F1B",
-]
-LLAMA4 = ["--model.name=llama4", "--model.flavor=debugmodel"]
+PP2 = ["--parallelism.pipeline_parallel_degree=2"]
+IN_TICKS = [*PP2, *schedule("CAD1F1B")]
 INTERLEAVED = [
-    *(
-        "--parallelism.pipeline_parallel_degree=2",
-        "--parallelism.pipeline_parallel_schedule=CADInterleaved1F1B",
-    ),
-    *(
-        f"--parallelism.pipeline_parallel_{which}_stage_less_layers=0"
-        for which in ("first", "last")
-    ),
+    *PP2,
+    *schedule("CADInterleaved1F1B"),
+    "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+    "--parallelism.pipeline_parallel_last_stage_less_layers=0",
 ]
 REFUSED = {
     "unknown kernel": (["--cad.kernel=warp"], "cad.kernel", "warp"),
     "indivisible heads": (
-        ["--parallelism.tensor_parallel_degree=2", "--model.flavor=tiny_sdpa_3_heads"],
+        [*TP2, "--model.flavor=tiny_sdpa_3_heads"],
         "parallelism.tensor_parallel_degree",
         2,
     ),
     "ticks and experts": (
-        [*IN_TICKS, *LLAMA4],
+        [*IN_TICKS, *flavor("llama4", "debugmodel")],
         "parallelism.pipeline_parallel_schedule",
         "CAD1F1B",
     ),
@@ -44,6 +38,7 @@ REFUSED = {
         1,
     ),
     "more stages than layers": (INTERLEAVED, "parallelism.pipeline_parallel_degree", 2),
+    "deterministic and servers": (["--cad.servers"], "cad.servers", True),
 }
 """The first is found when the config is read, which test_mistakes.py shows of many more, others with the model."""
 
@@ -51,20 +46,19 @@ REFUSED = {
 @pytest.mark.parametrize("name", params(REFUSED, ["indivisible heads"]))
 def test_bad_configuration_is_one_value_error_on_every_rank(name):
     args, key, value = REFUSED[name]
-    result = run([*CAD, *args], nranks=2, timeout_s=120, may_fail=True)
-    result.assert_refused(key, value)
+    run([*CAD, *args], may_fail=True).assert_refused(key, value)
 
 
 class Checkpointer:
-    """Saves every third step."""
+    """Saves every third step, and the last."""
 
     def __init__(self) -> None:
         self.saved: list[int] = []
 
-    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+    def _should_save(self, curr_step: int, last_step: bool) -> bool:
         return last_step or curr_step % 3 == 0
 
-    def save(self, curr_step: int, last_step: bool = False) -> None:
+    def save(self, curr_step: int, last_step: bool) -> None:
         if self._should_save(curr_step, last_step):
             self.saved.append(curr_step)
 
@@ -73,25 +67,14 @@ def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(monkeypat
     enable_cpu()
     from torchtitan_cad.integration import failure
 
-    looked_at: list[int] = []
-
-    def confirm() -> None:
-        looked_at.append(step)
-        if step > 5:
-            raise PeerError("rank 1 has not sent its rows")
-
-    monkeypatch.setattr(
-        failure, "current_session", lambda: SimpleNamespace(confirm_exchanges=confirm)
-    )
+    confirm = Mock(side_effect=[None, PeerError("rank 1 has not sent its rows")])
+    session = SimpleNamespace(confirm_exchanges=confirm)
+    monkeypatch.setattr(failure, "current_session", lambda: session)
     checkpointer = Checkpointer()
     failure.check_before_saving(checkpointer)
-    for step in range(1, 6):
-        checkpointer.save(step)
-    step = 6
+    for step in range(1, 4):
+        checkpointer.save(step, False)
+    assert confirm.call_count == 1
     with pytest.raises(PeerError):
-        checkpointer.save(step)
-    step = 7
-    with pytest.raises(PeerError):
-        checkpointer.save(step, last_step=True)
-    assert looked_at == [3, 6, 7]
+        checkpointer.save(4, True)
     assert checkpointer.saved == [3]

@@ -18,24 +18,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
+from tests.lib.jobs.loaders import (
+    EOS,
+    CountingLoader,
+    OneRank,
+    ParallelAwareDataloader,
+    connect,
+    drain,
+)
+from tests.lib.reference import local_tokens
 from tests.lib.refusals import check_refusal, refusal
-from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
-
-enable_cpu()
-
-# torchtitan must not be imported before enable_cpu().
-from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
-
-from tests.lib.jobs.loaders import CPU, EOS, CountingLoader  # noqa: E402
-from torchtitan_cad.integration.failure import _may_be_caused_by_a_peer  # noqa: E402
-from torchtitan_cad.integration.host_tensor import HostTensor  # noqa: E402
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules  # noqa: E402
-from torchtitan_cad.integration.loading.documents import (  # noqa: E402
+from torchtitan_cad.integration.failure import _may_be_caused_by_a_peer
+from torchtitan_cad.integration.host_tensor import HostTensor
+from torchtitan_cad.integration.loading.documents import (
     DocumentRule,
     cut_for_nano_batches,
-    document_starts,
 )
-from torchtitan_cad.integration.loading.loader import (  # noqa: E402
+from torchtitan_cad.integration.loading.loader import (
     PLAN_KEYS,
     TRAINED,
     WATCHED,
@@ -43,207 +42,172 @@ from torchtitan_cad.integration.loading.loader import (  # noqa: E402
     _Pace,
     _Producer,
 )
-from torchtitan_cad.integration.topology import Topology  # noqa: E402
-from torchtitan_cad.planning import AttentionShape, PlannerConfig  # noqa: E402
-from torchtitan_cad.planning.model.batch import (  # noqa: E402
+from torchtitan_cad.integration.topology import Topology
+from torchtitan_cad.planning.model.batch import (
     BatchShape,
     divides_by_row,
-    group_layout,
-    nano_layouts,
     slots_of_nano_batches,
+    step_layouts,
 )
-from torchtitan_cad.planning.model.kind import AttentionKind  # noqa: E402
-from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
-from torchtitan_cad.runtime.errors import first_sentence  # noqa: E402
-from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402
+from torchtitan_cad.runtime.errors import first_sentence
+
+TOKENS = torch.tensor([[1, EOS, 2, 3], [EOS, EOS, 4, EOS]])
+POSITIONS = {"positions": torch.tensor([[0, 1, 0, 1], [5, 6, 0, 0]])}
+IDS = {"document_ids": torch.tensor([[1, 1, 1, 2], [2, 2, 2, 2]])}
+BY_EOS, BY_POSITIONS = DocumentRule(EOS), DocumentRule(by_positions=True)
 
 
-class TestDocumentStarts:
-    def test_a_document_ends_after_its_eos(self):
-        tokens = torch.tensor([[1, EOS, 2, 3], [EOS, EOS, 4, EOS]])
-        assert document_starts(tokens, EOS).tolist() == [0, 2, 4, 5, 6]
-
-    def test_misshapen_ids_are_refused(self):
-        with refusal():
-            document_starts(torch.zeros(2, 4), EOS, torch.zeros(2, 3))
-
-    def test_documents_by_positions_that_restart(self):
-        rule, tokens = DocumentRule(by_positions=True), torch.full((2, 4), EOS)
-        positions = torch.tensor([[0, 1, 0, 1], [5, 6, 0, 0]])
-        assert rule.starts({"input": tokens, "positions": positions}).tolist() == [
-            0,
-            2,
-            4,
-            6,
-            7,
-        ]
-        ids = torch.tensor([[1, 1, 1, 2], [2, 2, 2, 2]])
-        assert rule.starts(
-            {"input": tokens, "positions": positions, "document_ids": ids}
-        ).tolist() == [0, 3, 4]
-        assert DocumentRule(EOS).starts(
-            {"input": tokens, "positions": positions}
-        ).tolist() == list(range(8))
-        for inputs in (
-            {"input": tokens},
-            {"input": tokens, "positions": positions[:1]},
-        ):
-            with refusal("cad.documents", "positions"):
-                rule.starts(inputs)
+@pytest.mark.parametrize(
+    ("rule", "more", "expected"),
+    [
+        (BY_EOS, {}, [0, 2, 4, 5, 6]),
+        (BY_EOS, POSITIONS, [0, 2, 4, 5, 6]),
+        (BY_POSITIONS, POSITIONS, [0, 2, 4, 6, 7]),
+        (BY_POSITIONS, POSITIONS | IDS, [0, 3, 4]),
+    ],
+    ids=["EOS", "EOS before positions", "positions that restart", "ids"],
+)
+def test_where_documents_begin(rule, more, expected):
+    assert rule.starts({"input": TOKENS, **more}).tolist() == expected
 
 
-@given(st.data())
-def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(data):
-    """Cuts rows of token numbers as the loop and context parallelism cut batches, and looks every token up."""
-    dp, cp, microbatches = (data.draw(st.integers(1, 3)) for _ in range(3))
-    rows, nano_batches = (
-        data.draw(st.integers(1, 4)),
-        data.draw(st.sampled_from([1, 2])),
+@pytest.mark.parametrize(
+    ("rule", "more"),
+    [
+        (BY_EOS, {"document_ids": IDS["document_ids"][:1]}),
+        (BY_POSITIONS, {}),
+        (BY_POSITIONS, {"positions": POSITIONS["positions"][:1]}),
+    ],
+    ids=["ids of another shape", "no positions", "positions of another shape"],
+)
+def test_documents_that_cannot_be_told_apart_are_refused(rule, more):
+    with refusal():
+        rule.starts({"input": TOKENS, **more})
+
+
+few, halves = st.integers(1, 3), st.integers(1, 2)
+
+
+@given(st.data(), few, few, halves)
+def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(
+    data, cp, microbatches, nano_batches
+):
+    """Cuts rows of token numbers as the loop and context parallelism cut batches, and looks every token up.
+
+    Data-parallel ranks have rows of equal or of other shapes.
+    """
+    sizes = data.draw(
+        st.lists(st.tuples(st.integers(1, 4), few), min_size=1, max_size=3)
     )
-    shape = BatchShape(rows * microbatches, 2 * cp * data.draw(st.integers(1, 4)), rows)
-    size = shape.rows * shape.seq_len
-    starts = [
-        np.union1d(
-            np.arange(0, size, shape.seq_len),
-            data.draw(st.lists(st.integers(0, size - 1))),
-        ).astype(np.int64)
-        for _ in range(dp)
-    ]
-    numbers = torch.arange(size).view(shape.rows, shape.seq_len)
-    in_the_middle = nano_batches == 2 and not divides_by_row(rows)
-    for microbatch, batch in enumerate(numbers.split(rows)):
-        batch = cut_for_nano_batches(batch, cp) if in_the_middle else batch
-        slots = slots_of_nano_batches(shape, microbatch, cp, nano_batches)
-        layouts = nano_layouts(starts, shape, microbatch, cp, nano_batches)
-        if nano_batches == 1:
-            assert (
-                layouts[0].segments()
-                == group_layout(starts, shape, microbatch, cp).segments()
-            )
-        documents: list[dict[tuple[int, int], int]] = [{} for _ in layouts]
-        for rank in range(dp * cp):
-            mine, first = batch.chunk(cp, 1)[rank % cp], starts[rank // cp]
-            attending = [
-                half.flatten().tolist()
-                for half in mine.chunk(nano_batches, int(in_the_middle))
-            ]
-            known = (
-                [attending[0], attending[0] + attending[1]]
-                if in_the_middle
-                else attending
-            )
-            assert [slot[rank % cp].tolist() for slot in slots] == (
-                known[1:] if in_the_middle else attending
-            )
-            for layout, keys, queries, seen in zip(
-                layouts, known, attending, documents, strict=True
-            ):
-                begins = [int(first[first <= token].max()) for token in keys]
-                own = layout.seg_rank == rank
-                runs = (
-                    x[own].tolist()
-                    for x in (
-                        layout.seg_doc,
-                        layout.seg_start,
-                        layout.seg_length,
-                        layout.seg_attends,
-                    )
-                )
-                local = [
-                    (d, start + i, flag)
-                    for d, start, n, flag in zip(*runs, strict=True)
-                    for i in range(n)
-                ]
-                flags = [False] * (len(keys) - len(queries)) + [True] * len(queries)
-                wanted = [
-                    (token - begin, flag)
-                    for token, begin, flag in zip(keys, begins, flags, strict=True)
-                ]
-                assert [rest for _, *rest in local] == [list(each) for each in wanted]
-                for (doc, *_), begin in zip(local, begins, strict=True):
-                    assert seen.setdefault((rank // cp, begin), doc) == doc
-        assert all(len({*seen.values()}) == len(seen) for seen in documents), (
-            "documents share an id"
-        )
+    if data.draw(st.booleans()):
+        sizes = sizes[:1] * len(sizes)
+    shapes, starts = [], []
+    for rows, columns in sizes:
+        shape = BatchShape(rows * microbatches, 2 * cp * columns, rows)
+        size = shape.rows * shape.seq_len
+        drawn = data.draw(st.lists(st.integers(0, size - 1)))
+        begins_of_rows = np.arange(0, size, shape.seq_len)
+        starts.append(np.union1d(begins_of_rows, drawn).astype(np.int64))
+        shapes.append(shape)
+    first_doc = np.cumsum([0, *map(len, starts)])
+
+    def in_documents(rank: int, tokens: torch.Tensor) -> list[tuple[int, int]]:
+        """(document, position) of tokens of a data-parallel rank."""
+        doc = np.searchsorted(starts[rank], tokens, side="right") - 1
+        position = tokens.numpy() - starts[rank][doc]
+        return list(zip(doc + first_doc[rank], position, strict=True))
+
+    layouts = step_layouts(starts, shapes, cp, nano_batches)
+    assert len(layouts) == microbatches
+    for microbatch, nano in itertools.product(range(microbatches), range(nano_batches)):
+        queries, keys = [], []
+        for rank, shape in enumerate(shapes):
+            rows = shape.rows_per_microbatch
+            batch = torch.arange(shape.rows * shape.seq_len).view(shape.rows, -1)
+            tokens = batch.split(rows)[microbatch]
+            in_the_middle = nano_batches == 2 and not divides_by_row(rows)
+            if in_the_middle:
+                tokens = cut_for_nano_batches(tokens, cp)
+            known_by_slice = []
+            for part in tokens.chunk(cp, 1):
+                parts = part.chunk(nano_batches, int(in_the_middle))
+                own = known = parts[nano].flatten()
+                if in_the_middle and nano == 1:  # it attends to the first half too
+                    known = torch.cat([parts[0].flatten(), own])
+                queries.append(in_documents(rank, own))
+                keys.append(in_documents(rank, known))
+                known_by_slice.append(known)
+            if not in_the_middle or nano == 1:
+                slots = slots_of_nano_batches(shape, microbatch, cp, nano_batches)
+                slot = slots[0 if in_the_middle else nano]
+                assert np.array_equal(slot, torch.stack(known_by_slice))
+        layout = layouts[microbatch][nano]
+        assert local_tokens(layout, queries=True) == queries
+        assert local_tokens(layout) == keys
 
 
 def planning_loader(
     inner: Any, accumulation: int = 1, rows_per_microbatch: int | None = None
-) -> Any:
-    engine = CoreAttentionEngine(
-        get_kernel("cpu", CPU), None, rank=0, device=CPU, scale=1.0
-    )
-    rules = PlanRules(
-        PlannerConfig(), [AttentionKind("full", 1, AttentionShape(2, 2, 8, 4))]
-    )
-    planner = BatchPlanner(None, [0], Topology(1, 1, 1, 1), rules, [engine])
-    batches: list[Any] = []
-    loader = PlanningLoader(
-        inner,
-        lambda: planner,
-        documents=DocumentRule(EOS),
-        rows_per_microbatch=rows_per_microbatch,
+) -> tuple[PlanningLoader, list[Any]]:
+    """A loader of one rank, and the batches that it has planned and handed out."""
+    (loader,) = connect(
+        [OneRank(inner)],
         accumulation=accumulation,
-        snapshot=True,
-        on_batch=batches.append,
+        rows_per_microbatch=rows_per_microbatch,
     )
-    return loader, engine, batches
+    planned = list[Any]()
+    loader.on_batch = planned.append
+    return loader, planned
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_state_is_that_of_the_last_consumed_batch(accumulation):
     """In the middle of a step it is that of the step's beginning, and how many batches follow it."""
-    loader, _, _ = planning_loader(CountingLoader(8), accumulation)
-    assert loader.state_dict() == {"next": 0}
-    iterator = iter(loader)
-    for number in range(3):
-        inputs, labels = next(iterator)
+    loader, _ = planning_loader(CountingLoader(8), accumulation)
+    states = [loader.state_dict()]
+    for number, (inputs, labels) in enumerate(itertools.islice(loader, 3)):
         assert int(inputs["input"][0, 0]) == number == int(labels[0, 0])
-        in_a_step = {"next": 0, TRAINED: number + 1}
-        assert loader.state_dict() == (
-            in_a_step if accumulation > 1 else {"next": number + 1}
-        )
-    state = loader.state_dict()
+        states.append(loader.state_dict())
     loader.close()
+    if accumulation == 1:
+        assert states == [{"next": number} for number in range(4)]
+    else:
+        in_the_step = [{"next": 0, TRAINED: number} for number in range(1, 4)]
+        assert states == [{"next": 0}, *in_the_step]
 
-    resumed, _, planned = planning_loader(CountingLoader(8), accumulation)
-    resumed.load_state_dict(state)
-    assert resumed.state_dict() == state
-    assert [int(inputs["input"][0, 0]) for inputs, _ in resumed] == [3, 4, 5, 6, 7]
+    resumed, planned = planning_loader(CountingLoader(8), accumulation)
+    resumed.load_state_dict(states[-1])
+    assert resumed.state_dict() == states[-1]
+    assert drain(resumed) == ([3, 4, 5, 6, 7], None)
     assert resumed.state_dict() == {"next": 8}
     assert len(planned) == 5
 
 
 def test_a_step_without_enough_data_is_not_begun():
     """torchtitan would draw its batches and train on none of them."""
-    loader, _, planned = planning_loader(CountingLoader(8), accumulation=3)
-    assert [int(labels[0, 0]) for _, labels in loader] == [0, 1, 2, 3, 4, 5]
+    loader, planned = planning_loader(CountingLoader(8), accumulation=3)
+    assert drain(loader) == ([0, 1, 2, 3, 4, 5], None)
     assert len(planned) == 6
 
 
 def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed():
-    loader, engine, planned = planning_loader(
-        CountingLoader(10), accumulation=2, rows_per_microbatch=2
-    )
+    loader, planned = planning_loader(CountingLoader(10), 2, rows_per_microbatch=2)
+    (engine,) = loader.planner()._engines
     previous: list[int] = []
-    for index, (inputs, _) in enumerate(loader):
+    for number, (inputs, _) in enumerate(loader, start=1):
         keys = inputs[PLAN_KEYS]
         assert isinstance(keys, HostTensor)
         # FSDP2 moves every tensor argument to its device
         assert keys.to("meta") is keys
-        first, second = keys.tolist()[0], keys.tolist()[2]
+        first, _, second, _ = keys.tolist()
         assert keys.tolist() == [first, first, second, second]
         assert first != second
         # this batch and the one before, which may be in the same step
-        for key in {
-            first,
-            second,
-            *previous,
-        }:
+        for key in (first, second, *previous):
             assert engine.plan(key).keys.num_local == 16
-        assert len(planned) == index + 1
+        assert len(planned) == number
         previous = [first, second]
-    assert index == 9
+    assert number == 10
     with refusal(error=RuntimeError):
         engine.plan(0)
 
@@ -263,18 +227,15 @@ def test_waits_that_are_short_or_not_for_plans_are_not_told(
     pace = _Pace("wait")
     for _ in range(WATCHED):
         pace.add(1.0, 1.0)
-    assert not caplog.records
     for _ in range(2 * WATCHED):
         pace.add(waited, planned)
-    expected = [
-        "training waits for plans 10 % of the time: planning a batch takes 500 ms, training on it 1000 ms; wait"
-    ]
-    assert [record.message for record in caplog.records] == expected * told
+    text = "training waits for plans 10 % of the time: planning a batch takes 500 ms, training on it 1000 ms; wait"
+    assert caplog.messages == [text] * told
 
 
 def test_explicit_document_ids_are_used_and_not_passed_on():
     ids = torch.arange(32).view(4, 8) // 4
-    loader, _, planned = planning_loader(CountingLoader(1, extra={"document_ids": ids}))
+    loader, planned = planning_loader(CountingLoader(1, extra={"document_ids": ids}))
     ((inputs, _),) = list(loader)
     assert inputs.keys() == {"input", PLAN_KEYS}
     assert planned[0].plans[0].layout.doc_lengths.tolist() == [4] * 8
@@ -328,37 +289,36 @@ def worker_loader() -> Iterator[Callable[..., ParallelAwareDataloader]]:
 def test_state_with_workers_is_that_of_the_last_consumed_batch(
     worker_loader, accumulation
 ):
-    loader, _, _ = planning_loader(worker_loader(), accumulation)
-    iterator = iter(loader)
-    first = [next(iterator) for _ in range(3)]
+    def take_three(batches: Iterator[Any]) -> list[list[int]]:
+        return [
+            [*inputs["input"].flatten().tolist(), *labels.flatten().tolist()]
+            for inputs, labels in itertools.islice(batches, 3)
+        ]
+
+    loader, _ = planning_loader(worker_loader(), accumulation)
+    batches = iter(loader)
+    first = take_three(batches)
     state = loader.state_dict()
-    second = [next(iterator) for _ in range(3)]
+    second = take_three(batches)
     loader.close()
 
-    resumed, _, _ = planning_loader(worker_loader(), accumulation)
+    resumed, _ = planning_loader(worker_loader(), accumulation)
     resumed.load_state_dict(state)
-    iterator = iter(resumed)
-    again = [next(iterator) for _ in range(3)]
+    assert take_three(iter(resumed)) == second
     resumed.close()
-    assert [
-        (inputs["input"].tolist(), labels.tolist()) for inputs, labels in first + again
-    ] == [
-        ([[2 * n + 1], [2 * n + 2]], [[worker], [worker]])
-        for n in range(3)
-        for worker in (0, 1)
+    # two documents and the number of the worker, which take turns
+    assert first + second == [
+        [2 * n + 1, 2 * n + 2, worker, worker]
+        for n, worker in itertools.product(range(3), range(2))
     ]
-    assert all(
-        torch.equal(a["input"], b["input"])
-        for (a, _), (b, _) in zip(second, again, strict=True)
-    )
 
 
 def test_error_of_a_worker_is_one_line_and_this_ranks_own(worker_loader, caplog):
-    loader, _, _ = planning_loader(worker_loader(fails_at=5))
-    with pytest.raises(OSError, match=Documents.UNREADABLE) as raised:
-        list(loader)
-    check_refusal(first_sentence(raised.value), Documents.UNREADABLE)
-    assert not _may_be_caused_by_a_peer(raised.value)
+    loader, _ = planning_loader(worker_loader(fails_at=5))
+    _, error = drain(loader)
+    assert isinstance(error, OSError)
+    check_refusal(first_sentence(error), Documents.UNREADABLE)
+    assert not _may_be_caused_by_a_peer(error)
     assert caplog.messages == ["this rank has failed while loading a batch"]
 
 
@@ -396,31 +356,29 @@ class BlockingLoader(CountingLoader):
 def test_a_thread_that_outlives_close_is_not_revived():
     """A new iteration is refused while the old thread runs; once it ended, it alone draws."""
     inner = BlockingLoader()
-    loader, _, planned = planning_loader(inner)
+    loader, planned = planning_loader(inner)
     stale = iter(loader)
     next(stale)
     assert inner.blocks.wait(30)
     loader.close(timeout_s=0.05)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "close", partial(loader.close, 0.05))
-        with refusal(error=RuntimeError):
-            next(iter(loader))
-        with refusal(error=RuntimeError):
-            loader.load_state_dict({"next": 0})
+        for use in (lambda: next(iter(loader)), lambda: loader.load_state_dict({})):
+            with refusal(error=RuntimeError):
+                use()
     inner.release.set()
     # Batch 1 was drawn by the old thread, which had been told to stop.
-    assert [int(labels[0, 0]) for _, labels in loader] == [2, 3, 4, 5]
+    assert drain(loader) == ([2, 3, 4, 5], None)
     assert len(planned) == 5
     with refusal(error=RuntimeError):
         next(stale)
 
 
 def test_topology_follows_torchtitans_rank_order():
-    """[pp, dp, cp, tp], tp fastest: compare with numpy's own unravelling."""
+    """[pp, dp x cp, tp], tp fastest."""
     topology = Topology(pp=2, dp=3, cp=2, tp=2)
     grid = np.arange(24).reshape(2, 6, 2)
-    for rank in range(24):
-        stage, group_rank, tp_rank = (int(i[0]) for i in np.where(grid == rank))
+    for (stage, group_rank, tp_rank), rank in np.ndenumerate(grid):
         assert topology.group_rank(rank) == group_rank
         assert topology.group_ranks(rank) == grid[stage, :, tp_rank].tolist()
 
@@ -428,29 +386,23 @@ def test_topology_follows_torchtitans_rank_order():
 @pytest.mark.parametrize(
     ("degrees", "ranks_per_node", "expected"),
     [
-        ({"pp": 1, "dp": 8, "cp": 2, "tp": 1}, 8, 8),
-        ({"pp": 1, "dp": 8, "cp": 2, "tp": 2}, 8, 4),
-        (
-            {"pp": 2, "dp": 2, "cp": 1, "tp": 2},
-            8,
-            4,
-        ),  # two stages in one node: the whole group
-        ({"pp": 1, "dp": 6, "cp": 1, "tp": 1}, 4, None),
-        ({"pp": 1, "dp": 4, "cp": 1, "tp": 4}, 2, None),
-        ({"pp": 1, "dp": 4, "cp": 1, "tp": 1}, 0, None),
+        ((1, 8, 2, 1), 8, 8),
+        ((1, 8, 2, 2), 8, 4),
+        ((2, 2, 1, 2), 8, 4),  # two stages in one node: the whole group
+        ((1, 6, 1, 1), 4, None),
+        ((1, 4, 1, 4), 2, None),
+        ((1, 4, 1, 1), 0, None),
     ],
 )
 def test_nodes_of_a_group(degrees, ranks_per_node, expected):
     """They follow from the nodes of global ranks; None: the group's ranks do not fall into equal nodes."""
-    topology = Topology(**degrees)
+    topology = Topology(*degrees)
     if expected is None:
         with refusal("cad.ranks_per_node", ranks_per_node):
             topology.group_ranks_per_node(ranks_per_node)
         return
     assert topology.group_ranks_per_node(ranks_per_node) == expected
-    world = topology.pp * topology.group_size * topology.tp
-    for rank in range(world):
+    numbers = np.arange(topology.group_size) // expected
+    for rank in range(np.prod(degrees)):
         nodes = np.array(topology.group_ranks(rank)) // ranks_per_node
-        assert np.array_equal(
-            nodes - nodes[0], np.arange(topology.group_size) // expected
-        )
+        assert np.array_equal(nodes - nodes[0], numbers)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The commonest mistakes: one line, which names the key, the value and the remedy; and what `auto` chooses instead."""
 
-import contextlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,10 +17,17 @@ from torch.torch_version import TorchVersion
 from tests.lib.jobs.harness import parse_job, tokenizer_folder
 from tests.lib.jobs.launched import launched
 from tests.lib.refusals import check_refusal, refusal
+from tests.lib.sets import matrix, slow
 from torchtitan_cad.integration.errors import CheckpointError, one_line_errors
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
+
+enable_cpu()
+
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin, rules  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.checks import choose_streams  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager  # noqa: E402
 
 STOCK = """
 [model]
@@ -49,41 +57,27 @@ FILES = [
     "[cad]\n[cad]",
 ]
 """What the end of a file says, after the table [training]."""
-PP, TP = (
-    "--parallelism.pipeline_parallel_degree=2",
-    "--parallelism.tensor_parallel_degree=2",
-)
+PP = "--parallelism.pipeline_parallel_degree=2"
+TP = "--parallelism.tensor_parallel_degree=2"
 ASYNC_TP = "--parallelism.enable_async_tensor_parallel"
 SCHEDULE = f"{PP} --parallelism.pipeline_parallel_schedule"
-TICKS, INTERLEAVED, V = (
-    f"{SCHEDULE}=CAD1F1B",
-    f"{SCHEDULE}=CADInterleaved1F1B",
-    f"{SCHEDULE}=ZBVZeroBubble",
-)
-DUALPIPE, NO_OVERLAP = (
-    f"{SCHEDULE}=DualPipeV",
-    "--parallelism.no-pipeline-parallel-expert-parallel-overlap",
-)
+TICKS = f"{SCHEDULE}=CAD1F1B"
+V = f"{SCHEDULE}=ZBVZeroBubble"
+DUALPIPE = f"{SCHEDULE}=DualPipeV"
+NO_OVERLAP = "--parallelism.no-pipeline-parallel-expert-parallel-overlap"
+CSV = "--parallelism.pipeline_parallel_schedule_csv=order.csv"
 DDP = "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=1"
-FULL, SELECTIVE, BUDGET = (
-    f"--activation_checkpoint.mode={mode}"
-    for mode in ("full", "selective", "memory_budget")
-)
-KEPT, BY_OPERATOR = (
-    "--cad.no-recompute-attention",
-    "--activation_checkpoint.selective_ac_option=op",
-)
-VALIDATION, CSV = (
-    "--validation.enable",
-    "--parallelism.pipeline_parallel_schedule_csv=order.csv",
-)
-TRACED, HALVES, COMPILE = (
-    "--cad.streams=traced",
-    "--cad.nano_batches=2",
-    "--compile.enable",
-)
-EXPERTS = "--model.name=qwen3 --model.flavor=debugmodel_moe"
+FULL = "--activation_checkpoint.mode=full"
+SELECTIVE = "--activation_checkpoint.mode=selective"
+BUDGET = "--activation_checkpoint.mode=memory_budget"
+BY_OPERATOR = "--activation_checkpoint.selective_ac_option=op"
+KEPT = "--cad.no-recompute-attention"
+VALIDATION = "--validation.enable"
+COMPILE = "--compile.enable"
+HALVES = "--cad.nano_batches=2"
+TRACED = "--cad.streams=traced"
 TRACED_HALVES = f"{TRACED} {HALVES} {COMPILE}"
+EXPERTS = "--model.name=qwen3 --model.flavor=debugmodel_moe"
 OPTIONS = [
     "--cad.nano-batch=2",
     "--cad.heartbeat_seconds=abc",
@@ -146,7 +140,7 @@ OPTIONS = [
     f"{TICKS} --cad.backward=keep",
     f"{TICKS} {CSV}",
     f"{TICKS} {BUDGET} {COMPILE}",
-    f"{INTERLEAVED} --training.local_batch_size=3",
+    f"{SCHEDULE}=CADInterleaved1F1B --training.local_batch_size=3",
     f"{TICKS} {VALIDATION} --validation.local_batch_size=4",
     f"{TICKS} {VALIDATION} --validation.seq_len=128",
     f"{TICKS} --cad.rank_speeds 1.0",
@@ -173,75 +167,58 @@ LINES = {
 
 
 @pytest.fixture(autouse=True)
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is one of two, and torchtitan is afterwards as it was."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def undone():
     yield
-    from torchtitan_cad.integration.torchtitan_v0_2 import plugin
-
     plugin.restore()
 
 
-def parse(tmp_path: Path, toml: str, options: list[str], before: str = ""):
+def parse(tmp_path: Path, *options: str, before: str = "", after: str = "") -> Any:
+    """Read the job of a file, with text before and after ``STOCK``, and of options."""
     path = tmp_path / "job.toml"
-    path.write_text(before + STOCK + toml)
-    given = [option.split("=")[0] for option in options]
-    defaults = {
-        "--model.hf_assets_path": str(tokenizer_folder()),
-        "--job.dump_folder": str(tmp_path),
-    }
-    args = [f"{key}={value}" for key, value in defaults.items() if key not in given]
-    args = [f"--job.config_file={path}", "--parallelism.cad", *args, *options]
+    path.write_text(before + STOCK + after)
+    args = [
+        f"--job.config_file={path}",
+        f"--model.hf_assets_path={tokenizer_folder()}",
+        f"--job.dump_folder={tmp_path}",
+        "--parallelism.cad",
+        *options,
+    ]
     with one_line_errors(args):
-        return manager().parse_args(args)
+        return CadConfigManager().parse_args(args)
 
 
-def manager():
-    enable_cpu()
-    from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager
-
-    return CadConfigManager()
-
-
-def end_training(act, *args, options: Sequence[str] = ()) -> None:
+def end_training(error: Exception, *options: str) -> None:
     with one_line_errors(options) as progress:
         progress.building = False
-        act(*args)
+        raise error
 
 
-def fail(error: Exception) -> None:
-    raise error
+CASES = [("", option) for option in OPTIONS] + [(f"{toml}\n", "") for toml in FILES]
 
 
-CASES = [(toml + "\n", []) for toml in FILES] + [
-    ("", options.split()) for options in OPTIONS
-]
-
-
-@pytest.mark.parametrize(("toml", "options"), CASES, ids=[*FILES, *OPTIONS])
+@pytest.mark.parametrize(("toml", "options"), CASES, ids=[*OPTIONS, *FILES])
 def test_mistake_is_one_line(toml, options, tmp_path, monkeypatch, capfd):
-    if any("replicate_degree" in option for option in options):
+    if "replicate_degree" in options:
         monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit) as end:
-        parse(tmp_path, toml, options)
+        parse(tmp_path, *options.split(), after=toml)
     printed = capfd.readouterr()
     (line,) = printed.err.splitlines()
     assert line.startswith("error: ")
-    keys = [option.partition("=")[0].rpartition(".")[2] for option in options]
-    said = line.replace("-", "_")
-    assert not keys or any(key.replace("-", "_") in said for key in keys)
+    names = [option.partition("=")[0] for option in options.replace("-", "_").split()]
+    keys = [name.rpartition(".")[2] for name in names]
+    assert toml or any(key in line.replace("-", "_") for key in keys)
     check_refusal(line)
     assert end.value.code == 2
     assert "Traceback" not in printed.out
 
 
-@pytest.mark.matrix
+@matrix
 @pytest.mark.parametrize("when", LINES)
-@pytest.mark.parametrize("nranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nranks", [2, pytest.param(4, marks=slow)])
 def test_lines_of_a_job_that_cannot_start(when, nranks, tmp_path):
     key, value = LINES[when]
     with launched([f"--{key}={value}"], tmp_path, nranks) as job:
@@ -257,9 +234,6 @@ def test_lines_of_a_job_that_cannot_start(when, nranks, tmp_path):
 
 @pytest.mark.parametrize("key", ["last_save_in_hf", "initial_load_in_hf"])
 def test_checkpoints_of_hugging_face_need_a_package(key, tmp_path, monkeypatch):
-    enable_cpu()
-    from torchtitan_cad.integration.torchtitan_v0_2 import rules
-
     monkeypatch.setattr(rules, "find_spec", lambda name: None)
     with refusal(f"checkpoint.{key}", "true"):
         parse_job(tmp_path, "--checkpoint.enable", f"--checkpoint.{key}")
@@ -267,17 +241,14 @@ def test_checkpoints_of_hugging_face_need_a_package(key, tmp_path, monkeypatch):
 
 def test_number_for_a_table(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        parse(tmp_path, "", [], before="comm = 3\n")
+        parse(tmp_path, before="comm = 3\n")
     check_refusal(capsys.readouterr().err, "comm")
 
 
 def test_mistake_where_only_ascii_can_be_written(tmp_path, capsys):
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        pytest.raises(SystemExit),
-    ):
-        # tyro asks it for its encoding
-        parse(tmp_path, "", ["--comm.mode=1e100"])
+    """tyro asks stdout for its encoding."""
+    with redirect_stdout(io.StringIO()), pytest.raises(SystemExit):
+        parse(tmp_path, "--comm.mode=1e100")
     check_refusal(capsys.readouterr().err, "--comm.mode")
 
 
@@ -288,123 +259,97 @@ def test_users_own_config_module_is_merged(tmp_path, monkeypatch):
         "@dataclass\nclass JobConfig:\n    training: Training = field(default_factory=Training)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    config = parse(
-        tmp_path, "", ["--job.custom_config_module=own_config", "--training.sauce=7"]
-    )
+    options = "--job.custom_config_module=own_config", "--training.sauce=7"
+    config = parse(tmp_path, *options)
     assert config.training.sauce == 7
     assert config.cad.tolerance == "auto"
 
 
+WRONG = "--cad.planner=foo"
+
+
 def test_traceback_on_request_and_a_line_for_the_launcher(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     with pytest.raises(SystemExit):
-        parse(tmp_path, "", ["--cad.planner=foo"])
-    message = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert message["extraInfo"]["py_callstack"].startswith("cad.planner = 'foo'")
+        parse(tmp_path, WRONG)
+    told = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert told.startswith("cad.planner = 'foo'")
     with refusal("cad.planner", "foo"):
-        parse(tmp_path, "", ["--cad.planner=foo", "--traceback"])
-    gone = PeerError("rank 3 is gone")
+        parse(tmp_path, WRONG, "--traceback")
     with pytest.raises(PeerError):
-        end_training(fail, gone, options=["--traceback"])
+        end_training(PeerError("rank 3 is gone"), "--traceback")
 
 
 def test_first_rank_of_a_node_speaks_for_all(tmp_path, monkeypatch, capsys):
     """The others wait until their launcher has ended them."""
-    waited: list[float] = []
     # Of that module alone: other threads of this process sleep, too.
-    monkeypatch.setattr(
-        "torchtitan_cad.integration.errors.time", SimpleNamespace(sleep=waited.append)
-    )
-    for rank in (0, 1):
+    time = Mock()
+    monkeypatch.setattr("torchtitan_cad.integration.errors.time", time)
+    for rank, waits in ((0, 0), (1, 1)):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         with pytest.raises(SystemExit):
-            parse(tmp_path, "", ["--cad.planner=foo"])
-    assert len(waited) == 1
-    assert waited[0] > 1
+            parse(tmp_path, WRONG)
+        assert time.sleep.call_count == waits
     assert capsys.readouterr().err.count("error: ") == 2
 
 
-def test_bugs_keep_their_stack_and_peers_do_not(capsys):
-    for bug in (RuntimeError("a bug"), ValueError("too many values to unpack")):
-        with pytest.raises(type(bug)):
-            end_training(fail, bug)
+@pytest.mark.parametrize(
+    "bug", [RuntimeError("a bug"), ValueError("too many values to unpack")]
+)
+def test_bugs_keep_their_stack(bug, capsys):
+    with pytest.raises(type(bug)):
+        end_training(bug)
     assert capsys.readouterr().err == ""
+
+
+def test_peers_have_none_nor_what_torch_appends(capsys):
+    text = "rank 3 (host, pid 7) is gone.\nException raised from read at pair.cc:1 (most recent ..."
     with pytest.raises(SystemExit) as end:
-        end_training(
-            fail,
-            PeerError(
-                "rank 3 (host, pid 7) is gone.\nException raised from read at pair.cc:1 (most recent ..."
-            ),
-        )
+        end_training(PeerError(text))
     assert end.value.code == 1
     assert capsys.readouterr().err == "error: rank 3 (host, pid 7) is gone.\n"
+    text = "[/src/gloo/pair.cc:5] Connection closed\nby peer. This may indicate a remote process failure. GLHF!"
+    assert first_sentence(RuntimeError(text)) == "Connection closed by peer"
 
 
 @pytest.mark.parametrize(
-    "cause",
+    ("cause", "text"),
     [
-        OSError(28, "No space left on device"),
-        RuntimeError("Missing key in checkpoint state_dict: norm."),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (RuntimeError("Missing key in checkpoint state_dict: norm."), "Missing key"),
     ],
 )
-def test_checkpoints_that_fail_name_folder_and_remedy(cause, capsys):
+def test_checkpoints_that_fail_name_folder_and_remedy(cause, text, capsys):
+    failure = CheckpointException("load", {1: (cause, None)})
     with pytest.raises(SystemExit):
-        end_training(
-            fail,
-            CheckpointError(
-                "/data/checkpoint", CheckpointException("load", {1: (cause, None)})
-            ),
-        )
+        end_training(CheckpointError("/data/checkpoint", failure))
     (line,) = capsys.readouterr().err.splitlines()
-    check_refusal(line, "/data/checkpoint", cause.args[-1].rstrip("."))
+    check_refusal(line, "/data/checkpoint", text)
 
 
-def test_first_sentence_drops_what_torch_appends() -> None:
-    error = RuntimeError(
-        "[/src/gloo/pair.cc:5] Connection closed\nby peer. This may indicate a remote process failure. GLHF!"
-    )
-    assert first_sentence(error) == "Connection closed by peer"
-
-
-COMPILED = (HALVES, COMPILE)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CHOSEN = [
+    # Options, device and version of torch, whether streams are traced, and why.
+    ("", CPU, FIRST_TORCH, True, "nothing stands in the way"),
+    (f"{SELECTIVE} {BY_OPERATOR}", CPU, FIRST_TORCH, True, "nothing stands in the way"),
+    ("--cad.streams=opaque", CPU, FIRST_TORCH, False, "cad.streams = 'opaque'"),
+    (FULL, CPU, FIRST_TORCH, False, "cannot recompute exchanges"),
+    ("--compile.no-enable", CPU, FIRST_TORCH, False, "needs compile.enable = true"),
+    ("", CUDA, FIRST_TORCH, False, "has not run on GPUs yet"),
+    (TRACED, CUDA, FIRST_TORCH, True, "cad.streams = 'traced'"),
+    ("", CPU, "2.14.0", False, "needs torch 2.14.1 or newer, not 2.14.0"),
+]
 
 
-@pytest.mark.parametrize(
-    ("args", "device", "torch_version", "traced", "why"),
-    [
-        (COMPILED, CPU, FIRST_TORCH, True, "nothing stands in the way"),
-        (
-            (*COMPILED, SELECTIVE, BY_OPERATOR),
-            CPU,
-            FIRST_TORCH,
-            True,
-            "nothing stands in the way",
-        ),
-        (
-            (*COMPILED, "--cad.streams=opaque"),
-            CPU,
-            FIRST_TORCH,
-            False,
-            "cad.streams = 'opaque'",
-        ),
-        ((*COMPILED, FULL), CPU, FIRST_TORCH, False, "cannot recompute exchanges"),
-        ((HALVES,), CPU, FIRST_TORCH, False, "needs compile.enable = true"),
-        (COMPILED, CUDA, FIRST_TORCH, False, "has not run on GPUs yet"),
-        ((*COMPILED, TRACED), CUDA, FIRST_TORCH, True, "cad.streams = 'traced'"),
-        (COMPILED, CPU, "2.14.0", False, "needs torch 2.14.1 or newer, not 2.14.0"),
-    ],
-)
+@pytest.mark.parametrize(("options", "device", "version", "traced", "why"), CHOSEN)
 def test_streams_are_traced_where_that_is_possible_and_has_run(
-    args, device, torch_version, traced, why, tmp_path, monkeypatch
+    options, device, version, traced, why, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch, "__version__", TorchVersion(torch_version))
-    config = parse_job(tmp_path, *args)
-    from torchtitan_cad.integration.torchtitan_v0_2 import checks
-
-    chosen, reason = checks.choose_streams(config, device, experts=False)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    config = parse_job(tmp_path, HALVES, COMPILE, *options.split())
+    chosen, reason = choose_streams(config, device, experts=False)
     assert chosen == traced
     assert why in reason
-    if "cad.streams" not in " ".join(args):
-        assert not checks.choose_streams(config, device, experts=True)[0]
+    with_experts, _ = choose_streams(config, device, experts=True)
+    assert "--cad.streams" in options or not with_experts

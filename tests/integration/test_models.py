@@ -4,9 +4,8 @@
 Stock torchtitan 0.2.2 gives these models masks for flex attention, which dense_twin.py computes on CPU.
 """
 
-import dataclasses
 import functools
-from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -15,7 +14,10 @@ from tests.lib.jobs.compositions import (
     COMMON,
     COMPILE,
     CP2,
+    EP2,
+    ETP2,
     FULL,
+    HALVES,
     OP,
     PLACED,
     RESEND,
@@ -28,142 +30,127 @@ from tests.lib.jobs.compositions import (
     assert_not_recompiled,
     assert_trains_alike,
     cad_summary,
-    dp,
+    flavor,
     global_batch,
     pp2,
     reference,
 )
 from tests.lib.jobs.harness import run
 from tests.lib.jobs.patched import torchtitan_with
+from tests.lib.sets import matrix
 
-EP2 = dp(expert_parallel=2)
-ETP2 = (*TP2, "--parallelism.expert_tensor_parallel_degree=2")
-HALVED = ("--cad.nano_batches=2",)
 ROWS = ("--cad.documents=row",)
 """Every row is one document: plain causal attention."""
-
-
-def flavor(model: str, name: str = "tiny") -> tuple[str, ...]:
-    return f"--model.name={model}", f"--model.flavor={name}"
 
 
 COMPOSITIONS = [
     Composition("fsdp2"),
     # Stock torchtitan's gradients of gpt_oss differ under TP, and those of routers where experts borrow ranks of it:
     # these twins have TP, too.
-    Composition("fsdp2xtp2", nranks=4, shared=TP2),
+    Composition("fsdp2xtp2", shared=TP2),
     Composition("ep2", args=EP2),
-    Composition("ep2xtp2", nranks=4, shared=(*EP2, *TP2)),
-    Composition("ep2xetp2", nranks=4, shared=(*EP2, *ETP2)),
-    Composition("cp2", args=CP2, reference_nranks=1),
-    Composition("fsdp2xcp2", nranks=4, args=CP2, reference_nranks=2),
+    Composition("ep2xtp2", shared=(*EP2, *TP2)),
+    Composition("ep2xetp2", shared=(*EP2, *TP2, *ETP2)),
+    Composition("cp2", args=CP2, dp=1),
+    Composition("fsdp2xcp2", args=CP2),
     Composition("resend", args=RESEND),
     Composition("ac_selective_op", args=OP),
     Composition("ac_full", args=FULL),
     Composition("compile", args=(*COMPILE, "--compile.components=model")),
     Composition("gradient_accumulation", shared=global_batch(8)),
-    Composition("halved_rows_ac_full", args=(*HALVED, *FULL)),
-    Composition(
-        "halved_middle_cp2", args=(*HALVED, *CP2), shared=ROW1, reference_nranks=1
-    ),
-    Composition("halved_tp2", nranks=4, args=HALVED, shared=TP2),
+    Composition("halved_rows_ac_full", args=(*HALVES, *FULL)),
+    Composition("halved_middle_cp2", args=(*HALVES, *CP2), shared=ROW1, dp=1),
+    Composition("halved_tp2", args=HALVES, shared=TP2),
 ]
 """What is tested of every model."""
-DEEPSEEK = [
-    Composition(
-        "q_lora_fsdp2xtp2",
-        nranks=4,
-        args=TP2,
-        shared=flavor("deepseek_v3", "tiny_q_lora"),
-        reference_nranks=2,
-    ),
-    # The one flavor that stock torchtitan trains on CPU: sdpa knows no documents.
-    Composition(
-        "sdpa_rows_cp2",
-        args=(*ROWS, *CP2),
-        shared=flavor("deepseek_v3", "tiny_sdpa"),
-        reference_nranks=1,
-    ),
-    pp2("pp2_1f1b"),
-    pp2("pp2xcp2", *CP2, reference_nranks=1),
-]
-LLAMA4 = [
-    Composition(
-        "sdpa_rows_cp2",
-        args=(*ROWS, *CP2),
-        shared=flavor("llama4", "tiny_sdpa"),
-        reference_nranks=1,
-    ),
-    Composition("validation", shared=VALIDATE_OFTEN),
-    pp2("pp2_1f1b"),
-]
-GPT_OSS = [
+OWN = {
+    "deepseek_v3": [
+        Composition(
+            "q_lora_fsdp2xtp2",
+            args=TP2,
+            shared=flavor("deepseek_v3", "tiny_q_lora"),
+        ),
+        # The one flavor that stock torchtitan trains on CPU: sdpa knows no documents.
+        Composition(
+            "sdpa_rows_cp2",
+            args=(*ROWS, *CP2),
+            shared=flavor("deepseek_v3", "tiny_sdpa"),
+            dp=1,
+        ),
+        pp2("pp2_1f1b"),
+        pp2("pp2xcp2", *CP2, dp=1),
+    ],
+    "llama4": [
+        Composition(
+            "sdpa_rows_cp2",
+            args=(*ROWS, *CP2),
+            shared=flavor("llama4", "tiny_sdpa"),
+            dp=1,
+        ),
+        Composition("validation", shared=VALIDATE_OFTEN),
+        pp2("pp2_1f1b"),
+    ],
     # Rows are no longer than the window, so all layers attend in full.
-    Composition("wide_fsdp2", shared=flavor("gpt_oss", "tiny_wide")),
-]
+    "gpt_oss": [Composition("wide_fsdp2", shared=flavor("gpt_oss", "tiny_wide"))],
+}
+"""What is tested of one model alone."""
 STEADY = ("--optimizer.eps=1e-3",)
 """Adam steps in proportion to small gradients: those of keys' biases are nearly zero, and else it would raise their
 rounding to the size of the others. After one step with its default stock torchtitan's router gradient is 1.0e-4 of its
 norm off fp64's, and that of CAD with CP 2 2.3e-4."""
-SHORT = ("cp2",)
-"""What the short set trains of models with attention of their own: documents that lie across ranks."""
+SHORT = ("deepseek_v3-cp2-loader", "gpt_oss-cp2-loader", "llama4-fsdp2-placed")
+"""What the short set trains of models with attention of their own: documents that lie across ranks or are placed."""
 
 
-def cases() -> Iterator[object]:
-    for model, of_model in {
-        "deepseek_v3": DEEPSEEK,
-        "llama4": LLAMA4,
-        "gpt_oss": GPT_OSS,
-    }.items():
-        for case in (*COMPOSITIONS, *of_model):
-            if not any("--model.name" in arg for arg in case.shared):
-                case = dataclasses.replace(case, shared=(*flavor(model), *case.shared))
-            if model == "gpt_oss":
-                case = dataclasses.replace(case, shared=(*case.shared, *STEADY))
-            # Stock torchtitan has no validation for the other models, and none for this one's sdpa.
-            case = dataclasses.replace(
-                case, validates=model == "llama4" and "sdpa" not in case.name
-            )
-            # Where experts borrow TP's ranks, stock's router gradients are half wrong and replicas drift apart: where
-            # tokens go to other columns or come in halves, the first step's gradients agree, later ones do not. Halves
-            # of other columns differ in the first.
-            borrows = case.name == "ep2xtp2" or (
-                model == "gpt_oss" and TP2[0] in case.shared
-            )
-            is_halved = borrows and "halved" in case.name
-            for homes in ("loader",) if is_halved else ("loader", "placed"):
-                short = case.name in SHORT and homes == "loader" and model != "llama4"
-                marks = [] if short else [pytest.mark.matrix]
-                steps = 1 if is_halved or (borrows and homes == "placed") else 3
-                yield pytest.param(
-                    case, homes, steps, id=f"{model}-{case.name}-{homes}", marks=marks
-                )
+def steps_of(model: str, case: Composition, homes: str) -> int:
+    """How many steps agree with stock torchtitan's.
+
+    Where experts borrow TP's ranks, its router gradients are half wrong and replicas drift apart: where tokens go to
+    other columns or come in halves, the first step's gradients agree, later ones do not. Halves of other columns differ
+    in the first.
+    """
+    if case.name != "ep2xtp2" and (model != "gpt_oss" or TP2[0] not in case.shared):
+        return 3
+    return 3 - 2 * ("halved" in case.name) - 2 * (homes == "placed")
 
 
-@pytest.mark.parametrize(("case", "homes", "steps"), list(cases()))
-def test_composition_trains_like_its_reference(case, homes, steps):
-    validation = VALIDATION if case.validates else ()
+CASES = []
+for model, homes in product(OWN, ("loader", "placed")):
+    for case in (*COMPOSITIONS, *OWN[model]):
+        name = f"{model}-{case.name}-{homes}"
+        if steps_of(model, case, homes) > 0:
+            marks = () if name in SHORT else matrix
+            CASES.append(pytest.param(model, case, homes, id=name, marks=marks))
+
+
+@pytest.mark.parametrize(("model", "case", "homes"), CASES)
+def test_composition_trains_like_its_reference(model, case, homes):
+    steps = steps_of(model, case, homes)
+    shared = (*flavor(model), *case.shared, f"--training.steps={steps}")
+    if model == "gpt_oss":
+        shared += STEADY
+    # Stock torchtitan has no validation for the other models, and none for this one's sdpa.
+    validates = model == "llama4" and "sdpa" not in case.name
+    validation = VALIDATION if validates else ()
     cad = CAD if homes == "loader" else PLACED
-    shared, grads_at = (*case.shared, f"--training.steps={steps}"), min(2, steps)
-    result = run(
-        [*COMMON, *validation, *cad, *shared, *case.args],
-        case.nranks,
-        300,
+    job = [*COMMON, *validation, *cad, *shared, *case.args]
+    grads_at = min(2, steps)
+    result = run(job, case.nranks, 300, grads_at=grads_at)
+    without_cad = functools.partial(
+        reference,
+        case.reference_nranks,
+        (*shared, *case.reference_args),
+        validates=validates,
         grads_at=grads_at,
     )
-    nranks, args = case.reference_nranks or case.nranks, (*shared, *case.reference_args)
-    without_cad = functools.partial(
-        reference, nranks, args, validates=case.validates, grads_at=grads_at
-    )
-    assert_trains_alike(
-        result, without_cad(), exact=functools.partial(without_cad, fp64=True)
-    )
+    exact = functools.partial(without_cad, fp64=True)
+    assert_trains_alike(result, without_cad(), exact=exact)
     if steps > 1:
         assert_not_recompiled(result)
     assert homes == "placed" or cad_summary(result)["tasks_moved"] > 0
 
 
-@pytest.mark.matrix
+@matrix
 def test_gpt_oss_from_scratch_trains_like_patched_torchtitan():
     """The biases of its routers begin at zero. Stock begins with NaN, with which `debug.deterministic` fills memory."""
     job = (*COMMON, *flavor("gpt_oss"), *STEADY)
@@ -171,27 +158,3 @@ def test_gpt_oss_from_scratch_trains_like_patched_torchtitan():
     expected = run(job, init_seed=None, pythonpath=[torchtitan_with("router_bias")])
     assert_close(result.losses, expected.losses, "loss")
     assert_close(result.grad_norms, expected.grad_norms, "gradient norm")
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("model", ["deepseek_v3", "llama4", "gpt_oss"])
-def test_resumes_exactly(model, tmp_path):
-    job = (
-        *COMMON,
-        *PLACED,
-        *EP2,
-        *flavor(model),
-        "--training.steps=4",
-        "--checkpoint.enable",
-    )
-    whole, resumed = (
-        run([*job, *more], dump_folder=tmp_path)
-        for more in (
-            ("--checkpoint.interval=2",),
-            ("--checkpoint.interval=9", "--checkpoint.load_step=2"),
-        )
-    )
-    assert (resumed.losses, resumed.grad_norms) == (
-        whole.losses[2:],
-        whole.grad_norms[2:],
-    )

@@ -2,122 +2,91 @@
 """``nano_batches = 2``: losses and gradients of one nano-batch, every exchange behind the other nano-batch's work."""
 
 import functools
-from collections import defaultdict
-from itertools import pairwise
+from collections import Counter, defaultdict
+from itertools import product
 
 import pytest
-import torch
-from torch.torch_version import TorchVersion
 
-from tests.lib.jobs import compositions as c
+from tests.lib.jobs.compositions import (
+    ATTENTION_KEPT,
+    CAD,
+    CAN_TRACE,
+    COMMON,
+    COMPILE,
+    FOUR_BLOCKS,
+    FULL,
+    HALVED,
+    HALVED_SYMMETRIC,
+    MORE_HALVED,
+    OP,
+    ROW1,
+    TP2,
+    TRACED,
+    Composition,
+    assert_not_recompiled,
+    assert_trains_alike,
+    name_of,
+    needs_traced,
+    skip_if_torch_is_too_old,
+)
 from tests.lib.jobs.harness import RunResult, run
+from tests.lib.sets import matrix, params, slow
 from tests.lib.threaded import needs_linux
-
-matrix = pytest.mark.matrix
-SHORT = ("middle_cp2",)
-"""The jobs of ``HALVED`` that the short set trains; the matrix trains all."""
 
 
 @functools.cache
-def train(case: c.Composition, nano_batches: int, *more: str) -> RunResult:
-    if TorchVersion(torch.__version__) < case.needs_torch:
-        pytest.skip(
-            f"stock torchtitan cannot run this with torch below {case.needs_torch}"
-        )
-    args = [
-        *c.COMMON,
-        *c.CAD,
-        *case.shared,
-        *case.args,
-        f"--cad.nano_batches={nano_batches}",
-        *more,
-    ]
-    return run(args, case.nranks, grads_at=2, timeout_s=600)
+def train(case: Composition, *more: str, nano_batches: int = 2) -> RunResult:
+    skip_if_torch_is_too_old(case)
+    job = [*COMMON, *CAD, *case.shared, *case.args, *more]
+    halves = f"--cad.nano_batches={nano_batches}"
+    return run([*job, halves], case.nranks, grads_at=2, timeout_s=600)
 
 
 def check_close(one: RunResult, two: RunResult) -> None:
     assert two.validation_losses.keys() == one.validation_losses.keys()
-    c.assert_trains_alike(two, one)
-    c.assert_not_recompiled(two)
+    assert_trains_alike(two, one)
+    assert_not_recompiled(two)
 
 
-LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]
-TWINS = [
-    *(
-        pytest.param(case, 3, id=case.name, marks=() if case.name in SHORT else matrix)
-        for case in c.HALVED
-    ),
-    *(
-        pytest.param(case, 3, id=case.name, marks=[matrix, needs_linux])
-        for case in c.HALVED_SYMMETRIC
-    ),
-    *(
-        pytest.param(case, 20, id=f"{case.name}, 20 steps", marks=LONG)
-        for case in [*c.HALVED, *c.MORE_HALVED]
-    ),
+SHORT = [case for case in HALVED if case.name == "middle_cp2"]
+SYMMETRIC = [
+    pytest.param(case, marks=[matrix, needs_linux]) for case in HALVED_SYMMETRIC
 ]
+MORE = [pytest.param(case, marks=slow) for case in MORE_HALVED]
 
 
-@pytest.mark.parametrize(("case", "steps"), TWINS)
-def test_two_nano_batches_train_like_one(case, steps):
-    check_close(
-        *(
-            train(case, nano_batches, f"--training.steps={steps}")
-            for nano_batches in (1, 2)
-        )
-    )
+@pytest.mark.parametrize(
+    "case", [*params(HALVED, SHORT), *SYMMETRIC, *MORE], ids=name_of
+)
+def test_two_nano_batches_train_like_one(case):
+    check_close(train(case, nano_batches=1), train(case))
 
 
-TWINS_TRACED = [
-    *(
-        pytest.param(case, 3, id=case.name, marks=matrix if case.name != "rows" else ())
-        for case in c.TRACED
-    ),
-    *(
-        pytest.param(case, 20, id=f"{case.name}, 20 steps", marks=LONG)
-        for case in c.TRACED
-    ),
-]
-
-
-@c.needs_traced
-@pytest.mark.parametrize(("case", "steps"), TWINS_TRACED)
-def test_traced_streams_train_alike(case, steps):
+@needs_traced
+@pytest.mark.parametrize("case", params(TRACED, TRACED[:1]), ids=name_of)
+def test_traced_streams_train_alike(case):
     """Segments compiled with exchanges train like one nano-batch and like those without, in no more graphs."""
-    more = f"--training.steps={steps}"
-    traced, opaque = train(case, 2, more), train(case, 2, "--cad.streams=opaque", more)
+    traced, opaque = train(case), train(case, "--cad.streams=opaque")
     for result, chosen in ((traced, "traced"), (opaque, "opaque")):
-        assert all(f"Streams of nano-batches: {chosen}" in log for log in result.logs)
-    check_close(train(case, 1, more), traced)
+        for log in result.logs:
+            assert f"Streams of nano-batches: {chosen}" in log
+    check_close(train(case, nano_batches=1), traced)
     check_close(opaque, traced)
     assert traced.graphs[-1] <= opaque.graphs[-1]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
+@slow
 def test_compiled_parts_under_tensor_parallelism_train_like_eager_ones():
     """One nano-batch is no reference: whole blocks, compiled, lose a gradient with TP on CPU (torch 2.13; README)."""
-    args = [*c.COMMON, *c.CAD, *c.TP2, "--cad.nano_batches=2", "--training.steps=20"]
-    eager, compiled = (
-        run([*args, *more], 4, grads_at=2, timeout_s=600)
-        for more in ((), ("--compile.enable",))
-    )
-    check_close(eager, compiled)
+    case = Composition("20 steps", args=(*TP2, "--training.steps=20"))
+    check_close(train(case), train(case, *COMPILE))
 
 
 @functools.cache
 def traces(*args: str, nano_batches: int = 2, nranks: int = 2) -> list[dict]:
-    return run(
-        [
-            *c.COMMON,
-            *c.CAD,
-            *c.FOUR_BLOCKS,
-            f"--cad.nano_batches={nano_batches}",
-            *args,
-        ],
-        nranks,
-        trace_at=2,
-    ).traces
+    halves = f"--cad.nano_batches={nano_batches}"
+    job = [*COMMON, *CAD, *FOUR_BLOCKS, halves, *args]
+    return run(job, nranks, trace_at=2).traces
 
 
 COLLECTIVES = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
@@ -130,150 +99,121 @@ WAITS = {
 """Steps that start an exchange, and the step of the same nano-batch that waits for it."""
 
 
-def is_compute(step: str, *, traced: bool = False) -> bool:
-    """Linear work, or kernel calls of attention. In traced graphs it lies between a finish and a start."""
-    return step.startswith(("pre", "post", "compute", *["start", "finish"] * traced))
+def computes_meanwhile(
+    events: list[list], key: int, begin: int, end: int, *, is_traced: bool = False
+) -> bool:
+    """Whether the other nano-batch has linear work, or kernel calls of attention, between two events.
+
+    In traced graphs these lie between a finish and a start.
+    """
+    compute = ("pre", "post", "compute")
+    if is_traced:
+        compute += ("start", "finish")
+    between = events[begin + 1 : end]
+    return any(step.startswith(compute) and other != key for step, other in between)
 
 
-@pytest.mark.parametrize(
-    ("args", "recomputed"),
-    [
-        ((), False),
-        pytest.param(("--compile.enable", "--cad.streams=opaque"), False, marks=matrix),
-        pytest.param(
-            ("--compile.enable", "--cad.streams=traced"),
-            False,
-            marks=[matrix, c.needs_traced],
-        ),
-        pytest.param(c.FULL, True, marks=matrix),
-        pytest.param((*c.ROW1, *c.OP), False, marks=matrix),
-        pytest.param(c.ATTENTION_KEPT, False, marks=matrix),
-        pytest.param(c.TP2, False, marks=matrix),
-        pytest.param((*c.TP2, *c.FULL), True, marks=matrix),
-    ],
-    ids=[
-        "eager",
-        "compiled",
-        "traced",
-        "ac_full",
-        "middle_ac_op",
-        "attention_kept",
-        "tp2",
-        "tp2_ac_full",
-    ],
-)
-def test_the_other_nano_batch_computes_between_start_and_wait(args, recomputed):
+EVERY_JOB = {
+    "eager": (),
+    "compiled": (*COMPILE, "--cad.streams=opaque"),
+    "traced": (*COMPILE, "--cad.streams=traced"),
+    "ac_full": FULL,
+    "middle_ac_op": (*ROW1, *OP),
+    "attention_kept": ATTENTION_KEPT,
+    "tp2": TP2,
+    "tp2_ac_full": (*TP2, *FULL),
+}
+
+
+@pytest.mark.parametrize("name", params(EVERY_JOB, ["eager"]))
+def test_the_other_nano_batch_computes_between_start_and_wait(name):
     """It does on every rank, in forward, backward and recomputation."""
-    traced = "--cad.streams=traced" in args
-    for trace in traces(*args, nranks=4 if c.TP2[0] in args else 2):
-        events = [tuple(event) for event in trace["events"]]
-        keys = {key for _, key in events}
-        assert len(keys) == 2, "one microbatch has two plans"
-        waits: dict[str, int] = defaultdict(int)
-        for i, (step, key) in enumerate(events):
+    if name == "traced" and not CAN_TRACE:
+        pytest.skip("compiled graphs would lose the order of streams")
+    for trace in traces(*EVERY_JOB[name], nranks=4 if "tp2" in name else 2):
+        events = trace["events"]
+        assert len({key for _, key in events}) == 2, "one microbatch has two plans"
+        waits = Counter()
+        for begin, (step, key) in enumerate(events):
             if step not in WAITS:
                 continue
-            until = events.index((WAITS[step], key), i)
-            if step.startswith("start"):  # it waits where it attends first
-                nano_batch = (WAITS[step].replace("attend", "attend_first"), key)
-                until = (
-                    min(until, events.index(nano_batch, i))
-                    if nano_batch in events
-                    else until
-                )
-            between = [
-                name
-                for name, other in events[i + 1 : until]
-                if other != key and is_compute(name, traced=traced)
-            ]
-            assert between, (
-                f"nothing hides the exchange from {step} to {WAITS[step]}: {events[i : until + 1]}"
-            )
+            wait = [WAITS[step], key]
+            end = events.index(wait, begin)
+            attends_first = [WAITS[step].replace("attend", "attend_first"), key]
+            if step.startswith("start") and attends_first in events[begin:end]:
+                end = events.index(attends_first, begin)  # it waits there
+            assert computes_meanwhile(
+                events, key, begin, end, is_traced=name == "traced"
+            ), f"nothing hides the exchange of {events[begin : end + 1]}"
             waits[step] += 1
-        forwards = 4 * 2 * (2 if recomputed else 1)
-        assert waits == {
-            **dict.fromkeys(WAITS, 4 * 2),
-            "start_forward": forwards,
-            "attend_forward": forwards,
-        }
+        expected = dict.fromkeys(WAITS, 4 * 2)
+        if "ac_full" in name:  # recomputed
+            expected |= {"start_forward": 4 * 4, "attend_forward": 4 * 4}
+        assert waits == expected
 
 
 @matrix
 @pytest.mark.parametrize(
     ("args", "nranks"),
-    [(c.TP2, 2), (c.TP2, 4), ((*c.TP2, "--compile.enable"), 4)],
+    [(TP2, 2), (TP2, 4), ((*TP2, *COMPILE), 4)],
     ids=["nothing_moves", "eager", "compiled"],
 )
 def test_what_tensor_parallelism_exchanges_is_hidden_too(args, nranks):
     """All exchanges of a direction are, but for one at the model's beginning and one at its end."""
-    for trace in traces(*args, nranks=nranks):
-        events = [tuple(event) for event in trace["events"]]
-        for direction in ("forward", "backward"):
-            hidden: dict[int, list[bool]] = defaultdict(list)
-            for i, (step, key) in enumerate(events):
-                if step == f"tp_start {direction}":
-                    until = events.index((f"tp_wait {direction}", key), i)
-                    meanwhile = [
-                        name
-                        for name, other in events[i + 1 : until]
-                        if other != key and is_compute(name)
-                    ]
-                    hidden[key].append(bool(meanwhile))
-            first, second = (
-                hidden[key] if direction == "forward" else hidden[key][::-1]
-                for key in sorted(hidden)
-            )
-            assert first == [False] + [True, True] * 4
-            assert second == [True] * 8 + [False]
+    for trace, direction in product(
+        traces(*args, nranks=nranks), ("forward", "backward")
+    ):
+        events = trace["events"]
+        hidden: dict[int, list[bool]] = defaultdict(list)
+        for begin, (step, key) in enumerate(events):
+            if step == f"tp_start {direction}":
+                end = events.index([f"tp_wait {direction}", key], begin)
+                hidden[key].append(computes_meanwhile(events, key, begin, end))
+        first, second = (hidden[key] for key in sorted(hidden))
+        if direction == "backward":
+            first, second = first[::-1], second[::-1]
+        assert first == [False] + [True] * 8
+        assert second == [True] * 8 + [False]
 
 
-@pytest.mark.parametrize(
-    ("nano_batches", "calls_of"),
-    [
-        (1, {c.ATTENTION_KEPT: 4}),
-        *(
-            pytest.param(count, {c.FULL: 8, c.ATTENTION_KEPT: 4, (): 4}, marks=matrix)
-            for count in (1, 2)
-        ),
-    ],
-)
-def test_attention_that_is_kept_is_not_repeated(nano_batches, calls_of):
-    peaks = []
-    for args, calls in calls_of.items():
-        of_ranks = traces(*args, nano_batches=nano_batches)
-        for trace in of_ranks:
-            assert (
-                sum(step == "start_forward" for step, _ in trace["events"])
-                == calls * nano_batches
-            )
-        peaks.append(max(trace["peak_bytes"] for trace in of_ranks))
-    assert all(less < more for less, more in pairwise(peaks))
+def calls_of_attention(of_ranks: list[dict]) -> set[int]:
+    """How often ranks begin to attend."""
+    steps_of_ranks = [[step for step, _ in trace["events"]] for trace in of_ranks]
+    return {steps.count("start_forward") for steps in steps_of_ranks}
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        pytest.param(args, marks=matrix)
-        for args in ((), c.FULL, c.TP2, (*c.TP2, *c.FULL))
-    ],
-    ids=["none", "ac_full", "tp2", "tp2_ac_full"],
-)
+def test_attention_that_is_kept_is_not_repeated():
+    assert calls_of_attention(traces(*ATTENTION_KEPT, nano_batches=1)) == {4}
+
+
+@matrix
+@pytest.mark.parametrize("nano_batches", [1, 2])
+def test_attention_that_is_kept_takes_memory_between_none_and_all(nano_batches):
+    full, kept, none = (
+        traces(*args, nano_batches=nano_batches) for args in (FULL, ATTENTION_KEPT, ())
+    )
+    assert calls_of_attention(full) == {8 * nano_batches}
+    assert calls_of_attention(kept) == calls_of_attention(none) == {4 * nano_batches}
+    assert peak_bytes(full) < peak_bytes(kept) < peak_bytes(none)
+
+
+def peak_bytes(of_ranks: list[dict]) -> int:
+    return max(trace["peak_bytes"] for trace in of_ranks)
+
+
+@matrix
+@pytest.mark.parametrize("args", [(), FULL, TP2, (*TP2, *FULL)], ids=str)
 def test_memory_hardly_grows(args):
     """The least peak of some runs: small peaks differ by a fifth, as planning and freeing come in between."""
-    runs, run_again = (3, traces.__wrapped__) if args else (1, traces)
-    one, two = (
-        min(
-            max(trace["peak_bytes"] for trace in run_again(*args, nano_batches=count))
-            for _ in range(runs)
-        )
+    run_again = traces.__wrapped__
+    whole, halves = (
+        min(peak_bytes(run_again(*args, nano_batches=count)) for _ in range(3))
         for count in (1, 2)
     )
-    assert two < 1.1 * one
+    assert halves < 1.1 * whole
 
 
-@pytest.mark.parametrize(
-    "args", [(), pytest.param(c.FULL, marks=matrix)], ids=["none", "ac_full"]
-)
+@pytest.mark.parametrize("args", params([(), FULL], [()]), ids=["none", "ac_full"])
 def test_parameters_are_gathered_and_gradients_reduced_once_per_block(args):
     for one, two in zip(traces(*args, nano_batches=1), traces(*args), strict=True):
         for name in COLLECTIVES:
@@ -281,16 +221,15 @@ def test_parameters_are_gathered_and_gradients_reduced_once_per_block(args):
 
 
 @matrix
-@c.needs_traced
+@needs_traced
 def test_traced_turns_gather_and_reduce_when_regions_do():
-    opaque, traced = (
-        traces(*c.COMPILE, f"--cad.streams={streams}")
-        for streams in ("opaque", "traced")
+    by_opaque, by_traced = (
+        traces(*COMPILE, f"--cad.streams={streams}") for streams in ("opaque", "traced")
     )
-    for one, other in zip(opaque, traced, strict=True):
+    for opaque, traced in zip(by_opaque, by_traced, strict=True):
         orders = [
             [name for name in trace["collectives"] if name in COLLECTIVES]
-            for trace in (one, other)
+            for trace in (opaque, traced)
         ]
         assert orders[0] == orders[1]
         assert set(orders[0]) == set(COLLECTIVES)

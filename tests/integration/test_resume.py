@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checkpoints of another job, or of an earlier part of this one, that cannot go on: a line that says how they can."""
 
+import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,16 +12,10 @@ from torch import Tensor, zeros
 from torch.utils.data import IterableDataset
 
 from tests.lib.jobs.harness import parse_job
+from tests.lib.jobs.loaders import ParallelAwareDataloader
 from tests.lib.refusals import refusal
 from torchtitan_cad import launch
-from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
-
-enable_cpu()
-
-# torchtitan must not be imported before enable_cpu().
-from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
-
-from torchtitan_cad.integration.torchtitan_v0_2.resume import check_workers_when_loaded  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.resume import check_workers_when_loaded
 
 MODEL = {"norm.weight": zeros(2)}
 FULL = {
@@ -34,40 +30,34 @@ def save(folder: Path, state: dict, step: int) -> None:
     dcp.save(state, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
 
 
+WITHOUT = "--checkpoint.exclude_from_loading"
+ALL_BUT_MODEL = "optimizer,lr_scheduler,dataloader,train_state"
+
+
 @pytest.mark.parametrize(
-    ("saved", "ranks", "options", "remedies"),
+    ("saved", "ranks", "options", "remedy"),
     [
-        ([FULL, MODEL], 2, [], ["checkpoint.load_step"]),
-        ([MODEL], 2, [], ["checkpoint.initial_load_path", "folder"]),
-        ([FULL], 3, [], ["start as many as then"]),
-        ([FULL], 1, [], ["checkpoint.exclude_from_loading"]),
-        ([FULL, MODEL], 2, ["--checkpoint.load_step=1"], []),
-        ([FULL], 3, ["--checkpoint.exclude_from_loading", "dataloader"], []),
-        (
-            [MODEL],
-            2,
-            [
-                "--checkpoint.exclude_from_loading",
-                "optimizer,lr_scheduler,dataloader,train_state",
-            ],
-            [],
-        ),
+        ([FULL, MODEL], 2, [], "checkpoint.load_step"),
+        ([MODEL], 2, [], "checkpoint.initial_load_path"),
+        ([FULL], 3, [], "start as many as then"),
+        ([FULL], 1, [], "checkpoint.exclude_from_loading"),
+        ([FULL, MODEL], 2, ["--checkpoint.load_step=1"], None),
+        ([FULL], 3, [WITHOUT, "dataloader"], None),
+        ([MODEL], 2, [WITHOUT, ALL_BUT_MODEL], None),
     ],
 )
 def test_what_a_checkpoint_lacks_is_said_before_training(
-    saved, ranks, options, remedies, tmp_path, monkeypatch
+    saved, ranks, options, remedy, tmp_path, monkeypatch
 ):
     for step, state in enumerate(saved, start=1):
         save(tmp_path, state, step)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    options = ["--checkpoint.enable", *options]
-    if not remedies:
-        parse_job(tmp_path, *options)
-        return
-    with refusal() as raised:
-        parse_job(tmp_path, *options)
-    assert "\n" not in str(raised.value)
-    assert all(remedy in str(raised.value) for remedy in remedies)
+    expected = nullcontext() if remedy is None else refusal()
+    with expected as raised:
+        parse_job(tmp_path, "--checkpoint.enable", *options)
+    if remedy is not None:
+        assert "\n" not in str(raised.value)
+        assert remedy in str(raised.value)
 
 
 def test_initial_checkpoint_with_the_model_alone(tmp_path, monkeypatch):
@@ -81,32 +71,23 @@ def test_initial_checkpoint_with_the_model_alone(tmp_path, monkeypatch):
 
 
 def test_checkpoint_that_cannot_be_read(tmp_path):
-    start = tmp_path / "checkpoint" / "step-3"
-    start.mkdir(parents=True)
-    (start / ".metadata").write_text("")
+    step = tmp_path / "checkpoint" / "step-3"
+    step.mkdir(parents=True)
+    (step / ".metadata").touch()
     with refusal():
         parse_job(tmp_path, "--checkpoint.enable")
 
 
-class Rows(IterableDataset):
-    def __iter__(self) -> Iterator[Tensor]:
-        yield from zeros(8, 1)
-
-
 @pytest.mark.parametrize(("saved", "now"), [(0, 1), (1, 0), (1, 1)])
 def test_state_of_another_number_of_workers(saved, now):
-    def loader(num_workers: int) -> ParallelAwareDataloader:
-        return ParallelAwareDataloader(
-            Rows(), dp_rank=0, dp_world_size=1, num_workers=num_workers
-        )
-
-    first, resumed = loader(saved), loader(now)
+    first, resumed = (
+        ParallelAwareDataloader(Rows(), 0, 1, num_workers=count)
+        for count in (saved, now)
+    )
     next(iter(first))
     check_workers_when_loaded(resumed)
-    if saved == now:
-        resumed.load_state_dict(first.state_dict())
-        return
-    with refusal("num_workers", now, remedy=str(saved)):
+    refused = refusal("num_workers", now, remedy=str(saved))
+    with nullcontext() if saved == now else refused:
         resumed.load_state_dict(first.state_dict())
 
 
@@ -115,11 +96,12 @@ def test_ranks_that_start_again_have_a_store_of_their_own(restarts, value, monke
     variable, found = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", list[str | None]()
     monkeypatch.setenv(variable, "")  # so that it is removed afterwards
     monkeypatch.delenv(variable)
-    monkeypatch.setattr(
-        launch.run, "run", lambda options: found.append(launch.os.environ.get(variable))
-    )
-    assert (
-        launch.main([f"--max-restarts={restarts}", "--nproc_per_node=1", "train.py"])
-        == 0
-    )
+    look = lambda options: found.append(os.environ.get(variable))  # noqa: E731
+    monkeypatch.setattr(launch.run, "run", look)
+    assert launch.main([f"--max-restarts={restarts}", "train.py"]) == 0
     assert found == [value]
+
+
+class Rows(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from zeros(8, 1)

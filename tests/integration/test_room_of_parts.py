@@ -4,9 +4,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,31 +35,13 @@ class Part(nn.Module):
             self.output = nn.Linear(HIDDEN, VOCABULARY)
 
 
-def shard(part: Part, group: dist.ProcessGroup) -> None:
-    mesh = init_device_mesh("cpu", (group.size(),))
-    for block in part.layers.values():
-        fully_shard(block, mesh=mesh)
-    fully_shard(part, mesh=mesh)
-
-
 def bytes_of_training(part: Part) -> int:
-    """Bytes of this rank's weights, gradients and Adam's moments, which a step makes."""
-    optimizer = torch.optim.AdamW(part.parameters(), foreach=False)
-    held = list[Tensor]()
-    for parameter in part.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-        held += [parameter, parameter.grad]
-    optimizer.step()
-    for state in optimizer.state.values():
-        held += [state["exp_avg"], state["exp_avg_sq"]]
-    return sum(local(x).nbytes for x in held)
+    """Bytes of this rank's weights, gradients and Adam's moments: four numbers a weight."""
+    local = (x.to_local() if isinstance(x, DTensor) else x for x in part.parameters())
+    return sum(4 * parameter.nbytes for parameter in local)
 
 
-def local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def used(part: Part, *, shards: int, pp: int = 1) -> float:
+def used(part: Part, *, shards: int = 1, pp: int = 1) -> float:
     job: Any = SimpleNamespace(
         cad=SimpleNamespace(nano_batches=1, receive_buffer_gb=None),
         topology=Topology(pp=pp, dp=shards, cp=1, tp=1),
@@ -80,43 +63,39 @@ def used(part: Part, *, shards: int, pp: int = 1) -> float:
     return room_of(parts, job, DEVICE_BYTES).used
 
 
-def sharded_and_whole(
-    group: dist.ProcessGroup, parts: list[tuple[range, int]]
-) -> list[tuple[float, int]]:
-    """How much more sharded parts need than whole ones, by the room and in training; of each its layers and stages."""
-    found = []
-    for layers, pp in parts:
-        whole, sharded = Part(layers), Part(layers)
-        shard(sharded, group)
-        more = used(sharded, shards=group.size(), pp=pp) - used(whole, shards=1, pp=pp)
-        found.append((more, bytes_of_training(sharded) - bytes_of_training(whole)))
-    return found
+def more_than_in_training(group: dist.ProcessGroup, layers: range, pp: int) -> float:
+    """How much more a sharded part needs than a whole one by the room, beyond what it needs more in training."""
+    whole, sharded = Part(layers), Part(layers)
+    mesh = init_device_mesh("cpu", (group.size(),))
+    for module in (*sharded.layers.values(), sharded):
+        fully_shard(module, mesh=mesh)
+    by_room = used(sharded, shards=group.size(), pp=pp) - used(whole, pp=pp)
+    in_training = bytes_of_training(sharded) - bytes_of_training(whole)
+    assert in_training < 0
+    return by_room - in_training
 
 
 def num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_sharded_parts_need_what_they_gather_too() -> None:
+@pytest.mark.parametrize("layers", [range(LAYERS), range(1), range(1, LAYERS)], ids=str)
+def test_sharded_parts_need_what_they_gather_too(layers):
     """Of a whole model two layers; in a stage all, with gradients in fp32 that are not yet reduced."""
-    every, first, last = range(LAYERS), range(1), range(1, LAYERS)
-    two_layers = 2 * ITEMSIZE * num_parameters(Part(every).layers["0"])
-    stages = [(ITEMSIZE + 4) * num_parameters(Part(layers)) for layers in (first, last)]
-    parts = [(every, 1), (first, 2), (last, 2)]
-    for of_rank in values(run_processes(2, sharded_and_whole, parts)):
-        for (by_room, in_training), gathered in zip(
-            of_rank, (two_layers, *stages), strict=True
-        ):
-            assert in_training < 0
-            assert by_room == in_training + gathered
+    part = Part(layers)
+    if len(layers) == LAYERS:
+        gathered, pp = 2 * ITEMSIZE * num_parameters(part.layers["1"]), 1
+    else:
+        gathered, pp = (ITEMSIZE + 4) * num_parameters(part), 2
+    more = values(run_processes(2, more_than_in_training, layers, pp))
+    assert more == [gathered] * 2
 
 
-def test_stages_need_together_what_the_model_needs() -> None:
+def test_stages_need_together_what_the_model_needs():
     """Of weights, gradients and optimizer; a stage without them needs the rest."""
-    nothing = Part(range(1, 1))
-    stages = Part(range(2)), Part(range(2, LAYERS))
-    of_stages = [used(each, shards=1, pp=2) for each in stages]
-    states = [bytes_of_training(each) for each in stages]
-    assert sum(states) == bytes_of_training(Part(range(LAYERS)))
-    assert of_stages[0] - of_stages[1] == states[0] - states[1]
-    assert used(nothing, shards=1, pp=2) < min(of_stages)
+    nothing, first, last = Part(range(1, 1)), Part(range(2)), Part(range(2, LAYERS))
+    first_bytes, last_bytes = bytes_of_training(first), bytes_of_training(last)
+    assert first_bytes + last_bytes == bytes_of_training(Part(range(LAYERS)))
+    of_first, of_last = used(first, pp=2), used(last, pp=2)
+    assert of_first - of_last == first_bytes - last_bytes
+    assert used(nothing, pp=2) < min(of_first, of_last)

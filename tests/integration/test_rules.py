@@ -2,15 +2,15 @@
 """The table of rules over a job's keys, and whether doctor says what training does."""
 
 import math
-import re
 import subprocess
 import sys
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
 
-from tests.lib.jobs.harness import tokenizer_folder
+from tests.lib.jobs.harness import REPOSITORY, parse_job
 from tests.lib.refusals import refusal
+from tests.lib.sets import matrix
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 enable_cpu()
@@ -20,9 +20,7 @@ from torchtitan.config import JobConfig  # noqa: E402
 from torchtitan_cad import job_config  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2 import rules  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager  # noqa: E402
-from torchtitan_cad.tools.doctor.examine import examine  # noqa: E402
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 WRONG = (0, 1, -1, -2, 2.0, math.nan, math.inf, "x", "deepep", ["x"], True, False)
 """Values of which at least one is wrong for every key that has a rule."""
 BROKEN = [
@@ -43,29 +41,25 @@ BROKEN = [
 """Options that the whole job refuses, with CAD and without."""
 
 
+def is_refused(rule: rules.Rule, value: object) -> bool:
+    """False as well for values of another type, which the config's types refuse."""
+    with suppress(TypeError, AttributeError):
+        return not rule.accepts(value)
+    return False
+
+
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.key)
 def test_a_rule_accepts_its_default_and_refuses_something(rule):
     config = CadConfigManager._merge_configs(JobConfig, job_config.JobConfig)()
     default = rules.read_key(config, rule.key)
     assert rule.accepts(default) or not rule.applies(config)
-    kind = type(default)
-    comparable = [
-        value
-        for value in WRONG
-        if kind in (type(value), type(None)) or isinstance(value, kind | int)
-    ]
-    refused = []
-    for value in comparable:
-        try:
-            refused.append(not rule.accepts(value))
-        except (
-            TypeError,
-            AttributeError,
-        ):
-            # of another type, which the config's types refuse
-            refused.append(False)
     packaged = rule.remedy.startswith("needs the package")
-    assert any(refused) or packaged, "no value of this key breaks the rule"
+    comparable = [value for value in WRONG if is_comparable(value, type(default))]
+    assert packaged or any(is_refused(rule, value) for value in comparable)
+
+
+def is_comparable(value: object, kind: type) -> bool:
+    return kind in (type(value), type(None)) or isinstance(value, kind | int)
 
 
 @pytest.mark.parametrize("cad", ["--parallelism.cad", "--parallelism.no-cad"])
@@ -75,67 +69,12 @@ def test_a_broken_rule_is_one_line_with_cad_and_without(
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
     key, _, value = option.partition("=")
-    with refusal(key, value if value != "x" else None) as error:
-        parse_stock(cad, f"--{option}")
+    with refusal(key, None if value == "x" else value) as error:
+        parse_job(tmp_path, cad, f"--{option}")
     assert "\n" not in str(error.value)
 
 
-def parse_stock(*options: str) -> JobConfig:
-    assets = f"--model.hf_assets_path={tokenizer_folder()}"
-    return CadConfigManager().parse_args(
-        [assets, "--training.local_batch_size=2", *options]
-    )
-
-
-@pytest.mark.matrix
+@matrix
 def test_doctor_says_what_training_does():
-    command = [
-        sys.executable,
-        "-m",
-        "tests.doctor_against_training",
-        "--count",
-        "8",
-        "--seed",
-        "7",
-    ]
-    result = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-@pytest.mark.parametrize(("documents", "ranks"), [(1, 2), (3, 4), (2, 8)])
-def test_fewer_documents_than_ranks_are_named(documents, ranks, tmp_path):
-    (tmp_path / "text.json").write_text('{"text": "a document"}\n' * documents)
-    assets = f"--model.hf_assets_path={tokenizer_folder()}"
-    data = ["--training.dataset=c4_test", f"--training.dataset_path={tmp_path}", assets]
-    options = [
-        *data,
-        "--parallelism.cad",
-        f"--job.dump_folder={tmp_path}",
-        "--training.local_batch_size=1",
-    ]
-    findings = {finding.check: finding for finding in examine(options, ranks)}
-    wanted = f"it has fewer documents than the {ranks} data-parallel ranks, .*; set a larger one, or fewer ranks"
-    assert findings["dataset"].level == "FAIL"
-    assert re.search(
-        rf"training\.dataset = 'c4_test' at training\.dataset_path = .*: {wanted}",
-        findings["dataset"].text,
-    )
-
-
-def test_doctor_looks_at_a_part_of_a_large_batch():
-    rows = ["--training.seq_len=1048576", "--training.local_batch_size=4"]
-    data = ["--training.dataset=synthetic", "--training.dataset_path=fixed:5000"]
-    options = [
-        *data,
-        *rows,
-        f"--model.hf_assets_path={tokenizer_folder()}",
-        "--parallelism.cad",
-    ]
-    findings = {finding.check: finding for finding in examine(options, 2)}
-    text = findings["dataset"].text
-    assert text.startswith(
-        "synthetic: documents in the first 65536 tokens of rank 0: 14"
-    )
-    assert text.endswith("; a batch of its has 4194304")
+    command = ["-m", "tests.doctor_against_training", "--count", "8", "--seed", "7"]
+    subprocess.run([sys.executable, *command], cwd=REPOSITORY, timeout=1200, check=True)

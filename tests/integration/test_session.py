@@ -1,43 +1,39 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How a session of training starts."""
 
+from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.lib.jobs.loaders import CPU
 from tests.lib.refusals import refusal
-from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
-
-enable_cpu()
-
-from torchtitan_cad.integration import machine, session  # noqa: E402
-from torchtitan_cad.integration.job import Job  # noqa: E402
-from torchtitan_cad.integration.topology import Topology  # noqa: E402
-from torchtitan_cad.planning import AttentionShape  # noqa: E402
-from torchtitan_cad.planning.model.kind import AttentionKind  # noqa: E402
+from torchtitan_cad.integration import machine, session
+from torchtitan_cad.integration.engines import ENGINE, build_engines, engine_name
+from torchtitan_cad.integration.job import Job
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
+from torchtitan_cad.integration.topology import Topology
+from torchtitan_cad.planning import AttentionShape, PlannerConfig
+from torchtitan_cad.planning.model.batch import BatchShape
+from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
+from torchtitan_cad.runtime.kernels.select import get_kernel
 
 
 def test_the_planner_is_compiled_before_ranks_watch_each_other(monkeypatch):
     """A rank that compiles for minutes on a busy machine must not look stalled to its neighbours."""
-    order: list[str] = []
-
-    def begin_session(*_: object) -> None:
-        order.append("session, with its monitor")
-        raise RuntimeError("far enough")
-
-    monkeypatch.setattr(
-        session,
-        "warm_up",
-        lambda report: order.append(f"planner, reported to {report.__self__.name}"),
-    )
-    monkeypatch.setattr(session, "CadSession", begin_session)
+    calls = Mock()
+    calls.begin.side_effect = RuntimeError("far enough")
+    monkeypatch.setattr(session, "warm_up", calls.compile_planner)
+    monkeypatch.setattr(session, "CadSession", calls.begin)
     with refusal(error=RuntimeError):
         session.open_session(None)
-    assert order == [
-        f"planner, reported to {session.logger.name}",
-        "session, with its monitor",
-    ]
+    assert [name for name, *_ in calls.mock_calls] == ["compile_planner", "begin"]
 
 
 def test_exchanges_have_a_communicator_of_their_own():
@@ -45,16 +41,9 @@ def test_exchanges_have_a_communicator_of_their_own():
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     try:
         world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
-        fsdp = world._unflatten(
-            0,
-            (1, 4),
-            ("dp_replicate", "fsdp"),
-            backend_override={"dp_replicate": "fake"},
-        )["fsdp"]
-        assert fsdp.get_group() is dist.group.WORLD  # why it matters
-        group = session.cad_mesh(
-            world, Topology(pp=1, dp=4, cp=1, tp=1, across_stages=False)
-        ).get_group()
+        topology = Topology(pp=1, dp=4, cp=1, tp=1, across_stages=False)
+        group = session.cad_mesh(world, topology).get_group()
+        assert world.get_group() is dist.group.WORLD  # why it matters
         assert dist.get_process_group_ranks(group) == [0, 1, 2, 3]
         assert group is not dist.group.WORLD
     finally:
@@ -77,17 +66,51 @@ def test_nodes_are_hosts_with_as_many_neighbouring_ranks(hosts, expected):
     assert machine.ranks_per_host(hosts) == expected
 
 
-@pytest.mark.parametrize(
-    "names", [[], ["chunked"], ["chunked", "full"], ["full", "full"]]
-)
-def test_a_job_has_each_kind_once_and_whole_documents_first(names):
-    shape = AttentionShape(2, 1, 8, 4)
-    kinds = [
-        AttentionKind(name, 1, shape, 8 if name == "chunked" else None)
-        for name in names
-    ]
+FULL = AttentionKind("full", 1, AttentionShape(2, 1, 8, 4))
+CHUNKED = replace(FULL, name="chunked", block=8)
+
+
+@pytest.mark.parametrize("kinds", [(), (CHUNKED,), (CHUNKED, FULL), (FULL, FULL)])
+def test_a_job_has_each_kind_once_and_whole_documents_first(kinds):
+    fields = dict.fromkeys(Job.__dataclass_fields__) | {"kinds": kinds}
     with refusal():
-        Job(
-            **{name: None for name in Job.__dataclass_fields__}
-            | {"kinds": tuple(kinds)}
-        )
+        Job(**fields)
+
+
+KINDS = [FULL, replace(CHUNKED, layers=3, scale=0.5)]
+
+
+def engines_of_kinds(ticks: Any = None) -> list[CoreAttentionEngine]:
+    kernel = get_kernel("cpu", CPU)
+    return build_engines(
+        KINDS, ticks, kernel=kernel, transport=None, rank=0, device=CPU
+    )
+
+
+def test_every_kind_has_an_engine_of_its_name_and_scale():
+    assert engine_name(KINDS, "full") == ENGINE
+    for engine, kind in zip(engines_of_kinds(), KINDS, strict=True):
+        assert get_engine(engine_name(KINDS, kind.name)) is engine
+        assert engine.scale == kind.score_scale
+
+
+def test_plans_of_every_kind_live_as_long_as_their_batch():
+    """That attention is right with them, wherever tokens are placed, is in test_models.py."""
+    engines = engines_of_kinds()
+    assert engines[1].clock is engines[0].clock
+    rules = PlanRules(PlannerConfig(), KINDS)
+    planner = BatchPlanner(None, [0], Topology(1, 1, 1, 1), rules, engines)
+    (batch,), _ = planner.plan(np.array([0, 20]), BatchShape(1, 64, 1))
+    key = int(batch.keys[0])
+    assert batch.layers == (1, 3)
+    lengths = [engine.plan(key).keys.num_local for engine in engines]
+    assert lengths == [64, 64]
+    planner.drop(batch)
+    for engine in engines:
+        with refusal(error=RuntimeError):
+            engine.plan(key)
+
+
+def test_kinds_cannot_attend_in_ticks():
+    with refusal("parallelism.pipeline_parallel_schedule"):
+        engines_of_kinds(ticks=object())

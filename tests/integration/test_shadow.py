@@ -4,7 +4,6 @@
 import json
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,8 @@ from tests.lib.jobs.compositions import (
     stock,
 )
 from tests.lib.jobs.harness import parse_job, read_scalars, run
-from tests.lib.jobs.loaders import EOS, CountingLoader, gloo_group
+from tests.lib.jobs.loaders import EOS, CountingLoader, groups, on_all
+from tests.lib.sets import matrix
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
@@ -41,28 +41,15 @@ LINE = re.compile(r"cad\.shadow: imbalance ([\d.]+) as loaded")
 
 
 @pytest.mark.parametrize(
-    ("args", "nranks", "rows", "microbatches"),
+    ("args", "nranks", "microbatches"),
     [
-        ((*VALIDATION, *global_batch(8)), 2, 8, 2),
-        pytest.param(
-            (*TP2, "--cad.placement=loader"),
-            4,
-            4,
-            1,
-            marks=pytest.mark.matrix,
-            id="tp2",
-        ),
-        pytest.param(
-            (*PP2, "--model.flavor=tiny_sdpa"),
-            4,
-            8,
-            4,
-            marks=pytest.mark.matrix,
-            id="pp2",
-        ),
+        ((*VALIDATION, *global_batch(8)), 2, 2),
+        pytest.param((*TP2, "--cad.placement=loader"), 4, 1, marks=matrix),
+        pytest.param((*PP2, "--model.flavor=tiny_sdpa"), 4, 4, marks=matrix),
     ],
+    ids=["accumulation", "tp2", "pp2"],
 )
-def test_trains_as_torchtitan_does(args, nranks, rows, microbatches):
+def test_trains_as_torchtitan_does(args, nranks, microbatches):
     """By torchtitan's own initialisation: what happens at the start leaves its random numbers alone."""
     without = stock(nranks, *(arg for arg in args if not arg.startswith("--cad.")))
     shadow = run([*COMMON, *SHADOW, *args], nranks, init_seed=None)
@@ -73,14 +60,12 @@ def test_trains_as_torchtitan_does(args, nranks, rows, microbatches):
     path = find_record(shadow.dump_folder)
     assert path is not None
     record = read_record(path, 10)
-    assert (record.last_step, record.ranks, record.microbatches) == (
-        3,
-        nranks,
-        microbatches,
-    )
-    assert [len(batch) for batch in record.batches] == [rows] * 3
-    assert {sum(row) for batch in record.batches for row in batch} == {1024}
-    assert max(len(row) for batch in record.batches for row in batch) > 1
+    assert (record.last_step, record.ranks) == (3, nranks)
+    assert record.microbatches == microbatches
+    for rows in record.batches:
+        assert len(rows) == (4 if microbatches == 1 else 8)
+        assert {sum(row) for row in rows} == {1024}
+        assert max(map(len, rows)) > 1
     lines = [line for log in shadow.logs for line in LINE.findall(log)]
     imbalances = read_scalars(shadow.dump_folder)["cad/imbalance/before"]
     assert len(imbalances) == 3
@@ -89,20 +74,19 @@ def test_trains_as_torchtitan_does(args, nranks, rows, microbatches):
 
 def new_shadow(
     loader: CountingLoader,
+    group: dist.ProcessGroup | None = None,
     *,
     rank: int = 0,
     cp: int = 1,
     dp: int = 1,
     microbatches: int = 1,
-    group: dist.ProcessGroup | None = None,
 ) -> Shadow:
-    kind = AttentionKind("full", 1, AttentionShape(4, 2, 32, 4))
     job: Any = SimpleNamespace(
         topology=SimpleNamespace(group_size=dp * cp, cp=cp),
         documents=DocumentRule(EOS),
         microbatches=microbatches,
         cad=Cad(min_shard=1),
-        kinds=(kind,),
+        kinds=(AttentionKind("full", 1, AttentionShape(4, 2, 32, 4)),),
     )
     return Shadow(loader, job, "", group, rank)
 
@@ -123,51 +107,6 @@ def test_state_is_the_loaders():
     assert [int(labels[0, 0]) for _, labels in shadow] == [6, 7]
 
 
-def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path):
-    """Of ranks that share rows by context parallelism the first sends them. Batches have 4 rows of 8 tokens."""
-    store = dist.HashStore()
-
-    def run(rank: int) -> Shadow:
-        ids = torch.zeros(4, 8, dtype=torch.long)
-        ids[:, 2:] = 1
-        if rank < 2:
-            ids[3, 5:] = 2
-        loader = CountingLoader(1, extra={"document_ids": ids})
-        group = gloo_group(store, rank, 4, timeout_s=60)
-        shadow = new_shadow(loader, rank=rank, cp=2, dp=2, microbatches=2, group=group)
-        record(shadow, range(1, 2), tmp_path)
-        return shadow
-
-    with ThreadPoolExecutor(4) as pool:
-        shadows = list(pool.map(run, range(4)))
-    (line,) = (tmp_path / DOCUMENTS_NAME).read_text().splitlines()
-    usual = [[2, 6], [2, 6]]
-    assert json.loads(line) == {
-        "version": 1,
-        "step": 1,
-        "ranks": 1,
-        "row_tokens": 8,
-        "microbatches": [[usual, usual], [[[2, 6], [2, 3, 3]], usual]],
-    }
-    by_rank = [[2, 6]] * 3 + [[2, 3, 3]] + [[2, 6]] * 4
-    assert read_record(tmp_path / DOCUMENTS_NAME, 1).batches == [by_rank]
-    # causal pairs, in tiles of one token
-    light, heavy = 3 + 21 + 3 + 6 + 6, 2 * (3 + 21)
-    imbalance = (1 + heavy / ((light + heavy) / 2)) / 2
-    found = [shadow.drain_imbalances() for shadow in shadows]
-    assert found == [[pytest.approx(imbalance)], [], [], []]
-    assert shadows[0].drain_imbalances() == []
-
-
-def test_documents_end_where_the_job_says(tmp_path):
-    record(new_shadow(CountingLoader(EOS + 1)), range(1, EOS + 2), tmp_path)
-    # the last is all EOS
-    assert read_record(tmp_path / DOCUMENTS_NAME, 2).batches == [
-        [[8]] * 4,
-        [[1] * 8] * 4,
-    ]
-
-
 def record(shadow: Shadow, steps: range, folder: Path) -> None:
     shadow.dump_folder = str(folder)
     batches = iter(shadow)
@@ -176,45 +115,75 @@ def record(shadow: Shadow, steps: range, folder: Path) -> None:
         shadow.end_step(step)
 
 
+def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path):
+    """Of ranks that share rows by context parallelism the first sends them. Batches have 4 rows of 8 tokens."""
+    group_of = groups(size=4)
+
+    def shadow_of(rank: int) -> Shadow:
+        ids = (torch.arange(8) >= 2).expand(4, 8).long()
+        if rank < 2:  # the first data-parallel rank
+            ids = ids.clone()
+            ids[3, 5:] = 2
+        loader = CountingLoader(1, extra={"document_ids": ids})
+        group = group_of(rank)
+        shadow = new_shadow(loader, group, rank=rank, cp=2, dp=2, microbatches=2)
+        record(shadow, range(1, 2), tmp_path)
+        return shadow
+
+    first, *others = on_all(range(4), shadow_of)
+    (line,) = (tmp_path / DOCUMENTS_NAME).read_text().splitlines()
+    usual, other = [2, 6], [2, 3, 3]
+    assert json.loads(line) == {
+        "version": 1,
+        "step": 1,
+        "ranks": 1,
+        "row_tokens": 8,
+        "microbatches": [
+            [[usual, usual], [usual, usual]],
+            [[usual, other], [usual, usual]],
+        ],
+    }
+    found = read_record(tmp_path / DOCUMENTS_NAME, 1)
+    assert found.batches == [[usual] * 3 + [other] + [usual] * 4]
+    # causal pairs, in tiles of one token
+    light, heavy = 3 + 21 + 3 + 6 + 6, 2 * (3 + 21)
+    imbalance = (1 + heavy / ((light + heavy) / 2)) / 2
+    assert first.drain_imbalances() == [pytest.approx(imbalance)]
+    assert first.drain_imbalances() == []
+    assert [shadow.drain_imbalances() for shadow in others] == [[]] * 3
+
+
+def test_documents_end_where_the_job_says(tmp_path):
+    record(new_shadow(CountingLoader(EOS + 1)), range(1, EOS + 2), tmp_path)
+    # the last is all EOS
+    found = read_record(tmp_path / DOCUMENTS_NAME, 2)
+    assert found.batches == [[[8]] * 4, [[1] * 8] * 4]
+
+
 def test_a_resumed_run_appends_and_its_steps_count(tmp_path):
     """What a kill has cut is removed."""
     path = tmp_path / DOCUMENTS_NAME
-    for steps, end in ((range(1, 8), '{"version": 1, "st'), (range(5, 7), "")):
-        record(new_shadow(CountingLoader(7)), steps, tmp_path)
-        path.write_text(path.read_text() + end)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-        5,
-        6,
-    ]
-    every = read_record(path, 10)
-    assert (every.batches, every.ranks, every.microbatches, every.last_step) == (
-        [[[8]] * 4] * 6,
-        1,
-        1,
-        6,
-    )
+    record(new_shadow(CountingLoader(7)), range(1, 8), tmp_path)
+    path.write_text(path.read_text() + '{"version": 1, "st')
+    record(new_shadow(CountingLoader(7)), range(5, 7), tmp_path)
+    lines = path.read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 5, 6]
+    found = read_record(path, 10)
+    assert found.batches == [[[8]] * 4] * 6
+    assert (found.ranks, found.microbatches, found.last_step) == (1, 1, 6)
     assert len(read_record(path, 2).batches) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
     record(new_shadow(CountingLoader(7)), range(1, 4), tmp_path / "file")
-    (warning,) = [
-        record.message for record in caplog.records if record.levelname == "WARNING"
-    ]
-    assert "Not a directory" in warning
+    (warning,) = [line for line in caplog.records if line.levelname == "WARNING"]
+    assert "Not a directory" in warning.message
 
 
 @pytest.mark.parametrize("switch", ["--parallelism.cad", "--parallelism.no-cad"])
 def test_without_cad_it_is_said_to_do_nothing(switch, tmp_path, caplog):
     parse_job(tmp_path, "--cad.shadow", switch)
-    assert (
-        "cad.shadow = true does nothing without parallelism.cad = true" in caplog.text
-    ) == ("no" in switch)
+    text = "cad.shadow = true does nothing without parallelism.cad = true"
+    assert (text in caplog.text) == ("no" in switch)

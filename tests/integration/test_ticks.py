@@ -2,240 +2,204 @@
 """Schedules in ticks: losses and gradients of the run without a pipeline, and all ranks in the same exchanges."""
 
 import functools
-from itertools import product
+import re
+from itertools import pairwise, product
 
 import pytest
 
-from tests.lib.jobs import compositions as c
+from tests.lib.jobs.compositions import (
+    ATTENTION_KEPT,
+    BY_ROW,
+    CAD,
+    COMMON,
+    COMPILE,
+    CP2,
+    FOUR_BLOCKS,
+    FULL,
+    HALVES,
+    LAYER,
+    OP,
+    TP2,
+    VALIDATE4,
+    Composition,
+    assert_trains_alike,
+    dp,
+    global_batch,
+    name_of,
+    needs_traced,
+    reference,
+    schedule,
+)
 from tests.lib.jobs.harness import RunResult, parse_job, run
-from tests.lib.sets import params
+from tests.lib.sets import params, slow
 from tests.lib.threaded import needs_linux
 
 EIGHT_BLOCKS = ("--model.flavor=tiny8_varlen",)
-NANO_BATCHES = ("--cad.nano_batches=2",)
-"""Two nano-batches: nano-batches in the middle of every row, or by rows with ``BY_ROW``."""
-NANO_BATCHES_BY_ROW = (*NANO_BATCHES, *c.BY_ROW)
+HALVES_BY_ROW = (*HALVES, *BY_ROW)
+"""Without ``BY_ROW`` microbatches have one row, which is halved in its middle."""
+
+
+def rows(count: int) -> tuple[str, ...]:
+    return (f"--training.local_batch_size={count}",)
 
 
 def ticks(pp: int, name: str = "CAD1F1B") -> tuple[str, ...]:
-    return (*c.dp(pipeline_parallel=pp), *c.schedule(name))
+    return (*dp(pipeline_parallel=pp), *schedule(name))
 
 
 INTERLEAVED, INTERLEAVED4 = (ticks(pp, "CADInterleaved1F1B") for pp in (2, 4))
-# name: (arguments of the pipeline, arguments of both runs, ranks, ranks of the reference, rows per rank)
-Case = tuple[tuple[str, ...], tuple[str, ...], int, int, int]
-QUICK: dict[str, Case] = {
-    "pp2 dp2": (ticks(2), c.VALIDATE4, 4, 2, 4),
+VALIDATED = (*rows(4), *VALIDATE4)
+BLOCKS4, BLOCKS8 = (*rows(4), *FOUR_BLOCKS), (*rows(8), *EIGHT_BLOCKS)
+SHORT = [Composition("halves pp2 dp2", args=(*ticks(2), *HALVES), shared=VALIDATED)]
+QUICK = [
+    *SHORT,
+    Composition("pp2 dp2", args=ticks(2), shared=VALIDATED),
     # Four blocks on four stages are 1, 2, 1 and 0.
-    "pp4 ac full": ((*ticks(4), *c.FULL), c.FOUR_BLOCKS, 4, 1, 4),
-    "interleaved": (INTERLEAVED, c.FOUR_BLOCKS, 2, 1, 4),
-    "nano-batches pp2 dp2": ((*ticks(2), *NANO_BATCHES), c.VALIDATE4, 4, 2, 4),
-}
+    Composition("pp4 ac full", args=(*ticks(4), *FULL), shared=BLOCKS4, dp=1),
+    Composition("interleaved", args=INTERLEAVED, shared=BLOCKS4, dp=1),
+]
 PIPELINES = {
-    "pp2": (ticks(2), 2),
-    "pp4": (ticks(4), 4),
-    "interleaved": (INTERLEAVED, 2),
-    "nano-batches": ((*ticks(2), *NANO_BATCHES), 2),
-    "nano-batches pp4": ((*ticks(4), *NANO_BATCHES), 4),
-    "nano-batches by row": ((*ticks(2), *NANO_BATCHES_BY_ROW), 2),
-    "nano-batches interleaved": ((*INTERLEAVED, *NANO_BATCHES), 2),
-    "nano-batches interleaved by row": ((*INTERLEAVED, *NANO_BATCHES_BY_ROW), 2),
+    "pp2": ticks(2),
+    "pp4": ticks(4),
+    "interleaved": INTERLEAVED,
+    "halves": (*ticks(2), *HALVES),
+    "halves pp4": (*ticks(4), *HALVES),
+    "halves by row": (*ticks(2), *HALVES_BY_ROW),
+    "halves interleaved": (*INTERLEAVED, *HALVES),
+    "halves interleaved by row": (*INTERLEAVED, *HALVES_BY_ROW),
 }
-"""Arguments and ranks."""
+IN_THE_MIDDLE = ("halves", "halves pp4", "halves interleaved")
+"""Pipelines that tensor parallelism does not go with."""
 COMPOSED = {
-    "ac full": (c.FULL, 1),
-    "ac layer": (c.LAYER, 1),
-    "ac op": (c.OP, 1),
-    "attention kept": (c.ATTENTION_KEPT, 1),
-    "compile": (c.COMPILE, 1),
-    "compile ac full": ((*c.COMPILE, *c.FULL), 1),
-    "tp2": (c.TP2, 2),
-    "tp2 ac full": ((*c.TP2, *c.FULL), 2),
-    "tp2 compile": ((*c.TP2, *c.COMPILE), 2),
-    "cp2": (c.CP2, 2),
+    "alone": (),
+    "ac full": FULL,
+    "ac layer": LAYER,
+    "ac op": OP,
+    "attention kept": ATTENTION_KEPT,
+    "compile": COMPILE,
+    "compile ac full": (*COMPILE, *FULL),
+    "tp2": TP2,
+    "tp2 ac full": (*TP2, *FULL),
+    "cp2": CP2,
 }
-"""What every pipeline is composed with: arguments, and ranks for each of its own."""
-
-
-def matrix() -> dict[str, Case]:
-    """Stages x microbatches x data parallel x tensor parallel, and with documents that span ranks."""
-    cases = {}
-    for pp, rounds, data, (name, args) in product(
-        (2, 4), (1, 2, 4), (1, 2), {"tp1": (), "tp2": c.TP2, "cp2": c.CP2}.items()
-    ):
-        ranks, rows = pp * data * (1 if name == "tp1" else 2), rounds * pp
-        cases[f"pp{pp} m{rows} dp{data} {name}"] = (
-            (*ticks(pp), *args),
-            c.FOUR_BLOCKS,
-            ranks,
-            data,
-            rows,
-        )
-    return cases
-
-
-SLOW: dict[str, Case] = matrix()
-for (pipeline, (args, ranks)), (what, (more, times)) in product(
-    PIPELINES.items(), COMPOSED.items()
-):
-    in_the_middle = "nano-batches" in pipeline and "by row" not in pipeline
-    refused = (what.startswith("tp2") and in_the_middle) or (
-        what == "tp2 compile" and "nano-batches" not in pipeline
+"""What pipelines are composed with, and the reference is not."""
+SHARED = {
+    "dp2": rows(8),
+    "16 rows": rows(16),
+    "accumulation": global_batch(8),
+    "validation": VALIDATE4,
+}
+"""What the reference is composed with, too."""
+SLOW = [
+    Composition("interleaved pp4", INTERLEAVED4, BLOCKS8, dp=1),
+    Composition("interleaved pp4 ac full", (*INTERLEAVED4, *FULL), BLOCKS8, dp=1),
+    Composition("halves interleaved pp4", (*INTERLEAVED4, *HALVES), BLOCKS8, dp=1),
+]
+for pipeline, what in product(PIPELINES, COMPOSED | SHARED):
+    case = Composition(
+        f"{pipeline} {what}",
+        args=(*PIPELINES[pipeline], *COMPOSED.get(what, ())),
+        shared=(*BLOCKS4, *SHARED.get(what, ())),
+        dp=2 if what == "dp2" else 1,
     )
-    if ranks * times <= 4 and not refused:
-        SLOW[f"{pipeline} {what}"] = (*args, *more), c.FOUR_BLOCKS, ranks * times, 1, 4
-for pipeline, (args, ranks) in PIPELINES.items():
-    if ranks == 2:
-        SLOW[f"{pipeline} dp2"] = args, c.FOUR_BLOCKS, 4, 2, 8
-        SLOW[f"{pipeline} accumulation"] = (
-            args,
-            (*c.FOUR_BLOCKS, *c.global_batch(8)),
-            2,
-            1,
-            4,
-        )
-        SLOW[f"{pipeline} validation"] = args, (*c.FOUR_BLOCKS, *c.VALIDATE4), 2, 1, 4
-SLOW |= {
-    "interleaved pp4 m4": (INTERLEAVED4, EIGHT_BLOCKS, 4, 1, 4),
-    "interleaved pp4 m8 ac full": ((*INTERLEAVED4, *c.FULL), EIGHT_BLOCKS, 4, 1, 8),
-    "nano-batches pp4": ((*ticks(4), *NANO_BATCHES), c.FOUR_BLOCKS, 4, 1, 4),
-    "nano-batches interleaved pp4": (
-        (*INTERLEAVED4, *NANO_BATCHES),
-        EIGHT_BLOCKS,
-        4,
-        1,
-        4,
-    ),
-}
-
-SHORT = ("nano-batches pp2 dp2",)
-"""Cases that the short set trains; the matrix adds the rest of ``QUICK``, the slow set those of ``SLOW``."""
-TRACED = (
-    "nano-batches compile",
-    "nano-batches interleaved compile",
-    "nano-batches by row compile",
-)
-"""Cases of ``SLOW`` that run with traced streams as well."""
+    is_refused = pipeline in IN_THE_MIDDLE and what.startswith("tp2")
+    if case.nranks <= 4 and not is_refused:
+        SLOW.append(case)
+BY_NAME = {case.name: case for case in [*QUICK, *SLOW]}
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_one_microbatch_is_worth_a_warning(rows, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_microbatch_is_worth_a_warning(count, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    parse_job(
-        tmp_path,
-        *c.dp(pipeline_parallel=2),
-        *c.schedule("CAD1F1B"),
-        f"--training.local_batch_size={rows}",
-    )
-    warnings = [r.message for r in caplog.records if "is one microbatch" in r.message]
-    assert len(warnings) == (1 if rows == 1 else 0)
+    parse_job(tmp_path, *ticks(2), *rows(count))
+    warnings = [line for line in caplog.messages if "is one microbatch" in line]
+    assert len(warnings) == (count == 1)
     assert all("set it to 4 or more" in warning for warning in warnings)
 
 
 @functools.cache
-def check(case: Case, *more: str, steps: int = 3) -> RunResult:
-    args, shared, nranks, reference_nranks, rows = case
-    shared = (
-        f"--training.local_batch_size={rows}",
-        f"--training.steps={steps}",
-        *shared,
-    )
+def check(case: Composition, *more: str, steps: int = 3) -> RunResult:
+    shared = (*case.shared, f"--training.steps={steps}")
     result = run(
-        [*c.COMMON, *c.CAD, *shared, *args, *more],
-        nranks,
+        [*COMMON, *CAD, *shared, *case.args, *more],
+        case.nranks,
         grads_at=2,
         trace_at=3,
         timeout_s=600,
     )
-    c.assert_trains_alike(result, c.reference(reference_nranks, shared))
-    assert len(result.validation_losses) == (
-        steps if "--validation.enable" in shared else 0
-    )
+    assert_trains_alike(result, reference(case.reference_nranks, shared))
+    validates = "--validation.enable" in shared
+    assert len(result.validation_losses) == steps * validates
     first, *others = [exchanges(trace["events"]) for trace in result.traces]
-    assert len(others) == nranks - 1
+    assert len(others) == case.nranks - 1
     assert first
-    assert all(events == first for events in others), (
-        "ranks differ in the order of their exchanges"
-    )
+    for events in others:
+        assert events == first, "ranks differ in the order of their exchanges"
     return result
 
 
 def exchanges(events: list[list]) -> list[tuple[str, int]]:
     """The engine's steps that start exchanges, with the keys of their plans."""
-    starting = {
-        f"{step}_{direction}"
-        for step in ("start", "attend")
-        for direction in ("forward", "backward")
-    }
-    return [(step, key) for step, key in events if step in starting]
+    starting = re.compile("(start|attend)_(forward|backward)")
+    return [(step, key) for step, key in events if starting.fullmatch(step)]
 
 
-@pytest.mark.parametrize("name", params(QUICK, SHORT))
-def test_trains_like_without_a_pipeline(name):
-    check(QUICK[name])
+@pytest.mark.parametrize("case", params(QUICK, SHORT), ids=name_of)
+def test_trains_like_without_a_pipeline(case):
+    check(case)
 
 
 def test_nano_batches_take_turns_on_every_rank():
     """An exchange is under way while the other nano-batch comes to its next step, also where a rank only serves."""
-    for trace in check(QUICK["nano-batches pp2 dp2"]).traces:
+    for trace in check(SHORT[0]).traces:
         order = exchanges(trace["events"])
         for call in zip(*[iter(order)] * 4, strict=True):
-            direction = call[0][0].removeprefix("start_")
-            assert [step for step, _ in call] == [f"start_{direction}"] * 2 + [
-                f"attend_{direction}"
-            ] * 2
-            keys = [call[0][1], call[1][1]]
-            assert [key for _, key in call] == keys * 2
+            steps, keys = zip(*call, strict=True)
+            direction = steps[0].removeprefix("start_")
+            start, attend = f"start_{direction}", f"attend_{direction}"
+            assert steps == (start, start, attend, attend)
+            assert keys[:2] == keys[2:]
             assert keys[1] - keys[0] == (1 if direction == "forward" else -1)
-        steps = [
-            (step, key)
-            for step, key in trace["events"]
-            if step.startswith(("start", "attend", "finish"))
-        ]
-        for i, (step, key) in enumerate(steps):
-            if not step.startswith("finish"):
-                assert steps[i + 1][1] != key, (
-                    f"{step} is followed by {steps[i + 1]} of the same nano-batch"
-                )
+        of_attention = ("start", "attend", "finish")
+        events = [x for x in trace["events"] if x[0].startswith(of_attention)]
+        for (step, key), (following, next_key) in pairwise(events):
+            assert step.startswith("finish") or key != next_key, (
+                f"{step} is followed by {following} of the same nano-batch"
+            )
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", SLOW)
-def test_more_compositions_train_like_without_a_pipeline(name):
-    check(SLOW[name], steps=20 if "nano-batches" in name else 3)
+@pytest.mark.parametrize("case", SLOW, ids=name_of)
+def test_more_compositions_train_like_without_a_pipeline(case):
+    check(case, steps=20 if "halves" in case.name else 3)
 
 
-@c.needs_traced
-@pytest.mark.slow
+@needs_traced
+@slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", TRACED)
-def test_traced_streams_train_alike(name):
+@pytest.mark.parametrize("pipeline", ["halves", "halves interleaved", "halves by row"])
+def test_traced_streams_train_alike(pipeline):
     """They do as one nano-batch, the segments of two and a run without a pipeline."""
-    traced, opaque, one = (
-        check(SLOW[name], *more, steps=20)
-        for more in (
-            ("--cad.streams=traced",),
-            ("--cad.streams=opaque",),
-            ("--cad.nano_batches=1",),
-        )
-    )
-    assert all("Streams of nano-batches: traced" in log for log in traced.logs)
-    for other in (opaque, one):
-        c.assert_trains_alike(traced, other)
+    case = BY_NAME[f"{pipeline} compile"]
+    traced = check(case, "--cad.streams=traced", steps=20)
+    for log in traced.logs:
+        assert "Streams of nano-batches: traced" in log
+    for option in ("--cad.streams=opaque", "--cad.nano_batches=1"):
+        assert_trains_alike(traced, check(case, option, steps=20))
 
 
-@pytest.mark.slow
+@slow
 @needs_linux
 @pytest.mark.parametrize(
     "name",
     [
-        *QUICK,
-        "nano-batches pp4 ac full",
-        "nano-batches cp2",
-        "nano-batches interleaved dp2",
-        "nano-batches by row tp2",
+        *map(name_of, QUICK),
+        "halves pp4 ac full",
+        "halves cp2",
+        "halves interleaved dp2",
+        "halves by row tp2",
     ],
 )
 def test_symmetric_memory(name):
-    check((SLOW | QUICK)[name], "--cad.transport=symm_mem")
+    check(BY_NAME[name], "--cad.transport=symm_mem")

@@ -9,119 +9,69 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.integration.test_loader_ranks import (
+from tests.lib.jobs.harness import parse_job
+from tests.lib.jobs.loaders import (
     RANKS,
+    CountingLoader,
     OneRank,
     ShorterFrom,
     connect,
     drain_at_once,
     on_all,
 )
-from tests.lib.jobs.harness import parse_job
-from tests.lib.jobs.loaders import CountingLoader
 from tests.lib.refusals import refusal
-from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
-
-enable_cpu()
-
-# torchtitan must not be imported before enable_cpu().
-from torchtitan.components.validate import Validator  # noqa: E402
-
-from torchtitan_cad.integration.loading.loader import PLAN_KEYS  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2 import inputs as titan_inputs  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.validation import ValidationLoader  # noqa: E402
-from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, step_layouts  # noqa: E402
-
-
-@given(st.data())
-def test_layouts_of_unequal_shapes_hold_what_every_rank_has_alone(data):
-    cp, microbatches, nano_batches = (data.draw(st.integers(1, 2)) for _ in range(3))
-    shapes, starts = [], []
-    for _ in range(data.draw(st.integers(1, 3))):
-        rows, seq_len = (
-            data.draw(st.integers(1, 3)),
-            2 * cp * data.draw(st.integers(1, 3)),
-        )
-        shapes.append(BatchShape(rows * microbatches, seq_len, rows))
-        size = rows * microbatches * seq_len
-        drawn = data.draw(st.lists(st.integers(0, size - 1)))
-        starts.append(np.union1d(np.arange(0, size, seq_len), drawn).astype(np.int64))
-    joined = step_layouts(starts, shapes, cp, nano_batches)
-    assert len(joined) == microbatches
-    for number, nanos in enumerate(joined):
-        next_doc = 0
-        for place, (own, shape) in enumerate(zip(starts, shapes, strict=True)):
-            for layout, alone in zip(
-                nanos, nano_layouts([own], shape, number, cp, nano_batches), strict=True
-            ):
-                mine = layout.seg_rank // cp == place
-                assert (
-                    layout.seg_rank[mine] - place * cp
-                ).tolist() == alone.seg_rank.tolist()
-                assert (
-                    layout.seg_doc[mine] - next_doc
-                ).tolist() == alone.seg_doc.tolist()
-                for name in ("seg_start", "seg_length", "seg_attends"):
-                    assert (
-                        getattr(layout, name)[mine].tolist()
-                        == getattr(alone, name).tolist()
-                    )
-            next_doc += len(own)
+from torchtitan_cad.integration.loading.loader import PLAN_KEYS
+from torchtitan_cad.integration.torchtitan_v0_2 import inputs as titan_inputs
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin
+from torchtitan_cad.integration.torchtitan_v0_2.validation import ValidationLoader
+from torchtitan_cad.planning.model.batch import BatchShape
 
 
 def test_ranks_with_fewer_rows_are_planned_with_the_others():
-    ranks = [
-        OneRank(CountingLoader(3)),
-        OneRank(ShorterFrom(1)),
-        OneRank(CountingLoader(3)),
-    ]
-    loaders, seen = connect(ranks), list[list[int]]()
-    for loader in loaders:
-        loader.rows_per_microbatch = None
-    loaders[0].on_batch = lambda planned: seen.append(
+    inner = [CountingLoader(3), ShorterFrom(1), CountingLoader(3)]
+    loaders = connect([OneRank(loader) for loader in inner], rows_per_microbatch=None)
+    tokens_of_ranks = []
+    loaders[0].on_batch = lambda planned: tokens_of_ranks.append(
         planned.plans[0].layout.tokens_per_rank.tolist()
     )
     assert drain_at_once(loaders) == ([[0, 1, 2]] * 3, [None] * 3)
-    assert seen == [[32, 32, 32], [32, 16, 32], [32, 16, 32]]
+    assert tokens_of_ranks == [[32, 32, 32], [32, 16, 32], [32, 16, 32]]
+
+
+class Rows(CountingLoader):
+    """Batches of four rows but for the last, and a data set that begins anew."""
+
+    def __init__(self, num_batches: int, last_rows: int) -> None:
+        super().__init__(num_batches)
+        self.last_rows = last_rows
+        self.dataset = self
+
+    def __iter__(self) -> Iterator[Any]:
+        for inputs, labels in super().__iter__():
+            rows = self.last_rows if self.next == self.num_batches else 4
+            yield {"input": inputs["input"][:rows]}, labels[:rows]
 
 
 def validation(
-    steps: int, lengths: list[int], **changes: Any
+    steps: int, lengths: list[int], last_rows: int = 4, *, pp: int = 1, tp: int = 1
 ) -> list[ValidationLoader]:
-    """The validation loaders of all ranks, over gloo, with batches of four rows but for ``rest`` in the last."""
-
-    class Rows(CountingLoader):
-        @property
-        def dataset(self) -> Any:
-            return self
-
-        def __iter__(self) -> Iterator[Any]:
-            for inputs, labels in super().__iter__():
-                rows = rest if self.next == self.num_batches else 4
-                yield {"input": inputs["input"][:rows]}, labels[:rows]
-
-    parallelism, rest = (
-        {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 1},
-        changes.pop("rest", 4),
-    )
+    """The validation loaders of all ranks, over gloo."""
     config: Any = SimpleNamespace(
         validation=SimpleNamespace(steps=steps, local_batch_size=4, dataset="small"),
-        parallelism=SimpleNamespace(**(parallelism | changes)),
+        parallelism=SimpleNamespace(
+            pipeline_parallel_degree=pp, tensor_parallel_degree=tp
+        ),
         cad=SimpleNamespace(nano_batches=2),
     )
+    loaders = []
+    for number, loader in enumerate(connect([OneRank(Rows(0, 4)) for _ in lengths])):
+        planner = loader.planner()
 
-    def build(number: int) -> ValidationLoader:
-        planner = planners[number].planner()
-
-        def plan_now(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        def plan_now(batch: dict[str, torch.Tensor], planner=planner) -> torch.Tensor:
             rows, seq_len = batch["input"].shape
-            (planned,), _ = planner.plan(
-                np.arange(0, rows * seq_len, seq_len), BatchShape(rows, seq_len, rows)
-            )
+            starts = np.arange(0, rows * seq_len, seq_len)
+            (planned,), _ = planner.plan(starts, BatchShape(rows, seq_len, rows))
             return planned.keys
 
         session: Any = SimpleNamespace(
@@ -130,10 +80,9 @@ def validation(
             ranks=RANKS[: len(lengths)],
             group_rank=number,
         )
-        return ValidationLoader(Rows(lengths[number]), config, session)
-
-    planners = connect([OneRank(CountingLoader(0)) for _ in lengths])
-    return [build(number) for number in range(len(lengths))]
+        inner = Rows(lengths[number], last_rows)
+        loaders.append(ValidationLoader(inner, config, session))
+    return loaders
 
 
 def batches_of(loader: ValidationLoader) -> list[tuple[int, int]]:
@@ -157,27 +106,21 @@ def test_validation_of_a_whole_set_ends_on_all_ranks_and_begins_anew(caplog):
 
 
 @pytest.mark.parametrize(
-    ("changes", "rows"),
-    [
-        ({}, [4, 3]),
-        ({"tensor_parallel_degree": 2}, [4]),
-        ({"pipeline_parallel_degree": 2}, [4]),
-    ],
-    ids=str,
+    ("degrees", "rows"),
+    [({}, [(0, 4), (1, 3)]), ({"tp": 2}, [(0, 4)]), ({"pp": 2}, [(0, 4)])],
+    ids=["data parallel", "tp2", "pp2"],
 )
 def test_rows_that_are_left_over_are_served_where_that_is_possible(
-    changes, rows, caplog
+    degrees, rows, caplog
 ):
-    loaders = validation(-1, [2, 2], rest=3, **changes)
-    assert on_all(loaders, batches_of) == [[*enumerate(rows)]] * 2
-    assert caplog.text.count("validation leaves out the last 3 rows of this rank") == (
-        2 if len(rows) == 1 else 0
-    )
+    loaders = validation(-1, [2, 2], last_rows=3, **degrees)
+    assert on_all(loaders, batches_of) == [rows] * 2
+    said = caplog.text.count("validation leaves out the last 3 rows of this rank")
+    assert said == (2 if degrees else 0)
 
 
 def test_a_number_of_validation_batches_is_that_of_torchtitan():
-    loaders = validation(1, [3, 3])
-    iterators = on_all(loaders, iter)
+    iterators = on_all(validation(1, [3, 3]), iter)
     assert all(PLAN_KEYS in batch for batch, _ in on_all(iterators, next))
     # torchtitan draws one more, for which peers need not be asked
     batch, labels = next(iterators[0])
@@ -199,29 +142,27 @@ def test_a_rank_without_a_validation_batch_is_named_on_all():
     ids=str,
 )
 def test_document_ids_are_left_out_without_cad(switches, tmp_path, monkeypatch, caplog):
+    """By validation too; they are not once the job is over."""
+    from torchtitan.components.validate import Validator
+
     monkeypatch.setenv("LOCAL_RANK", "0")
     titan_inputs._warn_of_other_masks.cache_clear()
-    config = parse_job(tmp_path, *switches)
     tokens = torch.zeros(1, 4)
+    batch = {"input": tokens, "document_ids": tokens, "pixels": tokens}
     model = SimpleNamespace(get_attention_masks=lambda **_: "masks")
-    validator: Any = SimpleNamespace(
-        tokenizer=None, parallel_dims=SimpleNamespace(cp_enabled=False)
-    )
+    dims = SimpleNamespace(cp_enabled=False)
+    validator: Any = SimpleNamespace(tokenizer=None, parallel_dims=dims)
+
+    def others_of_batch() -> list[str]:
+        process = Validator.post_dataloading_process
+        _, _, others, _ = process(validator, dict(batch), tokens, [model])
+        return list(others)
+
     try:
-        plugin.on_config(config)
-        for _ in range(2):
-            batch = {"input": tokens, "document_ids": tokens, "pixels": tokens}
-            _, _, extra, _ = Validator.post_dataloading_process(
-                validator, batch, tokens, [model]
-            )
-            assert list(extra) == ["pixels"]
+        plugin.on_config(parse_job(tmp_path, *switches))
+        assert others_of_batch() == others_of_batch() == ["pixels"]
     finally:
         plugin.restore()
-    assert (
-        caplog.text.count("without CAD the batch key 'document_ids' is left out") == 1
-    )
-    batch = {"input": tokens, "document_ids": tokens}
-    assert (
-        "document_ids"
-        in Validator.post_dataloading_process(validator, batch, tokens, [model])[2]
-    )
+    said = "without CAD the batch key 'document_ids' is left out"
+    assert caplog.text.count(said) == 1
+    assert others_of_batch() == ["document_ids", "pixels"]

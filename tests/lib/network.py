@@ -28,10 +28,9 @@ def missing() -> str | None:
     """Tell why this machine cannot have nodes; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if absent := [
-        tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None
-    ]:
-        return f"{absent[0]} is not installed (Debian packages iproute2 and util-linux)"
+    for tool in ("ip", "tc", "unshare"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed (Debian packages iproute2 and util-linux)"
     try:
         with Nodes(2) as nodes:
             nodes.limit(1e9)
@@ -59,58 +58,31 @@ class Nodes:
 
     def _add(self) -> None:
         switch = self._space("switch")
-        _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        _run(f"ip netns add {switch}")
+        _run(f"ip -n {switch} link add bridge type bridge")
+        _run(f"ip -n {switch} link set bridge up")
         for node in range(self.count):
             space, port = self._space(node), f"port{node}"
-            _run("ip", "netns", "add", space)
-            _run(
-                "ip",
-                "link",
-                "add",
-                "eth0",
-                "netns",
-                space,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                port,
-                "netns",
-                switch,
-            )
-            _run(
-                "ip",
-                "-n",
-                space,
-                "addr",
-                "add",
-                f"{self.address(node)}/24",
-                "dev",
-                "eth0",
-            )
-            for each, name in ((space, "lo"), (space, "eth0"), (switch, port)):
-                _run("ip", "-n", each, "link", "set", name, "up")
-            _run("ip", "-n", switch, "link", "set", port, "master", "bridge")
+            _run(f"ip netns add {space}")
+            peer = f"peer name {port} netns {switch}"
+            _run(f"ip link add eth0 netns {space} type veth {peer}")
+            _run(f"ip -n {space} addr add {self.address(node)}/24 dev eth0")
+            _run(f"ip -n {space} link set lo up")
+            _run(f"ip -n {space} link set eth0 up")
+            _run(f"ip -n {switch} link set {port} up")
+            _run(f"ip -n {switch} link set {port} master bridge")
 
     def close(self) -> None:
         """End the nodes' processes and remove the nodes."""
         for node in range(self.count):
             self.signal(node, signal.SIGKILL)
         for node in (*range(self.count), "switch"):
-            subprocess.run(
-                ["ip", "netns", "del", self._space(node)],
-                capture_output=True,
-                check=False,
-            )
+            _run(f"ip netns del {self._space(node)}", check=False)
 
     def signal(self, node: int, number: int) -> None:
         """Send a signal to all processes of a node."""
-        command = ["ip", "netns", "pids", self._space(node)]
-        for pid in subprocess.run(
-            command, capture_output=True, text=True, check=False
-        ).stdout.split():
+        pids = _run(f"ip netns pids {self._space(node)}", check=False)
+        for pid in pids.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), number)
 
@@ -121,41 +93,27 @@ class Nodes:
     def limit(self, bits_per_second: float | None) -> None:
         """Limit what each node sends, None: not at all."""
         for node in range(self.count):
-            at = ["ip", "netns", "exec", self._space(node), "tc", "qdisc"]
-            subprocess.run(
-                [*at, "del", "dev", "eth0", "root"], capture_output=True, check=False
-            )
+            queue = f"ip netns exec {self._space(node)} tc qdisc"
+            _run(f"{queue} del dev eth0 root", check=False)
             if bits_per_second is not None:
-                bucket = f"add dev eth0 root tbf rate {bits_per_second:.0f} burst {BURST_BYTES} latency {LONGEST_QUEUE}"
-                _run(*at, *bucket.split())
+                bucket = f"rate {bits_per_second:.0f} burst {BURST_BYTES} latency {LONGEST_QUEUE}"
+                _run(f"{queue} add dev eth0 root tbf {bucket}")
 
     def cut(self, node: int) -> None:
         """Let no packet pass to or from a node, as if its cable were pulled at the switch."""
-        _run("ip", "-n", self._space("switch"), "link", "set", f"port{node}", "down")
+        _run(f"ip -n {self._space('switch')} link set port{node} down")
 
     def mend(self, node: int) -> None:
         """Take back ``cut``."""
-        _run("ip", "-n", self._space("switch"), "link", "set", f"port{node}", "up")
+        _run(f"ip -n {self._space('switch')} link set port{node} up")
 
     def start(
         self, node: int, command: Sequence[str], **options: Any
     ) -> subprocess.Popen:
         """Start a process on a node; ``options`` are those of ``subprocess.Popen``."""
         named = f"hostname node{node} && exec {shlex.join(command)}"
-        return subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                self._space(node),
-                "unshare",
-                "--uts",
-                "sh",
-                "-c",
-                named,
-            ],
-            **options,
-        )
+        shell = f"ip netns exec {self._space(node)} unshare --uts sh -c".split()
+        return subprocess.Popen([*shell, named], **options)
 
     def torchrun(
         self,
@@ -176,22 +134,17 @@ class Nodes:
             f"--local_addr={self.address(node)}",
             f"--rdzv_conf=is_host={node == 0}",
         ]
-        environment = {
-            **os.environ,
-            **options.pop("env", {}),
-            "GLOO_SOCKET_IFNAME": "eth0",
-        }
         on_core = [] if core is None else ["taskset", "--cpu-list", str(core)]
-        return self.start(
-            node,
-            [*on_core, sys.executable, *launcher, *arguments],
-            env=environment,
-            **options,
-        )
+        command = [*on_core, sys.executable, *launcher, *arguments]
+        own = os.environ | options.pop("env", {})
+        options["env"] = own | {"GLOO_SOCKET_IFNAME": "eth0"}
+        return self.start(node, command, **options)
 
     def _space(self, node: int | str) -> str:
         return f"{self._name}-{node}"
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def _run(command: str, *, check: bool = True) -> str:
+    """Return what a command prints, whose words have no spaces."""
+    words = command.split()
+    return subprocess.run(words, check=check, capture_output=True, text=True).stdout

@@ -39,19 +39,14 @@ class PlainBlock(nn.Module):
     def __init__(self, dim: int, shape: AttentionShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        queries, keys = (
-            shape.num_heads * shape.head_dim,
-            shape.num_kv_heads * shape.head_dim,
-        )
+        queries = shape.num_heads * shape.head_dim
+        keys = shape.num_kv_heads * shape.head_dim
         self.norms = nn.ModuleList([nn.RMSNorm(dim, eps=1e-5) for _ in range(2)])
-        self.wq, self.wk, self.wv = (
-            nn.Linear(dim, width, bias=False) for width in (queries, keys, keys)
-        )
+        self.widths = [queries, keys, keys]
+        self.wqkv = nn.Linear(dim, sum(self.widths), bias=False)
         self.wo = nn.Linear(queries, dim, bias=False)
-        self.w1, self.w3, self.w2 = (
-            nn.Linear(*sizes, bias=False)
-            for sizes in ((dim, 2 * dim), (dim, 2 * dim), (2 * dim, dim))
-        )
+        self.w13 = nn.Linear(dim, 4 * dim, bias=False)
+        self.w2 = nn.Linear(2 * dim, dim, bias=False)
 
     @property
     def block(self) -> nn.Module:
@@ -61,18 +56,15 @@ class PlainBlock(nn.Module):
         self, x: Tensor, rope: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert positions is None
-        normed = self.norms[0](x)
-        q, k, v = (
-            w(normed).unflatten(-1, (-1, self.head_dim))
-            for w in (self.wq, self.wk, self.wv)
-        )
-        q, k = (_rotate(rows, rope) for rows in (q, k))
+        rows = self.wqkv(self.norms[0](x)).split(self.widths, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in rows)
+        q, k = _rotate(q, rope), _rotate(k, rope)
         return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         h = x + self.wo(attended)
-        normed = self.norms[1](h)
-        return h + self.w2(F.silu(self.w1(normed)) * self.w3(normed))
+        gate, up = self.w13(self.norms[1](h)).chunk(2, dim=-1)
+        return h + self.w2(F.silu(gate) * up)
 
 
 def _rotate(rows: Tensor, rope: Tensor) -> Tensor:
@@ -106,45 +98,42 @@ class NanoBatchesAndWhole:
         keep: bool = False,
     ) -> None:
         torch.manual_seed(seed)
+        rng = np.random.default_rng(seed)
         self.dtype, self.microbatches = dtype, microbatches
         blocks = [PlainBlock(dim, shape) for _ in range(3)]
         self.blocks = nn.ModuleList(blocks).to(device, dtype)
-        self.xs = [
-            torch.randn(rows, seq_len, dim).to(device, dtype) for _ in transports
-        ]
+        self.xs = torch.randn(len(transports), rows, seq_len, dim).to(device, dtype)
         rates = 1e4 ** -(torch.arange(shape.head_dim // 2) / (shape.head_dim // 2))
         self.rope = torch.outer(torch.arange(seq_len), rates).to(device)
 
-        rng, batch = np.random.default_rng(seed), BatchShape(rows, seq_len, rows)
-        row_starts = np.arange(0, rows * seq_len, seq_len)
+        batch = BatchShape(rows, seq_len, rows)
+        begins_of_rows = np.arange(0, rows * seq_len, seq_len)
         starts = [
-            np.union1d(row_starts, rng.choice(rows * seq_len, 9)) for _ in transports
+            np.union1d(begins_of_rows, rng.choice(rows * seq_len, 9))
+            for _ in transports
         ]
-        nano_batches = nano_layouts(starts, batch, 0, 1, nano_batches=2)
-        plans = [
-            _any_plan(rng, layout, shape)
-            for _ in range(microbatches)
-            for layout in nano_batches
-        ]
+        halves = nano_layouts(starts, batch, 0, 1, nano_batches=2)
+        plans = [_any_plan(rng, layout, shape) for layout in halves * microbatches]
         kernel = get_kernel("auto", device, shape)
+
+        def add_engine(name: str, plans: list[Plan], own: Any, rank: int = 0) -> None:
+            engine = CoreAttentionEngine(
+                kernel,
+                own,
+                rank=rank,
+                device=device,
+                scale=shape.head_dim**-0.5,
+                kept_bytes=math.inf if keep else 0.0,
+            )
+            for key, plan in enumerate(plans):
+                engine.add_plan(key, plan)
+            register_engine(name, engine)
+
+        home = PlannerConfig(planner="home")
         for rank, transport in enumerate(transports):
             (layout,) = nano_layouts(starts[rank : rank + 1], batch, 0, 1, 1)
-            whole = make_plan(layout, shape, PlannerConfig(planner="home"))
-            for name, own, place, some in (
-                (WHOLE, None, 0, [whole]),
-                (NANO_BATCHES, transport, rank, plans),
-            ):
-                engine = CoreAttentionEngine(
-                    kernel,
-                    own,
-                    rank=place,
-                    device=device,
-                    scale=shape.head_dim**-0.5,
-                    kept_bytes=math.inf if keep else 0.0,
-                )
-                for key, plan in enumerate(some):
-                    engine.add_plan(key, plan)
-                register_engine(f"{name} {rank}", engine)
+            add_engine(f"{WHOLE} {rank}", [make_plan(layout, shape, home)], None)
+            add_engine(f"{NANO_BATCHES} {rank}", plans, transport, rank)
 
     def run_nano_batches(
         self,
@@ -179,43 +168,48 @@ class NanoBatchesAndWhole:
 
         return run
 
+    def copied(self, dtype: torch.dtype) -> nn.ModuleList:
+        return copy.deepcopy(self.blocks).to(dtype)
+
     def check(self, backend: str | None = None, prepare: Prepare | None = None) -> None:
         """Output and gradients of the nano-batches err at most twice as much as those of the whole, on every rank.
 
         The measure is linear work in a wider dtype: what rounding alone may do.
         """
         wider = torch.float64 if self.dtype == torch.float32 else torch.float32
+
         ranks = range(len(self.xs))
-        copies = [[copy.deepcopy(self.blocks) for _ in range(3)] for _ in ranks]
-        halved = [
-            self.run_nano_batches(copies[rank][2], backend, rank, prepare)
+
+        def train(run: Callable[..., Tensor], blocks: nn.ModuleList) -> list[Tensor]:
+            """Outputs and gradients."""
+            outputs = [run(number) for number in range(self.microbatches)]
+            for number, out in enumerate(outputs, start=1):
+                (number * out.to(wider).square().mean()).backward()
+            return [*outputs, *(parameter.grad for parameter in blocks.parameters())]
+
+        halved = [self.copied(self.dtype) for _ in ranks]
+        loops = [
+            self.run_nano_batches(halved[rank], backend, rank, prepare)
             for rank in ranks
         ]
 
-        def train(run: Callable[..., Tensor], blocks: nn.ModuleList) -> list[Tensor]:
-            outputs = [run(number) for number in range(self.microbatches)]
-            for number, out in enumerate(outputs):
-                ((1 + number) * out.to(wider).square().mean()).backward()
-            return [*outputs, *(parameter.grad for parameter in blocks.parameters())]
+        def train_halves(rank: int) -> list[Tensor]:
+            return train(loops[rank], halved[rank])
 
-        def results_of(rank: int) -> list[Tensor]:
-            return train(halved[rank], copies[rank][2])
-
-        results = (
-            run_ranks(len(self.xs), results_of) if len(self.xs) > 1 else [results_of(0)]
-        )
-        for rank, of_rank in enumerate(results):
-            exact, whole = copies[rank][0].to(wider), copies[rank][1]
-            others = (
-                train(self.run_whole(blocks, rank), blocks) for blocks in (exact, whole)
+        alone = len(ranks) == 1
+        results = [train_halves(0)] if alone else run_ranks(len(ranks), train_halves)
+        for rank, of_halves in enumerate(results):
+            exact, whole = (
+                train(self.run_whole(blocks, rank), blocks)
+                for blocks in (self.copied(wider), self.copied(self.dtype))
             )
-            for want, of_whole, of_nano_batches in zip(*others, of_rank, strict=True):
-                assert want.norm() > 0
-                whole_error, error = (
-                    (x.to(wider) - want).norm() / want.norm()
-                    for x in (of_whole, of_nano_batches)
+            for expected, *found in zip(exact, whole, of_halves, strict=True):
+                norm = expected.norm()
+                assert norm > 0
+                of_whole, error = (
+                    (x.to(wider) - expected).norm() / norm for x in found
                 )
-                assert error <= 2 * whole_error + 8 * torch.finfo(self.dtype).eps
+                assert error <= 2 * of_whole + 8 * torch.finfo(self.dtype).eps
 
 
 def _any_plan(

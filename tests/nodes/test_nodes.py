@@ -12,6 +12,7 @@ from tests.lib.jobs.harness import run
 from tests.lib.jobs.launched import CONFIG, SMALL
 from tests.lib.jobs.on_nodes import NodesJob
 from tests.lib.network import Nodes, missing
+from tests.lib.sets import matrix
 
 pytestmark = pytest.mark.skipif(
     missing() is not None, reason=f"no nodes on this machine: {missing()}"
@@ -75,19 +76,17 @@ def train(nodes: int, ranks: int, args: Sequence[str], folder: Path) -> list[flo
     """Return the losses of a job on nodes with links of 1 Gbit/s."""
     with Nodes(nodes) as network:
         network.limit(1e9)
-        spread = NodesJob(network, ranks, args, folder)
-        assert spread.finish(TIMEOUT_S) == [0] * nodes, spread.text
-        # a stage lies inside a host
-        is_far = "--parallelism.pipeline_parallel_schedule=1F1B" not in args
-        assert ("MB between hosts" in spread.text) == is_far
-        by_messages = (
-            f"CAD exchanges rows by symm_mem inside {nodes} hosts, gloo between them"
-        )
-        assert (by_messages in spread.text) == (is_far and NEAR_AND_FAR in args)
-    return spread.losses
+        job = NodesJob(network, ranks, args, folder)
+        assert job.finish(TIMEOUT_S) == [0] * nodes, job.text
+    # a stage lies inside a host
+    is_far = "--parallelism.pipeline_parallel_schedule=1F1B" not in args
+    assert ("MB between hosts" in job.text) == is_far
+    said = f"CAD exchanges rows by symm_mem inside {nodes} hosts, gloo between them"
+    assert (said in job.text) == (is_far and NEAR_AND_FAR in args)
+    return job.losses
 
 
-@pytest.mark.matrix
+@matrix
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_nodes_train_like_one_machine(name, tmp_path):
@@ -98,19 +97,16 @@ def test_nodes_train_like_one_machine(name, tmp_path):
     assert train(nodes, ranks, args, tmp_path) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.matrix
+@matrix
 @pytest.mark.timeout(900)
 def test_a_checkpoint_of_two_nodes_resumes_on_four(tmp_path):
     """The data-parallel degree stays, so that every loader finds its state."""
-    save = [
-        "--checkpoint.enable",
-        "--checkpoint.interval=2",
-        "--checkpoint.no-last-save-model-only",
-    ]
-    half, whole = ([f"--training.steps={steps}", *save] for steps in (2, 4))
+    save = ["--checkpoint.enable", "--checkpoint.interval=2"]
+    save.append("--checkpoint.no-last-save-model-only")
     expected = on_one_machine(4, ["--training.steps=4"])
-    train(2, 2, half, tmp_path)
-    assert train(4, 1, whole, tmp_path) == pytest.approx(expected[2:], rel=1e-5)
+    train(2, 2, ["--training.steps=2", *save], tmp_path)
+    resumed = train(4, 1, ["--training.steps=4", *save], tmp_path)
+    assert resumed == pytest.approx(expected[2:], rel=1e-5)
 
 
 STEP_TIMEOUT_S = 20
@@ -133,7 +129,7 @@ FAULTS = {
 """What happens, and the nodes that can say so."""
 
 
-@pytest.mark.matrix
+@matrix
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", ["--cad.transport=collective", NEAR_AND_FAR])
 @pytest.mark.parametrize("name", FAULTS)
@@ -148,19 +144,15 @@ def test_every_node_names_the_other_in_time_and_ends(name, transport, tmp_path):
         begin = time.monotonic()
         happen(nodes)
         for node in speakers:
-            seconds, line = job.wait_for(
-                node, f"(?=.*{OTHER[node]})(?=.*({STORE}))", LINE_S, begin
-            )
-            print(f"node{node} after {seconds:.1f} s: {line}")
+            job.wait_for(node, f"(?=.*{OTHER[node]})(?=.*({STORE}))", LINE_S, begin)
         for node in speakers:
             assert job.processes[node].wait(STEP_TIMEOUT_S + 130) != 0
-            seconds, line = job.wait_for(
+            job.wait_for(
                 node,
                 f"error: rank {node} stopped at step .*{OTHER[node]}|{NO_RENDEZVOUS}",
                 5,
                 begin,
             )
-            print(f"node{node} after {seconds:.1f} s: {line}")
         assert "Traceback" not in job.text
     with Nodes(2) as nodes:
         again = NodesJob(nodes, 1, ["--training.steps=7", *saving], tmp_path)
@@ -168,7 +160,7 @@ def test_every_node_names_the_other_in_time_and_ends(name, transport, tmp_path):
         assert 1 <= len(again.losses) < 7
 
 
-@pytest.mark.matrix
+@matrix
 @pytest.mark.timeout(400)
 def test_a_link_that_comes_back_costs_no_job(tmp_path):
     with Nodes(2) as nodes:
@@ -182,7 +174,7 @@ def test_a_link_that_comes_back_costs_no_job(tmp_path):
         assert [process.poll() for process in job.processes] == [None, None], job.text
 
 
-@pytest.mark.matrix
+@matrix
 @pytest.mark.timeout(400)
 def test_a_link_at_one_percent_is_said_on_every_node(tmp_path):
     with Nodes(2) as nodes:
@@ -192,10 +184,9 @@ def test_a_link_at_one_percent_is_said_on_every_node(tmp_path):
         begin = time.monotonic()
         nodes.limit(1e7)
         for node in range(2):
-            seconds, line = job.wait_for(
+            job.wait_for(
                 node,
                 f"where steps took at most .*{OTHER[node]}.*({STORE})",
                 LINE_S,
                 begin,
             )
-            print(f"node{node} after {seconds:.1f} s: {line}")

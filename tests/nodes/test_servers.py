@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,12 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-STEPS = 30
-JOB = [*SMALL, "--training.seq_len=4096", "--training.local_batch_size=1"]
-JOB.append(f"--training.steps={STEPS}")
+JOB = [
+    *SMALL,
+    "--training.seq_len=4096",
+    "--training.local_batch_size=1",
+    "--training.steps=30",
+]
 TIMEOUT_S = 300
 
 
@@ -36,12 +38,9 @@ def wait_for(log: Path, pattern: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_cut_link_costs_a_wait_and_a_mended_one_is_used_again(
-    tmp_path: Path,
-) -> None:
+def test_a_cut_link_costs_a_wait_and_a_mended_one_is_used_again(tmp_path):
     """Losses are those of the job without servers."""
     job_log, server_log = tmp_path / "job.log", tmp_path / "server.log"
-    environment = {**child_environment(), "GLOO_SOCKET_IFNAME": "eth0"}
     with Nodes(2) as network:
 
         def start(node: int, log: Path, *command: str) -> subprocess.Popen:
@@ -50,27 +49,20 @@ def test_a_cut_link_costs_a_wait_and_a_mended_one_is_used_again(
                 [sys.executable, "-m", *command],
                 stdout=log.open("w"),
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=child_environment() | {"GLOO_SOCKET_IFNAME": "eth0"},
             )
 
         host = network.address(0)
+        rendezvous = f"--rdzv_backend=c10d --rdzv_id=cad --rdzv_endpoint={host}:29400 --rdzv_conf=is_host=True"
         launch = [
-            *["torchtitan_cad.launch", "--nnodes=1", "--nproc_per_node=2"],
-            *f"--rdzv_backend=c10d --rdzv_id=cad --rdzv_endpoint={host}:29400".split(),
+            "torchtitan_cad.launch",
+            "--nnodes=1",
+            "--nproc_per_node=2",
             f"--local_addr={host}",
-            "--rdzv_conf=is_host=True",
+            *rendezvous.split(),
         ]
-        files = job_files(CONFIG, tmp_path / "dump")
-        job = start(
-            0,
-            job_log,
-            *launch,
-            "-m",
-            "torchtitan_cad.train",
-            *files,
-            *JOB,
-            "--cad.servers",
-        )
+        train = ["-m", "torchtitan_cad.train", *job_files(CONFIG, tmp_path / "dump")]
+        job = start(0, job_log, *launch, *train, *JOB, "--cad.servers")
         serve = ["tests.lib.jobs.attention_server", f"--host={host}"]
         server = start(1, server_log, *serve, f"--log={job_log}")
         wait_for(job_log, "of attention by servers")
@@ -81,13 +73,7 @@ def test_a_cut_link_costs_a_wait_and_a_mended_one_is_used_again(
         assert job.wait(TIMEOUT_S) == 0, job_log.read_text()
         server.terminate()
         assert server.wait(30) is not None
-    found = dict(
-        re.findall(r"step: +(\d+) +loss: +(\d[\d.]+)", plain(job_log.read_text()))
-    )
-    reference = run(JOB, config=CONFIG, init_seed=None, timeout_s=TIMEOUT_S)
-    assert [float(loss) for loss in found.values()] == pytest.approx(
-        reference.losses, rel=2e-5
-    )
-
-
-plain: Callable[[str], str] = lambda text: re.sub(r"\x1b\[[0-9;]*m", "", text)  # noqa: E731
+    text = re.sub(r"\x1b\[[0-9;]*m", "", job_log.read_text())
+    losses = dict(re.findall(r"step: +(\d+) +loss: +(\d[\d.]+)", text))
+    expected = run(JOB, config=CONFIG, init_seed=None, timeout_s=TIMEOUT_S).losses
+    assert list(map(float, losses.values())) == pytest.approx(expected, rel=2e-5)

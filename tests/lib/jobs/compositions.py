@@ -3,7 +3,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -40,27 +42,56 @@ TOLERANCE = 64 * torch.finfo(torch.float32).eps
 many roundings, hence by their square root"""
 
 
+DEGREES = re.compile(r"\.(?:tensor|context|pipeline)_parallel_degree=(\d+)")
+
+
+def ranks_per_loader(args: Iterable[str]) -> int:
+    """Ranks among which every data-parallel rank's batch is divided."""
+    return math.prod(map(int, DEGREES.findall(" ".join(args))))
+
+
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """A job with CAD (``args`` on ``nranks``) and its reference without (``reference_*``); both get ``shared``."""
+    """A job with CAD (``args``) and its reference without (``reference_args``); both get ``shared``."""
 
     name: str
     args: tuple[str, ...] = ()
-    nranks: int = 2
     shared: tuple[str, ...] = ()
     reference_args: tuple[str, ...] = ()
-    reference_nranks: int | None = None
+    dp: int = 2
+    """Data-parallel ranks."""
     moves: bool = True
     """Whether tasks must move: the CAD group has more than one rank, and plans do not depend on measured times."""
     needs_torch: str = "2.11"
     reports_loss: bool = True
     validates: bool = True
 
+    @property
+    def nranks(self) -> int:
+        return self.dp * ranks_per_loader((*self.shared, *self.args))
+
+    @property
+    def reference_nranks(self) -> int:
+        return self.dp * ranks_per_loader((*self.shared, *self.reference_args))
+
+
+def name_of(case: Composition) -> str:
+    return case.name
+
+
+def skip_if_torch_is_too_old(case: Composition) -> None:
+    if TorchVersion(torch.__version__) < case.needs_torch:
+        pytest.skip(f"stock torchtitan cannot run this with torch {torch.__version__}")
+
 
 def dp(**degrees: int) -> tuple[str, ...]:
     return tuple(
         f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()
     )
+
+
+def flavor(model: str, name: str = "tiny") -> tuple[str, ...]:
+    return f"--model.name={model}", f"--model.flavor={name}"
 
 
 def schedule(name: str) -> tuple[str, ...]:
@@ -72,13 +103,15 @@ def global_batch(rows: int) -> tuple[str, ...]:
 
 
 TP2, CP2 = dp(tensor_parallel=2), dp(context_parallel=2)
+EP2, ETP2 = dp(expert_parallel=2), dp(expert_tensor_parallel=2)
+HALVES = ("--cad.nano_batches=2",)
+"""Two nano-batches: halves of rows, or of an odd number of rows in their middle."""
 DDP2 = dp(data_parallel_replicate=2, data_parallel_shard=1)
 BATCH4 = ("--training.local_batch_size=4", "--validation.local_batch_size=4")
 PP2 = (*dp(pipeline_parallel=2), *BATCH4)
 BY_ROW = ("--parallelism.pipeline_parallel_microbatch_size=2",)
 SDPA_GQA = ("--model.flavor=tiny_sdpa_gqa",)
-QWEN3 = ("--model.name=qwen3", "--model.flavor=tiny_varlen")
-TIED = ("--model.name=qwen3", "--model.flavor=tiny_tied")
+QWEN3, TIED = flavor("qwen3", "tiny_varlen"), flavor("qwen3", "tiny_tied")
 FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
 SMALL_BUFFERS = ("--cad.receive_buffer_gb=2e-5",)
 """10 KB: rows travel in many chunks."""
@@ -106,7 +139,6 @@ def pp2(
     name: str, *args: str, reference_args: tuple[str, ...] = (), **options: Any
 ) -> Composition:
     """Two stages of two data-parallel ranks, beside a run without stages."""
-    options = {"nranks": 4, "reference_nranks": 2, **options}
     return Composition(
         name, args=(*PP2, *args), reference_args=(*BATCH4, *reference_args), **options
     )
@@ -118,21 +150,22 @@ def pp2_of_four_blocks(name: str, *args: str, **options: Any) -> Composition:
 
 COMPOSITIONS = [
     Composition("fsdp2"),
-    Composition("fsdp4", nranks=4),
+    Composition("fsdp4", dp=4),
     Composition("resend", args=RESEND),
     Composition("tolerance_auto", args=TOLERANCE_AUTO, moves=False),
     Composition("cpu_offload", shared=("--training.enable_cpu_offload",)),
     Composition(
-        "hsdp2x2", nranks=4, shared=dp(data_parallel_replicate=2, data_parallel_shard=2)
+        "hsdp2x2", dp=4, shared=dp(data_parallel_replicate=2, data_parallel_shard=2)
     ),
     Composition("ddp2", args=DDP2),
-    Composition("tp2", shared=TP2, moves=False),
+    Composition("tp2", shared=TP2, dp=1, moves=False),
     Composition(
         "tp2_no_loss_parallel",
         shared=(*TP2, "--parallelism.disable_loss_parallel"),
+        dp=1,
         moves=False,
     ),
-    Composition("fsdp2xtp2", nranks=4, args=TP2, reference_nranks=2),
+    Composition("fsdp2xtp2", args=TP2),
     Composition("small_buffers", args=SMALL_BUFFERS),
     Composition("small_buffers_resend", args=(*SMALL_BUFFERS, *RESEND)),
     Composition("gradient_accumulation", shared=global_batch(12)),
@@ -146,17 +179,15 @@ COMPOSITIONS = [
         "compile", args=(*COMPILE, "--compile.components=model"), validates=False
     ),
     # Stock torchtitan's gradients under TP with compile differ from those without (torch 2.13): the twin compiles too.
-    Composition(
-        "compile_resend_ac_op_tp2", nranks=4, args=RESEND, shared=(*COMPILE, *OP, *TP2)
-    ),
+    Composition("compile_resend_ac_op_tp2", args=RESEND, shared=(*COMPILE, *OP, *TP2)),
     Composition(
         "ddp2_gradient_accumulation",
         args=(*DDP2, *global_batch(8)),
         reference_args=global_batch(8),
     ),
-    Composition("cp2", args=CP2, reference_nranks=1),
-    Composition("fsdp2xcp2", nranks=4, args=CP2, reference_nranks=2),
-    Composition("cp2xtp2", nranks=4, args=(*CP2, *TP2), reference_nranks=1),
+    Composition("cp2", args=CP2, dp=1),
+    Composition("fsdp2xcp2", args=CP2),
+    Composition("cp2xtp2", args=(*CP2, *TP2), dp=1),
     pp2("pp2_1f1b"),
     pp2_of_four_blocks(
         "pp2_interleaved_tolerance_auto", *schedule("Interleaved1F1B"), *TOLERANCE_AUTO
@@ -175,32 +206,27 @@ COMPOSITIONS = [
         reports_loss=False,
         validates=False,
     ),
-    pp2("pp2xcp2", *CP2, reference_nranks=1),
+    pp2("pp2xcp2", *CP2, dp=1),
     Composition("qwen3_fsdp2", shared=QWEN3),
-    Composition(
-        "qwen3_fsdp2xtp2", nranks=4, args=TP2, shared=QWEN3, reference_nranks=2
-    ),
-    Composition("qwen3_cp2", args=CP2, shared=QWEN3, reference_nranks=1),
+    Composition("qwen3_fsdp2xtp2", args=TP2, shared=QWEN3),
+    Composition("qwen3_cp2", args=CP2, shared=QWEN3, dp=1),
     Composition("tied_fsdp2", shared=TIED),
-    Composition("tied_fsdp2xtp2", nranks=4, args=TP2, shared=TIED, reference_nranks=2),
-    Composition("tied_cp2", args=CP2, shared=TIED, reference_nranks=1),
+    Composition("tied_fsdp2xtp2", args=TP2, shared=TIED),
+    Composition("tied_cp2", args=CP2, shared=TIED, dp=1),
     # Plain causal attention over the whole row, with grouped queries: the sdpa flavors.
     Composition(
         "sdpa_gqa_rows",
         args=("--cad.documents=row", *CP2),
         shared=SDPA_GQA,
-        reference_nranks=1,
+        dp=1,
     ),
     # One document over four ranks, cut finely: the default planner splits keys, the greedy one does not.
-    Composition(
-        "split_kv_cp4", nranks=4, args=ROWS_CP4, shared=SDPA_GQA, reference_nranks=1
-    ),
+    Composition("split_kv_cp4", args=ROWS_CP4, shared=SDPA_GQA, dp=1),
     Composition(
         "whole_keys_cp4",
-        nranks=4,
         args=(*ROWS_CP4, "--cad.planner=greedy"),
         shared=SDPA_GQA,
-        reference_nranks=1,
+        dp=1,
     ),
     Composition("validation", shared=VALIDATE_OFTEN),
     pp2("validation_pp2", shared=VALIDATE_OFTEN),
@@ -212,8 +238,8 @@ HALVED = [
     Composition("rows_ac_op_accumulation", args=(*OP, *global_batch(8))),
     Composition("middle_resend_ac_full", args=(*ROW1, *FULL, *RESEND)),
     Composition("middle_attention_kept", args=(*ROW1, *ATTENTION_KEPT)),
-    Composition("middle_cp2", args=(*ROW1, *CP2)),
-    Composition("rows_tp2", args=TP2),
+    Composition("middle_cp2", args=(*ROW1, *CP2), dp=1),
+    Composition("rows_tp2", args=TP2, dp=1),
     Composition("rows_compile", args=COMPILE),
     pp2("middle_pp2_validation", *VALIDATE4),
 ]
@@ -226,25 +252,24 @@ MORE_HALVED = [
     Composition("middle_compile_ac_full", args=(*ROW1, *FULL, *COMPILE)),
     Composition("rows_compile_attention_kept", args=(*ATTENTION_KEPT, *COMPILE)),
     Composition("middle_ac_op_3_rows", args=(*OP, "--training.local_batch_size=3")),
-    Composition("middle_qwen3_cp2", args=(*ROW1, *CP2), shared=QWEN3),
+    Composition("middle_qwen3_cp2", args=(*ROW1, *CP2), shared=QWEN3, dp=1),
     Composition(
         "middle_fsdp2xcp2_gqa",
-        nranks=4,
         args=(*ROW1, *CP2, "--model.flavor=tiny_varlen_gqa"),
     ),
-    Composition("fsdp2xtp2_attention_kept", nranks=4, args=(*TP2, *ATTENTION_KEPT)),
-    Composition("fsdp2xtp2_ac_full", nranks=4, args=(*TP2, *FULL)),
+    Composition("fsdp2xtp2_attention_kept", args=(*TP2, *ATTENTION_KEPT)),
+    Composition("fsdp2xtp2_ac_full", args=(*TP2, *FULL)),
     Composition(
         "fsdp2xtp2_ac_layer_accumulation_resend",
-        nranks=4,
         args=(*TP2, *LAYER, *global_batch(8), *RESEND),
     ),
     pp2("rows_pp2", *BY_ROW),
 ]
 """All that one nano-batch composes with, halved by rows, and what halving in the middle of rows adds to it."""
 
+CAN_TRACE = TorchVersion(torch.__version__) >= FIRST_TORCH
 needs_traced = pytest.mark.skipif(
-    TorchVersion(torch.__version__) < FIRST_TORCH,
+    not CAN_TRACE,
     reason=f"compiled graphs lose the order of streams before torch {FIRST_TORCH}",
 )
 TRACED = [
@@ -252,7 +277,7 @@ TRACED = [
     Composition("middle_resend", args=(*ROW1, *COMPILE, *RESEND)),
     Composition("rows_ac_op_accumulation", args=(*OP, *COMPILE, *global_batch(8))),
     Composition("rows_attention_kept", args=(*ATTENTION_KEPT, *COMPILE)),
-    Composition("middle_cp2_qwen3", args=(*ROW1, *COMPILE, *CP2), shared=QWEN3),
+    Composition("middle_cp2_qwen3", args=(*ROW1, *COMPILE, *CP2), shared=QWEN3, dp=1),
     Composition("rows_symm_mem", args=(*COMPILE, *SYMMETRIC)),
     Composition("rows_small_buffers", args=(*COMPILE, *SMALL_BUFFERS)),
     Composition(
@@ -267,7 +292,7 @@ TRACED = [
 HALVED_SYMMETRIC = [
     Composition("rows_resend_symm_mem", args=(*RESEND, *SYMMETRIC)),
     Composition("rows_small_buffers_symm_mem", args=(*SMALL_BUFFERS, *SYMMETRIC)),
-    Composition("middle_cp2_symm_mem", args=(*ROW1, *CP2, *SYMMETRIC)),
+    Composition("middle_cp2_symm_mem", args=(*ROW1, *CP2, *SYMMETRIC), dp=1),
 ]
 
 
@@ -366,8 +391,13 @@ def assert_not_recompiled(result: RunResult) -> None:
     )
 
 
+def cad_steps(result: RunResult) -> list[dict[str, Any]]:
+    """The figures of every logged step."""
+    return read_steps(find_steps(result.dump_folder))
+
+
 def cad_summary(result: RunResult) -> dict:
-    return summarize(read_steps(find_steps(result.dump_folder)))
+    return summarize(cad_steps(result))
 
 
 def assert_close(values: Sequence[float], expected: Sequence[float], name: str) -> None:

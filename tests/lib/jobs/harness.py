@@ -34,6 +34,7 @@ REPOSITORY = HERE.parents[2]
 BASE_TOML = HERE / "base.toml"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """One thread per rank: the processes share few cores."""
+CACHED = ("hit", "miss")
 
 
 @dataclasses.dataclass
@@ -129,22 +130,21 @@ def run(
     """
     record_dir = Path(tempfile.mkdtemp(prefix="run_", dir=scratch_folder()))
     dump_folder = dump_folder or record_dir / "dump"
-    numbers = {
-        "grads-at": grads_at,
-        "trace-at": trace_at,
-        "init-seed": init_seed,
-        "as-dp": as_dp,
+    hooks = {
+        "grads_at": grads_at,
+        "trace_at": trace_at,
+        "init_seed": init_seed,
+        "as_dp": as_dp,
         "link": link,
+        "fp64": fp64 or None,
     }
-    hooks = [
-        f"--{name}={number}" for name, number in numbers.items() if number is not None
-    ]
-    hooks += [f"--record-dir={record_dir}", *["--fp64"] * fp64]
+    asked_for = {name: value for name, value in hooks.items() if value is not None}
     # Hosting the rendezvous store here lets the system choose the port, so parallel runs cannot collide.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     job = {
-        "argv": [*hooks, "--", *job_files(config, dump_folder), *args],
+        "argv": [json.dumps(asked_for), *job_files(config, dump_folder), *args],
         "env": {
+            "RECORD_FOLDER": str(record_dir),
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -301,51 +301,34 @@ def gradient_errors(result: RunResult, reference: RunResult) -> dict[str, float]
 def _collect(
     record_dir: Path, dump_folder: Path, returncodes: list[int | None]
 ) -> RunResult:
-    records: list[list[dict[str, Any]]] = []
-    for path in sorted(record_dir.glob("rank*.jsonl")):
-        records.append([json.loads(line) for line in path.read_text().splitlines()])
-    reported = [
-        record for of_rank in records for record in of_rank if record["is_metrics_rank"]
+    records = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(record_dir.glob("rank*.jsonl"))
     ]
-    train = [record for record in reported if record["kind"] == "train"]
-    last = [of_rank[-1]["cached"] for of_rank in records if of_rank]
+    steps = [[x for x in own if x["kind"] == "train"] for own in records]
+    reported = [x for own in records for x in own if x["is_metrics_rank"]]
+    train = [x for x in reported if x["kind"] == "train"]
+    validated = [x for x in reported if x["kind"] == "validation"]
     grads: dict[str, torch.Tensor] = {}
     for path in sorted(record_dir.glob("grads_rank*.pt")):
         grads |= torch.load(path)
+    logs = [record_dir / f"rank{rank}.log" for rank in range(len(returncodes))]
+    traces = sorted(record_dir.glob("trace_rank*.json"))
     return RunResult(
         returncodes=returncodes,
-        logs=[
-            (record_dir / f"rank{rank}.log").read_text(errors="replace")
-            for rank in range(len(returncodes))
-        ],
+        logs=[path.read_text(errors="replace") for path in logs],
         dump_folder=dump_folder,
-        steps=[record["step"] for record in train],
-        losses=[float.fromhex(record["loss"]) for record in train],
-        grad_norms=[float.fromhex(record["grad_norm"]) for record in train],
-        validation_losses={
-            r["step"]: float.fromhex(r["loss"])
-            for r in reported
-            if r["kind"] == "validation"
-        },
-        graphs=[record["graphs"] for record in train],
-        cached={
-            name: sum(of_rank[name] for of_rank in last) for name in ("hit", "miss")
-        },
-        resident_bytes=[_by_step(rank, "resident_bytes") for rank in records],
-        descriptors=[_by_step(rank, "descriptors") for rank in records],
-        traces=[
-            json.loads(path.read_text())
-            for path in sorted(record_dir.glob("trace_rank*.json"))
-        ],
+        steps=[x["step"] for x in train],
+        losses=[float.fromhex(x["loss"]) for x in train],
+        grad_norms=[float.fromhex(x["grad_norm"]) for x in train],
+        validation_losses={x["step"]: float.fromhex(x["loss"]) for x in validated},
+        graphs=[x["graphs"] for x in train],
+        cached={name: sum(own[-1][name] for own in records if own) for name in CACHED},
+        resident_bytes=[{x["step"]: x["resident_bytes"] for x in own} for own in steps],
+        descriptors=[{x["step"]: x["descriptors"] for x in own} for own in steps],
+        traces=[json.loads(path.read_text()) for path in traces],
         grads=grads,
     )
-
-
-def _by_step(records: Sequence[dict[str, Any]], name: str) -> dict[int, Any]:
-    """A value of a rank's training steps."""
-    return {
-        record["step"]: record[name] for record in records if record["kind"] == "train"
-    }
 
 
 @functools.cache

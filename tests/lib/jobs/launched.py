@@ -50,23 +50,12 @@ class Launched:
         nranks: int = 2,
         launcher: str = LAUNCH,
     ) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            launcher,
-            "--standalone",
-            f"--nproc_per_node={nranks}",
-        ]
         self._id = uuid.uuid4().hex
+        ranks = ["--standalone", f"--nproc_per_node={nranks}"]
+        files = job_files(CONFIG, dump_folder)
+        job = ["-m", "torchtitan_cad.train", *files, *SMALL, *args]
         self.process = subprocess.Popen(
-            [
-                *command,
-                "-m",
-                "torchtitan_cad.train",
-                *job_files(CONFIG, dump_folder),
-                *SMALL,
-                *args,
-            ],
+            [sys.executable, "-m", launcher, *ranks, *job],
             env={**child_environment(), MARK: self._id},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -93,11 +82,12 @@ class Launched:
 
     def _environments(self) -> dict[int, bytes]:
         """Environments of the launcher and of all living processes that it has started, by process id."""
+        mark = f"{MARK}={self._id}\0".encode()
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 environment = (folder / "environ").read_bytes()
-                if f"{MARK}={self._id}".encode() in environment.split(b"\0"):
+                if mark in environment:
                     found[int(folder.name)] = environment
         return found
 
@@ -106,26 +96,20 @@ class Launched:
         pids = []
         for pid in sorted(self._environments()):
             with contextlib.suppress(OSError):
-                if (
-                    int(
-                        Path(f"/proc/{pid}/stat")
-                        .read_text()
-                        .rpartition(")")[2]
-                        .split()[1]
-                    )
-                    == parent
-                ):
+                status = Path(f"/proc/{pid}/status").read_text()
+                if f"\nPPid:\t{parent}\n" in status:
                     pids.append(pid)
         return pids
 
     def rank_pids(self) -> dict[int, int]:
         """Process ids of the ranks, children of the launcher."""
         environments = self._environments()
-        found = {
-            pid: re.search(rb"\0RANK=(\d+)\0", b"\0" + environments.get(pid, b""))
-            for pid in self.children_of(self.process.pid)
-        }
-        return {int(rank[1]): pid for pid, rank in found.items() if rank}
+        found = {}
+        for pid in self.children_of(self.process.pid):
+            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", environments.get(pid, b""))
+            if rank:
+                found[int(rank[1])] = pid
+        return found
 
     def finish(self, timeout_s: float) -> tuple[int, float]:
         """The launcher's exit code, and the seconds until it and all that it started have ended."""
@@ -167,13 +151,10 @@ def shared_memory() -> set[str]:
     """
 
     def unmapped() -> set[str]:
-        names, mapped = (
-            {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")},
-            set(),
-        )
+        names = set(os.listdir("/dev/shm"))
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
-                mapped |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
-        return names - mapped
+                names -= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+        return {name for name in names if not name.startswith("sem.mp-")}
 
     return unmapped() & unmapped()  # a process may begin or end meanwhile

@@ -56,26 +56,18 @@ class NodesJob:
             for _, loss in sorted({(int(step), float(loss)) for step, loss in found})
         ]
 
-    def first(
-        self, node: int, pattern: str, since: float = 0.0
-    ) -> tuple[float, str] | None:
-        """Return the first line of a node that matches, and the seconds from ``since`` until it came."""
-        for at, line in self.lines[node]:
-            if at >= since and re.search(pattern, line):
-                return at - since, line
-        return None
-
     def wait_for(
         self, node: int, pattern: str, timeout_s: float, since: float = 0.0
-    ) -> tuple[float, str]:
-        """Wait for such a line. Raises AssertionError if none comes in time."""
+    ) -> None:
+        """Wait for a line of a node, printed after ``since``. Raises AssertionError if none comes in time."""
         deadline = time.monotonic() + timeout_s
-        while (found := self.first(node, pattern, since)) is None:
+        while not any(
+            at >= since and re.search(pattern, line) for at, line in self.lines[node]
+        ):
             assert time.monotonic() < deadline, (
                 f"no line {pattern!r} of node {node}:\n{self.text}"
             )
             time.sleep(0.05)
-        return found
 
     def finish(self, timeout_s: float) -> list[int]:
         """Wait for the launchers; returns their exit codes."""

@@ -5,7 +5,6 @@ Started by harness.py through rank_server.py. Most hooks only observe. `--init-s
 depends on its name alone, so that runs under different parallelisms start from the same weights without a checkpoint.
 """
 
-import argparse
 import functools
 import itertools
 import json
@@ -28,7 +27,6 @@ from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 enable_cpu()
 
 # torchtitan must not be imported before enable_cpu().
-import datasets  # noqa: E402
 import torchtitan.components.metrics as titan_metrics  # noqa: E402
 import torchtitan.distributed.utils as dist_utils  # noqa: E402
 import torchtitan.train as titan_train  # noqa: E402
@@ -65,47 +63,9 @@ from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, _run  # no
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--record-dir",
-        type=Path,
-        required=True,
-        help="folder for rank<r>.jsonl and grads_rank<r>.pt",
-    )
-    parser.add_argument(
-        "--grads-at",
-        type=int,
-        help="step whose full gradients are saved, before clipping",
-    )
-    parser.add_argument(
-        "--init-seed", type=int, help="initialise parameters by name from this seed"
-    )
-    parser.add_argument(
-        "--as-dp",
-        type=int,
-        help="one process: take the batches of that many data-parallel ranks in turn",
-    )
-    parser.add_argument(
-        "--link",
-        type=float,
-        help="bytes per second of links, in place of what is measured",
-    )
-    parser.add_argument(
-        "--fp64",
-        action="store_true",
-        help="compute in fp64, attention as a dense softmax",
-    )
-    parser.add_argument(
-        "--trace-at",
-        type=int,
-        help="step whose order of steps and collectives is written down",
-    )
-    parser.add_argument("titan_args", nargs="*")
-    options = parser.parse_args(argv)
-
+def main(argv: Sequence[str]) -> None:
+    """Train by torchtitan's arguments ``argv[1:]``, with the hooks that ``argv[0]`` names in JSON."""
+    hooks, *titan_args = argv
     register_datasets()
     add_variants()
     register_flavors()
@@ -115,19 +75,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     attend_to_sharded_heads()
     balance_experts()
     tell_what_changes_its_microbatch()
-    record_steps(options.record_dir)
-    if options.grads_at is not None:
-        record_gradients(options.record_dir, step=options.grads_at)
-    if options.trace_at is not None:
-        record_trace(options.record_dir, step=options.trace_at)
-    if options.init_seed is not None:
-        initialise_by_name(options.init_seed)
-    if options.as_dp is not None:
-        take_turns(options.as_dp)
-    if options.link is not None:
-        plant_rates(options.link)
-    if options.fp64:
-        compute_in_fp64()
+    record_steps()
+    for name, value in json.loads(hooks).items():
+        HOOKS[name](value)
     # The final sleep lets other ranks finish before a store hosted by rank 0 disappears; here the harness hosts it.
     titan_train.time = types.SimpleNamespace(
         perf_counter=time.perf_counter, sleep=lambda seconds: None
@@ -135,34 +85,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The default of parse_args() was bound to this script's sys.argv when torchtitan was imported.
     parse_args = titan_train.ConfigManager.parse_args
     titan_train.ConfigManager.parse_args = functools.partialmethod(
-        parse_args, options.titan_args
+        parse_args, titan_args
     )
     titan_train.main(titan_train.Trainer)
     assert "matplotlib" not in sys.modules, "training draws nothing"
 
 
 def register_datasets() -> None:
-    """Add `packed_documents` (lengths over two orders of magnitude) and `one_document` (no boundaries)."""
-
-    def load(path: str, lengths_in_words: list[int]) -> datasets.Dataset:
-        return text_dataset(random.Random(path), lengths_in_words)
-
+    """Add `packed_documents`, whose lengths span two orders of magnitude, and the names of its variants."""
     rng = random.Random(0)
-    lengths = {
-        "packed_documents": [
-            max(1, int(rng.lognormvariate(2.0, 1.2))) for _ in range(512)
-        ],
-        "one_document": [20_000]
-        * 8,  # one per data-parallel rank, longer than any test reads
-    }
-    for name in lengths:
-        DATASETS[name] = DatasetConfig(
-            path=name,
-            loader=functools.partial(load, lengths_in_words=lengths[name]),
-            sample_processor=lambda sample: sample["text"],
-        )
-    for variant in ("ignored_labels", "positions"):
-        DATASETS[f"packed_documents_with_{variant}"] = DATASETS["packed_documents"]
+    lengths = [max(1, int(rng.lognormvariate(2.0, 1.2))) for _ in range(512)]
+    packed = DatasetConfig(
+        path="packed_documents",
+        loader=lambda path: text_dataset(random.Random(path), lengths),
+        sample_processor=lambda sample: sample["text"],
+    )
+    for variant in ("", "_with_ignored_labels", "_with_positions"):
+        DATASETS[f"packed_documents{variant}"] = packed
 
 
 def add_variants() -> None:
@@ -295,38 +234,30 @@ def tell_what_changes_its_microbatch() -> None:
     Placement.choose = choose_and_tell
 
 
-def rank() -> int:
-    return int(os.environ["RANK"])
+def record(name: str) -> Path:
+    """The file of this rank for what the harness reads afterwards, such as "grads_rank1.pt"."""
+    name = name.format(rank=os.environ["RANK"])
+    return Path(os.environ["RECORD_FOLDER"], name)
 
 
-def record_steps(record_dir: Path) -> None:
+def record_steps() -> None:
     """Append figures of every logged step, and validation losses, to rank<r>.jsonl; floats as `float.hex`.
 
     `is_metrics_rank` marks the rank whose loss torchtitan reports: other pipeline ranks hold a placeholder.
     """
-    path = record_dir / f"rank{rank()}.jsonl"
+    path = record("rank{rank}.jsonl")
     processor = titan_metrics.MetricsProcessor
     log, log_validation = processor.log, processor.log_validation
 
-    def write(self: Any, **record: Any) -> None:
-        metrics_rank = titan_metrics._get_metrics_rank(
-            self.parallel_dims, self.job_config
-        )
+    def write(self: Any, **figures: Any) -> None:
+        find_metrics_rank = titan_metrics._get_metrics_rank
+        metrics_rank = find_metrics_rank(self.parallel_dims, self.job_config)
+        figures["is_metrics_rank"] = os.environ["RANK"] == str(metrics_rank)
+        graphs = counters["aot_autograd"]
+        figures["hit"] = graphs["autograd_cache_hit"]
+        figures["miss"] = graphs["autograd_cache_miss"]
         with path.open("a") as file:
-            cached = {
-                name: counters["aot_autograd"][f"autograd_cache_{name}"]
-                for name in ("hit", "miss")
-            }
-            file.write(
-                json.dumps(
-                    {
-                        **record,
-                        "cached": cached,
-                        "is_metrics_rank": rank() == metrics_rank,
-                    }
-                )
-                + "\n"
-            )
+            file.write(json.dumps(figures) + "\n")
 
     @functools.wraps(log)
     def recording_log(
@@ -365,7 +296,7 @@ def resident_bytes() -> int:
     )
 
 
-def record_gradients(record_dir: Path, step: int) -> None:
+def record_gradients(step: int) -> None:
     """Save {parameter name: full gradient} of this rank's model parts as they are before clipping at `step`.
 
     Biases of experts, which have no gradients but are updated by counts of tokens, are saved as they are.
@@ -376,17 +307,13 @@ def record_gradients(record_dir: Path, step: int) -> None:
     def train_step_with_dump(self: Any, *args: Any, **kwargs: Any) -> None:
         def dump_and_clip(*clip_args: Any, **clip_kwargs: Any) -> torch.Tensor:
             if self.step == step:
-                named = [
-                    (name, p.grad)
-                    for name, p in named_parameters(self.model_parts)
-                    if p.grad is not None
-                ]
-                whole = {
-                    name: x.full_tensor() if isinstance(x, DTensor) else x
-                    for name, x in named
-                }
-                whole |= dict(named_biases(self.model_parts))
-                torch.save(whole, record_dir / f"grads_rank{rank()}.pt")
+                whole = dict(named_biases(self.model_parts))
+                for name, parameter in named_parameters(self.model_parts):
+                    grad = parameter.grad
+                    if grad is not None:
+                        is_sharded = isinstance(grad, DTensor)
+                        whole[name] = grad.full_tensor() if is_sharded else grad
+                torch.save(whole, record("grads_rank{rank}.pt"))
             return clip(*clip_args, **clip_kwargs)
 
         dist_utils.clip_grad_norm_ = dump_and_clip
@@ -398,7 +325,7 @@ def record_gradients(record_dir: Path, step: int) -> None:
     titan_train.Trainer.train_step = train_step_with_dump
 
 
-def record_trace(record_dir: Path, step: int) -> None:
+def record_trace(step: int) -> None:
     """Save the engine's steps, the collectives and the most memory of `step` to trace_rank<r>.json."""
     train_step = titan_train.Trainer.train_step
 
@@ -417,12 +344,12 @@ def record_trace(record_dir: Path, step: int) -> None:
         ) as profile:
             train_step(self, *args, **kwargs)
         observe(engine, None)
-        record = {
+        trace = {
             "events": events,
             "collectives": collectives(profile),
             "peak_bytes": peak_bytes(profile),
         }
-        (record_dir / f"trace_rank{rank()}.json").write_text(json.dumps(record))
+        record("trace_rank{rank}.json").write_text(json.dumps(trace))
 
     titan_train.Trainer.train_step = traced_step
 
@@ -492,7 +419,7 @@ def plant_rates(link: float) -> None:
     session.measure_times = measure
 
 
-def compute_in_fp64() -> None:
+def compute_in_fp64(_: bool) -> None:
     """Everything that is fp32 becomes fp64, and attention is the textbook's. Rotary angles keep their fp32 values."""
     TORCH_DTYPE_MAP["float32"] = torch.float64
     narrow, convert = torch.Tensor.float, torch.Tensor.to
@@ -578,5 +505,12 @@ def unwrapped(name: str) -> str:
     return name
 
 
-if __name__ == "__main__":
-    main()
+HOOKS = {
+    "grads_at": record_gradients,
+    "trace_at": record_trace,
+    "init_seed": initialise_by_name,
+    "as_dp": take_turns,
+    "link": plant_rates,
+    "fp64": compute_in_fp64,
+}
+"""What ``run`` of harness.py asks for by name."""

@@ -42,7 +42,6 @@ def register_flavors() -> None:
     )
     deepseekv3_args["tiny"] = deepseek()
     deepseekv3_args["tiny_q_lora"] = deepseek(q_lora_rank=32)
-    deepseekv3_args["tiny4"] = deepseek(n_layers=4)
     deepseekv3_args["tiny_sdpa"] = deepseek(attn_type="sdpa", attn_mask_type="causal")
 
     llama4 = functools.partial(
@@ -57,7 +56,6 @@ def register_flavors() -> None:
         fixed_attn_block_size=256,
     )
     llama4_args["tiny"] = llama4()
-    llama4_args["tiny4"] = llama4(n_layers=4)
     llama4_args["tiny_sdpa"] = llama4(
         every_n_layers_nope=None, attn_type="sdpa", attn_mask_type="causal"
     )
