@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A machine compiles the planner once, and nothing is compiled after that."""
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -13,11 +12,12 @@ from types import SimpleNamespace
 
 import filelock
 import pytest
+from hypothesis import given
 
-from tests.lib.costs import concave_cost
-from tests.lib.layouts import FAMILIES, LLAMA, Case
+from tests.planning.test_properties import problems
 from torchtitan_cad.planning import (
     AttentionShape,
+    CostModel,
     PlannerConfig,
     TokenLayout,
     compile_once,
@@ -29,14 +29,6 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.planning import plan as plans
 from torchtitan_cad.planning.placement.place import warm_up_placement
 
-OPTIONS = (
-    {},
-    {"planner": "greedy"},
-    {"split_kv": False},
-    {"rank_speeds": (1.0, 0.5, 0.9, 1.0, 1.0, 1.0)},
-    {"ranks_per_node": 2},
-)
-
 
 @pytest.mark.matrix
 def test_nothing_compiles_after_warm_up():
@@ -44,21 +36,17 @@ def test_nothing_compiles_after_warm_up():
     assert compile_once.is_compiled()
     # Placement's and the greedy planner's are loaded where they are first used.
     assert {len(entry.signatures) for entry in jit.entry_points()} <= {0, 1}
-    first = Case("spanning", 6, 2000, 128, 0.02, 128, 0).layout()
-    place_and_plan(first, LLAMA)
-    make_plan(first, LLAMA, PlannerConfig(planner="greedy"))
+    place_and_plan(LAYOUT, SHAPE)
+    make_plan(LAYOUT, SHAPE, PlannerConfig(planner="greedy"))
     before = [list(entry.signatures) for entry in jit.entry_points()]
-    for seed, family in enumerate(FAMILIES):
-        is_odd = seed % 2
-        for number, options in enumerate(OPTIONS):
-            tokens = 2000 if is_odd else 60
-            min_shard = (128, 1, 100)[number % 3]
-            tile = 64 if is_odd else 128
-            case = Case(family, 6, tokens, min_shard, 0.02, tile, seed)
-            config = dataclasses.replace(case.config, **options)
-            cost = concave_cost(3.0) if number % 3 == 0 and seed % 3 == 0 else None
-            make_plan(case.layout(), LLAMA, config, cost).exchange(number % 6)
-            place_and_plan(case.layout(), LLAMA, config, cost)
+
+    @given(problem=problems())
+    def plan(problem: tuple[TokenLayout, PlannerConfig, CostModel | None]) -> None:
+        layout, config, cost = problem
+        make_plan(layout, SHAPE, config, cost).exchange(0)
+        place_and_plan(layout, SHAPE, config, cost)
+
+    plan()
     assert [list(entry.signatures) for entry in jit.entry_points()] == before
 
 
@@ -70,11 +58,12 @@ LAYOUT = TokenLayout.from_segments(
         [],
     ]
 )
+SHAPE = AttentionShape(8, 2, 64, 2)
 
 
 def fingerprints() -> list[str]:
     plans = [
-        make_plan(LAYOUT, AttentionShape(8, 2, 64, 2), PlannerConfig(planner=planner))
+        make_plan(LAYOUT, SHAPE, PlannerConfig(planner=planner))
         for planner in ("local_search", "greedy")
     ]
     assert all(plan.moves_rows for plan in plans)

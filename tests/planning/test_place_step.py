@@ -19,7 +19,6 @@ from tests.lib.steps import TIMES, batch_of_rows, fingerprints, plans_of, second
 from tests.lib.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import (
     AttentionKind,
-    LayerTimes,
     Plan,
     PlannedMicrobatch,
     PlannerConfig,
@@ -293,25 +292,25 @@ def test_refuses_what_is_no_step():
     for step, key in (([[1]], "layout"), ([one], "microbatch"), (None, "given")):
         with refusal(key, "="):
             plan_step(step, FULL)
-    chunked = AttentionKind("chunked", 1, LLAMA, 64)
-    for kinds, key in (([], "kinds"), ([LLAMA], "kind"), ([chunked] * 2, "columns")):
+    chunked = [AttentionKind("chunked", 1, LLAMA, 64)] * 2
+    for kinds, key in (([], "kinds"), ([LLAMA], "kind"), (chunked, "columns")):
         with refusal(key, "="):
             plan_step([[one]], kinds)
 
 
-@pytest.mark.parametrize(
-    "times",
-    [None, LayerTimes(1e-9, 1e-7, 1e9, 1e9, 1e-5, overlaps=False)],
-    ids=["bytes", "times"],
-)
+@pytest.mark.parametrize("times", [None, replace(TIMES, overlaps=False)])
 @pytest.mark.parametrize("place", [True, False])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_what_has_no_tokens_stays_home(times, place, stages):
     empty = TokenLayout.from_segments([[], []])
     some = rows([[700], [801]])
-    options = {"times": times, "place": place, "stages": stages}
-    for plan in plans_of(plan_step([[empty], [empty]], FULL, **options)):
+
+    def plans(*layouts: TokenLayout) -> list[Plan]:
+        step = [[layout] for layout in layouts]
+        return plans_of(plan_step(step, FULL, times=times, place=place, stages=stages))
+
+    for plan in plans(empty, empty):
         assert plan.config.planner == "home"
         assert plan.layout is empty
-    plans = plans_of(plan_step([[empty], [some]], FULL, **options))
-    assert sorted(plan.layout.num_tokens for plan in plans) == [0, 1501]
+    tokens = [plan.layout.num_tokens for plan in plans(empty, some)]
+    assert sorted(tokens) == [0, 1501]
