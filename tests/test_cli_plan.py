@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 import torchtitan_cad
 from torchtitan_cad.planning import Plan, PlannerConfig, make_plan
 from torchtitan_cad.planning.serialize import layout_from_dict
-from torchtitan_cad.tools.main import main, separate_overrides
+from torchtitan_cad.tools.main import USER_ERROR, main, separate_overrides
 from torchtitan_cad.tools.plan.plot import BARS, FEW
 
 
@@ -127,7 +127,6 @@ def test_mistakes_in_commands_are_one_line(layout_file, tmp_path, refused):
     (tmp_path / "job.toml").write_text("a = " + "[" * 100_000)
     for options in (
         "--rank-speeds 1e300 1e-300 1",
-        "--planner magic",
         "--output /no/such/directory/plan.json",
         "--plot plan.docx",
         "--profile none.json",
@@ -140,6 +139,13 @@ def test_mistakes_in_commands_are_one_line(layout_file, tmp_path, refused):
         refused(*words.split())
     for command in ("simulate", "advise"):
         refused(command, str(tmp_path / "job.toml"))
+
+
+def test_an_unknown_planner_is_told_the_known_ones(layout_file, capsys):
+    """Benches register more, so that the line is not always the same."""
+    assert main(["plan", layout_file, "--planner=magic"]) == USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--planner magic: choose one of greedy, home, local_search" in line
 
 
 def _without_progress(text: bytes) -> bytes:
