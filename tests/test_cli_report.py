@@ -16,7 +16,7 @@ from torchtitan_cad.integration.report.steps_file import (
     new_steps_file,
     to_json,
 )
-from torchtitan_cad.planning import AttentionShape, Plan, Profile, validate_plan
+from torchtitan_cad.planning import AttentionShape, Plan, Profile
 from torchtitan_cad.tools.main import main
 from torchtitan_cad.tools.profile import report
 
@@ -34,21 +34,14 @@ FIRST = {
     "exposed_percent": 2.0,
     "loss": 8.0,
 }
-SECOND = {
-    **FIRST,
+SECOND = FIRST | {
     "step": 2,
     "imbalance_before": 1.5,
     "tasks_moved": 2,
     "plan_seconds": 0.004,
     "loss": float("nan"),
 }
-THIRD = {
-    **FIRST,
-    "step": 3,
-    "imbalance_before": 2.0,
-    "plan_seconds": 0.002,
-    "loss": 7.5,
-}
+THIRD = FIRST | {"step": 3, "imbalance_before": 2.0, "plan_seconds": 0.002, "loss": 7.5}
 
 
 def write(folder: Path, *rows: dict) -> Path:
@@ -58,30 +51,29 @@ def write(folder: Path, *rows: dict) -> Path:
     return steps_file.path
 
 
-@pytest.mark.parametrize(
-    "end", ["", '{"step": 4, "loss'], ids=["whole", "cut by a kill"]
-)
-def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str) -> None:
+def summary_beside(path: Path) -> dict:
+    return json.loads((path.parent / "cad_summary.json").read_text())
+
+
+@pytest.mark.parametrize("end", ["", '{"step": 4, "loss'], ids=["whole", "cut"])
+def test_summary(tmp_path, capsys, end):
     path = write(tmp_path / "tb" / "now", FIRST, SECOND, THIRD)
     path.write_text(path.read_text() + end)
     assert main(["report", str(tmp_path)]) == 0
-    assert json.loads((path.parent / "cad_summary.json").read_text()) == pytest.approx(
-        {
-            "steps": 3,
-            "last_step": 3,
-            "ranks": 4,
-            "imbalance_before": 2.0,
-            "imbalance_after": 1.0,
-            "bytes_per_rank_mean": 3.0e6,
-            "bytes_per_rank_max": 6.0e6,
-            "tasks_moved": 8 / 3,
-            "exposed_percent": 2.0,
-            "plan_seconds": 0.004,
-            "exchange_seconds": 0.1,
-            "loss_first": 8.0,
-            "loss_last": 7.5,
-        }
-    )
+    wanted = {
+        "steps": 3,
+        "last_step": 3,
+        "ranks": 4,
+        "imbalance_before": 2.0,
+        "tasks_moved": 8 / 3,
+        "plan_seconds": 0.004,
+        "loss_first": 8.0,
+        "loss_last": 7.5,
+    }
+    same = ("imbalance_after", "exposed_percent", "exchange_seconds")
+    for key in (*same, "bytes_per_rank_mean", "bytes_per_rank_max"):
+        wanted[key] = FIRST[key]
+    assert summary_beside(path) == pytest.approx(wanted)
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "Core attention disaggregation on 4 ranks, logged steps: 3"
     assert [line.split()[-1] for line in printed[1:3]] == ["2.000", "1.000"]
@@ -89,74 +81,54 @@ def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str) -
     assert printed[-1] == f"wrote cad_summary.json and imbalance.png in {path.parent}"
 
 
-@pytest.mark.parametrize("ranks", [1, 16, 200])
-@pytest.mark.parametrize("steps", [1, 100])
-def test_picture(tmp_path: Path, ranks: int, steps: int) -> None:
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 1), (16, 100), (200, 100)])
+def test_picture(tmp_path, ranks, steps):
     ranked = {
         "ranked_before": [2.0] + [1.0] * (ranks - 1),
         "ranked_after": [1.0] * ranks,
     }
-    write(tmp_path, *({**FIRST, **ranked, "step": step} for step in range(steps)))
+    write(tmp_path, *(FIRST | ranked | {"step": step} for step in range(steps)))
     assert main(["report", str(tmp_path)]) == 0
     assert matplotlib.image.imread(tmp_path / "imbalance.png").shape[:2] == (480, 1200)
 
 
-def test_the_newest_run_is_taken_and_a_later_one_overwrites_nothing(
-    tmp_path: Path,
-) -> None:
+def test_the_newest_run_is_taken_and_a_later_one_overwrites_nothing(tmp_path):
     """torchtitan names a run's folder by the minute, so two may get the same."""
-    first, second = (
-        write(tmp_path / "20261122-0622", {**FIRST, "loss": loss})
-        for loss in (1.0, 2.0)
-    )
+    folder = tmp_path / "20261122-0622"
+    first = write(folder, FIRST | {"loss": 1.0})
+    second = write(folder, FIRST | {"loss": 2.0})
     assert second.parent.name == "20261122-0622-2"
     os.utime(first, ns=(0, 0))
     assert main(["report", str(tmp_path)]) == 0
-    assert main(["report", str(first.parent)]) == 0
-    summaries = [
-        json.loads((path.parent / "cad_summary.json").read_text())
-        for path in (first, second)
-    ]
-    assert [summary["loss_last"] for summary in summaries] == [1.0, 2.0]
+    assert main(["report", str(folder)]) == 0
+    assert summary_beside(first)["loss_last"] == 1.0
+    assert summary_beside(second)["loss_last"] == 2.0
 
 
-def test_traces_get_the_names_that_tensorboard_looks_for(tmp_path: Path) -> None:
+def test_traces_get_the_names_that_tensorboard_looks_for(tmp_path):
     write(tmp_path / "tb" / "now", FIRST)
-    trace = tmp_path / "profile_traces" / "iteration_4" / "rank3_trace.json"
-    trace.parent.mkdir(parents=True)
+    folder = tmp_path / "profile_traces" / "iteration_4"
+    folder.mkdir(parents=True)
+    trace = folder / "rank3_trace.json"
     trace.write_text("{}")
     for _ in range(2):
         assert main(["report", str(tmp_path)]) == 0
-    assert {path.name for path in trace.parent.iterdir()} == {
-        trace.name,
-        "rank3.pt.trace.json",
-    }
-    assert trace.with_name("rank3.pt.trace.json").samefile(trace)
+    (linked,) = set(folder.iterdir()) - {trace}
+    assert linked.name == "rank3.pt.trace.json"
+    assert linked.samefile(trace)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        None,
-        "",
-        '{"step": 1',
-        "[1]\n",
-        '{"step": 1}\n',
-        "no JSON\n",
-    ],
-)
-def test_what_cannot_be_reported_is_one_line(
-    tmp_path: Path, content: str | None, refused
-) -> None:
-    if content is not None:
-        (tmp_path / STEPS_NAME).write_text(content)
+def test_what_cannot_be_reported_is_one_line(tmp_path, refused):
     refused("report", str(tmp_path))
+    for content in ("", '{"step": 1', "[1]\n", '{"step": 1}\n', "no JSON\n"):
+        (tmp_path / STEPS_NAME).write_text(content)
+        refused("report", str(tmp_path))
 
 
 @pytest.mark.skipif(
     not Path("/dev/full").exists(), reason="needs a device that is always full"
 )
-def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_whole_lines(tmp_path):
     steps_file = new_steps_file(tmp_path)
     steps_file.append(to_json(FIRST))
     path, steps_file.path = steps_file.path, Path("/dev/full")
@@ -168,19 +140,8 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     assert (first["loss"], second["step"], second["loss"]) == (8.0, 2, None)
 
 
-SMALL = [
-    "--num-heads",
-    "4",
-    "--num-kv-heads",
-    "2",
-    "--head-dim",
-    "16",
-    "--device",
-    "cpu",
-    "--repeats",
-    "2",
-]
-GRID = ["--q-lengths", "64", "128", "--kv-lengths", "128", "256", "640"]
+SMALL = "--num-heads 4 --num-kv-heads 2 --head-dim 16 --device cpu --repeats 2"
+GRID = "--q-lengths 64 128 --kv-lengths 128 256 640"
 LAYOUT = {
     "attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype_bytes": 4},
     "ranks": [
@@ -191,11 +152,11 @@ LAYOUT = {
 }
 
 
-def test_from_measuring_to_a_plan(tmp_path, capsys, monkeypatch) -> None:
+def test_from_measuring_to_a_plan(tmp_path, capsys, monkeypatch):
     # short calls: what they take is not asked
     monkeypatch.setattr("torchtitan_cad.tools.profiling.CPU_ROWS", 1024)
     output = tmp_path / "profile.json"
-    assert main(["profile", "--output", str(output), *SMALL, *GRID]) == 0
+    assert main(["profile", f"--output={output}", *SMALL.split(), *GRID.split()]) == 0
     profile = Profile.read(output)
     assert (profile.kernel, profile.dtype, profile.repeats) == ("cpu", "float32", 2)
     assert (profile.q_lengths, profile.kv_lengths) == ((64, 128), (128, 256, 640))
@@ -203,61 +164,44 @@ def test_from_measuring_to_a_plan(tmp_path, capsys, monkeypatch) -> None:
     assert report(profile) in printed
     assert printed.count("FLOP/s") == printed.count("saturated from") == 2
 
-    layout, plan_file = tmp_path / "layout.json", tmp_path / "plan.json"
+    layout = tmp_path / "layout.json"
     layout.write_text(json.dumps(LAYOUT))
-    command = [
-        "plan",
-        str(layout),
-        "--profile",
-        str(output),
-        "--output",
-        str(plan_file),
-        "--validate",
-    ]
-    assert main(command) == 0
+    plan_file = tmp_path / "plan.json"
+    options = [f"--profile={output}", f"--output={plan_file}", "--validate"]
+    assert main(["plan", str(layout), *options]) == 0
     plan = Plan.from_json(plan_file.read_text())
-    validate_plan(plan)
     loads = profile.cost_model("forward", plan.shape).cost(plan.tasks)
     assert plan.stats.loads.sum() == loads.sum()
     assert plan.stats.max_over_mean < plan.stats.max_over_mean_before
     # Half the measured heads: the whole document takes half the sum of the measured rows.
-    whole = profile.cost_model("forward", AttentionShape(4, 2, 16, 4)).prefix_cost(
-        8192
-    )[-1]
+    measured = profile.cost_model("forward", AttentionShape(4, 2, 16, 4))
+    whole = measured.prefix_cost(8192)[-1]
     assert plan.stats.loads_before[0] == pytest.approx(whole / 2, rel=1e-6)
 
 
-def test_the_table_shows_where_throughput_saturates() -> None:
+def test_the_table_shows_where_throughput_saturates():
     """In the artificial profile 64 queries take as long as 128, and tasks below 512 a tenth longer."""
-    table = report(
-        make_profile(forward=linear(0.001), backward=linear(0.002))
-    ).splitlines()
+    profile = make_profile(forward=linear(0.001), backward=linear(0.002))
+    table = [line.split() for line in report(profile).splitlines()]
     operations = 4 * 128 * 128 * 128 * 32 / 1e-6 / 1e12
-    assert [float(cell) for cell in table[5].split()[2:]] == [round(operations, 1)] * 3
-    assert [float(cell) for cell in table[3].split()[2:]] == [
-        round(operations / 2.2, 1)
-    ] * 3
-    assert table[6].split() == ["saturated", "from", "512", "512", "512"]
+    assert table[5][2:] == [f"{operations:.1f}"] * 3
+    assert table[3][2:] == [f"{operations / 2.2:.1f}"] * 3
+    assert table[6] == ["saturated", "from", "512", "512", "512"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--kv-lengths", "256"],
-        ["--repeats", "0"],
-        ["--kernel", "warp"],
-        ["--kernel", "varlen"],
-    ],
-)
-def test_mistakes_are_found_before_measuring(
-    options: list[str], tmp_path: Path, refused
-) -> None:
+def test_mistakes_are_found_before_measuring(tmp_path, refused):
     output = tmp_path / "profile.json"
-    refused("profile", "--output", str(output), *SMALL, *options)
+    for mistake in (
+        "--kv-lengths=256",
+        "--repeats=0",
+        "--kernel=warp",
+        "--kernel=varlen",
+    ):
+        refused("profile", f"--output={output}", *SMALL.split(), mistake)
     assert not output.exists()
 
 
-def test_noisy_cells_are_marked(tmp_path, monkeypatch, capsys) -> None:
+def test_noisy_cells_are_marked(tmp_path, monkeypatch, capsys):
     spread = ((0.0, 0.1, 0.0), (0.0, 0.9, 0.0), (0.0, 0.0, 0.0))
     noisy = dataclasses.replace(
         make_profile(), forward_spread=spread, backward_spread=spread
@@ -265,15 +209,11 @@ def test_noisy_cells_are_marked(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(
         "torchtitan_cad.tools.profiling.measure_profile", lambda *_: noisy
     )
-    assert (
-        main(["profile", "--output", str(tmp_path / "profile.json"), *SMALL, *GRID])
-        == 0
-    )
+    output = tmp_path / "profile.json"
+    assert main(["profile", f"--output={output}", *SMALL.split(), *GRID.split()]) == 0
     captured = capsys.readouterr()
     warning = captured.err.splitlines()[-1]
-    assert warning.startswith(
-        "torchtitan-cad: warning: 1 of 6 cells, marked by ?, stayed noisy; "
-    )
+    assert "warning: 1 of 6 cells, marked by ?, stayed noisy; " in warning
     assert warning.endswith("measure again, with --repeats 4")
     assert captured.out.count("?") == 2
-    assert Profile.read(tmp_path / "profile.json") == noisy
+    assert Profile.read(output) == noisy

@@ -30,6 +30,9 @@ from torchtitan_cad.tools import main as cli
 
 FIRST = [ROOT / "README.md", ROOT / "docs/get_started.md"]
 """What a new user reads before the other pages."""
+IN_REPOSITORY = re.compile(r"(bench|docs|examples|patches|tests|train_configs)/")
+
+
 PROGRAM = re.compile(
     r"(?:\S*/)?(?:torchtitan-cad|make|torchrun|python -m|python \S+\.py)(?: |$)|--\w+\.\w+ "
 )
@@ -49,18 +52,17 @@ SHORTER = {
 }
 
 
+NO_COMMANDS = ("torchtitan-cad", "torchtitan-cad COMMAND")
+
+
 def commands_of(page: Path) -> Iterator[str]:
     """Yield what stands in blocks and in backquotes."""
     text = re.sub(r"\s*\\\n\s*", " ", page.read_text())
     for block, span in re.findall(r"^ {4,}(\S.*)$|`([^`]+)`", text, re.MULTILINE):
-        for command in re.split(r" +#| && ", " ".join((block or span).split())):
-            command = (
-                command.removeprefix("srun ").removesuffix(" ...").replace(" ... ", " ")
-            )
-            if PROGRAM.match(command) and command not in (
-                "torchtitan-cad",
-                "torchtitan-cad COMMAND",
-            ):
+        for words in re.split(r" +#| && ", " ".join((block or span).split())):
+            command = words.removeprefix("srun ").removesuffix(" ...")
+            command = command.replace(" ... ", " ")
+            if PROGRAM.match(command) and command not in NO_COMMANDS:
                 yield command
 
 
@@ -100,11 +102,9 @@ def parsed(start: Callable[[], Any], *arguments: str) -> Any:
 
 def run_main(name: str) -> None:
     """Run what a module does as a program, in the module as others import it."""
-    module = import_module(
-        name
-        if getattr(import_module(name), "__path__", None) is None
-        else f"{name}.__main__"
-    )
+    module = import_module(name)
+    if hasattr(module, "__path__"):
+        module = import_module(f"{name}.__main__")
     block = ast.parse(inspect.getsource(module)).body[-1]
     assert isinstance(block, ast.If)
     exec(compile(ast.Module(block.body, []), name, "exec"), vars(module))
@@ -116,57 +116,54 @@ def test_documented_commands_are_taken(command, monkeypatch):
     from torchtitan_cad.integration.torchtitan_v0_2.manager import read_config
 
     monkeypatch.chdir(ROOT)
-    mine = {"train.toml": JOB, "outputs/assets": str(tokenizer_folder())}
-    words = [mine.get(word, word) for word in shlex.split(command)]
+    of_reader = {"train.toml": JOB, "outputs/assets": str(tokenizer_folder())}
+    words = [of_reader.get(word, word) for word in shlex.split(command)]
     for word in words:
-        assert (
-            not re.match(r"(bench|docs|examples|patches|tests|train_configs)/", word)
-            or Path(word).exists()
-        ), word
-    match [Path(words[0]).name, *words[1:]]:
+        assert Path(word).exists() or not IN_REPOSITORY.match(word), word
+    program, *arguments = words
+    match [Path(program).name, *arguments]:
         case [option, *_] if option.startswith("--"):
             read_config(words)
-        case ["make", *arguments]:
-            done = subprocess.run(
-                ["make", "--dry-run", *arguments],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+        case ["make", *_]:
+            make = ["make", "--dry-run", *arguments]
+            done = subprocess.run(make, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
             for name in re.findall(r"(\w+)=", command):
                 assert f"$({name})" in Path("Makefile").read_text(), name
         case ["torchtitan-cad", name]:
             assert name in cli.COMMANDS
-        case ["torchtitan-cad", *arguments]:
+        case ["torchtitan-cad", *_]:
             options = parsed(cli.main, *arguments).keywords
             if overrides := options.get("overrides"):
                 read_config([f"--job.config_file={options['job']}", *overrides])
-        case ["torchrun", _, *_] | ["python", "-m", "torchtitan_cad.launch", _, *_]:
-            options = parsed(
-                launch.main, *words[1 if words[0].endswith("torchrun") else 3 :]
-            )
+        case ["torchrun", *launched] | [
+            "python",
+            "-m",
+            "torchtitan_cad.launch",
+            *launched,
+        ] if launched:
+            options = parsed(launch.main, *launched)
             assert find_spec(options.training_script) is not None
             match options.training_script_args:
                 case ["--module", recipes, *_]:  # tests/titan030 reads the others
                     assert find_spec(recipes) is not None
-                case arguments:
-                    read_config(arguments)
+                case of_job:
+                    read_config(of_job)
         case ["python", "-m", "torchtitan_cad.launch" | "pytest", *_]:
             pass
-        case ["python", "-m", module, *arguments]:
-            parsed(functools.partial(run_main, module), *arguments)
+        case ["python", "-m", module, *of_module]:
+            parsed(functools.partial(run_main, module), *of_module)
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clone(tmp_path_factory):
     """Make a folder where commands may write, with links to all else, and shorter training."""
     folder = tmp_path_factory.mktemp("clone")
     for path in ROOT.glob("[!.]*"):
-        if path.name not in ("outputs", *WRITTEN):
+        if path.name in WRITTEN:
+            shutil.copytree(path, folder / path.name)
+        elif path.name != "outputs":
             (folder / path.name).symlink_to(path)
-    for name in WRITTEN:
-        shutil.copytree(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(sys.prefix)
     for name in (JOB, "train.toml"):
         (folder / name).write_text(shorter((ROOT / JOB).read_text()))
@@ -174,9 +171,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shorter(text: str) -> str:
-    return functools.reduce(
-        lambda result, pair: result.replace(*pair), SHORTER.items(), text
-    )
+    for long, short in SHORTER.items():
+        text = text.replace(long, short)
+    return text
 
 
 @matrix
@@ -186,12 +183,11 @@ def shorter(text: str) -> str:
 def test_documented_commands_run(command, clone):
     """In the order in which they are read; two ranks stand for a machine of eight GPUs."""
     command = shorter(command.replace("make ", "make --old-file=.venv/.installed "))
-    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "PATH": search, "PYTHONPATH": str(clone)}
+    search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["timeout", "300", "bash", "-c", command],
         cwd=clone,
-        env=env,
+        env={**os.environ, "PATH": search, "PYTHONPATH": str(clone)},
         capture_output=True,
         text=True,
     )

@@ -4,6 +4,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,25 +16,11 @@ from torchtitan_cad.planning.files import MAX_BYTES, MAX_BYTES_OF_LINES
 from torchtitan_cad.tools import main as cli
 from torchtitan_cad.tools.main import main
 
-LAYOUT = {
-    "attention": {
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "dtype_bytes": 2,
-    },
-    "ranks": [[{"doc": 0, "start": 0, "length": 256}]],
-}
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "layout.json"
 STEP = {"step": 1, "ranked_before": [1.5, 0.5], "ranked_after": [1.0, 1.0]}
-JOB = str(Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml")
-SIMULATED = ["simulate", "--ranks=8", "--model=llama-8b"]
-
-
-@pytest.fixture
-def layout(tmp_path: Path) -> str:
-    path = tmp_path / "layout.json"
-    path.write_text(json.dumps(LAYOUT))
-    return str(path)
+JOB = str(ROOT / "train_configs" / "llama3_debug_cpu.toml")
+SIMULATED = "simulate --ranks=8 --model=llama-8b"
 
 
 def fifo(path: Path) -> None:
@@ -67,21 +54,20 @@ every_kind = pytest.mark.parametrize(
     ids=lambda make: make.__name__,
 )
 READERS = {
-    "layout": ["plan", "{file}"],
-    "profile": ["plan", "{layout}", "--profile={file}"],
-    "simulated profile": [*SIMULATED, "--profile={file}"],
-    "documents": [*SIMULATED, "--documents={file}"],
-    "steps": ["report", "{file}"],
+    "layout": "plan {file}",
+    "profile": f"plan {EXAMPLE} --profile={{file}}",
+    "simulated profile": f"{SIMULATED} --profile={{file}}",
+    "documents": f"{SIMULATED} --documents={{file}}",
+    "steps": "report {file}",
 }
 
 
 @pytest.mark.parametrize("reader", READERS)
 @every_kind
-def test_kinds_of_files(reader, make, layout, tmp_path, refused):
+def test_kinds_of_files(reader, make, tmp_path, refused):
     path = tmp_path / (STEPS_NAME if reader == "steps" else "file.json")
     make(path)
-    line = refused(*(word.format(file=path, layout=layout) for word in READERS[reader]))
-    assert str(path) in line
+    assert str(path) in refused(*READERS[reader].format(file=path).split())
 
 
 @every_kind
@@ -94,18 +80,12 @@ def test_training_reads_by_the_same_reader(make, tmp_path):
         parse_lengths(f"histogram:{path}")
 
 
-def test_unknown_keys_of_a_layout(tmp_path, refused):
-    path = tmp_path / "layout.json"
-    path.write_text(json.dumps({**LAYOUT, "rank": []}))
-    assert f"{path}: " in refused("plan", str(path))
-
-
-def test_too_little_memory_is_one_line(layout, monkeypatch, refused):
+def test_too_little_memory_is_one_line(monkeypatch, refused):
     def allocate(*_: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("torchtitan_cad.tools.plan.read_layout", allocate)
-    refused("plan", layout)
+    refused("plan", str(EXAMPLE))
 
 
 @pytest.mark.parametrize(
@@ -120,122 +100,105 @@ def test_too_little_memory_is_one_line(layout, monkeypatch, refused):
     ids=["folder", "pipe", "device", "loop", "broken link"],
 )
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
-        ["plan", "{layout}", "--output={file}"],
-        ["plan", "{layout}", "--plot={file}"],
-        [*SIMULATED, "--output={file}"],
-        [*SIMULATED, "--plot={file}"],
-        ["advise", JOB, "--output={file}"],
-        ["profile", "--output={file}"],
+        f"plan {EXAMPLE} --output",
+        f"plan {EXAMPLE} --plot",
+        f"{SIMULATED} --output",
+        f"{SIMULATED} --plot",
+        f"advise {JOB} --output",
+        "profile --output",
     ],
-    ids=lambda words: f"{words[0]} {words[-1][:8]}",
+    ids=lambda command: command.replace(f"{ROOT}/", ""),
 )
-def test_outputs_are_tried_before_the_work(words, make, layout, tmp_path, refused):
+def test_outputs_are_tried_before_the_work(command, make, tmp_path, refused):
     path = tmp_path / "output.png"
     make(path)
     before = sorted(tmp_path.iterdir())
-    option = words[-1].partition("=")[0]
-    line = refused(*(word.format(file=path, layout=layout) for word in words))
-    assert f"{option} {path}: " in line
+    *words, option = command.split()
+    assert f"{option} {path}: " in refused(*words, f"{option}={path}")
     assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("linked", [None, os.symlink, os.link])
 @pytest.mark.parametrize(
-    ("words", "option"),
+    "command",
     [
-        (["plan", "{input}", "--output={other}"], "--output"),
-        (["plan", "{input}", "--plot={other}"], "--plot"),
-        (["plan", "{layout}", "--profile={input}", "--output={other}"], "--output"),
-        (["plan", "{layout}", "--output={input}", "--plot={other}"], "--plot"),
-        ([*SIMULATED, "--documents={input}", "--output={other}"], "--output"),
-        ([*SIMULATED, "--profile={input}", "--plot={other}"], "--plot"),
-        ([*SIMULATED, "--output={input}", "--plot={other}"], "--plot"),
-        (["advise", "{input}", "--output={other}"], "--output"),
+        "plan {input} --output",
+        "plan {input} --plot",
+        f"plan {EXAMPLE} --profile={{input}} --output",
+        f"plan {EXAMPLE} --output={{input}} --plot",
+        f"{SIMULATED} --documents={{input}} --output",
+        f"{SIMULATED} --profile={{input}} --plot",
+        f"{SIMULATED} --output={{input}} --plot",
+        "advise {input} --output",
     ],
+    ids=lambda command: command.replace(f"{ROOT}/", ""),
 )
 def test_no_output_takes_the_place_of_an_input_or_another(
-    words, option, linked, layout, tmp_path, refused
+    command, linked, tmp_path, refused
 ):
-    path, other = tmp_path / "same.png", tmp_path / "other.png"
-    path.write_text(content := json.dumps(LAYOUT))
+    path = target = tmp_path / "same.png"
+    content = EXAMPLE.read_text()
+    path.write_text(content)
     if linked:
-        linked(path, other)
-    target = other if linked else path
-    line = refused(
-        *(word.format(input=path, other=target, layout=layout) for word in words)
-    )
-    assert f"{option} {target}: " in line
+        target = tmp_path / "other.png"
+        linked(path, target)
+    *words, option = command.format(input=path).split()
+    assert f"{option} {target}: " in refused(*words, f"{option}={target}")
     assert path.read_text() == content
 
 
-def test_what_was_there_stays_until_it_is_written(layout, tmp_path, refused):
+def test_what_was_there_stays_until_it_is_written(tmp_path, refused):
     output = tmp_path / "plan.json"
     output.write_text("before")
-    refused("plan", layout, "--output", str(output), "--profile", "none.json")
+    refused("plan", str(EXAMPLE), f"--output={output}", "--profile=none.json")
     assert output.read_text() == "before"
 
 
 @pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "a\udcff"])
 def test_names_are_shown_as_escapes(name, tmp_path, refused, capsys):
     path = tmp_path / f"{name}.json"
-    for words in (
-        ["plan", path],
-        ["report", path],
-        ["doctor", path],
-        [*SIMULATED, f"--documents={path}"],
-    ):
-        assert refused(*map(str, words)).isprintable()
-    path.write_text(json.dumps(LAYOUT))
-    assert main(["plan", str(path), "--output", str(tmp_path / f"{name}.plan")]) == 0
+    for command in ("plan", "report", "doctor"):
+        assert refused(command, str(path)).isprintable()
+    assert refused(*SIMULATED.split(), f"--documents={path}").isprintable()
+    path.write_text(EXAMPLE.read_text())
+    assert main(["plan", str(path), f"--output={tmp_path / name}.plan"]) == 0
     assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
 
 
-BAD_LINES = [
-    ("step", "1"),
-    ("step", [1]),
-    ("step", 1.5),
-    ("step", True),
-    ("step", 10**30),
-    ("step", -1),
-    ("step", None),
-    *(
-        (key, value)
-        for key in ("ranked_before", "ranked_after")
-        for value in ([], [None, 1], "1234", {"a": 1}, [[1]])
-    ),
-    ("ranked_before", [1.0]),
-    ("ranked_before", [1e999, 1]),
-    ("ranked_before", [1e308, 1e308]),
-    ("bytes_per_rank_mean", 10**400),
-    ("imbalance_before", [1, 2]),
-    ("plan_seconds", "1"),
-    ("exposed_percent", True),
-    ("loss", {}),
-]
+NOT_RANKED = ([], [None, 1], "1234", {"a": 1}, [[1]])
+BAD_LINES = {
+    "step": ("1", [1], 1.5, True, 10**30, -1, None),
+    "ranked_before": (*NOT_RANKED, [1.0], [1e999, 1], [1e308, 1e308]),
+    "ranked_after": NOT_RANKED,
+    "bytes_per_rank_mean": [10**400],
+    "imbalance_before": [[1, 2]],
+    "plan_seconds": ["1"],
+    "exposed_percent": [True],
+    "loss": [{}],
+}
 
 
-@pytest.mark.parametrize(("key", "value"), BAD_LINES)
-def test_a_line_of_another_kind_is_named(key, value, tmp_path, refused):
+@pytest.mark.parametrize("key", BAD_LINES)
+def test_a_line_of_another_kind_is_named(key, tmp_path, refused):
     path = tmp_path / STEPS_NAME
-    changed = json.dumps({**STEP, "step": 2, key: value}).replace("Infinity", "1e999")
-    path.write_text(f"{json.dumps(STEP)}\n\n{changed}\n")
-    line = refused("report", str(tmp_path))
-    assert str(path) in line
-    assert key in line
+    for value in BAD_LINES[key]:
+        changed = json.dumps({**STEP, "step": 2, key: value})
+        changed = changed.replace("Infinity", "1e999")
+        path.write_text(f"{json.dumps(STEP)}\n\n{changed}\n")
+        line = refused("report", str(tmp_path))
+        assert str(path) in line
+        assert key in line
     assert list(tmp_path.iterdir()) == [path]
 
 
-def reported(
-    capsys: pytest.CaptureFixture[str], path: Path, *lines: str
-) -> tuple[dict, str]:
+def reported(capsys: Any, path: Path, *lines: str) -> tuple[dict, str]:
     """Return the summary of a file of these lines, and what stderr says of it."""
     path.write_text("".join(f"{line}\n" for line in lines))
     assert main(["report", str(path)]) == 0
-    return json.loads(
-        path.with_name("cad_summary.json").read_text()
-    ), capsys.readouterr().err
+    summary = json.loads(path.with_name("cad_summary.json").read_text())
+    return summary, capsys.readouterr().err
 
 
 def step(number: int, **changes: object) -> str:
@@ -265,10 +228,8 @@ def test_the_largest_figures_are_summed_up(tmp_path, capsys):
 
 
 def test_another_number_of_ranks(tmp_path, capsys, refused):
-    path, three = (
-        tmp_path / STEPS_NAME,
-        {"ranked_before": [1.0] * 3, "ranked_after": [1.0] * 3},
-    )
+    path = tmp_path / STEPS_NAME
+    three = {"ranked_before": [1.0] * 3, "ranked_after": [1.0] * 3}
     path.write_text(f"{step(1)}\n{step(2, **three)}\n")
     refused("report", str(tmp_path))
     # the first is no longer of the run
@@ -276,8 +237,9 @@ def test_another_number_of_ranks(tmp_path, capsys, refused):
     assert (summary["steps"], summary["ranks"]) == (1, 3)
 
 
-def test_the_newest_run_is_found_behind_links_and_beside_folders(tmp_path, capsys):
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+def test_the_newest_run_is_found_behind_links_and_beside_folders(tmp_path):
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
     (run / "newest" / STEPS_NAME).mkdir(parents=True)
     elsewhere.mkdir()
     (elsewhere / STEPS_NAME).write_text(f"{step(1)}\n")
@@ -289,12 +251,11 @@ def test_the_newest_run_is_found_behind_links_and_beside_folders(tmp_path, capsy
 
 @pytest.mark.parametrize("name", ["cad_summary.json", "imbalance.png"])
 def test_report_follows_no_link_that_it_writes(name, tmp_path, refused):
-    run, other = tmp_path / "run", tmp_path / "other"
-    run.mkdir()
+    other = tmp_path / "other"
     other.write_text("before")
-    (run / STEPS_NAME).write_text(f"{step(1)}\n")
-    (run / name).symlink_to(other)
-    refused("report", str(run))
+    (tmp_path / STEPS_NAME).write_text(f"{step(1)}\n")
+    (tmp_path / name).symlink_to(other)
+    refused("report", str(tmp_path))
     assert other.read_text() == "before"
 
 

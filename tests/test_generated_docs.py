@@ -38,7 +38,7 @@ def test_pages_are_short():
     assert sum(map(words, [README, *pages])) <= 14_000
 
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def output_of(name: str, *arguments: str | Path) -> str:
@@ -71,39 +71,26 @@ def test_plan_a_batch():
 
 def test_plan_from_lengths():
     lines = output_of("plan_from_lengths.py").splitlines()
-    (before, after), (_, placed) = [
-        [float(x) for x in re.findall(r"(?:mean|->) ([\d.]+)", line)] for line in lines
-    ]
+    loads = [re.findall(r"(?:mean|->) ([\d.]+)", line) for line in lines]
+    (before, after), (_, placed) = ([*map(float, of_line)] for of_line in loads)
     assert before > 1.5 > 1.05 > after
     assert placed < 1.05
-    given, chosen = [
-        float(re.findall(r"([\d.]+) GB a layer", line)[0]) for line in lines
-    ]
-    assert chosen < given
+    of_loader, chosen = (re.findall(r"([\d.]+) GB a layer", line)[0] for line in lines)
+    assert float(chosen) < float(of_loader)
 
 
 def test_draw_a_plan(tmp_path):
-    assert f"wrote {tmp_path / 'plan.png'}" in output_of(
-        "draw_a_plan.py", tmp_path / "plan.png"
-    )
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    picture = tmp_path / "plan.png"
+    assert f"wrote {picture}" in output_of("draw_a_plan.py", picture)
+    assert picture.stat().st_size > 10_000
 
 
 def test_plan_a_layout_file(tmp_path, capsys):
-    assert (
-        main(
-            [
-                "plan",
-                str(EXAMPLES / "layout.json"),
-                "--plot",
-                str(tmp_path / "plan.png"),
-                "--validate",
-            ]
-        )
-        == 0
-    )
+    picture = tmp_path / "plan.png"
+    options = [f"--plot={picture}", "--validate"]
+    assert main(["plan", str(EXAMPLES / "layout.json"), *options]) == 0
     printed = capsys.readouterr().out
-    assert f"wrote {tmp_path / 'plan.png'}" in printed
+    assert f"wrote {picture}" in printed
     assert "4, 7, 131072" in printed
     before, after = re.findall(r"load max/mean(?: before)? +([\d.]+)", printed)
     assert float(before) > 1.5 > 1.05 > float(after)

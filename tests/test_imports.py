@@ -14,20 +14,9 @@ from tests.lib.sets import matrix
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "torchtitan_cad"
-PARTS_OF_BLOCKS = {
-    "attention",
-    "feed_forward",
-    "ffn_norm",
-    "wq",
-    "wk",
-    "wv",
-    "wo",
-    "w1",
-    "w2",
-    "w3",
-}
-PARTS_OF_BLOCKS |= {"q_norm", "k_norm"}
+PARTS_OF_BLOCKS = "attention feed_forward ffn_norm wq wk wv wo w1 w2 w3 q_norm k_norm"
 """torchtitan 0.2.2's names of the parts of a transformer block"""
+
 MAY_IMPORT = {  # besides itself and the standard library
     "planning": {"numpy", "numba", "filelock", "llvmlite"},
     "runtime": {"numpy", "torch", "triton", "filelock", "planning"},
@@ -35,18 +24,17 @@ MAY_IMPORT = {  # besides itself and the standard library
     "tools.simulation": {"numpy", "planning", "integration.config"},
 }
 
-ADAPTERS = (
-    f"{PACKAGE}.integration.torchtitan_v0_2",
-    f"{PACKAGE}.integration.torchtitan_v0_3",
-)
+ADAPTERS = ("integration.torchtitan_v0_2", "integration.torchtitan_v0_3")
 
-PATHS = sorted((ROOT / PACKAGE).rglob("*.py"))
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(
         ".__init__"
     ): path
-    for path in PATHS
+    for path in sorted((ROOT / PACKAGE).rglob("*.py"))
 }
+
+
+OF_REPOSITORY = re.compile(r"^\s*(?:from|import) ((?:bench|tests)[\w.]*)", re.MULTILINE)
 
 
 def _parse(name: str) -> ast.Module:
@@ -61,24 +49,30 @@ def _imports(name: str) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.module is not None, f"{name}: a relative import"
-            found |= {
-                f"{node.module}.{alias.name}" for alias in node.names
-            } & MODULES.keys() or {node.module}
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & MODULES.keys() or {node.module}
     return found
+
+
+def _outside(part: str) -> list[tuple[str, str]]:
+    """Modules of a part of the package, each with every module of other parts that it imports."""
+    prefix = f"{PACKAGE}.{part}"
+    return [
+        (name, target)
+        for name in MODULES
+        if name.startswith(prefix)
+        for target in _imports(name)
+        if not target.startswith(prefix)
+    ]
 
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
 def test_layers(part):
     """Planning knows no torch, runtime and simulation no torchtitan, and nothing imports a layer above it."""
-    for name in MODULES:
-        if name.startswith(f"{PACKAGE}.{part}"):
-            for target in _imports(name):
-                if not target.startswith(f"{PACKAGE}.{part}"):
-                    own = target.removeprefix(f"{PACKAGE}.")
-                    allowed = MAY_IMPORT[part] | sys.stdlib_module_names
-                    assert {own, own.split(".")[0]} & allowed, (
-                        f"{name} imports {target}"
-                    )
+    allowed = MAY_IMPORT[part] | sys.stdlib_module_names
+    for name, target in _outside(part):
+        own = target.removeprefix(f"{PACKAGE}.")
+        assert {own, own.split(".")[0]} & allowed, f"{name} imports {target}"
 
 
 @matrix
@@ -90,79 +84,52 @@ def test_jobs_import_no_tools_and_the_demo_only_if_they_name_it():
         "unwanted = ('torchtitan_cad.demo', 'torchtitan_cad.tools', 'matplotlib'); "
         "sys.exit(str([name for name in sys.modules if name.startswith(unwanted)]))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.stderr.splitlines()[-1] == "[]"
 
 
 def test_one_package_knows_a_version_of_torchtitan():
     """Besides the examples' data and the entry points, which name torchtitan's own classes."""
+    adapters = tuple(f"{PACKAGE}.{adapter}" for adapter in ADAPTERS)
     for name in MODULES:
-        if name.startswith(f"{PACKAGE}.integration.") and not name.startswith(ADAPTERS):
+        if name.startswith(f"{PACKAGE}.integration.") and not name.startswith(adapters):
             for target in _imports(name):
-                assert target.split(".")[0] != "torchtitan", f"{name} imports {target}"
-                assert "torchtitan_v0" not in target, f"{name} imports {target}"
-            named = {
-                node.attr
-                for node in ast.walk(_parse(name))
-                if isinstance(node, ast.Attribute)
-            }
-            assert not named & PARTS_OF_BLOCKS, (
-                f"{name} names {named & PARTS_OF_BLOCKS} of a block"
-            )
+                assert not target.startswith(("torchtitan.", *adapters)), (name, target)
+            nodes = ast.walk(_parse(name))
+            named = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+            assert named.isdisjoint(PARTS_OF_BLOCKS.split()), name
 
 
 def test_adapters_share_no_code_of_their_own():
-    for own, other in (ADAPTERS, ADAPTERS[::-1]):
-        for name in MODULES:
-            if name.startswith(own):
-                assert not any(target.startswith(other) for target in _imports(name)), (
-                    name
-                )
+    for adapter in ADAPTERS:
+        for name, target in _outside(adapter):
+            assert "integration.torchtitan_v0" not in target, (name, target)
 
 
 def test_nothing_that_trains_imports_tools():
+    """And no tool imports the command line."""
+    tools = f"{PACKAGE}.tools"
     for name in MODULES:
-        if not name.startswith(f"{PACKAGE}.tools"):
-            assert not any(
-                target.startswith(f"{PACKAGE}.tools") for target in _imports(name)
-            ), name
-
-
-def test_no_tool_imports_the_command_line():
-    for name in MODULES:
-        assert f"{PACKAGE}.tools.main" not in _imports(name), name
+        wrong = f"{tools}.main" if name.startswith(tools) else tools
+        for target in _imports(name):
+            assert not target.startswith(wrong), f"{name} imports {target}"
 
 
 def test_benches_and_tests_share_helpers_alone():
     """Benches import tests.lib and no other tests, and tests.lib imports neither benches nor tests."""
-    for folder, wanted in (("bench", "tests.lib"), ("tests/lib", "tests.lib")):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            modules = re.findall(
-                r"^\s*(?:from|import) ((?:bench|tests)[\w.]*)",
-                path.read_text(),
-                re.MULTILINE,
-            )
-            if folder == "bench":
-                modules = [
-                    module for module in modules if not module.startswith("bench")
-                ]
-            assert all(module.startswith(wanted) for module in modules), (
-                f"{path} imports {modules}"
-            )
+    for folder, wanted in (
+        ("bench", ("tests.lib", "bench")),
+        ("tests/lib", "tests.lib"),
+    ):
+        for path in (ROOT / folder).rglob("*.py"):
+            for module in OF_REPOSITORY.findall(path.read_text()):
+                assert module.startswith(wanted), f"{path} imports {module}"
 
 
 def test_no_circles():
     """Whoever imports a module needs what it imports, and never the other way round; packages stand for their lists."""
-    graph = {
-        name: {each for each in _imports(name) if each in MODULES and each != name}
-        for name in MODULES
-    }
+    graph = {name: (_imports(name) & MODULES.keys()) - {name} for name in MODULES}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -19,45 +19,37 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:docs|bench|tests|patches|train_configs|examples)/[\w/.-]+)`")
 
 
-def run(*command: str | Path, **options: object) -> None:
-    result = subprocess.run(
-        command, capture_output=True, text=True, check=False, **options
-    )  # type: ignore[call-overload]
+def run(*command: str | Path) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def anchors(page: Path) -> set[str]:
     """Anchors of headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {
-        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        for heading in headings
-    }
+    headings = re.findall(r"^#+ (.*)$", page.read_text().lower(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_resolve(page):
-    for link in LINK.findall(page.read_text()):
+    text = page.read_text()
+    for link in LINK.findall(text):
         if link.startswith(("http://", "https://", "mailto:")):
             continue
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), f"{page.name}: {link}"
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
-    for name in NAMED.findall(page.read_text()):
+    for name in NAMED.findall(text):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
 def test_sources_name_their_licence():
-    assert (
-        f"{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['license']}\n"
-        in LICENCE
-    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"{project['license']}\n" in LICENCE
     for folder in ("torchtitan_cad", "bench", "examples", "tests", "patches"):
         for path in (ROOT / folder).rglob("*.py"):
-            assert path.read_text().startswith(LICENCE), (
-                f"{path}: begin it with {LICENCE}"
-            )
+            assert path.read_text().startswith(LICENCE), path
 
 
 @pytest.mark.parametrize(
@@ -72,41 +64,24 @@ def test_sources_name_their_licence():
 def test_files_of_hosts(schema, pattern):
     files = sorted(ROOT.glob(pattern))
     assert files
-    run(
-        Path(sys.executable).with_name("check-jsonschema"),
-        "--builtin-schema",
-        f"vendor.{schema}",
-        *files,
-    )
+    checker = Path(sys.executable).with_name("check-jsonschema")
+    run(checker, f"--builtin-schema=vendor.{schema}", *files)
 
 
 @pytest.mark.matrix
 def test_wheel_is_typed_and_complete(tmp_path):
     """`make wheel` also runs it in an environment of its own, for which it needs a package index."""
     source = tmp_path / "source"
-    shutil.copytree(
-        ROOT / "torchtitan_cad",
-        source / "torchtitan_cad",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    package = ROOT / "torchtitan_cad"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, source / "torchtitan_cad", ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        tmp_path,
-        source,
-    )
+    options = "--no-deps --no-build-isolation -w"
+    run(sys.executable, "-m", "pip", "wheel", *options.split(), tmp_path, source)
     (wheel,) = tmp_path.glob("*.whl")
-    shutil.unpack_archive(wheel, tmp_path / "unpacked", "zip")
-    written = {
-        path.relative_to(ROOT) for path in (ROOT / "torchtitan_cad").rglob("*.py")
-    }
-    packed = tmp_path / "unpacked"
-    assert {path.relative_to(packed) for path in packed.rglob("*.py")} == written
-    assert (packed / "torchtitan_cad" / "py.typed").exists()
+    unpacked = tmp_path / "unpacked"
+    shutil.unpack_archive(wheel, unpacked, "zip")
+    packed = {path.relative_to(unpacked) for path in unpacked.rglob("*.py")}
+    assert packed == {path.relative_to(ROOT) for path in package.rglob("*.py")}
+    assert (unpacked / "torchtitan_cad" / "py.typed").exists()

@@ -2,8 +2,6 @@
 """What is said in one line where another version of torchtitan is installed than a job is for."""
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -12,39 +10,46 @@ from torchtitan_cad import titan, train
 from torchtitan_cad.recipes import cad, llama3
 from torchtitan_cad.tools import main as commands
 
-Refuses = Callable[[], Any]
+RECIPE = "--module=torchtitan_cad.recipes.llama3"
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(titan, "version", lambda name: version)
+@pytest.fixture
+def installed(monkeypatch):
+    """Makes another version of torchtitan the one that is installed."""
+
+    def install(version: str) -> None:
+        monkeypatch.setattr(titan, "version", lambda name: version)
+
+    return install
 
 
 @pytest.mark.parametrize(
     ("version", "recipes"), [("0.2.2", False), ("0.3.0", True), ("0.10.1.dev1", True)]
 )
-def test_versions(version, recipes, monkeypatch):
-    installed(monkeypatch, version)
+def test_versions(version, recipes, installed):
+    installed(version)
     assert titan.has_recipes() == recipes
 
 
-@pytest.mark.parametrize(
-    "ask", [lambda: cad(None), lambda: llama3.llama3_8b], ids=["cad", "module"]
-)
-def test_recipes_under_toml(ask, monkeypatch):
-    installed(monkeypatch, "0.2.2")
+def test_recipes_under_toml(installed):
+    installed("0.2.2")
     with refusal():
-        ask()
+        cad(None)
+    with refusal():
+        _ = llama3.llama3_8b
 
 
 @pytest.mark.parametrize(
     ("version", "option", "remedy"),
     [
-        ("0.2.2", "--module=torchtitan_cad.recipes.llama3", "--job.config_file"),
-        ("0.3.0", "--job.config_file=a.toml", "--module"),
+        ("0.2.2", RECIPE, "--job.config_file"),
+        ("0.3.0", "--job.config_file=a", "--module"),
     ],
 )
-def test_a_job_of_another_version(version, option, remedy, monkeypatch, capsys):
-    installed(monkeypatch, version)
+def test_a_job_of_another_version(
+    version, option, remedy, installed, monkeypatch, capsys
+):
+    installed(version)
     monkeypatch.setattr(sys, "argv", ["train", option])
     with pytest.raises(SystemExit) as stopped:
         train.main()
@@ -58,20 +63,13 @@ def test_a_job_of_another_version(version, option, remedy, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("version", "job", "problem"),
     [
-        ("0.2.2", "--module=torchtitan_cad.recipes.llama3", "--module"),
-        ("0.3.0", "--module=torchtitan_cad.recipes.llama3", "--module"),
+        ("0.2.2", RECIPE, "--module"),
+        ("0.3.0", RECIPE, "--module"),
         ("0.3.0", "train.toml", "train.toml: jobs of the installed torchtitan"),
     ],
 )
-def test_commands_read_no_recipe(
-    command: str,
-    version: str,
-    job: str,
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    installed(monkeypatch, version)
+def test_commands_read_no_recipe(command, version, job, problem, installed, capsys):
+    installed(version)
     assert commands.main([command, job]) == commands.USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"torchtitan-cad: error: {problem}")

@@ -4,6 +4,7 @@
 import json
 import os
 import subprocess
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -15,19 +16,17 @@ from bench.record import ROOT
 NAME = "tolerance.json"
 
 
-def test_every_result_speaks_of_code_that_is_there() -> None:
-    written = {path.name for path in (ROOT / RESULTS).iterdir()}
-    assert written <= SPEAKS_OF.keys()
-    for places in SPEAKS_OF.values():
-        for place in places:
-            assert (ROOT / place).exists(), place
+def test_every_result_speaks_of_code_that_is_there():
+    assert {path.name for path in (ROOT / RESULTS).iterdir()} <= SPEAKS_OF.keys()
+    for place in chain.from_iterable(SPEAKS_OF.values()):
+        assert (ROOT / place).exists(), place
 
 
 @pytest.mark.skipif(
     not os.environ.get("CI"), reason="set CI, as GitHub does, to check results"
 )
 @pytest.mark.parametrize("name", QUOTED)
-def test_results_are_fresh(name: str) -> None:
+def test_results_are_fresh(name):
     assert not why_stale(name), "measure it again, or delete it with what quotes it"
 
 
@@ -45,7 +44,7 @@ def commit(root: Path) -> str:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     git(tmp_path, "init", "-q")
     for folder in (RESULTS, *map(Path, SPEAKS_OF[NAME])):
         (tmp_path / folder.parent).mkdir(parents=True, exist_ok=True)
@@ -58,7 +57,7 @@ def write(root: Path, **head: object) -> None:
     (root / RESULTS / NAME).write_text(json.dumps(head))
 
 
-def test_a_result_is_stale_once_its_code_changes(root: Path) -> None:
+def test_a_result_is_stale_once_its_code_changes(root):
     before = commit(root)
     write(root, commit=before, clean=True)
     commit(root)
@@ -75,7 +74,7 @@ def test_a_result_is_stale_once_its_code_changes(root: Path) -> None:
     assert "not known here" in why_stale(NAME, root)
 
 
-def test_without_a_commit_the_file_s_own_counts(root: Path) -> None:
+def test_without_a_commit_the_file_s_own_counts(root):
     write(root, rows=[])
     commit(root)
     assert why_stale(NAME, root) == ""
@@ -84,7 +83,7 @@ def test_without_a_commit_the_file_s_own_counts(root: Path) -> None:
     assert why_stale(NAME, root) != ""
 
 
-def test_benches_record_their_commit(tmp_path: Path) -> None:
+def test_benches_record_their_commit(tmp_path):
     record.save(tmp_path / "result.json", "bench.example", {"figure": 1})
     written = json.loads((tmp_path / "result.json").read_text())
     assert written["commit"] == git(ROOT, "rev-parse", "--short=12", "HEAD")

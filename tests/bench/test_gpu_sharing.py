@@ -2,18 +2,15 @@
 """Ranks that share a GPU: the service by a stand-in of its control program, and what `sharing` finds and predicts."""
 
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from bench.gpu import mps, shared_rank, sharing
+from bench.gpu import mps, sharing
 from bench.gpu.parts import Skip
 from tests.lib.refusals import refusal
-from torchtitan_cad.runtime.exchange import ExchangeClock
 from torchtitan_cad.tools.compare.comparison import Runs
 
 CONTROL = """#!/bin/sh
@@ -40,9 +37,8 @@ def stand_ins(folder: Path, control: str) -> dict[str, str]:
     """Programs in ``folder`` under the names of the service's."""
     folder.mkdir()
     for name, text in ((mps.CONTROL, control), (mps.SERVER, "#!/bin/sh\n")):
-        path = folder / name
-        path.write_text(text)
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
     return mps.find_programs([str(folder)])
 
 
@@ -64,18 +60,17 @@ def test_the_service_lives_as_long_as_its_context(tmp_path):
 
 def test_a_service_that_cannot_be_is_a_reason_to_skip(tmp_path):
     programs = stand_ins(tmp_path / "bin", "#!/bin/sh\necho no such device\nexit 3\n")
-    with (
-        refusal(error=Skip),
-        mps.service(programs),
-    ):
+    with refusal(error=Skip), mps.service(programs):
         pytest.fail("it must not begin")
     with refusal(error=Skip):
         mps.find_programs([str(tmp_path)])
 
 
-def runs_of(
-    seconds: list[float], rows: list[list[list[list[int]]]], **changes: Any
-) -> Runs:
+LONG = [[10]]
+SHORT = [[1] * 10]
+
+
+def runs_of(seconds: list[float], rows: list[Any], **changes: Any) -> Runs:
     """Records of two ranks that take the same seconds in every step."""
     ones = np.ones((1, len(seconds), 2))
     names = ("busy", "attention", "waiting", "tokens", "loss", "gradient_norm")
@@ -87,54 +82,24 @@ def runs_of(
 
 def test_the_ideal_spreads_attention_evenly_at_no_cost():
     """Seconds are 1 and one for every 100 pairs of the busiest rank; the even step has the mean's."""
-    long, short = [[10]], [[1] * 10]
-    rows = [[long, short], [short, short], [long, short]]
-    stock = runs_of([2.0, 1.1, 2.0], rows)
-    np.testing.assert_allclose(
-        sharing.ideal_seconds(stock, slice(0, None)), [1.55, 1.1, 1.55]
-    )
+    rows = [[LONG, SHORT], [SHORT, SHORT], [LONG, SHORT]]
+    found = sharing.ideal_seconds(runs_of([2.0, 1.1, 2.0], rows), slice(0, None))
+    np.testing.assert_allclose(found, [1.55, 1.1, 1.55])
 
 
 def test_what_trains_otherwise_than_stock_is_an_error():
-    rows = [[[[10]], [[1] * 10]]] * 3
+    rows = [[LONG, SHORT]] * 3
     stock = runs_of([2.0] * 3, rows)
     figures: dict[str, Any] = {}
-    sharing.report(
-        {"stock": stock, "cad": runs_of([1.0] * 3, rows)},
-        sharing.CPU,
-        figures.__setitem__,
-    )
+
+    def report(**changes: Any) -> None:
+        runs = {"stock": stock, "cad": runs_of([1.0] * 3, rows, **changes)}
+        sharing.report(runs, sharing.CPU, figures.__setitem__)
+
+    report()
     assert figures["modes"][1]["speed_up"] == 2.0
+    wrong = np.ones((1, 3, 2))
+    wrong[0, 0] += 1e-3
     for name in ("loss", "gradient_norm"):
-        wrong = np.ones((1, 3, 2))
-        wrong[0, 0] += 1e-3
-        other = runs_of([1.0] * 3, rows, **{name: wrong})
         with refusal(error=RuntimeError):
-            sharing.report(
-                {"stock": stock, "cad": other}, sharing.CPU, figures.__setitem__
-            )
-
-
-def test_waits_of_streams_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two waits and a start, the device was 2 and 3 ms in the waits."""
-    clock = iter([10.0, 12.0, 20.0, 21.0, 30.0, 33.0])
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.at = 0.0
-
-        def record(self) -> None:
-            self.at = next(clock)
-
-        def elapsed_time(self, end: "Event") -> float:
-            return end.at - self.at
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(ExchangeClock, "measure", ExchangeClock.measure)
-    seconds_of_waits = shared_rank.time_waits_of_streams()
-    exchange_clock = ExchangeClock()
-    for what in ("waiting", "starting", "waiting"):
-        with exchange_clock.measure(what):
-            pass
-    assert seconds_of_waits() == pytest.approx(5e-3)
-    assert seconds_of_waits() is None, "a step without waits"
+            report(**{name: wrong})

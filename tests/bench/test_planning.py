@@ -13,17 +13,19 @@ from torchtitan_cad.planning import TokenLayout
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> planner.Options:
+def results(tmp_path_factory):
     """A small run: 8 and 16 ranks, one workload, one seed, all planners."""
     folder = tmp_path_factory.mktemp("bench")
-    few = {
-        "ranks": (8, 16),
-        "workloads": ("lognormal",),
-        "seeds": (11,),
-        "planners": tuple(planner.PLANNERS),
-    }
-    files = {"output": folder / "results" / "planner.json", "plot": folder / "plan.png"}
-    options = planner.Options(**few, **files, repeats=1, check=True)
+    options = planner.Options(
+        ranks=(8, 16),
+        workloads=("lognormal",),
+        seeds=(11,),
+        planners=tuple(planner.PLANNERS),
+        output=folder / "results" / "planner.json",
+        plot=folder / "plan.png",
+        repeats=1,
+        check=True,
+    )
     assert planner.main(options) == 0
     return options
 
@@ -33,22 +35,17 @@ def test_results_can_be_read_again_and_a_plan_is_drawn(results):
     assert {"date", "cpu", "python", "numpy", "numba", "command"} <= set(data)
     records = read_records(results.output)
     assert len(records) == 2 * len(planner.PLANNERS)
-    assert list(planner.relative(records)[3].values()) == [
-        "local_search",
-        *["+0.0 %"] * 4,
-    ]
-    ours = [r for r in records if r["planner"] == "local_search"]
-    assert all(
-        0 < r["bound_bytes"] <= r["total_bytes"] and r["plan_ms"] > 0 for r in ours
-    )
+    last_row = planner.relative(records)[3]
+    assert list(last_row.values()) == ["local_search", *["+0.0 %"] * 4]
+    ours = [record for record in records if record["planner"] == "local_search"]
+    for record in ours:
+        assert 0 < record["bound_bytes"] <= record["total_bytes"]
+        assert record["plan_ms"] > 0
     assert slow_cases(records, {16: 1e9}) == []
-    assert [each.split(",")[0] for each in slow_cases(records, {16: 0.0})] == [
-        "16 ranks"
-    ]
-    assert ours[0]["total_bytes"] / 1e9 in [
-        row["total GB"] for row in planner.table(records)
-    ]
-    assert results.plot is not None
+    (slow,) = slow_cases(records, {16: 0.0})
+    assert slow.startswith("16 ranks,")
+    totals = [row["total GB"] for row in planner.table(records)]
+    assert ours[0]["total_bytes"] / 1e9 in totals
     assert results.plot.stat().st_size > 10_000
 
 
@@ -64,13 +61,12 @@ def test_results_can_be_read_again_and_a_plan_is_drawn(results):
 def test_checks_name_the_case(results, name, figure, factor, message):
     records = read_records(results.output)
     assert wrong_cases(records) == []
-    wrong = next(r for r in records if r["planner"] == name)
+    wrong = next(record for record in records if record["planner"] == name)
     wrong[figure] *= factor
     problems = wrong_cases(records)
     assert any(message in problem for problem in problems)
-    assert all(
-        problem.startswith("ranks 8, workload lognormal") for problem in problems
-    )
+    for problem in problems:
+        assert problem.startswith("ranks 8, workload lognormal")
 
 
 def test_what_is_dealt_is_counted_once():
@@ -102,6 +98,5 @@ def test_auto_tolerance_is_never_slower(nano_batches):
 def test_stock_pipelines_have_the_bubble_of_equal_microbatches(workload, limit):
     """Where whole documents can make them equal; the longest lognormal one has 2.7 times the attention of the mean."""
     step = pipeline.make_step(pipeline.Options(), workload, 8, seed=11)
-    assert pipeline.simulate(step, "1F1B + CAD, placed") <= limit * step.ideal(
-        attention_waits=True
-    )
+    ideal = step.ideal(attention_waits=True)
+    assert pipeline.simulate(step, "1F1B + CAD, placed") <= limit * ideal

@@ -3,16 +3,11 @@
 
 import threading
 import time
-from pathlib import Path
-
-import pytest
 
 from bench.turns import TURN, take_turns
 
 
-def test_a_step_waits_for_its_turn_and_its_clock_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_waits_for_its_turn_and_its_clock_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", clock := time.perf_counter)
     (turn := tmp_path / TURN).write_text("1")
     wait = take_turns(turn)

@@ -9,18 +9,6 @@ from hypothesis import strategies as st
 
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout
 
-FAMILIES = (
-    "packed",
-    "spanning",
-    "shuffled",
-    "ragged",
-    "short",
-    "giant",
-    "near_balance",
-    "at_tolerance",
-    "empty_ranks",
-)
-
 
 @dataclass(frozen=True)
 class Case:
@@ -43,19 +31,15 @@ class Case:
     def layout(self) -> TokenLayout:
         rng = np.random.default_rng(self.seed)
         return TokenLayout.from_segments(
-            _BUILDERS[self.family](rng, self.num_ranks, self.tokens, self.min_shard)
+            FAMILIES[self.family](rng, self.num_ranks, self.tokens, self.min_shard)
         )
 
     def small(self, most_ranks: int, most_tokens: int) -> "Case":
         """The case with so few ranks, and tokens on each, that every token can be looked at."""
-        num_ranks, tokens = (
-            min(self.num_ranks, most_ranks),
-            1 + self.tokens % most_tokens,
-        )
         return replace(
             self,
-            num_ranks=num_ranks,
-            tokens=tokens,
+            num_ranks=min(self.num_ranks, most_ranks),
+            tokens=1 + self.tokens % most_tokens,
             min_shard=min(self.min_shard, 16),
             tile=8,
         )
@@ -65,17 +49,6 @@ def shape_of(heads: tuple[int, int], head_dim: int = 128) -> AttentionShape:
     """``heads``: of queries and of keys."""
     return AttentionShape(*heads, head_dim, dtype_bytes=2)
 
-
-cases = st.builds(
-    Case,
-    family=st.sampled_from(FAMILIES),
-    num_ranks=st.one_of(st.integers(1, 8), st.integers(1, 64)),
-    tokens=st.one_of(st.integers(1, 100), st.integers(100, 2500)),
-    min_shard=st.sampled_from([1, 16, 64, 100, 128, 256]),
-    tolerance=st.sampled_from([0.0, 0.02, 0.1, 1.0]),
-    tile=st.sampled_from([128, 128, 64, 1]),
-    seed=st.integers(0, 2**32 - 1),
-)
 
 LLAMA = shape_of((32, 8))
 shapes = st.sampled_from([(32, 8), (64, 8), (8, 8), (1, 1)]).map(shape_of)
@@ -94,11 +67,11 @@ def lengths_summing_to(
     return lengths
 
 
-def contiguous(lengths: list[int], capacity: list[int]) -> Ranks:
+def contiguous(lengths: list[int], capacity: list[int], first_id: int = 0) -> Ranks:
     """Documents laid end to end over ranks of the given capacity, spanning them where they must."""
     ranks: Ranks = [[] for _ in capacity]
     rank, free = 0, capacity[0]
-    for doc, length in enumerate(lengths):
+    for doc, length in enumerate(lengths, first_id):
         start = 0
         while start < length:
             while free == 0:
@@ -210,15 +183,25 @@ def _empty_ranks(rng, num_ranks, tokens, min_shard):
     return contiguous(lengths, capacity.tolist())
 
 
-_ALL = (
-    _packed,
-    _spanning,
-    _shuffled,
-    _ragged,
-    _short,
-    _giant,
-    _near_balance,
-    _at_tolerance,
-    _empty_ranks,
+FAMILIES = {
+    "packed": _packed,
+    "spanning": _spanning,
+    "shuffled": _shuffled,
+    "ragged": _ragged,
+    "short": _short,
+    "giant": _giant,
+    "near_balance": _near_balance,
+    "at_tolerance": _at_tolerance,
+    "empty_ranks": _empty_ranks,
+}
+
+cases = st.builds(
+    Case,
+    family=st.sampled_from(list(FAMILIES)),
+    num_ranks=st.one_of(st.integers(1, 8), st.integers(1, 64)),
+    tokens=st.one_of(st.integers(1, 100), st.integers(100, 2500)),
+    min_shard=st.sampled_from([1, 16, 64, 100, 128, 256]),
+    tolerance=st.sampled_from([0.0, 0.02, 0.1, 1.0]),
+    tile=st.sampled_from([128, 128, 64, 1]),
+    seed=st.integers(0, 2**32 - 1),
 )
-_BUILDERS = {build.__name__[1:]: build for build in _ALL}

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -13,13 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lib.layouts import LLAMA, cases
-from tests.lib.reference import check_bounds, check_exchanges, check_json
+from tests.lib.reference import (
+    causal_mask,
+    check_bounds,
+    check_exchanges,
+    check_json,
+    pair_counts,
+)
 from tests.lib.refusals import refusal
-from tests.planning.test_place_step import TIMES, seconds
+from tests.lib.steps import TIMES, batch_of_rows, fingerprints, plans_of, seconds
 from tests.planning.test_properties import SHARES, some_attend
 from torchtitan_cad.planning import (
     Plan,
     PlanError,
+    PlannedMicrobatch,
     PlannerConfig,
     TileAreaCost,
     TokenLayout,
@@ -29,99 +34,62 @@ from torchtitan_cad.planning import (
     validate_plan,
 )
 from torchtitan_cad.planning.exchange.traffic import Moved
-from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
+from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.model.cost import WindowCost, cost_model
 from torchtitan_cad.planning.model.kind import (
     AttentionKind,
     attention_work,
-    chunked_layout,
 )
 from torchtitan_cad.planning.model.tasks import make_tasks
 from torchtitan_cad.planning.plan import moved_by
 
 
-def kind_of(block: int | None, window: int | None) -> AttentionKind:
+def kind_of(block: int | None, window: int | None, layers: int = 1) -> AttentionKind:
     name = "chunked" if block else "window" if window else "full"
-    return AttentionKind(name, 1, replace(LLAMA, window=window), block)
+    return AttentionKind(name, layers, replace(LLAMA, window=window), block)
+
+
+FULL = kind_of(None, None)
 
 
 def test_attention_of_kinds_weighs_by_their_layers():
     """A document of 1024 tokens has 36 tiles; in blocks of 512, 20; in windows of 129, 15."""
-    shape, layers = LLAMA, (1, 2, 3)
-    blocks_and_windows = (None, None), (512, None), (None, 129)
-    model = [
-        replace(kind_of(*each), layers=count)
-        for each, count in zip(blocks_and_windows, layers, strict=True)
-    ]
-    assert model[0].shape == shape
-    long, short = [1024], [128] * 8
-    assert attention_work([long], model, 128) == pytest.approx(
-        (36 + 2 * 20 + 3 * 15) / 6
-    )
-    assert attention_work([short], model, 128) == 8
-    assert attention_work([short, long], model[:1], 128) == 44
+    kinds = [FULL, kind_of(512, None, layers=2), kind_of(None, 129, layers=3)]
+    long = [1024]
+    short = [128] * 8
+    mean = (36 + 2 * 20 + 3 * 15) / 6
+    assert attention_work([long], kinds, 128) == pytest.approx(mean)
+    assert attention_work([short], kinds, 128) == 8
+    assert attention_work([short, long], [FULL], 128) == 44
 
 
 kinds = st.one_of(
-    st.just(kind_of(None, None)),
+    st.just(FULL),
     st.integers(1, 40).map(lambda block: kind_of(block, None)),
     st.integers(1, 40).map(lambda window: kind_of(None, window)),
 )
-
-
-def columns_of(layout: TokenLayout, seed: int) -> np.ndarray:
-    """A column of each document's first token, by document id."""
-    return np.random.default_rng(seed).integers(
-        0, 100, size=int(layout.docs.max(initial=0)) + 1
-    )
 
 
 def check_pairs(
     plan: Plan, given: TokenLayout, kind: AttentionKind, columns: np.ndarray
 ) -> None:
     """Count every pair of a document's tokens, known by their ranks and rows, and compare with the kind's mask."""
-    kernel_window, ours = (
-        plan.shape.window or plan.layout.num_tokens,
-        np.empty(given.num_tokens, dtype=np.int64),
-    )
-    assert (given.tokens_per_rank == plan.layout.tokens_per_rank).all()
+    place = np.empty(given.num_tokens, dtype=np.int64)
+    """of the given layout's tokens among those of the plan's, which are by its own documents"""
     for rank in range(given.num_ranks):
-        ours[plan.layout.rank_positions(rank)] = given.rank_positions(rank)
-    attends = np.zeros(given.num_tokens, dtype=bool)
-    attends[
-        np.concatenate(
-            [
-                given.rank_positions(rank, queries=True)
-                for rank in range(given.num_ranks)
-            ]
-        )
-    ] = True
-    base = plan.layout.doc_offsets[plan.layout.doc_index(plan.tasks["doc"])]
-    first = ours[base + plan.tasks["q_start"]]
-    for doc, begin, end in zip(
-        given.docs, given.doc_offsets[:-1], given.doc_offsets[1:], strict=True
-    ):
-        counts = np.zeros((end - begin, end - begin), dtype=int)
-        mine = (begin <= first) & (first < end)
-        for task, offset in zip(plan.tasks[mine], base[mine], strict=True):
-            queries, keys = (
-                np.arange(task["q_start"], task["q_end"]),
-                np.arange(task["kv_start"], task["kv_end"]),
-            )
-            ahead = queries[:, None] - keys
-            here = np.ix_(ours[offset + queries] - begin, ours[offset + keys] - begin)
-            counts[here] += (ahead >= 0) & (ahead < kernel_window)
-        position = np.arange(end - begin)
-        ahead = position[:, None] - position
-        mask = (
-            (ahead >= 0)
-            & (ahead < (kind.shape.window or len(ahead) + 1))
-            & attends[begin:end, None]
-        )
-        if kind.block is not None:
-            block = (columns[doc] + position) // kind.block
-            mask &= block[:, None] == block
-        np.testing.assert_array_equal(counts, mask)
+        place[given.rank_positions(rank)] = plan.layout.rank_positions(rank)
+    counts = pair_counts(plan.layout, plan.tasks, plan.shape.window)
+    doc = np.repeat(given.docs, given.doc_lengths)
+    position = np.arange(len(doc)) - np.repeat(
+        given.doc_offsets[:-1], given.doc_lengths
+    )
+    mask = causal_mask(given)
+    if kind.shape.window is not None:
+        mask &= position[:, None] - position < kind.shape.window
+    if kind.block is not None:
+        block = (columns[doc] + position) // kind.block
+        mask &= block[:, None] == block
+    np.testing.assert_array_equal(counts[np.ix_(place, place)], mask)
 
 
 @given(case=cases, kind=kinds, share=SHARES)
@@ -136,7 +104,8 @@ def test_every_pair_of_the_mask_once(case, kind, share):
         layout.seg_length,
         layout.seg_attends,
     )
-    columns = columns_of(layout, case.seed)
+    rng = np.random.default_rng(case.seed)
+    columns = rng.integers(0, 100, size=len(layout.docs))
     plan = make_plan(kind.layout(layout, columns), kind.shape, small.config)
     validate_plan(plan)
     check_pairs(plan, layout, kind, columns)
@@ -161,63 +130,36 @@ def test_every_pair_of_the_mask_once(case, kind, share):
 def test_steps_of_several_kinds(
     nano_batches, rows, ranks, microbatches, lengths, others, times
 ):
-    """Rows of 128 tokens, with documents of these lengths over and over again, cut at rows."""
-    shape, config = (
-        BatchShape(rows * microbatches, 128, rows),
-        PlannerConfig(min_shard=32, tile=32),
-    )
-    size, every = shape.rows * shape.seq_len, [kind_of(None, None), *others]
-    begins = np.cumsum(np.resize(lengths, 2000))
-    starts = [
-        np.union1d(begins - rank * size, np.arange(0, size, 128))
-        for rank in range(ranks)
-    ]
-    starts = [each[(each >= 0) & (each < size)] for each in starts]
-    columns = np.concatenate(starts) % shape.seq_len
-    given = [
-        nano_layouts(starts, shape, number, 1, nano_batches)
-        for number in range(microbatches)
-    ]
-    steps = plan_step(given, every, config, times, columns=columns)
-    again = plan_step(given, every, config, times, columns=columns)
-    for placed, same in zip(steps, again, strict=True):
-        for kind, plans, same_plans in zip(
-            every, placed.plans, same.plans, strict=True
-        ):
-            assert [plan.fingerprint() for plan in plans] == [
-                plan.fingerprint() for plan in same_plans
-            ]
-            for plan, home in zip(plans, placed.layouts, strict=True):
-                validate_plan(plan)
-                check_pairs(plan, home, kind, columns)
-    stay = plan_step(given, every, config, times, columns=columns, place=False)
+    shape = BatchShape(rows * microbatches, 128, rows)
+    given, columns = batch_of_rows(lengths, ranks, shape, nano_batches)
+    every = [FULL, *others]
+
+    def plan(place: bool) -> list[PlannedMicrobatch]:
+        config = PlannerConfig(min_shard=32, tile=32)
+        return plan_step(given, every, config, times, columns=columns, place=place)
+
+    step = plan(place=True)
+    again = plan(place=True)
+    homes = [layout for microbatch in step for layout in microbatch.layouts]
+    for number, kind in enumerate(every):
+        assert fingerprints(step, number) == fingerprints(again, number)
+        for planned, home in zip(plans_of(step, number), homes, strict=True):
+            validate_plan(planned)
+            check_pairs(planned, home, kind, columns)
+    stay = plan(place=False)
+    numbers = range(len(every))
     if times is None:
-        now, before = (
-            np.sum(
-                [
-                    moved_by(*chain(*(placed.plans[kind] for placed in step)))
-                    for kind in range(len(every))
-                ],
-                axis=0,
-            )
-            for step in (steps, stay)
-        )
+        now = np.sum([moved_by(*plans_of(step, n)) for n in numbers], axis=0)
+        before = np.sum([moved_by(*plans_of(stay, n)) for n in numbers], axis=0)
         assert (now == before).all() or Moved(*now).score(Moved(*before)) < 3
     else:
-        now, before = (
-            sum(seconds(step, times, 1, kind) for kind in range(len(every)))
-            for step in (steps, stay)
-        )
-        assert now <= before
+        now = sum(seconds(step, times, 1, kind=n) for n in numbers)
+        assert now <= sum(seconds(stay, times, 1, kind=n) for n in numbers)
 
 
-TWO_RANKS = [
-    [
-        TokenLayout.from_segments(
-            [[(0, 0, 2048)], [(doc, 0, 500) for doc in range(1, 5)] + [(5, 0, 48)]]
-        )
-    ]
-]
+TWO_RANKS = TokenLayout.from_segments(
+    [[(0, 0, 2048)], [(doc, 0, 500) for doc in range(1, 5)] + [(5, 0, 48)]]
+)
 """Documents of two rows of 2,048 tokens; where they begin."""
 COLUMNS = np.array([0, 0, 500, 1000, 1500, 2000])
 
@@ -225,14 +167,12 @@ COLUMNS = np.array([0, 0, 500, 1000, 1500, 2000])
 @pytest.mark.parametrize(("layers", "is_placed"), [((99, 1), True), ((1, 99), False)])
 def test_homes_are_those_of_the_kinds_with_more_layers(layers, is_placed):
     """A long document, which full attention divides, has chunks that need no other rank's rows at home."""
-    full, chunked = (
-        AttentionKind("full", layers[0], LLAMA),
-        AttentionKind("chunked", layers[1], LLAMA, 512),
-    )
+    full = kind_of(None, None, layers[0])
+    chunked = kind_of(512, None, layers[1])
     config = PlannerConfig(tolerance=0.15, min_shard=4, tile=4)
-    (placed,) = plan_step(TWO_RANKS, [full, chunked], config, columns=COLUMNS)
+    (placed,) = plan_step([[TWO_RANKS]], [full, chunked], config, columns=COLUMNS)
     (first,), (second,) = placed.plans
-    assert (first.layout is not TWO_RANKS[0][0]) == is_placed
+    assert (first.layout is not TWO_RANKS) == is_placed
     assert first.moves_rows
     assert not placed.given_plans[1][0].moves_rows
     assert second.moves_rows == is_placed
@@ -240,18 +180,17 @@ def test_homes_are_those_of_the_kinds_with_more_layers(layers, is_placed):
 
 @given(case=cases, window=st.integers(1, 5000))
 def test_windows_move_their_keys_alone(case, window):
-    plan = make_plan(case.layout(), replace(LLAMA, window=window), case.config)
+    layout = case.layout()
+    kind = kind_of(None, window)
+    plan = make_plan(layout, kind.shape, case.config)
     validate_plan(plan)
     assert plan.config.planner == "home"
     assert plan.stats.query_rows_moved == 0
     starts = len(plan.tasks) - len(np.unique(plan.tasks["doc"]))
     assert plan.stats.kv_rows_moved <= starts * (window - 1)
-    assert (plan.stats.loads == plan.stats.loads_before).all()
-    placed, _ = place_and_plan(case.layout(), plan.shape, case.config)
-    (step,) = plan_step(
-        [[case.layout()]], [kind_of(None, window)], case.config, TIMES, place=False
-    )
-    assert placed.fingerprint() == step.plans[0][0].fingerprint() == plan.fingerprint()
+    placed, _ = place_and_plan(layout, kind.shape, case.config)
+    step = plan_step([[layout]], [kind], case.config, TIMES, place=False)
+    assert [placed.fingerprint()] == fingerprints(step) == [plan.fingerprint()]
 
 
 @given(
@@ -261,74 +200,44 @@ def test_windows_move_their_keys_alone(case, window):
     tile=st.sampled_from([1, 7]),
 )
 def test_windows_cost_the_tiles_that_they_touch(start, length, window, tile):
-    end, first = start + length, max(0, start - window + 1)
+    end = start + length
+    first = max(0, start - window + 1)
     cost = cost_model(None, tile, window)
     assert cost_model(cost, tile, window) is cost
+    touched = 0
+    for row in range(start // tile, -(-end // tile)):
+        first_seen = max(first, row * tile - window + 1)
+        touched += row - first_seen // tile + 1
     task = make_tasks([0], start, end, first, end, 0)
-    q, k = np.mgrid[
-        start // tile * tile : -(-end // tile) * tile, 0 : -(-end // tile) * tile
-    ]
-    seen = (k <= q) & (k > q - window) & (k >= first // tile * tile)
-    touched = np.unique(np.stack([q[seen] // tile, k[seen] // tile]), axis=1).shape[1]
     assert cost.cost(task).tolist() == [touched]
-    assert cost.prefix_cost(end)[-1] == cost.cost(make_tasks([0], 0, end, 0, end, 0))[0]
-    if tile == 1:
-        assert touched == sum(min(q + 1, window) for q in range(start, end))
+    whole = cost.cost(make_tasks([0], 0, end, 0, end, 0))
+    assert cost.prefix_cost(end)[-1] == whole[0]
     area = TileAreaCost(tile)
-    assert (
-        WindowCost(area, 10**6).prefix_cost(end).tolist()
-        == area.prefix_cost(end).tolist()
-    )
+    wide = WindowCost(area, 10**6)
+    assert wide.prefix_cost(end).tolist() == area.prefix_cost(end).tolist()
 
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 10)], [(0, 10, 6), (1, 0, 4)]])
 
 
-@pytest.mark.parametrize(
-    ("task", "wrong"),
-    [
-        (1, {"kv_start": 8}),
-        (1, {"kv_start": 6}),
-        (1, {"kv_end": 9, "q_start": 9}),
-    ],
-)
-def test_wrong_windows_are_found(task, wrong):
-    plan = make_plan(
-        LAYOUT, replace(LLAMA, window=4), PlannerConfig(min_shard=4, tile=4)
-    )
-    for name, value in wrong.items():
-        plan.tasks[name][task] = value
-    with refusal(error=PlanError):
-        validate_plan(plan)
+def test_wrong_windows_are_found():
+    for wrong in ({"kv_start": 8}, {"kv_start": 6}, {"kv_end": 9, "q_start": 9}):
+        plan = make_plan(
+            LAYOUT, replace(LLAMA, window=4), PlannerConfig(min_shard=4, tile=4)
+        )
+        for name, value in wrong.items():
+            plan.tasks[name][1] = value
+        with refusal(error=PlanError):
+            validate_plan(plan)
 
 
-def test_chunks_follow_the_row_and_keep_the_order_of_tokens():
-    """Document 1 starts at column 5 of a row with blocks of 8: it is cut before its tokens 3 and 11."""
-    layout = TokenLayout.from_segments([[(1, 0, 7), (0, 0, 5)], [(1, 7, 6)]])
-    chunked = chunked_layout(layout, np.array([0, 5]), 8)
-    assert chunked.segments() == [
-        [(1, 0, 3), (2, 0, 4), (0, 0, 5)],
-        [(2, 4, 4), (3, 0, 2)],
-    ]
-    assert chunked_layout(layout, np.array([0, 5]), 32) is layout
-
-
-def test_what_a_layout_file_says_of_a_window_is_read_again():
-    plan = make_plan(LAYOUT, replace(LLAMA, window=4))
-    assert json.loads(plan.to_json())["attention"]["window"] == 4
-    assert "window" not in json.loads(make_plan(LAYOUT, LLAMA).to_json())["attention"]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_mistakes_in_kinds_are_named():
+    for wrong in (
         {"name": "chunked"},
         {"block": 8},
         {"name": "chunked", "block": 0},
         {"layers": 0},
         {"name": "window"},
-    ],
-)
-def test_mistakes_in_kinds_are_named(wrong):
-    with refusal():
-        AttentionKind(**{"name": "full", "layers": 2, "shape": LLAMA, **wrong})
+    ):
+        with refusal():
+            replace(FULL, **wrong)

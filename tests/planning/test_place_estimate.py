@@ -19,13 +19,10 @@ from torchtitan_cad.planning.placement.estimate import choose, estimate, read_by
 from torchtitan_cad.planning.placement.moves import relocate, shift, swap
 from torchtitan_cad.planning.placement.search import begin_search
 from torchtitan_cad.planning.placement.state import (
-    CAPACITY,
     CHUNK_DOC,
     COUNT,
     KEYS_IN,
-    KEYS_OUT,
     KEYS_SHARED,
-    LENGTH,
     LOAD,
     QUERIES_OUT,
     RANK,
@@ -42,25 +39,23 @@ from torchtitan_cad.planning.placement.state import (
 def state_of(lengths: list[int], num_ranks: int, longest: int) -> State:
     """A state in which documents of so many cells are cut and redistributed to ranks with half more capacity than they
     fill."""
+    cells = sum(lengths)
     prefix = np.cumsum(np.arange(max(lengths) + 1)).astype(np.float64)
-    mean = sum(prefix[length] for length in lengths) / num_ranks
-    limit, speed = np.full(num_ranks, 1.02 * mean), np.ones(num_ranks)
-    prices = np.array(
-        [LLAMA.query_bytes, LLAMA.kv_bytes, 1 / 128**2, 0.0, 0.0, 0.0, 0.3, 0.4]
-    )
+    mean = prefix[lengths].sum() / num_ranks
+    bytes_and_time = [LLAMA.query_bytes, LLAMA.kv_bytes, 1 / 128**2]
     state = make_state(
-        3 * sum(lengths) + num_ranks,
-        limit,
-        speed,
-        prefix,
-        np.array([128, 128, 256]),
-        prices,
+        3 * cells + num_ranks,
+        limit=np.full(num_ranks, 1.02 * mean),
+        speed=np.ones(num_ranks),
+        prefix=prefix,
+        sizes=np.array([128, 128, 256]),
+        prices=np.array([*bytes_and_time, 0.0, 0.0, 0.0, 0.3, 0.4]),
     )
-    begin(state, np.full(num_ranks, 128 * (3 * sum(lengths) // (2 * num_ranks) + 1)))
+    begin(state, np.full(num_ranks, 128 * (3 * cells // (2 * num_ranks) + 1)))
     for doc, length in enumerate(lengths):
         cut(state, doc, 128 * length, mean, 256, 128 * longest)
-    heap, time = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
-    assign_chunks(state, by_work(state), heap, time)
+    heap = np.zeros(num_ranks, dtype=np.int64)
+    assign_chunks(state, by_work(state), heap, np.zeros(num_ranks))
     return state
 
 
@@ -72,37 +67,24 @@ def chunks_of(state: State) -> np.ndarray:
     return rows[np.lexsort((state.ints[rows, START], state.ints[rows, CHUNK_DOC]))]
 
 
-def check(state: State, lengths: list[int], capacity: int) -> None:
-    """Chunks cover the documents, and all figures are those of the chunks."""
-    rows, num_ranks = chunks_of(state), len(state.limit)
-    ints, rank = state.ints[rows], state.ints[rows, RANK]
-    for doc, length in enumerate(lengths):
-        mine = ints[ints[:, CHUNK_DOC] == doc]
-        assert mine[:, START].tolist() == [0, *np.cumsum(mine[:, LENGTH])[:-1]]
-        assert mine[:, LENGTH].sum() == 128 * length
-    assert (
-        state.ints[:num_ranks, CAPACITY]
-        == capacity - np.bincount(rank, ints[:, LENGTH], num_ranks)
-    ).all()
-    assert (
-        state.ints[:num_ranks, COUNT].tolist()
-        == np.bincount(rank, minlength=num_ranks).tolist()
-    )
-    assert state.reals[:num_ranks, LOAD] == pytest.approx(
-        np.bincount(rank, state.reals[rows, WORK], num_ranks)
-    )
-    found, before = state.reals.copy(), estimate(state)
+def check(state: State) -> None:
+    """All figures are those of the chunks; that these hold all tokens is in test_place.py."""
+    rows = chunks_of(state)
+    num_ranks = len(state.limit)
+    work = np.bincount(state.ints[rows, RANK], state.reals[rows, WORK], num_ranks)
+    assert state.reals[:num_ranks, LOAD] == pytest.approx(work)
+
+    figures = state.reals[:num_ranks, KEYS_IN : QUERIES_OUT + 1].copy()
+    num_bytes = estimate(state)
     start_move(state)
     state.reals[:num_ranks, KEYS_IN : KEYS_SHARED + 1] = 0.0
     for row in rows.tolist():
         read_by(state, row, 1.0, *state.reals[row, 1:3])
-    for each in range(num_ranks):
-        choose(state, each, -1, -1)
-    for column in (KEYS_IN, KEYS_OUT, KEYS_SHARED, QUERIES_OUT):
-        assert state.reals[:num_ranks, column] == pytest.approx(
-            found[:num_ranks, column], rel=1e-9, abs=1.0
-        )
-    assert estimate(state) == pytest.approx(before, rel=1e-6, abs=1e-3)  # bytes
+    for number in range(num_ranks):
+        choose(state, number, -1, -1)
+    again = state.reals[:num_ranks, KEYS_IN : QUERIES_OUT + 1]
+    assert again == pytest.approx(figures, rel=1e-9, abs=1.0)
+    assert estimate(state) == pytest.approx(num_bytes, rel=1e-6, abs=1e-3)
 
 
 @settings(max_examples=30)
@@ -112,56 +94,45 @@ def check(state: State, lengths: list[int], capacity: int) -> None:
     longest=st.integers(4, 20),
     seed=st.integers(0, 2**20),
 )
-def test_moves_keep_tokens_loads_and_figures(lengths, num_ranks, longest, seed):
-    state, numbers = state_of(lengths, num_ranks, longest), np.array([seed])
-    # a rank takes MOST_CHUNKS at most
-    assume((state.ints[num_ranks : state.ints[-1, COUNT], RANK] >= 0).all())
-    capacity = int(
-        state.ints[0, CAPACITY]
-        + state.ints[chunks_of(state), LENGTH][
-            state.ints[chunks_of(state), RANK] == 0
-        ].sum()
-    )
-    begin_search(
-        state,
-        np.zeros(0, dtype=np.int64),
-        np.zeros(num_ranks, dtype=np.int64),
-        np.zeros(num_ranks),
-    )
-    made = 0
+def test_moves_keep_loads_and_figures(lengths, num_ranks, longest, seed):
+    state = state_of(lengths, num_ranks, longest)
+    chunks = state.ints[num_ranks : state.ints[-1, COUNT]]
+    assume((chunks[:, RANK] >= 0).all())  # a rank takes MOST_CHUNKS at most
+    nothing = np.zeros(0, dtype=np.int64)
+    heap = np.zeros(num_ranks, dtype=np.int64)
+    begin_search(state, nothing, heap, np.zeros(num_ranks))
+    numbers = np.array([seed])
+    moves_made = 0
     for number in range(60):
         rows = chunks_of(state)
-        i = int(rows[number % len(rows)])
+        move = (swap, relocate, shift)[number % 3]
         start_move(state)
-        before = state.ints.copy(), state.reals.copy()
-        if (swap, relocate, shift)[number % 3](state, i, numbers):
+        ints_before = state.ints.copy()
+        reals_before = state.reals.copy()
+        if move(state, int(rows[number % len(rows)]), numbers):
             estimate(state)
-            made += 1
-            if made % 2:
+            moves_made += 1
+            if moves_made % 2:
                 undo(state)
-                assert (state.ints == before[0]).all()
-                assert (state.reals == before[1]).all()
-    check(state, lengths, capacity)
+                assert (state.ints == ints_before).all()
+                assert (state.reals == reals_before).all()
+    check(state)
 
 
 def test_short_documents_go_to_the_rank_of_least_time():
     """Of two ranks with as much capacity the first has more work already, and gets what the second has no capacity
     for."""
-    prices, units = (
-        np.array([1.0, 1.0, 1.0, 0.01, 0.0, 0.0, 0.3, 0.4]),
-        np.array([128, 128, 128]),
-    )
     state = make_state(
         4,
-        np.full(2, 1e9),
-        np.ones(2),
-        np.cumsum(np.arange(9)).astype(np.float64),
-        units,
-        prices,
+        limit=np.full(2, 1e9),
+        speed=np.ones(2),
+        prefix=np.cumsum(np.arange(9)).astype(np.float64),
+        sizes=np.array([128, 128, 128]),
+        prices=np.array([1.0, 1.0, 1.0, 0.01, 0.0, 0.0, 0.3, 0.4]),
     )
     begin(state, np.full(2, 2048))
-    home, heap = np.zeros(4, dtype=np.int64), np.zeros(2, dtype=np.int64)
-    assign_short(
-        state, np.array([1024, 1024, 256, 256]), home, heap, np.array([1000.0, 0.0])
-    )
+    lengths = np.array([1024, 1024, 256, 256])
+    home = np.zeros(4, dtype=np.int64)
+    heap = np.zeros(2, dtype=np.int64)
+    assign_short(state, lengths, home, heap, np.array([1000.0, 0.0]))
     assert home.tolist() == [1, 1, 0, 0]

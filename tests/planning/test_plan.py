@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-import time
 
 import pytest
 
@@ -25,32 +24,11 @@ from torchtitan_cad.planning.model.layout import MAX_RANKS, MAX_TOKENS
 from torchtitan_cad.planning.model.tasks import make_tasks
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 4000)], [(1, 0, 500), (2, 0, 500)], []])
-SEGMENTS = [[(0, 0, 8), (0, 8, 8)], [(1, 0, 5), (2, 0, 3)]]
-SOME_ATTEND = TokenLayout.from_segments(SEGMENTS, [False, True, True, False])
 HOME = PlannerConfig(planner="home", min_shard=4, tile=4)
 
 
-def test_views_of_a_layout():
-    layout = TokenLayout.from_segments(
-        [[(7, 2, 3), (4, 0, 5)], [], [(7, 0, 2), (7, 5, 1)]]
-    )
-    assert layout.num_ranks == 3
-    assert layout.num_tokens == 11
-    assert layout.tokens_per_rank.tolist() == [8, 0, 3]
-    assert layout.docs.tolist() == [4, 7]
-    assert layout.doc_lengths.tolist() == [5, 6]
-    assert layout.doc_offsets.tolist() == [0, 5, 11]
-    # Global positions: document 4 has 0..4, document 7 has 5..10.
-    assert layout.rank_positions(0).tolist() == [7, 8, 9, 0, 1, 2, 3, 4]
-    assert layout.rank_positions(2).tolist() == [5, 6, 10]
-    assert layout.run_start.tolist() == [0, 5, 7, 10]
-    assert layout.run_rank.tolist() == [0, 2, 0, 2]
-    assert layout.run_row.tolist() == [3, 0, 0, 2]
-
-
-@pytest.mark.parametrize(
-    "ranks",
-    [
+def test_bad_layouts():
+    for ranks in (
         [[(0, 0, 5)], [(0, 4, 5)]],
         [[(0, 0, 5)], [(0, 6, 5)]],
         [[(3, 1, 5)]],
@@ -59,25 +37,12 @@ def test_views_of_a_layout():
         [],
         [[(0, 0)]],
         [[(0, 0, 2**70)]],
-    ],
-)
-def test_bad_layouts(ranks):
-    with refusal():
-        TokenLayout.from_segments(ranks)
+    ):
+        with refusal():
+            TokenLayout.from_segments(ranks)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"length": [128.9]},
-        {"doc": [2**62]},
-        {"attends": ["no"]},
-        {"num_ranks": 2.0},
-        {"rank": [1]},
-        {"length": [1, 2]},
-    ],
-)
-def test_arrays_are_not_converted(change):
+def test_arrays_are_not_converted():
     arrays = {
         "num_ranks": 1,
         "rank": [0],
@@ -87,8 +52,16 @@ def test_arrays_are_not_converted(change):
         "attends": [True],
     }
     assert TokenLayout.from_arrays(**arrays).num_tokens == 128
-    with refusal():
-        TokenLayout.from_arrays(**arrays | change)
+    for change in (
+        {"length": [128.9]},
+        {"doc": [2**62]},
+        {"attends": ["no"]},
+        {"num_ranks": 2.0},
+        {"rank": [1]},
+        {"length": [1, 2]},
+    ):
+        with refusal():
+            TokenLayout.from_arrays(**arrays | change)
 
 
 def test_empty_segments_hold_nothing():
@@ -102,12 +75,9 @@ def test_a_shared_part_of_keys_travels_once_and_values_as_they_are():
     wide = AttentionShape(128, 128, head_dim=192, dtype_bytes=2)
     narrow = dataclasses.replace(wide, value_dim=128)
     shared = dataclasses.replace(narrow, shared_dim=64)
-    assert [shape.kv_bytes for shape in (wide, narrow, shared)] == [98304, 81920, 65664]
-    assert [shape.query_bytes for shape in (wide, narrow, shared)] == [
-        98816,
-        82432,
-        82432,
-    ]
+    assert (wide.kv_bytes, wide.query_bytes) == (98304, 98816)
+    assert (narrow.kv_bytes, narrow.query_bytes) == (81920, 82432)
+    assert (shared.kv_bytes, shared.query_bytes) == (65664, 82432)
     assert shared.for_backward().kv_bytes == 2 * 65664
     assert narrow.for_backward().query_bytes == 128 * 2 * (192 + 128 + 192) + 2 * 512
     plan = make_plan(TokenLayout.from_segments([[(0, 0, 900)], [(1, 0, 100)]]), shared)
@@ -118,49 +88,27 @@ def test_a_shared_part_of_keys_travels_once_and_values_as_they_are():
             dataclasses.replace(shared, **{key: value})
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"split_kv": "yes"},
-        {"planner": None},
-        {"inter_node_weight": 0.5},
-        {"rank_speeds": (1.0, 0.0)},
-        {"rank_speeds": ("fast", 1.0)},
-    ],
-)
-def test_bad_options(option):
-    (key,) = option
-    with refusal(key, "="):
-        PlannerConfig(**option)
-
-
-def test_statistics_beside_those_of_the_exchange():
-    """Others are counted token by token: reference.check_exchanges and check_guarantee."""
-    stats = make_plan(LAYOUT, LLAMA).stats
-    assert stats.loads_before.tolist() == [32 * 33 // 2, 2 * 4 * 5 // 2, 0]
-    assert stats.max_over_mean == stats.loads.max() / stats.mean_load
-    assert (stats.mean_rank_bytes, stats.total_bytes) == (
-        stats.total_bytes / 3,
-        stats.bytes_in.sum(),
-    )
-    assert stats.plan_seconds > 0
-    assert (
-        make_plan(TokenLayout.from_segments([[], []]), LLAMA).stats.max_over_mean == 1.0
-    )
+def test_bad_options():
+    """Numbers that mean nothing are in test_hostile.py."""
+    for key, value in (
+        ("split_kv", "yes"),
+        ("planner", None),
+        ("inter_node_weight", 0.5),
+        ("rank_speeds", (1.0, 0.0)),
+        ("rank_speeds", ("fast", 1.0)),
+    ):
+        with refusal(key, "="):
+            PlannerConfig(**{key: value})
 
 
 def test_fingerprint_depends_on_layout_and_tasks_only():
-    plan = make_plan(LAYOUT, LLAMA)
-    assert len(plan.fingerprint()) == 16
-    assert plan.fingerprint() == make_plan(LAYOUT, LLAMA).fingerprint()
-    assert plan.fingerprint() != make_plan(LAYOUT, LLAMA, HOME).fingerprint()
-    other_order = TokenLayout.from_segments(
-        [[(0, 0, 4000)], [(2, 0, 500), (1, 0, 500)], []]
-    )
-    assert (
-        make_plan(LAYOUT, LLAMA, HOME).fingerprint()
-        != make_plan(other_order, LLAMA, HOME).fingerprint()
-    )
+    segments = [[(0, 0, 4000)], [(2, 0, 500), (1, 0, 500)], []]
+    other_order = TokenLayout.from_segments(segments)
+    at_home = make_plan(LAYOUT, LLAMA, HOME).fingerprint()
+    assert at_home != make_plan(LAYOUT, LLAMA).fingerprint()
+    assert at_home != make_plan(other_order, LLAMA, HOME).fingerprint()
+    same_tasks = dataclasses.replace(HOME, tolerance=0.5)
+    assert at_home == make_plan(LAYOUT, LLAMA, same_tasks).fingerprint()
 
 
 def test_fingerprint_is_stable_between_releases():
@@ -169,35 +117,30 @@ def test_fingerprint_is_stable_between_releases():
     assert make_plan(layout, LLAMA, HOME).fingerprint() == "1998413ba825bee8"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_bad_json():
+    """Mutated plans are in test_hostile.py."""
+    data = json.loads(make_plan(LAYOUT, LLAMA).to_json())
+    for change in (
         {"tasks": None},
         {"tasks": [{"doc": 0}]},
         {"stats": {}},
         {"config": {"speed": 1}},
         {"fingerprint": "0" * 16},
         {"ranks": [[]]},
-    ],
-)
-def test_bad_json(change):
-    data = json.loads(make_plan(LAYOUT, LLAMA).to_json())
-    with refusal():
-        Plan.from_json(json.dumps({**data, **change}))
+    ):
+        with refusal():
+            Plan.from_json(json.dumps(data | change))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_arguments_of_another_type():
+    for change in (
         {"layout": [[(0, 0, 8)]]},
         {"shape": None},
         {"config": 0.02},
         {"cost": 3},
-    ],
-)
-def test_arguments_of_another_type(change):
-    with refusal():
-        make_plan(**({"layout": LAYOUT, "shape": LLAMA} | change))
+    ):
+        with refusal():
+            make_plan(**{"layout": LAYOUT, "shape": LLAMA} | change)
 
 
 def test_cost_model_must_fit_min_shard():
@@ -205,32 +148,23 @@ def test_cost_model_must_fit_min_shard():
         make_plan(LAYOUT, LLAMA, PlannerConfig(min_shard=100), cost=TileAreaCost(128))
 
 
-@pytest.mark.parametrize(
-    ("doc", "server"),
-    [(9, 0), (0, 3), (0, -1)],
-)
-def test_tasks_must_fit_the_layout(doc, server):
-    with refusal():
-        Plan.from_tasks(
-            LAYOUT, LLAMA, PlannerConfig(), make_tasks([doc], 0, 4, 0, 4, server)
-        )
+def test_tasks_must_fit_the_layout():
+    for doc, server in ((9, 0), (0, 3), (0, -1)):
+        tasks = make_tasks([doc], 0, 4, 0, 4, server)
+        with refusal():
+            Plan.from_tasks(LAYOUT, LLAMA, PlannerConfig(), tasks)
 
 
-@pytest.mark.parametrize(
-    "attends",
-    [
-        [True, True, True, False],
-        [False, True, False, False],
-    ],
-)
-def test_tasks_of_other_queries_are_found(attends):
-    layout = TokenLayout.from_segments(SEGMENTS, attends)
-    with refusal(error=PlanError):
-        validate_plan(
-            Plan.from_tasks(
-                layout, LLAMA, HOME, make_plan(SOME_ATTEND, LLAMA, HOME).tasks
-            )
-        )
+def test_tasks_of_other_queries_are_found():
+    segments = [[(0, 0, 8), (0, 8, 8)], [(1, 0, 5), (2, 0, 3)]]
+
+    def layout(*attends: bool) -> TokenLayout:
+        return TokenLayout.from_segments(segments, list(attends))
+
+    tasks = make_plan(layout(False, True, True, False), LLAMA, HOME).tasks
+    for other in (layout(True, True, True, False), layout(False, True, False, False)):
+        with refusal(error=PlanError):
+            validate_plan(Plan.from_tasks(other, LLAMA, HOME, tasks))
 
 
 def one_document(num_ranks: int, tokens_per_rank: int) -> TokenLayout:
@@ -239,15 +173,10 @@ def one_document(num_ranks: int, tokens_per_rank: int) -> TokenLayout:
     )
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "tokens"), [(1, 10**12), (8, 10**12), (8, 10**9), (1, 2**61)]
-)
-def test_the_tokens_of_a_layout_are_limited(num_ranks, tokens):
-    with refusal():
-        one_document(num_ranks, tokens)
-
-
-def test_the_ranks_of_a_layout_are_limited():
+def test_the_size_of_a_layout_is_limited():
+    for num_ranks, tokens in ((1, 10**12), (8, 10**12), (8, 10**9), (1, 2**61)):
+        with refusal():
+            one_document(num_ranks, tokens)
     assert TokenLayout.from_segments([[]] * MAX_RANKS).num_ranks == MAX_RANKS
     with refusal():
         TokenLayout.from_segments([[]] * (MAX_RANKS + 1))
@@ -257,31 +186,28 @@ def test_the_ranks_of_a_layout_are_limited():
 @pytest.mark.parametrize("num_ranks", params([1, 8], [1]))
 def test_the_longest_layout_is_planned(planner, num_ranks):
     """Its work still fits int64, bounds and statistics included."""
-    layout = TokenLayout.from_segments(
-        [[(0, 0, MAX_TOKENS)], *([[]] * (num_ranks - 1))]
-    )
+    ranks = [[(0, 0, MAX_TOKENS)], *([[]] * (num_ranks - 1))]
+    layout = TokenLayout.from_segments(ranks)
     plan = make_plan(layout, LLAMA, PlannerConfig(planner=planner))
     stats = plan.stats
     rows = MAX_TOKENS // 128
     assert stats.loads.sum() == rows * (rows + 1) // 2
-    assert planner == "home" or stats.max_over_mean <= stats.guaranteed_over_mean
-    assert 0 <= stats.lower_bound_bytes <= stats.total_bytes or planner == "home"
+    if planner != "home":
+        assert stats.max_over_mean <= stats.guaranteed_over_mean
+        assert 0 <= stats.lower_bound_bytes <= stats.total_bytes
     with refusal():
         plan.exchange(0)
     with refusal():
         validate_plan(plan)
 
 
-@pytest.mark.parametrize(
-    ("config", "cost"),
-    [
-        (PlannerConfig(min_shard=1), None),
-        (PlannerConfig(), ProfileCost(128, (1, 2), (10**12, 2 * 10**12))),
-    ],
-)
-def test_work_that_cannot_be_counted_is_refused(config, cost):
+def test_work_that_cannot_be_counted_is_refused():
+    layout = one_document(8, 125_000_000)
     with refusal():
-        make_plan(one_document(8, 125_000_000), LLAMA, config, cost)
+        make_plan(layout, LLAMA, PlannerConfig(min_shard=1))
+    cost = ProfileCost(128, (1, 2), (10**12, 2 * 10**12))
+    with refusal():
+        make_plan(layout, LLAMA, cost=cost)
 
 
 def test_needs_do_not_grow_with_pairs_of_ranks():
@@ -291,14 +217,3 @@ def test_needs_do_not_grow_with_pairs_of_ranks():
     assert len(plan.key_needs.start) == 2000
     assert plan.rows_in[1].tolist() == [128 * r for r in range(2000)]
     assert plan.exchange(1000).keys.recv_counts.tolist() == [128] * 1000 + [0] * 1000
-
-
-def seconds(num_ranks: int) -> float:
-    """Processor time of a plan and its figures; the least of three, as other processes only add to it."""
-    layout, least = one_document(num_ranks, 32_768), float("inf")
-    for _ in range(3):
-        begin = time.process_time()
-        stats = make_plan(layout, LLAMA).stats
-        least = min(least, time.process_time() - begin)
-        assert stats.max_over_mean <= stats.guaranteed_over_mean
-    return least

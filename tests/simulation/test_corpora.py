@@ -10,12 +10,12 @@ from torchtitan_cad.tools.simulation.batches import named_lengths
 from torchtitan_cad.tools.simulation.corpora import CORPORA, corpus_source
 
 
-def test_the_corpora_are_found() -> None:
+def test_the_corpora_are_found():
     assert set(CORPORA) == {"codealpaca", "prolong-64k", "prolong-512k", "pypi"}
 
 
 @pytest.mark.parametrize("name", CORPORA)
-def test_every_corpus_says_where_it_is_from(name: str) -> None:
+def test_every_corpus_says_where_it_is_from(name):
     assert ("github.com/" in corpus_source(name)) or (
         "pip install" in corpus_source(name)
     )
@@ -33,9 +33,7 @@ def test_every_corpus_says_where_it_is_from(name: str) -> None:
     ("name", "wanted"),
     [("prolong-64k", {65_536: 0.6}), ("prolong-512k", {65_536: 0.4, 524_288: 0.2})],
 )
-def test_a_mixture_has_its_shares_of_tokens(
-    name: str, wanted: dict[int, float]
-) -> None:
+def test_a_mixture_has_its_shares_of_tokens(name, wanted):
     lengths = named_lengths(name)
     for length, share in wanted.items():
         tokens = lengths[lengths == length].sum() / lengths.sum()

@@ -15,7 +15,7 @@ from torchtitan_cad.tools.simulation.dynamic_cp import (
 )
 
 
-def test_a_long_document_gets_as_many_ranks_as_it_needs() -> None:
+def test_a_long_document_gets_as_many_ranks_as_it_needs():
     lengths = np.array([100, 900, 401, 200, 1600])
     assert group_sizes(lengths, 400.0, 16).tolist() == [4, 4, 2, *[1] * 6]
     # what has no ranks of its own fills the groups of others
@@ -24,9 +24,7 @@ def test_a_long_document_gets_as_many_ranks_as_it_needs() -> None:
 
 
 @given(st.lists(st.sampled_from([1, 2, 4, 8]), max_size=6), st.integers(1, 3))
-def test_every_group_has_its_ranks_in_one_microbatch(
-    shared: list[int], microbatches: int
-) -> None:
+def test_every_group_has_its_ranks_in_one_microbatch(shared, microbatches):
     ranks = 8
     alone = ranks * microbatches - sum(shared)
     if alone < 0:
@@ -40,7 +38,7 @@ def test_every_group_has_its_ranks_in_one_microbatch(
         assert len(set(where[:, 1])) == 1
 
 
-def test_it_is_between_packed_and_perfect() -> None:
+def test_it_is_between_packed_and_perfect():
     for seed in range(4):
         one = step(seed=seed, lengths=(300, 700, 1500, 4000, 14000), microbatches=1)
         outcome = dynamic_cp(one)
@@ -49,7 +47,7 @@ def test_it_is_between_packed_and_perfect() -> None:
         assert outcome.seconds < packed(one).seconds
 
 
-def test_short_documents_are_packed_as_without_context_parallelism() -> None:
+def test_short_documents_are_packed_as_without_context_parallelism():
     one = step(lengths=(300, 700, 1500), cp=1)
     alone = packing_cp(one)
     outcome = dynamic_cp(one)
@@ -59,14 +57,14 @@ def test_short_documents_are_packed_as_without_context_parallelism() -> None:
     assert outcome.seconds == pytest.approx(alone.seconds, rel=0.01)
 
 
-def test_simulate_compares_with_it() -> None:
+def test_simulate_compares_with_it():
     report = run(cp=1)
     assert 0 < report.share_of_perfect("dynamic_cp") <= 1
     gain = report.to_dict()["systems"]["cad"]["speedup_over"]["dynamic_cp"]
     assert gain["min"] <= gain["mean"] <= gain["max"]
 
 
-def test_speed_and_mfu_are_those_of_a_gpu() -> None:
+def test_speed_and_mfu_are_those_of_a_gpu():
     report = run(cp=1)
     perfect = report.to_dict()["systems"]["perfect"]
     tokens = report.step_tokens / report.cluster.ranks

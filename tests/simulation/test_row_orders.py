@@ -13,9 +13,7 @@ from torchtitan_cad.tools.simulation.row_orders import equal_work, row_orders
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 2), (4, 9)])
-def test_a_pipeline_likes_its_heavy_microbatches_together(
-    stages: int, microbatches: int
-) -> None:
+def test_a_pipeline_likes_its_heavy_microbatches_together(stages, microbatches):
     assert in_stages(np.ones(microbatches), stages, 2.0) == pytest.approx(
         3 * (microbatches + stages - 1)
     )
@@ -36,7 +34,7 @@ def test_a_pipeline_likes_its_heavy_microbatches_together(
     ("ranks", "microbatches", "rows"),
     [(1, 1, 1), (4, 1, 1), (2, 3, 2), (8, 4, 1), (1, 4, 2)],
 )
-def test_every_row_once(ranks: int, microbatches: int, rows: int) -> None:
+def test_every_row_once(ranks, microbatches, rows):
     work = np.random.default_rng(ranks).lognormal(
         sigma=2, size=ranks * microbatches * rows
     )
@@ -45,7 +43,7 @@ def test_every_row_once(ranks: int, microbatches: int, rows: int) -> None:
         assert sorted(order.ravel()) == list(range(len(work)))
 
 
-def test_what_is_equal() -> None:
+def test_what_is_equal():
     work = np.array([9.0, 1, 1, 9, 8, 2, 2, 8])
     everything, ranks_meet, ranks_do_not = (
         work[order].sum(axis=2) for order in row_orders(work, 2, 2)
@@ -56,6 +54,6 @@ def test_what_is_equal() -> None:
     assert np.array_equal(ranks_do_not, np.full((2, 2), 10.0))
 
 
-def test_swaps_mend_what_is_dealt_by_size() -> None:
+def test_swaps_mend_what_is_dealt_by_size():
     work = np.array([11.0, 9, 7, 7, 6, 6])  # 11, 7, 6 and 9, 7, 6 by size alone
     assert sorted(work[equal_work(work, np.arange(6), 2)].sum(axis=1)) == [23, 23]

@@ -34,76 +34,64 @@ from torchtitan_cad.tools.simulation.batches import Batch, named_lengths
 from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING, Model, Rates
 from torchtitan_cad.tools.simulation.search import Search, Trial
-from torchtitan_cad.tools.simulation.systems import PARTS, SYSTEMS
+from torchtitan_cad.tools.simulation.systems import PARTS, SYSTEMS, Report
 
 
-def test_equal_documents_gain_nothing() -> None:
-    report = run(lengths=(16384,))
-    assert report.systems["packed"].seconds == pytest.approx(
-        report.systems["perfect"].seconds, rel=1e-9
-    )
-    assert report.systems["cad"].seconds == pytest.approx(
-        report.systems["perfect"].seconds, rel=1e-9
-    )
-    assert report.systems["cad"].outcomes[0].exchanged_bytes == 0
-    slow = run(
-        lengths=(16384,), fsdp=True, net=5e9, cp=1
-    ).systems  # parameters travel longer than layers take
+def test_equal_documents_gain_nothing():
+    systems = run(lengths=(16384,)).systems
+    perfect = pytest.approx(systems["perfect"].seconds, rel=1e-9)
+    assert systems["packed"].seconds == perfect
+    assert systems["cad"].seconds == perfect
+    assert systems["cad"].outcomes[0].exchanged_bytes == 0
+    # parameters travel longer than layers take
+    slow = run(lengths=(16384,), fsdp=True, net=5e9, cp=1).systems
     assert slow["cad"].seconds == pytest.approx(slow["packed"].seconds, rel=1e-9)
 
 
-def test_attention_servers_pay_where_links_are_fast() -> None:
+def test_attention_servers_pay_where_links_are_fast():
     """Ranks and servers share attention in proportion to their speed; on slow links everything stays with the ranks."""
-    ranks = cluster().ranks
-    fast = run(lengths=(16384,), servers=ranks // 2, server_net=FAST)
-    alone, served = (fast.systems[name] for name in ("cad", "servers"))
+    servers = cluster().ranks // 2
+    fast = run(lengths=(16384,), servers=servers, server_net=FAST)
+    alone = fast.systems["cad"]
+    served = fast.systems["servers"]
     saved = alone.seconds - served.seconds
-    assert saved == pytest.approx(alone.part("attention") / 3, rel=0.15)
-    assert served.part("attention") == pytest.approx(
-        alone.part("attention") - saved, rel=1e-6
-    )
+    attention = alone.part("attention")
+    assert saved == pytest.approx(attention / 3, rel=0.15)
+    assert served.part("attention") == pytest.approx(attention - saved, rel=1e-6)
     assert " pay: " in fast.table()
-    slow = run(lengths=(16384,), servers=ranks // 2, server_net=1e6)
+    slow = run(lengths=(16384,), servers=servers, server_net=1e6)
     assert slow.systems["servers"].seconds == slow.systems["cad"].seconds
     assert "do not pay" in slow.table()
     assert "servers" not in run(lengths=(16384,)).systems
 
 
-def test_one_document_per_rank_is_packed_as_the_longest_and_perfect_as_the_mean() -> (
-    None
-):
-    rows = tuple(
-        np.array([a, 16384 - a]) for a in (16384 - 128, 8192) for _ in range(4)
-    )
-    home = cad(Batch(rows, 16384), planner="home")
-    costs = home.step.costs
-    forward, backward = (
-        [float(costs.document_seconds(row, direction).sum()) for row in rows]
-        for direction in (True, False)
-    )
-    assert home.step.even("1F1B").attention == pytest.approx(
-        MODEL.layers * (np.mean(forward) + np.mean(backward))
-    )
+def test_one_document_per_rank_is_packed_as_the_longest_and_perfect_as_the_mean():
+    rows = [np.array([first, 16384 - first]) for first in (16384 - 128, 8192)] * 4
+    home = cad(Batch(tuple(rows), 16384), planner="home")
+    seconds_of = home.step.costs.document_seconds
+    forward = [seconds_of(row, True).sum() for row in rows]
+    backward = [seconds_of(row, False).sum() for row in rows]
+    mean = MODEL.layers * (np.mean(forward) + np.mean(backward))
+    assert home.step.even("1F1B").attention == pytest.approx(mean)
     parts = home.outcome().parts
-    assert parts.attention + parts.imbalance == pytest.approx(
-        MODEL.layers * (max(forward) + max(backward))
-    )
+    longest = MODEL.layers * (max(forward) + max(backward))
+    assert parts.attention + parts.imbalance == pytest.approx(longest)
     assert parts.exchange == 0
 
 
-@pytest.mark.parametrize("changes", [{}, {"fsdp": True}])
-def test_reordered_rows_of_two_kinds_are_even(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_reordered_rows_of_two_kinds_are_even(fsdp):
     """Half of the ranks have long documents in two microbatches: with one of them each, or all in the first, ranks are
     even, and CAD that places has nothing to exchange either.
     """
-    long, short = np.array([16384]), np.full(16, 1024)
-    rows = tuple(row for row in (long, short) for _ in range(8))
+    long = np.array([16384])
+    short = np.full(16, 1024)
     system = cad(
-        Batch(rows, 16384),
+        Batch((*[long] * 8, *[short] * 8), 16384),
         microbatches=2,
         placement="balanced",
         tolerance="auto",
-        **changes,
+        fsdp=fsdp,
     )
     reordered = reorder(system.step)
     assert packed(system.step).seconds > 1.05 * reordered.seconds
@@ -113,7 +101,7 @@ def test_reordered_rows_of_two_kinds_are_even(changes: dict[str, Any]) -> None:
     assert system.outcome().seconds <= reordered.seconds * 1.005
 
 
-def test_what_cad_loses_to_perfect_adds_up() -> None:
+def test_what_cad_loses_to_perfect_adds_up():
     report = run(cp=1, nano_batches=1, net=1e9)
     assert list(report.systems) == list(SYSTEMS)
     assert all(0 < report.share_of_perfect(name) <= 1 + 1e-9 for name in SYSTEMS)
@@ -122,222 +110,183 @@ def test_what_cad_loses_to_perfect_adds_up() -> None:
     assert lost["exchange"] > 0.02
 
 
-def test_how_much_faster_cad_is_than_what_fits_is_said_in_a_line() -> None:
+def with_system(report: Report, name: str, trial: Trial) -> str:
+    """The report's table with another trial of a system."""
+    systems = {**report.systems, name: trial}
+    return dataclasses.replace(report, systems=systems).table()
+
+
+def test_how_much_faster_cad_is_than_what_fits_is_said_in_a_line():
     report = run(cp=1)
     gain = report.systems["packed"].seconds / report.systems["cad"].seconds
     assert gain > 1.01
     line = report.table().splitlines()[-1]
-    assert line.startswith(
-        f"cad: {gain:.2f} times as fast as packed ({gain:.2f} to {gain:.2f}), "
-    )
+    assert f"{gain:.2f} times as fast as packed ({gain:.2f} to {gain:.2f}), " in line
     assert line.endswith("; means of 1 steps")
     none = Trial(configuration(), reason="does not fit")
-    without = dataclasses.replace(report, systems={**report.systems, "packed": none})
-    assert "as packed (" not in without.table()
-    assert (
-        "times as fast"
-        not in dataclasses.replace(
-            report, systems={**report.systems, "cad": none}
-        ).table()
-    )
+    assert "as packed (" not in with_system(report, "packed", none)
+    assert "times as fast" not in with_system(report, "cad", none)
 
 
-def test_no_part_is_printed_as_less_than_nothing() -> None:
+def test_no_part_is_printed_as_less_than_nothing():
     report = run(cp=1)
-    packed_trial = report.systems["packed"]
-    (outcome,) = packed_trial.outcomes
+    trial = report.systems["packed"]
+    (outcome,) = trial.outcomes
     parts = dataclasses.replace(outcome.parts, bubble=-1e-9)
-    rounded = dataclasses.replace(
-        packed_trial, outcomes=(dataclasses.replace(outcome, parts=parts),)
-    )
-    assert (
-        "-0.0"
-        not in dataclasses.replace(
-            report, systems={**report.systems, "packed": rounded}
-        ).table()
-    )
+    rounded = dataclasses.replace(outcome, parts=parts)
+    trial = dataclasses.replace(trial, outcomes=(rounded,))
+    assert "-0.0" not in with_system(report, "packed", trial)
 
 
-def test_rows_are_not_kept_in_ticks_which_refuse_it() -> None:
-    fast: dict[str, Any] = {
-        "net": FAST,
-        "node": FAST,
-        "latency": 0.0,
-        "pp": 2,
-        "cp": 1,
-        "nano_batches": 1,
-    }
-    chosen = {
-        kept: run(**fast, backward=kept).systems["cad"].configuration.schedule
-        for kept in ("resend", "keep")
-    }
-    assert chosen == {"resend": "CAD1F1B", "keep": "1F1B"}
-    for model in (KINDS, dataclasses.replace(MODEL, idle_ffn=4096)):
-        assert run(**fast, model=model).systems["cad"].configuration.schedule == "1F1B"
-    forced = run(**fast, model=KINDS, schedule="CAD1F1B", microbatches=2)
-    assert forced.systems["cad"].reason == "these settings cannot run"
+def test_rows_are_not_kept_in_ticks_which_refuse_it():
+    free: dict[str, Any] = {"net": FAST, "node": FAST, "latency": 0.0, "pp": 2, "cp": 1}
+
+    def cad_trial(**changes: Any) -> Trial:
+        return run(**free, nano_batches=1, **changes).systems["cad"]
+
+    assert cad_trial(backward="resend").configuration.schedule == "CAD1F1B"
+    for refused in (
+        {"backward": "keep"},
+        {"model": KINDS},
+        {"model": dataclasses.replace(MODEL, idle_ffn=4096)},
+    ):
+        assert cad_trial(**refused).configuration.schedule == "1F1B"
+    forced = cad_trial(model=KINDS, schedule="CAD1F1B", microbatches=2)
+    assert forced.reason == "these settings cannot run"
 
 
-def test_every_kind_of_attention_takes_its_own_time() -> None:
+def test_every_kind_of_attention_takes_its_own_time():
     """By hand, in tiles: a document of 128 rows of tiles, of which a row of the window has two and a chunk eight."""
-    tiles = {
-        "full": 128 * 129 // 2,
-        "window": 1 + 127 * 2,
-        "chunked": 16 * (8 * 9 // 2),
-    }
-    seconds = 4 * SHAPE.num_heads * SHAPE.head_dim * 128**2 / Rates().attention_flops
-    of_rows = 8 * seconds * (2 * tiles["full"] + tiles["window"] + tiles["chunked"]) / 4
-    assert step(lengths=(16384,), model=KINDS).layer_attention[0] == pytest.approx(
-        of_rows
-    )
-    plain, kinds = (packed(step(cp=4, model=model)) for model in (MODEL, KINDS))
+    full = 128 * 129 // 2
+    window = 1 + 127 * 2
+    chunked = 16 * (8 * 9 // 2)
+    of_tile = 4 * SHAPE.num_heads * SHAPE.head_dim * 128**2 / Rates().attention_flops
+    of_rows = 8 * of_tile * (2 * full + window + chunked) / 4
+    found = step(lengths=(16384,), model=KINDS).layer_attention[0]
+    assert found == pytest.approx(of_rows)
+    plain = packed(step(cp=4, model=MODEL)).exchanged_bytes
     # only layers in full gather keys
-    assert kinds.exchanged_bytes * 2 == plain.exchanged_bytes > 0
-    moved = {
-        plans[0].shape.window: plans[0].moves_rows
-        for plans in cad(cp=4, model=KINDS).plans((0,))[::2]
-    }
-    assert moved == {None: True, 128: True}
+    assert packed(step(cp=4, model=KINDS)).exchanged_bytes * 2 == plain > 0
+    of_full, _, of_window = cad(cp=4, model=KINDS).plans((0,))
+    assert (of_full[0].shape.window, of_window[0].shape.window) == (None, 128)
+    assert of_full[0].moves_rows
+    assert of_window[0].moves_rows
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"nano_batches": 2}, {"placement": "balanced", "tolerance": "auto", "cp": 4}],
 )
-def test_chunks_that_cut_nothing_are_full_attention(changes: dict[str, Any]) -> None:
-    kinds = (
-        AttentionKind("full", 2, SHAPE),
-        AttentionKind("chunked", 2, SHAPE, block=16384),
-    )
-    several, plain = (
-        cad(model=dataclasses.replace(MODEL, attention=kinds), **changes),
-        cad(**changes),
-    )
+def test_chunks_that_cut_nothing_are_full_attention(changes):
+    full = AttentionKind("full", 2, SHAPE)
+    whole_rows = AttentionKind("chunked", 2, SHAPE, block=16384)
+    model = dataclasses.replace(MODEL, attention=(full, whole_rows))
+    several = cad(model=model, **changes)
+    plain = cad(**changes)
     assert several.outcome() == plain.outcome()
-    waits = [reorder(each.step).parts.imbalance for each in (several, plain)]
-    assert waits[0] == pytest.approx(waits[1])
+    wait = reorder(plain.step).parts.imbalance
+    assert reorder(several.step).parts.imbalance == pytest.approx(wait)
 
 
-def test_latents_are_made_by_every_tp_rank() -> None:
+def test_latents_are_made_by_every_tp_rank():
     """By hand: latents of 32 and 16, a shared part of 4 of 8 elements of a key, values of 6."""
     shape = dataclasses.replace(
         SHAPE, num_kv_heads=8, head_dim=8, value_dim=6, shared_dim=4
     )
     model = Model(
-        4,
-        64,
-        8,
-        8,
-        8,
-        100,
-        1,
+        layers=4,
+        hidden=64,
+        heads=8,
+        kv_heads=8,
+        head_dim=8,
+        ffn=100,
+        vocabulary=1,
         query_rank=32,
         key_rank=16,
         attention=(AttentionKind("full", 4, shape),),
     )
-    made, latents = 32 * 8 * 8 + 16 * 8 * (4 + 6), 64 * (32 + 16 + 4)
-    assert [model.pre_parameters(tp) for tp in (1, 2)] == [
-        made + latents,
-        made + 2 * latents,
-    ]
+    made = 32 * 8 * 8 + 16 * 8 * (4 + 6)
+    latents = 64 * (32 + 16 + 4)
+    assert model.pre_parameters(1) == made + latents
+    assert model.pre_parameters(2) == made + 2 * latents
     assert model.post_parameters == 64 * (8 * 6 + 3 * 100)
-    forward, backward = Costs(
-        model, cluster(), Rates(attention_flops=1e12, backward_flops=1e12)
-    ).unit_seconds
-    assert (forward, backward) == (
-        8 * 128**2 * 2 * (8 + 6) / 1e12,
-        8 * 128**2 * (6 * 8 + 4 * 6) / 1e12,
-    )
+    rates = Rates(attention_flops=1e12, backward_flops=1e12)
+    forward, backward = Costs(model, cluster(), rates).unit_seconds
+    assert forward == 8 * 128**2 * 2 * (8 + 6) / 1e12
+    assert backward == 8 * 128**2 * (6 * 8 + 4 * 6) / 1e12
 
 
-def test_backward_begins_with_the_half_that_forward_ends_with() -> None:
+def test_backward_begins_with_the_half_that_forward_ends_with():
     """As autograd does: runtime/tick_engine.py and integration/pingpong/loop.py."""
     system = cad(planner="home", nano_batches=2)
-    forward, backward = (
-        [nano.attention.sum() for nano in system._nanos((0,), way, False)[0]]
-        for way in (True, False)
-    )
-    assert forward[0] < forward[1]  # the first halves of rows have fewer keys
-    assert backward[0] > backward[1]
+    for forward in (True, False):
+        nanos = system._nanos((0,), forward, False)[0]
+        first, second = (nano.attention.sum() for nano in nanos)
+        # the first halves of rows have fewer keys
+        assert (first < second) == forward
 
 
-def test_halves_of_checkpointed_blocks_hide_the_exchange_inside_the_block_alone() -> (
-    None
-):
+def test_halves_of_checkpointed_blocks_hide_the_exchange_inside_the_block_alone():
     """Forward shows what the other half's work before attention does not hide, in every layer."""
     exposed = {}
     for kind in ("none", "linear", "full"):
         system = cad(nano_batches=2, checkpointing=kind, net=5e9, node=5e9)
-        times = [
-            system._alone(True, (0,), exchange).max() for exchange in (True, False)
-        ]
-        exposed[kind] = times[0] - times[1]
+        with_exchange = system._alone(True, (0,), True).max()
+        exposed[kind] = with_exchange - system._alone(True, (0,), False).max()
     assert exposed["full"] > exposed["none"] + 1e-4
     assert exposed["linear"] == exposed["none"]
 
 
-def test_backward_repeats_what_checkpointing_dropped() -> None:
+def test_backward_repeats_what_checkpointing_dropped():
     costs = Costs(MODEL, cluster(tp=2), Rates())
     forward = np.array(costs.segments(1000, True))
-    backward = {
-        kind: np.array(costs.segments(1000, False, kind)) for kind in CHECKPOINTING
-    }
-    assert backward["linear"] == pytest.approx(forward + backward["none"])
-    assert (backward["none"] < backward["selective"]).all()
-    assert (backward["selective"] < backward["linear"]).all()
+    none, selective, linear = (
+        np.array(costs.segments(1000, False, kind))
+        for kind in ("none", "selective", "linear")
+    )
+    assert linear == pytest.approx(forward + none)
+    assert (none < selective).all()
+    assert (selective < linear).all()
     products = Costs(MODEL, cluster(tp=2), Rates(memory_bandwidth=FAST))
     again = products.segments(1000, False, "selective", tp=False)
-    assert again == pytest.approx(
-        [2.5 * one for one in products.segments(1000, True, tp=False)]
-    )
+    once = np.array(products.segments(1000, True, tp=False))
+    assert again == pytest.approx(2.5 * once)
     steps = {
         kind: step(tp=2, microbatches=2, checkpointing=kind) for kind in CHECKPOINTING
     }
-    attention = {kind: each.even("1F1B").attention for kind, each in steps.items()}
-    assert (
-        attention["none"]
-        == attention["selective"]
-        == attention["linear"]
-        < attention["full"]
-    )
+    attention = {kind: one.even("1F1B").attention for kind, one in steps.items()}
+    assert attention["none"] == attention["selective"] == attention["linear"]
+    assert attention["linear"] < attention["full"]
     assert steps["linear"].work(False) == pytest.approx(steps["full"].work(False))
 
 
-def test_norms_rotary_embedding_activation_and_loss_take_their_bytes() -> None:
+def test_norms_rotary_embedding_activation_and_loss_take_their_bytes():
     """By hand, of a token: two passes over the hidden state for a norm, three for a sum (``elementwise_elements``)."""
-    fast, plain = (
-        Costs(MODEL, cluster(), Rates(memory_bandwidth=rate)) for rate in (FAST, 2e12)
-    )
-    hidden, wide, rotary = (
-        MODEL.hidden,
-        MODEL.ffn,
-        2 * MODEL.head_dim * (MODEL.heads + MODEL.kv_heads),
-    )
-    forward, backward = (
-        [2 * hidden + rotary, 8 * hidden + 3 * wide],
-        [3 * hidden + rotary, 9 * hidden + 5 * wide],
-    )
-    for way, elements in ((True, forward), (False, backward)):
-        added = 2e12 * (np.array(plain.segments(1, way)) - fast.segments(1, way))
-        assert added == pytest.approx([2 * each for each in elements], rel=1e-6)
-    loss = sum(
-        2e12 * (plain.head_seconds(1, way) - fast.head_seconds(1, way))
-        for way in (True, False)
-    )
-    assert loss == pytest.approx(MODEL.vocabulary * 16, rel=1e-6)
+    fast = Costs(MODEL, cluster(), Rates(memory_bandwidth=FAST))
+    plain = Costs(MODEL, cluster(), Rates(memory_bandwidth=2e12))
+    hidden = MODEL.hidden
+    wide = MODEL.ffn
+    rotary = 2 * MODEL.head_dim * (MODEL.heads + MODEL.kv_heads)
+    loss = 0.0
+    for forward, elements in (
+        (True, [2 * hidden + rotary, 8 * hidden + 3 * wide]),
+        (False, [3 * hidden + rotary, 9 * hidden + 5 * wide]),
+    ):
+        added = np.subtract(plain.segments(1, forward), fast.segments(1, forward))
+        assert 2e12 * added == pytest.approx(2 * np.array(elements), rel=1e-6)
+        loss += plain.head_seconds(1, forward) - fast.head_seconds(1, forward)
+    assert 2e12 * loss == pytest.approx(MODEL.vocabulary * 16, rel=1e-6)
 
 
-def test_seconds_of_a_step_come_on_top_in_every_system() -> None:
-    reports = [
-        run(cp=1, nano_batches=1, seconds_per_step=extra) for extra in (0.0, 0.5)
-    ]
-    for name, system in reports[0].systems.items():
-        assert reports[1].systems[name].seconds == pytest.approx(system.seconds + 0.5)
+def test_seconds_of_a_step_come_on_top_in_every_system():
+    plain = run(cp=1, nano_batches=1)
+    longer = run(cp=1, nano_batches=1, seconds_per_step=0.5)
+    for name, system in plain.systems.items():
+        seconds = longer.systems[name].seconds
+        assert seconds == pytest.approx(system.seconds + 0.5)
 
 
-def test_packing_in_more_microbatches_than_rows_allow_is_not_faster_than_perfect() -> (
-    None
-):
+def test_packing_in_more_microbatches_than_rows_allow_is_not_faster_than_perfect():
     """Two rows of many short documents: CAD can cut them in two microbatches, packing in sixteen."""
     report = run(
         lengths=(512,),
@@ -350,23 +299,17 @@ def test_packing_in_more_microbatches_than_rows_allow_is_not_faster_than_perfect
     assert 0.9 < report.share_of_perfect("packing_cp") <= 1
 
 
-def test_infinite_bandwidth_hides_exchanges_and_hardly_any_makes_cad_slower_than_packed() -> (
-    None
-):
-    (outcome,) = (
-        run(net=FAST, node=FAST, latency=0.0, nano_batches=1).systems["cad"].outcomes
-    )
-    assert outcome.parts.exchange == pytest.approx(0, abs=1e-12)
-    report = run(net=1e6, node=1e6, cp=1)
-    assert report.systems["cad"].part("exchange") > 1e3 * report.systems["packed"].part(
-        "imbalance"
-    )
-    assert report.systems["cad"].seconds > report.systems["packed"].seconds
+def test_infinite_bandwidth_hides_exchanges_and_hardly_any_makes_cad_slower_than_packed():
+    fast = run(net=FAST, node=FAST, latency=0.0, nano_batches=1).systems["cad"]
+    assert fast.part("exchange") == pytest.approx(0, abs=1e-12)
+    slow = run(net=1e6, node=1e6, cp=1).systems
+    assert slow["cad"].part("exchange") > 1e3 * slow["packed"].part("imbalance")
+    assert slow["cad"].seconds > slow["packed"].seconds
 
 
 @settings(max_examples=10)
 @given(st.floats(0, 1), st.integers(0, 3))
-def test_imbalance_stays_within_the_tolerance(tolerance: float, seed: int) -> None:
+def test_imbalance_stays_within_the_tolerance(tolerance, seed):
     system = cad(seed=seed, tolerance=tolerance)
     ((plan,),) = system.plans((0,))
     parts = system.outcome().parts
@@ -376,150 +319,132 @@ def test_imbalance_stays_within_the_tolerance(tolerance: float, seed: int) -> No
 
 @settings(max_examples=10)
 @given(
-    st.integers(0, 20), st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.floats(1e9, 1e12), st.booleans(),
-    st.sampled_from(CHECKPOINTING), st.sampled_from(["1F1B", "CAD1F1B"]), st.booleans(),
-)  # fmt: skip
+    seed=st.integers(0, 20),
+    pp=st.sampled_from([1, 2]),
+    nano_batches=st.sampled_from([1, 2]),
+    several_kinds=st.booleans(),
+    machines=st.fixed_dictionaries(
+        {
+            "net": st.floats(1e9, 1e12),
+            "fsdp": st.booleans(),
+            "checkpointing": st.sampled_from(CHECKPOINTING),
+            "schedule": st.sampled_from(["1F1B", "CAD1F1B"]),
+        }
+    ),
+)
 def test_parts_add_up_and_nothing_is_faster_than_perfect(
-    seed: int,
-    pp: int,
-    nano_batches: int,
-    net: float,
-    fsdp: bool,
-    checkpointing: Any,
-    schedule: Any,
-    several: bool,
-) -> None:
-    changes = {
-        "checkpointing": checkpointing,
-        "pp": pp,
-        "net": net,
-        "fsdp": fsdp,
-        "tp": 2,
-        "microbatches": 2,
-    }
-    changes["model"] = KINDS if several and schedule == "1F1B" else MODEL
-    system = cad(
-        seed=seed, cp=pp, nano_batches=nano_batches, schedule=schedule, **changes
-    )
+    seed, pp, nano_batches, several_kinds, machines
+):
+    machines |= {"seed": seed, "pp": pp, "tp": 2, "microbatches": 2}
+    if several_kinds and machines["schedule"] == "1F1B":
+        machines["model"] = KINDS
+    system = cad(cp=pp, nano_batches=nano_batches, **machines)
+    greedy = cad(cp=pp, nano_batches=nano_batches, planner="greedy", **machines)
     perfect = system.step.even("CAD1F1B").total
-    packings = [packing_cp(step(seed=seed, cp=cp, **changes)) for cp in (1, 4 // pp)]
-    greedy = cad(
-        seed=seed, cp=pp, nano_batches=nano_batches, planner="greedy", **changes
-    )
-    assert reorder(system.step).seconds <= packed(system.step).seconds
-    for outcome in (
-        system.outcome(),
-        greedy.outcome(),
-        packed(system.step),
-        reorder(system.step),
-        *packings,
-    ):
+    at_home = packed(system.step)
+    reordered = reorder(system.step)
+    assert reordered.seconds <= at_home.seconds
+    packings = [packing_cp(step(cp=cp, **machines)) for cp in (1, 4 // pp)]
+    planned = [system.outcome(), greedy.outcome()]
+    for outcome in (*planned, at_home, reordered, *packings):
         assert outcome is not None
         assert outcome.seconds >= perfect * (1 - 1e-9)
-        assert sum(getattr(outcome.parts, part) for part in PARTS) == pytest.approx(
-            outcome.seconds
-        )
-        assert all(getattr(outcome.parts, part) >= -1e-12 for part in PARTS), (
-            outcome.parts
-        )
+        parts = [getattr(outcome.parts, part) for part in PARTS]
+        assert sum(parts) == pytest.approx(outcome.seconds)
+        assert min(parts) >= -1e-12, outcome.parts
 
 
-def test_ping_pong_hides_what_a_single_stream_shows() -> None:
-    exposed = {
-        nano: run(nano_batches=nano, net=50e9).systems["cad"].part("exchange")
-        for nano in (1, 2)
-    }
-    assert exposed[2] < 0.5 * exposed[1]
-    one, two = (
-        cad(planner="home", nano_batches=nano).seconds(False) for nano in (1, 2)
+def test_ping_pong_hides_what_a_single_stream_shows():
+    single, double = (
+        run(nano_batches=nano_batches, net=50e9).systems["cad"].part("exchange")
+        for nano_batches in (1, 2)
     )
+    assert double < 0.5 * single
     # nothing is exchanged, but halves of rows cut some tiles
-    assert two == pytest.approx(one, rel=0.01)
+    whole = cad(planner="home", nano_batches=1).seconds(False)
+    halves = cad(planner="home", nano_batches=2).seconds(False)
+    assert halves == pytest.approx(whole, rel=0.01)
 
 
 @pytest.mark.matrix
-def test_agrees_with_the_pipeline_bench() -> None:
+def test_agrees_with_the_pipeline_bench():
     """The same documents and costs: bench/pipeline.py hides exchanges and counts work in forward linear work."""
-    pp, dp, microbatches = 4, 4, 4
-    lengths = [document_lengths("lognormal", dp, seed) for seed in range(microbatches)]
-    theirs = bench.Step([spanning_layout(each, dp) for each in lengths], pp, dp)
+    lengths = [document_lengths("lognormal", 4, seed) for seed in range(4)]
+    layouts = [spanning_layout(of_microbatch, 4) for of_microbatch in lengths]
+    theirs = bench.Step(layouts, 4, 4)
     model = Model(32, 4096, 32, 8, 128, 14336, 1)
     linear = 32768 * 2 * model.layer_parameters
     # operations of a pair in the bench
     per_pair = linear / (32768 * bench.PAIRS_PER_TOKEN)
     attention = 640e12 * 4 * 4096 / per_pair
-    # no elementwise work
-    rates = {
-        "attention_flops": attention,
-        "backward_flops": attention,
-        "memory_bandwidth": FAST,
-    }
-    network = {"ranks": 16, "net": FAST, "node": FAST, "latency": 0.0}
-    batch = Batch(tuple(np.array(each) for each in lengths), dp * 32768)
-    division = {"pp": pp, "cp": dp, "microbatches": microbatches}
+    batch = Batch(tuple(np.array(of_row) for of_row in lengths), 4 * 32768)
     for schedule, name in (("1F1B", "1F1B + CAD"), ("CAD1F1B", "CAD1F1B")):
-        mine = cad(
-            batch, model=model, schedule=schedule, **rates, **network, **division
+        ours = cad(
+            batch,
+            model=model,
+            schedule=schedule,
+            ranks=16,
+            pp=4,
+            cp=4,
+            microbatches=4,
+            net=FAST,
+            node=FAST,
+            latency=0.0,
+            attention_flops=attention,
+            backward_flops=attention,
+            memory_bandwidth=FAST,  # no elementwise work
         )
-        unit = linear / 640e12 * mine.step.layers
-        assert mine.seconds(False) / unit == pytest.approx(
-            bench.simulate(theirs, name), rel=0.05
-        )
-        assert mine.step.even("CAD1F1B").total / unit == pytest.approx(
-            theirs.ideal(), rel=0.05
-        )
+        unit = linear / 640e12 * ours.step.layers
+        simulated = bench.simulate(theirs, name)
+        assert ours.seconds(False) / unit == pytest.approx(simulated, rel=0.05)
+        perfect = ours.step.even("CAD1F1B").total / unit
+        assert perfect == pytest.approx(theirs.ideal(), rel=0.05)
 
 
-def test_agrees_with_what_a_replay_measured() -> None:
+def test_agrees_with_what_a_replay_measured():
     """Slowest rank over the mean of the home plan, backward on 8 CPU ranks (bench/results/replay_cpu.json)."""
-    results = json.loads(
-        (Path(replay.__file__).parent / "results" / "replay_cpu.json").read_text()
-    )
-    options = {
-        key: tuple(v) if isinstance(v, list) else v
-        for key, v in results["options"].items()
-    }
+    path = Path(replay.__file__).parent / "results" / "replay_cpu.json"
+    results = json.loads(path.read_text())
+    options = results["options"]
+    for key, value in options.items():
+        if isinstance(value, list):
+            options[key] = tuple(value)
     layout = replay.make_layout(replay.Options(**options), 8)
     (row,) = [row for row in results["rows"] if row["ranks"] == 8]
     measured = row["planned"]["backward"]["makespan"] / row["home"]["backward"]["mean"]
-    model = Model(
-        1, 1024, *options["heads"], options["head_dim"], 1024, 1, dtype_bytes=4
-    )
-    rows = tuple(layout.doc_lengths[None].astype(np.int64))
-    parts = cad(Batch(rows, int(layout.num_tokens)), model=model, cp=8).outcome().parts
+    heads = (*options["heads"], options["head_dim"])
+    model = Model(1, 1024, *heads, 1024, 1, dtype_bytes=4)
+    batch = Batch((layout.doc_lengths.astype(np.int64),), layout.num_tokens)
+    parts = cad(batch, model=model, cp=8).outcome().parts
     assert 1 + parts.imbalance / parts.attention == pytest.approx(measured, rel=0.05)
 
 
-def test_a_profile_replaces_the_rates() -> None:
-    profile = make_profile(MODEL.shape(1))
+def test_a_profile_replaces_the_rates():
+    profile = make_profile(SHAPE)
     costs = Costs(MODEL, cluster(), Rates(profile=profile))
-    forward = profile.cost_model("forward", MODEL.shape(1))
-    expected = forward.prefix_cost(4096)[-1] * 1e-12
-    assert costs.document_seconds(np.array([4096]), True)[0] == pytest.approx(expected)
+    wanted = profile.cost_model("forward", SHAPE).prefix_cost(4096)[-1] * 1e-12
+    found = costs.document_seconds(np.array([4096]), True)
+    assert found[0] == pytest.approx(wanted)
     report = run(profile=profile)
     assert report.share_of_perfect("cad") > report.share_of_perfect("packed")
 
 
-def test_packing_keeps_what_it_gathered_where_that_fits() -> None:
+def test_packing_keeps_what_it_gathered_where_that_fits():
     """Kept keys and values spare a gather in backward, and take memory in every layer."""
-    kept, again = (packing_cp(step(cp=4, backward=way)) for way in ("keep", "resend"))
-    assert kept is not None
-    assert again is not None
+    kept = packing_cp(step(cp=4, backward="keep"))
+    again = packing_cp(step(cp=4, backward="resend"))
     assert kept.seconds < again.seconds
     assert kept.exchanged_bytes * 3 == pytest.approx(again.exchanged_bytes * 2)
     assert kept.memory.gathered == MODEL.layers * again.memory.gathered
     chosen = run(nano_batches=1, packing_cp=4).systems["packing_cp"].configuration
     assert (chosen.cp, chosen.backward) == (4, "keep")
-    middle = (kept.memory.total + again.memory.total) / 2
-    search = Search(inputs(memory=middle))
-    fits = {
-        way: search.run("packing_cp", configuration(cp=4, backward=way)).fits
-        for way in ("keep", "resend")
-    }
-    assert fits == {"keep": False, "resend": True}
+    search = Search(inputs(memory=(kept.memory.total + again.memory.total) / 2))
+    for backward, fits in (("keep", False), ("resend", True)):
+        asked = configuration(cp=4, backward=backward)
+        assert search.run("packing_cp", asked).fits == fits
 
 
-def test_what_does_not_fit_is_reported_and_not_used() -> None:
+def test_what_does_not_fit_is_reported_and_not_used():
     report = run(memory=1e6)
     assert not any(system.fits for system in report.systems.values())
     assert "GB" in report.systems["cad"].reason
@@ -527,18 +452,15 @@ def test_what_does_not_fit_is_reported_and_not_used() -> None:
     assert report.systems["cad"].seconds == float("inf")
 
 
-def test_placement_is_of_cad_alone() -> None:
-    loader, balanced = (
-        run(cp=1, nano_batches=1, placement=each).systems
-        for each in ("loader", "balanced")
-    )
+def test_placement_is_of_cad_alone():
+    loader = run(cp=1, nano_batches=1, placement="loader").systems
+    balanced = run(cp=1, nano_batches=1, placement="balanced").systems
     assert loader["cad"].seconds != balanced["cad"].seconds
     assert loader["greedy"].seconds == balanced["greedy"].seconds
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_wrong_numbers_are_named():
+    for change in (
         {"tp": 3, "ranks": 9},
         {"ranks": 0},
         {"net": 0},
@@ -552,24 +474,20 @@ def test_placement_is_of_cad_alone() -> None:
         {"placement": "best"},
         {"backward": "never"},
         {"tolerance": -1.0},
-    ],
-)
-def test_wrong_numbers_are_named(
-    change: dict[str, Any],
-) -> None:
-    with refusal():
-        run(**change)
+    ):
+        with refusal():
+            run(**change)
 
 
-def test_named_lengths() -> None:
-    pretrain, more = (
-        named_lengths("pretrain"),
-        named_lengths("pretrain:scale=4,long=0.5,max=524288"),
-    )
+def share_of_long(lengths: np.ndarray) -> float:
+    return lengths[lengths >= 65536].sum() / lengths.sum()
+
+
+def test_named_lengths():
+    pretrain = named_lengths("pretrain")
     assert np.median(pretrain) == pytest.approx(3227, rel=0.01)
-    assert pretrain[pretrain >= 65536].sum() / pretrain.sum() == pytest.approx(
-        0.128, abs=0.01
-    )
-    assert more[more >= 65536].sum() / more.sum() == pytest.approx(0.5, abs=0.01)
-    assert set(named_lengths("fixed:length=300").tolist()) == {300}
+    assert share_of_long(pretrain) == pytest.approx(0.128, abs=0.01)
+    more = named_lengths("pretrain:scale=4,long=0.5,max=524288")
+    assert share_of_long(more) == pytest.approx(0.5, abs=0.01)
+    assert set(named_lengths("fixed:length=300")) == {300}
     assert named_lengths("uniform:min=10,max=20").max() <= 20
