@@ -24,6 +24,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "compare_cpu.json": (PLANNING, RUNTIME, "torchtitan_cad/tools/compare"),
     "gpu": (RUNTIME, "bench/gpu"),
     "headline.json": (PLANNING, SIMULATION, JOBS, "bench/headline.py"),
+    "long_run.json": (PLANNING, RUNTIME, "bench/long_run.py"),
     "memory.json": (f"{PLANNING}/memory.py", RUNTIME, "bench/memory.py"),
     "models.json": (PLANNING, "bench/models.py"),
     "network.json": (RUNTIME, "bench/network.py"),
