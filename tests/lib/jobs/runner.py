@@ -412,7 +412,12 @@ def plant_rates(link: float) -> None:
     """Make sessions measure links of that many bytes per second, and attention that takes 1 ms for a unit of cost."""
 
     def measure(
-        _compute: Any, _transport: Any, hosts: tuple[int, ...], *_: Any, overlaps: bool
+        _compute: Any,
+        _transport: Any,
+        hosts: tuple[int, ...],
+        *,
+        overlaps: bool,
+        **_others: Any,
     ) -> LayerTimes:
         return LayerTimes(1e-3, 0.0, link, link, 0.0, overlaps, hosts)
 
