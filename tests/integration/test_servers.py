@@ -64,6 +64,9 @@ CASES = [
     Case("slow", (fails("slow", "forward"), HEALTHY), "it is late"),
     Case("raise", (fails("raise", "backward"), HEALTHY), "a fault of the test"),
     Case("shapes", (fails("shapes", "forward"), HEALTHY), "other shapes"),
+    Case("nan", (fails("nan", "backward"), HEALTHY), "not finite"),
+    Case("garbage", (fails("garbage", "forward"), HEALTHY), "sum is not that of"),
+    Case("version", (fails("version", "forward"), HEALTHY), "CAD uses server 0"),
     Case("healthy", (HEALTHY, HEALTHY), "CAD uses server 1"),
 ]
 SHORT = CASES[:2]

@@ -17,10 +17,21 @@ from torch import Tensor
 
 from torchtitan_cad import __version__
 from torchtitan_cad.runtime.kernels.base import AttentionKernel
+from torchtitan_cad.runtime.servers import wire
 from torchtitan_cad.runtime.servers.request import Request
 from torchtitan_cad.runtime.servers.server import AttentionServer
 
-FAULTS = ("none", "kill", "stop", "slow", "raise", "shapes")
+FAULTS = (
+    "none",
+    "kill",
+    "stop",
+    "slow",
+    "raise",
+    "shapes",
+    "nan",
+    "garbage",
+    "version",
+)
 READY = "ready"
 STOPPED_S = 3
 """seconds: others continue a server that has stopped itself after so long"""
@@ -50,6 +61,11 @@ class FaultyServer(AttentionServer):
             time.sleep(STOPPED_S)
         elif self.fault == "raise":
             raise ArithmeticError("a fault of the test")
+        elif self.fault == "nan":
+            return [torch.full_like(x, torch.nan) for x in results]
+        elif self.fault == "garbage":
+            wire._sum_of = lambda body: 1  # as if bytes had changed on their way
+            return results
         return [x[:1] for x in results]
 
 
@@ -108,7 +124,7 @@ def serve(options: argparse.Namespace) -> None:
         token,
         torch.device("cpu"),
         "cpu",
-        version=__version__,
+        version="0.0" if options.fault == "version" else __version__,
     )
     server.fault, server.direction = options.fault, options.direction
     server.at = options.at
