@@ -17,13 +17,14 @@ ROW = 4096
 
 @pytest.mark.parametrize("name", tiny.RECIPES)
 def test_linear_work_is_what_torchtitan_counts_for_rows_of_no_tokens(name: str) -> None:
-    config = tiny.recipe(name).model_spec.model
+    config = tiny.recipe(name)
+    config.training.seq_len = ROW
+    model_config = config.model_spec.model
     with torch.device("meta"):
-        model = config.build()
-    with_rows, linear = (
-        config.get_nparams_and_flops(model, tokens)[1] for tokens in (ROW, 0)
-    )
-    kinds = recipe_kinds(config, ROW, 1, 2)
+        model = model_config.build()
+    _, with_rows = model_config.get_nparams_and_flops(model, ROW)
+    _, linear = model_config.get_nparams_and_flops(model, 0)
+    kinds = recipe_kinds(config, tp=1)
     assert with_rows - attention_flops(kinds, [ROW] * len(kinds)) == linear
 
 
