@@ -113,7 +113,8 @@ def watch(
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not done after {timeout_s} s: {job.text}")
             step = job.step
-            progress.update(step - progress.n)
+            if step > progress.n:
+                progress.update(step - progress.n)
             yield step
             time.sleep(poll_s)
     if job.process.returncode:
