@@ -21,6 +21,7 @@ PINGPONG = "torchtitan_cad/integration/pingpong"
 SIMULATION = "torchtitan_cad/tools/simulation"
 JOBS = "train_configs"
 SPEAKS_OF: dict[str, tuple[str, ...]] = {
+    "by_commit.json": ("bench/by_commit.py",),
     "compare_cpu.json": (PLANNING, RUNTIME, "torchtitan_cad/tools/compare"),
     "gpu": (RUNTIME, "bench/gpu"),
     "headline.json": (PLANNING, SIMULATION, JOBS, "bench/headline.py"),
