@@ -2,7 +2,7 @@
 """What a step of one fixed job takes, by commit of this repository.
 
     torchtitan-cad prepare --output outputs/assets
-    python -m bench.by_commit v0.1.0 HEAD~100 HEAD --output bench/results/by_commit.json
+    python -m bench.by_commit HEAD~200 HEAD --output bench/results/by_commit.json
 
 Every commit is checked out in a folder of its own and trains the job of ``make train`` there, on two ranks, with the
 packages of this environment. Commits take turns, ``rounds`` times, so that all have the same share of what else the
@@ -20,17 +20,12 @@ from tempfile import TemporaryDirectory
 import tyro
 from tqdm import tqdm
 
-from bench.jobs import COLOUR
+from bench.jobs import COLOUR, train_command
 from bench.record import ROOT, Record, conclude
 
 RANKS = 2
 SPEED = re.compile(r"step: +(\d+) .*tps: ([\d,]+)")
 """A step's number, and tokens per second of one rank."""
-COMMAND = (
-    *("-m", "torchtitan_cad.launch", "--standalone", f"--nproc_per_node={RANKS}"),
-    *("-m", "torchtitan_cad.train"),
-    "--job.config_file=train_configs/llama3_debug_cpu.toml",
-)
 
 
 @dataclass(frozen=True)
@@ -80,14 +75,12 @@ def train(folder: Path, options: Options) -> list[float]:
         RuntimeError: it has failed; the end of its log is in the message.
     """
     with TemporaryDirectory() as dump_folder:
-        command = [
-            sys.executable,
-            *COMMAND,
-            f"--job.dump_folder={dump_folder}",
+        arguments = [
             f"--model.hf_assets_path={ROOT / 'outputs/assets'}",
             f"--training.seq_len={options.seq_len}",
             f"--training.steps={options.warmup + options.steps}",
         ]
+        command = train_command(Path(dump_folder), RANKS, arguments)
         done = subprocess.run(
             ["env", f"PYTHONPATH={folder}", "OMP_NUM_THREADS=1", *command],
             cwd=folder,

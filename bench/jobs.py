@@ -35,20 +35,8 @@ class Job:
             prefix: words before the command, such as those of ``on_core``.
         """
         self.log, self.folder = folder / "job.log", folder
-        command = [
-            *prefix,
-            sys.executable,
-            "-m",
-            "torchtitan_cad.launch",
-            "--standalone",
-            f"--nproc_per_node={num_ranks}",
-            "-m",
-            "torchtitan_cad.train",
-            "--job.config_file=train_configs/llama3_debug_cpu.toml",
-            f"--job.dump_folder={folder}",
-            *arguments,
-        ]
-        self.process = start(command, self.log)
+        command = train_command(folder, num_ranks, arguments)
+        self.process = start([*prefix, *command], self.log)
 
     @property
     def text(self) -> str:
@@ -59,6 +47,22 @@ class Job:
     def step(self) -> int:
         """The last step that was logged, 0 before the first."""
         return max((int(step) for step in STEP.findall(self.text)), default=0)
+
+
+def train_command(folder: Path, num_ranks: int, arguments: Sequence[str]) -> list[str]:
+    """Return the command of ``Job``, to be started in the folder of a checkout."""
+    return [
+        sys.executable,
+        "-m",
+        "torchtitan_cad.launch",
+        "--standalone",
+        f"--nproc_per_node={num_ranks}",
+        "-m",
+        "torchtitan_cad.train",
+        "--job.config_file=train_configs/llama3_debug_cpu.toml",
+        f"--job.dump_folder={folder}",
+        *arguments,
+    ]
 
 
 def on_core(number: int) -> list[str]:

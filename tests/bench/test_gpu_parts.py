@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from bench.gpu import ordering, partition
+from bench.gpu import ordering, partition, sending
 from bench.gpu.parts import PARTS, Part
 from bench.gpu.process import run_part
 from torchtitan_cad.planning import make_plan
@@ -44,3 +44,13 @@ def test_plans_of_uneven_documents(num_ranks):
     chunks = plan.most_rows.chunks(row_bytes, buffer_bytes())
     for of_kind in (chunks.queries_out, chunks.keys_out, chunks.queries_home):
         assert len(of_kind) == 1
+
+
+def test_the_put_kernel_is_launched_as_a_variant_says():
+    before = sending.put.PROGRAMS, sending.put.WARPS
+    variant = sending.VARIANTS[0]._replace(programs=40, warps=32)
+    with sending.configured(variant):
+        assert (sending.put.PROGRAMS, sending.put.WARPS) == (40, 32)
+    with sending.configured(sending.VARIANTS[-1]):
+        assert before == (sending.put.PROGRAMS, sending.put.WARPS)
+    assert before == (sending.put.PROGRAMS, sending.put.WARPS)

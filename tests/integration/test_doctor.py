@@ -29,6 +29,7 @@ from torchtitan_cad.tools.main import main
 
 enable_cpu()
 
+import torchtitan.distributed.context_parallel as titan_cp  # noqa: E402
 import torchtitan.protocols.train_spec as titan_specs  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 
@@ -474,3 +475,12 @@ def test_training_says_the_same(good, tmp_path, monkeypatch, check, arg):
             tokenizer=tokenizer, job_config=config, dp_world_size=2, dp_rank=0
         )
     assert report(args)[check].text == str(error.value)
+
+
+def test_leaves_torchtitan_as_it_is(good):
+    model_class = titan_specs.get_train_spec("llama3").model_cls
+    cp_shard = titan_cp.cp_shard
+    report(good)
+    report([*good, "--cad.planner=foo"])
+    assert titan_specs.get_train_spec("llama3").model_cls is model_class
+    assert titan_cp.cp_shard is cp_shard

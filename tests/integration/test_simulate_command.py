@@ -249,7 +249,9 @@ def test_recorded_steps_are_simulated_as_they_were(most, count, tmp_path):
         {"row_tokens": 4096},
         {"microbatches": [[[[8193, -1]]]]},
         {"microbatches": [[[8192]]]},
+        {"microbatches": [[[[8192]]], [[[8192]]] * 2]},
         {"microbatches": [[[[8192]]], []]},
+        {"microbatches": {"a": 1}},
         {"microbatches": None},
     ],
 )

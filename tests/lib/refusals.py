@@ -69,10 +69,13 @@ class Prose:
             self.texts[test] = texts
 
     def forget(self, files: set[str]) -> None:
-        """Take out the texts of tests in these files, which run again, and in files that are gone."""
+        """Take out the texts of tests in these files, which run again, and of tests that are gone."""
         for test in list(self.texts):
-            file = test.partition("::")[0]
-            if file in files or not (TESTS / file).exists():
+            file, _, name = test.partition("::")
+            function = f"def {name.partition('[')[0]}("
+            path = TESTS / file
+            is_gone = not path.exists() or function not in path.read_text()
+            if file in files or is_gone:
                 del self.texts[test]
 
     def write(self) -> None:

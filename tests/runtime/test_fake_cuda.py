@@ -19,6 +19,7 @@ from torch.nn.attention import varlen as stock
 
 from tests.lib.fake_flash_attn import use_torch
 from tests.lib.kernels_reference import offsets
+from tests.lib.refusals import refusal
 from tests.lib.rows import empty_rows
 from tests.lib.sets import needs_triton
 from tests.lib.two_ranks import two_rank_plan
@@ -106,6 +107,21 @@ def test_kernel(make_kernel, dtype, copies, len_q, len_k, causal):
     strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
     for merged in (Merged(lse, out=out), Merged(lse, lse)):
         assert_like(kernel.backward(strided, q, k, v, merged, call), (q, k, v))
+
+
+@pytest.mark.usefixtures("fake_tensors")
+def test_bottom_right_masks():
+    """FlashAttention-2 takes causal tasks with more keys than queries; cuDNN would see other keys, and refuses."""
+    call = VarlenArgs.from_numpy(
+        offsets([40, 60]), offsets([40, 90]), causal=True, scale=0.125
+    )
+    call = replace(call, cu_q=call.cu_q.to(DEVICE), cu_k=call.cu_k.to(DEVICE))
+    q = rows(100, 8, torch.bfloat16)
+    k, v = (rows(130, 2, torch.bfloat16) for _ in range(2))
+    out, _ = varlen.VarlenKernel().forward(q, k, v, call)
+    assert_like((out,), (q,))
+    with refusal("cad.kernel"):
+        cudnn.CudnnKernel().forward(q, k, v, call)
 
 
 # The engine: devices, shapes and dtypes of all it passes --------------------------------------------------------------

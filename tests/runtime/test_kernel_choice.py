@@ -91,6 +91,25 @@ def test_the_fastest_is_taken(monkeypatch, caplog, times, milliseconds, fastest)
         assert f"{name} {each} ms" in caplog.text
 
 
+def test_without_times_the_newest_that_is_right_is_taken(monkeypatch, caplog, times):
+    """No trial is timed, as none has a time here."""
+    install(monkeypatch, *modules(2, 3), capability=(9, 0), with_cudnn=True)
+    with caplog.at_level(logging.INFO):
+        assert str(get_kernel("auto", "cuda", SHAPE, timed=False)) == FA3
+    said = f"varlen is right; {FA3} is right; {FA2} is right; cudnn is right"
+    assert said in caplog.text
+
+    def wrong(right):
+        def spoiled(*args):
+            out, lse = right(*args)
+            return out * 1.2, lse
+
+        return spoiled
+
+    spoil_library(monkeypatch, "run", wrong)
+    assert str(get_kernel("auto", "cuda", SHAPE, timed=False)) == "cudnn"
+
+
 @pytest.mark.parametrize("name", RESULTS)
 @pytest.mark.parametrize("generation", [3, 4])
 def test_wrong_results_are_not_taken(monkeypatch, caplog, times, name, generation):

@@ -58,7 +58,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.inputs import (
     check_known,
     import_custom,
     load_tokenizer,
-    open_dataset,
+    open_training_data,
     training_loader,
     without_document_ids,
 )
@@ -79,7 +79,6 @@ from torchtitan_cad.integration.torchtitan_v0_2.models import (
     has_experts,
 )
 from torchtitan_cad.integration.torchtitan_v0_2.pipeline import pipeline_in_ticks
-from torchtitan_cad.integration.torchtitan_v0_2.resume import check_workers_when_loaded
 from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
 from torchtitan_cad.integration.torchtitan_v0_2.shadowed import shadow_train_spec
 from torchtitan_cad.integration.torchtitan_v0_2.stages import stage_modules
@@ -281,14 +280,12 @@ def _build_dataloader(
     """Open the session of a job whose model has these args, and build the loader that plans its batches."""
     eos_id = tokenizer.eos_id if tokenizer else None
     session = open_session(read_job(job_config, args, eos_id))
-    loader = open_dataset(
-        "training",
+    loader = open_training_data(
         spec.build_dataloader_fn,
         tokenizer=tokenizer,
         job_config=job_config,
         **options,
     )
-    check_workers_when_loaded(loader)
     return session.wrap_loader(loader)
 
 

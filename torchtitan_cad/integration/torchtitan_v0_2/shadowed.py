@@ -14,10 +14,9 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 from torchtitan_cad.integration.compile_caches import separate_compile_caches
 from torchtitan_cad.integration.shadow import Shadow, open_shadow
-from torchtitan_cad.integration.torchtitan_v0_2.inputs import open_dataset
+from torchtitan_cad.integration.torchtitan_v0_2.inputs import open_training_data
 from torchtitan_cad.integration.torchtitan_v0_2.job import read_job
 from torchtitan_cad.integration.torchtitan_v0_2.metrics import ShadowMetricsProcessor
-from torchtitan_cad.integration.torchtitan_v0_2.resume import check_workers_when_loaded
 
 
 def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
@@ -28,14 +27,12 @@ def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         *, tokenizer: Any, job_config: JobConfig, **kwargs: Any
     ) -> BaseDataLoader:
         nonlocal shadow
-        loader = open_dataset(
-            "training",
+        loader = open_training_data(
             spec.build_dataloader_fn,
             tokenizer=tokenizer,
             job_config=job_config,
             **kwargs,
         )
-        check_workers_when_loaded(loader)
         args = copy.deepcopy(spec.model_args[flavor])
         args.update_from_config(job_config)
         job = read_job(job_config, args, tokenizer.eos_id if tokenizer else None)
