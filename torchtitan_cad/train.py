@@ -14,7 +14,11 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan_cad.integration.errors import first_of_node_logs, one_line_errors
+from torchtitan_cad.integration.errors import (
+    TRACEBACK_OPTION,
+    first_of_node_logs,
+    one_line_errors,
+)
 from torchtitan_cad.runtime.signals import end_at_once
 from torchtitan_cad.titan import check_has_recipes, check_has_toml, has_recipes
 
@@ -31,7 +35,8 @@ def main() -> None:
         ):
             check_has_toml()
         if has_recipes():
-            _run_recipe(arguments, progress)
+            of_job = [option for option in arguments if option != TRACEBACK_OPTION]
+            _run_recipe(of_job, progress)
         else:
             _run_toml(progress)
 

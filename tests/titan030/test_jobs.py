@@ -129,7 +129,7 @@ def attend_across_documents(config: Any) -> None:
         ({"streams": "traced"}, None, "cad.streams = 'traced'"),
         ({"documents": "eos"}, None, "cad.documents = 'eos'.*leave it out"),
         ({"eos_id": 3}, None, "cad.eos_id = 3"),
-        ({"kernel": "fast"}, None, "cad.kernel = 'fast': set it to one of"),
+        ({"kernel": "fast"}, None, "cad.kernel = 'fast': set cad.kernel to one of"),
         ({"tolerance": -1.0}, None, "cad.tolerance"),
         ({"heartbeat_seconds": 0.0}, None, "cad.heartbeat_seconds = 0.0"),
         (

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keys of the ``[cad]`` table that take one of a few values, and names of the demo's datasets."""
+"""What the keys of CAD may be in any job, and names of the demo's datasets."""
 
+import math
 from typing import Any
 
+from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.runtime.kernels.select import KERNELS
 from torchtitan_cad.runtime.transport.build import TRANSPORTS
 
@@ -23,3 +25,21 @@ DEMO_TEXTS = (
     "python_packages_validation",
 )
 """Datasets of texts, by which a job is known to need the demo before that is imported."""
+
+
+def check_values(cad: Cad) -> None:
+    """Raise ValueError, naming key, value and remedy, for a value that no job can have."""
+    for key, choices in CHOICES.items():
+        value = getattr(cad, key)
+        if value not in choices:
+            listed = ", ".join(map(repr, choices))
+            raise ValueError(
+                f"cad.{key} = {value!r}: set cad.{key} to one of: {listed}"
+            )
+    if not 0 < cad.heartbeat_seconds < math.inf:
+        raise ValueError(
+            f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0"
+        )
+    cad.planner_config()
+    cad.read_profile()
+    _ = cad.buffer_bytes

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 
 def adapt_torch() -> None:
@@ -24,6 +25,7 @@ def adapt_torch() -> None:
     _offload_to_memory_that_is_not_pinned()
     force_sum_reduction_in_fsdp()
     _drop_missing_profiler_activity()
+    _exchange_unequal_parts()
     # `torch.nn.attention.varlen` has no CPU kernel, and varlen is torchtitan's attention for packed documents.
     from torchtitan_cad.integration.cpu_varlen import register_cpu_varlen
 
@@ -45,6 +47,20 @@ def import_with_cpu_device() -> None:
         mock.patch("torch._utils._get_device_module", return_value=device_module),
     ):
         importlib.import_module("torchtitan.tools.utils")
+    _name_one_backend(importlib.import_module("torchtitan.distributed.utils"))
+
+
+def _name_one_backend(utils: Any) -> None:
+    """`training.enable_cpu_offload` asks for gloo beside the backend of the device, which on CPU is gloo already."""
+    init_distributed = utils.init_distributed
+
+    @functools.wraps(init_distributed)
+    def with_one_backend(
+        *args: Any, enable_cpu_backend: bool = False, **kwargs: Any
+    ) -> int:
+        return init_distributed(*args, **kwargs)
+
+    utils.init_distributed = with_one_backend
 
 
 class _CpuDeviceModule(ModuleType):
@@ -164,3 +180,24 @@ def _drop_missing_profiler_activity() -> None:
         original(self, activities=activities, **kwargs)
 
     torch.profiler.profile.__init__ = init  # type: ignore[method-assign]
+
+
+def _exchange_unequal_parts() -> None:
+    """torchtitan 0.3.0's experts exchange tokens by `all_to_all`, which gloo does for parts of one size alone."""
+
+    def all_to_all(
+        output_tensor_list: list[torch.Tensor],
+        input_tensor_list: list[torch.Tensor],
+        group: Any = None,
+        async_op: bool = False,
+    ) -> None:
+        received = [len(part) for part in output_tensor_list]
+        sent = [len(part) for part in input_tensor_list]
+        came = torch.cat(output_tensor_list)
+        dist.all_to_all_single(
+            came, torch.cat(input_tensor_list), received, sent, group
+        )
+        for part, rows in zip(output_tensor_list, came.split(received), strict=True):
+            part.copy_(rows)
+
+    dist.all_to_all = all_to_all

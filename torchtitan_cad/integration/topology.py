@@ -1,10 +1,39 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Position of a rank in the parallel dimensions, ordered as torchtitan does: [pp, dp_replicate, dp_shard, cp, tp]."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 TICK_SCHEDULES = ("CAD1F1B", "CADInterleaved1F1B")
 """Values of ``parallelism.pipeline_parallel_schedule`` with one pool over all stages: one stage per rank, several."""
+
+_DEGREES = (
+    "data_parallel_replicate_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+)
+
+
+def degrees_of(parallelism: Any) -> dict[str, int]:
+    """Return the degrees of torchtitan's ``[parallelism]`` table that are set, all but that of shards, by key."""
+    return {key: getattr(parallelism, key) for key in _DEGREES}
+
+
+def check_degrees(parallelism: Any, world_size: int) -> None:
+    """Raise ValueError, naming keys, values and remedy, for degrees that do not multiply to the ranks of a job."""
+    degrees = degrees_of(parallelism)
+    shard = parallelism.data_parallel_shard_degree
+    product = math.prod(degrees.values())
+    if world_size % product or (shard > 0 and product * shard != world_size):
+        listed = ", ".join(
+            f"parallelism.{key} = {degree}" for key, degree in degrees.items()
+        )
+        raise ValueError(
+            f"{listed}, parallelism.data_parallel_shard_degree = {shard} do not multiply to the {world_size} ranks of "
+            "this job; set parallelism.data_parallel_shard_degree to -1 and the others to divisors of the rank count"
+        )
 
 
 @dataclass(frozen=True)
@@ -22,7 +51,7 @@ class Topology:
     across_stages: bool = False
 
     @classmethod
-    def from_job(cls, parallelism, world_size: int) -> "Topology":
+    def from_job(cls, parallelism: Any, world_size: int) -> "Topology":
         """Read torchtitan's ``[parallelism]`` table; the data-parallel degree is what remains of the world."""
         pp = parallelism.pipeline_parallel_degree
         cp = parallelism.context_parallel_degree

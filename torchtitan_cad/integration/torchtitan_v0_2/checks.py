@@ -6,6 +6,7 @@ from torch.torch_version import TorchVersion
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
+from torchtitan_cad.integration.choices import check_values
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
 from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
@@ -45,9 +46,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
 
 def _check_cad(config: JobConfig, world_size: int | None) -> None:
     cad: Cad = config.cad
-    cad.planner_config()
-    cad.read_profile()
-    _ = cad.buffer_bytes
+    check_values(cad)
     if cad.transport == "nvshmem" and config.parallelism.enable_async_tensor_parallel:
         raise ValueError(
             "cad.transport = 'nvshmem' does not go with parallelism.enable_async_tensor_parallel = true, as torch's "

@@ -6,10 +6,8 @@ torchtitan code, configuration and parallelism run unmodified on a laptop or in 
 accelerator is available, and nothing about what is computed.
 """
 
-import functools
 import sys
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -38,24 +36,8 @@ def enable_cpu() -> bool:
     adapt_torch()
     _replace_moe_triton_kernels()
     import_with_cpu_device()
-    _name_one_backend()
     _enabled = True
     return True
-
-
-def _name_one_backend() -> None:
-    """`training.enable_cpu_offload` asks for gloo beside the backend of the device, which on CPU is gloo already."""
-    from torchtitan.distributed import utils
-
-    init_distributed = utils.init_distributed
-
-    @functools.wraps(init_distributed)
-    def with_one_backend(
-        *args: Any, enable_cpu_backend: bool = False, **kwargs: Any
-    ) -> int:
-        return init_distributed(*args, **kwargs)
-
-    utils.init_distributed = with_one_backend
 
 
 def _replace_moe_triton_kernels() -> None:

@@ -12,7 +12,12 @@ from torch.distributed.pipelining.schedules import (
 )
 from torchtitan.config import JobConfig
 
-from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
+from torchtitan_cad.integration.topology import (
+    TICK_SCHEDULES,
+    Topology,
+    check_degrees,
+    degrees_of,
+)
 from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
     checkpointing,
     selects_operators,
@@ -37,7 +42,7 @@ def check_job(config: JobConfig, world_size: int | None) -> None:
     """
     check_rules(config)
     if world_size is not None:
-        _check_world_size(config, world_size)
+        check_degrees(config.parallelism, world_size)
         _check_unsharded(config, world_size)
     _check_batch(config, world_size)
     _check_sequences(config)
@@ -64,34 +69,10 @@ def launched_ranks(config: JobConfig) -> int | None:
     return int(ranks)
 
 
-def _degrees(config: JobConfig) -> dict[str, int]:
-    parallelism = config.parallelism
-    return {
-        "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
-        "context_parallel_degree": parallelism.context_parallel_degree,
-        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
-        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
-    }
-
-
-def _check_world_size(config: JobConfig, world_size: int) -> None:
-    degrees = _degrees(config)
-    shard = config.parallelism.data_parallel_shard_degree
-    product = math.prod(degrees.values())
-    if world_size % product or (shard > 0 and product * shard != world_size):
-        listed = ", ".join(
-            f"parallelism.{key} = {degree}" for key, degree in degrees.items()
-        )
-        raise ValueError(
-            f"{listed}, parallelism.data_parallel_shard_degree = {shard} do not multiply to the {world_size} ranks of "
-            "this job; set parallelism.data_parallel_shard_degree to -1 and the others to divisors of the rank count"
-        )
-
-
 def _check_unsharded(config: JobConfig, world_size: int) -> None:
     """Refuse what fails without FSDP, which torchtitan uses where ranks are left to shard over."""
-    degrees = _degrees(config)
     parallelism = config.parallelism
+    degrees = degrees_of(parallelism)
     if (
         world_size > math.prod(degrees.values())
         or parallelism.context_parallel_degree > 1

@@ -15,7 +15,6 @@ import torch
 from torchtitan.config import JobConfig
 from torchtitan.tools import utils
 
-from torchtitan_cad.integration.choices import CHOICES
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
 
 MAX_SECONDS = 10**9
@@ -239,16 +238,6 @@ def _is_backend(name: str) -> bool:
 
 
 RULES = (
-    *(
-        one_of(f"cad.{key}", *choices, applies=has_cad)
-        for key, choices in CHOICES.items()
-    ),
-    Rule(
-        "cad.heartbeat_seconds",
-        lambda number: 0 < number < math.inf,
-        "set a positive number, such as 1.0",
-        has_cad,
-    ),
     positive("profiling.profiler_active", profiles),
     false_on_cpu("profiling.enable_memory_snapshot"),
     not_negative("profiling.profiler_warmup", profiles),

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks of a recipe with CAD, made on every rank before anything is built: each says in one line what to set."""
 
-import math
 import os
 from dataclasses import fields
 from typing import Any
@@ -18,15 +17,30 @@ from torchtitan.models.gpt_oss.model import Attention as SinkAttention
 from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
-from torchtitan_cad.integration.choices import CHOICES
+from torchtitan_cad.integration.choices import check_values
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.job import Job
-from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology
-from torchtitan_cad.integration.torchtitan_v0_3.job import read_job
+from torchtitan_cad.integration.topology import (
+    TICK_SCHEDULES,
+    Topology,
+    check_degrees,
+)
+from torchtitan_cad.integration.torchtitan_v0_3.job import key_heads, read_job
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
 KNOWN = (GQAttention.Config, SinkAttention.Config, LatentAttention.Config)
 """Attention that hands queries, keys and values to an inner attention as CAD takes them."""
+_HALVES = "halves of a microbatch take turns with torchtitan 0.2.2 only (docs/compatibility.md)"
+_POSITIONS = (
+    "torchtitan 0.3.0's loaders give positions, by which its own attention goes as well"
+)
+ONLY: dict[str, tuple[Any, str]] = {
+    "nano_batches": (1, _HALVES),
+    "streams": ("auto", _HALVES),
+    "documents": ("positions", _POSITIONS),
+    "eos_id": (None, _POSITIONS),
+}
+"""Keys of CAD that have one value with this version, and why."""
 
 
 def check_recipe(config: Trainer.Config, cad: Cad) -> None:
@@ -36,8 +50,10 @@ def check_recipe(config: Trainer.Config, cad: Cad) -> None:
     _check_job(config, cad)
     if cad.shadow:
         check_gradients(config)
-    if (ranks := os.environ.get("WORLD_SIZE")) is not None:
-        _check_ranks(config, cad, int(ranks))
+    ranks = os.environ.get("WORLD_SIZE")
+    if ranks is not None:
+        check_degrees(config.parallelism, int(ranks))
+        cad.check_groups(Topology.from_job(config.parallelism, int(ranks)))
 
 
 def check_gradients(config: Trainer.Config) -> None:
@@ -74,8 +90,11 @@ def check_overridden(config: Trainer.Config, before: dict[str, type], job: Job) 
     ]
     if not changed:
         after = read_job(config, config.cad, job.device)
-        names = [one.name for one in fields(job)]
-        changed = [name for name in names if getattr(after, name) != getattr(job, name)]
+        changed = [
+            one.name
+            for one in fields(job)
+            if getattr(after, one.name) != getattr(job, one.name)
+        ]
     if changed:
         raise ValueError(
             f"override.imports = {config.override.imports} changes {changed[0]}, on which CAD relies; leave that "
@@ -85,31 +104,11 @@ def check_overridden(config: Trainer.Config, before: dict[str, type], job: Job) 
 
 
 def _check_table(cad: Cad) -> None:
-    for key, choices in CHOICES.items():
+    check_values(cad)
+    for key, (only, reason) in ONLY.items():
         value = getattr(cad, key)
-        if value not in choices:
-            raise ValueError(
-                f"cad.{key} = {value!r}: set it to one of: {', '.join(map(repr, choices))}"
-            )
-    if cad.nano_batches != 1 or cad.streams != "auto":
-        key = "nano_batches" if cad.nano_batches != 1 else "streams"
-        raise ValueError(
-            f"cad.{key} = {getattr(cad, key)!r}: halves of a microbatch take turns with torchtitan 0.2.2 only "
-            "(docs/compatibility.md); leave it out"
-        )
-    if cad.documents != "positions" or cad.eos_id is not None:
-        key = "eos_id" if cad.documents == "positions" else "documents"
-        raise ValueError(
-            f"cad.{key} = {getattr(cad, key)!r}: torchtitan 0.3.0's loaders give positions, by which its own attention "
-            "goes as well; leave it out"
-        )
-    if not 0 < cad.heartbeat_seconds < math.inf:
-        raise ValueError(
-            f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0"
-        )
-    cad.planner_config()
-    cad.read_profile()
-    _ = cad.buffer_bytes
+        if value != only:
+            raise ValueError(f"cad.{key} = {value!r}: {reason}; leave it out")
     if utils.device_type == "cpu":
         cad.profile_of(get_kernel(cad.kernel, "cpu").name)
 
@@ -132,16 +131,12 @@ def _check_model(model: Any, config: Trainer.Config) -> None:
         )
     _check_precision(config)
     tp = config.parallelism.tensor_parallel_degree
-    attention = model.layers[0].attention
-    for what, heads in (
-        ("query", attention.n_heads),
-        ("key", getattr(attention, "n_kv_heads", None)),
-    ):
-        if heads and heads % tp:
-            raise ValueError(
-                f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} {what} heads of {name}; set it "
-                f"to a divisor of {heads}"
-            )
+    heads = key_heads(layers[0].attention)
+    if heads % tp:
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} key heads of {name}; set it to a "
+            f"divisor of {heads}"
+        )
 
 
 def _name(config: Trainer.Config) -> str:
@@ -208,22 +203,3 @@ def _check_job(config: Trainer.Config, cad: Cad) -> None:
         raise ValueError(
             "validator.steps = -1: ranks with more batches than others would wait for ever; set a positive integer"
         )
-
-
-def _check_ranks(config: Trainer.Config, cad: Cad, ranks: int) -> None:
-    parallelism = config.parallelism
-    degrees = (
-        "tensor_parallel_degree",
-        "context_parallel_degree",
-        "pipeline_parallel_degree",
-    )
-    product = math.prod(getattr(parallelism, degree) for degree in degrees)
-    if ranks % product:
-        listed = ", ".join(
-            f"parallelism.{degree} = {getattr(parallelism, degree)}"
-            for degree in degrees
-        )
-        raise ValueError(
-            f"{listed}: their product does not divide the {ranks} ranks; set others"
-        )
-    cad.check_groups(Topology.from_job(parallelism, ranks))

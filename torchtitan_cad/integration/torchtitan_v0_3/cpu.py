@@ -3,11 +3,8 @@
 
 import functools
 import sys
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from torchtitan_cad.integration.cpu import adapt_torch, import_with_cpu_device
 
@@ -27,42 +24,4 @@ def enable_cpu() -> bool:
         )
     adapt_torch()
     import_with_cpu_device()
-    _name_one_backend()
-    _exchange_unequal_parts()
     return True
-
-
-def _name_one_backend() -> None:
-    """`training.enable_cpu_offload` asks for gloo beside the backend of the device, which on CPU is gloo already."""
-    from torchtitan.distributed import utils
-
-    init_distributed = utils.init_distributed
-
-    @functools.wraps(init_distributed)
-    def with_one_backend(
-        *args: Any, enable_cpu_backend: bool = False, **options: Any
-    ) -> int:
-        return init_distributed(*args, **options)
-
-    utils.init_distributed = with_one_backend
-
-
-def _exchange_unequal_parts() -> None:
-    """Experts' tokens travel by ``all_to_all``, which gloo does for parts of one size alone, unlike the one below."""
-
-    def all_to_all(
-        output_tensor_list: list[Tensor],
-        input_tensor_list: list[Tensor],
-        group: Any = None,
-        async_op: bool = False,
-    ) -> None:
-        received = [len(part) for part in output_tensor_list]
-        sent = [len(part) for part in input_tensor_list]
-        came = torch.cat(output_tensor_list)
-        dist.all_to_all_single(
-            came, torch.cat(input_tensor_list), received, sent, group
-        )
-        for part, rows in zip(output_tensor_list, came.split(received), strict=True):
-            part.copy_(rows)
-
-    dist.all_to_all = all_to_all

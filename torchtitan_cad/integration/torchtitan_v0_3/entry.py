@@ -11,7 +11,7 @@ import torchtitan.train as titan_train
 from torchtitan.config import ConfigManager
 
 from torchtitan_cad import recipes
-from torchtitan_cad.integration.errors import TRACEBACK_OPTION, first_of_node_logs
+from torchtitan_cad.integration.errors import first_of_node_logs
 from torchtitan_cad.integration.torchtitan_v0_3.checks import check_gradients
 from torchtitan_cad.integration.torchtitan_v0_3.derived import derived
 from torchtitan_cad.integration.torchtitan_v0_3.parts import add_demo_texts
@@ -37,8 +37,7 @@ def run_recipe(arguments: list[str], progress: SimpleNamespace) -> None:
         """Parses what ``ConfigManager`` does; what is wrong is a ValueError of one line."""
 
         def parse_args(self, args: list[str] | None = None) -> Any:
-            given = [argument for argument in arguments if argument != TRACEBACK_OPTION]
-            config = parse(given)
+            config = parse(arguments)
             if not hasattr(config, "cad"):
                 add_demo_texts(config)
                 check_gradients(config)

@@ -2,7 +2,6 @@
 """Reads a ``Job`` from torchtitan 0.3.0's config."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -74,22 +73,18 @@ def recipe_kinds(config: Trainer.Config, tp: int) -> tuple[AttentionKind, ...]:
     model = config.model_spec.model
     seq_len = config.training.seq_len
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
-    layers = Counter(layer_kind(layer.attention, seq_len) for layer in model.layers)
+    layers: dict[KindName, list[Any]] = {"full": [], "window": []}
+    for layer in model.layers:
+        layers[layer_kind(layer.attention, seq_len)].append(layer.attention)
     kinds = []
-    names: tuple[KindName, ...] = ("full", "window")
-    for name in names:
-        if layers[name]:
-            attention = next(
-                x.attention
-                for x in model.layers
-                if layer_kind(x.attention, seq_len) == name
-            )
+    for name, attentions in layers.items():
+        if attentions:
+            attention = attentions[0]
             shape = attention_shape(attention, tp, dtype.itemsize)
             if name == "window":
                 shape = replace(shape, window=attention.sliding_window_size)
-            kinds.append(
-                AttentionKind(name, layers[name], shape, scale=score_scale(attention))
-            )
+            scale = score_scale(attention)
+            kinds.append(AttentionKind(name, len(attentions), shape, scale=scale))
     return tuple(kinds)
 
 
@@ -101,22 +96,19 @@ def layer_kind(attention: Any, seq_len: int) -> KindName:
 
 def attention_shape(attention: Any, tp: int, dtype_bytes: int) -> AttentionShape:
     """Return a layer's attention shape in a TP rank, without a window."""
-    heads = attention.n_heads // tp
-    if isinstance(attention, LatentAttention.Config):
-        return AttentionShape(
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=_head_dim(attention),
-            dtype_bytes=dtype_bytes,
-            value_dim=attention.v_head_dim,
-            shared_dim=attention.qk_rope_head_dim,
-        )
     return AttentionShape(
-        num_heads=heads,
-        num_kv_heads=(attention.n_kv_heads or attention.n_heads) // tp,
+        num_heads=attention.n_heads // tp,
+        num_kv_heads=key_heads(attention) // tp,
         head_dim=_head_dim(attention),
         dtype_bytes=dtype_bytes,
+        value_dim=getattr(attention, "v_head_dim", None),
+        shared_dim=getattr(attention, "qk_rope_head_dim", 0),
     )
+
+
+def key_heads(attention: Any) -> int:
+    """Return a layer's heads of keys and values, of which its query heads are a multiple."""
+    return getattr(attention, "n_kv_heads", None) or attention.n_heads
 
 
 def score_scale(attention: Any) -> float | None:

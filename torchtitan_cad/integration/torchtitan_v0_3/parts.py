@@ -42,25 +42,15 @@ class PlannedMetrics(CadMetrics):
 
     logger: Any
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        parallel_dims: Any,
-        dump_folder: str,
-        pp_schedule: str,
-        **options: Any,
-    ) -> None:
-        own: dict[str, Any] = {
-            "parallel_dims": parallel_dims,
-            "dump_folder": dump_folder,
-            "pp_schedule": pp_schedule,
-        }
-        super().__init__(config, **own, **options)  # type: ignore[call-arg]
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config, **options)  # type: ignore[call-arg]
+        started = datetime.now().strftime("%Y%m%d-%H%M")
         self._folder = os.path.join(
-            dump_folder, config.save_tb_folder, datetime.now().strftime("%Y%m%d-%H%M")
+            options["dump_folder"], config.save_tb_folder, started
         )
-        rank = _get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule)
+        rank = _get_metrics_rank(
+            parallel_dims=self.parallel_dims, pp_schedule=options["pp_schedule"]
+        )
         self.begin(writes_steps=dist.get_rank() == rank)
 
     def run_folder(self) -> str:
