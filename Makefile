@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: help setup train compare pool quick test test-matrix test-all test-titan030 test-cuda-build test-gpu mutations wheel lint format \
-	bench-gpu-dry bench-planner headline docs errors clean
+	bench-gpu-dry bench-planner headline results docs errors clean
 
 help:
 	@echo "make train      train a small Llama on $(NRANKS) ranks of this machine with core attention disaggregated"
@@ -33,6 +33,7 @@ help:
 	@echo "make mutations  plant ten faults and see that the short tests find each"
 	@echo "make bench-planner   planners against the lower bound, as a table; PRETRAIN=lengths.json adds workloads"
 	@echo "make headline   the figures that README quotes first, simulated anew; COMPARE=compare.json adds make compare's"
+	@echo "make results    every computed result of bench/results anew, PRETRAIN=lengths.json"
 	@echo "make wheel      dist/*.whl, tried in an environment of its own"
 	@echo "make lint       ruff, mypy and the budgets of reading;  make format: apply ruff's formatting"
 
@@ -125,6 +126,15 @@ test-gpu: $(INSTALLED)
 # about 5 minutes. PRETRAIN names a JSON list of document lengths for the workloads that draw from one.
 bench-planner: $(INSTALLED)
 	$(BIN)/python -m bench.planner --check $(if $(PRETRAIN),--pretrain $(PRETRAIN))
+
+# Every result that is computed, not measured (bench/freshness.py). Committed ones have PRETRAIN's documents, too.
+results: bench-planner headline
+	$(BIN)/python -m bench.memory --output bench/results/memory.json
+	$(BIN)/python -m bench.models
+	$(BIN)/python -m bench.paper
+	$(BIN)/python -m bench.pipeline $(if $(PRETRAIN),--pretrain $(PRETRAIN))
+	$(BIN)/python -m bench.placement $(if $(PRETRAIN),--pretrain $(PRETRAIN))
+	$(BIN)/python -m bench.tolerance
 
 # bench/results/headline.json and the tables that README and docs/ take from it, in ten minutes on two cores.
 headline: $(INSTALLED)

@@ -20,22 +20,25 @@ RUNTIME = "torchtitan_cad/runtime"
 PINGPONG = "torchtitan_cad/integration/pingpong"
 SIMULATION = "torchtitan_cad/tools/simulation"
 JOBS = "train_configs"
-SPEAKS_OF: dict[str, tuple[str, ...]] = {
-    "by_commit.json": ("bench/by_commit.py",),
-    "compare_cpu.json": (PLANNING, RUNTIME, "torchtitan_cad/tools/compare"),
-    "gpu": (RUNTIME, "bench/gpu"),
+COMPUTED: dict[str, tuple[str, ...]] = {
     "headline.json": (PLANNING, SIMULATION, JOBS, "bench/headline.py"),
-    "long_run.json": (PLANNING, RUNTIME, "bench/long_run.py"),
-    "memory.json": (f"{PLANNING}/memory.py", RUNTIME, "bench/memory.py"),
+    "memory.json": (PLANNING, "bench/memory.py"),
     "models.json": (PLANNING, "bench/models.py"),
-    "network.json": (RUNTIME, "bench/network.py"),
-    "overlap.json": (RUNTIME, PINGPONG, "bench/overlap.py"),
-    "overlap_counted.json": (RUNTIME, PINGPONG, "bench/overlap.py"),
-    "overlap_traced.json": (RUNTIME, PINGPONG, "bench/overlap.py"),
     "paper.json": (PLANNING, SIMULATION, "bench/paper.py"),
     "pipeline.json": (PLANNING, "bench/pipeline.py"),
     "placement.json": (f"{PLANNING}/placement", "bench/placement.py"),
     "planner.json": (PLANNING, "bench/planner.py"),
+    "tolerance.json": (PLANNING, "bench/tolerance.py"),
+}
+"""Files and folders of code by result, of results that any machine computes alike: they may not be older than their
+code (`make results`)."""
+MEASURED: dict[str, tuple[str, ...]] = {
+    "by_commit.json": ("bench/by_commit.py",),
+    "compare_cpu.json": (PLANNING, RUNTIME, "torchtitan_cad/tools/compare"),
+    "gpu": (RUNTIME, "bench/gpu"),
+    "long_run.json": (PLANNING, RUNTIME, "bench/long_run.py"),
+    "network.json": (RUNTIME, "bench/network.py"),
+    "overlap.json": (RUNTIME, PINGPONG, "bench/overlap.py"),
     "profile_h200.json": (f"{RUNTIME}/kernels", "torchtitan_cad/tools/profiling.py"),
     "replay_cpu.json": (PLANNING, f"{RUNTIME}/kernels", "bench/replay.py"),
     "servers.json": (
@@ -44,12 +47,10 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
         "bench/servers.py",
     ),
     "streams.json": (RUNTIME, PINGPONG, "bench/streams.py"),
-    "tolerance.json": (PLANNING, "bench/tolerance.py"),
 }
-"""Files and folders of code by result."""
-QUOTED = ("headline.json",)
-"""Results from which README takes its table: they may not be older than their code. ``main`` lists others, since some
-need a GPU or hours."""
+"""The same of results that need a GPU, idle cores or hours: pages that quote one give its date, and ``main`` lists those
+that are older than their code."""
+SPEAKS_OF = COMPUTED | MEASURED
 
 
 def changed_since(commit: str, places: tuple[str, ...], root: Path = ROOT) -> list[str]:
