@@ -33,6 +33,7 @@ LAYOUT = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
+PRONOUNS = {"each", "given", "mine", "now", "ours", "theirs", "these", "those"}
 MOST_POSITIONAL = 3
 LIBRARIES = ("np", "torch", "tl", "math", "print", "max", "min")
 """What calls begin with whose arguments are named by a library."""
@@ -137,12 +138,23 @@ def long_calls(source: Source) -> Iterator[ast.AST]:
             yield node
 
 
+def pronouns(source: Source) -> Iterator[ast.AST]:
+    """Variables and parameters that are called by a pronoun."""
+    for node in ast.walk(source.tree):
+        is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        if is_stored and node.id in PRONOUNS:
+            yield node
+        if isinstance(node, ast.arg) and node.arg in PRONOUNS:
+            yield node
+
+
 RULES: dict[str, Callable[[Source], Iterator[ast.AST]]] = {
     "splats": splats,
     "walruses_in_and": walruses_in_and,
     "tuple_assignments": tuple_assignments,
     "nested_comprehensions": nested_comprehensions,
     "long_calls": long_calls,
+    "pronouns": pronouns,
 }
 
 

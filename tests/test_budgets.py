@@ -9,6 +9,7 @@ CODE = {
     "tuple_assignments": "a, b = 1, 2\n",
     "nested_comprehensions": "[x for y in z for x in y]\n",
     "long_calls": "f(1, 2, 3, 4)\n",
+    "pronouns": "def f(each): ...\n",
 }
 
 

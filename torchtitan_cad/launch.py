@@ -114,7 +114,8 @@ def _no_answer(options: Namespace) -> str:
 
 def _end_if_stuck(options: Namespace, logs: str) -> None:
     """End this launcher, and so its ranks, if a rank has ended and torchrun, which may wait for its store, is blind."""
-    pid, since = 0, 0.0
+    pid = 0
+    since = 0.0
     while True:
         time.sleep(_POLL_S)
         ended = None
@@ -122,7 +123,8 @@ def _end_if_stuck(options: Namespace, logs: str) -> None:
             # torchrun has not asked for it yet
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None or ended.si_pid != pid:
-            pid, since = 0 if ended is None else ended.si_pid, time.monotonic()
+            pid = 0 if ended is None else ended.si_pid
+            since = time.monotonic()
         elif time.monotonic() - since > _STUCK_S:
             print(
                 f"launch: pid {pid} has ended, and {_no_answer(options)}",

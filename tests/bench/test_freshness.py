@@ -27,7 +27,9 @@ def test_every_result_speaks_of_code_that_is_there():
 )
 @pytest.mark.parametrize("name", COMPUTED)
 def test_computed_results_are_fresh(name):
-    assert not why_stale(name), "compute it again (make results), or delete it with what quotes it"
+    assert not why_stale(name), (
+        "compute it again (make results), or delete it with what quotes it"
+    )
 
 
 def git(root: Path, *arguments: str) -> str:

@@ -20,7 +20,8 @@ _BEFORE_END_S = 10.0
 
 def name_dead_peers(trainer_cls: Any) -> None:
     """Make ``train`` and ``close`` of a class of trainers those of jobs with CAD; see ``train_and_name_peers``."""
-    original_train, original_close = trainer_cls.train, trainer_cls.close
+    original_train = trainer_cls.train
+    original_close = trainer_cls.close
 
     @functools.wraps(original_train)
     def train(self: Any) -> None:
@@ -30,7 +31,8 @@ def name_dead_peers(trainer_cls: Any) -> None:
     def close(self: Any) -> None:
         close_job(functools.partial(original_close, self))
 
-    trainer_cls.train, trainer_cls.close = train, close
+    trainer_cls.train = train
+    trainer_cls.close = close
 
 
 def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
@@ -96,7 +98,8 @@ def check_before_saving(checkpointer: Any) -> None:
 
     Peers that come to the same checkpoint cannot complete it without this rank.
     """
-    original_save, should_save = checkpointer.save, checkpointer._should_save
+    original_save = checkpointer.save
+    should_save = checkpointer._should_save
 
     @functools.wraps(original_save)
     def save(curr_step: int, last_step: bool = False) -> Any:

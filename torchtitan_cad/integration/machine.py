@@ -51,7 +51,8 @@ def measure_times(
     """
     unit, linear = rates.slowest(list(compute), group)
     host = np.array(hosts)
-    together, others = host[:, None] == host, ~np.eye(len(host), dtype=bool)
+    together = host[:, None] == host
+    others = ~np.eye(len(host), dtype=bool)
     links = [
         rates.link_rate(transport, rank, sends, device, group) if sends.any() else None
         for sends in (together & others, ~together)

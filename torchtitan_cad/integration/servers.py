@@ -39,7 +39,8 @@ def open_to_servers(
         group: the CAD group on the host; None for one rank.
     """
     rank = dist.get_rank()
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     secret: list[Any] = [
         secrets.randbits(62),
         job.cad.servers_token or secrets.token_urlsafe(9),

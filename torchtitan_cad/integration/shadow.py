@@ -70,7 +70,9 @@ class Shadow(Stateful):
 
     def end_step(self, step: int) -> None:
         """Record the documents of the batches since the last call. All ranks of the group must call it together."""
-        topology, microbatches, own = self.job.topology, self._microbatches, None
+        topology = self.job.topology
+        microbatches = self._microbatches
+        own = None
         self._microbatches = []
         if self.rank % topology.cp == 0:  # the others have the same rows
             tile = self.job.cad.planner_config().cost_tile
@@ -97,7 +99,8 @@ class Shadow(Stateful):
 
         It is the attention of the busiest rank over the mean rank's, in tiles: the mean over microbatches.
         """
-        imbalances, self._imbalances = self._imbalances, []
+        imbalances = self._imbalances
+        self._imbalances = []
         return imbalances
 
     def _write(self, step: int, microbatches: Sequence[Sequence[Rows]]) -> None:
@@ -125,7 +128,8 @@ class Shadow(Stateful):
 
 def open_shadow(loader: Loader, job: Job, dump_folder: str) -> Shadow:
     """Wrap a training loader; collective over the ranks of each CAD group."""
-    rank, group = dist.get_rank(), None
+    rank = dist.get_rank()
+    group = None
     ranks = job.topology.group_ranks(rank)
     if len(ranks) > 1 and not job.dry_run:
         timeout = timedelta(seconds=job.start_timeout_s + job.step_timeout_s)

@@ -84,7 +84,8 @@ class Topology:
 
     def group_ranks(self, rank: int) -> list[int]:
         """Return the global ranks of the CAD group that contains global ``rank``, in group order."""
-        group, tp_rank = rank // (self.group_size * self.tp), rank % self.tp
+        group = rank // (self.group_size * self.tp)
+        tp_rank = rank % self.tp
         first = group * self.group_size * self.tp + tp_rank
         return [first + i * self.tp for i in range(self.group_size)]
 

@@ -69,12 +69,15 @@ def _with_fewer_passes(compile_entry: Callable[..., Any]) -> Callable[..., Any]:
     def compile_with_fewer_passes(*arguments: Any) -> Any:
         config = numba.config
         with global_compiler_lock:
-            level, vectorizes = config.OPT, config.LOOP_VECTORIZE
-            config.OPT, config.LOOP_VECTORIZE = type(level)(1), 0
+            level = config.OPT
+            vectorizes = config.LOOP_VECTORIZE
+            config.OPT = type(level)(1)
+            config.LOOP_VECTORIZE = 0
             try:
                 return compile_entry(*arguments)
             finally:
-                config.OPT, config.LOOP_VECTORIZE = level, vectorizes
+                config.OPT = level
+                config.LOOP_VECTORIZE = vectorizes
 
     return compile_with_fewer_passes
 

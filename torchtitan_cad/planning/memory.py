@@ -145,14 +145,13 @@ class _Bytes:
 
     @classmethod
     def of(cls, shape: AttentionShape) -> _Bytes:
-        heads, kv_heads, fp32 = (
-            shape.num_heads,
-            shape.num_kv_heads,
-            max(_FP32_BYTES, shape.dtype_bytes),
-        )
+        heads = shape.num_heads
+        kv_heads = shape.num_kv_heads
+        fp32 = max(_FP32_BYTES, shape.dtype_bytes)
         rows = RowBytes.of(shape, keep=True)
         statistic = rows.backward_queries - rows.outputs
-        output, query = rows.outputs - statistic, rows.forward_queries
+        output = rows.outputs - statistic
+        query = rows.forward_queries
         wide = (
             max(shape.head_dim, shape.out_dim) * shape.dtype_bytes
             if shape.out_dim != shape.head_dim

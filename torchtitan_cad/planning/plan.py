@@ -135,7 +135,8 @@ class Plan:
     @cached_property
     def _by_server(self) -> tuple[IntArray, IntArray]:
         """Indices of tasks by server, then in canonical order, and [num_ranks + 1] offsets of the servers."""
-        server, num_ranks = self.tasks["server"], self.layout.num_ranks
+        server = self.tasks["server"]
+        num_ranks = self.layout.num_ranks
         return order_by_rank(server, num_ranks), offsets_by_rank(server, num_ranks)
 
     @property

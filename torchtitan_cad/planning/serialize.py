@@ -60,7 +60,8 @@ def shape_from_dict(data: Any) -> AttentionShape:
 
 def layout_from_dict(data: Any) -> TokenLayout:
     """Return the layout of the key "ranks". Raises ValueError naming a key that is missing, unknown or wrong."""
-    ranks, attends = [], []
+    ranks = []
+    attends = []
     for rank, segments in enumerate(require(data, "ranks", list)):
         if not isinstance(segments, list):
             raise ValueError(
@@ -87,7 +88,8 @@ def read_layout(path: Path) -> tuple[TokenLayout, AttentionShape]:
     """Read a layout file. Raises ValueError naming it, and a key that is missing, unknown, doubled or wrong."""
     data = read_json(path)
     try:
-        layout, shape = layout_from_dict(data), shape_from_dict(data)
+        layout = layout_from_dict(data)
+        shape = shape_from_dict(data)
         refuse_unknown(data, ("attention", "ranks"), "a layout")
     except ValueError as error:
         raise ValueError(f"{printable(path)}: {error}") from None

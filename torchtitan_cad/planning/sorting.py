@@ -30,7 +30,9 @@ def push(heap: IntArray, size: int, keys: FloatArray, index: int) -> int:
 @jit_inner
 def pop(heap: IntArray, size: int, keys: FloatArray) -> int:
     """Remove the first index from a heap of ``size`` and return it."""
-    top, last, at = heap[0], heap[size - 1], 0
+    top = heap[0]
+    last = heap[size - 1]
+    at = 0
     while True:
         child = 2 * at + 1
         if child >= size - 1:

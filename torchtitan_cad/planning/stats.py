@@ -130,12 +130,11 @@ def _parsed(name: str, kind: str, value: Any, num_ranks: int) -> Any:
     largest = int(np.iinfo(np.int64).max)
     match kind:
         case "float":
-            wanted, valid = "a finite number", is_number(value)
+            wanted = "a finite number"
+            valid = is_number(value)
         case "int":
-            wanted, valid = (
-                "an integer of 63 bits",
-                is_integer(value, -largest, largest),
-            )
+            wanted = "an integer of 63 bits"
+            valid = is_integer(value, -largest, largest)
         case _:
             wanted = f"a list of {num_ranks} integers"
             valid = isinstance(value, list) and len(value) == num_ranks

@@ -10,7 +10,10 @@ from reprlib import Repr
 from typing import Any
 
 _SHORT = Repr()
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 3, 8, 8, 8
+_SHORT.maxlevel = 3
+_SHORT.maxlist = 8
+_SHORT.maxtuple = 8
+_SHORT.maxdict = 8
 _SHORT.maxstring = _SHORT.maxother = 80
 
 

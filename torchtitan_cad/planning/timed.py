@@ -161,7 +161,8 @@ def link_seconds(
         inside, between: bytes per second inside a host and between hosts, which are used at the same time.
     """
     host = np.asarray(hosts or [0] * plan.layout.num_ranks)
-    every, local = np.zeros((2, len(host))), np.zeros((2, len(host)))
+    every = np.zeros((2, len(host)))
+    local = np.zeros((2, len(host)))
     for needs, num_bytes in zip(
         (plan.query_needs, plan.key_needs), row_bytes, strict=True
     ):

@@ -24,7 +24,8 @@ class RowSpace:
     """
 
     def __init__(self, local: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        self.local, self.received = local, received
+        self.local = local
+        self.received = received
         self._num_remote = received[0].shape[0]
 
     def take(self, rows: Tensor | slice | None) -> list[Tensor]:
@@ -76,9 +77,11 @@ class TaskRunner:
         compute: Compute,
         gathered: Callable[[], None],
     ) -> None:
-        self._compute, self._gathered = compute, gathered
+        self._compute = compute
+        self._gathered = gathered
         self._spaces: tuple[RowSpace, ...] = (queries, keys)
-        self._rounds, self._calls = deque(plan.rounds), plan.calls
+        self._rounds = deque(plan.rounds)
+        self._calls = plan.calls
         self._results: dict[KernelCall, tuple[Tensor, ...]] = {}
         self._forget_rows(when=not self._calls)
 
@@ -94,7 +97,8 @@ class TaskRunner:
         """Run the remaining rounds; returns the results of all calls, in the plan's order, and forgets them."""
         while self._rounds:
             self.advance()
-        results, self._results = self._results, {}
+        results = self._results
+        self._results = {}
         return [results[call] for call in self._calls]
 
     def _gather(self, call: KernelCall) -> list[Tensor]:

@@ -213,7 +213,10 @@ class AttentionCall:
         rows: dict[Kind, list[Tensor]],
         kept: Sequence[Tensor] = (),
     ) -> None:
-        self.engine, self.direction, self.key, self._plan = engine, direction, key, plan
+        self.engine = engine
+        self.direction = direction
+        self.key = key
+        self._plan = plan
         self._kept = kept
         self._number = 0
         """The call's number in the transport."""
@@ -288,7 +291,8 @@ class AttentionCall:
     def _start(
         self, what: str, routes: Routes, messages: Sequence[list[Tensor]]
     ) -> Exchange:
-        clock, transport = self.engine.clock, self.engine.transport
+        clock = self.engine.clock
+        transport = self.engine.transport
         assert transport is not None
         phase = f"{self.direction.name} {what}"
         clock.exchanges += 1
@@ -332,7 +336,8 @@ class AttentionCall:
 
     def begin_tasks(self, received: dict[Kind, list[Tensor]]) -> TaskRunner:
         """Return the kernel calls over rows at home and ``received`` rows. The call then holds no rows at home."""
-        at_home, self._rows = self._rows, {}
+        at_home = self._rows
+        self._rows = {}
         queries, keys = (
             RowSpace(rows, received.get(kind) or [x[:0] for x in rows])
             for kind, rows in at_home.items()
@@ -399,7 +404,8 @@ class AttentionCall:
         """Wait for the results of joined servers, or compute what does not come, and add them to those of this rank."""
         if not self._asked:
             return
-        asked, self._asked = self._asked, []
+        asked = self._asked
+        self._asked = []
         for request, answer in asked:
             results = None if answer is None else answer.wait()
             if results is None:
@@ -418,7 +424,8 @@ class AttentionCall:
 
     def send_home(self) -> None:
         """Start all exchanges of results. If all receive buffers are in use, the oldest exchange is taken in first."""
-        remote_results, self._remote_results = self._remote_results, {}
+        remote_results = self._remote_results
+        self._remote_results = {}
         exchanges = self._plan.home[self.direction.name] if self._plan.moves else []
         for routes, chunks in exchanges:
             if len(self._returning) == BUFFERS_PER_CALL:

@@ -68,9 +68,13 @@ class CoreAttentionEngine:
         kept_bytes: float = 0.0,
         two_rounds: bool = False,
     ) -> None:
-        self.kernel, self.transport = kernel, transport
-        self.rank, self.device, self.scale = rank, device, scale
-        self.kept_bytes, self.two_rounds = kept_bytes, two_rounds
+        self.kernel = kernel
+        self.transport = transport
+        self.rank = rank
+        self.device = device
+        self.scale = scale
+        self.kept_bytes = kept_bytes
+        self.two_rounds = two_rounds
         self.servers: ServerPool | None = None
         """That have joined the job, and by which plans may have tasks computed."""
         self.clock = ExchangeClock()
@@ -96,7 +100,8 @@ class CoreAttentionEngine:
             raise ValueError(
                 f"plan {key} moves rows: give the engine a transport, see build_transport"
             )
-        exchange, chunks = plan.exchange(self.rank), None
+        exchange = plan.exchange(self.rank)
+        chunks = None
         keeps = exchange.most.are_kept(plan.shape, self.kept_bytes)
         if self.transport is not None:
             row_bytes = RowBytes.of(plan.shape, keep=keeps)

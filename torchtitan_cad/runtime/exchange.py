@@ -61,12 +61,10 @@ class Exchange:
         clock: ExchangeClock,
         phase: str,
     ) -> None:
-        self.formats, self._pending, self._clock, self._phase = (
-            formats,
-            pending,
-            clock,
-            phase,
-        )
+        self.formats = formats
+        self._pending = pending
+        self._clock = clock
+        self._phase = phase
         self._messages: list[Tensor] = []
 
     def receive(self) -> list[Tensor]:
@@ -106,8 +104,10 @@ class Incoming:
         exchanges: Sequence[Routes],
         num_rows: dict[Kind, int],
     ) -> None:
-        self._start, self._num_rows = start, num_rows
-        self._left, self._is_single = deque(exchanges), len(exchanges) == 1
+        self._start = start
+        self._num_rows = num_rows
+        self._left = deque(exchanges)
+        self._is_single = len(exchanges) == 1
         self._travelling: deque[tuple[Routes, Exchange]] = deque()
         self._formats: dict[Kind, RowFormat] = {}
         self._messages: list[Tensor] = []

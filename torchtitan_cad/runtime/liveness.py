@@ -41,16 +41,20 @@ MOST_EXAMINED = 64
 _NAMED_RANKS = 8
 _ERROR_CHARS = 300
 _STORE_TIMEOUT_S = 10.0
-_SLOWER, _SLOW_INTERVALS = 3, 3
-"""times the longest step so far, and intervals: a step that takes longer than both is reported"""
+_SLOWER = 3
+"""times the longest step so far: a step that takes longer, and longer than ``_SLOW_INTERVALS``, is reported"""
+_SLOW_INTERVALS = 3
+"""intervals of signs of life that a slow step takes at least"""
 _STARTING_STEPS = 2
 """steps: the first ones, in which things compile, set no measure for others"""
 _GONE_WAIT_S = 0.5
 """seconds: connections close a little before their process has ended."""
 _LAUNCHER_WAIT_S = 0.5
 """seconds: within this time the launcher's first rank logs that the launcher is gone."""
-_CAUSE, _EFFECT = "stopped by itself", "stopped after failed communication"
-"""Keys of the store: the first rank to stop by itself, and the first whose communication failed, each in a clause."""
+_CAUSE = "stopped by itself"
+"""Key of the store, with a clause about the first rank to stop by itself."""
+_EFFECT = "stopped after failed communication"
+"""Key of the store, with a clause about the first rank whose communication failed."""
 _FOUND = "found by"
 """Key of the store, with the number of the first rank of a host: what that rank has found, in JSON."""
 _logger = logging.getLogger()
@@ -196,10 +200,8 @@ class PeerMonitor:
         if own.has_left:
             return
         own.step, own.exchange, own.phase = self.progress()
-        clause, key = (
-            f"{own.name} {how} at {own.place}{why}",
-            _CAUSE if by_itself else _EFFECT,
-        )
+        clause = f"{own.name} {how} at {own.place}{why}"
+        key = _CAUSE if by_itself else _EFFECT
         if is_first := self._is_first(key):
             self._ask(lambda: self._store.set(f"{_PREFIX}/{key}", clause))
         own.has_left = True
@@ -255,7 +257,8 @@ class PeerMonitor:
                 self._store.set(
                     f"{_PREFIX}/{_FOUND} {self.own.rank}", json.dumps(findings)
                 )
-            cause, effect = self._value_of(_CAUSE), self._value_of(_EFFECT)
+            cause = self._value_of(_CAUSE)
+            effect = self._value_of(_EFFECT)
             if not findings and not cause and not self._is_first_of_host:
                 findings = self._found_by_first_of_host()
             if cause:
@@ -289,7 +292,8 @@ class PeerMonitor:
 
         Ranks of the own group come first. Only steps are compared with ranks of other groups, whose exchanges differ.
         """
-        own, findings = self.own, []
+        own = self.own
+        findings = []
         if silent := [
             after[r]
             for r, b in before.items()
@@ -354,12 +358,10 @@ class PeerMonitor:
 
     def _watch_own(self) -> None:
         """Watch how long the store has not answered, and how long this rank's step takes."""
-        begin, step, longest, is_reported = (
-            time.monotonic(),
-            self.progress()[0],
-            0.0,
-            False,
-        )
+        begin = time.monotonic()
+        step = self.progress()[0]
+        longest = 0.0
+        is_reported = False
         while not self._closing.wait(self._interval_s):
             now = time.monotonic()
             if now - self._answered > max(self._silence_s, _LEAST_SILENCE_S):
@@ -371,7 +373,9 @@ class PeerMonitor:
                 )
             if (at := self.progress()[0]) != step:
                 longest = max(longest, now - begin) if step > _STARTING_STEPS else 0.0
-                begin, step, is_reported = now, at, False
+                begin = now
+                step = at
+                is_reported = False
             elif longest and now - begin > max(
                 _SLOW_INTERVALS * self._interval_s, _SLOWER * longest
             ):
@@ -390,7 +394,8 @@ class PeerMonitor:
     def _lose_store(self, why: str | RuntimeError) -> None:
         """Note that the store does not answer, for good after an error, and log it once a host."""
         if isinstance(why, RuntimeError):
-            why, self._answered = str(why).splitlines()[0], -math.inf
+            why = str(why).splitlines()[0]
+            self._answered = -math.inf
         if not self._lost.is_set() and self._is_first_of_host:
             self.own.step, self.own.exchange, self.own.phase = self.progress()
             _logger.error(
@@ -417,7 +422,8 @@ class PeerMonitor:
 
     def publish(self) -> None:
         with self._lock:
-            own, before = self.own, self.own.position
+            own = self.own
+            before = self.own.position
             own.step, own.exchange, own.phase = self.progress()
             own.moved = own.moved if own.position == before else own.count
             self._store.set(

@@ -85,10 +85,8 @@ def define(
 
 def results_like(q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Return tensors of the shapes and dtypes of ``CoreAttentionEngine.forward``'s results."""
-    kept, out = (
-        q.new_empty(0, dtype=torch.uint8),
-        q.new_empty((*q.shape[:2], v.shape[2])),
-    )
+    kept = q.new_empty(0, dtype=torch.uint8)
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
     return (
         out,
         q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)),

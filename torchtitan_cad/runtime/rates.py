@@ -56,7 +56,8 @@ def time_attention(
     """Time the forward and the backward of a call with random rows."""
     q, k, v, dout = random_rows(shape, dtype, call)
     lse = kernel.forward(q, k, v, call)[1].contiguous()
-    merged, device = Merged(lse, torch.zeros_like(lse)), q.device
+    merged = Merged(lse, torch.zeros_like(lse))
+    device = q.device
     forward = time_calls(lambda: kernel.forward(q, k, v, call), device, repeats)
     return forward, time_calls(
         lambda: kernel.backward(dout, q, k, v, merged, call), device, repeats

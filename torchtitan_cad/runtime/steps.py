@@ -69,7 +69,9 @@ class PendingCall:
     def __init__(
         self, engine: CoreAttentionEngine, call: AttentionCall, on_streams: bool
     ) -> None:
-        self._engine, self._call, self._on_streams = engine, call, on_streams
+        self._engine = engine
+        self._call = call
+        self._on_streams = on_streams
         self._event = streams.record_event(engine.device) if on_streams else None
         """End of the last step, on its stream."""
         self._keepalive: Sequence[Any] = ()
@@ -81,11 +83,9 @@ class PendingCall:
         Steps that only exchange rows run on the side stream. On a device, that stream also waits for received rows; on
         CPU the host would wait.
         """
-        device, call, is_exchange = (
-            self._engine.device,
-            self._call,
-            step in ("send", "send_home"),
-        )
+        device = self._engine.device
+        call = self._call
+        is_exchange = step in ("send", "send_home")
         streams.wait_event(device, self._event)
         self._keepalive = call.keepalive_tensors() if is_exchange else ()
         results = getattr(call, step)()

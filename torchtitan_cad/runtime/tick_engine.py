@@ -72,11 +72,9 @@ class TickEngine(CoreAttentionEngine):
         self, shape: AttentionShape, dtype: torch.dtype, **options: Any
     ) -> None:
         super().__init__(**options)
-        new, heads, kv_heads = (
-            torch.empty(0, dtype=dtype, device=self.device),
-            shape.num_heads,
-            shape.num_kv_heads,
-        )
+        new = torch.empty(0, dtype=dtype, device=self.device)
+        heads = shape.num_heads
+        kv_heads = shape.num_kv_heads
         sizes = (
             (heads, shape.head_dim),
             (kv_heads, shape.key_dim),
@@ -85,10 +83,8 @@ class TickEngine(CoreAttentionEngine):
         )
         q, k, v, out = (new.new_empty(0, *size) for size in sizes)
         shared = new.new_empty(0, 1, shape.shared_dim) if shape.shared_dim else None
-        lse, kept = (
-            new.new_empty(0, heads, dtype=compute_dtype(dtype)),
-            new.new_empty(0, dtype=torch.uint8),
-        )
+        lse = new.new_empty(0, heads, dtype=compute_dtype(dtype))
+        kept = new.new_empty(0, dtype=torch.uint8)
         self._saved = Saved(q, k, v, out, lse, kept, kept, shared)
         self._steps: Iterator[_Due] | None = None
         self._microbatch = range(0)
@@ -117,7 +113,8 @@ class TickEngine(CoreAttentionEngine):
     def end_tick(self) -> None:
         """Serve in the remaining calls; raises RuntimeError if one of them needs a block of this rank."""
         due = self._serve_until_mine()
-        self._steps, self._microbatch = None, range(0)
+        self._steps = None
+        self._microbatch = range(0)
         if due is not None:
             raise RuntimeError(
                 f"a tick ends, but a block of this rank has not made its step {due}"

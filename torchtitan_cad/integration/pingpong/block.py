@@ -90,7 +90,8 @@ class BlockSegment(nn.Module):
 
     def __init__(self, before: BlockView | None, after: BlockView | None) -> None:
         super().__init__()
-        self.before, self.after = before, after
+        self.before = before
+        self.after = after
 
     def forward(
         self,

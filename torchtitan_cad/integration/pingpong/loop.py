@@ -98,11 +98,13 @@ class _NanoBatch:
     ) -> None:
         if self.earlier is not None:
             _, first_k, first_v, first_shared = self.earlier._rows
-            k, v = torch.cat((first_k, k)), torch.cat((first_v, v))
+            k = torch.cat((first_k, k))
+            v = torch.cat((first_v, v))
             shared = None if shared is None else torch.cat((first_shared, shared))
         self.engine = block.engine or self.engine
         self._token = dispatch(q, k, v, self.plan_key, self.engine, shared=shared)
-        self._block, self._rows = block, (q, k, v, shared)
+        self._block = block
+        self._rows = (q, k, v, shared)
 
     def attend(self, part: str = "") -> None:
         """Attend, or do the "first" part of it or the "rest"."""
@@ -138,7 +140,8 @@ class _NanoBatch:
         """Give core attention's output away: the nano-batch no longer holds it."""
         if self._attended is None:
             self.receive()
-        attended, self._attended = self._attended, None
+        attended = self._attended
+        self._attended = None
         return attended
 
 
@@ -158,7 +161,8 @@ class _Unit(nn.Module):
 
     def __init__(self, block: BlockView, index: int, schedule: "PingPong") -> None:
         super().__init__()
-        self.start, self.end = BlockSegment(None, block), BlockSegment(block, None)
+        self.start = BlockSegment(None, block)
+        self.end = BlockSegment(block, None)
         self.index = index
         self.__dict__["schedule"] = schedule  # not a submodule
 
@@ -171,10 +175,8 @@ class _Unit(nn.Module):
         in_rows: bool,
     ) -> tuple:
         """Compute the next block's inputs of both nano-batches from this one's, ``xs`` [B, S, dim]."""
-        schedule, nano_batches = (
-            self.schedule,
-            self.schedule.nano_batches(xs, ropes, positions, key, in_rows),
-        )
+        schedule = self.schedule
+        nano_batches = self.schedule.nano_batches(xs, ropes, positions, key, in_rows)
         schedule.run_segment(
             self.start, nano_batches, self.index, before=False, after=True
         )
@@ -205,7 +207,9 @@ class PingPong:
         *,
         traced_on: torch.device | None = None,
     ) -> None:
-        self.blocks, self.engine, self.new_boundary = list(blocks), engine, new_boundary
+        self.blocks = list(blocks)
+        self.engine = engine
+        self.new_boundary = new_boundary
         self.traced_on = traced_on
         self.splits = new_boundary is not None and all(
             block.can_split for block in self.blocks
@@ -383,7 +387,9 @@ class PingPong:
         The first and the third start what TP communicates, and the parts after them wait for it.
         """
         assert self.new_boundary is not None
-        before, after, end = segment.before, segment.after, f"post {index - 1}"
+        before = segment.before
+        after = segment.after
+        end = f"post {index - 1}"
         summands = None
         if before is not None:
             out = nano_batch.run(

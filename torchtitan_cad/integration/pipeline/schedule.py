@@ -66,7 +66,8 @@ class TickSchedule(_PipelineScheduleRuntime):
         super().__init__(
             stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=False
         )
-        self._engine, self._nano_batches = engine, nano_batches
+        self._engine = engine
+        self._nano_batches = nano_batches
         self._programs = {True: training, False: validation}
         self._prepare_schedule_with_comms(
             {
@@ -97,7 +98,8 @@ class TickSchedule(_PipelineScheduleRuntime):
         return super()._step_microbatches(*args, **kwargs)
 
     def _begin_tick(self, action: _Action, context: _PipelineContext) -> None:
-        program, number = self._programs[self._has_backward], action.microbatch_index
+        program = self._programs[self._has_backward]
+        number = action.microbatch_index
         assert number is not None
         keys = [
             int(kwargs["attention_masks"].cu_seq_q.reshape(-1)[0])

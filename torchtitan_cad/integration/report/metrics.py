@@ -90,7 +90,8 @@ class CadMetrics:
         session = current_session()
         session.confirm_exchanges()
         last_step = step - 1 if self._last_step is None else self._last_step
-        steps, elapsed = step - last_step, time.perf_counter() - self.time_last_log
+        steps = step - last_step
+        elapsed = time.perf_counter() - self.time_last_log
         figures = session.statistics.drain()
         starting, waiting = session.engine.clock.reset()
         figures["exchange_seconds"] = (starting + waiting) / steps

@@ -70,10 +70,8 @@ class CadConfigManager(ConfigManager):
                 reason = error.strerror
                 remedy = "set it to a TOML file that can be read"
             else:
-                reason, remedy = (
-                    str(error),
-                    "correct that line; every [table] may appear once, with all of its keys",
-                )
+                reason = str(error)
+                remedy = "correct that line; every [table] may appear once, with all of its keys"
             raise ValueError(
                 f"job.config_file = {path!r}: {reason}; {remedy}"
             ) from error

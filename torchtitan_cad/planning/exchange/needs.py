@@ -109,11 +109,13 @@ class RowNeeds:
 
         Received rows are ordered by home, so rows that lower homes send to the same server come before.
         """
-        first, stop = self.server_offsets[servers], self.server_offsets[servers + 1]
+        first = self.server_offsets[servers]
+        stop = self.server_offsets[servers + 1]
         mine = concat_ranges(first, stop - first)
         lower = self.run_home < rank
         before = exclusive_cumsum(np.where(lower, self.run_end - self.run_start, 0))
-        head, tail = self._first_run[mine], self._last_run[mine]
+        head = self._first_run[mine]
+        tail = self._last_run[mine]
         rows = before[tail + 1] - before[head]
         rows -= np.where(lower[head], self.start[mine] - self.run_start[head], 0)
         rows -= np.where(lower[tail], self.run_end[tail] - self.end[mine], 0)
@@ -167,15 +169,11 @@ class RowNeeds:
 
     def _rows_of_homes(self, count: int) -> IntArray:
         """[num_ranks] rows of each home that the first ``count`` intervals use, once per server."""
-        head, tail, runs = (
-            self._first_run[:count],
-            self._last_run[:count],
-            len(self.run_start),
-        )
-        begins, ends = (
-            np.bincount(head, minlength=runs),
-            np.bincount(tail, minlength=runs),
-        )
+        head = self._first_run[:count]
+        tail = self._last_run[:count]
+        runs = len(self.run_start)
+        begins = np.bincount(head, minlength=runs)
+        ends = np.bincount(tail, minlength=runs)
         # Intervals that use some of a run, times its rows; those that begin or end in it leave some rows out.
         rows = (np.cumsum(begins) - np.cumsum(ends) + ends) * (
             self.run_end - self.run_start

@@ -80,7 +80,8 @@ def measure_traffic(
     one_node = not node.any()
     totals = np.zeros((4, num_ranks), dtype=np.int64)
     for needs, row_bytes in ((queries, shape.query_bytes), (keys, shape.kv_bytes)):
-        into, out = needs.rows_in, needs.rows_out
+        into = needs.rows_in
+        out = needs.rows_out
         totals[0] += into * row_bytes
         totals[1] += out * row_bytes
         if not one_node:

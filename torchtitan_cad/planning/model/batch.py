@@ -47,7 +47,10 @@ def group_layout(
     first = microbatch * shape.rows_per_microbatch * shape.seq_len
     last = first + shape.rows_per_microbatch * shape.seq_len
     slice_len = shape.seq_len // cp
-    ranks, docs, begins, lengths = [], [], [], []
+    ranks = []
+    docs = []
+    begins = []
+    lengths = []
     next_doc = 0
     for dp_rank, all_starts in enumerate(starts):
         before, after = np.searchsorted(all_starts, (first, last))
@@ -88,10 +91,14 @@ def nano_layouts(
         ]
     # As over twice as many ranks, of which r and cp + r are one: see integration/loading/documents.py.
     sliced = group_layout(starts, shape, microbatch, 2 * cp)
-    doc, start, length = sliced.seg_doc, sliced.seg_start, sliced.seg_length
+    doc = sliced.seg_doc
+    start = sliced.seg_start
+    length = sliced.seg_length
     dp_rank, part = np.divmod(sliced.seg_rank, 2 * cp)
-    rank, later = dp_rank * cp + part % cp, part >= cp
-    num_ranks, first = len(starts) * cp, ~later
+    rank = dp_rank * cp + part % cp
+    later = part >= cp
+    num_ranks = len(starts) * cp
+    first = ~later
     earlier = TokenLayout.from_arrays(
         num_ranks, rank[first], doc[first], start[first], length[first]
     )

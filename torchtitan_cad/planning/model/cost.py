@@ -80,8 +80,10 @@ class TileAreaCost:
 
     def cost(self, tasks: TaskArray) -> IntArray:
         tile = self.granularity
-        q_first, q_stop = tasks["q_start"] // tile, -(-tasks["q_end"] // tile)
-        k_first, k_stop = tasks["kv_start"] // tile, -(-tasks["kv_end"] // tile)
+        q_first = tasks["q_start"] // tile
+        q_stop = -(-tasks["q_end"] // tile)
+        k_first = tasks["kv_start"] // tile
+        k_stop = -(-tasks["kv_end"] // tile)
         rows = q_stop - q_first
         # Row i of tiles ends with its diagonal square: i + 1 - k_first squares.
         causal = rows * (q_first + q_stop + 1) // 2 - rows * k_first
@@ -122,7 +124,8 @@ class ProfileCost:
     )
 
     def __post_init__(self) -> None:
-        tiles, costs = self.key_tiles, self.row_costs
+        tiles = self.key_tiles
+        costs = self.row_costs
         if (
             len(tiles) != len(costs)
             or not tiles
@@ -155,8 +158,10 @@ class ProfileCost:
 
     def cost(self, tasks: TaskArray) -> IntArray:
         tile = self.granularity
-        q_first, q_stop = tasks["q_start"] // tile, -(-tasks["q_end"] // tile)
-        k_first, k_stop = tasks["kv_start"] // tile, -(-tasks["kv_end"] // tile)
+        q_first = tasks["q_start"] // tile
+        q_stop = -(-tasks["q_end"] // tile)
+        k_first = tasks["kv_start"] // tile
+        k_stop = -(-tasks["kv_end"] // tile)
         prefix = self._prefix_up_to(int(q_stop.max(initial=0)))
         diagonal = is_diagonal(tasks)
         # Keys of a rectangle end before its queries, so the table reaches far enough for both kinds.
@@ -171,7 +176,9 @@ class ProfileCost:
         tiles, costs, rise, run = self._segments
         count = np.asarray(num_key_tiles, dtype=np.int64)
         segment = np.maximum(np.searchsorted(tiles, count, side="right") - 1, 0)
-        beyond, rise, run = count - tiles[segment], rise[segment], run[segment]
+        beyond = count - tiles[segment]
+        rise = rise[segment]
+        run = run[segment]
         # Rounded up: ``max_pairs`` relies on it. Divided first, so that nothing overflows.
         cost = costs[segment] + rise // run * beyond - (-(rise % run) * beyond) // run
         if (costs[segment] + rise / run * beyond).max(initial=0) > LARGEST:
@@ -200,7 +207,8 @@ class ProfileCost:
     @cached_property
     def _segments(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """Grid points and, from each on, the slope as rise over run."""
-        tiles, costs = self.key_tiles, self.row_costs
+        tiles = self.key_tiles
+        costs = self.row_costs
         rise = [b - a for a, b in pairwise(costs)]
         run = [b - a for a, b in pairwise(tiles)]
         best_tiles, best_cost = self._best_tile
@@ -251,7 +259,8 @@ class WindowCost:
 
     def cost(self, tasks: TaskArray) -> IntArray:
         tile = self.granularity
-        first, rows = tasks["q_start"] // tile, -(-tasks["q_end"] // tile)
+        first = tasks["q_start"] // tile
+        rows = -(-tasks["q_end"] // tile)
         before = first - tasks["kv_start"] // tile
         prefix = self.prefix_cost(tile * int((rows - first + before).max(initial=0)))
         return prefix[rows - first + before] - prefix[before]
@@ -283,9 +292,11 @@ def isotonic(values: Sequence[Fraction]) -> list[Fraction]:
     """Return the non-decreasing sequence nearest to ``values`` in least squares: averages neighbours out of order."""
     blocks: list[tuple[Fraction, int]] = []
     for value in values:
-        total, count = value, 1
+        total = value
+        count = 1
         while blocks and blocks[-1][0] * count > total * blocks[-1][1]:
-            total, count = total + blocks[-1][0], count + blocks[-1][1]
+            total = total + blocks[-1][0]
+            count = count + blocks[-1][1]
             blocks.pop()
         blocks.append((total, count))
     return [total / count for total, count in blocks for _ in range(count)]

@@ -164,7 +164,8 @@ def require_plannable(layout: TokenLayout, cost: CostModel) -> None:
             f"{cost.granularity}, more than {MAX_TILE_ROWS}: set min_shard and tile to multiples of a larger number, "
             f"such as 128, or plan shorter documents"
         )
-    every, width = int(rows.sum()) + len(layout.seg_rank), 1
+    every = int(rows.sum()) + len(layout.seg_rank)
+    width = 1
     while most:
         # longer rows one by one, so that no overflow is missed
         row = int(cost.row_cost(np.array([width]))[0])

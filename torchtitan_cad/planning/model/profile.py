@@ -200,7 +200,8 @@ class Profile:
         A head takes 2 (d + e) for every query and key forward and 6 d + 4 e backward, of d elements of keys and e of
         values.
         """
-        keys, values = self.head_dim, self.shape().out_dim
+        keys = self.head_dim
+        values = self.shape().out_dim
         per_pair = {"forward": 2 * (keys + values), "backward": 6 * keys + 4 * values}[
             direction
         ] * self.num_heads
@@ -282,8 +283,10 @@ class Profile:
     def _check_grid(
         self, key: str, valid: Callable[[float], bool], wanted: str
     ) -> None:
-        rows, name = getattr(self, key), f"grid.{key}"
-        queries, keys = len(self.q_lengths), len(self.kv_lengths)
+        rows = getattr(self, key)
+        name = f"grid.{key}"
+        queries = len(self.q_lengths)
+        keys = len(self.kv_lengths)
         _check(
             len(rows) == queries,
             name,

@@ -138,15 +138,11 @@ class RowBytes:
     @cache
     def of(cls, shape: AttentionShape, *, keep: bool = False) -> RowBytes:
         """Return the bytes of a row of every message; with ``keep`` servers keep received Q, K and V for backward."""
-        heads, kv_heads, element = (
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.dtype_bytes,
-        )
-        query, output = (
-            _aligned(heads * shape.head_dim * element),
-            _aligned(heads * shape.out_dim * element),
-        )
+        heads = shape.num_heads
+        kv_heads = shape.num_kv_heads
+        element = shape.dtype_bytes
+        query = _aligned(heads * shape.head_dim * element)
+        output = _aligned(heads * shape.out_dim * element)
         statistic = _aligned(heads * max(LSE_BYTES, element))
         parts = kv_heads * shape.key_dim, kv_heads * shape.out_dim, shape.shared_dim
         keys = sum(_aligned(elements * element) for elements in parts)

@@ -68,7 +68,8 @@ def tick_schedule(
 
 
 def _ticks(num_ranks: int, num_microbatches: int, num_chunks: int) -> Iterator[Tick]:
-    items, ahead = num_microbatches * num_chunks, num_chunks * num_ranks
+    items = num_microbatches * num_chunks
+    ahead = num_chunks * num_ranks
 
     def work(k: int, forward: bool) -> StageWork | None:
         if not 0 <= k < items:

@@ -36,7 +36,10 @@ def cut(
     state: State, doc: int, length: int, most_work: float, shortest: int, longest: int
 ) -> None:
     """Cut a document into chunks of ``shortest`` to ``longest`` tokens and at most ``most_work``, where possible."""
-    prefix, tile, grid, start = state.prefix, state.sizes[TILE], state.sizes[GRID], 0
+    prefix = state.prefix
+    tile = state.sizes[TILE]
+    grid = state.sizes[GRID]
+    start = 0
     before = len(state.ints) - 1
     while start < length:
         tokens = shortest
@@ -92,14 +95,16 @@ def assign_chunks(
         heap: [num_ranks] scratch.
         time: [num_ranks] load / speed of every rank, updated.
     """
-    grid, size = state.sizes[GRID], 0
+    grid = state.sizes[GRID]
+    size = 0
     for rank in range(len(heap)):
         size = push(heap, size, time, rank)
     for i in order:
         while size > 0:
             rank = pop(heap, size, time)
             size -= 1
-            start, length = state.ints[i, START], state.ints[i, LENGTH]
+            start = state.ints[i, START]
+            length = state.ints[i, LENGTH]
             part = min(length, state.ints[rank, CAPACITY] // grid * grid)
             if part <= 0:
                 continue

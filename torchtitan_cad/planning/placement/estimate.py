@@ -51,10 +51,8 @@ def _read(
     state: State, i: int, j: int, keys: float, strips: float
 ) -> tuple[float, float]:
     """Count the keys of chunk ``j`` that are read for the work that chunk ``i`` offloads, and that it keeps."""
-    start, end = (
-        float(state.ints[j, START]),
-        float(state.ints[j, START] + state.ints[j, LENGTH]),
-    )
+    start = float(state.ints[j, START])
+    end = float(state.ints[j, START] + state.ints[j, LENGTH])
     offloaded = strips * max(0.0, min(end, abs(keys)) - start)
     return offloaded, max(0.0, end - max(start, keys)) if state.ints[
         j, RANK
@@ -64,7 +62,10 @@ def _read(
 @jit_inner
 def read_by(state: State, i: int, sign: float, keys: float, strips: float) -> None:
     """Add ``sign`` times the bytes of the keys read for chunk ``i``, which offloads ``keys`` in ``strips``."""
-    rank, into, j, end = state.ints[i, RANK], 0.0, i, len(state.ints) - 1
+    rank = state.ints[i, RANK]
+    into = 0.0
+    j = i
+    end = len(state.ints) - 1
     key_bytes = sign * state.prices[KEY_BYTES]
     while j != end:
         home = state.ints[j, RANK]
@@ -81,8 +82,12 @@ def read_by(state: State, i: int, sign: float, keys: float, strips: float) -> No
 @jit_inner
 def _read_of(state: State, j: int, sign: float) -> None:
     """Add ``sign`` times the bytes of the keys of chunk ``j`` that are read for the chunks behind it."""
-    home, k, end = state.ints[j, RANK], state.ints[j, BEHIND], len(state.ints) - 1
-    shared, out, key_bytes = 0.0, 0.0, sign * state.prices[KEY_BYTES]
+    home = state.ints[j, RANK]
+    k = state.ints[j, BEHIND]
+    end = len(state.ints) - 1
+    shared = 0.0
+    out = 0.0
+    key_bytes = sign * state.prices[KEY_BYTES]
     while k != end:
         offloaded, kept = _read(
             state, k, j, state.reals[k, KEYS_OFFLOADED], state.reals[k, STRIPS]
@@ -222,7 +227,9 @@ def estimate(state: State) -> float:
 
     A power mean of order 8 over the bytes in and out of all ranks stands for the worst rank's bytes.
     """
-    reals, prices, end = state.reals, state.prices, len(state.ints) - 1
+    reals = state.reals
+    prices = state.prices
+    end = len(state.ints) - 1
     touch(state, end)
     for at in range(state.counters[NUM_TOUCHED]):
         rank = state.touched[at]

@@ -52,7 +52,8 @@ def fill(
         One layout per microbatch; none where no documents add up to the tokens of one.
     """
     order = np.argsort(lengths, kind="stable")
-    docs, lengths = docs[order], lengths[order]
+    docs = docs[order]
+    lengths = lengths[order]
     unassigned = _Unassigned(lengths.tolist())
     microbatches = [
         _Microbatch(unassigned, of_ranks.tolist(), filled) for of_ranks in capacities
@@ -80,7 +81,8 @@ class _Unassigned:
 
     def longest(self, at_most: int) -> int | None:
         """Return the longest document that is left, of these tokens at most; None if there is none."""
-        below, i = self._below, bisect_right(self.lengths, at_most)
+        below = self._below
+        i = bisect_right(self.lengths, at_most)
         while below[i] != i:
             below[i] = below[below[i]]
             i = below[i]
@@ -109,7 +111,8 @@ def _assign_longest(
 
     With ``sums`` of squared tokens that the microbatches begin with, it is the turn of the microbatch with the least.
     """
-    of_sums, sums = bool(sums), sums or [0.0] * len(microbatches)
+    of_sums = bool(sums)
+    sums = sums or [0.0] * len(microbatches)
     _spread_longest(unassigned, microbatches, sums, of_sums=of_sums)
     turns: list[tuple[float, int, int, int]] = []
 
@@ -181,13 +184,12 @@ class _Microbatch:
     def __init__(
         self, unassigned: _Unassigned, capacities: list[int], filled: float
     ) -> None:
-        self._unassigned, self._tokens = unassigned, capacities
+        self._unassigned = unassigned
+        self._tokens = capacities
         self.docs: list[tuple[int, int]] = []
-        self.capacities, self.work, self.left = (
-            capacities.copy(),
-            [0] * len(capacities),
-            sum(capacities),
-        )
+        self.capacities = capacities.copy()
+        self.work = [0] * len(capacities)
+        self.left = sum(capacities)
         self.few = filled * self.left / len(capacities)
         self.queue = [
             (0, -capacity, rank) for rank, capacity in enumerate(capacities) if capacity
@@ -247,7 +249,8 @@ class _Microbatch:
     def layout(self, ids: IntArray, lengths: IntArray) -> TokenLayout:
         """Return the documents' homes; ``ids`` and ``lengths`` are those of the step's documents."""
         doc, rank = np.array(self.docs, dtype=np.int64).reshape(-1, 2).T
-        placed, loose = rank >= 0, doc[rank < 0]
+        placed = rank >= 0
+        loose = doc[rank < 0]
         gaps = np.array(self._tokens) - sum_by_index(
             rank[placed], lengths[doc[placed]], len(self._tokens)
         )

@@ -49,9 +49,11 @@ def _settle(state: State, i: int, j: int, one: int, other: int) -> None:
 @jit_inner
 def swap(state: State, i: int, numbers: IntArray) -> bool:
     """Exchange the ranks of a chunk and a random other one."""
-    ints, first = state.ints, len(state.limit)
+    ints = state.ints
+    first = len(state.limit)
     j = first + random(numbers, ints[len(ints) - 1, COUNT] - first)
-    one, other = ints[i, RANK], ints[j, RANK]
+    one = ints[i, RANK]
+    other = ints[j, RANK]
     more = ints[i, LENGTH] - ints[j, LENGTH]
     if (
         other < 0
@@ -75,14 +77,15 @@ def swap(state: State, i: int, numbers: IntArray) -> bool:
 @jit_inner
 def relocate(state: State, i: int, numbers: IntArray) -> bool:
     """Give a chunk, or its first tokens, to a random other rank."""
-    ints, end = state.ints, len(state.ints) - 1
-    one, other, splits = (
-        ints[i, RANK],
-        random(numbers, len(state.limit)),
-        random(numbers, 2) == 1,
-    )
-    start, tokens = ints[i, START], ints[i, LENGTH]
-    least, grid = state.sizes[LEAST_CHUNK], state.sizes[GRID]
+    ints = state.ints
+    end = len(state.ints) - 1
+    one = ints[i, RANK]
+    other = random(numbers, len(state.limit))
+    splits = random(numbers, 2) == 1
+    start = ints[i, START]
+    tokens = ints[i, LENGTH]
+    least = state.sizes[LEAST_CHUNK]
+    grid = state.sizes[GRID]
     if other == one or ints[other, COUNT] >= MOST_CHUNKS:
         return False
     if splits:
@@ -111,10 +114,14 @@ def relocate(state: State, i: int, numbers: IntArray) -> bool:
 @jit_inner
 def shift(state: State, i: int, numbers: IntArray) -> bool:
     """Shift the boundary with the next chunk of the document, or join that chunk."""
-    ints, grid = state.ints, state.sizes[GRID]
-    j, start = ints[i, BEHIND], ints[i, START]
-    middle, joins = start + ints[i, LENGTH], random(numbers, 2) == 1
-    one, other = ints[i, RANK], ints[j, RANK]
+    ints = state.ints
+    grid = state.sizes[GRID]
+    j = ints[i, BEHIND]
+    start = ints[i, START]
+    middle = start + ints[i, LENGTH]
+    joins = random(numbers, 2) == 1
+    one = ints[i, RANK]
+    other = ints[j, RANK]
     if j == len(ints) - 1 or ints[j, START] != middle or one == other:
         return False
     end = middle + ints[j, LENGTH]

@@ -43,7 +43,8 @@ def offload(
     for all_rows in (True, False):
         if all_rows:
             width = min(start, pairs / rows)
-            height, spared = rows, width
+            height = rows
+            spared = width
         else:
             height = min(
                 rows, max(1.0, np.sqrt(pairs * prices[KEY_BYTES] / prices[QUERY_BYTES]))

@@ -40,8 +40,10 @@ def begin_search(
 ) -> float:
     """Assign chunks as ``assign_chunks`` and return the objective; those left over leave their documents' lists."""
     assign_chunks(state, order, heap, time)
-    first, end = len(state.limit), len(state.ints) - 1
-    slack, roots = 0.0, 0.0
+    first = len(state.limit)
+    end = len(state.ints) - 1
+    slack = 0.0
+    roots = 0.0
     for rank in range(first):
         capacity = max(0.0, state.limit[rank] - state.reals[rank, LOAD])
         slack += capacity
@@ -61,7 +63,8 @@ def begin_search(
 @jit_inner
 def _estimate_anew(state: State) -> float:
     """Return the objective after updating the price HELP to what the ranks offload now."""
-    helped, roots = 0.0, 0.0
+    helped = 0.0
+    roots = 0.0
     start_move(state)
     for rank in range(len(state.limit)):
         touch(state, rank)
@@ -74,7 +77,8 @@ def _estimate_anew(state: State) -> float:
 @jit_inner
 def _random_chunk(state: State, numbers: IntArray, rank: int) -> int:
     """Return a random chunk of a rank; the end row if it has none."""
-    i, count = state.ints[rank, NEXT_CHUNK], state.ints[rank, COUNT]
+    i = state.ints[rank, NEXT_CHUNK]
+    count = state.ints[rank, COUNT]
     for _ in range(random(numbers, count) if count > 0 else 0):
         i = state.ints[i, NEXT_CHUNK]
     return i
@@ -88,8 +92,11 @@ def improve(state: State, rise: float, tries: int, numbers: IntArray) -> None:
         rise: initial threshold / objective.
         numbers: [1] state of the pseudo-random numbers.
     """
-    first, end, worst = len(state.limit), len(state.ints) - 1, -1
-    best, accepted = _estimate_anew(state), 0
+    first = len(state.limit)
+    end = len(state.ints) - 1
+    worst = -1
+    best = _estimate_anew(state)
+    accepted = 0
     rise *= best
     for number in range(tries):
         i = first + random(numbers, state.ints[end, COUNT] - first)
@@ -110,7 +117,9 @@ def improve(state: State, rise: float, tries: int, numbers: IntArray) -> None:
             continue
         now = estimate(state)
         if now < best + rise * (tries - number) / tries:
-            best, worst, accepted = now, -1, accepted + 1
+            best = now
+            worst = -1
+            accepted = accepted + 1
             if accepted % first == 0:
                 best = _estimate_anew(state)
         else:

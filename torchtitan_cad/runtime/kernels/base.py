@@ -73,12 +73,14 @@ class VarlenArgs:
             raise ValueError(
                 f"window = {window}, causal = {causal}: set a window of at least 1 key, and causal = True"
             )
-        cu_q, cu_k = _offsets("cu_q", cu_q), _offsets("cu_k", cu_k)
+        cu_q = _offsets("cu_q", cu_q)
+        cu_k = _offsets("cu_k", cu_k)
         if len(cu_q) != len(cu_k):
             raise ValueError(
                 f"cu_q has {len(cu_q) - 1} tasks and cu_k {len(cu_k) - 1}: give offsets of the same tasks"
             )
-        len_q, len_k = np.diff(cu_q), np.diff(cu_k)
+        len_q = np.diff(cu_q)
+        len_k = np.diff(cu_k)
         if q_start is None:
             q_start = np.maximum(len_k - len_q, 0) if causal else np.zeros_like(len_q)
         q_start = np.asarray(q_start, np.int64)
@@ -90,7 +92,8 @@ class VarlenArgs:
             rows_to_device(offsets, torch.device(device), np.int32)
             for offsets in (cu_q, cu_k)
         )
-        max_q, max_k = int(len_q.max(initial=0)), int(len_k.max(initial=0))
+        max_q = int(len_q.max(initial=0))
+        max_k = int(len_k.max(initial=0))
         return cls(
             device_q, device_k, max_q, max_k, causal, scale, cu_q, cu_k, q_start, window
         )
@@ -103,8 +106,10 @@ def random_rows(
 
     They have a generator of their own: a job's parameters are drawn as if nothing was measured.
     """
-    num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
-    queries, keys = (num_q, shape.num_heads), (num_k, shape.num_kv_heads)
+    num_q = int(call.cu_q_host[-1])
+    num_k = int(call.cu_k_host[-1])
+    queries = (num_q, shape.num_heads)
+    keys = (num_k, shape.num_kv_heads)
     sizes = [
         (*queries, shape.head_dim),
         (*keys, shape.head_dim),
@@ -232,7 +237,8 @@ def subtract_lse_gradient(
     element of such a row gets 2^-14 of dlse, far below the precision of the row's other terms.
     """
     if dout.dtype.itemsize == 2:
-        least, dout = dlse * 2**-14, dout.clone()
+        least = dlse * 2**-14
+        dout = dout.clone()
         first = dout[..., 0]
         first.copy_(torch.where(first.abs() < least.abs(), least, first))
     return dout, delta - dlse

@@ -96,10 +96,8 @@ class Library:
             ImportError, OSError, RuntimeError: the package cannot be imported.
             AttributeError, TypeError: a function is missing, or has other arguments in the installed version.
         """
-        module, nothing = (
-            importlib.import_module(self.module),
-            VarlenArgs.from_numpy([0], [0], causal=True, scale=1.0),
-        )
+        module = importlib.import_module(self.module)
+        nothing = VarlenArgs.from_numpy([0], [0], causal=True, scale=1.0)
         return (
             _function(
                 module, self.forward, self.forward_arguments([None] * 3, nothing)
@@ -163,7 +161,8 @@ class FlashAttnKernel(FusedKernel):
     name = "flash_attn"
 
     def __init__(self, library: Library) -> None:
-        self.library, self.empty_lse = library, library.empty_lse
+        self.library = library
+        self.empty_lse = library.empty_lse
         self._forward, self._backward = library.load()
 
     def __str__(self) -> str:
@@ -191,7 +190,8 @@ class FlashAttnKernel(FusedKernel):
 
 def find_kernels(device: torch.device) -> tuple[list[FlashAttnKernel], list[str]]:
     """Return the usable kernels on ``device`` in order of preference, and the reasons why others are not usable."""
-    kernels, reasons = [], []
+    kernels = []
+    reasons = []
     for library in LIBRARIES:
         try:
             kernel = FlashAttnKernel(library)

@@ -95,7 +95,8 @@ class FusedKernel(AttentionKernel, Protocol):
         Raises:
             ValueError: a dtype or head dim that the library does not take.
         """
-        dim, value_dim = q.shape[2], v.shape[2]
+        dim = q.shape[2]
+        value_dim = v.shape[2]
         self.check(q.dtype, dim, value_dim, call.window)
         if call.max_q == 0 or call.max_k == 0:
             out = q.new_zeros(*q.shape[:2], value_dim)
@@ -134,7 +135,8 @@ class FusedKernel(AttentionKernel, Protocol):
                 dout, lse.contiguous(), delta.contiguous(), empty_lse=self.empty_lse
             )
         else:
-            out, lse = _padded(out, common), lse.t().contiguous()
+            out = _padded(out, common)
+            lse = lse.t().contiguous()
         inputs = BackwardInputs(dout, q, k, v, out, lse)
         gradients = self.run_backward(inputs, call)
         dq, dk, dv = (_narrowed(x, dim) for x, dim in zip(gradients, dims, strict=True))

@@ -30,8 +30,10 @@ KERNELS = ("auto", "varlen", "flash_attn", "cudnn", "cpu")
 
 TOLERANCE = 0.02
 """largest difference in a trial / largest value: a few roundings of bf16."""
-ROWS, SHORTEST = 16384, 128
-"""tokens of a trial and of its shortest document; documents have 1/2, 1/4, 1/8, ... of the tokens"""
+ROWS = 16384
+"""tokens of a trial, whose documents have 1/2, 1/4, 1/8, ... of them"""
+_SHORTEST = 128
+"""tokens of a trial's shortest document"""
 LAYERS = 16
 """runs of the calls of one plan in a trial, one per layer: a library's work for new shapes counts once per LAYERS."""
 REPEATS = 3
@@ -119,13 +121,12 @@ def choose_kernel(
 
 def padding_remark(kernel: AttentionKernel, shape: AttentionShape) -> str | None:
     """Return what it costs that ``kernel`` pads heads of this shape, by matrix products; None if it does not."""
-    keys, values = shape.head_dim, shape.out_dim
+    keys = shape.head_dim
+    values = shape.out_dim
     if (common := kernel.common_dim(keys, values)) is None:
         return None
-    forward, backward = (
-        2 * common / (keys + values),
-        5 * common / (3 * keys + 2 * values),
-    )
+    forward = 2 * common / (keys + values)
+    backward = 5 * common / (3 * keys + 2 * values)
     return (
         f"{kernel} takes heads of one size only: those of {min(keys, values)} elements are padded to {common}, so that "
         f"attention computes {forward:.2f} times as much forward and {backward:.2f} times as much backward, and copies "
@@ -168,12 +169,10 @@ class Trial:
         shape: AttentionShape,
         rows: int = ROWS,
     ) -> None:
-        self._trusted, self._device, self._scale, self._num_rows = (
-            trusted,
-            device,
-            shape.head_dim**-0.5,
-            rows,
-        )
+        self._trusted = trusted
+        self._device = device
+        self._scale = shape.head_dim**-0.5
+        self._num_rows = rows
         self._window = shape.window
         whole = VarlenArgs.from_numpy(
             [0, rows], [0, rows], causal=True, scale=self._scale, device=device
@@ -232,7 +231,7 @@ class Trial:
     def _calls(self, cut: int = 0) -> list[VarlenArgs]:
         """Return calls of squares, of rectangles, and of prefixes; ``cut`` shortens the first document."""
         lengths = [self._num_rows // 2 - cut]
-        while lengths[-1] > SHORTEST:
+        while lengths[-1] > _SHORTEST:
             lengths.append(lengths[-1] // 2)
         before = [length // 2 for length in lengths]
         after = [length - half for length, half in zip(lengths, before, strict=True)]
@@ -253,7 +252,8 @@ class Trial:
         self, kernel: AttentionKernel, call: VarlenArgs, merged: Merged | None = None
     ) -> tuple[list[Tensor], Merged]:
         """Return out, lse, dq, dk and dv of a call, and the statistics for its backward, ``merged`` or its own."""
-        num_q, num_k = int(call.cu_q_host[-1]), int(call.cu_k_host[-1])
+        num_q = int(call.cu_q_host[-1])
+        num_k = int(call.cu_k_host[-1])
         q, k, v, dout = (
             x[:n] for x, n in zip(self._rows, (num_q, num_k, num_k, num_q), strict=True)
         )
@@ -309,10 +309,8 @@ def _best(
     It is that with the least time on its slowest rank; without ``timed`` the ``preferred`` one.
     """
     compared, reasons = compare_kernels(device, shape, timed=timed)
-    kernels, outcomes = (
-        {str(each): each for each, _ in compared},
-        {str(each): outcome for each, outcome in compared},
-    )
+    kernels = {str(each): each for each, _ in compared}
+    outcomes = {str(each): outcome for each, outcome in compared}
     if group is not None:
         outcomes = _agree(outcomes, group)
     times = {
@@ -337,7 +335,8 @@ def _agree(
     mine: dict[str, float | str], group: dist.ProcessGroup
 ) -> dict[str, float | str]:
     """Return every kernel's longest time over the ranks of the group, or the first rank's reason against it."""
-    everyone, agreed = gather(mine, group), {}
+    everyone = gather(mine, group)
+    agreed = {}
     for name in sorted({name for outcomes in everyone.values() for name in outcomes}):
         of_ranks = {
             rank: outcomes.get(name, "cannot be used")

@@ -57,8 +57,11 @@ class OwedAnswer:
         deadline: float,
         answer: "Future[Sequence[Tensor]]",
     ) -> None:
-        self._pool, self._server, self._request = pool, server, request
-        self._deadline, self._answer = deadline, answer
+        self._pool = pool
+        self._server = server
+        self._request = request
+        self._deadline = deadline
+        self._answer = answer
 
     def wait(self) -> Sequence[Tensor] | None:
         """Return the results, on the device of the rows; None if they did not come, as the server is struck off."""
@@ -199,9 +202,12 @@ class ServerPool:
         *,
         pinned: bool,
     ) -> None:
-        self._registry, self._job = registry, job
-        self._rank, self._group = rank, group
-        self._rates, self._pinned = rates, pinned
+        self._registry = registry
+        self._job = job
+        self._rank = rank
+        self._group = group
+        self._rates = rates
+        self._pinned = pinned
         self._lock = threading.Lock()
         self._links: dict[int, _Link] = {}
         self._cards: dict[int, ServerCard] = {}

@@ -95,9 +95,11 @@ class AttentionServer:
         *,
         version: str,
     ) -> None:
-        self._endpoint, self._token = (host, port), token
+        self._endpoint = (host, port)
+        self._token = token
         self._version = version
-        self.device, self._kernel_name = device, kernel
+        self.device = device
+        self._kernel_name = kernel
         self._leaving = threading.Event()
         self._compute_lock = threading.Lock()
         self._work_lock = threading.Lock()
@@ -174,7 +176,8 @@ class AttentionServer:
 
     def _serve_job(self, registry: Registry, job: JobCard) -> None:
         self._check(job)
-        shape, dtype = job.attention_shape, getattr(torch, job.dtype)
+        shape = job.attention_shape
+        dtype = getattr(torch, job.dtype)
         kernel = get_kernel(self._kernel_name, self.device, shape, None)
         kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
         seconds = attention_seconds(kernel, shape, dtype, self.device, TileAreaCost())
@@ -221,7 +224,8 @@ class AttentionServer:
         if elapsed < REPORT_S:
             return
         with self._work_lock:
-            work, self._work = self._work, ServedWork()
+            work = self._work
+            self._work = ServedWork()
         self._reported = time.monotonic()
         logger.info(
             f"{work.tasks} tasks for {ranks} ranks in {elapsed:.0f} s, {1e-6 * work.num_bytes:.0f} MB received, "
@@ -241,18 +245,18 @@ class _Registration:
         kernel: AttentionKernel,
         dtype: torch.dtype,
     ) -> None:
-        self._server, self._registry, self._job, self._card = (
-            server,
-            registry,
-            job,
-            card,
-        )
-        self._kernel, self._dtype = kernel, dtype
+        self._server = server
+        self._registry = registry
+        self._job = job
+        self._card = card
+        self._kernel = kernel
+        self._dtype = dtype
         self._threads: list[threading.Thread] = []
 
     def serve(self, leaving: threading.Event) -> str | None:
         """Answer ranks until the server leaves, or is struck off: then return the reason."""
-        number, job = self._card.number, self._job.job
+        number = self._card.number
+        job = self._job.job
         num_invited = 0
         while not leaving.wait(POLL_S):
             for store in self._registry.invitations(job, number, num_invited):

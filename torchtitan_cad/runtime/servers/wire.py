@@ -27,7 +27,8 @@ _HEAD = 7
 """numbers of a head: version, job, kind, number of the request, bytes of description, bytes of the body, sum"""
 MAX_BODY_BYTES = 2**36
 _ALIGNMENT = 16
-_RANK, _SERVER = 0, 1
+_RANK = 0
+_SERVER = 1
 _TAG = 0
 
 
@@ -75,7 +76,8 @@ class Connection:
         timeout_s: float,
         pinned: bool = False,
     ) -> None:
-        self._job, self._pinned = job, pinned
+        self._job = job
+        self._pinned = pinned
         self._peer = _RANK if is_server else _SERVER
         own_number = _SERVER if is_server else _RANK
         timeout = timedelta(seconds=timeout_s)

@@ -37,7 +37,8 @@ class Boundary:
     """
 
     def __init__(self, side_stream: SideStream, group: dist.ProcessGroup) -> None:
-        self.side_stream, self.group = side_stream, group
+        self.side_stream = side_stream
+        self.group = group
         self.started: tuple[Tensor | None, float, bool] = None, 0.0, False
         """Arguments of the last start, for its wait: weight, eps, and True if there is a partial."""
         self._pending: PendingWork | None = None
@@ -76,7 +77,8 @@ class Boundary:
 
     def collect(self, direction: str) -> tuple[Tensor, ...]:
         """Wait for the work started last and return its results."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         assert pending is not None, "a wait follows a start"
         with record_function(f"cad/wait tp {direction}"):
             return pending.wait()
@@ -104,10 +106,8 @@ class _Start(torch.autograd.Function):
             return h, all_gather(F.rms_norm(h, weight.shape, weight, eps), group)
 
         boundary.launch("forward", work, partial, residual, weight)
-        ctx.boundary, ctx.needed = (
-            boundary,
-            (partial is not None, True, weight is not None),
-        )
+        ctx.boundary = boundary
+        ctx.needed = (partial is not None, True, weight is not None)
         return residual.new_zeros(1)
 
     @staticmethod
@@ -129,17 +129,16 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dg: Tensor) -> tuple[Tensor | None, ...]:
-        boundary, normed, eps, reduces = (
-            ctx.boundary,
-            ctx.saved_tensors,
-            ctx.eps,
-            ctx.reduces,
-        )
+        boundary = ctx.boundary
+        normed = ctx.saved_tensors
+        eps = ctx.eps
+        reduces = ctx.reduces
         group = boundary.group
 
         def work() -> tuple[Tensor, ...]:
             """Gradients of partial, residual and weight."""
-            dresidual, dweight = dh, dh.new_empty(0)
+            dresidual = dh
+            dweight = dh.new_empty(0)
             if normed:
                 h, weight = normed
                 through_norm, dweight = rms_norm_backward(
@@ -183,9 +182,11 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``F.rms_norm(x, weight.shape, weight, eps)``, x [..., dim] and weight [dim], in fp32."""
     precise = torch.float64 if x.dtype == torch.float64 else torch.float32
-    wide, dout = x.to(precise), dout.to(precise)
+    wide = x.to(precise)
+    dout = dout.to(precise)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed, dnormed = wide * scale, dout * weight
+    normed = wide * scale
+    dnormed = dout * weight
     dx = scale * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
     dweight = (dout * normed).flatten(0, -2).sum(0)
     return dx.to(x.dtype), dweight.to(weight.dtype)

@@ -81,7 +81,9 @@ class PendingWork:
         wait: Callable[[], None] | None = None,
         inputs: Sequence[Tensor] = (),
     ) -> None:
-        self._done, self._wait, self._inputs = done, wait, inputs
+        self._done = done
+        self._wait = wait
+        self._inputs = inputs
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait, once, for the results, which the caller's stream may then use; raises the errors of the work.

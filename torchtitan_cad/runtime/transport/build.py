@@ -161,10 +161,13 @@ def _choose(
 
 def _symmetric(request: _Request) -> SymmetricTransport:
     """Build the transport over memory of near ranks, and messages to far ones; raises _Unavailable on all ranks."""
-    group, agreement, device = request.group, request.agreement, request.device
+    group = request.group
+    agreement = request.agreement
+    device = request.device
     _agree(lambda: _check(device), agreement)
     near = _agree(lambda: _near_ranks(request), agreement)
-    far, description = None, "symm_mem"
+    far = None
+    description = "symm_mem"
     if request.num_hosts > 1:
         ranks = dist.get_process_group_ranks(group)
         far = FarRanks(group.rank(), near.ranks, ranks, transfer_over(group), device)
@@ -193,14 +196,13 @@ def _symmetric(request: _Request) -> SymmetricTransport:
 
 def _near_ranks(request: _Request) -> NearRanks:
     """Return the ranks of this host, with a process group of their own where there are other hosts."""
-    group, hosts = request.group, request.hosts
+    group = request.group
+    hosts = request.hosts
     near = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank()]]
     if request.num_hosts == 1:
         return NearRanks(group, request.agreement, near, len(hosts))
-    ranks, timeout = (
-        dist.get_process_group_ranks(group),
-        timedelta(seconds=_START_TIMEOUT_S),
-    )
+    ranks = dist.get_process_group_ranks(group)
+    timeout = timedelta(seconds=_START_TIMEOUT_S)
     global_ranks = [ranks[rank] for rank in near]
     of_host = dist.new_group(
         global_ranks, timeout, backend="gloo", use_local_synchronization=True
@@ -213,7 +215,8 @@ def _over_nvshmem(request: _Request) -> SymmetricTransport:
 
     Every wait on the way has a bound; where NVSHMEM cannot start, it ends the process.
     """
-    device, buffer_bytes = request.device, request.buffer_bytes
+    device = request.device
+    buffer_bytes = request.buffer_bytes
     _agree(lambda: _check_nvshmem(device), dist.group.WORLD)
     from torchtitan_cad.runtime.transport.nvshmem import NodesMemory
 
@@ -260,7 +263,8 @@ def _tried_out(
     description: str,
 ) -> SymmetricTransport:
     """Build a transport, and try it out on all ranks of the group; raises _Unavailable on all of them if it fails."""
-    group, device = request.group, request.device
+    group = request.group
+    device = request.device
 
     def build() -> SymmetricTransport:
         return SymmetricTransport(
@@ -275,7 +279,8 @@ def _tried_out(
 
     transport = _agree(build, request.agreement)
     host = np.array(request.hosts)
-    together, others = host[:, None] == host, ~np.eye(len(host), dtype=bool)
+    together = host[:, None] == host
+    others = ~np.eye(len(host), dtype=bool)
     # Inside hosts first: a rank that fails there leaves no other waiting for its messages, which have no such bound.
     for sends in (together & others, others)[request.num_hosts == 1 :]:
         _agree(
@@ -359,7 +364,8 @@ def _try_out(
 
 def _agree(act: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
     """Return the result of ``act`` if it succeeds on all ranks of a group; otherwise all ranks raise _Unavailable."""
-    results, failure = [], ""
+    results = []
+    failure = ""
     try:
         results.append(act())
     except _Unavailable:  # on all ranks, from an agreement inside

@@ -22,12 +22,10 @@ class _Received(Pending):
         sent: list[Tensor],
         describe: Callable[[], str],
     ) -> None:
-        self._received, self._works, self._sent, self._describe = (
-            received,
-            works,
-            sent,
-            describe,
-        )
+        self._received = received
+        self._works = works
+        self._sent = sent
+        self._describe = describe
 
     def wait(self) -> list[Tensor]:
         try:
@@ -72,7 +70,9 @@ class CollectiveTransport:
             ]
             return f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers}"
 
-        works, received, sent = [], [], []
+        works = []
+        received = []
+        sent = []
         for tensors, route in zip(messages, routes, strict=True):
             sent.append(RowFormat.of(tensors).pack(tensors, route.rows))
             received.append(sent[-1].new_empty(route.num_received, sent[-1].shape[1]))

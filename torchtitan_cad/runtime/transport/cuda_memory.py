@@ -48,7 +48,9 @@ class DeviceMemory(SymmetricMemory):
         stream: "torch.cuda.Stream | None",
         owner: object = None,
     ) -> None:
-        self.own, self._stream, self._owner = own, stream, owner
+        self.own = own
+        self._stream = stream
+        self._owner = owner
         self._words = own[: own.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
         self._addresses = torch.tensor(addresses, dtype=torch.int64).to(own.device)
         self._failed = torch.zeros(1, dtype=torch.int64, device=own.device)
@@ -74,7 +76,8 @@ class DeviceMemory(SymmetricMemory):
         Raises:
             RuntimeError: they cannot reach each other's memory, or a rank did not come in time.
         """
-        addresses, handle = [0] * near.num_ranks, None
+        addresses = [0] * near.num_ranks
+        handle = None
         addresses[near.rank] = own.data_ptr()
         if len(near.ranks) > 1:
             with bounded_waits(near.group):

@@ -58,9 +58,11 @@ def transfer_over(group: dist.ProcessGroup) -> Transfer:
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
         if len(works) < len(operations):  # NCCL's one work is that of all parts
-            sent, received = sent[:1], received[:1]
+            sent = sent[:1]
+            received = received[:1]
             works = works * (len(sent) + len(received))
-        of_received, of_sent = works[: len(received)], works[len(received) :]
+        of_received = works[: len(received)]
+        of_sent = works[len(received) :]
         return Works(_by_peer(sent, of_sent), _by_peer(received, of_received))
 
     return transfer
@@ -91,8 +93,11 @@ class FarRanks:
         transfer: Transfer,
         device: torch.device,
     ) -> None:
-        self._own, self._near, self._names = rank, list(near), list(ranks)
-        self._transfer, self._device = transfer, device
+        self._own = rank
+        self._near = list(near)
+        self._names = list(ranks)
+        self._transfer = transfer
+        self._device = device
         self._far = [rank for rank in range(len(ranks)) if rank not in set(near)]
         self._messages = 0
         self._ends: list[torch.cuda.Event] = []
@@ -124,7 +129,9 @@ class FarRanks:
         assert routes.far is not None, "the exchange was not prepared"
         while self._ends:
             streams.wait_event(self._device, self._ends.pop())
-        sent, received, packed = list[Part](), list[Part](), list[Tensor]()
+        sent = list[Part]()
+        received = list[Part]()
+        packed = list[Tensor]()
         for (tensors, row_format), route, far, arrival in zip(
             messages, routes, routes.far, arrivals, strict=True
         ):

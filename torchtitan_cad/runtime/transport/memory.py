@@ -109,7 +109,8 @@ class CpuMemory(SymmetricMemory):
     """
 
     def __init__(self, buffers: Mapping[int, Tensor], rank: int) -> None:
-        self.buffers, self.own = buffers, buffers[rank]
+        self.buffers = buffers
+        self.own = buffers[rank]
         self._words = {
             peer: buffer[: len(buffer) // WORD_BYTES * WORD_BYTES]
             .view(torch.int64)
@@ -160,11 +161,13 @@ class CpuMemory(SymmetricMemory):
         for (tensors, row_format), route, begin in zip(
             messages, routes, begins, strict=True
         ):
-            row_bytes, first = row_format.row_bytes, 0
+            row_bytes = row_format.row_bytes
+            first = 0
             for peer, count in enumerate(route.send_counts):
                 if not count:
                     continue
-                last, at = first + count, begin + route.put_offsets[peer] * row_bytes
+                last = first + count
+                at = begin + route.put_offsets[peer] * row_bytes
                 arrival = self.buffers[peer][at : at + count * row_bytes].view(
                     count, row_bytes
                 )
@@ -185,7 +188,9 @@ class CpuMemory(SymmetricMemory):
     def wait(
         self, peers: Peers, first_word: int, number: int, timeout_s: float
     ) -> list[int]:
-        words, late, looks = self._words[self._rank], peers.ranks, 0
+        words = self._words[self._rank]
+        late = peers.ranks
+        looks = 0
         deadline = time.monotonic() + timeout_s
         while late := [peer for peer in late if words[first_word + peer] < number]:
             if time.monotonic() > deadline:

@@ -155,16 +155,21 @@ class NodesMemory(DeviceMemory):
 
     def _batches(self, number: int, route: Route) -> Iterator[Batch]:
         """Yield batches of at most the rows that any rank receives, so that they fit into the staging area."""
-        device, peers = self.own.device, np.arange(len(self._ranks))
-        sent, offsets = np.array(route.send_counts), np.array(route.put_offsets)
+        device = self.own.device
+        peers = np.arange(len(self._ranks))
+        sent = np.array(route.send_counts)
+        offsets = np.array(route.put_offsets)
         to_far = np.where(np.isin(peers, list(self._far)), sent, 0)
-        first, first_far = _first(sent), _first(to_far)
+        first = _first(sent)
+        first_far = _first(to_far)
         most = max(1, route.most_rows)
         for begin in range(0, int(to_far.sum()), most):
             head, tail = (
                 np.clip(x, begin, begin + most) for x in (first_far, first_far + to_far)
             )
-            counts, staged, skipped = tail - head, head - begin, head - first_far
+            counts = tail - head
+            staged = head - begin
+            skipped = head - first_far
             messages = np.stack((peers, staged, offsets + skipped, counts), axis=1)[
                 counts > 0
             ]
@@ -189,10 +194,8 @@ class NodesMemory(DeviceMemory):
         )
         self._post_near(routes.receivers, word, number)
         for route, blocks, to_far in routes.tables.batches:
-            target, row_bytes = (
-                self.own.data_ptr() + begins[route],
-                messages[route][1].row_bytes,
-            )
+            target = self.own.data_ptr() + begins[route]
+            row_bytes = messages[route][1].row_bytes
             put.put_rows(
                 [messages[route]], blocks, [0], self._staging_addresses, self._failed
             )

@@ -163,12 +163,15 @@ class SymmetricTransport:
         self, slot: int, routes: Routes, row_bytes: Sequence[int], phase: str
     ) -> tuple[range, list[int]]:
         """Return the buffers that an exchange uses, and the bytes of the memory at which the routes' rows begin."""
-        first, each = slot * BUFFERS_PER_CALL + routes[0].buffer, self.buffer_bytes
-        begins, end = [], self._first_byte + first * each
+        first = slot * BUFFERS_PER_CALL + routes[0].buffer
+        each = self.buffer_bytes
+        begins = []
+        end = self._first_byte + first * each
         for route, num_bytes in zip(routes, row_bytes, strict=True):
             begins.append(aligned(end))
             end = begins[-1] + route.most_rows * num_bytes
-        num_bytes, room = end - begins[0], (BUFFERS_PER_CALL - routes[0].buffer) * each
+        num_bytes = end - begins[0]
+        room = (BUFFERS_PER_CALL - routes[0].buffer) * each
         if num_bytes > room:
             raise ValueError(
                 f"exchange '{phase}' brings some rank {num_bytes} bytes, but its receive buffers have {room}: "
@@ -241,12 +244,10 @@ class SymmetricPending:
         release: Callable[[], None],
         sent: object,
     ) -> None:
-        self._phase, self._receive, self._release, self._sent = (
-            phase,
-            receive,
-            release,
-            sent,
-        )
+        self._phase = phase
+        self._receive = receive
+        self._release = release
+        self._sent = sent
         self._state = "started"
 
     def wait(self) -> list[Tensor]:

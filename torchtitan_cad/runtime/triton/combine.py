@@ -107,8 +107,10 @@ def sum_rows(
         sums: contiguous [N, ...], of one shape and dtype; sums are taken in fp32 (fp64 for fp64).
     """
     described = [Partials.of(of_sum, sums[0]) for of_sum in partials]
-    first, last = described[0], described[-1]
-    row_size, count = sums[0].numel() // sums[0].shape[0], len(first.places[0])
+    first = described[0]
+    last = described[-1]
+    row_size = sums[0].numel() // sums[0].shape[0]
+    count = len(first.places[0])
     block = min(SUM_TILE, power_of_2(row_size))
     both = tuple(
         mine + theirs for mine, theirs in zip(first.places, last.places, strict=True)

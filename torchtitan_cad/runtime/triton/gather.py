@@ -67,9 +67,11 @@ class GatheredRows:
             outs.
         """
         num_local = self._local[0].shape[0]
-        num_rows, row_table = num_local + self._received[0].shape[0], 0
+        num_rows = num_local + self._received[0].shape[0]
+        row_table = 0
         if rows is not None:
-            num_rows, row_table = rows.shape[0], rows.data_ptr()
+            num_rows = rows.shape[0]
+            row_table = rows.data_ptr()
         if outs is None:
             outs = [x.new_empty(num_rows, *x.shape[1:]) for x in self._local]
         if not num_rows or not any(self._row_bytes):
@@ -109,7 +111,8 @@ class _Cut(NamedTuple):
 @lru_cache(maxsize=1024)
 def _cut(row_bytes: Numbers, strides: Numbers, alignment: int) -> _Cut:
     """Cut what is the same in every layer, given the ``alignment`` of the tensors."""
-    words, count = Words.of(row_bytes, math.gcd(alignment, *strides)), len(row_bytes)
+    words = Words.of(row_bytes, math.gcd(alignment, *strides))
+    count = len(row_bytes)
     *first_columns, num_columns = accumulate(words.columns, initial=0)
     of_parts = [
         padded(strides[begin : begin + count], MOST_TENSORS)
@@ -143,7 +146,8 @@ def _gather_rows(
         tl.program_id(1) - select(first_columns, p), select(sizes, p), IS_ALIGNED
     )
     mask = is_row[:, None] & is_word[None, :]
-    mine, theirs = row_of(local, p, row), row_of(received, p, row - num_local)
+    mine = row_of(local, p, row)
+    theirs = row_of(received, p, row - num_local)
     source = pointer(tl.where(row < num_local, mine, theirs), WORD, IS_ALIGNED)
     target = pointer(row_of(outs, p, i), WORD, IS_ALIGNED)
     values = tl.load(source[:, None] + words[None, :], mask=mask)

@@ -16,7 +16,8 @@ from torchtitan_cad.runtime.triton.nvshmem_library import CMP_GE, SIGNAL_SET
 from torchtitan_cad.runtime.triton.rows import FUSION
 from torchtitan_cad.runtime.triton.signals import LANES
 
-_SET, _AT_LEAST = tl.constexpr(SIGNAL_SET), tl.constexpr(CMP_GE)
+_SET = tl.constexpr(SIGNAL_SET)
+_AT_LEAST = tl.constexpr(CMP_GE)
 
 
 def put_messages(
@@ -73,10 +74,8 @@ def confirm(peers: Tensor, address: int, value: int, failed: Tensor) -> None:
 
 def warm_up(device: torch.device) -> None:
     """Compile the kernels, by launches that do nothing because ``failed`` is set."""
-    table, failed = (
-        torch.zeros(1, 4, dtype=torch.int32, device=device),
-        torch.ones(1, dtype=torch.int64, device=device),
-    )
+    table = torch.zeros(1, 4, dtype=torch.int32, device=device)
+    failed = torch.ones(1, dtype=torch.int64, device=device)
     put_messages(table, table, 0, 0, 0, failed)
     post(table, table, 0, 0, 0, failed)
     confirm(table, 0, 0, failed)

@@ -100,10 +100,8 @@ def check_host_library(device_library: Path) -> None:
         ) from None
     numbers = [ctypes.c_int() for _ in range(3)]
     library.nvshmemx_vendor_get_version_info(*map(ctypes.byref, numbers))
-    loaded, packaged = (
-        ".".join(str(number.value) for number in numbers),
-        _packaged_version(device_library),
-    )
+    loaded = ".".join(str(number.value) for number in numbers)
+    packaged = _packaged_version(device_library)
     if packaged is not None and packaged != loaded:
         raise RuntimeError(
             f"NVSHMEM's host library {_path_of(_HOST_LIBRARY)} is version {loaded}, and its device library "

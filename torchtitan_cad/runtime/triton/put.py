@@ -71,7 +71,8 @@ class Blocks:
         device: torch.device,
     ) -> "Blocks":
         """Join the tables of ``split_into_blocks`` and the rows to send of all routes; None for all in order."""
-        joined, end = list[Tensor](), 0
+        joined = list[Tensor]()
+        end = 0
         if any(x is not None for x in rows):
             for table, of_route in zip(tables, rows, strict=True):
                 last = int((table[:, 1] + table[:, 3]).max(initial=0))
@@ -97,11 +98,9 @@ def split_into_blocks(
         send_counts, put_offsets: per rank, as in ``Route``.
         starts: per rank, where its rows begin among those to send; by default they lie one after the other.
     """
-    counts, offsets, size = (
-        np.asarray(send_counts),
-        np.asarray(put_offsets),
-        BLOCK_ROWS.value,
-    )
+    counts = np.asarray(send_counts)
+    offsets = np.asarray(put_offsets)
+    size = BLOCK_ROWS.value
     first = np.cumsum(counts) - counts if starts is None else starts
     blocks = -(-counts // size)
     peer = np.repeat(np.arange(len(counts)), blocks)

@@ -164,10 +164,8 @@ class Partials:
         """Describe tensors [P_i, ...] to be combined into ``result``; copies tensors with rows that are not dense."""
         tensors = [with_dense_rows(x) for x in tensors]
         dtype, wide = _narrowest(tuple([x.dtype for x in tensors]), result.dtype)
-        addresses, strides = (
-            addresses_of(tensors, [result] * len(tensors)),
-            strides_of(tensors),
-        )
+        addresses = addresses_of(tensors, [result] * len(tensors))
+        strides = strides_of(tensors)
         is_aligned = math.gcd(16, *addresses, *strides) == 16
         count = COUNTS[len(tensors) > COUNTS[0]]
         return cls(

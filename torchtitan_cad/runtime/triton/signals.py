@@ -15,7 +15,8 @@ LANES = tl.constexpr(32)
 """threads of a program, each with a word of its own"""
 PEER_BITS = 20
 """record of a wait that takes too long = (value << PEER_BITS | word) + 1"""
-_PEER_BITS, _NO_WORD = tl.constexpr(PEER_BITS), tl.constexpr(1 << PEER_BITS)
+_PEER_BITS = tl.constexpr(PEER_BITS)
+_NO_WORD = tl.constexpr(1 << PEER_BITS)
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _INTERPRETED_POLL_NS = tl.constexpr(300_000)
 """nanoseconds: what a poll of the interpreter, which has no clock, counts for"""

@@ -128,7 +128,8 @@ def _combinations(
     not_empty = [x for x in gradients if x.numel()]
     by_row_size = {x[0].numel(): x for x in not_empty}
     for count in COUNTS:
-        outs, lses = [out] * count, [lse] * count
+        outs = [out] * count
+        lses = [lse] * count
         yield partial(combination.merge, [outs, lses], out)
         for gradient in by_row_size.values():
             partials = [gradient] * count

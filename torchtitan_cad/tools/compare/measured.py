@@ -138,7 +138,8 @@ def _note_figures(seen: dict[str, Any]) -> None:
         return seconds
 
     Trainer.forward_backward_step = noted_pass
-    StepStatistics.drain, ExchangeClock.reset = noted_drain, noted_reset  # type: ignore[method-assign]
+    StepStatistics.drain = noted_drain  # type: ignore[method-assign]
+    ExchangeClock.reset = noted_reset  # type: ignore[method-assign]
 
 
 def _record_steps(

@@ -114,10 +114,8 @@ def key_tiles(board: Board, piece: IntArray) -> int:
 def piece_cost(board: Board, piece: IntArray) -> int:
     """Return the cost of a piece by the cost model."""
     first_key = piece[KV_START] // board.tile
-    first, stop = (
-        piece[Q_START] // board.tile - first_key,
-        -(-piece[Q_END] // board.tile) - first_key,
-    )
+    first = piece[Q_START] // board.tile - first_key
+    stop = -(-piece[Q_END] // board.tile) - first_key
     return rows_cost(board, first, stop, key_tiles(board, piece))
 
 
@@ -132,33 +130,37 @@ def copy_task(target: IntArray, source: IntArray) -> None:
 def link(board: Board, i: int) -> None:
     """Put piece i at the head of the lists of its server and document."""
     pieces = board.pieces
-    server, doc = pieces[i, SERVER], pieces[i, DOC]
-    head, doc_head = board.ranks[server, HEAD], board.docs[doc, DOC_HEAD]
-    pieces[i, NEXT], pieces[i, PREVIOUS] = head, -1
-    pieces[i, DOC_NEXT], pieces[i, DOC_PREVIOUS], pieces[i, PRICE] = (
-        doc_head,
-        -1,
-        UNKNOWN,
-    )
+    server = pieces[i, SERVER]
+    doc = pieces[i, DOC]
+    head = board.ranks[server, HEAD]
+    doc_head = board.docs[doc, DOC_HEAD]
+    pieces[i, NEXT] = head
+    pieces[i, PREVIOUS] = -1
+    pieces[i, DOC_NEXT] = doc_head
+    pieces[i, DOC_PREVIOUS] = -1
+    pieces[i, PRICE] = UNKNOWN
     if head >= 0:
         pieces[head, PREVIOUS] = i
     if doc_head >= 0:
         pieces[doc_head, DOC_PREVIOUS] = i
-    board.ranks[server, HEAD], board.docs[doc, DOC_HEAD] = i, i
+    board.ranks[server, HEAD] = i
+    board.docs[doc, DOC_HEAD] = i
 
 
 @jit_inner
 def unlink(board: Board, i: int) -> None:
     """Take piece i out of the lists."""
     pieces = board.pieces
-    before, after = pieces[i, PREVIOUS], pieces[i, NEXT]
+    before = pieces[i, PREVIOUS]
+    after = pieces[i, NEXT]
     if before >= 0:
         pieces[before, NEXT] = after
     else:
         board.ranks[pieces[i, SERVER], HEAD] = after
     if after >= 0:
         pieces[after, PREVIOUS] = before
-    before, after = pieces[i, DOC_PREVIOUS], pieces[i, DOC_NEXT]
+    before = pieces[i, DOC_PREVIOUS]
+    after = pieces[i, DOC_NEXT]
     if before >= 0:
         pieces[before, DOC_NEXT] = after
     else:
@@ -178,7 +180,8 @@ def _touch(board: Board, rank: int) -> None:
 @jit_inner
 def find_run(board: Board, doc: int, at: int) -> int:
     """Return the run of the document that holds the position."""
-    low, high = board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN] - 1
+    low = board.docs[doc, FIRST_RUN]
+    high = board.docs[doc + 1, FIRST_RUN] - 1
     while low < high:
         middle = (low + high) // 2
         if board.runs[middle, RUN_END] > at:
@@ -204,14 +207,14 @@ def _book(
     Positions do not count that the server is home to, or that its other pieces (``skip`` excepted) or the ``rests``
     of ``entry`` use.
     """
-    doc, column = piece[DOC], Q_START if kind == QUERY else KV_START
-    at, end = piece[column], piece[column + 1]
+    doc = piece[DOC]
+    column = Q_START if kind == QUERY else KV_START
+    at = piece[column]
+    end = piece[column + 1]
     while at < end:
         # how far pieces that cover ``at`` go, and where the next one begins
-        reach, nearest = (
-            at,
-            end,
-        )
+        reach = at
+        nearest = end
         j = board.ranks[server, HEAD]
         while j >= 0:
             if j != skip and board.pieces[j, DOC] == doc:
@@ -230,10 +233,8 @@ def _book(
             continue
         run = find_run(board, doc, at)
         while at < nearest:
-            stop, home = (
-                min(nearest, board.runs[run, RUN_END]),
-                board.runs[run, RUN_HOME],
-            )
+            stop = min(nearest, board.runs[run, RUN_END])
+            home = board.runs[run, RUN_HOME]
             if home != server:
                 _touch(board, server)
                 _touch(board, home)
@@ -261,7 +262,8 @@ def settle(board: Board, enter: bool) -> float:
     board.counts[EVALUATED] += board.counts[NUM_TOUCHED] // PER_EVALUATION
     for t in range(board.counts[NUM_TOUCHED]):
         row = board.ranks[board.ranks[t, TOUCHED]]
-        into, out = row[NEW_IN], row[NEW_OUT]
+        into = row[NEW_IN]
+        out = row[NEW_OUT]
         if into != 0:
             change += worst_term(board, row[BYTES_IN] + into) - worst_term(
                 board, row[BYTES_IN]
@@ -274,7 +276,9 @@ def settle(board: Board, enter: bool) -> float:
         if enter:
             row[BYTES_IN] += into
             row[BYTES_OUT] += out
-        row[NEW_IN], row[NEW_OUT], row[IS_TOUCHED] = 0, 0, 0
+        row[NEW_IN] = 0
+        row[NEW_OUT] = 0
+        row[IS_TOUCHED] = 0
     board.counts[NUM_TOUCHED] = 0
     return change
 
@@ -380,14 +384,16 @@ def find_options(board: Board, i: int, least: int, most: int) -> int:
     Homes come first, by position. Returns the number of options.
     """
     piece = board.pieces[i]
-    doc, num = piece[DOC], 0
+    doc = piece[DOC]
+    num = 0
     board.counts[STAMPS] += 1
     board.ranks[piece[SERVER], STAMP] = board.counts[STAMPS]
     board.counts[EVALUATED] += (
         board.docs[doc + 1, FIRST_RUN] - board.docs[doc, FIRST_RUN]
     ) // PER_EVALUATION
     for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
-        start, end = board.runs[r, RUN_START], board.runs[r, RUN_END]
+        start = board.runs[r, RUN_START]
+        end = board.runs[r, RUN_END]
         if start >= piece[Q_END] or num >= most:
             break
         if end > piece[Q_START] or (start < piece[KV_END] and piece[KV_START] < end):

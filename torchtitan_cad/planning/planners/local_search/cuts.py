@@ -19,7 +19,8 @@ from torchtitan_cad.planning.planners.local_search.board import (
 
 # Kinds of cuts: the whole piece; its first or last rows or columns; its last rows against its first columns.
 WHOLE, FIRST_ROWS, LAST_ROWS, FIRST_COLUMNS, LAST_COLUMNS, CORNER = range(6)
-ALL_CUTS, CUTS_OF_ROWS = 6, 3
+ALL_CUTS = 6
+CUTS_OF_ROWS = 3
 
 
 @jit_inner
@@ -27,14 +28,15 @@ def _row_to_cut(
     board: Board, piece: IntArray, first_rows: bool, wanted: int, at_least: bool
 ) -> int:
     """Return the row at which to cut off first or last rows of a cost of at most, or at least, ``wanted``; -1: none."""
-    tile, cell = board.tile, board.cell
-    low, high = piece[Q_START] // cell + 1, (piece[Q_END] - 1) // cell
-    first, stop, first_key = (
-        piece[Q_START] // tile,
-        -(-piece[Q_END] // tile),
-        piece[KV_START] // tile,
-    )
-    width, found = key_tiles(board, piece), -1
+    tile = board.tile
+    cell = board.cell
+    low = piece[Q_START] // cell + 1
+    high = (piece[Q_END] - 1) // cell
+    first = piece[Q_START] // tile
+    stop = -(-piece[Q_END] // tile)
+    first_key = piece[KV_START] // tile
+    width = key_tiles(board, piece)
+    found = -1
     while low <= high:
         middle = (low + high) // 2
         begin, end = (
@@ -62,11 +64,16 @@ def _columns_to_cut(
     These are the most columns that cost at most ``wanted`` or, with ``at_least``, the fewest that relieve the server
     of at least ``wanted``.
     """
-    tile, first_key = board.tile, piece[KV_START] // board.tile
-    first, stop = row // tile - first_key, -(-piece[Q_END] // tile) - first_key
-    width, per_cell = key_tiles(board, piece), board.cell // tile
+    tile = board.tile
+    first_key = piece[KV_START] // board.tile
+    first = row // tile - first_key
+    stop = -(-piece[Q_END] // tile) - first_key
+    width = key_tiles(board, piece)
+    per_cell = board.cell // tile
     before = rows_cost(board, first, stop, width)
-    low, high, found = 1, most // board.cell, 0
+    low = 1
+    high = most // board.cell
+    found = 0
     while low <= high:
         middle = (low + high) // 2
         gone = middle * per_cell
@@ -102,12 +109,11 @@ def cut(board: Board, i: int, entry: int, how: int, wanted: int, at_least: bool)
 
     The part costs at most ``wanted`` or, with ``at_least``, relieves the server of at least ``wanted``.
     """
-    piece, cell = board.pieces[i], board.cell
-    part, rest, second = (
-        board.parts[entry, 0],
-        board.parts[entry, 1],
-        board.parts[entry, 2],
-    )
+    piece = board.pieces[i]
+    cell = board.cell
+    part = board.parts[entry, 0]
+    rest = board.parts[entry, 1]
+    second = board.parts[entry, 2]
     copy_task(part, piece)
     if how == WHOLE:
         return 0
@@ -118,7 +124,8 @@ def cut(board: Board, i: int, entry: int, how: int, wanted: int, at_least: bool)
         if row < 0:
             return -1
         above, below = (part, rest) if how == FIRST_ROWS else (rest, part)
-        above[Q_END], below[Q_START] = row, row
+        above[Q_END] = row
+        below[Q_START] = row
         if diagonal:
             above[KV_END] = row
         return 1
@@ -137,7 +144,8 @@ def cut(board: Board, i: int, entry: int, how: int, wanted: int, at_least: bool)
             else piece[KV_END] - columns
         )
         left, right = (part, rest) if how == FIRST_COLUMNS else (rest, part)
-        left[KV_END], right[KV_START] = column, column
+        left[KV_END] = column
+        right[KV_START] = column
         return 1
     rows = max(1, int(best_rows(board, piece, wanted) * board.tile))
     row = (piece[Q_END] - rows) // cell * cell
@@ -148,10 +156,12 @@ def cut(board: Board, i: int, entry: int, how: int, wanted: int, at_least: bool)
     if columns == 0:
         return -1
     column = piece[KV_START] + columns
-    part[Q_START], part[KV_END] = row, column
+    part[Q_START] = row
+    part[KV_END] = column
     rest[Q_END] = row
     if diagonal:
         rest[KV_END] = row
     copy_task(second, piece)
-    second[Q_START], second[KV_START] = row, column
+    second[Q_START] = row
+    second[KV_START] = column
     return 2

@@ -112,8 +112,10 @@ def _is_wide(board: Board, piece: IntArray, wanted: int) -> bool:
 @jit_inner
 def _find_part(board: Board, j: int, choice: IntArray) -> int:
     """Set ``choice`` to the cheapest part of piece j and its receiver; returns its price, ``LARGEST`` if none fits."""
-    rank, best = board.pieces[j, SERVER], LARGEST
-    need, whole = -capacity(board, rank), piece_cost(board, board.pieces[j])
+    rank = board.pieces[j, SERVER]
+    best = LARGEST
+    need = -capacity(board, rank)
+    whole = piece_cost(board, board.pieces[j])
     least = min(need, 1 + board.ranks[rank, LIMIT] // LEAST_CAPACITY)
     num = _add_roomiest(board, rank, find_options(board, j, least, MOST_OPTIONS), least)
     is_wide = num > 0 and _is_wide(
@@ -127,10 +129,12 @@ def _find_part(board: Board, j: int, choice: IntArray) -> int:
             free = capacity(board, other)
             if how == WHOLE and whole > free:
                 continue
-            part, at_least = board.parts[0, 0], free >= need
+            part = board.parts[0, 0]
+            at_least = free >= need
             rests = cut(board, j, 0, how, min(free, need), at_least)
             if at_least and rests > 0 and piece_cost(board, part) > free:
-                at_least, rests = False, cut(board, j, 0, how, need, False)
+                at_least = False
+                rests = cut(board, j, 0, how, need, False)
             if rests < 0 or piece_cost(board, part) > free:
                 continue
             relieved = min(need, relief(board, 0, rests, board.pieces[j]))
@@ -147,29 +151,31 @@ def _find_part(board: Board, j: int, choice: IntArray) -> int:
             settle(board, False)
             if price < best:
                 best = price
-                choice[HOW], choice[WANTED], choice[AT_LEAST], choice[RECEIVER] = (
-                    how,
-                    min(free, need),
-                    at_least,
-                    other,
-                )
+                choice[HOW] = how
+                choice[WANTED] = min(free, need)
+                choice[AT_LEAST] = at_least
+                choice[RECEIVER] = other
     return best
 
 
 @jit_inner
 def _most_over(board: Board) -> int:
     """Return the rank that exceeds its limit by most and is not given up in this pass; -1 if there is none."""
-    worst, most = -1, 0
+    worst = -1
+    most = 0
     for rank in range(len(board.ranks)):
         if -capacity(board, rank) > most and board.ranks[rank, STUCK] == 0:
-            worst, most = rank, -capacity(board, rank)
+            worst = rank
+            most = -capacity(board, rank)
     return worst
 
 
 @jit_inner
 def _cheapest(board: Board, rank: int) -> tuple[int, int]:
     """Return the rank's piece with the lowest known price (-1 if no piece has one) and the second lowest price."""
-    best, least, second = -1, LARGEST, LARGEST
+    best = -1
+    least = LARGEST
+    second = LARGEST
     j = board.ranks[rank, HEAD]
     while j >= 0:
         price = board.pieces[j, PRICE]
@@ -194,7 +200,8 @@ def make_feasible(board: Board, budget: int, choice: IntArray) -> None:
             board.ranks[rank, STUCK] = 0
         for i in range(board.counts[PIECES]):
             pieces[i, PRICE] = UNKNOWN
-        moved, rank = False, _most_over(board)
+        moved = False
+        rank = _most_over(board)
         while rank >= 0 and not is_full(board) and board.counts[EVALUATED] < budget:
             j = board.ranks[rank, HEAD]
             while j >= 0:

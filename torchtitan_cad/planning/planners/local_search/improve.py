@@ -48,9 +48,11 @@ PATIENCE = 6000
 def _lay_out(board: Board, tasks: IntArray, loads: IntArray) -> None:
     """Put the tasks [n, TASK_COLUMNS] on an empty board, whose ranks already have ``loads`` [num_ranks]."""
     for rank in range(len(board.ranks)):
-        board.ranks[rank, HEAD], board.ranks[rank, LOAD] = -1, loads[rank]
+        board.ranks[rank, HEAD] = -1
+        board.ranks[rank, LOAD] = loads[rank]
     for doc in range(len(board.docs)):
-        board.docs[doc, DOC_HEAD], board.docs[doc, DIRTY] = -1, 1
+        board.docs[doc, DOC_HEAD] = -1
+        board.docs[doc, DIRTY] = 1
     for i in range(len(tasks)):
         book_piece(board, tasks[i], tasks[i, SERVER], -1, 0, 0, 1)
         settle(board, True)
@@ -130,7 +132,8 @@ class LocalSearch:
             guaranteed: int64 [num_ranks] loads never to exceed; if ``limits`` itself, with as many moves as it takes.
             budget: moves evaluated for fewer bytes.
         """
-        n, size = len(loads), 2 * len(start) + 16 * len(loads) + 64
+        n = len(loads)
+        size = 2 * len(start) + 16 * len(loads) + 64
         patience = LARGEST if limits is guaranteed else PATIENCE * n
         while True:
             board = self._board(size, limits)
@@ -152,7 +155,8 @@ class LocalSearch:
 
     def _board(self, size: int, limits: IntArray) -> Board:
         ranks = np.zeros((len(limits), RANK_COLUMNS), dtype=np.int64)
-        ranks[:, LIMIT], ranks[:, NODE] = limits, self._node
+        ranks[:, LIMIT] = limits
+        ranks[:, NODE] = self._node
         counts = np.zeros(5, dtype=np.int64)
         counts[CUTS] = self._cuts
         return Board(

@@ -36,7 +36,8 @@ from torchtitan_cad.planning.planners.local_search.board import (
 @jit_inner
 def do_move(board: Board, i: int, entry: int, rests: int, server: int) -> None:
     """Carry out a move: piece i becomes the part, and the rests are appended."""
-    part, before = board.parts[entry, 0], board.pieces[i, SERVER]
+    part = board.parts[entry, 0]
+    before = board.pieces[i, SERVER]
     book_move(board, part, i, before, server, entry, rests, 1)
     settle(board, True)
     board.ranks[before, LOAD] -= relief(board, entry, rests, board.pieces[i])
@@ -52,7 +53,8 @@ def do_move(board: Board, i: int, entry: int, rests: int, server: int) -> None:
 @jit_inner
 def undo_move(board: Board, i: int, whole: IntArray) -> None:
     """Undo the last move, which moved all of piece i."""
-    server, before = board.pieces[i, SERVER], whole[SERVER]
+    server = board.pieces[i, SERVER]
+    before = whole[SERVER]
     unlink(board, i)
     copy_task(board.pieces[i], whole)
     link(board, i)
@@ -86,7 +88,8 @@ def join(board: Board, i: int) -> None:
 
     Does nothing if piece i no longer exists. Pieces may change their numbers: the last pieces fill the gaps.
     """
-    pieces, joined = board.pieces, board.parts[2, 1]
+    pieces = board.pieces
+    joined = board.parts[2, 1]
     if i >= board.counts[PIECES]:
         return
     j = board.ranks[pieces[i, SERVER], HEAD]
@@ -134,11 +137,9 @@ def look_again(board: Board, doc: int, server: int) -> None:
 @jit_inner
 def move(board: Board, i: int, entry: int, rests: int, server: int) -> None:
     """Carry out a move that stays: join pieces where possible, and mark documents to look at again."""
-    doc, before, count = (
-        board.pieces[i, DOC],
-        board.pieces[i, SERVER],
-        board.counts[PIECES],
-    )
+    doc = board.pieces[i, DOC]
+    before = board.pieces[i, SERVER]
+    count = board.counts[PIECES]
     do_move(board, i, entry, rests, server)
     look_again(board, doc, before)
     # the last rest first: joining may renumber the pieces behind

@@ -97,7 +97,9 @@ def _shift(board: Board, i: int) -> bool:
         return False
     whole = piece_cost(board, board.pieces[i])
     limit = board.ranks[board.pieces[i, SERVER], LIMIT]
-    best, target, best_cut = -LEAST_GAIN, -1, WHOLE
+    best = -LEAST_GAIN
+    target = -1
+    best_cut = WHOLE
     for o in range(
         find_options(
             board, i, min(whole, 1 + limit // LEAST_CAPACITY), len(board.ranks)
@@ -113,7 +115,9 @@ def _shift(board: Board, i: int) -> bool:
                 continue
             change = price_move(board, i, 0, rests, option)
             if change < best:
-                best, target, best_cut = change, option, how
+                best = change
+                target = option
+                best_cut = how
     if target < 0:
         return False
     rests = cut(board, i, 0, best_cut, capacity(board, target), False)
@@ -142,12 +146,11 @@ def _swap(board: Board, i: int) -> bool:
         if gain < LEAST_SWAP_GAIN:
             continue
         do_move(board, i, 0, 0, option)
-        need, most, best = (
-            -capacity(board, option),
-            capacity(board, source),
-            gain - LEAST_GAIN,
-        )
-        piece, best_cut = -1, WHOLE
+        need = -capacity(board, option)
+        most = capacity(board, source)
+        best = gain - LEAST_GAIN
+        piece = -1
+        best_cut = WHOLE
         j = board.ranks[option, HEAD]
         while j >= 0:
             if j != i and piece_cost(board, board.pieces[j]) >= need:
@@ -160,7 +163,9 @@ def _swap(board: Board, i: int) -> bool:
                         change < best
                         and relief(board, 1, rests, board.pieces[j]) >= need
                     ):
-                        best, piece, best_cut = change, j, how
+                        best = change
+                        piece = j
+                        best_cut = how
             j = board.pieces[j, NEXT]
         if piece < 0:
             undo_move(board, i, whole)
@@ -176,11 +181,13 @@ def _swap(board: Board, i: int) -> bool:
 @jit_inner
 def _busiest(board: Board, stamp: int) -> int:
     """Return the rank with the most bytes in or out that is not given up; -1 if there is none."""
-    found, most = -1, 0
+    found = -1
+    most = 0
     for rank in range(len(board.ranks)):
         busy = max(board.ranks[rank, BYTES_IN], board.ranks[rank, BYTES_OUT])
         if busy > most and board.ranks[rank, STUCK] != stamp:
-            found, most = rank, busy
+            found = rank
+            most = busy
     return found
 
 
@@ -189,7 +196,8 @@ def _uses(board: Board, piece: IntArray, home: int) -> bool:
     """Tell whether the piece uses rows of the rank ``home``."""
     doc = piece[DOC]
     for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
-        start, end = board.runs[r, RUN_START], board.runs[r, RUN_END]
+        start = board.runs[r, RUN_START]
+        end = board.runs[r, RUN_END]
         if start >= piece[Q_END]:
             break
         if board.runs[r, RUN_HOME] == home and (
