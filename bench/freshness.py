@@ -48,8 +48,8 @@ MEASURED: dict[str, tuple[str, ...]] = {
     ),
     "streams.json": (RUNTIME, PINGPONG, "bench/streams.py"),
 }
-"""The same of results that need a GPU, idle cores or hours: pages that quote one give its date, and ``main`` lists those
-that are older than their code."""
+"""The same of results that need a GPU, idle cores or hours: pages that quote one give its date, and ``main`` lists
+those that are older than their code."""
 SPEAKS_OF = COMPUTED | MEASURED
 
 
