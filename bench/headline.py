@@ -44,10 +44,10 @@ CORPORA = {
 }
 """Corpora that a job is simulated with, too, by the first kernel's rate and with one microbatch."""
 BASELINES = {
-    "packed": "equal chunks",
-    "reorder": "reordered rows",
-    "packing_cp": "packing + CP",
-    "dynamic_cp": "dynamic CP",
+    "packed": "equal chunks (`packed`)",
+    "reorder": "reordered rows (`reorder`)",
+    "packing_cp": "packing + CP (`packing_cp`)",
+    "dynamic_cp": "dynamic CP (`dynamic_cp`)",
 }
 """Systems that CAD is compared with, and their names in the tables."""
 SETTINGS = ("best", "as shipped")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from pathlib import Path
 from typing import Literal
@@ -39,6 +40,8 @@ def run(
     if threads is not None and threads < 1:
         raise ValueError(f"--threads {threads}: give a positive number")
 
+    # A job's end closes its store, of which torch would print stacks.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
 
     from torchtitan_cad.runtime.servers.server import AttentionServer
