@@ -143,7 +143,8 @@ class Cad:
 
     heartbeat_seconds: float = 1.0
     """
-    Seconds between heartbeats, by which a failed run names the peer at fault: after five without one a rank is reported as silent.
+    Seconds between heartbeats, by which a failed run names the peer at fault: after five without one a rank is reported
+    as silent.
     """
 
     def deterministic(self) -> "Cad":
