@@ -54,8 +54,8 @@ def shape_from_dict(data: Any) -> AttentionShape:
     attention = require(data, "attention", dict)
     names = [field.name for field in fields(AttentionShape)]
     refuse_unknown(attention, names, "'attention'")
-    given = [name for name in names if name in attention or name not in _OPTIONAL]
-    return AttentionShape(**{name: require(attention, name, int) for name in given})
+    keys = [name for name in names if name in attention or name not in _OPTIONAL]
+    return AttentionShape(**{name: require(attention, name, int) for name in keys})
 
 
 def layout_from_dict(data: Any) -> TokenLayout:

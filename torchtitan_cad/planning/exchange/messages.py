@@ -87,7 +87,7 @@ class MostRows:
             self.sent_queries,
             self.sent_keys,
         )
-        return Chunks(*((each,) for each in rows))
+        return Chunks(*((num,) for num in rows))
 
 
 def aligned(num_bytes: int) -> int:

@@ -166,7 +166,9 @@ class Runs:
             "attention": attention,
             "waiting": waiting,
         }
-        return {name: each.mean(axis=(0, 1)).tolist() for name, each in parts.items()}
+        return {
+            name: seconds.mean(axis=(0, 1)).tolist() for name, seconds in parts.items()
+        }
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:
