@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -87,7 +88,7 @@ def check_step(
         )
     if not place:
         return
-    ranks = {layout.num_ranks for nanos in microbatches for layout in nanos}
+    ranks = {layout.num_ranks for layout in chain.from_iterable(microbatches)}
     if len(ranks) != 1:
         raise ValueError(
             f"microbatches of a step need the same ranks, got numbers of ranks {sorted(ranks)}"
@@ -105,11 +106,10 @@ def check_step(
 def holders(microbatches: Sequence[Sequence[TokenLayout]]) -> list[TokenLayout]:
     """Return the layouts that hold each of the step's tokens once: without nano-batches that are keys of the later
     ones."""
-    return [
-        layout
-        for nanos in microbatches
-        for layout in (nanos if nanos[-1].seg_attends.all() else nanos[-1:])
-    ]
+    held = (
+        nanos if nanos[-1].seg_attends.all() else nanos[-1:] for nanos in microbatches
+    )
+    return list(chain.from_iterable(held))
 
 
 def _of_type(name: str, value: object, wanted: type) -> None:

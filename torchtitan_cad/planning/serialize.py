@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def layout_to_dict(layout: TokenLayout, shape: AttentionShape) -> dict[str, Any]
         for segments in layout.segments()
     ]
     for segment, attends in zip(
-        (s for segments in ranks for s in segments), layout.seg_attends, strict=True
+        chain.from_iterable(ranks), layout.seg_attends, strict=True
     ):
         if not attends:
             segment["attends"] = False

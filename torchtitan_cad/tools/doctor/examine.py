@@ -449,7 +449,8 @@ def _check_transport(job: Job) -> Answer:
         return text
     buffers = f"{BUFFERS_PER_CALL * cad.nano_batches} receive buffers of {_size(cad.buffer_bytes)}"
     text = f"expected: {text}; a rank has {buffers} (cad.receive_buffer_gb)"
-    if chosen == "nvshmem" and (lacks := lacks_between_hosts()):
+    lacks = lacks_between_hosts() if chosen == "nvshmem" else []
+    if lacks:
         return "note", f"{text}; this machine lacks {', '.join(lacks)}"
     return text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, product
 from typing import Any
 
 from torchtitan_cad.tools.simulation.inputs import (
@@ -107,7 +108,7 @@ def advise(
         name: [search.run("cad", configuration) for configuration in choices]
         for name, choices in _alternatives(search, base.configuration).items()
     }
-    tried = [trial for of_setting in trials.values() for trial in of_setting]
+    tried = list(chain.from_iterable(trials.values()))
     best = _climb(search, base, tried)
     with_cad = [job, *(trial.configuration for trial in (base, *tried, best))]
     stock = _without_cad(search, with_cad)
@@ -139,8 +140,7 @@ def _climb(search: Search, base: Trial, tried: list[Trial]) -> Trial:
         others = _alternatives(search, best.configuration)
         tried = [
             search.run("cad", configuration, 1)
-            for choices in others.values()
-            for configuration in choices
+            for configuration in chain.from_iterable(others.values())
         ]
     return best
 
@@ -163,6 +163,8 @@ def _alternatives(
     search: Search, configuration: Configuration
 ) -> dict[str, list[Configuration]]:
     """By setting, the other values to try. Degrees come with halves, and with both schedules, that they may allow."""
+    pp = configuration.pp
+    cp = configuration.cp
     values: dict[str, tuple[Any, ...]] = {
         "nano_batches": (1, 2),
         "tolerance": TOLERANCES,
@@ -171,7 +173,7 @@ def _alternatives(
         "checkpointing": CHECKPOINTING[
             : CHECKPOINTING.index(configuration.checkpointing)
         ],
-        "schedule": SCHEDULES if configuration.pp > 1 else (),
+        "schedule": SCHEDULES if pp > 1 else (),
     }
     found = {
         name: [
@@ -181,26 +183,8 @@ def _alternatives(
         ]
         for name, choices in values.items()
     }
-    found["cp"] = list(
-        _degrees(
-            search,
-            configuration,
-            [
-                (configuration.pp, 2 * configuration.cp),
-                (configuration.pp, configuration.cp // 2),
-            ],
-        )
-    )
-    found["pp"] = list(
-        _degrees(
-            search,
-            configuration,
-            [
-                (2 * configuration.pp, configuration.cp),
-                (configuration.pp // 2, configuration.cp),
-            ],
-        )
-    )
+    found["cp"] = list(_degrees(search, configuration, [(pp, 2 * cp), (pp, cp // 2)]))
+    found["pp"] = list(_degrees(search, configuration, [(2 * pp, cp), (pp // 2, cp)]))
     return {
         name: configurations for name, configurations in found.items() if configurations
     }
@@ -236,27 +220,24 @@ def _degrees(
 
 def _without_cad(search: Search, tried: list[Configuration]) -> list[Configuration]:
     """Return the degrees tried with CAD, with any power of two of context-parallel ranks and any checkpointing."""
-    found = dict.fromkeys(
-        replace(
-            tried[0],
-            pp=configuration.pp,
-            microbatches=configuration.microbatches,
-            cp=cp,
-            schedule="1F1B",
-        )
-        for configuration in tried
-        for cp in (
-            configuration.cp,
-            *(2**i for i in range(search.cluster.ranks.bit_length())),
-        )
-    )
+    powers = [2**i for i in range(search.cluster.ranks.bit_length())]
+    found = []
+    for configuration in tried:
+        for cp in (configuration.cp, *powers):
+            alone = replace(
+                tried[0],
+                pp=configuration.pp,
+                microbatches=configuration.microbatches,
+                cp=cp,
+                schedule="1F1B",
+            )
+            found.append(alone)
     divided = [
         configuration
-        for configuration in found
+        for configuration in dict.fromkeys(found)
         if search.step("packed", configuration) is not None
     ]
     return [
         replace(configuration, checkpointing=kind)
-        for configuration in divided
-        for kind in CHECKPOINTING
+        for configuration, kind in product(divided, CHECKPOINTING)
     ]

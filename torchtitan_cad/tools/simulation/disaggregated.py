@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 
@@ -76,8 +76,7 @@ class Disaggregated:
             ]
         return [
             (forward, (microbatch,))
-            for microbatch in range(microbatches)
-            for forward in (True, False)
+            for microbatch, forward in product(range(microbatches), (True, False))
         ]
 
     @cached_property

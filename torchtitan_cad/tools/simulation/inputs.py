@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -347,8 +348,7 @@ class Rates(Checked):
 
 SOURCES = {
     attribute.name: attribute.metadata["source"]
-    for kind in (Rates, Cluster)
-    for attribute in fields(kind)
+    for attribute in (*fields(Rates), *fields(Cluster))
     if attribute.metadata.get("source")
 }
 """Sources of the defaults of ``Rates`` and ``Cluster``."""
@@ -377,15 +377,16 @@ class Documents(Checked):
         arrays = tuple(
             tuple(np.array(row, dtype=np.int64) for row in rows) for rows in batches
         )
+        all_rows = list(chain.from_iterable(arrays))
         counts = {len(rows) for rows in arrays}
-        tokens = {int(row.sum()) for rows in arrays for row in rows}
+        tokens = {int(row.sum()) for row in all_rows}
         for what, found in (("rows in a batch", counts), ("tokens in a row", tokens)):
             if len(found) != 1:
                 raise ValueError(
                     f"documents given have {min(found, default=0)} to {max(found, default=0)} {what}: "
                     "write equally many in each"
                 )
-        lengths = np.concatenate([row for rows in arrays for row in rows])
+        lengths = np.concatenate(all_rows)
         return cls(
             lengths,
             tokens.pop(),
