@@ -289,7 +289,7 @@ def test_refuses_what_is_no_step():
     for stages in (-1, 0, 1.5, True):
         with refusal("stages", stages):
             plan_step([[one], [other]], FULL, stages=stages)
-    for step, key in (([[1]], "layout"), ([one], "microbatch"), (None, "given")):
+    for step, key in (([[1]], "layout"), ([one], "microbatch"), (None, "microbatches")):
         with refusal(key, "="):
             plan_step(step, FULL)
     chunked = [AttentionKind("chunked", 1, LLAMA, 64)] * 2

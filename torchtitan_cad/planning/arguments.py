@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def complete_config(
 
 
 def check_step(
-    given: Sequence[Sequence[TokenLayout]],
+    microbatches: Sequence[Sequence[TokenLayout]],
     kinds: Sequence[AttentionKind],
     stages: int,
     *,
@@ -75,25 +76,26 @@ def check_step(
         )
     for kind in kinds:
         _of_type("kind", kind, AttentionKind)
-    _of_type("given", given, Sequence)
-    for nanos in given:
+    _of_type("microbatches", microbatches, Sequence)
+    for nanos in microbatches:
         _of_type("microbatch", nanos, Sequence)
         for layout in nanos:
             _of_type("layout", layout, TokenLayout)
-    nano_batches = sorted({len(nanos) for nanos in given})
+    nano_batches = sorted({len(nanos) for nanos in microbatches})
     if nano_batches not in ([], [1], [2]):
         raise ValueError(
             f"microbatches of a step need 1 or 2 nano-batches, all as many, got numbers {nano_batches}"
         )
     if not place:
         return
-    ranks = {layout.num_ranks for nanos in given for layout in nanos}
+    ranks = {layout.num_ranks for layout in chain.from_iterable(microbatches)}
     if len(ranks) != 1:
         raise ValueError(
             f"microbatches of a step need the same ranks, got numbers of ranks {sorted(ranks)}"
         )
     docs, counts = np.unique(
-        np.concatenate([each.docs for each in holders(given)]), return_counts=True
+        np.concatenate([layout.docs for layout in holders(microbatches)]),
+        return_counts=True,
     )
     if (counts > 1).any():
         raise ValueError(
@@ -101,14 +103,13 @@ def check_step(
         )
 
 
-def holders(given: Sequence[Sequence[TokenLayout]]) -> list[TokenLayout]:
+def holders(microbatches: Sequence[Sequence[TokenLayout]]) -> list[TokenLayout]:
     """Return the layouts that hold each of the step's tokens once: without nano-batches that are keys of the later
     ones."""
-    return [
-        layout
-        for nanos in given
-        for layout in (nanos if nanos[-1].seg_attends.all() else nanos[-1:])
-    ]
+    held = (
+        nanos if nanos[-1].seg_attends.all() else nanos[-1:] for nanos in microbatches
+    )
+    return list(chain.from_iterable(held))
 
 
 def _of_type(name: str, value: object, wanted: type) -> None:

@@ -201,8 +201,11 @@ class Passes(NamedTuple):
 
 def _interleaved(nano_batches: list[Pass]) -> int:
     """Return the maximum bytes while one nano-batch computes and the results of the others travel."""
-    travelling = sum(each.travelling for each in nano_batches)
-    return max(each.most + travelling - each.travelling for each in nano_batches)
+    travelling = sum(nano_batch.travelling for nano_batch in nano_batches)
+    return max(
+        nano_batch.most + travelling - nano_batch.travelling
+        for nano_batch in nano_batches
+    )
 
 
 def working_memory(

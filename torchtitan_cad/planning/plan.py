@@ -281,7 +281,9 @@ def make_plan(
 def moved_by(*plans: Plan) -> Moved:
     """Return the sums of what plans move that are executed one after the other."""
     moved = [Moved.of(bytes_by_rank(plan)) for plan in plans]
-    return Moved(sum(each.total for each in moved), sum(each.worst for each in moved))
+    return Moved(
+        sum(of_plan.total for of_plan in moved), sum(of_plan.worst for of_plan in moved)
+    )
 
 
 def bytes_by_rank(plan: Plan) -> IntArray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,8 @@ def shape_from_dict(data: Any) -> AttentionShape:
     attention = require(data, "attention", dict)
     names = [field.name for field in fields(AttentionShape)]
     refuse_unknown(attention, names, "'attention'")
-    given = [name for name in names if name in attention or name not in _OPTIONAL]
-    return AttentionShape(**{name: require(attention, name, int) for name in given})
+    keys = [name for name in names if name in attention or name not in _OPTIONAL]
+    return AttentionShape(**{name: require(attention, name, int) for name in keys})
 
 
 def layout_from_dict(data: Any) -> TokenLayout:
@@ -104,7 +105,7 @@ def layout_to_dict(layout: TokenLayout, shape: AttentionShape) -> dict[str, Any]
         for segments in layout.segments()
     ]
     for segment, attends in zip(
-        (s for segments in ranks for s in segments), layout.seg_attends, strict=True
+        chain.from_iterable(ranks), layout.seg_attends, strict=True
     ):
         if not attends:
             segment["attends"] = False

@@ -160,7 +160,7 @@ def compute_stats(
     queries, keys = needs
     home = home_tasks(layout, shape.window)
     loads, loads_before = (
-        server_loads(each, cost, layout.num_ranks) for each in (tasks, home)
+        server_loads(assigned, cost, layout.num_ranks) for assigned in (tasks, home)
     )
     limits = load_limits(layout, config, cost, loads_before)
     traffic = measure_traffic(
@@ -205,14 +205,14 @@ def mean_stats(kinds: Sequence[PlanStats], layers: Sequence[int]) -> PlanStats:
     if len(kinds) == 1:
         return kinds[0]
     shares = np.array(layers) / sum(layers)
-    work = shares * [each.mean_load for each in kinds]
+    work = shares * [kind.mean_load for kind in kinds]
     work = work / work.sum() if work.any() else shares
 
     def mean(name: str) -> Any:
         weights = work if name.endswith(("over_mean", "over_mean_before")) else shares
         return sum(
-            weight * getattr(each, name)
-            for weight, each in zip(weights, kinds, strict=True)
+            weight * getattr(kind, name)
+            for weight, kind in zip(weights, kinds, strict=True)
         )
 
     bounds = cache(lambda: Bounds(*(int(mean(name)) for name in _BOUNDS)))

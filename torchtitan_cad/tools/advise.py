@@ -87,7 +87,7 @@ def run(
     assert titan is not None
     if (
         options.batches is None
-        and not inputs.documents.given
+        and not inputs.documents.given_batches
         and inputs.documents.batches > MOST_BATCHES
     ):
         documents = dataclasses.replace(inputs.documents, batches=MOST_BATCHES)

@@ -111,17 +111,17 @@ def separate_overrides(args: Sequence[str]) -> list[str]:
     Returns:
         The subcommand, its own options, "--", the job, its arguments: positional arguments must stand together.
     """
-    ours: list[str] = []
-    theirs: list[str] = []
-    group = ours
+    command_args: list[str] = []
+    job_args: list[str] = []
+    group = command_args
     for arg in args:
         if arg.startswith("--"):
-            group = theirs if "." in arg.split("=")[0] else ours
+            group = job_args if "." in arg.split("=")[0] else command_args
         group.append(arg)
-    if "--" in args or not theirs:
+    if "--" in args or not job_args:
         return list(args)
-    jobs = [arg for arg in ours if arg.endswith(".toml")][:1]
-    return [arg for arg in ours if arg not in jobs] + ["--", *jobs, *theirs]
+    jobs = [arg for arg in command_args if arg.endswith(".toml")][:1]
+    return [arg for arg in command_args if arg not in jobs] + ["--", *jobs, *job_args]
 
 
 def _deferred(run: Callable[..., int | None]) -> Callable[..., Any]:

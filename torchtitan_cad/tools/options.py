@@ -80,13 +80,13 @@ def _options() -> type[_Own]:
     found: list[Any] = []
     for kind in (Model, Cluster, Rates, Configuration):
         hints = get_type_hints(kind)
-        for each in dataclasses.fields(kind):
-            if is_option(each):
+        for field in dataclasses.fields(kind):
+            if is_option(field):
                 described = tyro.conf.arg(
-                    help=each.metadata["help"], help_behavior_hint=""
+                    help=field.metadata["help"], help_behavior_hint=""
                 )
-                option = Annotated[hints[each.name] | None, described]  # type: ignore[valid-type, name-defined]
-                found.append((each.name, option, dataclasses.field(default=None)))
+                option = Annotated[hints[field.name] | None, described]  # type: ignore[valid-type, name-defined]
+                found.append((field.name, option, dataclasses.field(default=None)))
     return dataclasses.make_dataclass("Options", found, bases=(_Own,), frozen=True)
 
 
@@ -172,7 +172,7 @@ def _made(kind: type, chosen: dict[str, Any], base: Any = None) -> Any:
 
 
 def _model(
-    name: str | None, given: dict[str, Any], titan: SimulatedJob | None
+    name: str | None, chosen: dict[str, Any], titan: SimulatedJob | None
 ) -> Model:
     base = titan.model if titan else None
     if name is not None:
@@ -184,11 +184,11 @@ def _model(
             MODELS[name], dtype_bytes=base.dtype_bytes if base else Model.dtype_bytes
         )
     for field in dataclasses.fields(Model) if base is None else ():
-        if field.default is dataclasses.MISSING and field.name not in given:
+        if field.default is dataclasses.MISSING and field.name not in chosen:
             raise ValueError(
                 f"--{field.name.replace('_', '-')}: set it, or --model, or name a job's TOML file"
             )
-    return _made(Model, given, base)
+    return _made(Model, chosen, base)
 
 
 def _count(options: Options, cluster: Cluster, notes: list[str]) -> int:
@@ -291,7 +291,7 @@ def _record(options: Options) -> RecordedDocuments | None:
 
 
 def _assumed(
-    given: dict[str, Any], model: Model, cluster: Cluster, rates: Rates
+    chosen: dict[str, Any], model: Model, cluster: Cluster, rates: Rates
 ) -> list[str]:
     """Write a line for every number that nobody gave, with its source."""
     measured = set[str]()
@@ -302,7 +302,7 @@ def _assumed(
             f"attention: measured on {rates.profile.device} with kernel {rates.profile.kernel}"
         )
     for key, source in SOURCES.items():
-        if key not in given and key not in measured:
+        if key not in chosen and key not in measured:
             value = getattr(rates if hasattr(rates, key) else cluster, key)
             notes.append(f"{key}: {value:g} (default): {source}")
     if model.dtype_bytes != 2:

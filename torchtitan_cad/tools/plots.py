@@ -37,7 +37,7 @@ def draw_parts(
         bars = axes.barh(
             range(len(shown)), seconds[:MOST_BARS], left=ends, height=0.7, label=part
         )
-        ends = [end + each for end, each in zip(ends, seconds, strict=False)]
+        ends = [end + width for end, width in zip(ends, seconds, strict=False)]
     axes.bar_label(bars, [f"{end:.3g} s" for end in ends], padding=3)
     axes.set_yticks(range(len(shown)), shown)
     axes.invert_yaxis()

@@ -87,12 +87,12 @@ def run(output: Path, *, measurement: Options = DEFAULTS) -> None:
         value_dim=measurement.value_dim,
     )
     default = ProfileGrid.default(where)
-    given = {
+    values = {
         name: getattr(measurement, name)
         for name in ("q_lengths", "kv_lengths", "repeats")
     }
     grid = replace(
-        default, **{name: value for name, value in given.items() if value is not None}
+        default, **{name: value for name, value in values.items() if value is not None}
     )
     # Delayed, so that a grid that no profile can have is an error of one line.
     with tqdm(

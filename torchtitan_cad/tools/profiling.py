@@ -120,10 +120,10 @@ def measure_profile(
 
 def _with_cells(profile: Profile, cells: Cells) -> Profile:
     """Return the profile with the times of all its cells."""
-    lengths = profile.q_lengths, profile.kv_lengths
-    table = np.array(
-        [np.ravel(cells[cell]) for cell in itertools.product(*lengths)]
-    ).reshape(*map(len, lengths), 4)
+    lengths = itertools.product(profile.q_lengths, profile.kv_lengths)
+    table = np.array([np.ravel(cells[cell]) for cell in lengths]).reshape(
+        len(profile.q_lengths), len(profile.kv_lengths), 4
+    )
     names = "forward_ms", "forward_spread", "backward_ms", "backward_spread"
     grids: Any = (tuple(map(tuple, grid)) for grid in table.transpose(2, 0, 1).tolist())
     return replace(profile, **dict(zip(names, grids, strict=True)))

@@ -4,6 +4,7 @@
 import json
 import os
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,10 @@ def read_record(path: Path, count: int) -> RecordedDocuments:
             f"{name}: no step has been recorded; name the dump folder of a job with cad.shadow = true"
         )
     rows = [json.loads(text) for _, text in lines[-count:]]
-    batches = [
-        [
-            row
-            for rank in zip(*line["microbatches"], strict=True)
-            for part in rank
-            for row in part
-        ]
-        for line in rows
-    ]
+    batches = []
+    for line in rows:
+        parts = chain.from_iterable(zip(*line["microbatches"], strict=True))
+        batches.append(list(chain.from_iterable(parts)))
     last = rows[-1]
     return RecordedDocuments(
         batches, last["ranks"], len(last["microbatches"]), last["step"]
@@ -100,7 +96,7 @@ def _check_line(line: Any) -> int:
             raise ValueError(
                 f"microbatches = {brief(microbatches)}: must be lists of ranks of rows of lengths"
             )
-        rows = [item for part in rows for item in part]
+        rows = list(chain.from_iterable(rows))
     if len({len(ranks) for ranks in microbatches}) > 1:
         raise ValueError("microbatches: must have as many ranks each")
     for row in rows:

@@ -81,7 +81,8 @@ def check_output(option: str, path: Path) -> None:
         place = os.path.realpath(path)
         is_new = not os.path.lexists(place)
         # opening a pipe waits for who reads it
-        if not is_new and (kind := kind_of(os.stat(place).st_mode)):
+        kind = None if is_new else kind_of(os.stat(place).st_mode)
+        if kind:
             raise ValueError(f"this is {kind}")
         with open(place, "ab"):
             pass

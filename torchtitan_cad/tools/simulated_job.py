@@ -331,7 +331,8 @@ def _lengths(config: JobConfig, notes: list[str]) -> np.ndarray:
             drawn.draw(i, np.random.default_rng((drawn.seed, i))) for i in range(DRAWN)
         ]
         return np.array(lengths, dtype=np.int64)
-    if (unit := UNITS.get(training.dataset)) is not None and not own:
+    unit = UNITS.get(training.dataset)
+    if unit is not None and not own:
         characters = CHARACTERS_PER_TOKEN[unit]
         notes.append(
             f"documents: the dataset's {unit}s, {characters} characters a token (approximate)"

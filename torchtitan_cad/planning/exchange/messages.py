@@ -58,15 +58,17 @@ class MostRows:
 
     def chunks(self, row_bytes: RowBytes, buffer_bytes: int) -> Chunks:
         """Divide rows of all kinds into chunks for receive buffers of ``buffer_bytes``."""
-        out = (
+        out = _divide(
             (self.received_queries, self.received_keys),
             (row_bytes.queries_out, row_bytes.keys),
+            buffer_bytes,
         )
-        home = (
+        home = _divide(
             (self.sent_queries, self.sent_keys),
             (row_bytes.queries_home, row_bytes.key_gradients),
+            buffer_bytes,
         )
-        return Chunks(*_divide(*out, buffer_bytes), *_divide(*home, buffer_bytes))
+        return Chunks(*out, *home)
 
     def kept_bytes(self, row_bytes: RowBytes) -> int:
         """Return the bytes of Q, K and V that a server receives, and may keep for backward, at most."""
@@ -81,13 +83,12 @@ class MostRows:
 
     def in_one_chunk(self) -> Chunks:
         """Return one chunk of each kind, for receive buffers of any size."""
-        rows = (
-            self.received_queries,
-            self.received_keys,
-            self.sent_queries,
-            self.sent_keys,
+        return Chunks(
+            queries_out=(self.received_queries,),
+            keys_out=(self.received_keys,),
+            queries_home=(self.sent_queries,),
+            keys_home=(self.sent_keys,),
         )
-        return Chunks(*((each,) for each in rows))
 
 
 def aligned(num_bytes: int) -> int:

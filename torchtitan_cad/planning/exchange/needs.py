@@ -53,8 +53,10 @@ class RowNeeds:
 
     def used_by(self, server: int) -> Rows:
         """Return the rows that a server uses, its own included, by position."""
-        mine = slice(self.server_offsets[server], self.server_offsets[server + 1])
-        _, run, start, end = split_at(self.start[mine], self.end[mine], self.run_start)
+        intervals = slice(self.server_offsets[server], self.server_offsets[server + 1])
+        _, run, start, end = split_at(
+            self.start[intervals], self.end[intervals], self.run_start
+        )
         return Rows(
             self.run_home[run],
             start,
@@ -111,15 +113,15 @@ class RowNeeds:
         """
         first = self.server_offsets[servers]
         stop = self.server_offsets[servers + 1]
-        mine = concat_ranges(first, stop - first)
+        intervals = concat_ranges(first, stop - first)
         lower = self.run_home < rank
         before = exclusive_cumsum(np.where(lower, self.run_end - self.run_start, 0))
-        head = self._first_run[mine]
-        tail = self._last_run[mine]
+        head = self._first_run[intervals]
+        tail = self._last_run[intervals]
         rows = before[tail + 1] - before[head]
-        rows -= np.where(lower[head], self.start[mine] - self.run_start[head], 0)
-        rows -= np.where(lower[tail], self.run_end[tail] - self.end[mine], 0)
-        offsets = sum_by_index(self.server[mine], rows, self.num_ranks)
+        rows -= np.where(lower[head], self.start[intervals] - self.run_start[head], 0)
+        rows -= np.where(lower[tail], self.run_end[tail] - self.end[intervals], 0)
+        offsets = sum_by_index(self.server[intervals], rows, self.num_ranks)
         own = servers[servers < rank]
         offsets[own] -= self._local[own]
         return offsets

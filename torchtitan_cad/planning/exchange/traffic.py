@@ -47,10 +47,10 @@ class Moved(NamedTuple):
         """Return the sums over weighted bytes [2, num_ranks] into and out of every rank."""
         return cls(int(by_rank[0].sum()), int(by_rank.max()))
 
-    def score(self, given: Moved) -> Fraction:
-        """Return the objective, relative to the bytes of the given homes, which are not 0."""
-        return Fraction(self.total, given.total) + WORST_WEIGHT * Fraction(
-            self.worst, given.worst
+    def score(self, before: Moved) -> Fraction:
+        """Return the objective, relative to the bytes ``before``, of the given homes, which are not 0."""
+        return Fraction(self.total, before.total) + WORST_WEIGHT * Fraction(
+            self.worst, before.worst
         )
 
 

@@ -54,13 +54,13 @@ def group_layout(
     next_doc = 0
     for dp_rank, all_starts in enumerate(starts):
         before, after = np.searchsorted(all_starts, (first, last))
-        mine = all_starts[before:after]
+        doc_starts = all_starts[before:after]
         # Documents never cross rows, slices never cross rows: cutting at both gives the segments in token order.
-        cuts = np.union1d(mine, np.arange(first, last, slice_len))
-        doc = np.searchsorted(mine, cuts, side="right") - 1
+        cuts = np.union1d(doc_starts, np.arange(first, last, slice_len))
+        doc = np.searchsorted(doc_starts, cuts, side="right") - 1
         ranks.append(dp_rank * cp + cuts % shape.seq_len // slice_len)
         docs.append(next_doc + before + doc)
-        begins.append(cuts - mine[doc])
+        begins.append(cuts - doc_starts[doc])
         lengths.append(np.diff(cuts, append=last))
         next_doc += len(all_starts)
     columns = (np.concatenate(column) for column in (ranks, docs, begins, lengths))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -299,4 +299,5 @@ def isotonic(values: Sequence[Fraction]) -> list[Fraction]:
             count = count + blocks[-1][1]
             blocks.pop()
         blocks.append((total, count))
-    return [total / count for total, count in blocks for _ in range(count)]
+    means = ([total / count] * count for total, count in blocks)
+    return list(chain.from_iterable(means))

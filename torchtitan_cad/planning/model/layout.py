@@ -349,16 +349,16 @@ def stack(layouts: Sequence[TokenLayout | None], num_ranks: int) -> TokenLayout:
     None stands for ranks without tokens, such as an idle pipeline stage.
     """
     next_doc = 0
-    columns: list[tuple[np.ndarray, ...]] = []
+    segments: list[tuple[np.ndarray, ...]] = []
     for index, layout in enumerate(layouts):
         if layout is None:
             continue
         rank = layout.seg_rank + index * num_ranks
         doc = layout.seg_doc + next_doc
-        columns.append(
+        segments.append(
             (rank, doc, layout.seg_start, layout.seg_length, layout.seg_attends)
         )
         next_doc = int(doc.max()) + 1
     return TokenLayout.from_arrays(
-        len(layouts) * num_ranks, *map(np.concatenate, zip(*columns, strict=True))
+        len(layouts) * num_ranks, *map(np.concatenate, zip(*segments, strict=True))
     )

@@ -225,8 +225,8 @@ def improve(
                 1 + BACKWARD_ATTENTION
             )
             times[1, m, 0] = linear + attention - times[0, m, 0]
-        now = run(times, meets, ends, free, at)
-        if now <= best:
-            best = now
+        time = run(times, meets, ends, free, at)
+        if time <= best:
+            best = time
         else:
             _change(table, order, i, j, -part)

@@ -83,17 +83,18 @@ def _live_ranks(
 ) -> Iterator[tuple[bool, list[bool]]]:
     """Yield, for every call of the tick, True if it is forward, and per rank True if a block of the rank makes it."""
     num_ranks = len(tick.work)
-    mine = [
+    stages = [
         blocks[w.chunk * num_ranks + rank] if w else ()
         for rank, w in enumerate(tick.work)
     ]
-    for index in range(max(map(len, mine))):
-        live = [index < len(stage) for stage in mine]
+    for index in range(max(map(len, stages))):
+        live = [index < len(stage) for stage in stages]
         if tick.forward:
             yield True, live
             continue
         recomputed = [
-            alive and stage[-1 - index] for alive, stage in zip(live, mine, strict=True)
+            alive and stage[-1 - index]
+            for alive, stage in zip(live, stages, strict=True)
         ]
         if any(recomputed):
             yield True, recomputed

@@ -70,8 +70,8 @@ def cut_long(
     """Empty the state for ranks with ``capacities`` [num_ranks], and cut the documents ``long`` [n] of ``lengths``
     [n]."""
     begin(state, capacities)
-    for each in range(len(long)):
-        cut(state, long[each], lengths[each], most_work, shortest, longest)
+    for i in range(len(long)):
+        cut(state, long[i], lengths[i], most_work, shortest, longest)
 
 
 def by_work(state: State) -> IntArray:

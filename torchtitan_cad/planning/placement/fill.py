@@ -62,11 +62,11 @@ def fill(
         group = microbatches[first : first + together]
         _assign_longest(unassigned, group, list(less[first : first + together]))
         if less:  # those with few documents first, as they have least choice
-            group = sorted(group, key=lambda each: len(each.docs))
-        for number, each in enumerate(group, start=first + 1):
-            if not each.take_rest(all_left=number == len(microbatches)):
+            group = sorted(group, key=lambda microbatch: len(microbatch.docs))
+        for number, microbatch in enumerate(group, start=first + 1):
+            if not microbatch.take_rest(all_left=number == len(microbatches)):
                 return []
-    return [each.layout(docs, lengths) for each in microbatches]
+    return [microbatch.layout(docs, lengths) for microbatch in microbatches]
 
 
 class _Unassigned:

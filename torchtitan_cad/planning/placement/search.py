@@ -115,9 +115,9 @@ def improve(state: State, rise: float, tries: int, numbers: IntArray) -> None:
             is_made = shift(state, i, numbers)
         if not is_made:
             continue
-        now = estimate(state)
-        if now < best + rise * (tries - number) / tries:
-            best = now
+        objective = estimate(state)
+        if objective < best + rise * (tries - number) / tries:
+            best = objective
             worst = -1
             accepted = accepted + 1
             if accepted % first == 0:

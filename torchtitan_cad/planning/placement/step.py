@@ -54,7 +54,7 @@ Step = list[PlannedMicrobatch]
 
 
 def plan_step(
-    given: Microbatches,
+    microbatches: Microbatches,
     kinds: Sequence[AttentionKind],
     config: PlannerConfig | None = None,
     times: LayerTimes | None = None,
@@ -72,7 +72,7 @@ def plan_step(
     without tokens stays home.
 
     Args:
-        given: of every microbatch, its nano-batches: one, two nano-batches by rows, or two nano-batches of which the
+        microbatches: of each, its nano-batches: one, two nano-batches by rows, or two nano-batches of which the
             later attends to the earlier. All have the same ranks; no document is in two microbatches.
         kinds: of the model's attention; only the others than the first may be chunked.
         times: rates by which plans are chosen; None: plans of ``config.tolerance``, judged by their bytes.
@@ -85,7 +85,7 @@ def plan_step(
         ValueError: as ``make_plan``; unequal numbers of nano-batches, or no stage; to place, no microbatch,
             unequal numbers of ranks, a document in two microbatches.
     """
-    check_step(given, kinds, stages, place=place)
+    check_step(microbatches, kinds, stages, place=place)
 
     def plan_in_homes(homes: Microbatches, kind: AttentionKind) -> Step:
         layouts = [
@@ -98,15 +98,15 @@ def plan_step(
     shape = kinds[0].shape
     first = _StepPlanner(
         shape, complete_config(shape, config), times, cost, place, stages
-    ).plan(given)
+    ).plan(microbatches)
     if len(kinds) == 1:
         return first
     homes = [microbatch.layouts for microbatch in first]
     steps = [first, *(plan_in_homes(homes, kind) for kind in kinds[1:])]
     # layouts are equal if they are the same
-    if homes == [list(nanos) for nanos in given]:
+    if homes == [list(nanos) for nanos in microbatches]:
         return _of_all_kinds(steps)
-    stay = [plan_in_homes(given, kind) for kind in kinds]
+    stay = [plan_in_homes(microbatches, kind) for kind in kinds]
     if not _is_better(steps, stay, kinds, times, stages):
         return _of_all_kinds(stay)
     old = [[microbatch.plans[0] for microbatch in step] for step in stay]
@@ -189,14 +189,14 @@ class _StepPlanner:
     place: bool
     stages: int
 
-    def plan(self, given: Microbatches) -> Step:
+    def plan(self, microbatches: Microbatches) -> Step:
         """Plan the microbatches, and maybe place them."""
         # no tokens
-        if not any(len(layout.docs) for layout in chain(*given)):
-            return self._stay_home(given)
+        if not any(len(layout.docs) for layout in chain(*microbatches)):
+            return self._stay_home(microbatches)
         if self.times is not None:
-            return self._by_time(given, self.times)
-        step = self._by_bytes(given)
+            return self._by_time(microbatches, self.times)
+        step = self._by_bytes(microbatches)
         if not self.place or self.stages == 1:
             return step
         work = []
@@ -205,18 +205,21 @@ class _StepPlanner:
             work.append(sum(nano.mean_load * nano.max_over_mean for nano in stats))
         return self._reordered(step, np.array(work), float(np.mean(work)))
 
-    def _by_bytes(self, given: Microbatches) -> Step:
+    def _by_bytes(self, microbatches: Microbatches) -> Step:
         stay = [
-            plan_in_place(nanos, self.shape, self.config, self.cost) for nanos in given
+            plan_in_place(nanos, self.shape, self.config, self.cost)
+            for nanos in microbatches
         ]
         before = _moved(stay)
         may_gain = before.worst or self.stages > 1
         if not self.place or self.config.planner == "home" or not may_gain:
             return stay
-        refilled = [self._place(nanos) for nanos in _refilled(given, self.stages)]
+        refilled = [
+            self._place(nanos) for nanos in _refilled(microbatches, self.stages)
+        ]
         if refilled:
             refilled = self._finished(
-                refilled, given, [microbatch.plans[0] for microbatch in stay]
+                refilled, microbatches, [microbatch.plans[0] for microbatch in stay]
             )
         if not before.worst:  # nothing moves in the given layouts
             return refilled or stay
@@ -227,7 +230,7 @@ class _StepPlanner:
         )
         if refilled and is_accepted:
             return refilled
-        alone = [self._place(nanos) for nanos in given]
+        alone = [self._place(nanos) for nanos in microbatches]
         least = _moved(alone)
         exceeds = self.stages == 1 and (
             moved.total > least.total or moved.worst > least.worst
@@ -238,23 +241,25 @@ class _StepPlanner:
             else refilled
         )
 
-    def _by_time(self, given: Microbatches, times: LayerTimes) -> Step:
-        home = self._stay_home(given)
+    def _by_time(self, microbatches: Microbatches, times: LayerTimes) -> Step:
+        home = self._stay_home(microbatches)
         linear = sum(times.linear_seconds(plan.layout) for plan in _plans(home))
         even = sum(times.best_seconds(plan) for plan in _plans(home))
         filling = self.stages - 1  # microbatches for which a pipeline fills or drains
         most = (1 - LEAST_GAIN) * self._seconds(home, times)
-        least = even + filling * linear / len(given)
+        least = even + filling * linear / len(microbatches)
         if self.config.planner == "home" or least > most:
             return home
         steps = []
         if self.place:
-            steps = self._refilled_by_time(given, times, linear / (even - linear))
-        even += filling * even / len(given)  # of equal microbatches
+            steps = self._refilled_by_time(
+                microbatches, times, linear / (even - linear)
+            )
+        even += filling * even / len(microbatches)  # of equal microbatches
         if not steps or self._seconds(steps[0], times) > (1 + LEAST_GAIN) * even:
             alone = [
                 self._fastest(nanos, times, stay)
-                for nanos, stay in zip(given, home, strict=True)
+                for nanos, stay in zip(microbatches, home, strict=True)
             ]
             steps.append(alone)
         if self.place and self.stages > 1:
@@ -266,21 +271,24 @@ class _StepPlanner:
         return steps[int(np.argmin(seconds))] if min(seconds) < most else home
 
     def _refilled_by_time(
-        self, given: Microbatches, times: LayerTimes, linear: float
+        self, microbatches: Microbatches, times: LayerTimes, linear: float
     ) -> list[Step]:
         """Return the step of refilled microbatches; none if no other documents are found for them."""
-        refilled = _refilled(given, self.stages, linear)
+        refilled = _refilled(microbatches, self.stages, linear)
         if not refilled:
             return []
         step = [self._fastest(nanos, times) for nanos in refilled]
         given_plans = [
             self._as(nanos, microbatch.plans[0])
-            for nanos, microbatch in zip(given, step, strict=True)
+            for nanos, microbatch in zip(microbatches, step, strict=True)
         ]
-        return [self._finished(step, given, given_plans)]
+        return [self._finished(step, microbatches, given_plans)]
 
-    def _stay_home(self, given: Microbatches) -> Step:
-        return [stay_home(nanos, self.shape, self.config, self.cost) for nanos in given]
+    def _stay_home(self, microbatches: Microbatches) -> Step:
+        return [
+            stay_home(nanos, self.shape, self.config, self.cost)
+            for nanos in microbatches
+        ]
 
     def _place(self, nanos: Sequence[TokenLayout]) -> PlannedMicrobatch:
         return place_microbatch(nanos, self.shape, self.config, self.cost)
@@ -330,12 +338,17 @@ class _StepPlanner:
         ]
 
     def _finished(
-        self, refilled: Step, given: Microbatches, given_plans: Sequence[Sequence[Plan]]
+        self,
+        refilled: Step,
+        microbatches: Microbatches,
+        given_plans: Sequence[Sequence[Plan]],
     ) -> Step:
         """Return refilled microbatches with the plans for the given ones; later nano-batches get the earlier ones'
         keys."""
         step = []
-        for microbatch, layouts, old in zip(refilled, given, given_plans, strict=True):
+        for microbatch, layouts, old in zip(
+            refilled, microbatches, given_plans, strict=True
+        ):
             plans = list(microbatch.plans[0])
             if not layouts[-1].seg_attends.all():
                 plans[1] = with_earlier_keys(plans[0], plans[1], self.cost)
@@ -351,23 +364,27 @@ def _attention_and_linear(step: Step, times: LayerTimes) -> tuple[FloatArray, fl
     return np.array(seconds) - linear, linear
 
 
-def _refilled(given: Microbatches, stages: int, linear: float = 1.0) -> Microbatches:
+def _refilled(
+    microbatches: Microbatches, stages: int, linear: float = 1.0
+) -> Microbatches:
     """Return the microbatches with other documents, none of which is in two nano-batches; empty if none are found.
 
     Args:
         linear: linear work over attention, both of the whole step; only pipelines ask for it.
     """
-    if sum(map(len, given)) == 1:
+    if sum(map(len, microbatches)) == 1:
         return []
-    held = holders(given)
+    held = holders(microbatches)
     docs = np.concatenate([layout.docs for layout in held])
     lengths = np.concatenate([layout.doc_lengths for layout in held])
-    capacities = [layout.queries_per_rank for layout in chain(*given)]
-    count = len(given[0])
-    if stages == 1 or len(given) == 1:
+    capacities = [layout.queries_per_rank for layout in chain(*microbatches)]
+    count = len(microbatches[0])
+    if stages == 1 or len(microbatches) == 1:
         parts = fill(docs, lengths, capacities, together=count)
     else:
-        parts = _fill_stages(docs, lengths, capacities, len(given), stages, linear)
+        parts = _fill_stages(
+            docs, lengths, capacities, len(microbatches), stages, linear
+        )
     return [parts[i : i + count] for i in range(0, len(parts), count)]
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class Runs:
             [_read_records(folder / f"rank{rank}.jsonl") for rank in range(ranks)]
             for folder in folders
         ]
-        count = min(len(records) for run in runs for records in run)
+        count = min(map(len, chain.from_iterable(runs)))
         if count <= warmup:
             raise ValueError(
                 f"--steps: only {count} steps were recorded: set more than --warmup = {warmup}"
@@ -128,10 +129,10 @@ class Runs:
         cluster = job.cluster
         configuration = job.configuration
         # ranks of other rows
-        groups = range(
+        groups = slice(
             0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp
         )
-        rows = [[row for rank in groups for row in step[rank]] for step in self.rows]
+        rows = [list(chain.from_iterable(step[groups])) for step in self.rows]
         return Documents.of_rows(rows)
 
     def model_flops(self, job: SimulatedJob) -> float:
@@ -166,7 +167,9 @@ class Runs:
             "attention": attention,
             "waiting": waiting,
         }
-        return {name: each.mean(axis=(0, 1)).tolist() for name, each in parts.items()}
+        return {
+            name: seconds.mean(axis=(0, 1)).tolist() for name, seconds in parts.items()
+        }
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:

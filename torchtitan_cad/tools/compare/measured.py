@@ -64,9 +64,10 @@ def main(
 
 def _take_a_core(rank: int, ranks: int) -> None:
     """Keep this process on one core, if every rank of this machine can have one."""
-    if hasattr(os, "sched_setaffinity") and ranks <= len(
-        cores := sorted(os.sched_getaffinity(0))
-    ):
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks <= len(cores):
         os.sched_setaffinity(0, {cores[rank]})
 
 

@@ -253,15 +253,17 @@ def _check_cad(job: Job) -> Answer:
         return "note", "groups of one rank: there is nothing to balance"
     groups = f"{topology.num_groups * topology.tp} group{'s' if topology.num_groups * topology.tp > 1 else ''}"
     stages = f"pipeline parallel {topology.pp} x " if topology.across_stages else ""
-    each = [f"{topology.num_groups} pipeline stages"] if topology.num_groups > 1 else []
-    each += (
+    dimensions = (
+        [f"{topology.num_groups} pipeline stages"] if topology.num_groups > 1 else []
+    )
+    dimensions += (
         [f"{topology.tp} tensor-parallel ranks, each for its heads"]
         if topology.tp > 1
         else []
     )
     text = f"{groups} of {topology.group_size} ranks balance attention: {stages}data parallel {topology.dp} x "
     text += f"context parallel {topology.cp}" + (
-        f", for each of {' and '.join(each)}" if each else ""
+        f", for each of {' and '.join(dimensions)}" if dimensions else ""
     )
     if job.names_module:
         return text
@@ -447,7 +449,8 @@ def _check_transport(job: Job) -> Answer:
         return text
     buffers = f"{BUFFERS_PER_CALL * cad.nano_batches} receive buffers of {_size(cad.buffer_bytes)}"
     text = f"expected: {text}; a rank has {buffers} (cad.receive_buffer_gb)"
-    if chosen == "nvshmem" and (lacks := lacks_between_hosts()):
+    lacks = lacks_between_hosts() if chosen == "nvshmem" else []
+    if lacks:
         return "note", f"{text}; this machine lacks {', '.join(lacks)}"
     return text
 
@@ -538,15 +541,15 @@ def _check_checkpoint(job: Job) -> Answer:
         and checkpoint.interval >= config.training.steps
         else 1 + ADAM_STATES
     )
-    each = (
+    size = (
         job.num_parameters * TORCH_DTYPE_MAP[config.training.dtype].itemsize * tensors
     )
-    if each > free:
+    if size > free:
         raise ValueError(
-            f"job.dump_folder = {config.job.dump_folder!r}: a checkpoint takes {_size(each)}, {_size(free)} are free; "
+            f"job.dump_folder = {config.job.dump_folder!r}: a checkpoint takes {_size(size)}, {_size(free)} are free; "
             "make room, or set it to another disk"
         )
-    return f"{begins}; a checkpoint takes about {_size(each)}, {_size(free)} are free"
+    return f"{begins}; a checkpoint takes about {_size(size)}, {_size(free)} are free"
 
 
 def _size(num_bytes: float) -> str:

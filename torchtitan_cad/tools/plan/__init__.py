@@ -65,10 +65,10 @@ def run(
         cost = None if measured is None else measured.cost_model("forward", shape)
         load_planner()
         if place:
-            plan, given = place_and_plan(tokens, shape, config, cost=cost)
+            plan, given_plan = place_and_plan(tokens, shape, config, cost=cost)
         else:
             plan = make_plan(tokens, shape, config, cost=cost)
-            given = None
+            given_plan = None
     except ValueError as error:
         raise ValueError(f"{printable(layout)}: {error}") from error
     if validate:
@@ -79,15 +79,15 @@ def run(
     if plot is not None:
         from torchtitan_cad.tools.plan.plot import draw_plan
 
-        draw_plan(plan, plot, given)
+        draw_plan(plan, plot, given_plan)
         say_written(plot)
-    rows = _figures(plan, given)
+    rows = _figures(plan, given_plan)
     width = max(map(len, rows))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))
 
 
-def _figures(plan: Plan, given: Plan | None) -> dict[str, str]:
-    """Return the statistics by name; with those of the plan for the homes that were ``given``, if any."""
+def _figures(plan: Plan, given_plan: Plan | None) -> dict[str, str]:
+    """Return the statistics by name; with those of ``given_plan``, for the homes before ``place``, if any."""
     layout = plan.layout
     stats = plan.stats
     rows = {
@@ -99,9 +99,9 @@ def _figures(plan: Plan, given: Plan | None) -> dict[str, str]:
         "query rows moved": f"{stats.query_rows_moved}",
         "key rows moved": f"{stats.kv_rows_moved}",
     }
-    if given is not None:
-        rows["total bytes with the given homes"] = _bytes(given.stats.total_bytes)
-        rows["worst rank bytes with them"] = _bytes(given.stats.max_rank_bytes)
+    if given_plan is not None:
+        rows["total bytes with the given homes"] = _bytes(given_plan.stats.total_bytes)
+        rows["worst rank bytes with them"] = _bytes(given_plan.stats.max_rank_bytes)
     rows |= {
         "total bytes": _bytes(stats.total_bytes),
         "lower bound on total bytes": _bytes(stats.lower_bound_bytes),

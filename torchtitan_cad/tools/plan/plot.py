@@ -30,10 +30,10 @@ LIGHTNESS = (0.3, 0.6, 0.1)
 """share of red, green and blue in how light a color looks"""
 
 
-def draw_plan(plan: Plan, path: Path, given: Plan | None = None) -> None:
+def draw_plan(plan: Plan, path: Path, given_plan: Plan | None = None) -> None:
     """Write the picture; the suffix of ``path`` chooses the format (png, pdf, svg).
 
-    ``given`` is a plan for the homes as they were before ``place``: its bytes are drawn, too.
+    ``given_plan`` is one for the homes as they were before ``place``: its bytes are drawn, too.
     """
     from matplotlib.figure import Figure
 
@@ -53,7 +53,7 @@ def draw_plan(plan: Plan, path: Path, given: Plan | None = None) -> None:
         triangles[0].set_axis_off()
     loads, volume = lower.subplots(1, 2)
     _draw_loads(loads, plan, colors)
-    _draw_bytes(volume, plan, given)
+    _draw_bytes(volume, plan, given_plan)
     scale, unit = byte_unit(stats.total_bytes)
     figure.suptitle(
         f"{plan.layout.num_ranks} ranks, {len(plan.layout.docs)} documents, planner {plan.config.planner}: "
@@ -207,20 +207,20 @@ def _draw_loads(axes: Axes, plan: Plan, colors: np.ndarray) -> None:
     _finish(axes, len(stats.loads))
 
 
-def _draw_bytes(axes: Axes, plan: Plan, given: Plan | None) -> None:
+def _draw_bytes(axes: Axes, plan: Plan, given_plan: Plan | None) -> None:
     stats = plan.stats
     scale, unit = byte_unit(stats.max_rank_bytes)
     worst = f"{stats.max_rank_bytes / scale:.2f}"
-    if given is not None:
-        worst = f"{given.stats.max_rank_bytes / scale:.2f} -> {worst}"
+    if given_plan is not None:
+        worst = f"{given_plan.stats.max_rank_bytes / scale:.2f} -> {worst}"
         _bars(
             axes,
-            given.stats.bytes_in / scale,
+            given_plan.stats.bytes_in / scale,
             1.0,
             color=PALE,
             label="with the given homes",
         )
-        _bars(axes, -given.stats.bytes_out / scale, 1.0, color=PALE)
+        _bars(axes, -given_plan.stats.bytes_out / scale, 1.0, color=PALE)
     _bars(
         axes,
         stats.bytes_in / scale,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, product
 from typing import Any
 
 from torchtitan_cad.tools.simulation.inputs import (
@@ -104,10 +105,10 @@ def advise(
     written = search.run("cad", job)
     base = _made_to_fit(search, written)
     trials = {
-        name: [search.run("cad", each) for each in choices]
+        name: [search.run("cad", configuration) for configuration in choices]
         for name, choices in _alternatives(search, base.configuration).items()
     }
-    tried = [trial for of_setting in trials.values() for trial in of_setting]
+    tried = list(chain.from_iterable(trials.values()))
     best = _climb(search, base, tried)
     with_cad = [job, *(trial.configuration for trial in (base, *tried, best))]
     stock = _without_cad(search, with_cad)
@@ -138,9 +139,8 @@ def _climb(search: Search, base: Trial, tried: list[Trial]) -> Trial:
         best = candidate
         others = _alternatives(search, best.configuration)
         tried = [
-            search.run("cad", each, 1)
-            for choices in others.values()
-            for each in choices
+            search.run("cad", configuration, 1)
+            for configuration in chain.from_iterable(others.values())
         ]
     return best
 
@@ -159,67 +159,85 @@ def _made_to_fit(search: Search, written: Trial) -> Trial:
     return written
 
 
-def _alternatives(search: Search, now: Configuration) -> dict[str, list[Configuration]]:
+def _alternatives(
+    search: Search, configuration: Configuration
+) -> dict[str, list[Configuration]]:
     """By setting, the other values to try. Degrees come with halves, and with both schedules, that they may allow."""
+    pp = configuration.pp
+    cp = configuration.cp
     values: dict[str, tuple[Any, ...]] = {
         "nano_batches": (1, 2),
         "tolerance": TOLERANCES,
         "backward": ("auto", "keep"),
         "placement": PLACEMENTS,
-        "checkpointing": CHECKPOINTING[: CHECKPOINTING.index(now.checkpointing)],
-        "schedule": SCHEDULES if now.pp > 1 else (),
+        "checkpointing": CHECKPOINTING[
+            : CHECKPOINTING.index(configuration.checkpointing)
+        ],
+        "schedule": SCHEDULES if pp > 1 else (),
     }
     found = {
         name: [
-            replace(now, **{name: value})
-            for value in each
-            if value != getattr(now, name)
+            replace(configuration, **{name: value})
+            for value in choices
+            if value != getattr(configuration, name)
         ]
-        for name, each in values.items()
+        for name, choices in values.items()
     }
-    found["cp"] = list(
-        _degrees(search, now, [(now.pp, 2 * now.cp), (now.pp, now.cp // 2)])
-    )
-    found["pp"] = list(
-        _degrees(search, now, [(2 * now.pp, now.cp), (now.pp // 2, now.cp)])
-    )
-    return {name: each for name, each in found.items() if each}
+    found["cp"] = list(_degrees(search, configuration, [(pp, 2 * cp), (pp, cp // 2)]))
+    found["pp"] = list(_degrees(search, configuration, [(2 * pp, cp), (pp // 2, cp)]))
+    return {
+        name: configurations for name, configurations in found.items() if configurations
+    }
 
 
 def _degrees(
-    search: Search, now: Configuration, degrees: list[tuple[int, int]]
+    search: Search, configuration: Configuration, degrees: list[tuple[int, int]]
 ) -> Iterator[Configuration]:
     """Yield other (pp, cp) with every number of microbatches, schedule and nano-batches to try with them."""
     for pp, cp in degrees:
         if not cp or not 0 < pp <= search.inputs.model.layers:
             continue
         for microbatches in (
-            [each * pp for each in MICROBATCHES] if pp != now.pp else [now.microbatches]
+            [multiple * pp for multiple in MICROBATCHES]
+            if pp != configuration.pp
+            else [configuration.microbatches]
         ):
-            for schedule in SCHEDULES if 1 < pp != now.pp else (now.schedule,):
-                for count in sorted({now.nano_batches, 2}):
-                    each = replace(
-                        now,
+            for schedule in (
+                SCHEDULES if 1 < pp != configuration.pp else (configuration.schedule,)
+            ):
+                for count in sorted({configuration.nano_batches, 2}):
+                    candidate = replace(
+                        configuration,
                         pp=pp,
                         cp=cp,
                         microbatches=microbatches,
                         schedule=schedule,
                         nano_batches=count,
                     )
-                    if search.step("cad", each) is not None:
-                        yield each
+                    if search.step("cad", candidate) is not None:
+                        yield candidate
 
 
 def _without_cad(search: Search, tried: list[Configuration]) -> list[Configuration]:
     """Return the degrees tried with CAD, with any power of two of context-parallel ranks and any checkpointing."""
-    found = dict.fromkeys(
-        replace(
-            tried[0], pp=each.pp, microbatches=each.microbatches, cp=cp, schedule="1F1B"
-        )
-        for each in tried
-        for cp in (each.cp, *(2**i for i in range(search.cluster.ranks.bit_length())))
-    )
-    divided = [each for each in found if search.step("packed", each) is not None]
+    powers = [2**i for i in range(search.cluster.ranks.bit_length())]
+    found = []
+    for configuration in tried:
+        for cp in (configuration.cp, *powers):
+            alone = replace(
+                tried[0],
+                pp=configuration.pp,
+                microbatches=configuration.microbatches,
+                cp=cp,
+                schedule="1F1B",
+            )
+            found.append(alone)
+    divided = [
+        configuration
+        for configuration in dict.fromkeys(found)
+        if search.step("packed", configuration) is not None
+    ]
     return [
-        replace(each, checkpointing=kind) for each in divided for kind in CHECKPOINTING
+        replace(configuration, checkpointing=kind)
+        for configuration, kind in product(divided, CHECKPOINTING)
     ]

@@ -69,8 +69,8 @@ class Batch:
 def draw_batches(documents: Documents) -> list[Batch]:
     """Return the batches that are given, or draw some by the seed; what a row's end cuts off begins the next row."""
     row = documents.row_tokens
-    if documents.given:
-        return [Batch(rows, row) for rows in documents.given]
+    if documents.given_batches:
+        return [Batch(rows, row) for rows in documents.given_batches]
     rng = np.random.default_rng(documents.seed)
     batches = []
     for _ in range(documents.batches):

@@ -108,13 +108,13 @@ class Costs:
             keys = self.shape.head_dim
             values = self.shape.out_dim
             pairs = self.plan_cost.granularity**2
-            each = [
-                pairs * self.shape.num_heads * one
-                for one in (2 * (keys + values), 6 * keys + 4 * values)
+            unit_flops = [
+                pairs * self.shape.num_heads * flops
+                for flops in (2 * (keys + values), 6 * keys + 4 * values)
             ]
             self.unit_seconds = (
-                each[0] / rates.attention_flops,
-                each[1] / rates.backward_flops,
+                unit_flops[0] / rates.attention_flops,
+                unit_flops[1] / rates.backward_flops,
             )
         else:
             self.plan_cost = profile.cost_model("both", self.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 
@@ -76,8 +76,7 @@ class Disaggregated:
             ]
         return [
             (forward, (microbatch,))
-            for microbatch in range(microbatches)
-            for forward in (True, False)
+            for microbatch, forward in product(range(microbatches), (True, False))
         ]
 
     @cached_property
@@ -130,11 +129,11 @@ class Disaggregated:
             pools: list[PoolKey] = [
                 (microbatch,) for microbatch in range(step.microbatches)
             ]
-            given = self.layouts
+            layouts = self.layouts
             if self._in_ticks:
                 working = [*pool, *[None] * (stages - len(pool))]
                 pools = [pool]
-                given = [pool_layouts(self.homes, working, ranks)]
+                layouts = [pool_layouts(self.homes, working, ranks)]
                 ranks = ranks * stages
                 stages = 1
             times = None
@@ -144,7 +143,7 @@ class Disaggregated:
             place = self.configuration.placement == "balanced" and not self._in_ticks
             columns = np.concatenate(self.starts) % step.batch.row_tokens
             planned = plan_step(
-                given,
+                layouts,
                 costs.kinds,
                 self._config(ranks),
                 times=times,
@@ -195,8 +194,8 @@ class Disaggregated:
             else 0.0,
             kept=max(
                 (
-                    kept_bytes(step, each, microbatches_in_flight, self._kept_per_call)
-                    for each in plans
+                    kept_bytes(step, kinds, microbatches_in_flight, self._kept_per_call)
+                    for kinds in plans
                 ),
                 default=0.0,
             ),
@@ -221,10 +220,13 @@ class Disaggregated:
         """Return the seconds of the step, without what comes at its end, and maybe without what is exchanged."""
         step = self.step
         if step.pp > 1:
-            known = {each: self._alone(*each, exchange) for each in set(self.passes)}
-            times = [known[each] for each in self.passes]
+            known = {
+                one_pass: self._alone(*one_pass, exchange)
+                for one_pass in set(self.passes)
+            }
+            times = [known[one_pass] for one_pass in self.passes]
             if self._in_ticks:
-                return float(sum(each.max() for each in times))
+                return float(sum(seconds.max() for seconds in times))
             moved = [
                 any(plan.moves_rows for plan in chain(*self.plans(pool)))
                 for _, pool in self.passes[::2]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -59,9 +60,9 @@ def about(
     )
 
 
-def is_option(each: Field[Any]) -> bool:
+def is_option(attribute: Field[Any]) -> bool:
     """Tell whether a field is an option of the command line."""
-    return bool(each.metadata.get("help"))
+    return bool(attribute.metadata.get("help"))
 
 
 class Checked:
@@ -73,16 +74,16 @@ class Checked:
     @classmethod
     def check(cls, values: Mapping[str, Any]) -> None:
         """Raise ValueError for a value that the described field of that name cannot have; other names are left."""
-        for each in fields(cls):  # type: ignore[arg-type]
-            if not each.metadata.get("unit") or each.name not in values:
+        for attribute in fields(cls):  # type: ignore[arg-type]
+            if not attribute.metadata.get("unit") or attribute.name not in values:
                 continue
-            value = values[each.name]
-            if (value, each.default) != (None, None):
+            value = values[attribute.name]
+            if (value, attribute.default) != (None, None):
                 _check(
-                    f"{cls.__name__.lower()} {each.name}",
+                    f"{cls.__name__.lower()} {attribute.name}",
                     value,
-                    each.default,
-                    **each.metadata,
+                    attribute.default,
+                    **attribute.metadata,
                 )
 
 
@@ -346,10 +347,9 @@ class Rates(Checked):
 
 
 SOURCES = {
-    each.name: each.metadata["source"]
-    for kind in (Rates, Cluster)
-    for each in fields(kind)
-    if each.metadata.get("source")
+    attribute.name: attribute.metadata["source"]
+    for attribute in (*fields(Rates), *fields(Cluster))
+    if attribute.metadata.get("source")
 }
 """Sources of the defaults of ``Rates`` and ``Cluster``."""
 
@@ -361,7 +361,7 @@ class Documents(Checked):
     Attributes:
         lengths: int64 tokens of documents, drawn from with replacement.
         step_tokens: of one step over all ranks, a multiple of ``row_tokens``.
-        given: batches of rows of lengths to take as they are, instead of drawing; see ``of_rows``.
+        given_batches: rows of lengths to take as they are, instead of drawing; see ``of_rows``.
     """
 
     lengths: np.ndarray = field(repr=False)
@@ -369,29 +369,30 @@ class Documents(Checked):
     step_tokens: int = about("", "count", most=MAX_STEP_TOKENS)
     batches: int = about("", "count", 10, most=1000)
     seed: int = 0
-    given: tuple[tuple[np.ndarray, ...], ...] = field(default=(), repr=False)
+    given_batches: tuple[tuple[np.ndarray, ...], ...] = field(default=(), repr=False)
 
     @classmethod
     def of_rows(cls, batches: Sequence[Sequence[Sequence[int]]]) -> Documents:
         """Take these batches: as many rows in each, of as many tokens. Raises ValueError for any that differ."""
-        given = tuple(
+        arrays = tuple(
             tuple(np.array(row, dtype=np.int64) for row in rows) for rows in batches
         )
-        counts = {len(rows) for rows in given}
-        tokens = {int(row.sum()) for rows in given for row in rows}
+        all_rows = list(chain.from_iterable(arrays))
+        counts = {len(rows) for rows in arrays}
+        tokens = {int(row.sum()) for row in all_rows}
         for what, found in (("rows in a batch", counts), ("tokens in a row", tokens)):
             if len(found) != 1:
                 raise ValueError(
                     f"documents given have {min(found, default=0)} to {max(found, default=0)} {what}: "
                     "write equally many in each"
                 )
-        lengths = np.concatenate([row for rows in given for row in rows])
+        lengths = np.concatenate(all_rows)
         return cls(
             lengths,
             tokens.pop(),
-            int(lengths.sum()) // len(given),
-            len(given),
-            given=given,
+            int(lengths.sum()) // len(arrays),
+            len(arrays),
+            given_batches=arrays,
         )
 
     def __post_init__(self) -> None:

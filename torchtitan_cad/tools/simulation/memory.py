@@ -43,17 +43,17 @@ def states(step: Step) -> float:
     """Count a GPU's bytes of weights, gradients and optimizer."""
     model = step.costs.model
     cluster = step.costs.cluster
-    mine, held = (
-        each / (cluster.tp * step.pp)
-        for each in (model.parameters, model.held_parameters)
+    parameters, held = (
+        count / (cluster.tp * step.pp)
+        for count in (model.parameters, model.held_parameters)
     )
     whole = model.dtype_bytes + GRADIENT_BYTES
     if not cluster.fsdp:
-        return held * whole + mine * ZERO1_BYTES / step.ranks
+        return held * whole + parameters * ZERO1_BYTES / step.ranks
     sharded = max(1, step.ranks // cluster.replicas)
     two_layers = 2 * model.gathered_parameters / cluster.tp
     gathered = two_layers * model.dtype_bytes if step.pp == 1 else held * whole
-    return mine * STATE_BYTES / sharded + (gathered if sharded > 1 else 0.0)
+    return parameters * STATE_BYTES / sharded + (gathered if sharded > 1 else 0.0)
 
 
 def token_bytes(

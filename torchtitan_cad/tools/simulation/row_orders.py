@@ -27,9 +27,9 @@ def row_orders(work: FloatArray, ranks: int, microbatches: int) -> list[IntArray
     of_parts = equal_work(work, rows, ranks * microbatches)
     all_equal = of_parts.reshape(ranks, microbatches, -1)
     by_work = heaviest_first(work).reshape(microbatches, -1)
-    of_microbatches = [equal_work(work, each, ranks) for each in by_work]
+    of_microbatches = [equal_work(work, group, ranks) for group in by_work]
     rows_of_ranks = equal_work(work, rows, ranks)
-    of_ranks = [equal_work(work, each, microbatches) for each in rows_of_ranks]
+    of_ranks = [equal_work(work, group, microbatches) for group in rows_of_ranks]
     return [
         all_equal,
         np.stack(of_microbatches, axis=1),
@@ -62,10 +62,10 @@ def equal_work(work: FloatArray, rows: IntArray, parts: int) -> IntArray:
         swap = _best_swap(work[distributed])
         if swap is None:
             break
-        heavy, mine, part, theirs = swap
-        row = distributed[heavy, mine]
-        distributed[heavy, mine] = distributed[part, theirs]
-        distributed[part, theirs] = row
+        heavy, heavy_row, part, part_row = swap
+        row = distributed[heavy, heavy_row]
+        distributed[heavy, heavy_row] = distributed[part, part_row]
+        distributed[part, part_row] = row
     return distributed
 
 
@@ -85,8 +85,8 @@ def _best_swap(work: FloatArray) -> tuple[int, int, int, int] | None:
     if most.min() >= least:
         return None
     best = np.unravel_index(most.argmin(), most.shape)
-    mine, part, theirs = map(int, best)
-    return heavy, mine, part, theirs
+    heavy_row, part, part_row = map(int, best)
+    return heavy, heavy_row, part, part_row
 
 
 def distribute_under_cap(

@@ -90,8 +90,8 @@ class Trial:
         if not (self.fits and other.fits):
             return None
         ratios = [
-            theirs.seconds / mine.seconds
-            for mine, theirs in zip(self.outcomes, other.outcomes, strict=True)
+            reference.seconds / outcome.seconds
+            for outcome, reference in zip(self.outcomes, other.outcomes, strict=True)
         ]
         return {
             "min": min(ratios),
@@ -293,32 +293,32 @@ class Search:
         best = Trial(self.asked)
         tried = list[Trial]()
         left = list[Configuration]()
-        for each in candidates:
-            now = best.configuration
-            places = each.placement != "loader"
+        for candidate in candidates:
+            fastest = best.configuration
+            places = candidate.placement != "loader"
             smaller = (
                 best.fits
                 and not places
-                and each.pp == 1 == now.pp
-                and each.microbatches > now.microbatches
+                and candidate.pp == 1 == fastest.pp
+                and candidate.microbatches > fastest.microbatches
             )
             # without a pipeline smaller microbatches only leave less to balance
-            if smaller or self.bound(each) >= best.seconds:
-                left.append(each)
+            if smaller or self.bound(candidate) >= best.seconds:
+                left.append(candidate)
                 continue
-            tried.append(self.run("cad", each, 1))
+            tried.append(self.run("cad", candidate, 1))
             best = min(best, tried[-1], key=lambda trial: trial.seconds)
         return tried, left
 
     def placed(self, candidates: Sequence[Configuration]) -> Trial:
         """Return CAD's fastest trial, maybe with documents placed, since ``packing_cp`` distributes them anew, too."""
-        now = self.fastest_cad(candidates).configuration
+        fastest = self.fastest_cad(candidates).configuration
         ways = product(
             self._choices("placement", PLACEMENTS[1:]),
             self._choices("nano_batches", (1, 2)),
         )
         return self.fastest_cad(
-            [now, *(replace(now, placement=p, nano_batches=n) for p, n in ways)]
+            [fastest, *(replace(fastest, placement=p, nano_batches=n) for p, n in ways)]
         )
 
     def bound(self, configuration: Configuration) -> float:
@@ -366,51 +366,60 @@ class Search:
                     if (m & (m - 1) == 0 or rows % m == 0) and 2 * m >= pp
                 ]
                 for m in self._choices("microbatches", every):
-                    now = replace(
+                    configuration = replace(
                         asked,
                         checkpointing=kind,
                         pp=pp,
                         microbatches=m,
                     )
-                    found += self._ways(system, now)
+                    found += self._ways(system, configuration)
         if system in BASELINES:
             return found
-        bounds = {each: self.bound(each) for each in found}
-        possible = [each for each in found if bounds[each] < math.inf]
+        bounds = {candidate: self.bound(candidate) for candidate in found}
+        possible = [candidate for candidate in found if bounds[candidate] < math.inf]
         return sorted(
             possible,
-            key=lambda each: (bounds[each], each.microbatches, -each.nano_batches),
+            key=lambda candidate: (
+                bounds[candidate],
+                candidate.microbatches,
+                -candidate.nano_batches,
+            ),
         )
 
     def _choices(self, name: str, every: Sequence[Any]) -> Sequence[Any]:
         return every if name in self.open else [getattr(self.asked, name)]
 
-    def _ways(self, system: str, now: Configuration) -> Iterator[Configuration]:
+    def _ways(
+        self, system: str, configuration: Configuration
+    ) -> Iterator[Configuration]:
         """Yield a system's configurations with these numbers of pipeline ranks and microbatches."""
         batch = self.batches[0]
-        ranks = self.cluster.ranks // (self.cluster.tp * now.pp)
+        ranks = self.cluster.ranks // (self.cluster.tp * configuration.pp)
         divisors = [cp for cp in range(1, ranks + 1) if ranks % cp == 0]
         if system in ("perfect", "dynamic_cp"):
-            yield replace(now, cp=1)
+            yield replace(configuration, cp=1)
         elif system == "packing_cp":
             for cp in (
                 divisors
-                if now.packing_cp is None
-                else {now.packing_cp}.intersection(divisors)
+                if configuration.packing_cp is None
+                else {configuration.packing_cp}.intersection(divisors)
             ):
-                if now.microbatches * (ranks // cp) <= len(batch.lengths):
-                    yield replace(now, cp=cp, backward="resend")
+                if configuration.microbatches * (ranks // cp) <= len(batch.lengths):
+                    yield replace(configuration, cp=cp, backward="resend")
                     if cp > 1:
-                        yield replace(now, cp=cp, backward="keep")
+                        yield replace(configuration, cp=cp, backward="keep")
         else:
             ways = dict[int, int]()
             for cp in self._choices("cp", divisors):
                 # placed, documents are not bound to a row's ranks
-                if step := self.step(system, replace(now, cp=cp)):
+                if step := self.step(system, replace(configuration, cp=cp)):
                     ways.setdefault(
-                        cp if now.placement == "loader" else step.rows_per_rank % 2, cp
+                        cp
+                        if configuration.placement == "loader"
+                        else step.rows_per_rank % 2,
+                        cp,
                     )
-            divided = [replace(now, cp=cp) for cp in ways.values()]
+            divided = [replace(configuration, cp=cp) for cp in ways.values()]
             if system in BASELINES:
                 yield from divided
                 return

@@ -267,12 +267,12 @@ class Step:
     @property
     def final(self) -> float:
         """Seconds at the step's end: what FSDP2 does not do in every layer, and what does not grow with the tokens."""
-        mine = self.costs.model.held_parameters / self.pp
+        parameters = self.costs.model.held_parameters / self.pp
         extra = self.costs.rates.seconds_per_step
         return extra + (
             0.0
             if self.lockstep
-            else self.costs.parameter_seconds(mine, self.ranks, gradients=True)
+            else self.costs.parameter_seconds(parameters, self.ranks, gradients=True)
         )
 
     def even(self, schedule: str) -> Parts:

@@ -31,7 +31,9 @@ class Nano:
     @property
     def num_bytes(self) -> float:
         """Bytes of both exchanges, of all ranks."""
-        return sum(each.num_bytes for each in (self.there, self.back) if each)
+        return sum(
+            transfer.num_bytes for transfer in (self.there, self.back) if transfer
+        )
 
 
 class Streams:

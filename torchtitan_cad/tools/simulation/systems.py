@@ -143,14 +143,14 @@ class Report:
                 rows.append([name, *["-"] * (len(rows[0]) - 2), system.reason])
                 continue
             seconds = [
-                scale * each for each in (system.seconds, *map(system.part, PARTS))
+                scale * time for time in (system.seconds, *map(system.part, PARTS))
             ]
             rows.append(
                 [
                     name,
                     *(
-                        f"{each:z.3f}" if abs(each) < 100 else f"{each:z.1f}"
-                        for each in seconds
+                        f"{time:z.3f}" if abs(time) < 100 else f"{time:z.1f}"
+                        for time in seconds
                     ),
                     f"{system.max_over_mean:.3f}",
                     f"{self.speed(name):,.0f}",
@@ -196,12 +196,12 @@ class Report:
 
 def servers_line(cluster: Cluster, ratio: float) -> str:
     """Say what a cluster's attention servers gain; ``ratio`` is the speed with them over that without."""
-    each = (
+    servers = (
         f"{cluster.servers} attention servers, each {cluster.server_speed:g} of a GPU at "
         f"{cluster.server_net / 1e9:g} GB/s"
     )
     word = "pay" if ratio >= SERVERS_PAY_FROM else "do not pay"
-    return f"{each}, {word}: {ratio:.3f} times as fast as cad alone"
+    return f"{servers}, {word}: {ratio:.3f} times as fast as cad alone"
 
 
 def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
@@ -246,7 +246,10 @@ def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
     found["cad"] = search.placed(first + others)
     if cluster.servers:
         found["servers"] = search.run("servers", found["cad"].configuration)
-    trials = [search.run("perfect", each) for each in search.candidates("perfect")]
+    trials = [
+        search.run("perfect", configuration)
+        for configuration in search.candidates("perfect")
+    ]
     fastest = min(trials, key=lambda trial: trial.seconds)
     found["perfect"] = fastest if fastest.fits else search.none(trials)
     flops = mean_flops(inputs.model, search.batches)
