@@ -26,12 +26,12 @@ class TickCall:
     Attributes:
         forward: True for a forward call.
         keys: keys of its plans in the engine, one per nano-batch, equal on all ranks of the group.
-        mine: True if tokens of this rank attend; otherwise the rank only serves.
+        attends: True if tokens of this rank attend; otherwise the rank only serves.
     """
 
     forward: bool
     keys: tuple[int, ...]
-    mine: bool
+    attends: bool
 
 
 class _Due(NamedTuple):
@@ -159,7 +159,7 @@ class TickEngine(CoreAttentionEngine):
             if due.step == "start":
                 while due.nano in self._served:
                     self._finish_oldest()
-            if due.call.mine:
+            if due.call.attends:
                 return due
             self._serving = True
             self._serve(due)

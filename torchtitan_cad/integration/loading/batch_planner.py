@@ -334,16 +334,16 @@ class BatchPlanner:
 
     def _plan_batch(
         self,
-        given: Layouts,
+        layouts: Layouts,
         columns: IntArray,
         placed: PlannedMicrobatches | None,
     ) -> PlannedMicrobatches:
-        """Return the plans of a batch: those of its homes, or new ones for ``given``."""
+        """Return the plans of a batch: those of its homes, or new ones for ``layouts``."""
         if placed is not None:
             return placed
         rules = self._rules
         return plan_step(
-            given,
+            layouts,
             rules.kinds,
             rules.config,
             rules.times,

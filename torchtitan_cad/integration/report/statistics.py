@@ -113,8 +113,10 @@ class StepStatistics:
         figures["bytes_per_rank_max"] = float(self._most_bytes)
         if "home_bytes" in sums:
             # no bytes are no more than no bytes
-            given, placed = np.maximum(sums["home_bytes"], 1)
-            figures["placed_total"], figures["placed_worst"] = (placed / given).tolist()
+            loaded, placed = np.maximum(sums["home_bytes"], 1)
+            figures["placed_total"], figures["placed_worst"] = (
+                placed / loaded
+            ).tolist()
         if "served" in sums:
             figures["served_share"] = sums["served"] / sums["plans"]
         if "between_hosts" in sums:

@@ -165,9 +165,9 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         .flatten(0, 1)
         .contiguous()
     )
-    mine = parts.new_empty(batch, length // group.size(), dim)
-    _reduce_scatter(mine, parts, group=group)
-    return mine
+    part = parts.new_empty(batch, length // group.size(), dim)
+    _reduce_scatter(part, parts, group=group)
+    return part
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
