@@ -132,7 +132,8 @@ class TickEngine(CoreAttentionEngine):
         """
         if self._serving:
             return super().enter(step, direction, key)
-        if rows is not None and rows.dtype != (expected := self._saved.q.dtype):
+        expected = self._saved.q.dtype
+        if rows is not None and rows.dtype != expected:
             raise RuntimeError(
                 f"core attention gets {rows.dtype}, but the ranks that serve it expect {expected}, the dtype of "
                 "training.mixed_precision_param: cast queries, keys and values to that"

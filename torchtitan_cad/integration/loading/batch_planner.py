@@ -97,11 +97,10 @@ class PlannedBatch:
     @property
     def by_kind(self) -> list[tuple[Plan, ...]]:
         """For every nano-batch of every microbatch the plans of all kinds of attention."""
-        return [
-            plans
-            for microbatch in self.microbatches
-            for plans in zip(*microbatch.plans, strict=True)
-        ]
+        by_microbatch = (
+            zip(*microbatch.plans, strict=True) for microbatch in self.microbatches
+        )
+        return list(chain.from_iterable(by_microbatch))
 
 
 @dataclass(frozen=True)

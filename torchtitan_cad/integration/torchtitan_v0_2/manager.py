@@ -210,7 +210,8 @@ def _nearest(name: str, known: Collection[str]) -> str:
     tables = sorted({other.rpartition(".")[0] for other in known})
     if name in tables:
         return f"it is a table: write its keys below [{name}]"
-    if not siblings and (close := difflib.get_close_matches(table or key, tables, 1)):
+    close = difflib.get_close_matches(table or key, tables, 1)
+    if close and not siblings:
         return f"did you mean the table [{close[0]}]?"
     if not table or not siblings:
         return f"the tables are {', '.join(tables)}"

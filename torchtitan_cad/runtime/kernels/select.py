@@ -339,7 +339,7 @@ def _agree(
     """Return every kernel's longest time over the ranks of the group, or the first rank's reason against it."""
     everyone = gather(local, group)
     agreed = {}
-    for name in sorted({name for outcomes in everyone.values() for name in outcomes}):
+    for name in sorted(set(itertools.chain(*everyone.values()))):
         of_ranks = {
             rank: outcomes.get(name, "cannot be used")
             for rank, outcomes in everyone.items()

@@ -93,7 +93,8 @@ class _Start(torch.autograd.Function):
         residual: Tensor,
         weight: Tensor | None,
     ) -> Tensor:
-        group, (_, eps, _) = boundary.group, boundary.started
+        group = boundary.group
+        _, eps, _ = boundary.started
 
         def work() -> tuple[Tensor, ...]:
             h = (
@@ -123,7 +124,8 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, boundary: Boundary, token: Tensor) -> tuple[Tensor, Tensor]:
         h, g = boundary.collect("forward")
-        ctx.boundary, (weight, ctx.eps, ctx.reduces) = boundary, boundary.started
+        ctx.boundary = boundary
+        weight, ctx.eps, ctx.reduces = boundary.started
         ctx.save_for_backward(*(() if weight is None else (h, weight)))
         return h, g
 

@@ -115,11 +115,16 @@ def all_to_all(rank: int, sends: np.ndarray, per_peer: int, buffer: int = 0) -> 
     ``sends`` is bool [ranks, ranks], sender first.
     """
     rows = per_peer * sends.astype(np.int64)
-    offsets = rows[:rank].sum(axis=0).tolist()
-    counts = rows[rank].tolist(), rows[:, rank].tolist()
-    return Routes(
-        [Route("queries", None, *counts, offsets, int(rows.sum(axis=0).max()), buffer)]
+    route = Route(
+        kind="queries",
+        rows=None,
+        send_counts=rows[rank].tolist(),
+        recv_counts=rows[:, rank].tolist(),
+        put_offsets=rows[:rank].sum(axis=0).tolist(),
+        most_rows=int(rows.sum(axis=0).max()),
+        buffer=buffer,
     )
+    return Routes([route])
 
 
 class Pending(Protocol):
