@@ -99,8 +99,8 @@ FAULTS = [
     Fault(
         "loader: a batch carries the plan before its own",
         "integration/loading/loader.py",
-        "HostTensor.wrap(each.keys)",
-        "HostTensor.wrap(each.keys - 1)",
+        "HostTensor.wrap(planned_batch.keys)",
+        "HostTensor.wrap(planned_batch.keys - 1)",
         ("integration/test_loader.py",),
     ),
     Fault(

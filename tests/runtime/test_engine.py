@@ -284,7 +284,7 @@ def tick_engine() -> TickEngine:
 
 
 def one_call(*keys: int, forward: bool = True) -> list[TickCall]:
-    return [TickCall(forward=forward, keys=keys, mine=True)]
+    return [TickCall(forward=forward, keys=keys, attends=True)]
 
 
 ROWS = torch.zeros(4, 4, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)

@@ -122,7 +122,7 @@ def attend_in_tick(
     engine: TickEngine, tensors: Tensors, rank: int, name: str
 ) -> list[Tensor]:
     is_mine = len(tensors.q[rank]) > 0
-    calls = [TickCall(forward, keys=(0,), mine=is_mine) for forward in (True, False)]
+    calls = [TickCall(forward, keys=(0,), attends=is_mine) for forward in (True, False)]
     engine.begin_tick(calls, microbatch=0 if is_mine else None)
     q, k, v, dout, dlse = tensors.of_rank(rank)
     results = [dout, dlse, q, k, v, tensors.shared[rank]]

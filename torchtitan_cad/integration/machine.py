@@ -70,13 +70,13 @@ def check_same_profile(
     profile: Profile | None,
 ) -> None:
     """Raise ValueError, on all ``ranks`` of the group, unless all of them have read the same profile, or none."""
-    mine = torch.tensor([int(profile.fingerprint()[:15], 16) if profile else 0])
-    every = [torch.empty_like(mine) for _ in ranks]
-    dist.all_gather(every, mine, group=group)
+    fingerprint = torch.tensor([int(profile.fingerprint()[:15], 16) if profile else 0])
+    every = [torch.empty_like(fingerprint) for _ in ranks]
+    dist.all_gather(every, fingerprint, group=group)
     differing = [
         rank
-        for rank, theirs in zip(ranks, every, strict=True)
-        if not torch.equal(theirs, every[0])
+        for rank, other in zip(ranks, every, strict=True)
+        if not torch.equal(other, every[0])
     ]
     if differing:
         raise ValueError(

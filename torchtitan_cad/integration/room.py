@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
     """Return the room of this rank, whose device has ``device_bytes`` of memory."""
     topology = job.topology
     nano_batches = job.cad.nano_batches
-    blocks = [block for module in parts.modules for block in module.layers.values()]
+    blocks = []
+    for module in parts.modules:
+        blocks += module.layers.values()
     tokens = job.rows // job.microbatches * parts.row_tokens // topology.cp
     heads = job.shape.num_heads * topology.tp
     key_heads = job.shape.num_kv_heads * topology.tp
@@ -108,10 +111,9 @@ def _state_bytes(
         shards: ranks that FSDP2 shards parameters over.
         itemsize: bytes of an element of gathered parameters.
     """
+    parameters = chain.from_iterable(part.parameters() for part in parts)
     own = sum(
-        _STATES * parameter.itemsize * _count(parameter)
-        for part in parts
-        for parameter in part.parameters()
+        _STATES * parameter.itemsize * _count(parameter) for parameter in parameters
     )
     if shards == 1:
         return own

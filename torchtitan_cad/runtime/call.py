@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -113,7 +114,8 @@ def _split(
 
 
 def _outputs(rows: dict[Kind, list[Tensor]]) -> dict[Kind, list[Tensor]]:
-    (q,), (_, v, *_) = rows["queries"], rows["keys"]
+    (q,) = rows["queries"]
+    _, v, *_ = rows["keys"]
     return {
         "queries": [q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1])]
     }
@@ -492,9 +494,8 @@ class AttentionCall:
                 self.combine(
                     kind, getattr(self._plan, kind).home[0].combination, is_last=True
                 )
-        results = [
-            rows.contiguous() for kind in self._results.values() for (rows,) in kind
-        ]
+        of_kinds = chain(*self._results.values())
+        results = [rows.contiguous() for (rows,) in of_kinds]
         if self.direction is FORWARD:
             nothing = [results[0].new_empty(0, dtype=torch.uint8) for _ in range(2)]
             results += self._kept or nothing

@@ -188,22 +188,22 @@ class CoreAttentionEngine:
         self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None
     ) -> AttentionCall:
         """Begin a backward call, with the arguments of ``backward``."""
-        given = Saved(*saved)
-        q, *keys = given.arguments
+        state = Saved(*saved)
+        q, *keys = state.arguments
         key = self.enter("start", BACKWARD, key, q)
         plan = self.plan(key)
         dout = dout.contiguous()
         delta = (
-            given.out if plan.is_plain and dlse is None else row_delta(dout, given.out)
+            state.out if plan.is_plain and dlse is None else row_delta(dout, state.out)
         )
         if dlse is not None:
             dout, delta = subtract_lse_gradient(dout, delta, dlse)
         rows: dict[Kind, list[Tensor]] = {
-            "queries": [dout, given.lse, delta, q],
+            "queries": [dout, state.lse, delta, q],
             "keys": keys,
         }
         return AttentionCall(
-            self, BACKWARD, key, plan, rows, [given.kept_q, given.kept_kv]
+            self, BACKWARD, key, plan, rows, [state.kept_q, state.kept_kv]
         )
 
     def enter(

@@ -318,7 +318,7 @@ class PeerMonitor:
                 else beat.step < own.step
             )
         ]
-        for *_, beat in sorted(behind, key=lambda each: each[:2])[:1]:
+        for *_, beat in sorted(behind, key=lambda entry: entry[:2])[:1]:
             findings.append(
                 f"{beat.name} is alive but behind, at {beat.place}, while this rank is at {own.place}"
             )
@@ -335,12 +335,12 @@ class PeerMonitor:
                     self.watched.union(rank for rank in self._host if rank not in known)
                 )
                 self.known = known | beats
-                now = {rank: beats[rank] for rank in self.watched if rank in beats}
+                look = {rank: beats[rank] for rank in self.watched if rank in beats}
                 self._answered = time.monotonic()
                 self.name_gone(f"noticed by rank {self.own.rank}")
-                looks.extend([now] if now else [])
+                looks.extend([look] if look else [])
                 findings = (
-                    self._compare(looks[0], now, self._stall_intervals)
+                    self._compare(looks[0], look, self._stall_intervals)
                     if len(looks) == looks.maxlen
                     else []
                 )
@@ -363,20 +363,22 @@ class PeerMonitor:
         longest = 0.0
         is_reported = False
         while not self._closing.wait(self._interval_s):
-            now = time.monotonic()
-            if now - self._answered > max(self._silence_s, _LEAST_SILENCE_S):
-                self._lose_store(f"for {now - self._answered:.1f} s")
+            moment = time.monotonic()
+            if moment - self._answered > max(self._silence_s, _LEAST_SILENCE_S):
+                self._lose_store(f"for {moment - self._answered:.1f} s")
             elif self._lost.is_set():
                 self._lost.clear()
                 _logger.warning(
                     f"{self.own.name} reaches the job's key-value store again"
                 )
             if (at := self.progress()[0]) != step:
-                longest = max(longest, now - begin) if step > _STARTING_STEPS else 0.0
-                begin = now
+                longest = (
+                    max(longest, moment - begin) if step > _STARTING_STEPS else 0.0
+                )
+                begin = moment
                 step = at
                 is_reported = False
-            elif longest and now - begin > max(
+            elif longest and moment - begin > max(
                 _SLOW_INTERVALS * self._interval_s, _SLOWER * longest
             ):
                 if (
@@ -385,7 +387,7 @@ class PeerMonitor:
                     and not self._lost.is_set()
                 ):
                     _logger.warning(
-                        f"{self.own.name} has been at {self.own.place} for {now - begin:.0f} s, where steps took at "
+                        f"{self.own.name} has been at {self.own.place} for {moment - begin:.0f} s, where steps took at "
                         f"most {longest:.1f} s: it waits for a link or a peer{self._last_seen()}; the job's key-value "
                         "store answers"
                     )

@@ -95,10 +95,15 @@ def link_rate(
     senders = int(sends.sum(axis=0).max())
 
     def measure(num_bytes: int) -> tuple[int, float]:
-        each = max(1, min(num_bytes, transport.buffer_bytes) // ROW_BYTES // senders)
-        routes = all_to_all(rank, sends, each)
+        per_peer = max(
+            1, min(num_bytes, transport.buffer_bytes) // ROW_BYTES // senders
+        )
+        routes = all_to_all(rank, sends, per_peer)
         rows = torch.zeros(
-            each * int(sends[rank].sum()), ROW_BYTES, dtype=torch.uint8, device=device
+            per_peer * int(sends[rank].sum()),
+            ROW_BYTES,
+            dtype=torch.uint8,
+            device=device,
         )
 
         def exchange() -> None:
@@ -109,7 +114,7 @@ def link_rate(
             pending.release()
 
         seconds = 1e-3 * median_milliseconds(exchange, device, _REPEATS)
-        return each * senders * ROW_BYTES, slowest([seconds], group)[0]
+        return per_peer * senders * ROW_BYTES, slowest([seconds], group)[0]
 
     _, least = measure(1)
     few, seconds = measure(_FEW_BYTES)

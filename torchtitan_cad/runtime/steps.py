@@ -162,7 +162,8 @@ def _begin(
     key: int,
     *arguments: Any,
 ) -> Any:
-    (*rows, option), call_key = arguments, (direction.name, key)
+    *rows, option = arguments
+    call_key = (direction.name, key)
     if call_key in engine.pending:
         raise RuntimeError(
             f"a {direction.name} of core attention by plan {key} begins, but another one by this plan is in flight, or "

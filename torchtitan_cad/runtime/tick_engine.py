@@ -26,12 +26,12 @@ class TickCall:
     Attributes:
         forward: True for a forward call.
         keys: keys of its plans in the engine, one per nano-batch, equal on all ranks of the group.
-        mine: True if tokens of this rank attend; otherwise the rank only serves.
+        attends: True if tokens of this rank attend; otherwise the rank only serves.
     """
 
     forward: bool
     keys: tuple[int, ...]
-    mine: bool
+    attends: bool
 
 
 class _Due(NamedTuple):
@@ -132,7 +132,8 @@ class TickEngine(CoreAttentionEngine):
         """
         if self._serving:
             return super().enter(step, direction, key)
-        if rows is not None and rows.dtype != (expected := self._saved.q.dtype):
+        expected = self._saved.q.dtype
+        if rows is not None and rows.dtype != expected:
             raise RuntimeError(
                 f"core attention gets {rows.dtype}, but the ranks that serve it expect {expected}, the dtype of "
                 "training.mixed_precision_param: cast queries, keys and values to that"
@@ -159,7 +160,7 @@ class TickEngine(CoreAttentionEngine):
             if due.step == "start":
                 while due.nano in self._served:
                     self._finish_oldest()
-            if due.call.mine:
+            if due.call.attends:
                 return due
             self._serving = True
             self._serve(due)

@@ -97,11 +97,10 @@ class PlannedBatch:
     @property
     def by_kind(self) -> list[tuple[Plan, ...]]:
         """For every nano-batch of every microbatch the plans of all kinds of attention."""
-        return [
-            plans
-            for microbatch in self.microbatches
-            for plans in zip(*microbatch.plans, strict=True)
-        ]
+        by_microbatch = (
+            zip(*microbatch.plans, strict=True) for microbatch in self.microbatches
+        )
+        return list(chain.from_iterable(by_microbatch))
 
 
 @dataclass(frozen=True)
@@ -334,16 +333,16 @@ class BatchPlanner:
 
     def _plan_batch(
         self,
-        given: Layouts,
+        layouts: Layouts,
         columns: IntArray,
         placed: PlannedMicrobatches | None,
     ) -> PlannedMicrobatches:
-        """Return the plans of a batch: those of its homes, or new ones for ``given``."""
+        """Return the plans of a batch: those of its homes, or new ones for ``layouts``."""
         if placed is not None:
             return placed
         rules = self._rules
         return plan_step(
-            given,
+            layouts,
             rules.kinds,
             rules.config,
             rules.times,

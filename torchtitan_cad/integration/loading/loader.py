@@ -141,8 +141,8 @@ class _Pace:
         self._planned += planned
         if self._batches % WATCHED:
             return
-        now = time.perf_counter()
-        elapsed = now - self._begin
+        end = time.perf_counter()
+        elapsed = end - self._begin
         counts = self._batches > WATCHED
         if (
             counts
@@ -155,7 +155,7 @@ class _Pace:
                 f"{1e3 * self._planned / WATCHED:.0f} ms, training on it {1e3 * elapsed / WATCHED:.0f} ms; "
                 f"{self._remedy}"
             )
-        self._begin = now
+        self._begin = end
         self._waited = 0.0
         self._planned = 0.0
 
@@ -279,11 +279,11 @@ class PlanningLoader(Stateful):
                 step += self._plan(planner, batches)
             with announced_failure(planner, "loading a batch"):
                 end = self._snapshot()
-            for number, each in enumerate(step, start=1):
+            for number, pair in enumerate(step, start=1):
                 state = (
                     begin and {**begin, TRAINED: number} if number < len(step) else end
                 )
-                if not put((*each, state)):
+                if not put((*pair, state)):
                     planner.announce_exhausted()
 
     def _snapshot(self) -> dict[str, Any] | None:
@@ -321,8 +321,8 @@ class PlanningLoader(Stateful):
             with announced_failure(planner, "planning a batch"):
                 batches = parcel.unpack(came)
         keyed = [
-            ({**inputs, PLAN_KEYS: HostTensor.wrap(each.keys)}, labels)
-            for (inputs, labels), each in zip(batches, planned, strict=True)
+            ({**inputs, PLAN_KEYS: HostTensor.wrap(planned_batch.keys)}, labels)
+            for (inputs, labels), planned_batch in zip(batches, planned, strict=True)
         ]
         return list(zip(keyed, planned, strict=True))
 

@@ -128,12 +128,12 @@ class Placement:
         return True
 
     def choose(
-        self, given: Layouts, columns: IntArray, times: LayerTimes | None = None
+        self, loaded: Layouts, columns: IntArray, times: LayerTimes | None = None
     ) -> list[PlannedMicrobatch]:
         """Choose homes for the tokens of a step, maybe by time; the same on all ranks of the group.
 
         Args:
-            given: homes of the loader, with document ids of the step.
+            loaded: homes of the loader, with document ids of the step.
             columns: of each document's first token, by id.
         """
         # in ticks the ranks of a stage do not attend alone
@@ -141,7 +141,7 @@ class Placement:
             times = None
         stages = self.topology.pp
         return plan_step(
-            given,
+            loaded,
             self.kinds,
             self.config,
             times,
@@ -152,7 +152,7 @@ class Placement:
 
     def pack(
         self,
-        given: Layouts,
+        loaded: Layouts,
         placed: PlannedMicrobatches | None,
         shape: BatchShape,
         batches: Sequence[Batch],
@@ -160,7 +160,7 @@ class Placement:
         """Pack the batches that this rank has loaded for ``exchange``; None if they stay. Collective over the replicas.
 
         Args:
-            given: homes of the loader.
+            loaded: homes of the loader.
             placed: what ``choose`` returned; None if some rank cannot redistribute its part of the step, which then
                 stays where it was loaded.
             shape: of all the step's rows.
@@ -169,7 +169,7 @@ class Placement:
         Raises PeerError if a replica is gone, PlanMismatchError if one chose other homes.
         """
         homes = [microbatch.layouts for microbatch in placed or ()]
-        redistribution = self._redistribution(given, homes, shape) if homes else None
+        redistribution = self._redistribution(loaded, homes, shape) if homes else None
         self._compare(homes)
         if redistribution is None:
             return None
@@ -187,14 +187,14 @@ class Placement:
         )
 
     def _redistribution(
-        self, given: Layouts, homes: Layouts, shape: BatchShape
+        self, loaded: Layouts, homes: Layouts, shape: BatchShape
     ) -> Redistribution | None:
         """Return how this rank's tokens come to their homes; None if all tokens stay."""
         cp = self.topology.cp
         old = []
         new = []
         slots = []
-        for number, (before, after) in enumerate(zip(given, homes, strict=True)):
+        for number, (before, after) in enumerate(zip(loaded, homes, strict=True)):
             of_microbatch = slots_of_nano_batches(shape, number, cp, len(before))
             held = len(of_microbatch)  # layouts that hold all tokens between them
             slots += of_microbatch
@@ -248,15 +248,15 @@ class Placement:
                     ]
                 ).tobytes()
             )
-        mine = torch.tensor([int.from_bytes(digest.digest())])
-        every = [torch.empty_like(mine) for _ in range(self.replicas.size())]
+        fingerprint = torch.tensor([int.from_bytes(digest.digest())])
+        every = [torch.empty_like(fingerprint) for _ in range(self.replicas.size())]
         try:
-            dist.all_gather(every, mine, group=self.replicas)
+            dist.all_gather(every, fingerprint, group=self.replicas)
         except RuntimeError as error:
             raise PeerError(
                 f"comparing homes of stages and tensor-parallel ranks failed: {error}"
             ) from error
-        if any(not torch.equal(theirs, mine) for theirs in every):
+        if any(not torch.equal(other, fingerprint) for other in every):
             raise PlanMismatchError(
                 "pipeline stages or tensor-parallel ranks redistribute a batch's tokens to different homes: all ranks "
                 "must run the same version of torchtitan_cad and numpy with the same [cad] table, and load equal rows"

@@ -61,7 +61,7 @@ class Redistribution:
 
 
 def make_redistribution(
-    given: Sequence[TokenLayout],
+    loaded: Sequence[TokenLayout],
     homes: Sequence[TokenLayout],
     slots: Sequence[np.ndarray],
     dp_rank: int,
@@ -69,22 +69,22 @@ def make_redistribution(
     """Return the part of data-parallel rank ``dp_rank`` in redistributing a step.
 
     Args:
-        given, homes: layouts of the step's parts, old and new: between them the same documents, whose ids are those of
-            the step, and in each part as many tokens on every rank.
+        loaded, homes: layouts of the step's parts, old and new: between them the same documents, whose ids are those
+            of the step, and in each part as many tokens on every rank.
         slots: of every part, [slices, tokens] flat positions of a rank's tokens in layout order; rank r of the layouts
             is slice r % slices of data-parallel rank r // slices.
     """
-    num_ranks = given[0].num_ranks
+    num_ranks = loaded[0].num_ranks
     slot = np.stack(slots)
     slices = slot.shape[1]
-    old = _joined(given)
+    old = _joined(loaded)
     new = _joined(homes)
     ways = []
-    for mine, other in ((old, new), (new, old)):
-        own = mine.seg_rank % num_ranks // slices == dp_rank
+    for layout, other in ((old, new), (new, old)):
+        own = layout.seg_rank % num_ranks // slices == dp_rank
         token = concat_ranges(
-            mine.global_position(mine.seg_doc[own], mine.seg_start[own]),
-            mine.seg_length[own],
+            layout.global_position(layout.seg_doc[own], layout.seg_start[own]),
+            layout.seg_length[own],
         )
         run = np.searchsorted(other.run_start, token, side="right") - 1
         part, rank = np.divmod(other.run_rank[run], num_ranks)

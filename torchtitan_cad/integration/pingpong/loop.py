@@ -113,11 +113,10 @@ class _NanoBatch:
 
     def receive(self) -> None:
         *qkv, shared = self._rows
-        call = self._token, *qkv, self.plan_key, self.engine
-        if self._block.rescale is None:
-            out = combine(*call, shared=shared)
-        else:
-            out = self._block.rescale(*combine_with_lse(*call, shared=shared))
+        rescale = self._block.rescale
+        end: Callable[..., Any] = combine if rescale is None else combine_with_lse
+        result = end(self._token, *qkv, self.plan_key, self.engine, shared=shared)
+        out = result if rescale is None else rescale(*result)
         self._token = self._block = self._rows = None
         self._attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
@@ -237,9 +236,9 @@ class PingPong:
                 segments in which the outputs of chosen operators are kept, core attention's among them.
         """
         if kept == "blocks":
-            self.segments, self.units = (
-                [],
-                wrap([_Unit(block, i, self) for i, block in enumerate(self.blocks)]),
+            self.segments = []
+            self.units = wrap(
+                [_Unit(block, i, self) for i, block in enumerate(self.blocks)]
             )
             return
         if kept == "operators":
@@ -273,7 +272,8 @@ class PingPong:
         self.segments = [compiled(segment) for segment in self.segments]
         for unit in self.units:
             inner: Any = getattr(unit, "_checkpoint_wrapped_module", unit)
-            inner.start, inner.end = compiled(inner.start), compiled(inner.end)
+            inner.start = compiled(inner.start)
+            inner.end = compiled(inner.end)
 
     def __call__(
         self, x: Tensor, rope: Tensor, positions: Tensor | None, key: int
@@ -283,10 +283,10 @@ class PingPong:
             return x
         in_rows = not divides_by_row(x.shape[0])
         dim = 1 if in_rows else 0
-        ropes = (rope, rope)
+        ropes = [rope, rope]
         if in_rows and positions is None:
             middle = x.shape[1] // 2
-            ropes = (rope[:middle], rope[middle : 2 * middle])
+            ropes = [rope[:middle], rope[middle : 2 * middle]]
         halved = (None, None) if positions is None else positions.chunk(2, dim)
         xs: Sequence[Tensor] = x.chunk(2, dim)
         if self.graphs:

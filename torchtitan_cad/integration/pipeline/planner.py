@@ -31,15 +31,15 @@ class TickPlanner(BatchPlanner):
 
     def _plan_batch(
         self,
-        given: Layouts,
+        layouts: Layouts,
         columns: IntArray,
         placed: PlannedMicrobatches | None,
     ) -> PlannedMicrobatches:
-        layouts = (
-            given if placed is None else [microbatch.layouts for microbatch in placed]
+        homes = (
+            layouts if placed is None else [microbatch.layouts for microbatch in placed]
         )
         pools = [
-            pool_layouts(layouts, pool.microbatches, self._per_stage)
+            pool_layouts(homes, pool.microbatches, self._per_stage)
             for pool in self._pools
         ]
         return super()._plan_batch(pools, columns, None)

@@ -107,12 +107,12 @@ class TickSchedule(_PipelineScheduleRuntime):
         ]
         calls = []
         for call in program.calls[number]:
-            mine = program.pools[call.pool].microbatches[self.rank] is not None
+            attends = program.pools[call.pool].microbatches[self.rank] is not None
             calls.append(
                 TickCall(
                     call.forward,
                     pool_keys(keys[0], call.pool, self._nano_batches),
-                    mine,
+                    attends,
                 )
             )
         work = program.ticks[number].work[self.rank]

@@ -103,18 +103,20 @@ class StepStatistics:
         sums = self._sums
         if not sums["plans"]:
             return {}
-        figures = {
-            name: sums[name] / sums[per] for per, names in PER.items() for name in names
-        }
+        figures = dict[str, Any]()
+        for per, names in PER.items():
+            figures |= {name: sums[name] / sums[per] for name in names}
         figures |= {
             "loads_before": sums["loads_before"],
             "loads_after": sums["loads_after"],
+            "bytes_per_rank_max": float(self._most_bytes),
         }
-        figures["bytes_per_rank_max"] = float(self._most_bytes)
         if "home_bytes" in sums:
             # no bytes are no more than no bytes
-            given, placed = np.maximum(sums["home_bytes"], 1)
-            figures["placed_total"], figures["placed_worst"] = (placed / given).tolist()
+            loaded, placed = np.maximum(sums["home_bytes"], 1)
+            figures["placed_total"], figures["placed_worst"] = (
+                placed / loaded
+            ).tolist()
         if "served" in sums:
             figures["served_share"] = sums["served"] / sums["plans"]
         if "between_hosts" in sums:

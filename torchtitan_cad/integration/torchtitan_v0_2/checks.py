@@ -180,7 +180,8 @@ def _check_compiled_shards(config: JobConfig, topology: Topology) -> None:
 
 def _check_streams(config: JobConfig) -> None:
     """Raise ValueError for ``cad.streams = "traced"`` where it cannot be; names key, value and remedy."""
-    if config.cad.streams == "traced" and (obstacle := _obstacle(config)) is not None:
+    obstacle = _obstacle(config) if config.cad.streams == "traced" else None
+    if obstacle:
         raise ValueError(f"cad.streams = 'traced' {obstacle}, or cad.streams to 'auto'")
 
 

@@ -128,10 +128,10 @@ def open_dataset(
             raise ValueError(too_few) from error
         _check_name(section, name)
         where = where if path else repr(DATASETS[name.lower()].path)
-        ours = DEMO_TEXTS[section == "validation"]
+        demo = DEMO_TEXTS[section == "validation"]
         raise ValueError(
             f"{section}.dataset = {name!r} at {where}: {' '.join(str(error).split()).rstrip('.')}; set "
-            f"{section}.dataset_path to where it is, or {section}.dataset to {ours!r}, which needs no download"
+            f"{section}.dataset_path to where it is, or {section}.dataset to {demo!r}, which needs no download"
         ) from error
     # of torchtitan's text datasets
     documents = getattr(getattr(loader, "dataset", None), "_data", None)

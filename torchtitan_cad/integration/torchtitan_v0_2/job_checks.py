@@ -173,9 +173,9 @@ def _check_schedule(config: JobConfig) -> None:
     try:
         schedule_class = get_schedule_class(schedule)
     except ValueError as error:
-        ours = " or ".join(map(repr, TICK_SCHEDULES))
+        names = " or ".join(map(repr, TICK_SCHEDULES))
         raise ValueError(
-            f"{selected}: set it to {ours}, or to one of torch's ({error})"
+            f"{selected}: set it to {names}, or to one of torch's ({error})"
         ) from None
     overlaps = parallelism.pipeline_parallel_expert_parallel_overlap
     if has_cad(config) and schedule_class is ScheduleDualPipeV and overlaps:

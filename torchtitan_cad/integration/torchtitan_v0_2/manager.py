@@ -122,11 +122,11 @@ def check_keys(config_cls: Any, table: dict[str, Any], args: list[str]) -> None:
     Raises ValueError that names the key and the nearest right one, or its value and what to set.
     """
     kinds = dict(job_keys(config_cls))
-    given = list(_given(table, kinds))
-    for name in [*(name for name, _ in given), *_option_keys(args, kinds)]:
+    entries = list(_given(table, kinds))
+    for name in [*(name for name, _ in entries), *_option_keys(args, kinds)]:
         if name not in kinds:
             raise ValueError(f"{name}: no such key; {_nearest(name, kinds)}")
-    for name, value in given:
+    for name, value in entries:
         if not _fits(value, kinds[name]):
             raise ValueError(f"{name} = {value!r}: set {_words(kinds[name])}")
 
@@ -210,7 +210,8 @@ def _nearest(name: str, known: Collection[str]) -> str:
     tables = sorted({other.rpartition(".")[0] for other in known})
     if name in tables:
         return f"it is a table: write its keys below [{name}]"
-    if not siblings and (close := difflib.get_close_matches(table or key, tables, 1)):
+    close = difflib.get_close_matches(table or key, tables, 1)
+    if close and not siblings:
         return f"did you mean the table [{close[0]}]?"
     if not table or not siblings:
         return f"the tables are {', '.join(tables)}"

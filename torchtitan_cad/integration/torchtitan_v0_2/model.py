@@ -118,7 +118,9 @@ def build_engine(
     two_rounds = any(
         model.pingpong is not None and model.pingpong.splits for model in models
     )
-    blocks = [block for model in models for block in model.layers.values()]
+    blocks = []
+    for model in models:
+        blocks += model.layers.values()
     room = read_room(
         models, parallel_dims, job_config, session.job, session.device_bytes
     )

@@ -224,7 +224,6 @@ class DeepSeekV3(_ByProjection):
         self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None
     ) -> Projected:
         rotate = deepseek_v3.apply_rotary_emb
-        by_head = (*x.shape[:2], -1)
         nope = attention.qk_nope_head_dim
         rotary = attention.qk_rope_head_dim
         value = attention.v_head_dim
@@ -233,7 +232,8 @@ class DeepSeekV3(_ByProjection):
             if attention.q_lora_rank == 0
             else attention.wq_b(attention.q_norm(attention.wq_a(x)))
         )
-        q, q_rotary = q.view(*by_head, nope + rotary).split([nope, rotary], dim=-1)
+        q = q.view(*x.shape[:2], -1, nope + rotary)
+        q, q_rotary = q.split([nope, rotary], dim=-1)
         q = torch.cat((q, rotate(q_rotary, rope, positions)), dim=-1)
         latent, k_rotary = attention.wkv_a(x).split(
             [attention.kv_lora_rank, rotary], dim=-1
@@ -242,7 +242,8 @@ class DeepSeekV3(_ByProjection):
         # every TP rank adds what its heads contribute to the gradient
         if isinstance(shared, DTensor):
             shared = shared.to_local(grad_placements=[Partial()])
-        kv = attention.wkv_b(attention.kv_norm(latent)).view(*by_head, nope + value)
+        kv = attention.wkv_b(attention.kv_norm(latent))
+        kv = kv.view(*x.shape[:2], -1, nope + value)
         k, v = kv.split([nope, value], dim=-1)
         return rows(q), rows(k), rows(v), shared.flatten(0, 1)
 

@@ -2,6 +2,7 @@
 """Which modules of a model are in which stage of a pipeline, as torchtitan assigns them, checked before it does."""
 
 import math
+from itertools import chain
 from typing import Any
 
 from torch.distributed.pipelining.schedules import (
@@ -103,7 +104,7 @@ def _check_count(parallelism: Any, count: int, cause: str) -> None:
 def _check_names(parts: list[list[str]], num_layers: int) -> None:
     """Raise ValueError unless the parts have every module of the model once."""
     (expected,) = generate_llm_fqn_per_model_part(1, num_layers)
-    found = [name for part in parts for name in part]
+    found = list(chain.from_iterable(parts))
     wrong = sorted(set(found) ^ set(expected)) or [
         name for name in expected if found.count(name) > 1
     ]

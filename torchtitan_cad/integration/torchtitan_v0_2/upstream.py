@@ -31,9 +31,9 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 def _has(cls: type, code: str) -> bool:
     """Whether the source of a class of torchtitan's, or one derived from it, has some code: then it is patched."""
     return any(
-        code in inspect.getsource(each)
-        for each in cls.__mro__
-        if each.__module__.startswith("torchtitan.")
+        code in inspect.getsource(base)
+        for base in cls.__mro__
+        if base.__module__.startswith("torchtitan.")
     )
 
 

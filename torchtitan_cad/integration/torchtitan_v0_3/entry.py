@@ -61,19 +61,19 @@ def _check_names(arguments: list[str]) -> None:
     names = ("module", "config")
     for name in names:
         options.add_argument(f"--{name}", nargs="?")
-    given, others = options.parse_known_args(arguments)
+    parsed, others = options.parse_known_args(arguments)
     for name in names:
-        if getattr(given, name) is None:
+        if getattr(parsed, name) is None:
             raise ValueError(
                 f"--{name} is missing: a job is --module {recipes.__name__}.<model> --config <recipe>, such as "
                 "llama3 and llama3_8b; without CAD --module <model>"
             )
     known = [f"{recipes.__name__}.{model}" for model in MODELS_WITH_CAD]
-    if given.module.startswith(recipes.__name__) and given.module not in known:
+    if parsed.module.startswith(recipes.__name__) and parsed.module not in known:
         raise ValueError(
-            f"--module {given.module}: set it to one of: {', '.join(known)}"
+            f"--module {parsed.module}: set it to one of: {', '.join(known)}"
         )
-    model = given.module.removeprefix("torchtitan.models.")
+    model = parsed.module.removeprefix("torchtitan.models.")
     for option in others:
         if model in MODELS_WITH_CAD and option.startswith("--cad."):
             raise ValueError(

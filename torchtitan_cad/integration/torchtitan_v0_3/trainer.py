@@ -107,7 +107,9 @@ class CadTrainer(Trainer):
             else microbatches,
         )
         room = room_of(of_rank, session.job, session.device_bytes)
-        blocks = [block for part in parts for block in part.layers.values()]
+        blocks = []
+        for part in parts:
+            blocks += part.layers.values()
         session.build(mesh, blocks, room, two_rounds=False)
         logger.info(
             f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks"

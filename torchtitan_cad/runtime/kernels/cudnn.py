@@ -68,9 +68,8 @@ class CudnnKernel(FusedKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the backward operator. It does not read its argument for random numbers, so an offset is passed."""
         options = {"scale": call.scale, "window_size": _window(call)}
-        rest = *_shared(call), call.cu_q
         dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
-            *inputs, *rest, **options, **_BACKEND
+            *inputs, *_shared(call), call.cu_q, **options, **_BACKEND
         )
         return dq, dk, dv
 

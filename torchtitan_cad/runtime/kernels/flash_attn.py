@@ -179,12 +179,12 @@ class FlashAttnKernel(FusedKernel):
         self, inputs: BackwardInputs, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the package's backward."""
-        given = tuple[Tensor, ...]()
+        gradients = tuple[Tensor, ...]()
         if not self.library.makes_gradients:
-            given = tuple(map(torch.empty_like, (inputs.q, inputs.k, inputs.v)))
-        arguments = self.library.backward_arguments((*inputs, *given), call)
+            gradients = tuple(map(torch.empty_like, (inputs.q, inputs.k, inputs.v)))
+        arguments = self.library.backward_arguments((*inputs, *gradients), call)
         made = self._backward(**arguments)
-        dq, dk, dv = given or made
+        dq, dk, dv = gradients or made
         return dq, dk, dv
 
 

@@ -120,7 +120,8 @@ class FusedKernel(AttentionKernel, Protocol):
         Raises:
             ValueError: a dtype or head dim that the library does not take.
         """
-        dim, _, value_dim = dims = q.shape[2], k.shape[2], v.shape[2]
+        dims = q.shape[2], k.shape[2], v.shape[2]
+        dim, _, value_dim = dims
         self.check(q.dtype, dim, value_dim, call.window)
         if call.max_q == 0 or call.max_k == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -205,14 +205,14 @@ class Trial:
         ):
             want, merged = self._run(self._trusted, call)
             got, _ = self._run(kernel, call, merged)
-            for name, mine, theirs in zip(
+            for name, actual, expected in zip(
                 ("out", "lse", "dq", "dk", "dv"), got, want, strict=True
             ):
-                if mine.shape != theirs.shape:
-                    return f"is wrong: {name} has shape {tuple(mine.shape)} instead of {tuple(theirs.shape)}"
+                if actual.shape != expected.shape:
+                    return f"is wrong: {name} has shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
                 error = float(
-                    (mine.double() - theirs.double()).abs().max()
-                    / theirs.double().abs().max()
+                    (actual.double() - expected.double()).abs().max()
+                    / expected.double().abs().max()
                 )
                 if not error < TOLERANCE:
                     return f"is wrong: {name} is off by {error:.2g} of its largest value, causal = {call.causal}"
@@ -237,7 +237,9 @@ class Trial:
         after = [length - half for length, half in zip(lengths, before, strict=True)]
 
         def call(queries: list[int], keys: list[int], causal: bool) -> VarlenArgs:
-            cu_q, cu_k = ([0, *itertools.accumulate(each)] for each in (queries, keys))
+            cu_q, cu_k = (
+                [0, *itertools.accumulate(lengths)] for lengths in (queries, keys)
+            )
             return VarlenArgs.from_numpy(
                 cu_q, cu_k, causal=causal, scale=self._scale, device=self._device
             )
@@ -309,8 +311,8 @@ def _best(
     It is that with the least time on its slowest rank; without ``timed`` the ``preferred`` one.
     """
     compared, reasons = compare_kernels(device, shape, timed=timed)
-    kernels = {str(each): each for each, _ in compared}
-    outcomes = {str(each): outcome for each, outcome in compared}
+    kernels = {str(kernel): kernel for kernel, _ in compared}
+    outcomes = {str(kernel): outcome for kernel, outcome in compared}
     if group is not None:
         outcomes = _agree(outcomes, group)
     times = {
@@ -332,20 +334,20 @@ def _best(
 
 
 def _agree(
-    mine: dict[str, float | str], group: dist.ProcessGroup
+    local: dict[str, float | str], group: dist.ProcessGroup
 ) -> dict[str, float | str]:
     """Return every kernel's longest time over the ranks of the group, or the first rank's reason against it."""
-    everyone = gather(mine, group)
+    everyone = gather(local, group)
     agreed = {}
-    for name in sorted({name for outcomes in everyone.values() for name in outcomes}):
+    for name in sorted(set(itertools.chain(*everyone.values()))):
         of_ranks = {
             rank: outcomes.get(name, "cannot be used")
             for rank, outcomes in everyone.items()
         }
         wrong = [
-            f"{each} (rank {rank})"
-            for rank, each in of_ranks.items()
-            if isinstance(each, str)
+            f"{outcome} (rank {rank})"
+            for rank, outcome in of_ranks.items()
+            if isinstance(outcome, str)
         ]
         agreed[name] = wrong[0] if wrong else max(of_ranks.values())
     return agreed

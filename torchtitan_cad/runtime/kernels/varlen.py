@@ -46,8 +46,13 @@ class VarlenKernel(FusedKernel):
         self, inputs: BackwardInputs, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the backward op. A row without keys has the log-sum-exp +inf, so that its probabilities are 0."""
-        rest = *_positional(call), *_without_dropout(inputs.q.device)
-        dq, dk, dv = _backward_op(*inputs, *rest, scale=call.scale, **_window(call))
+        dq, dk, dv = _backward_op(
+            *inputs,
+            *_positional(call),
+            *_without_dropout(inputs.q.device),
+            scale=call.scale,
+            **_window(call),
+        )
         return dq, dk, dv
 
 

@@ -93,7 +93,8 @@ class _Start(torch.autograd.Function):
         residual: Tensor,
         weight: Tensor | None,
     ) -> Tensor:
-        group, (_, eps, _) = boundary.group, boundary.started
+        group = boundary.group
+        _, eps, _ = boundary.started
 
         def work() -> tuple[Tensor, ...]:
             h = (
@@ -123,7 +124,8 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, boundary: Boundary, token: Tensor) -> tuple[Tensor, Tensor]:
         h, g = boundary.collect("forward")
-        ctx.boundary, (weight, ctx.eps, ctx.reduces) = boundary, boundary.started
+        ctx.boundary = boundary
+        weight, ctx.eps, ctx.reduces = boundary.started
         ctx.save_for_backward(*(() if weight is None else (h, weight)))
         return h, g
 
@@ -165,9 +167,9 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         .flatten(0, 1)
         .contiguous()
     )
-    mine = parts.new_empty(batch, length // group.size(), dim)
-    _reduce_scatter(mine, parts, group=group)
-    return mine
+    part = parts.new_empty(batch, length // group.size(), dim)
+    _reduce_scatter(part, parts, group=group)
+    return part
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -109,17 +109,22 @@ def _with_rows(counts: Sequence[Sequence[int]]) -> list[int]:
     ]
 
 
-def all_to_all(rank: int, sends: np.ndarray, each: int, buffer: int = 0) -> Routes:
-    """Return ``rank``'s routes of the exchange in which a rank sends ``each`` rows to every rank that it ``sends`` to.
+def all_to_all(rank: int, sends: np.ndarray, per_peer: int, buffer: int = 0) -> Routes:
+    """Return ``rank``'s routes of the exchange in which a rank sends ``per_peer`` rows to all that it ``sends`` to.
 
     ``sends`` is bool [ranks, ranks], sender first.
     """
-    rows = each * sends.astype(np.int64)
-    offsets = rows[:rank].sum(axis=0).tolist()
-    counts = rows[rank].tolist(), rows[:, rank].tolist()
-    return Routes(
-        [Route("queries", None, *counts, offsets, int(rows.sum(axis=0).max()), buffer)]
+    rows = per_peer * sends.astype(np.int64)
+    route = Route(
+        kind="queries",
+        rows=None,
+        send_counts=rows[rank].tolist(),
+        recv_counts=rows[:, rank].tolist(),
+        put_offsets=rows[:rank].sum(axis=0).tolist(),
+        most_rows=int(rows.sum(axis=0).max()),
+        buffer=buffer,
     )
+    return Routes([route])
 
 
 class Pending(Protocol):

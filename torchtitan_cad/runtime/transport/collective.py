@@ -85,10 +85,14 @@ class CollectiveTransport:
     def _exchange(
         self, received: Tensor, sent: Tensor, route: Route
     ) -> list[dist.Work]:
-        counts = route.recv_counts, route.send_counts
         return [
             dist.all_to_all_single(
-                received, sent, *counts, group=self._group, async_op=True
+                received,
+                sent,
+                output_split_sizes=route.recv_counts,
+                input_split_sizes=route.send_counts,
+                group=self._group,
+                async_op=True,
             )
         ]
 

@@ -51,11 +51,14 @@ def transfer_over(group: dist.ProcessGroup) -> Transfer:
     """Return the transfer over a process group, as one batch. Every rank of the group must use it in the same order."""
 
     def transfer(sent: Sequence[Part], received: Sequence[Part]) -> Works:
-        operations = [
-            dist.P2POp(verb, part.rows, group=group, tag=part.tag, group_peer=part.peer)
-            for verb, parts in ((dist.irecv, received), (dist.isend, sent))
-            for part in parts
-        ]
+        operations = []
+        for verb, parts in ((dist.irecv, received), (dist.isend, sent)):
+            operations += [
+                dist.P2POp(
+                    verb, part.rows, group=group, tag=part.tag, group_peer=part.peer
+                )
+                for part in parts
+            ]
         works = dist.batch_isend_irecv(operations) if operations else []
         if len(works) < len(operations):  # NCCL's one work is that of all parts
             sent = sent[:1]

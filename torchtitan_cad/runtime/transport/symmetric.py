@@ -164,21 +164,21 @@ class SymmetricTransport:
     ) -> tuple[range, list[int]]:
         """Return the buffers that an exchange uses, and the bytes of the memory at which the routes' rows begin."""
         first = slot * BUFFERS_PER_CALL + routes[0].buffer
-        each = self.buffer_bytes
+        buffer_bytes = self.buffer_bytes
         begins = []
-        end = self._first_byte + first * each
+        end = self._first_byte + first * buffer_bytes
         for route, num_bytes in zip(routes, row_bytes, strict=True):
             begins.append(aligned(end))
             end = begins[-1] + route.most_rows * num_bytes
         num_bytes = end - begins[0]
-        room = (BUFFERS_PER_CALL - routes[0].buffer) * each
+        room = (BUFFERS_PER_CALL - routes[0].buffer) * buffer_bytes
         if num_bytes > room:
             raise ValueError(
                 f"exchange '{phase}' brings some rank {num_bytes} bytes, but its receive buffers have {room}: "
                 "set a larger cad.receive_buffer_gb, or give tensors of the dtype that training.mixed_precision_param "
                 "says, for which chunks were made"
             )
-        return range(first, first + max(1, -(-num_bytes // each))), begins
+        return range(first, first + max(1, -(-num_bytes // buffer_bytes))), begins
 
     def _occupy(self, slot: int, buffers: Sequence[int], phase: str) -> int:
         """Count one more exchange of a slot, and return its number; the current stream waits for the buffers."""

@@ -113,7 +113,8 @@ def sum_rows(
     count = len(first.places[0])
     block = min(SUM_TILE, power_of_2(row_size))
     both = tuple(
-        mine + theirs for mine, theirs in zip(first.places, last.places, strict=True)
+        of_first + of_last
+        for of_first, of_last in zip(first.places, last.places, strict=True)
     )
     sum_dtype = tl.float64 if first.dtype == tl.float64 else tl.float32
     is_aligned = all(of_sum.is_aligned for of_sum in described)

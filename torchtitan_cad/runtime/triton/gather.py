@@ -146,9 +146,11 @@ def _gather_rows(
         tl.program_id(1) - select(first_columns, p), select(sizes, p), IS_ALIGNED
     )
     mask = is_row[:, None] & is_word[None, :]
-    mine = row_of(local, p, row)
-    theirs = row_of(received, p, row - num_local)
-    source = pointer(tl.where(row < num_local, mine, theirs), WORD, IS_ALIGNED)
+    local_row = row_of(local, p, row)
+    received_row = row_of(received, p, row - num_local)
+    source = pointer(
+        tl.where(row < num_local, local_row, received_row), WORD, IS_ALIGNED
+    )
     target = pointer(row_of(outs, p, i), WORD, IS_ALIGNED)
     values = tl.load(source[:, None] + words[None, :], mask=mask)
     tl.store(target[:, None] + words[None, :], values, mask=mask)

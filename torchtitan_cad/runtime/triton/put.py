@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -126,14 +126,9 @@ def put_rows(
         failed: int64 [1]; unless 0, nothing is written.
         multiprocessors: int32 [PROGRAMS], gets the multiprocessor on which each program runs, for measurements.
     """
-    sent = zip(messages, blocks.counts, strict=True)
-    tensors = [
-        x.contiguous()
-        for (parts, _), count in sent
-        if count
-        for x in parts
-        if x.numel()
-    ]
+    by_route = zip(messages, blocks.counts, strict=True)
+    sent = chain.from_iterable(parts for (parts, _), count in by_route if count)
+    tensors = [x.contiguous() for x in sent if x.numel()]
     if not tensors:
         return
     sources = [x.data_ptr() for x in tensors]
@@ -179,14 +174,11 @@ def _cut(
 ) -> _Cut:
     """Cut what is the same in every layer, given the ``alignment`` of the tensors."""
     first_blocks = accumulate(counts, initial=0)
-    routes = list(zip(formats, begins, counts, first_blocks, strict=False))
-    parts = [
-        (*route, at, size)
-        for route in routes
-        if route[2]
-        for at, size, *_ in route[0].fields
-        if size
-    ]
+    parts = []
+    for route in zip(formats, begins, counts, first_blocks, strict=False):
+        row_format, _, count, _ = route
+        if count:
+            parts += [(*route, at, size) for at, size, *_ in row_format.fields if size]
     of_route, begin, num_blocks, first_block, at, sizes = zip(*parts, strict=True)
     row_bytes = [row_format.row_bytes for row_format in of_route]
     words = Words.of(sizes, math.gcd(alignment, *begin, *row_bytes, *at))

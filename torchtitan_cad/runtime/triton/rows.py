@@ -49,12 +49,11 @@ class Kernel:
         """Launch the kernel with these arguments, on the current stream."""
         kinds = tuple([(x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
         key = kinds, constants, num_warps
-        arguments = *tensors, *numbers, *constants
         if (variant := self._variants.get(key)) is not None:
-            variant[grid](*arguments)
+            variant[grid](*tensors, *numbers, *constants)
         else:  # Triton's interpreter returns None
             self._variants[key] = self.function[grid](
-                *arguments, num_warps=num_warps, **FUSION
+                *tensors, *numbers, *constants, num_warps=num_warps, **FUSION
             )
 
 
