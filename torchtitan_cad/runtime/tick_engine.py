@@ -112,7 +112,7 @@ class TickEngine(CoreAttentionEngine):
 
     def end_tick(self) -> None:
         """Serve in the remaining calls; raises RuntimeError if one of them needs a block of this rank."""
-        due = self._serve_until_mine()
+        due = self._serve_until_own()
         self._steps = None
         self._microbatch = range(0)
         if due is not None:
@@ -142,7 +142,7 @@ class TickEngine(CoreAttentionEngine):
             raise RuntimeError(
                 f"a block computes core attention of microbatch {key} outside its tick"
             )
-        due = self._serve_until_mine() if self._steps is not None else None
+        due = self._serve_until_own() if self._steps is not None else None
         if due is not None and (due.step, due.call.forward) == (
             step,
             direction is FORWARD,
@@ -154,7 +154,7 @@ class TickEngine(CoreAttentionEngine):
             f"a block makes the step {step}_{direction.name}, but its next step in this tick is {due}"
         )
 
-    def _serve_until_mine(self) -> _Due | None:
+    def _serve_until_own(self) -> _Due | None:
         assert self._steps is not None, "a tick has begun"
         for due in self._steps:
             if due.step == "start":

@@ -122,7 +122,7 @@ def check_keys(config_cls: Any, table: dict[str, Any], args: list[str]) -> None:
     Raises ValueError that names the key and the nearest right one, or its value and what to set.
     """
     kinds = dict(job_keys(config_cls))
-    entries = list(_given(table, kinds))
+    entries = list(_entries(table, kinds))
     for name in [*(name for name, _ in entries), *_option_keys(args, kinds)]:
         if name not in kinds:
             raise ValueError(f"{name}: no such key; {_nearest(name, kinds)}")
@@ -140,7 +140,7 @@ def job_keys(config_cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + field.name, field.type
 
 
-def _given(
+def _entries(
     table: dict[str, Any], kinds: Collection[str], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """Yield every key of a TOML file with its value."""
@@ -149,7 +149,7 @@ def _given(
         if isinstance(value, dict) and any(
             kind.startswith(f"{name}.") for kind in kinds
         ):
-            yield from _given(value, kinds, f"{name}.")
+            yield from _entries(value, kinds, f"{name}.")
         else:
             yield name, value
 
