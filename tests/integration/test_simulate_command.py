@@ -263,7 +263,11 @@ def test_what_is_no_record_is_one_line(change, tmp_path, refused):
 
 def test_folders_without_a_record(tmp_path, refused):
     refused("simulate", *SMALL, f"--documents={tmp_path}")
-    refused("simulate", *SMALL, f"--documents={recorded(tmp_path)}")
+    dump = tmp_path / "job"
+    dump.mkdir()
+    refused("simulate", *SMALL, f"--documents={recorded(dump)}")
+    error = refused("simulate", *SMALL, f"--documents={tmp_path}")
+    assert error.strip().endswith(f"; name {dump}")
 
 
 @pytest.mark.parametrize(

@@ -343,9 +343,11 @@ def _values(spec: str) -> Any:
     path = documents_file(spec)
     if path is None:
         if os.path.isdir(spec):
+            records = sorted(Path(spec).glob(f"*/{DOCUMENTS_NAME}"))
+            any_dump = "the dump folder of a job with cad.shadow = true"
+            folder = printable(records[-1].parents[1]) if records else any_dump
             raise ValueError(
-                f"--documents {printable(spec)}: this folder has no {DOCUMENTS_NAME}; name the dump folder of a job "
-                "with cad.shadow = true"
+                f"--documents {printable(spec)}: this folder has no {DOCUMENTS_NAME}; name {folder}"
             )
         return named_lengths(spec)
     try:
