@@ -242,7 +242,7 @@ def _backward_work(events: list[Event], phases: list[Event]) -> list[Span]:
 
 
 def _work_of_graphs(events: list[Event]) -> list[Span]:
-    """Return the linear work in traced graphs: of a nano-batch, between its ``combine`` and its ``prepare``."""
+    """Return the linear work in traced graphs: of a nano-batch, between ``traced_close`` and ``traced_open``."""
     phases = [event for event in events if event["name"].startswith("cad/segments ")]
     compiled = [
         event
@@ -271,9 +271,7 @@ def _work_of_graphs(events: list[Event]) -> list[Span]:
         names = [event["name"].removeprefix(OPERATOR) for event in inside]
         backward = graph["name"].endswith("Backward")
         last, first = (
-            ("prepare_backward", "combine_backward")
-            if backward
-            else ("combine", "prepare")
+            ("open_backward", "close_backward") if backward else ("close", "open")
         )
         if number is None or not {last, first} & set(names):
             continue

@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.trace import Span, read_spans
+from torchtitan_cad.runtime import traced  # noqa: F401  # defines the operators
 
 
 def event(name: str, begin: float, length: float, **args: int) -> dict[str, Any]:
@@ -82,22 +83,23 @@ def test_backward_linear_work_is_named(tmp_path):
 
 def test_linear_work_of_compiled_turns_is_named(tmp_path):
     def operator(name: str, begin: float) -> dict[str, Any]:
+        assert hasattr(torch.ops.torchtitan_cad, f"traced_{name}")
         return event(f"torchtitan_cad::traced_{name}", begin, 1)
 
     number = {"Sequence number": 7}
     events = [
         event("cad/segments 1", 0, 100),
         event("CompiledFunction", 1, 98, **number),
-        operator("combine", 2),
-        operator("prepare", 10),
-        operator("combine", 20),
-        operator("prepare", 40),
+        operator("close", 2),
+        operator("open", 10),
+        operator("close", 20),
+        operator("open", 40),
         operator("attend", 50),
         event("CompiledFunctionBackward", 200, 90, **number),
-        operator("prepare_backward", 210),
-        operator("combine_backward", 220),
-        operator("prepare_backward", 230),
-        operator("combine_backward", 250),
+        operator("open_backward", 210),
+        operator("close_backward", 220),
+        operator("open_backward", 230),
+        operator("close_backward", 250),
         event("CompiledFunctionBackward", 300, 5),  # of the loss
     ]
     assert spans_of(tmp_path, events) == [
