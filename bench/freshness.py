@@ -23,12 +23,12 @@ JOBS = "train_configs"
 COMPUTED: dict[str, tuple[str, ...]] = {
     "headline.json": (PLANNING, SIMULATION, JOBS, "bench/headline.py"),
     "memory.json": (PLANNING, "bench/memory.py"),
-    "models.json": (PLANNING, "bench/models.py"),
+    "models.json": (PLANNING, SIMULATION, "bench/models.py"),
     "paper.json": (PLANNING, SIMULATION, "bench/paper.py"),
     "pipeline.json": (PLANNING, "bench/pipeline.py"),
     "placement.json": (f"{PLANNING}/placement", "bench/placement.py"),
     "planner.json": (PLANNING, "bench/planner.py"),
-    "tolerance.json": (PLANNING, "bench/tolerance.py"),
+    "tolerance.json": (PLANNING, SIMULATION, "bench/tolerance.py"),
 }
 """Files and folders of code by result, of results that any machine computes alike: they may not be older than their
 code (`make results`)."""
