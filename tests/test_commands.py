@@ -157,7 +157,7 @@ def test_documented_commands_are_taken(command, monkeypatch):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """Make a folder where commands may write, with links to all else, and shorter training."""
+    """Make a folder where commands may write, with links to all else, a tokenizer, and shorter training."""
     folder = tmp_path_factory.mktemp("clone")
     for path in ROOT.glob("[!.]*"):
         if path.name in WRITTEN:
@@ -165,6 +165,7 @@ def clone(tmp_path_factory):
         elif path.name != "outputs":
             (folder / path.name).symlink_to(path)
     (folder / ".venv").symlink_to(sys.prefix)
+    shutil.copytree(tokenizer_folder(), folder / "outputs/assets")
     for name in (JOB, "train.toml"):
         (folder / name).write_text(shorter((ROOT / JOB).read_text()))
     return folder
@@ -181,7 +182,7 @@ def shorter(text: str) -> str:
     "command", [command for command in COMMANDS if not LONG.search(command)]
 )
 def test_documented_commands_run(command, clone):
-    """In the order in which they are read; two ranks stand for a machine of eight GPUs."""
+    """Each runs by itself, in any order; two ranks stand for a machine of eight GPUs."""
     command = shorter(command.replace("make ", "make --old-file=.venv/.installed "))
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
