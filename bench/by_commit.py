@@ -42,7 +42,7 @@ class Options:
         output: file for the figures.
     """
 
-    commits: tyro.conf.Positional[tuple[str, ...]]
+    commits: tyro.conf.Positional[tuple[str, ...]] = ("HEAD",)
     steps: int = 10
     warmup: int = 2
     rounds: int = 2
