@@ -34,7 +34,8 @@ class Job:
             arguments: options of torchtitan beside the job file.
             prefix: words before the command, such as those of ``on_core``.
         """
-        self.log, self.folder = folder / "job.log", folder
+        self.log = folder / "job.log"
+        self.folder = folder
         command = train_command(folder, num_ranks, arguments)
         self.process = start([*prefix, *command], self.log)
 

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 import tyro
 
-LAYERS, ROUNDS = 300, 3
+LAYERS = 300
+ROUNDS = 3
 
 
 def measure() -> str:
@@ -53,7 +54,8 @@ def measure() -> str:
         return DeviceMemory(own, [own.data_ptr()] * 2, None)
 
     layout, tasks = COUNTED[2]
-    shape, device = AttentionShape(32, 8, 128, 2), torch.device("cpu")
+    shape = AttentionShape(32, 8, 128, 2)
+    device = torch.device("cpu")
     transport = SymmetricTransport(range(2), 0, allocate, lambda: 600.0, 2**24)
     engine = CoreAttentionEngine(
         varlen.VarlenKernel(), transport, rank=0, device=device, scale=0.1

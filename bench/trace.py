@@ -121,11 +121,9 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def _forward_spans(phases: list[Event]) -> list[Span]:
-    spans, pending_calls, nano_batch = (
-        [],
-        defaultdict[str, list[tuple[float, int]]](list),
-        defaultdict[str, int](int),
-    )
+    spans = []
+    pending_calls = defaultdict[str, list[tuple[float, int]]](list)
+    nano_batch = defaultdict[str, int](int)
     nano_batches = (
         2
         if any(
@@ -135,11 +133,9 @@ def _forward_spans(phases: list[Event]) -> list[Span]:
         else 1
     )
     for event in phases:
-        name, start, end = (
-            event["name"][4:],
-            event["ts"] / 1e3,
-            (event["ts"] + event["dur"]) / 1e3,
-        )
+        name = event["name"][4:]
+        start = event["ts"] / 1e3
+        end = (event["ts"] + event["dur"]) / 1e3
         phase, _, exchange = name.partition(" ")
         if phase == "exchange":  # nano-batches take turns
             pending_calls[exchange].append((start, nano_batch[exchange]))
@@ -225,11 +221,10 @@ def _backward_work(events: list[Event], phases: list[Event]) -> list[Span]:
     work: list[tuple[str, float, float]] = []
     phases_before = -1
     for node in nodes:
-        begin, end = node["ts"], node["ts"] + node["dur"]
-        name, before = (
-            name_of.get(node["args"]["Sequence number"]),
-            bisect_right(times, begin),
-        )
+        begin = node["ts"]
+        end = node["ts"] + node["dur"]
+        name = name_of.get(node["args"]["Sequence number"])
+        before = bisect_right(times, begin)
         # what holds phases of its own is no linear work
         if name is None or bisect_right(times, end) > before:
             continue
@@ -238,7 +233,7 @@ def _backward_work(events: list[Event], phases: list[Event]) -> list[Span]:
             _, begin, _ = work.pop()
         work.append((name, begin, end))
         phases_before = before
-    return [_linear(*each) for each in work]
+    return [_linear(*span) for span in work]
 
 
 def _work_of_graphs(events: list[Event]) -> list[Span]:
@@ -262,10 +257,8 @@ def _work_of_graphs(events: list[Event]) -> list[Span]:
     }
     work = []
     for graph in compiled:
-        number, end = (
-            number_of.get(graph["args"].get("Sequence number")),
-            graph["ts"] + graph["dur"],
-        )
+        number = number_of.get(graph["args"].get("Sequence number"))
+        end = graph["ts"] + graph["dur"]
         inside = operators[bisect_right(times, graph["ts"]) : bisect_right(times, end)]
         inside = [event for event in inside if event["tid"] == graph["tid"]]
         names = [event["name"].removeprefix(OPERATOR) for event in inside]
@@ -316,7 +309,8 @@ def draw(traces: dict[int, list[Span]], title: str, options: Options) -> None:
     for i, (rank, spans) in enumerate(traces.items()):
         for span in spans:
             row = 4.0 * i + (1 + span.nano_batch if span.kind == "in flight" else 0)
-            length, begin = span.end - span.start, span.start - first
+            length = span.end - span.start
+            begin = span.start - first
             ax.barh(
                 row,
                 length,

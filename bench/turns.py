@@ -32,7 +32,8 @@ class TurnTaker:
     """
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
-        self.folder, self.num_ranks = folder, num_ranks
+        self.folder = folder
+        self.num_ranks = num_ranks
         self.steps, self.processes = 0, list[subprocess.Popen]()
         folder.mkdir(parents=True, exist_ok=True)
         self._records = [folder / f"rank{rank}.jsonl" for rank in range(num_ranks)]
@@ -90,7 +91,8 @@ def take_turns(path: Path) -> Callable[[int], None]:
     """Return a function that waits until ``path``, if it exists, has a step's number; the clock stands still."""
     if not path.exists():
         return lambda step: None
-    clock, waited = time.perf_counter, 0.0
+    clock = time.perf_counter
+    waited = 0.0
     time.perf_counter = lambda: clock() - waited
 
     def wait(step: int) -> None:

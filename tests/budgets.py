@@ -20,7 +20,8 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE, BUDGETS = ROOT / "torchtitan_cad", Path(__file__).with_suffix(".toml")
+PACKAGE = ROOT / "torchtitan_cad"
+BUDGETS = Path(__file__).with_suffix(".toml")
 LICENCE = "# SPDX-License-Identifier: BSD-3-Clause\n"
 COMPILED = {"jit", "jit_inner", "triton.jit"}
 """Decorators of functions that numba and Triton compile."""

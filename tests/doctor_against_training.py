@@ -126,7 +126,8 @@ def base_jobs(folder: Path) -> dict[str, Job]:
 
 def draw_value(rng: Random, kind: Any) -> Any:
     """Draw a value of the type of a key, which is at times out of bounds."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin is Literal:
         return rng.choice([*args, "x"])
     if origin in (Union, types.UnionType):

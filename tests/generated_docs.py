@@ -10,7 +10,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "torchtitan_cad/integration/config.py"
-SETTINGS, API = ROOT / "docs/settings.md", ROOT / "docs/api.md"
+SETTINGS = ROOT / "docs/settings.md"
+API = ROOT / "docs/api.md"
 OPERATORS = (
     "core_attention",
     "core_attention_with_lse",
@@ -34,7 +35,8 @@ def options() -> str:
             continue
         assert isinstance(text.value, ast.Constant)
         assert field.value is not None
-        name, kind = ast.unparse(field.target), ast.unparse(field.annotation)
+        name = ast.unparse(field.target)
+        kind = ast.unparse(field.annotation)
         lines += [f"**`{name}`** ({kind}, default {_default(field.value)})", ""]
         lines += [
             *(line.strip() for line in str(text.value.value).strip().splitlines()),
@@ -92,15 +94,15 @@ def _parameters(value: Any) -> str:
     if getattr(value, "_is_protocol", False):
         return "protocol"
     named = [
-        each
-        for each in parameters
-        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        parameter
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     return ", ".join(
-        each.name
-        if each.default is each.empty
-        else f"{each.name}={_value(each.default)}"
-        for each in named
+        parameter.name
+        if parameter.default is parameter.empty
+        else f"{parameter.name}={_value(parameter.default)}"
+        for parameter in named
     )
 
 

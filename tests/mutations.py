@@ -126,7 +126,7 @@ def first_failure(repository: Path, tests: tuple[str, ...]) -> str | None:
     Raises:
         RuntimeError: the tests cannot run.
     """
-    files = [f"tests/{each}" for each in tests]
+    files = [f"tests/{test}" for test in tests]
     command = [
         sys.executable,
         "-m",

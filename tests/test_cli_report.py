@@ -131,7 +131,8 @@ def test_what_cannot_be_reported_is_one_line(tmp_path, refused):
 def test_a_full_disk_leaves_whole_lines(tmp_path):
     steps_file = new_steps_file(tmp_path)
     steps_file.append(to_json(FIRST))
-    path, steps_file.path = steps_file.path, Path("/dev/full")
+    path = steps_file.path
+    steps_file.path = Path("/dev/full")
     with refusal(error=OSError):
         steps_file.append(to_json(SECOND))
     steps_file.path = path

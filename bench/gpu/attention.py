@@ -122,7 +122,8 @@ def visible_pairs(num_q: int, num_k: int, causal: bool = True) -> int:
 
 def shard_call(kernel: AttentionKernel, shard: int, sizes: Sizes) -> VarlenArgs:
     """As many shards as have the pairs of the undivided document; unmasked if they are no squares but must be."""
-    length, causal = sizes.length, shard == sizes.length or not kernel.squares_only
+    length = sizes.length
+    causal = shard == sizes.length or not kernel.squares_only
     tasks = max(
         1, round(visible_pairs(length, length) / visible_pairs(shard, length, causal))
     )
@@ -138,7 +139,8 @@ def measure_attention(
     kernel: AttentionKernel, shard: int, sizes: Sizes
 ) -> dict[str, Any]:
     """TFLOP/s of one call of shards; ``shard`` = the document's length is the undivided document."""
-    call, shape = shard_call(kernel, shard, sizes), sizes.shape
+    call = shard_call(kernel, shard, sizes)
+    shape = sizes.shape
 
     def rows(count: int, heads: int) -> Tensor:
         return torch.randn(
@@ -174,20 +176,20 @@ def measure_attention(
 def measure_bandwidth(sizes: Sizes) -> list[dict[str, Any]]:
     """Rows gathered from two places, merged two to one, and summed two to one, as after two calls or two servers; delta
     and the surrogate of O for half of them."""
-    device, rows = sizes.device, sizes.rows
+    device = sizes.device
+    rows = sizes.rows
     tail = (sizes.shape.num_heads, sizes.shape.head_dim)
     narrow = torch.randn(2 * rows, *tail, device=device, dtype=torch.bfloat16)
     lse = torch.randn(2 * rows, tail[0], device=device)
     order = np.random.default_rng(0).permutation(2 * rows)
-    space, picked = (
-        RowSpace([narrow[:rows]], [narrow[rows:]]),
-        torch.from_numpy(order).to(device),
-    )
+    space = RowSpace([narrow[:rows]], [narrow[rows:]])
+    picked = torch.from_numpy(order).to(device)
     combination = Combination.build(
         [order[:rows] % rows, order[rows:] % rows], rows, device
     )
     target = torch.empty_like(narrow)
-    parts, lses = [narrow[:rows], narrow[rows:]], [lse[:rows], lse[rows:]]
+    parts = [narrow[:rows], narrow[rows:]]
+    lses = [lse[:rows], lse[rows:]]
     delta = row_delta(*parts)
     runs: dict[str, tuple[Callable[[], object], int]] = {
         "copy": (lambda: target.copy_(narrow), 2 * narrow.nbytes),

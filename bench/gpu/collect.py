@@ -60,7 +60,8 @@ MARKERS = {
     "os_name": "posix",
 }
 """The machine, as conditions of requirements name it."""
-NEWEST_GLIBC, OLDEST_GLIBC = 39, 17
+NEWEST_GLIBC = 39
+OLDEST_GLIBC = 17
 """Minor versions of glibc 2 whose wheels the machine can load."""
 MIB = 2**20
 MOST_MIB = 64
@@ -171,7 +172,8 @@ def add_flash_attention_4(
         )
     second.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench_gpu_flash_") as scratch:
-        packages, archive = Path(scratch, "packages"), Path(scratch, ARCHIVE)
+        packages = Path(scratch, "packages")
+        archive = Path(scratch, ARCHIVE)
         collection = fill(packages, FLASH_ATTENTION_4, present)
         lines = describe(packages, collection)
         compress(packages, archive)

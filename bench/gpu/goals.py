@@ -8,9 +8,12 @@ from bench.gpu.parts import PARTS
 Figures = dict[str, dict[str, Any]]
 """Figures of the parts that have any, by the part's name."""
 
-MET, NOT_MET, NOT_MEASURED = "met", "not met", "not measured"
+MET = "met"
+NOT_MET = "not met"
+NOT_MEASURED = "not measured"
 
-SHARDS, RANKS = {128, 256, 512, 1024, 2048}, {8, 64}
+SHARDS = {128, 256, 512, 1024, 2048}
+RANKS = {8, 64}
 KERNELS = {"gather", "merge", "sum", "delta", "surrogate", "pack on all SMs"}
 """Without the put as it is configured, which leaves most SMs to other work on purpose."""
 
@@ -186,11 +189,9 @@ def _replay(figures: Figures) -> _Result | None:
 
 def _steady(figures: Figures) -> _Result | None:
     layer = figures.get("layer", {})
-    counts, warned, asked = (
-        layer.get("counts"),
-        layer.get("warnings"),
-        layer.get("device_allocations"),
-    )
+    counts = layer.get("counts")
+    warned = layer.get("warnings")
+    asked = layer.get("device_allocations")
     if counts is None:
         return None
     text = f"{counts['launches']:g} launches, {counts['synchronisations']:g} synchronisations and "
@@ -212,7 +213,8 @@ def _own_kernels(figures: Figures) -> _Result | None:
     layer = figures.get("layer", {})
     if layer.get("own_over_attention") is None:
         return None
-    share, own = layer["own_over_attention"], layer["own_microseconds"]
+    share = layer["own_over_attention"]
+    own = layer["own_microseconds"]
     return _Result(share <= 0.06, True, f"{share:.3f} ({own:.0f} us a layer and rank)")
 
 

@@ -98,7 +98,8 @@ def checked_errors(layer: Layer, key: int = KEY) -> dict[str, float]:
     for name, *parts, wanted in zip(
         ("out", "lse", "dq", "dk", "dv"), *of_ranks, layer.undivided(), strict=True
     ):
-        result, reference = torch.cat(parts).double(), wanted.double()
+        result = torch.cat(parts).double()
+        reference = wanted.double()
         errors[name] = float((result - reference).norm() / reference.norm())
     if not max(errors.values()) <= MOST_ERROR:
         raise RuntimeError(f"the ranks do not compute what one call does: {errors}")

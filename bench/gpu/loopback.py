@@ -70,7 +70,8 @@ class PlayedMemory(DeviceMemory):
         sending: "torch.cuda.Stream | None",
     ) -> None:
         super().__init__(own, addresses, sending)
-        self._memories, self._sending = memories, False
+        self._memories = memories
+        self._sending = False
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -158,25 +159,22 @@ class Layer:
         room: int | None = None,
         puts_off: bool = False,
     ) -> None:
-        shape, dtype = (
-            plan.shape,
-            torch.bfloat16 if device.type == "cuda" else torch.float32,
-        )
+        shape = plan.shape
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         num_ranks = plan.layout.num_ranks
         if streams is None:
             shared = RankStreams(
                 None, sending_stream(device) if device.type == "cuda" else None
             )
             streams = [shared] * num_ranks
-        self._layout, self._streams, self._device, self._puts_off = (
-            plan.layout,
-            streams,
-            device,
-            puts_off,
-        )
+        self._layout = plan.layout
+        self._streams = streams
+        self._device = device
+        self._puts_off = puts_off
         self._keys: list[int] = []
         self._memories = Memories(streams, device)
-        self.engines, self.rows = [], []
+        self.engines = []
+        self.rows = []
         if room is None:
             room = (
                 buffer_bytes()
@@ -264,10 +262,8 @@ class Layer:
     def undivided(self) -> list[Tensor]:
         """out, lse, dq, dk and dv by one kernel call over whole documents, of both ranks one after the other."""
         q, k, v, dout = (torch.cat(column) for column in zip(*self.rows, strict=True))
-        engine, offsets = (
-            self.engines[0],
-            [0, *self._layout.doc_lengths.cumsum().tolist()],
-        )
+        engine = self.engines[0]
+        offsets = [0, *self._layout.doc_lengths.cumsum().tolist()]
         call = VarlenArgs.from_numpy(
             offsets, offsets, causal=True, scale=engine.scale, device=engine.device
         )

@@ -16,12 +16,11 @@ from pathlib import Path
 
 from bench.gpu.parts import Skip
 
-CONTROL, SERVER = "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
-PIPES, LOGS, SHARE = (
-    "CUDA_MPS_PIPE_DIRECTORY",
-    "CUDA_MPS_LOG_DIRECTORY",
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-)
+CONTROL = "nvidia-cuda-mps-control"
+SERVER = "nvidia-cuda-mps-server"
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+LOGS = "CUDA_MPS_LOG_DIRECTORY"
+SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 PLACES = ("/usr/local/nvidia/bin", "/usr/bin", "/usr/sbin")
 """Folders that are searched beside PATH and the ``bin`` of every folder of packages."""
 ANSWER_S = 20.0
@@ -37,7 +36,8 @@ class Service:
     """
 
     def __init__(self, control: str, environment: dict[str, str]) -> None:
-        self._control, self.environment = control, environment
+        self._control = control
+        self.environment = environment
         self.logs = Path(environment[LOGS])
 
     def share(self, percent: int) -> dict[str, str]:
@@ -103,7 +103,8 @@ def service(programs: dict[str, str] | None = None) -> Iterator[Service]:
     """
     programs = find_programs() if programs is None else programs
     with tempfile.TemporaryDirectory(prefix="mps_") as folder:
-        pipes, logs = Path(folder, "pipes"), Path(folder, "logs")
+        pipes = Path(folder, "pipes")
+        logs = Path(folder, "logs")
         pipes.mkdir()
         logs.mkdir()
         environment = {PIPES: str(pipes), LOGS: str(logs)}

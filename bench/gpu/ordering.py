@@ -78,7 +78,8 @@ class Litmus:
         self, num_rows: int, row_words: int, batch: int, device: torch.device
     ) -> None:
         on_gpu = device.type == "cuda"
-        self._device, self._batch = device, batch
+        self._device = device
+        self._batch = batch
         self.rounds, self.mismatches = 0, list[Mismatch]()
         self.round_bytes = 8 * num_rows * row_words
         host = torch.zeros(
@@ -89,7 +90,8 @@ class Litmus:
         pattern = np.random.default_rng(0).integers(
             0, 2**63, (num_rows, row_words), dtype=np.int64
         )
-        self._pattern, self._keep_alive = pattern.view(np.uint64), (host, words)
+        self._pattern = pattern.view(np.uint64)
+        self._keep_alive = (host, words)
         self._source = torch.from_numpy(pattern).to(device)
         self._sent = torch.empty_like(self._source)
         self._blocks = put.Blocks.of(
@@ -160,7 +162,8 @@ class Litmus:
     def _check(self, number: int, expected: np.ndarray) -> None:
         """Wait for the word of a round and compare its rows."""
         place = number % self._batch
-        received, word = self._received[place], self._words[place]
+        received = self._received[place]
+        word = self._words[place]
         deadline = time.monotonic() + PATIENCE_S
         while word[0] != number:
             if time.monotonic() > deadline:

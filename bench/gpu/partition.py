@@ -28,7 +28,8 @@ from torchtitan_cad.planning import (
     make_plan,
 )
 
-PLANNED, HOME = KEY, KEY + 1
+PLANNED = KEY
+HOME = KEY + 1
 """Keys of the two plans of a layer."""
 SHORT_DOCUMENTS = 8
 """Documents of every rank but rank 0."""
@@ -87,7 +88,8 @@ def measure(device: str, emit: Emit) -> None:
     torch.zeros(1, device=where)
     sizes = CUDA if device == "cuda" else CPU
     rows: list[dict[str, Any]] = []
-    errors, shared = {}, {}
+    errors = {}
+    shared = {}
     for count in sizes.rounds:
         partitions = (
             split_gpu(count)
@@ -205,10 +207,8 @@ class Bench:
     def __init__(
         self, partitions: Sequence[Partition], device: torch.device, sizes: Sizes
     ) -> None:
-        self._device, self._streams = (
-            device,
-            [partition.streams for partition in partitions],
-        )
+        self._device = device
+        self._streams = [partition.streams for partition in partitions]
         layout = uneven_layout(len(partitions), sizes.tokens)
         home = make_plan(layout, sizes.shape, PlannerConfig(planner="home"))
         planned = make_plan(layout, sizes.shape, sizes.config)

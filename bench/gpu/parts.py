@@ -45,7 +45,8 @@ AT_ONCE = 4
 
 
 def _test(name: str, seconds: float, *, timed: bool = False, run: int = 1) -> Part:
-    file, needs = f"tests/gpu/test_{name}_gpu.py", ("pytest", "hypothesis")
+    file = f"tests/gpu/test_{name}_gpu.py"
+    needs = ("pytest", "hypothesis")
     return Part(
         f"test-{name}",
         file,

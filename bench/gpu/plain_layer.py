@@ -39,10 +39,8 @@ def measure(device: str, emit: Emit) -> None:
     unit = 1024 if on_gpu else 16
     lengths = [16 * unit, *[4 * unit] * 2, *[unit] * 8]
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    tokens, heads = (
-        sum(lengths),
-        (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads),
-    )
+    tokens = sum(lengths)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     qkv = [
         torch.randn(
             tokens, n, shape.head_dim, device=where, dtype=dtype, requires_grad=True
@@ -51,19 +49,20 @@ def measure(device: str, emit: Emit) -> None:
     ]
     dout = torch.randn_like(qkv[0])
     kernel = _register(lengths, shape, where)
-    ours, stock = _ours, _stock(lengths, where)
+    packaged = _ours
+    stock = _stock(lengths, where)
 
     def repeat(attend: Callable[..., Tensor]) -> None:
         for _ in range(LAYERS):
             torch.autograd.grad(attend(*qkv), qkv, dout)
 
     with torch.no_grad():
-        error = (ours(*qkv).float() - stock(*qkv).float()).abs().max()
+        error = (packaged(*qkv).float() - stock(*qkv).float()).abs().max()
     emit("kernel", kernel)
     emit("largest_difference", float(error))
     times: dict[str, list[float]] = {"ours": [], "stock": []}
     for _ in range(ROUNDS if on_gpu else 1):
-        for name, attend in (("ours", ours), ("stock", stock)):
+        for name, attend in (("ours", packaged), ("stock", stock)):
             milliseconds = median_milliseconds(
                 lambda attend=attend: repeat(attend), where, 5 if on_gpu else 1
             )

@@ -45,7 +45,8 @@ class Outcome:
 def run_part(part: Part, device: str, limit_s: float, packages: Path | None) -> Outcome:
     """The part's outcome; what it had measured before it failed or was ended is among the figures."""
     with tempfile.TemporaryDirectory(prefix="bench_gpu_") as folder:
-        lines, log = Path(folder, "lines"), Path(folder, "log")
+        lines = Path(folder, "lines")
+        log = Path(folder, "log")
         lines.touch()
         command = [
             sys.executable,

@@ -66,7 +66,8 @@ class Putting:
 @contextlib.contextmanager
 def programs(most: int) -> Iterator[None]:
     """Limits the programs of a put to ``most`` in this context."""
-    before, put.PROGRAMS = put.PROGRAMS, most
+    before = put.PROGRAMS
+    put.PROGRAMS = most
     try:
         yield
     finally:

@@ -125,7 +125,8 @@ class Chain:
         self, variant: Variant, num_rows: int, sizes: Sizes, device: torch.device
     ) -> None:
         shape = sizes.shape
-        self._device, self._variant = device, variant
+        self._device = device
+        self._variant = variant
         heads = (shape.num_heads, shape.head_dim)
         counts = [num_rows, num_rows]
         self._messages = [
@@ -209,7 +210,8 @@ def make_works(sizes: Sizes, device: torch.device) -> Works:
     kernel = get_kernel(
         "varlen" if device.type == "cuda" else "cpu", device, sizes.shape
     )
-    shape, tokens = sizes.shape, sizes.document
+    shape = sizes.shape
+    tokens = sizes.document
     call = VarlenArgs.from_numpy(
         [0, tokens], [0, tokens], causal=True, scale=shape.head_dim**-0.5, device=device
     )
@@ -234,7 +236,8 @@ class Bench:
     """Runs the sender's chain, the receiver's wait and other work at the same time."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
-        self._device, self._repeats = device, sizes.repeats
+        self._device = device
+        self._repeats = sizes.repeats
         self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def median(self, work: Callable[[], object], chain: Chain | None) -> Times:
@@ -270,7 +273,8 @@ def measure(device: str, emit: Emit) -> None:
     """A row for every variant, size and work beside it; and on how many multiprocessors a put's programs run."""
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     sizes = CUDA if device == "cuda" else CPU
-    works, bench = make_works(sizes, where), Bench(sizes, where)
+    works = make_works(sizes, where)
+    bench = Bench(sizes, where)
     alone = {name: _warmed(bench, work).work for name, work in works.items()}
     emit("work_ms_alone", alone)
     rows: list[dict[str, Any]] = []
@@ -318,7 +322,8 @@ def _histograms(
 ) -> list[dict[str, Any]]:
     """Multiprocessors with 1, 2, ... programs of a put, alone and beside matrix products, by setting."""
     putting = Putting(sizes.histogram_rows, device)
-    sending, rows = sending_stream(device), []
+    sending = sending_stream(device)
+    rows = []
     torch.cuda.synchronize()
     for variant in VARIANTS[:4]:
         for name, work in (("nothing", lambda: None), ("gemm", multiply)):

@@ -44,14 +44,13 @@ class Session:
         seconds: float,
         report: Callable[[str], None],
     ) -> None:
-        self.folder, self.device, self.packages, self.report = (
-            folder,
-            device,
-            packages,
-            report,
-        )
+        self.folder = folder
+        self.device = device
+        self.packages = packages
+        self.report = report
         self.outcomes: dict[str, Outcome] = {}
-        self._begin, self._seconds = time.monotonic(), seconds
+        self._begin = time.monotonic()
+        self._seconds = seconds
         self._lock = threading.Lock()
         self.identity: dict[str, Any] = {}
 

@@ -99,7 +99,8 @@ def _matrix(device: str) -> torch.Tensor:
 
 def _tflops(matrix: torch.Tensor) -> float:
     """Return the rate of matrix products over ``SECONDS``, which the host checks after every few of them."""
-    products, begin = 0, time.perf_counter()
+    products = 0
+    begin = time.perf_counter()
     while time.perf_counter() - begin < SECONDS:
         for _ in range(8):
             matrix @ matrix

@@ -61,10 +61,8 @@ def time_waits_of_streams() -> Callable[[], float | None]:
         A function that gives the seconds of all waits since its last call, None if there were none. The device must
         have done its work.
     """
-    measure, waits = (
-        ExchangeClock.measure,
-        list[tuple[torch.cuda.Event, torch.cuda.Event]](),
-    )
+    measure = ExchangeClock.measure
+    waits = list[tuple[torch.cuda.Event, torch.cuda.Event]]()
 
     @contextmanager
     def measure_on_stream(self: ExchangeClock, what: Any) -> Iterator[None]:

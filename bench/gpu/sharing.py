@@ -210,10 +210,8 @@ def measure(device: str, emit: Emit, ranks: str, sharding: str, modes: str) -> N
         Skip: the device cannot be shared.
         RuntimeError: a job failed, or trains otherwise than stock.
     """
-    sizes, options = (
-        CUDA if device == "cuda" else CPU,
-        {mode: MODES[mode] for mode in modes.split(",")},
-    )
+    sizes = CUDA if device == "cuda" else CPU
+    options = {mode: MODES[mode] for mode in modes.split(",")}
     with shares(device, int(ranks)) as environments:
         runs = train_modes(sizes, sharding, options, environments, emit)
     report(runs, sizes, emit)
@@ -239,7 +237,8 @@ def train_modes(
     Raises:
         RuntimeError: a job failed; says how its log ends.
     """
-    num_ranks, jobs = len(environments), dict[str, SharedJob]()
+    num_ranks = len(environments)
+    jobs = dict[str, SharedJob]()
     with tempfile.TemporaryDirectory(prefix="sharing_") as name:
         folder = Path(name)
         # Stock divides gradients of replicas once too often: patches/ddp_gradient_scale.patch.
@@ -331,8 +330,10 @@ def train_at_once(jobs: Sequence[SharedJob], sizes: Sizes, emit: Emit) -> None:
 
 def report(runs: dict[str, Runs], sizes: Sizes, emit: Emit) -> None:
     """Emit the figures of all modes; raise RuntimeError if one trains otherwise than stock."""
-    stock, counted = runs["stock"], slice(sizes.warmup, None)
-    ideal, pairs = ideal_seconds(stock, counted), pairs_of_ranks(stock)[counted]
+    stock = runs["stock"]
+    counted = slice(sizes.warmup, None)
+    ideal = ideal_seconds(stock, counted)
+    pairs = pairs_of_ranks(stock)[counted]
     emit(
         "imbalance of the loader's rows",
         float((pairs.max(axis=1) / pairs.mean(axis=1)).mean()),
@@ -395,7 +396,8 @@ def ideal_seconds(stock: Runs, counted: slice) -> np.ndarray:
     most; the even step has the mean rank's pairs instead.
     """
     pairs = pairs_of_ranks(stock)[counted]
-    most, mean = pairs.max(axis=1), pairs.mean(axis=1)
+    most = pairs.max(axis=1)
+    mean = pairs.mean(axis=1)
     seconds = stock.step_seconds[counted]
     if np.ptp(most) == 0:
         return seconds * (mean / most)

@@ -80,7 +80,8 @@ def profile(device: str, emit: Emit) -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "profile.json")
         command.run(output, measurement=measurement)
-        result, figures = Profile.read(output), json.loads(output.read_text())
+        result = Profile.read(output)
+        figures = json.loads(output.read_text())
     emit("table", command.report(result).splitlines())
     emit("noisy_cells", len(result.noisy_cells()))
     emit("profile", figures)

@@ -31,7 +31,8 @@ def test_distance_from_stock_is_the_largest_of_all_steps() -> None:
 @pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_a_killed_job_goes_on_as_if_it_had_not_been(tmp_path, capsys) -> None:
-    output, picture = tmp_path / "long_run.json", tmp_path / "long_run.png"
+    output = tmp_path / "long_run.json"
+    picture = tmp_path / "long_run.png"
     options = long_run.Options(
         steps=12, seq_len=512, interval=4, kill_at=6, output=output, picture=picture
     )

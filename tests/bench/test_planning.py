@@ -37,15 +37,15 @@ def test_results_can_be_read_again_and_a_plan_is_drawn(results):
     assert len(records) == 2 * len(planner.PLANNERS)
     last_row = planner.relative(records)[3]
     assert list(last_row.values()) == ["local_search", *["+0.0 %"] * 4]
-    ours = [record for record in records if record["planner"] == "local_search"]
-    for record in ours:
+    searched = [record for record in records if record["planner"] == "local_search"]
+    for record in searched:
         assert 0 < record["bound_bytes"] <= record["total_bytes"]
         assert record["plan_ms"] > 0
     assert slow_cases(records, {16: 1e9}) == []
     (slow,) = slow_cases(records, {16: 0.0})
     assert slow.startswith("16 ranks,")
     totals = [row["total GB"] for row in planner.table(records)]
-    assert ours[0]["total_bytes"] / 1e9 in totals
+    assert searched[0]["total_bytes"] / 1e9 in totals
     assert results.plot.stat().st_size > 10_000
 
 
@@ -71,12 +71,12 @@ def test_checks_name_the_case(results, name, figure, factor, message):
 
 def test_what_is_dealt_is_counted_once():
     """There are 12 tokens: rank 0 gives 4 to rank 1 and gets 3 from rank 2, which gets 1 from rank 1."""
-    given = TokenLayout.from_segments([[(0, 0, 4)], [(1, 0, 4)], [(2, 0, 4)]])
+    layout = TokenLayout.from_segments([[(0, 0, 4)], [(1, 0, 4)], [(2, 0, 4)]])
     homes = TokenLayout.from_segments(
         [[(2, 0, 3)], [(0, 0, 4), (1, 0, 3)], [(1, 3, 1), (2, 3, 1)]]
     )
-    assert placement.dealt(given, homes) == (8 / 12, 4 * 16)
-    assert placement.dealt(given, given) == (0.0, 0)
+    assert placement.dealt(layout, homes) == (8 / 12, 4 * 16)
+    assert placement.dealt(layout, layout) == (0.0, 0)
 
 
 @pytest.mark.parametrize("nano_batches", [1, 2])

@@ -86,7 +86,8 @@ def test_cut_documents_are_as_exact_as_whole_ones(kernel, dtype):
 
 
 def test_the_steady_state_neither_synchronises_nor_asks_for_device_memory():
-    engine, tensors = make_engine(random_plans(20)), random_tensors(torch.bfloat16)
+    engine = make_engine(random_plans(20))
+    tensors = random_tensors(torch.bfloat16)
     for key in range(20):
         run(engine, tensors, key)
     before = torch.cuda.memory_stats(DEVICE)["num_device_alloc"]

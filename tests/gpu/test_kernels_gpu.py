@@ -59,7 +59,8 @@ def test_against_dense(kernel, len_q, len_k, causal, window, dim, heads, dtype):
         pytest.skip(
             "cuDNN takes tasks with keys, and squares only where they are causal"
         )
-    cu_q, cu_k = offsets(len_q), offsets(len_k)
+    cu_q = offsets(len_q)
+    cu_k = offsets(len_k)
     options = {"causal": causal, "scale": dim**-0.5, "window": window}
     call = VarlenArgs.from_numpy(cu_q, cu_k, device="cuda", **options)
     rows = random_qkv(cu_q[-1], cu_k[-1], heads, dim, dtype, device="cuda")
@@ -71,7 +72,8 @@ def test_against_dense(kernel, len_q, len_k, causal, window, dim, heads, dtype):
     # FlashAttention sums scores in fp32, from products of the inputs that fp32 holds exactly.
     independent = dense_in_fp32(*rows, call)[1]
     assert_as_exact(*(x[~empty] for x in (lse, independent, exact_lse)), "lse")
-    results, exact = [out, *grads], [exact_out, *exact_grads]
+    results = [out, *grads]
+    exact = [exact_out, *exact_grads]
     if not empty.any():
         *qkv, dout = rows
         results += kernel.backward(dout, *qkv, Merged(lse, out=out), call)

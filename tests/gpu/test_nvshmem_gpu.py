@@ -54,7 +54,8 @@ class OwnMemory(NamedTuple):
 
 def exchange_with_a_far_peer(group: dist.ProcessGroup) -> str:
     """Rows that this rank has received, and the memory over which they came."""
-    device, rank = share_one_device(), group.rank()
+    device = share_one_device()
+    rank = group.rank()
     rendezvous = symm_mem.rendezvous
 
     def rendezvous_of_far_peers(

@@ -40,7 +40,8 @@ def test_throughput_saturates(profile, direction):
 @pytest.mark.parametrize("lengths", [[512] * 64, [32768], [16384, *[1024] * 16]])
 def test_time_of_causal_documents_is_predicted(profile, lengths):
     """Diagonal tasks, which were not measured, to within half their time; a tile count has no time at all."""
-    kernel, cu = get_kernel("auto", "cuda"), offsets(lengths)
+    kernel = get_kernel("auto", "cuda")
+    cu = offsets(lengths)
     call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=128**-0.5, device="cuda")
     q, k, v, dout = random_qkv(
         cu[-1], cu[-1], (32, 8), 128, torch.bfloat16, device="cuda"

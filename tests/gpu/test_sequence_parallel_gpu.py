@@ -16,7 +16,9 @@ from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStrea
 
 pytestmark = ON_GPU
 
-SHAPE, EPS, SLEEP = (2, 512, 256), 1e-5, 5_000_000
+SHAPE = (2, 512, 256)
+EPS = 1e-5
+SLEEP = 5_000_000
 
 
 class SlowSideStream(SideStream):
@@ -83,7 +85,8 @@ def results_of(
 
 def test_the_caller_goes_on_meanwhile():
     device = torch.device("cuda")
-    side_stream, x = SideStream(device), torch.ones(1, device=device)
+    side_stream = SideStream(device)
+    x = torch.ones(1, device=device)
 
     def slow() -> tuple[Tensor, ...]:
         torch.cuda._sleep(500_000_000)

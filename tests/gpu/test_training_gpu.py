@@ -60,7 +60,8 @@ def test_two_ranks_train_as_without_cad(sharding):
         np.testing.assert_allclose(
             run.loss, stock.loss, rtol=SIZES.most_loss_error, err_msg=mode
         )
-        first_norm, wanted = run.gradient_norm[0, 0], stock.gradient_norm[0, 0]
+        first_norm = run.gradient_norm[0, 0]
+        wanted = stock.gradient_norm[0, 0]
         np.testing.assert_allclose(
             first_norm, wanted, rtol=SIZES.most_norm_error, err_msg=mode
         )

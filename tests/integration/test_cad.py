@@ -161,8 +161,8 @@ def test_preparing_for_one_job_after_another_leaves_no_trace():
     job = [*CAD, f"--model.hf_assets_path={tokenizer_folder()}"]
     for args in (job, job, [*CAD[:1], "--parallelism.no-cad"], []):
         ConfigManager().parse_args(args)
-        for now, then in zip(state(), before, strict=True):
-            assert (now is then) == (args is not job)
+        for current, former in zip(state(), before, strict=True):
+            assert (current is former) == (args is not job)
 
 
 def test_without_cad_a_job_is_stock_torchtitan():
@@ -176,7 +176,9 @@ def test_without_cad_a_job_is_stock_torchtitan():
     assert not any("CAD" in log for log in result.logs)
 
 
-STEPS, SETTLED, WINDOW = 2000, 300, 100
+STEPS = 2000
+SETTLED = 300
+WINDOW = 100
 
 
 @slow

@@ -102,7 +102,8 @@ def test_tokens_are_ordered_by_experts_into_aligned_slots(experts, ranks, alignm
     expert_of_token = (torch.arange(ranks * experts) % experts).repeat_interleave(
         counts
     )
-    slots, sizes = [], []
+    slots = []
+    sizes = []
     for expert in range(experts):
         tokens = torch.where(expert_of_token == expert)[0].tolist()
         size = -(-max(1, len(tokens)) // alignment) * alignment

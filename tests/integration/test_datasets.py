@@ -69,7 +69,8 @@ def loader(
     config = JobConfig()
     training = config.training
     training.dataset, training.dataset_path = dataset, str(path)
-    training.local_batch_size, training.seq_len = 2, 64
+    training.local_batch_size = 2
+    training.seq_len = 64
     training.dataloader.num_workers = workers
     is_synthetic = dataset == "synthetic"
     build = build_synthetic_dataloader if is_synthetic else build_text_dataloader
@@ -85,7 +86,8 @@ def take(batches: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_sources_are_shuffled_but_independent_of_the_file_system(sources, monkeypatch):
-    walk, before = os.walk, read_sources(sources)
+    walk = os.walk
+    before = read_sources(sources)
     monkeypatch.setattr("os.walk", lambda top: reversed(list(walk(top))))
     assert read_sources(sources) == before
     assert before != sorted(before, key=lambda text: int(text.split()[2]))
@@ -272,7 +274,8 @@ def test_a_tokenizer_that_was_made_otherwise_is_made_again(tmp_path):
         return prepare_tokenizer(folder, 300, texts=[texts]) / "tokenizer.json"
 
     made = prepare("one two")
-    first, time = made.read_bytes(), made.stat().st_mtime_ns
+    first = made.read_bytes()
+    time = made.stat().st_mtime_ns
     prepare("one two")
     assert made.stat().st_mtime_ns == time, "the same again"
     # as an interrupted run would leave it, between both files

@@ -27,7 +27,8 @@ from tests.lib.sets import matrix, params
 JOB = (*COMMON, *DEFAULTS, *VALIDATION, "--training.steps=4")
 SAVED = ("--checkpoint.enable", "--checkpoint.interval=2")
 PP1 = (*PP2, "--parallelism.pipeline_parallel_microbatch_size=1")
-IN_TURN, IN_TICKS = (*PP1, *schedule("1F1B")), (*PP1, *schedule("CAD1F1B"))
+IN_TURN = (*PP1, *schedule("1F1B"))
+IN_TICKS = (*PP1, *schedule("CAD1F1B"))
 
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "2 ranks, accumulation, halves": (2, (*global_batch(8), *HALVES)),
@@ -66,7 +67,8 @@ def trained(name: str) -> RunResult:
 @pytest.mark.parametrize("name", params(CASES, SHORT))
 def test_equal_jobs_have_equal_bits(name):
     nranks, args = CASES[name]
-    first, second = trained(name), run([*JOB, *args], nranks, 300, link=SLOW)
+    first = trained(name)
+    second = run([*JOB, *args], nranks, 300, link=SLOW)
     assert len(first.losses) == 4
     assert numbers(second) == numbers(first)
     assert cad_summary(first)["tasks_moved"] > 0 or name in ALONE
@@ -92,6 +94,7 @@ def test_a_resumed_job_has_the_same_bits(name):
 def test_without_it_rates_decide():
     """What the runs above are given does make other plans, and other bits."""
     job = [*JOB, "--debug.no-deterministic"]
-    fast, slow = run(job, link=FAST), run(job, link=SLOW)
+    fast = run(job, link=FAST)
+    slow = run(job, link=SLOW)
     assert numbers(fast) != numbers(slow)
     assert cad_summary(fast)["tasks_moved"] > 0 == cad_summary(slow)["tasks_moved"]

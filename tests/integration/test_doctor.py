@@ -289,7 +289,8 @@ def gpus(monkeypatch) -> None:
     install(monkeypatch, capability=(9, 0))
 
 
-CONNECTIONS, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+LOADING = "CUDA_MODULE_LOADING"
 
 
 @pytest.mark.usefixtures("gpus")
@@ -371,7 +372,8 @@ def test_without_cad_only_what_is_torchtitans_own_is_checked(good):
     ]
 
 
-GPT_OSS, QWEN3 = ["--model.name=gpt_oss"], ["--model.name=qwen3"]
+GPT_OSS = ["--model.name=gpt_oss"]
+QWEN3 = ["--model.name=qwen3"]
 VARLEN = ["--model.flavor=debugmodel_varlen_attn", *PP2]
 DEFECTS: dict[str, tuple[list[str], list[str]]] = {
     "pp_gradient_scale": ([*PP2], ["--training.steps=5"]),

@@ -21,7 +21,8 @@ from tests.lib.jobs.harness import parse_job, run
 from tests.lib.refusals import refusal
 from tests.lib.sets import CONFIGS, matrix, params
 
-FAKE, LOCAL = "--comm.mode=fake_backend", "--comm.mode=local_tensor"
+FAKE = "--comm.mode=fake_backend"
+LOCAL = "--comm.mode=local_tensor"
 FOUR_RANKS = {"NGPU": "4"}
 
 

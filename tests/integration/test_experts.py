@@ -33,7 +33,8 @@ from tests.lib.jobs.compositions import (
 from tests.lib.jobs.harness import run
 from tests.lib.sets import matrix, params
 
-MOE, GROUPED = flavor("qwen3", "tiny_moe"), flavor("qwen3", "tiny_moe_grouped")
+MOE = flavor("qwen3", "tiny_moe")
+GROUPED = flavor("qwen3", "tiny_moe_grouped")
 ROUTED_IN_TURN = ("--debug.moe_force_load_balance",)
 
 COMPOSITIONS = [
@@ -92,9 +93,11 @@ def test_halves_with_experts_train_like_without_cad(case):
 def test_experts_of_both_halves_are_gathered_and_reduced_once(args):
     """Tokens go to experts and come back for every half."""
     job = [*COMMON, *CAD, *MOE, *EP2, *args]
-    whole, halves = run(job, 4, trace_at=2), run([*job, *HALVES], 4, trace_at=2)
+    whole = run(job, 4, trace_at=2)
+    halves = run([*job, *HALVES], 4, trace_at=2)
     for before, after in zip(whole.traces, halves.traces, strict=True):
-        first, second = Counter(before["collectives"]), Counter(after["collectives"])
+        first = Counter(before["collectives"])
+        second = Counter(after["collectives"])
         for name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
             assert first[name] == second[name]
         assert 0 < first["c10d::alltoall_base_"] < second["c10d::alltoall_base_"]

@@ -54,7 +54,8 @@ from torchtitan_cad.runtime.errors import first_sentence
 TOKENS = torch.tensor([[1, EOS, 2, 3], [EOS, EOS, 4, EOS]])
 POSITIONS = {"positions": torch.tensor([[0, 1, 0, 1], [5, 6, 0, 0]])}
 IDS = {"document_ids": torch.tensor([[1, 1, 1, 2], [2, 2, 2, 2]])}
-BY_EOS, BY_POSITIONS = DocumentRule(EOS), DocumentRule(by_positions=True)
+BY_EOS = DocumentRule(EOS)
+BY_POSITIONS = DocumentRule(by_positions=True)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,8 @@ def test_documents_that_cannot_be_told_apart_are_refused(rule, more):
         rule.starts({"input": TOKENS, **more})
 
 
-few, halves = st.integers(1, 3), st.integers(1, 2)
+few = st.integers(1, 3)
+halves = st.integers(1, 2)
 
 
 @given(st.data(), few, few, halves)
@@ -101,7 +103,8 @@ def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(
     )
     if data.draw(st.booleans()):
         sizes = sizes[:1] * len(sizes)
-    shapes, starts = [], []
+    shapes = []
+    starts = []
     for rows, columns in sizes:
         shape = BatchShape(rows * microbatches, 2 * cp * columns, rows)
         size = shape.rows * shape.seq_len
@@ -120,7 +123,8 @@ def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(
     layouts = step_layouts(starts, shapes, cp, nano_batches)
     assert len(layouts) == microbatches
     for microbatch, nano in itertools.product(range(microbatches), range(nano_batches)):
-        queries, keys = [], []
+        queries = []
+        keys = []
         for rank, shape in enumerate(shapes):
             rows = shape.rows_per_microbatch
             batch = torch.arange(shape.rows * shape.seq_len).view(shape.rows, -1)
@@ -247,7 +251,9 @@ class Documents(IterableDataset):
     UNREADABLE = "cannot be read"
 
     def __init__(self, killed_at: int = -1, fails_at: int = -1) -> None:
-        self.killed_at, self.fails_at, self.next = killed_at, fails_at, 0
+        self.killed_at = killed_at
+        self.fails_at = fails_at
+        self.next = 0
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -324,7 +330,8 @@ def test_error_of_a_worker_is_one_line_and_this_ranks_own(worker_loader, caplog)
 
 def test_killed_worker_is_noticed_while_the_planning_thread_waits(worker_loader):
     """The worker may have written half of a message, for the rest of which that thread waits."""
-    iterators, release = [], threading.Event()
+    iterators = []
+    release = threading.Event()
 
     def produce(_: Any) -> None:
         iterators.append(iter(worker_loader(killed_at=0)))

@@ -315,7 +315,8 @@ def test_closing_waits_no_longer_than_told_for_a_peer_that_never_plans():
     ids=["same", "another", "none"],
 )
 def test_ranks_must_read_the_same_profile(third, is_refused):
-    profiles, group_of = [make_profile(), make_profile(), third], groups()
+    profiles = [make_profile(), make_profile(), third]
+    group_of = groups()
     message = "cad.profile = 'profile.json': ranks [8] read another profile than rank 4; set it to one file"
 
     def check(group_rank: int) -> None:
@@ -329,7 +330,8 @@ def test_ranks_must_read_the_same_profile(third, is_refused):
 
 def test_all_ranks_plan_by_the_times_of_the_slowest():
     """Ranks of two hosts measure different times; all take the same, bit for bit."""
-    group_of, transports = groups(), thread_transports(len(RANKS))
+    group_of = groups()
+    transports = thread_transports(len(RANKS))
 
     def measure(group_rank: int) -> LayerTimes:
         return measure_times(

@@ -103,7 +103,8 @@ class Metrics(CadMetrics, Titan):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.folder, self.time_last_log = folder, 0.0
+        self.folder = folder
+        self.time_last_log = 0.0
         self.begin(writes_steps=True)
 
     def run_folder(self) -> str:
@@ -165,7 +166,8 @@ def test_figures_after_a_resume_are_those_of_the_steps_since_its_start(
 
 def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(tmp_path, session):
     """The thread that obeys a signal waits for the step's line, and nothing is logged after it."""
-    writing, go_on = threading.Event(), threading.Event()
+    writing = threading.Event()
+    go_on = threading.Event()
 
     class SlowMetrics(Metrics):
         def run_folder(self) -> str:

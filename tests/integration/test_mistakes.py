@@ -328,7 +328,8 @@ def test_checkpoints_that_fail_name_folder_and_remedy(cause, text, capsys):
     check_refusal(line, "/data/checkpoint", text)
 
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 CHOSEN = [
     # Options, device and version of torch, whether streams are traced, and why.
     ("", CPU, FIRST_TORCH, True, "nothing stands in the way"),

@@ -66,7 +66,8 @@ def test_two_nano_batches_train_like_one(case):
 @pytest.mark.parametrize("case", params(TRACED, TRACED[:1]), ids=name_of)
 def test_traced_streams_train_alike(case):
     """Segments compiled with exchanges train like one nano-batch and like those without, in no more graphs."""
-    traced, opaque = train(case), train(case, "--cad.streams=opaque")
+    traced = train(case)
+    opaque = train(case, "--cad.streams=opaque")
     for result, chosen in ((traced, "traced"), (opaque, "opaque")):
         for log in result.logs:
             assert f"Streams of nano-batches: {chosen}" in log
@@ -171,7 +172,8 @@ def test_what_tensor_parallelism_exchanges_is_hidden_too(args, nranks):
                 hidden[key].append(computes_meanwhile(events, key, begin, end))
         first, second = (hidden[key] for key in sorted(hidden))
         if direction == "backward":
-            first, second = first[::-1], second[::-1]
+            first = first[::-1]
+            second = second[::-1]
         assert first == [False] + [True] * 8
         assert second == [True] * 8 + [False]
 

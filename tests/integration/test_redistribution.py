@@ -96,7 +96,8 @@ def test_every_token_comes_to_its_home(dp, cp, microbatches, rows, columns, seed
         cut = batches.view(dp, microbatches, rows, cp, columns)
         return cut.permute(1, 0, 3, 2, 4).flatten().tolist()
 
-    before, after = tokens_in_order(loaded), tokens_in_order(homes)
+    before = tokens_in_order(loaded)
+    after = tokens_in_order(homes)
     number = dict(zip(before, by_part_and_rank(batches), strict=True))
     assert by_part_and_rank(redistributed) == [number[token] for token in after]
     positions = torch.stack([way.positions(shape.seq_len) for way in ways])
@@ -120,14 +121,16 @@ def test_batches_whose_homes_are_kept_are_not_exchanged():
 )
 def test_replicas_with_other_homes_are_an_error_on_all(lengths, agree):
     """Documents of a second rank have these lengths; None: a replica has nothing to redistribute."""
-    shape, group_of = BatchShape(1, 64, 1), groups(size=2)
+    shape = BatchShape(1, 64, 1)
+    group_of = groups(size=2)
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     config = PlannerConfig(min_shard=1, tile=1)
 
     def pack(rank: int) -> None:
         replicas = group_of(rank)
         placement = Placement(replicas, replicas, TWO_RANKS, rank, config, KINDS, None)
-        loaded, placed = [[]], None
+        loaded = [[]]
+        placed = None
         if lengths[rank] is not None:
             starts = [np.array([0]), np.arange(0, 64, lengths[rank])]
             loaded = [[group_layout(starts, shape, 0, 1)]]

@@ -78,22 +78,23 @@ def test_checkpoint_that_cannot_be_read(tmp_path):
         parse_job(tmp_path, "--checkpoint.enable")
 
 
-@pytest.mark.parametrize(("saved", "now"), [(0, 1), (1, 0), (1, 1)])
-def test_state_of_another_number_of_workers(saved, now):
+@pytest.mark.parametrize(("saved", "loaded"), [(0, 1), (1, 0), (1, 1)])
+def test_state_of_another_number_of_workers(saved, loaded):
     first, resumed = (
         ParallelAwareDataloader(Rows(), 0, 1, num_workers=count)
-        for count in (saved, now)
+        for count in (saved, loaded)
     )
     next(iter(first))
     check_workers_when_loaded(resumed)
-    refused = refusal("num_workers", now, remedy=str(saved))
-    with nullcontext() if saved == now else refused:
+    refused = refusal("num_workers", loaded, remedy=str(saved))
+    with nullcontext() if saved == loaded else refused:
         resumed.load_state_dict(first.state_dict())
 
 
 @pytest.mark.parametrize(("restarts", "value"), [("0", None), ("2", "1")])
 def test_ranks_that_start_again_have_a_store_of_their_own(restarts, value, monkeypatch):
-    variable, found = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", list[str | None]()
+    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    found = list[str | None]()
     monkeypatch.setenv(variable, "")  # so that it is removed afterwards
     monkeypatch.delenv(variable)
     look = lambda options: found.append(os.environ.get(variable))  # noqa: E731

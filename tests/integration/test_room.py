@@ -41,7 +41,8 @@ JOBS = {
 @pytest.mark.parametrize("name", JOBS)
 def test_training_leaves_as_much_room_as_the_simulation_says(name):
     written = read_job("llama3_debug_cpu", *JOBS[name], ranks=1)
-    config, configuration = written.config, written.configuration
+    config = written.config
+    configuration = written.configuration
     documents = Documents(
         written.lengths, written.row_tokens, written.step_tokens, batches=1
     )

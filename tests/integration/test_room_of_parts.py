@@ -17,7 +17,9 @@ from torchtitan_cad.integration.room import RankParts, room_of
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
 
-HIDDEN, VOCABULARY, LAYERS = 16, 64, 4
+HIDDEN = 16
+VOCABULARY = 64
+LAYERS = 4
 ITEMSIZE = 2
 DEVICE_BYTES = 1e9
 
@@ -65,7 +67,8 @@ def used(part: Part, *, shards: int = 1, pp: int = 1) -> float:
 
 def more_than_in_training(group: dist.ProcessGroup, layers: range, pp: int) -> float:
     """How much more a sharded part needs than a whole one by the room, beyond what it needs more in training."""
-    whole, sharded = Part(layers), Part(layers)
+    whole = Part(layers)
+    sharded = Part(layers)
     mesh = init_device_mesh("cpu", (group.size(),))
     for module in (*sharded.layers.values(), sharded):
         fully_shard(module, mesh=mesh)
@@ -84,18 +87,24 @@ def test_sharded_parts_need_what_they_gather_too(layers):
     """Of a whole model two layers; in a stage all, with gradients in fp32 that are not yet reduced."""
     part = Part(layers)
     if len(layers) == LAYERS:
-        gathered, pp = 2 * ITEMSIZE * num_parameters(part.layers["1"]), 1
+        gathered = 2 * ITEMSIZE * num_parameters(part.layers["1"])
+        pp = 1
     else:
-        gathered, pp = (ITEMSIZE + 4) * num_parameters(part), 2
+        gathered = (ITEMSIZE + 4) * num_parameters(part)
+        pp = 2
     more = values(run_processes(2, more_than_in_training, layers, pp))
     assert more == [gathered] * 2
 
 
 def test_stages_need_together_what_the_model_needs():
     """Of weights, gradients and optimizer; a stage without them needs the rest."""
-    nothing, first, last = Part(range(1, 1)), Part(range(2)), Part(range(2, LAYERS))
-    first_bytes, last_bytes = bytes_of_training(first), bytes_of_training(last)
+    nothing = Part(range(1, 1))
+    first = Part(range(2))
+    last = Part(range(2, LAYERS))
+    first_bytes = bytes_of_training(first)
+    last_bytes = bytes_of_training(last)
     assert first_bytes + last_bytes == bytes_of_training(Part(range(LAYERS)))
-    of_first, of_last = used(first, pp=2), used(last, pp=2)
+    of_first = used(first, pp=2)
+    of_last = used(last, pp=2)
     assert of_first - of_last == first_bytes - last_bytes
     assert used(nothing, pp=2) < min(of_first, of_last)

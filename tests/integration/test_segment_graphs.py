@@ -134,20 +134,21 @@ def main_stream_idles(history: Sequence[str]) -> list[tuple[float, float]]:
         history: what ``torch.ops.ledger.history`` returns.
     """
     kernels = history.count("attention kernel on 0")
-    now: dict[str, float] = {}
+    clock_of: dict[str, float] = {}
     events: dict[str, float] = {}
-    idles, done = [], 0
+    idles = []
+    done = 0
     for line in history:
         what, stream = line.rsplit(" on ", 1)
-        clock = now.get(stream, 0.0)
+        clock = clock_of.get(stream, 0.0)
         if what.startswith("record e"):
             events[what.removeprefix("record ")] = clock
         elif what.startswith("wait "):
             until = max(clock, events.get(what.removeprefix("wait "), 0.0))
             if stream == "0" and until > clock:
                 idles.append((done / kernels, until - clock))
-            now[stream] = until
+            clock_of[stream] = until
         else:
-            now[stream] = clock + DURATIONS.get(what, 0)
+            clock_of[stream] = clock + DURATIONS.get(what, 0)
             done += line == "attention kernel on 0"
     return idles

@@ -124,7 +124,7 @@ def test_servers_that_come_and_go_for_a_thousand_steps_leak_nothing():
     restless = ("--restless",)
     result = run([*job, "--cad.servers"], servers=[restless] * 2, timeout_s=1100)
     serves = [share > 0 for share in served_shares(result)]
-    assert sum(now != then for now, then in pairwise(serves)) >= 10
+    assert sum(latter != former for latter, former in pairwise(serves)) >= 10
     for descriptors in result.descriptors:
         assert descriptors[1000] <= descriptors[200] + 20
     for memory in result.resident_bytes:

@@ -132,7 +132,8 @@ def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path):
 
     first, *others = on_all(range(4), shadow_of)
     (line,) = (tmp_path / DOCUMENTS_NAME).read_text().splitlines()
-    usual, other = [2, 6], [2, 3, 3]
+    usual = [2, 6]
+    other = [2, 3, 3]
     assert json.loads(line) == {
         "version": 1,
         "step": 1,
@@ -146,7 +147,8 @@ def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path):
     found = read_record(tmp_path / DOCUMENTS_NAME, 1)
     assert found.batches == [[usual] * 3 + [other] + [usual] * 4]
     # causal pairs, in tiles of one token
-    light, heavy = 3 + 21 + 3 + 6 + 6, 2 * (3 + 21)
+    light = 3 + 21 + 3 + 6 + 6
+    heavy = 2 * (3 + 21)
     imbalance = (1 + heavy / ((light + heavy) / 2)) / 2
     assert first.drain_imbalances() == [pytest.approx(imbalance)]
     assert first.drain_imbalances() == []

@@ -19,7 +19,9 @@ from torchtitan_cad.tools.logged_steps import read_steps
 
 pytestmark = pytest.mark.timeout(900)
 
-START_S, END_S, TIMEOUT_S = 400, 90, 15
+START_S = 400
+END_S = 90
+TIMEOUT_S = 15
 JOB = [
     "--training.steps=100000",
     f"--comm.train_timeout_seconds={TIMEOUT_S}",
@@ -189,7 +191,8 @@ def check_resume(dump_folder: Path, nranks: int) -> int:
     assert earlier.items() <= files_of_runs(dump_folder).items(), (
         "a later run changed earlier files"
     )
-    losses, expected = check_summary(dump_folder), undisturbed(nranks)
+    losses = check_summary(dump_folder)
+    expected = undisturbed(nranks)
     assert min(losses) == start
     assert len(losses) >= 3
     for step in losses.keys() & expected.keys():

@@ -58,7 +58,9 @@ def test_every_configuration_is_simulated(config, tmp_path, capsys):
 
 def test_numbers_of_a_job():
     job = read_job("llama3_8b", "--parallelism.context_parallel_degree=2")
-    model, configuration, cluster = job.model, job.configuration, job.cluster
+    model = job.model
+    configuration = job.configuration
+    cluster = job.cluster
     assert (model.layers, model.hidden, model.ffn) == (32, 4096, 14336)
     assert (model.heads, model.kv_heads, model.head_dim) == (32, 8, 128)
     assert (model.vocabulary, model.dtype_bytes) == (128256, 2)
@@ -99,7 +101,8 @@ def test_every_model_is_known(name, flavor, kinds):
     model = job.model
     assert {kind.name: kind.layers for kind in model.attention} == kinds
     args = copy.deepcopy(get_train_spec(name).model_args[flavor])
-    args.attn_type, args.moe_impl = "sdpa", "standard"
+    args.attn_type = "sdpa"
+    args.moe_impl = "standard"
     every, flops = args.get_nparams_and_flops(build_on_meta(job.config, args), 0)
     active = model.layers * model.layer_parameters + model.hidden * model.vocabulary
     assert (model.parameters, 6 * active) == pytest.approx((every, flops), rel=0.01)

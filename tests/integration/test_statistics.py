@@ -34,7 +34,8 @@ def random_batch(
     rng: np.random.Generator, *, microbatches: int = 1, nano_batches: int = 1
 ) -> PlannedBatch:
     """A batch of random plans for 3 ranks."""
-    plans, planned = [], []
+    plans = []
+    planned = []
     for _ in range(microbatches):
         nanos = []
         for _ in range(nano_batches):
@@ -44,7 +45,8 @@ def random_batch(
         planned.append(PlannedMicrobatch([nanos], [nanos]))
         plans += nanos
     copied = rng.integers(0, 10**6, size=len(plans)).tolist()
-    keys, seconds = torch.zeros(microbatches), float(rng.random())
+    keys = torch.zeros(microbatches)
+    seconds = float(rng.random())
     return PlannedBatch(keys, planned, seconds, [], copied_bytes=copied)
 
 
@@ -64,7 +66,8 @@ def test_figures_are_means_over_all_batches(nano_batches):
         random_batch(rng, microbatches=2, nano_batches=nano_batches) for _ in range(3)
     ]
     plans = [plan for batch in batches for plan in batch.plans]
-    num_plans, microbatches = len(plans), 6
+    num_plans = len(plans)
+    microbatches = 6
 
     def total(name: str) -> Any:
         return np.sum([getattr(plan.stats, name) for plan in plans], axis=0)

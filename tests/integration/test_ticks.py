@@ -49,7 +49,8 @@ def ticks(pp: int, name: str = "CAD1F1B") -> tuple[str, ...]:
 
 INTERLEAVED, INTERLEAVED4 = (ticks(pp, "CADInterleaved1F1B") for pp in (2, 4))
 VALIDATED = (*rows(4), *VALIDATE4)
-BLOCKS4, BLOCKS8 = (*rows(4), *FOUR_BLOCKS), (*rows(8), *EIGHT_BLOCKS)
+BLOCKS4 = (*rows(4), *FOUR_BLOCKS)
+BLOCKS8 = (*rows(8), *EIGHT_BLOCKS)
 SHORT = [Composition("halves pp2 dp2", args=(*ticks(2), *HALVES), shared=VALIDATED)]
 QUICK = [
     *SHORT,
@@ -156,7 +157,8 @@ def test_nano_batches_take_turns_on_every_rank():
         for call in zip(*[iter(order)] * 4, strict=True):
             steps, keys = zip(*call, strict=True)
             direction = steps[0].removeprefix("start_")
-            start, attend = f"start_{direction}", f"attend_{direction}"
+            start = f"start_{direction}"
+            attend = f"attend_{direction}"
             assert steps == (start, start, attend, attend)
             assert keys[:2] == keys[2:]
             assert keys[1] - keys[0] == (1 if direction == "forward" else -1)

@@ -27,7 +27,8 @@ def in_sqlite(trace: Path) -> Ask:
     table.execute(f"CREATE TABLE slice ({columns})")
     for event in json.loads(trace.read_text())["traceEvents"]:
         if event["ph"] == "X":
-            begin, duration = round(1e3 * event["ts"]), round(1e3 * event["dur"])
+            begin = round(1e3 * event["ts"])
+            duration = round(1e3 * event["dur"])
             row = (begin, duration, event.get("cat"), event["name"])
             table.execute("INSERT INTO slice VALUES (?, ?, ?, ?)", row)
     return lambda query: table.execute(query).fetchall()

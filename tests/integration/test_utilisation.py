@@ -44,7 +44,8 @@ def test_linear_work_is_what_torchtitan_counts_for_rows_of_no_tokens(name):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_job_counts_all_heads(tp):
-    config, whole = written("llama3", tp).config, written("llama3").config
+    config = written("llama3", tp).config
+    whole = written("llama3").config
     args = model_args(config)
     fields: Any = dict.fromkeys(Job.__dataclass_fields__)
     fields["kinds"] = attention_kinds(config, args)

@@ -19,7 +19,8 @@ JOB = [
     "--training.dataloader.persistent_workers",
     "--cad.heartbeat_seconds=0.5",
 ]
-START_S, END_S = 120, 45
+START_S = 120
+END_S = 45
 DOCUMENT = (
     "of 200,000 tokens: a worker sends what is left of it with every batch, more than its pipe holds. "
     * 2000

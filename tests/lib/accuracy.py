@@ -64,11 +64,13 @@ def assert_as_exact(
         reference: the same in fp64, [shape of both].
         name: of what is compared, for the message.
     """
-    mine, other = error_of(result, reference), error_of(independent, reference)
+    errors = error_of(result, reference)
+    other = error_of(independent, reference)
     # A reference in the result's own precision errs as much as the independent computation.
     factor = FACTOR if result.dtype != reference.dtype else FACTOR + 1
     for kind, floor in FLOORS.items():
-        error, bound = getattr(mine, kind), getattr(other, kind)
+        error = getattr(errors, kind)
+        bound = getattr(other, kind)
         assert error <= factor * bound + floor, (
             f"{name}: {kind} error of {error:.2f} roundings, the independent computation's is {bound:.2f}"
         )

@@ -26,16 +26,20 @@ def make_layout(name: str, num_ranks: int, seed: int, share: int = 1) -> TokenLa
         return spanning_layout(
             document_lengths(name, num_ranks // share, seed), num_ranks
         )
-    rng, segments, doc = np.random.default_rng(seed), [], 0
+    rng = np.random.default_rng(seed)
+    segments = []
+    doc = 0
     for _ in range(num_ranks):
-        left, mine = TOKENS_PER_RANK // share, []
+        left = TOKENS_PER_RANK // share
+        of_rank = []
         while left:
             length = min(
                 left, -(-max(1, int(rng.lognormal(np.log(4096), 1.5))) // GRID) * GRID
             )
-            mine.append((doc, 0, length))
-            doc, left = doc + 1, left - length
-        segments.append(mine)
+            of_rank.append((doc, 0, length))
+            doc = doc + 1
+            left = left - length
+        segments.append(of_rank)
     return TokenLayout.from_segments(segments)
 
 
@@ -53,10 +57,10 @@ def measure(
     name: str, num_ranks: int, seeds: tuple[int, ...], nano_batches: int
 ) -> AttentionMemory:
     """The largest figures of all seeds."""
-    each = [
+    passes = [
         attention_memory(plans_of(name, num_ranks, seed, nano_batches))
         for seed in seeds
     ]
     return AttentionMemory(
-        *(max(sizes) for sizes in zip(*map(dataclasses.astuple, each), strict=True))
+        *(max(sizes) for sizes in zip(*map(dataclasses.astuple, passes), strict=True))
     )

@@ -24,7 +24,8 @@ from torchtitan_cad.runtime.transport import (
     build_transport,
 )
 
-CPU, BUFFER_BYTES = torch.device("cpu"), 2**20
+CPU = torch.device("cpu")
+BUFFER_BYTES = 2**20
 ONE_EACH = np.array([[0, 2], [1, 0]])
 """Rows [sender, receiver]."""
 FORMATS: list[list[tuple[tuple[int, ...], torch.dtype]]] = [
@@ -101,7 +102,8 @@ def assert_received(
 ) -> None:
     at = 0
     for sender in range(len(counts)):
-        first, count = int(counts[sender, :rank].sum()), int(counts[sender, rank])
+        first = int(counts[sender, :rank].sum())
+        count = int(counts[sender, rank])
         total = int(counts[sender].sum())
         chosen = chosen_rows(exchange, sender, total)
         for got, part in zip(rows, make_parts(exchange, sender, total), strict=True):
@@ -130,8 +132,10 @@ def exchange_at_random(
 
     Returns the number of rows received.
     """
-    num_ranks, rank = group.size(), group.rank()
-    shared, own = np.random.default_rng(seed), random.Random(1000 * seed + rank)
+    num_ranks = group.size()
+    rank = group.rank()
+    shared = np.random.default_rng(seed)
+    own = random.Random(1000 * seed + rank)
     device = torch.device(device_type)
     transport = build_transport(name, group, device, BUFFER_BYTES, hosts=hosts)
     calls: list[tuple[int, deque, Iterator[int]]] = []
@@ -167,7 +171,9 @@ def exchange_at_random(
         together = int(shared.integers(1, BUFFERS_PER_CALL + 1))  # messages
         while sum(len(sent) for sent, _ in pending_calls) > BUFFERS_PER_CALL - together:
             finish(pending_calls)
-        sent, messages, routes = [], [], []
+        sent = []
+        messages = []
+        routes = []
         for number in range(
             exchange * BUFFERS_PER_CALL, exchange * BUFFERS_PER_CALL + together
         ):

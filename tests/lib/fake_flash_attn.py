@@ -79,63 +79,64 @@ class Recorder:
         self.deterministic: list[bool] = []
         self.dims: set[tuple[int, int]] = set()
 
-    def call(self, given: dict[str, Any]) -> VarlenArgs:
+    def call(self, arguments: dict[str, Any]) -> VarlenArgs:
         cu_q, cu_k = (
-            _find(given, f"cu_seqlens_{x}", f"cum_seq_{x}", f"cu_seq_{x}") for x in "qk"
+            _find(arguments, f"cu_seqlens_{x}", f"cum_seq_{x}", f"cu_seq_{x}")
+            for x in "qk"
         )
-        max_q, max_k = (_find(given, f"max_seqlen_{x}", f"max_{x}") for x in "qk")
-        causal = _find(given, "is_causal", "causal")
+        max_q, max_k = (_find(arguments, f"max_seqlen_{x}", f"max_{x}") for x in "qk")
+        causal = _find(arguments, "is_causal", "causal")
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert type(causal) is bool
         assert max_q >= int(cu_q.diff().max())
         assert max_k >= int(cu_k.diff().max())
-        if "cu_seqlens_q" not in given:  # torch's own
-            left, right = given.get("window_size") or [
-                given["window_size_left"],
-                given["window_size_right"],
+        if "cu_seqlens_q" not in arguments:  # torch's own
+            left, right = arguments.get("window_size") or [
+                arguments["window_size_left"],
+                arguments["window_size_right"],
             ]
             assert right == (0 if causal else -1)
         else:
-            left = given.get("window_size_left", -1)
-            assert given.get("window_size_right", -1) == (0 if left >= 0 else -1)
+            left = arguments.get("window_size_left", -1)
+            assert arguments.get("window_size_right", -1) == (0 if left >= 0 else -1)
         self.max_q.append(max_q)
         self.max_k.append(max_k)
         self.same_offsets.append(cu_q is cu_k)
-        scale = _find(given, "softmax_scale", "scale")
+        scale = _find(arguments, "softmax_scale", "scale")
         window = left + 1 if left >= 0 else None
         return VarlenArgs.from_numpy(
             cu_q.numpy(), cu_k.numpy(), causal=causal, scale=scale, window=window
         )
 
 
-def _find(given: dict[str, Any], *names: str) -> Any:
-    return next(given[name] for name in names if name in given)
+def _find(arguments: dict[str, Any], *names: str) -> Any:
+    return next(arguments[name] for name in names if name in arguments)
 
 
 def attend(
-    given: dict[str, Any], seen: Recorder, empty_lse: float
+    arguments: dict[str, Any], seen: Recorder, empty_lse: float
 ) -> tuple[Tensor, Tensor]:
     """out and [H, T] log-sum-exp; rows without keys have ``empty_lse``."""
     q, k, v = (
-        _find(given, *names) for names in (("q", "query"), ("k", "key"), ("v", "value"))
+        _find(arguments, *names)
+        for names in (("q", "query"), ("k", "key"), ("v", "value"))
     )
     seen.dims.add((k.shape[2], v.shape[2]))
-    out, lse = CpuKernel().forward(q, k, v, seen.call(given))
+    out, lse = CpuKernel().forward(q, k, v, seen.call(arguments))
     return out, lse.masked_fill(lse == -torch.inf, empty_lse).t().contiguous()
 
 
 def attend_backward(
-    given: dict[str, Any], seen: Recorder, empty_lse: float
+    arguments: dict[str, Any], seen: Recorder, empty_lse: float
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv in q's dtype."""
     q, k, v = (
-        _find(given, *names) for names in (("q", "query"), ("k", "key"), ("v", "value"))
+        _find(arguments, *names)
+        for names in (("q", "query"), ("k", "key"), ("v", "value"))
     )
-    dout, out, lse = (
-        _find(given, "dout", "grad_out"),
-        given["out"],
-        _find(given, "softmax_lse", "logsumexp", "lse"),
-    )
+    dout = _find(arguments, "dout", "grad_out")
+    out = arguments["out"]
+    lse = _find(arguments, "softmax_lse", "logsumexp", "lse")
     assert lse.shape == (q.shape[1], q.shape[0])
     assert lse.dtype == torch.float32
     assert out.shape == dout.shape == (*q.shape[:2], v.shape[2])
@@ -147,7 +148,7 @@ def attend_backward(
     )
     return tuple(
         x.to(q.dtype)
-        for x in CpuKernel().backward(dout, q, k, v, merged, seen.call(given))
+        for x in CpuKernel().backward(dout, q, k, v, merged, seen.call(arguments))
     )
 
 
@@ -155,18 +156,18 @@ def make_fake(generation: int, seen: Recorder) -> ModuleType:
     """The package of a generation."""
     empty_lse = torch.inf if generation == 2 else -torch.inf
 
-    def forward(given: dict[str, Any]) -> tuple[Tensor, ...]:
-        assert FORWARD_OPTIONS[generation].items() <= given.items()
-        return *attend(given, seen, empty_lse), torch.empty(0), torch.empty(2)
+    def forward(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+        assert FORWARD_OPTIONS[generation].items() <= arguments.items()
+        return *attend(arguments, seen, empty_lse), torch.empty(0), torch.empty(2)
 
-    def backward(given: dict[str, Any]) -> tuple[Tensor, ...]:
-        assert BACKWARD_OPTIONS[generation].items() <= given.items()
-        seen.deterministic.append(given["deterministic"])
-        grads = attend_backward(given, seen, empty_lse)
+    def backward(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+        assert BACKWARD_OPTIONS[generation].items() <= arguments.items()
+        seen.deterministic.append(arguments["deterministic"])
+        grads = attend_backward(arguments, seen, empty_lse)
         if generation == 4:
             return grads
         for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-            given[name].copy_(grad)
+            arguments[name].copy_(grad)
         return (torch.empty(0),)
 
     module = ModuleType(NAMES[generation])
@@ -179,17 +180,19 @@ def make_fake(generation: int, seen: Recorder) -> ModuleType:
 def fake_operator(op: torch._ops.OpOverload, seen: Recorder) -> Callable[..., Any]:
     """One of the two operators behind torch's FlashAttention-2."""
 
-    def run(given: dict[str, Any]) -> tuple[Tensor, ...]:
-        assert given["dropout_p"] == 0.0
-        assert given["max_k"] == int(given["cum_seq_k"].diff().max())
-        assert all(given[name].is_contiguous() for name in ("query", "key", "value"))
-        if "grad_out" in given:
-            return attend_backward(given, seen, torch.inf)
-        assert given.get("num_splits") == (
+    def run(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+        assert arguments["dropout_p"] == 0.0
+        assert arguments["max_k"] == int(arguments["cum_seq_k"].diff().max())
+        assert all(
+            arguments[name].is_contiguous() for name in ("query", "key", "value")
+        )
+        if "grad_out" in arguments:
+            return attend_backward(arguments, seen, torch.inf)
+        assert arguments.get("num_splits") == (
             1 if kernels_varlen._takes(function, "num_splits") else None
         )
         return (
-            *attend(given, seen, torch.inf),
+            *attend(arguments, seen, torch.inf),
             torch.empty(0),
             torch.empty(0),
             torch.empty(0),
@@ -205,15 +208,15 @@ def fake_operator(op: torch._ops.OpOverload, seen: Recorder) -> Callable[..., An
 def fake_cudnn(seen: Recorder) -> SimpleNamespace:
     """The operators behind torch's cuDNN attention of packed rows."""
 
-    def forward(given: dict[str, Any]) -> tuple[Tensor, ...]:
-        assert given["enable_gqa"]
-        assert given["backend"] == CUDNN_BACKEND
-        return *attend(given, seen, torch.inf), torch.zeros(2)
+    def forward(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+        assert arguments["enable_gqa"]
+        assert arguments["backend"] == CUDNN_BACKEND
+        return *attend(arguments, seen, torch.inf), torch.zeros(2)
 
-    def backward(given: dict[str, Any]) -> tuple[Tensor, ...]:
-        assert given["backend"] == CUDNN_BACKEND
-        assert isinstance(given["rng_state"], Tensor)
-        return attend_backward(given, seen, torch.inf)
+    def backward(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+        assert arguments["backend"] == CUDNN_BACKEND
+        assert isinstance(arguments["rng_state"], Tensor)
+        return attend_backward(arguments, seen, torch.inf)
 
     return SimpleNamespace(
         _varlen_attn=_function(CUDNN_FORWARD.split(), forward),
@@ -244,7 +247,7 @@ def _function(
 
 
 FAKES: dict[int, Callable[[Recorder], ModuleType]] = {
-    each: partial(make_fake, each) for each in NAMES
+    generation: partial(make_fake, generation) for generation in NAMES
 }
 
 

@@ -44,8 +44,10 @@ def interpreted_transport(
     **options: bool,
 ) -> SymmetricTransport:
     """The transport for devices, over such memory; a global rank is 40 more than that in the group."""
-    allocate, far = partial(interpreted_memory, group=group), None
-    ranks, rank = range(40, 40 + group.size()), group.rank()
+    allocate = partial(interpreted_memory, group=group)
+    far = None
+    ranks = range(40, 40 + group.size())
+    rank = group.rank()
     if hosts is not None:
         near = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
         far = FarRanks(rank, near, ranks, transfer_over(group), torch.device("cpu"))

@@ -22,8 +22,10 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor]:
     """out [Tq, Hq, D] and lse [Tq, Hq] in the dtype of q, differentiable; the seq x seq matrix is formed."""
     group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    outs, lses = [q[:0, :, :1].expand(-1, -1, v.shape[2])], [q[:0, :, 0]]
+    k = k.repeat_interleave(group, 1)
+    v = v.repeat_interleave(group, 1)
+    outs = [q[:0, :, :1].expand(-1, -1, v.shape[2])]
+    lses = [q[:0, :, 0]]
     for task in range(len(call.q_start)):
         queries = slice(*call.cu_q_host[task : task + 2].tolist())
         keys = slice(*call.cu_k_host[task : task + 2].tolist())
@@ -109,7 +111,8 @@ def random_qkv(
     value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q [num_q, Hq, D], k and v [num_k, Hkv, D or Dv], dout like out; no value has more digits than fp32."""
-    generator, out_dim = torch.Generator().manual_seed(seed), value_dim or dim
+    generator = torch.Generator().manual_seed(seed)
+    out_dim = value_dim or dim
     shapes = [
         (num_q, heads[0], dim),
         (num_k, heads[1], dim),
@@ -152,7 +155,8 @@ def check_marshalling(
 ) -> None:
     """A kernel whose library computes as the CPU kernel does passes it the right arguments: their order, layouts,
     dtypes, the alignment of the mask and the marks of empty rows."""
-    cu_q, cu_k = offsets(len_q), offsets(len_k)
+    cu_q = offsets(len_q)
+    cu_k = offsets(len_k)
     call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=0.2, window=window)
     q, k, v, dout = random_qkv(
         cu_q[-1], cu_k[-1], (4, 2), dims[0], dtype, value_dim=dims[1]

@@ -70,7 +70,8 @@ def lengths_summing_to(
 def contiguous(lengths: list[int], capacity: list[int], first_id: int = 0) -> Ranks:
     """Documents laid end to end over ranks of the given capacity, spanning them where they must."""
     ranks: Ranks = [[] for _ in capacity]
-    rank, free = 0, capacity[0]
+    rank = 0
+    free = capacity[0]
     for doc, length in enumerate(lengths, first_id):
         start = 0
         while start < length:
@@ -79,7 +80,8 @@ def contiguous(lengths: list[int], capacity: list[int], first_id: int = 0) -> Ra
                 free = capacity[rank]
             part = min(length - start, free)
             ranks[rank].append((doc, start, part))
-            start, free = start + part, free - part
+            start = start + part
+            free = free - part
     return ranks
 
 
@@ -162,7 +164,8 @@ def _near_balance(rng, num_ranks, tokens, min_shard):
 
 def _at_tolerance(rng, num_ranks, tokens, min_shard):
     """All ranks but one equal, and just below, at or above a tolerance of 0.02, 0.1 or 1 over the mean."""
-    length, count = int(rng.integers(1, 2 * min_shard + 2)), int(rng.integers(20, 200))
+    length = int(rng.integers(1, 2 * min_shard + 2))
+    count = int(rng.integers(20, 200))
     excess = rng.choice([0.02, 0.1, 1.0])
     fewer = max(
         0,

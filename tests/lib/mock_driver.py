@@ -45,7 +45,8 @@ class _Launcher:
 
 
 class _Driver:
-    utils, launcher_cls = _Utils(), _Launcher
+    utils = _Utils()
+    launcher_cls = _Launcher
 
     def get_current_device(self) -> int:
         return 0

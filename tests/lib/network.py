@@ -62,7 +62,8 @@ class Nodes:
         _run(f"ip -n {switch} link add bridge type bridge")
         _run(f"ip -n {switch} link set bridge up")
         for node in range(self.count):
-            space, port = self._space(node), f"port{node}"
+            space = self._space(node)
+            port = f"port{node}"
             _run(f"ip netns add {space}")
             peer = f"peer name {port} netns {switch}"
             _run(f"ip link add eth0 netns {space} type veth {peer}")

@@ -83,7 +83,8 @@ def _advance(original: Callable, tasks: TaskRunner) -> None:
 
 
 def _run(original: Callable, nano_batch: _NanoBatch, name: str, *work: Any) -> Any:
-    engine, key = get_engine(nano_batch.engine), nano_batch.key
+    engine = get_engine(nano_batch.engine)
+    key = nano_batch.key
     note(engine, f"{name} forward", key)
     results = original(nano_batch, name, *work)
     last = [

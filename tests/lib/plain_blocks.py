@@ -27,14 +27,18 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.kernels import get_kernel
 from torchtitan_cad.runtime.ops import core_attention
 
-WHOLE, NANO_BATCHES = "plain_blocks whole", "plain_blocks nano-batches"
+WHOLE = "plain_blocks whole"
+NANO_BATCHES = "plain_blocks nano-batches"
 Prepare = Callable[[PingPong], None]
 
 
 class PlainBlock(nn.Module):
     """A pre-norm block with rotary positions and a gated MLP, and its own ``BlockView``; TP cannot split it."""
 
-    traceable, can_split, engine, rescale = True, False, "", None
+    traceable = True
+    can_split = False
+    engine = ""
+    rescale = None
 
     def __init__(self, dim: int, shape: AttentionShape) -> None:
         super().__init__()
@@ -58,7 +62,8 @@ class PlainBlock(nn.Module):
         assert positions is None
         rows = self.wqkv(self.norms[0](x)).split(self.widths, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in rows)
-        q, k = _rotate(q, rope), _rotate(k, rope)
+        q = _rotate(q, rope)
+        k = _rotate(k, rope)
         return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -99,7 +104,8 @@ class NanoBatchesAndWhole:
     ) -> None:
         torch.manual_seed(seed)
         rng = np.random.default_rng(seed)
-        self.dtype, self.microbatches = dtype, microbatches
+        self.dtype = dtype
+        self.microbatches = microbatches
         blocks = [PlainBlock(dim, shape) for _ in range(3)]
         self.blocks = nn.ModuleList(blocks).to(device, dtype)
         self.xs = torch.randn(len(transports), rows, seq_len, dim).to(device, dtype)

@@ -38,18 +38,20 @@ def run_processes(
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     ranks = []
     for rank in range(num_ranks):
-        ours, theirs = _CONTEXT.Pipe(duplex=False)
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(
             target=_run,
-            args=(rank, num_ranks, store.port, theirs, body, args),
+            args=(rank, num_ranks, store.port, sender, body, args),
             daemon=True,
         )
         process.start()
-        theirs.close()
-        ranks.append((process, ours))
+        sender.close()
+        ranks.append((process, receiver))
     try:
         return _collect(
-            [ours for _, ours in ranks], [process for process, _ in ranks], timeout_s
+            [receiver for _, receiver in ranks],
+            [process for process, _ in ranks],
+            timeout_s,
         )
     finally:
         for process, _ in ranks:

@@ -7,7 +7,9 @@ from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.planning.model.profile import DTYPE_BYTES
 
 LLAMA = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
-TILE, QUERIES, KEYS = 128, (64, 128, 512), (128, 1024, 8192)
+TILE = 128
+QUERIES = (64, 128, 512)
+KEYS = (128, 1024, 8192)
 
 Rows = Callable[[int], float]
 """Milliseconds of a row of tiles against that many key tiles."""

@@ -153,7 +153,9 @@ def check_exchanges(plan: Plan) -> None:
 
 def check_guarantee(plan: Plan, home: Plan) -> None:
     """Every load <= max((1 + tolerance) share, share + cost of the longest document's last min_shard rows)."""
-    layout, config, cost = plan.layout, plan.config, plan.cost
+    layout = plan.layout
+    config = plan.config
+    cost = plan.cost
     loads = np.zeros(layout.num_ranks, dtype=np.int64)
     np.add.at(loads, plan.tasks["server"], cost.cost(plan.tasks))
     assert plan.stats.loads.tolist() == loads.tolist()

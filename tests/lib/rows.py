@@ -67,11 +67,9 @@ class Tensors:
         *,
         with_dlse: bool = False,
     ) -> "Tensors":
-        counts, heads, kv_heads = (
-            layout.tokens_per_rank.tolist(),
-            shape.num_heads,
-            shape.num_kv_heads,
-        )
+        counts = layout.tokens_per_rank.tolist()
+        heads = shape.num_heads
+        kv_heads = shape.num_kv_heads
 
         def rows(heads: int, dim: int) -> list[Tensor]:
             return [torch.randn(n, heads, dim).to(dtype) for n in counts]
@@ -108,7 +106,8 @@ def empty_rows(
     tokens: int, shape: AttentionShape, device: torch.device = CPU
 ) -> tuple[Any, ...]:
     """bf16 q, k, v, dout, and what heads of keys share or None."""
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    heads = shape.num_heads
+    kv_heads = shape.num_kv_heads
     sizes = [
         (heads, shape.head_dim),
         (kv_heads, shape.key_dim),
@@ -206,9 +205,11 @@ def dense(
     layout: TokenLayout, tensors: Tensors, window: int | None = None
 ) -> list[list[Tensor]]:
     """The fp64 reference by autograd; same structure as ``execute``."""
-    cu, one = offsets(layout.doc_lengths.tolist()), on_one_rank(layout, tensors)
+    cu = offsets(layout.doc_lengths.tolist())
+    one = on_one_rank(layout, tensors)
     (q, k, v, dout, *dlse), shared = one.of_rank(0), one.shared_of_rank(0)
-    own, scale = k.shape[2], q.shape[-1] ** -0.5
+    own = k.shape[2]
+    scale = q.shape[-1] ** -0.5
     call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=scale, window=window)
     if shared is not None:
         k = torch.cat([k, shared.repeat(1, k.shape[1], 1)], dim=2)
@@ -217,8 +218,8 @@ def dense(
     return by_rank(layout, [out, lse, dq, dk[..., :own], dv, *dshared])
 
 
-def assert_same_bits(mine: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
-    for a, b in zip(mine, theirs, strict=True):
+def assert_same_bits(one: list[list[Tensor]], other: list[list[Tensor]]) -> None:
+    for a, b in zip(one, other, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 

@@ -11,7 +11,8 @@ import pytest
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs the package triton"
 )
-matrix, slow = pytest.mark.matrix, pytest.mark.slow
+matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 """For what the short set leaves out, and for what takes longer than a minute."""
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"

@@ -43,12 +43,10 @@ class ThreadTransport:
         max_delay_s: float = 0.0,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        self.rank, self.mailboxes, self.max_delay_s, self.buffer_bytes = (
-            rank,
-            mailboxes,
-            max_delay_s,
-            buffer_bytes,
-        )
+        self.rank = rank
+        self.mailboxes = mailboxes
+        self.max_delay_s = max_delay_s
+        self.buffer_bytes = buffer_bytes
         self.num_ranks = int(len(mailboxes) ** 0.5)
         self.sent: Counter[str] = Counter()
         """bytes: by direction, the first word of a phase"""
@@ -79,7 +77,9 @@ class ThreadTransport:
 
 class _ThreadPending:
     def __init__(self, transport: ThreadTransport, routes: Routes, phase: str) -> None:
-        self.transport, self.routes, self.phase = transport, routes, phase
+        self.transport = transport
+        self.routes = routes
+        self.phase = phase
 
     def wait(self) -> list[Tensor]:
         # With a row more, as they would lie in a receive buffer.
@@ -204,7 +204,8 @@ class ThreadMessages:
     def _start(
         self, sender: int, receiver: int, part: Part, *, receives: bool
     ) -> ThreadWork:
-        work, message = ThreadWork(), (sender, receiver, part.tag)
+        work = ThreadWork()
+        message = (sender, receiver, part.tag)
         with self._lock:
             assert (*message, receives) not in self._started
             if (other := self._started.pop((*message, not receives), None)) is None:
@@ -253,7 +254,8 @@ def symmetric_transports(
     num_ranks: int, buffer_bytes: int = BUFFER_BYTES, hosts: Sequence[int] | None = None
 ) -> list[SymmetricTransport]:
     """Over shared memory; between ``hosts``, if there are several, by messages."""
-    allocations, messages = ThreadAllocations(num_ranks, hosts), ThreadMessages()
+    allocations = ThreadAllocations(num_ranks, hosts)
+    messages = ThreadMessages()
 
     def far_of(rank: int) -> FarRanks | None:
         return (

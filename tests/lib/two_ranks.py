@@ -16,7 +16,9 @@ def two_rank_plan(tokens: int, shape: AttentionShape) -> Plan:
     """One document of ``tokens`` on rank 0, eight on rank 1. Rank 1 serves half of the long one's queries, some of them
     against a part of their keys; rank 0 serves one of the short ones. ``tokens`` is a multiple of 8.
     """
-    half, most, short = tokens // 2, tokens // 4 * 3, tokens // 8
+    half = tokens // 2
+    most = tokens // 4 * 3
+    short = tokens // 8
     layout = TokenLayout.from_segments(
         [[(0, 0, tokens)], [(doc, 0, short) for doc in range(1, 9)]]
     )

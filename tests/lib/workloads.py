@@ -99,6 +99,7 @@ def spanning_layout(lengths: list[int], num_ranks: int) -> TokenLayout:
         zip(starts.tolist(), ends.tolist(), strict=True)
     ):
         for rank in range(start // room, -(-end // room)):
-            a, b = max(start, rank * room), min(end, (rank + 1) * room)
+            a = max(start, rank * room)
+            b = min(end, (rank + 1) * room)
             segments[rank].append((doc, a - start, b - a))
     return TokenLayout.from_segments(segments)

@@ -40,7 +40,8 @@ def wait_for(log: Path, pattern: str) -> None:
 
 def test_a_cut_link_costs_a_wait_and_a_mended_one_is_used_again(tmp_path):
     """Losses are those of the job without servers."""
-    job_log, server_log = tmp_path / "job.log", tmp_path / "server.log"
+    job_log = tmp_path / "job.log"
+    server_log = tmp_path / "server.log"
     with Nodes(2) as network:
 
         def start(node: int, log: Path, *command: str) -> subprocess.Popen:

@@ -137,7 +137,8 @@ def test_one_document_on_one_rank():
 def test_a_query_has_no_more_keys_than_its_document():
     """Where the ideal rectangle is wider than the document, its rows are as wide as the document."""
     layout = TokenLayout.from_segments([[(i, 0, 10) for i in range(1000)], []])
-    pairs, limit = 55_000, 30_000
+    pairs = 55_000
+    limit = 30_000
     queries = (pairs - limit) // 10  # against the same 10 keys
     ideal = queries * LLAMA.query_bytes + 10 * LLAMA.kv_bytes
     assert lower_bounds(layout, LLAMA, limit).total == int(ideal * (1 - 1e-9))

@@ -101,7 +101,8 @@ def test_tile_area_counts_tiles_and_profiles_interpolate_and_go_on_with_the_last
 
 def test_long_rows_do_not_overflow():
     """Ten seconds a row at 64K keys, extrapolated to a billion keys: exact all the same."""
-    first, last = 10**10, 10**13
+    first = 10**10
+    last = 10**13
     model = ProfileCost(128, (1, 512), (first, last))
     tiles = 10**9 // 128
     wanted = last - -(tiles - 512) * (last - first) // 511

@@ -71,19 +71,19 @@ kinds = st.one_of(
 
 
 def check_pairs(
-    plan: Plan, given: TokenLayout, kind: AttentionKind, columns: np.ndarray
+    plan: Plan, batch: TokenLayout, kind: AttentionKind, columns: np.ndarray
 ) -> None:
     """Count every pair of a document's tokens, known by their ranks and rows, and compare with the kind's mask."""
-    place = np.empty(given.num_tokens, dtype=np.int64)
+    place = np.empty(batch.num_tokens, dtype=np.int64)
     """of the given layout's tokens among those of the plan's, which are by its own documents"""
-    for rank in range(given.num_ranks):
-        place[given.rank_positions(rank)] = plan.layout.rank_positions(rank)
+    for rank in range(batch.num_ranks):
+        place[batch.rank_positions(rank)] = plan.layout.rank_positions(rank)
     counts = pair_counts(plan.layout, plan.tasks, plan.shape.window)
-    doc = np.repeat(given.docs, given.doc_lengths)
+    doc = np.repeat(batch.docs, batch.doc_lengths)
     position = np.arange(len(doc)) - np.repeat(
-        given.doc_offsets[:-1], given.doc_lengths
+        batch.doc_offsets[:-1], batch.doc_lengths
     )
-    mask = causal_mask(given)
+    mask = causal_mask(batch)
     if kind.shape.window is not None:
         mask &= position[:, None] - position < kind.shape.window
     if kind.block is not None:
@@ -131,16 +131,16 @@ def test_steps_of_several_kinds(
     nano_batches, rows, ranks, microbatches, lengths, others, times
 ):
     shape = BatchShape(rows * microbatches, 128, rows)
-    given, columns = batch_of_rows(lengths, ranks, shape, nano_batches)
+    layout, columns = batch_of_rows(lengths, ranks, shape, nano_batches)
     every = [FULL, *others]
 
     def plan(place: bool) -> list[PlannedMicrobatch]:
         config = PlannerConfig(min_shard=32, tile=32)
-        return plan_step(given, every, config, times, columns=columns, place=place)
+        return plan_step(layout, every, config, times, columns=columns, place=place)
 
     step = plan(place=True)
     again = plan(place=True)
-    homes = [layout for microbatch in step for layout in microbatch.layouts]
+    homes = [home for microbatch in step for home in microbatch.layouts]
     for number, kind in enumerate(every):
         assert fingerprints(step, number) == fingerprints(again, number)
         for planned, home in zip(plans_of(step, number), homes, strict=True):
@@ -149,12 +149,12 @@ def test_steps_of_several_kinds(
     stay = plan(place=False)
     numbers = range(len(every))
     if times is None:
-        now = np.sum([moved_by(*plans_of(step, n)) for n in numbers], axis=0)
+        after = np.sum([moved_by(*plans_of(step, n)) for n in numbers], axis=0)
         before = np.sum([moved_by(*plans_of(stay, n)) for n in numbers], axis=0)
-        assert (now == before).all() or Moved(*now).score(Moved(*before)) < 3
+        assert (after == before).all() or Moved(*after).score(Moved(*before)) < 3
     else:
-        now = sum(seconds(step, times, 1, kind=n) for n in numbers)
-        assert now <= sum(seconds(stay, times, 1, kind=n) for n in numbers)
+        after = sum(seconds(step, times, 1, kind=n) for n in numbers)
+        assert after <= sum(seconds(stay, times, 1, kind=n) for n in numbers)
 
 
 TWO_RANKS = TokenLayout.from_segments(

@@ -67,10 +67,12 @@ def documents(step: list[list[TokenLayout]]) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def check_homes(given: list[list[TokenLayout]], homes: list[list[TokenLayout]]) -> None:
+def check_homes(
+    loaded: list[list[TokenLayout]], homes: list[list[TokenLayout]]
+) -> None:
     """The same documents, and on every rank as many tokens, and queries, of every nano-batch."""
-    assert documents(given) == documents(homes)
-    layouts = zip(chain(*given), chain(*homes), strict=True)
+    assert documents(loaded) == documents(homes)
+    layouts = zip(chain(*loaded), chain(*homes), strict=True)
     for before, after in layouts:
         assert before.tokens_per_rank.tolist() == after.tokens_per_rank.tolist()
         assert before.queries_per_rank.tolist() == after.queries_per_rank.tolist()

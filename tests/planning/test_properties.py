@@ -41,7 +41,8 @@ def some_attend(layout: TokenLayout, share: float, seed: int) -> TokenLayout:
     first = rng.integers(0, layout.seg_length + 1)
     lengths = np.stack([first, layout.seg_length - first], axis=1).ravel()
     starts = np.stack([layout.seg_start, layout.seg_start + first], axis=1).ravel()
-    rank, doc = np.repeat(layout.seg_rank, 2), np.repeat(layout.seg_doc, 2)
+    rank = np.repeat(layout.seg_rank, 2)
+    doc = np.repeat(layout.seg_doc, 2)
     return TokenLayout.from_arrays(
         layout.num_ranks, rank, doc, starts, lengths, rng.random(len(rank)) < share
     )

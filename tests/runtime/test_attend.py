@@ -72,7 +72,8 @@ def gather_and_compare(group) -> None:
     sizes = (5, 9), (0, 4), (6, 0)
     counts = None, 0, 1, 300
     for num_kinds, (num_local, num_received), count in product((1, 3), sizes, counts):
-        local, received = [], []
+        local = []
+        received = []
         for dtype, tail in kinds[:num_kinds]:
             local.append(torch.randn(num_local, *tail).to(dtype))
             message = torch.randn(num_received, math.prod(tail) + 8).to(dtype)

@@ -61,7 +61,8 @@ def make_case(rng: np.random.Generator, case: tuple, device: torch.device) -> tu
         else rng.integers(-1, max(num_rows - 1, 1), size)
         for size in sizes
     ]
-    outs, lses = [], []
+    outs = []
+    lses = []
     for number, size in enumerate(sizes):
         message = torch.randn(size, heads * dim + 24).to(device, dtype)
         out = message[:, 8 : 8 + heads * dim].view(size, heads, dim)
@@ -108,7 +109,8 @@ def compare_orders(seed: int, device: torch.device) -> None:
             # a row with one partial keeps its bits
             assert torch.equal(result[has_one], other[has_one])
         half = -(-dim // 2)
-        part, like_part = [out[:, :1, :half] for out in whole[0]], like[:, :1, :half]
+        part = [out[:, :1, :half] for out in whole[0]]
+        like_part = like[:, :1, :half]
         for parts, likes in (
             ([part, whole[0]], [like_part, like]),
             ([*whole[1:], part], [like, like, like_part]),
@@ -146,7 +148,8 @@ def compare_with_torch(device: torch.device) -> None:
 
     torch.manual_seed(0)
     for dtype, shape in itertools.product(DTYPES, DELTA_SHAPES):
-        dout, out = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+        dout = torch.randn(shape).to(dtype)
+        out = torch.randn(shape).to(dtype)
         dout[:1] = 0
         dout[-1:, :, 1:] = 0  # one element
         accumulator = compute_dtype(dtype)

@@ -210,7 +210,8 @@ def test_rows_are_kept_by_plans_that_bring_few():
     """All ranks decide alike, and what is kept changes no bit."""
     torch.manual_seed(0)
     layout = TokenLayout.from_segments([[(0, 0, 1536)], *[[]] * 5])
-    tensors, row_bytes = Tensors.random(layout, SHAPE), RowBytes.of(SHAPE)
+    tensors = Tensors.random(layout, SHAPE)
+    row_bytes = RowBytes.of(SHAPE)
     plans = [
         make_plan(layout, SHAPE, PlannerConfig(tolerance=tolerance))
         for tolerance in (0.02, 2.0)
@@ -219,7 +220,8 @@ def test_rows_are_kept_by_plans_that_bring_few():
     assert 0 < min(needed) < max(needed)
     for plan, of_plan in zip(plans, needed, strict=True):
         again = int(np.sum([row_bytes.forward_queries, row_bytes.keys] @ plan.rows_in))
-        sent, results = {}, {}
+        sent = {}
+        results = {}
         for kept_bytes in (0, min(needed) - 1, *needed):
             transports = thread_transports(layout.num_ranks)
             options = {"kept_bytes": kept_bytes, "transports": transports}

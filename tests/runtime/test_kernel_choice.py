@@ -20,7 +20,8 @@ from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn, get_kernel, select
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
-CPU, SHAPE = torch.device("cpu"), AttentionShape(4, 2, 16, 2)
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(4, 2, 16, 2)
 FA2, FA3, FA4 = (
     f"flash_attn, FlashAttention-{generation} ({NAMES[generation]})"
     for generation in (2, 3, 4)
@@ -31,7 +32,8 @@ class StandIn(CpuKernel):
     """The CPU kernel under another name."""
 
     def __init__(self, name: str, *, squares_only: bool = False) -> None:
-        self.name, self.squares_only = name, squares_only
+        self.name = name
+        self.squares_only = squares_only
 
 
 Times = dict[str, float]
@@ -87,8 +89,8 @@ def test_the_fastest_is_taken(monkeypatch, caplog, times, milliseconds, fastest)
     times.update(milliseconds)
     assert taken(caplog) == fastest
     assert f"cad.kernel = 'auto': {fastest}; " in caplog.text
-    for name, each in milliseconds.items():
-        assert f"{name} {each} ms" in caplog.text
+    for name, duration in milliseconds.items():
+        assert f"{name} {duration} ms" in caplog.text
 
 
 def test_without_times_the_newest_that_is_right_is_taken(monkeypatch, caplog, times):
@@ -175,18 +177,18 @@ def test_a_mask_that_is_aligned_otherwise_is_wrong():
     class TopLeft(CpuKernel):
         def forward(self, q, k, v, call):
             if call.causal:
-                cu, starts = call.cu_q_host, call.cu_k_host[:-1]
+                cu = call.cu_q_host
+                starts = call.cu_k_host[:-1]
                 first = concat_ranges(starts, np.diff(cu))
-                k, v, call = (
-                    k[first],
-                    v[first],
-                    VarlenArgs.from_numpy(cu, cu, causal=True, scale=call.scale),
-                )
+                k = k[first]
+                v = v[first]
+                call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=call.scale)
             return super().forward(q, k, v, call)
 
     trial = select.Trial(CpuKernel(), CPU, SHAPE, rows=512)
     assert "causal = True" in str(trial.outcome(TopLeft(), timed=False))
-    seen, kernel = [], StandIn("cudnn", squares_only=True)
+    seen = []
+    kernel = StandIn("cudnn", squares_only=True)
     forward = kernel.forward
     kernel.forward = lambda q, k, v, call: seen.append(call) or forward(q, k, v, call)
     assert trial.outcome(kernel, timed=False) == 0.0

@@ -86,7 +86,8 @@ def test_any_call_is_as_exact_as_a_dense_one(tasks, heads, dims, dtype, causal, 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("len_k", [[], [9]])
 def test_calls_without_queries(len_k, causal):
-    cu_q, cu_k = offsets([0] * len(len_k)), offsets(len_k)
+    cu_q = offsets([0] * len(len_k))
+    cu_k = offsets(len_k)
     call = VarlenArgs.from_numpy(cu_q, cu_k, causal=causal, scale=1.0)
     check_results(call, *random_qkv(0, cu_k[-1], (4, 2), 24, torch.float32))
 
@@ -111,9 +112,11 @@ def test_noncontiguous_inputs_and_autocast():
 
 def test_merge_copies_single_partials_and_skips_empty_ones():
     torch.manual_seed(0)
-    part_out, part_lse = torch.randn(4, 2, 8).bfloat16(), torch.randn(4, 2)
+    part_out = torch.randn(4, 2, 8).bfloat16()
+    part_lse = torch.randn(4, 2)
     part_out[0, 0] = -0.0  # a copy keeps the sign
-    out, lse = torch.zeros(6, 2, 8), torch.full((6, 2), -torch.inf)
+    out = torch.zeros(6, 2, 8)
+    lse = torch.full((6, 2), -torch.inf)
     rows = torch.tensor([4, 0, 5, 2])
     merge_partials(out, lse, part_out, part_lse, rows)
     assert torch.equal(out[rows].view(torch.int32), part_out.float().view(torch.int32))
@@ -128,7 +131,8 @@ def test_merge_copies_single_partials_and_skips_empty_ones():
 
 
 def test_merge_does_not_overflow():
-    out, lse = torch.ones(1, 1, 2), torch.full((1, 1), 1e4)
+    out = torch.ones(1, 1, 2)
+    lse = torch.full((1, 1), 1e4)
     for value, score in ((3.0, 1e4), (9.0, -1e4)):
         part = torch.full((1, 1, 2), value), torch.full((1, 1), score)
         merge_partials(out, lse, *part, torch.tensor([0]))
@@ -241,7 +245,8 @@ def test_cuts_at_tile_boundaries_keep_the_bits(data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
     window = data.draw(st.none() | st.integers(1, 300))
     lengths = data.draw(st.lists(st.integers(1, 900), min_size=1, max_size=3))
-    documents, pieces = [], []
+    documents = []
+    pieces = []
     for doc, length in enumerate(lengths):
         rows = random_qkv(length, length, heads, dim, dtype, seed=doc)
         cu = [0, length]

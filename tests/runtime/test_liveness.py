@@ -36,7 +36,8 @@ class Rank:
         self, store: dist.Store, rank: int, world: int = WORLD, **options
     ) -> None:
         options = {"group": range(world), "interval_s": INTERVAL_S} | options
-        self.step, self.phases = 1, [""]
+        self.step = 1
+        self.phases = [""]
         self.monitor = PeerMonitor(store, rank, world, **options)
         self.monitor.progress = self.progress
         self.monitor.publish()
@@ -220,7 +221,8 @@ def host(make_rank: MakeRank, victim: subprocess.Popen) -> list[Rank]:
     """Ranks of one host, which know each other's processes; rank 1 is to have the victim's."""
     ranks = [make_rank(rank, host_ranks=range(WORLD)) for rank in range(WORLD)]
     own = ranks[1].monitor.own
-    own.pid, own.host = victim.pid, "host"
+    own.pid = victim.pid
+    own.host = "host"
     ranks[1].monitor.publish()
     for monitor in (rank.monitor for rank in ranks):
         assert eventually(lambda known=monitor: len(known.known) == WORLD - 1)
@@ -315,7 +317,9 @@ def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
     world, store, caplog
 ):
     """Two groups, as of two pipeline stages. Threads of monitors sleep; the test publishes the heartbeats."""
-    counting, dead, silence_s = CountingStore(store), 3 * world // 4 + 3, world / 64
+    counting = CountingStore(store)
+    dead = 3 * world // 4 + 3
+    silence_s = world / 64
 
     def make(rank: int) -> PeerMonitor:
         host, group = (
@@ -342,7 +346,8 @@ def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
         monitor.close()
     for answer in answers:
         only(answer.result(), dead, "gave no sign of life")
-    firsts, of_group = world // PER_HOST, min(MOST_EXAMINED, world // 2 - 1)
+    firsts = world // PER_HOST
+    of_group = min(MOST_EXAMINED, world // 2 - 1)
     looks = 2 * (firsts * (world - 1) + (world - firsts) * of_group)
     # whether a rank has stopped, and once an interval whether the first rank of the host has found one
     told = 3 + 5
@@ -352,7 +357,8 @@ def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
 
 def test_few_values_are_read_while_all_is_well(store, make_rank):
     """Two by every rank, and those of its host and two more by a host's first: it was all of its host by every rank."""
-    counting, world = CountingStore(store), 2 * PER_HOST
+    counting = CountingStore(store)
+    world = 2 * PER_HOST
     hosts = [range(0, PER_HOST), range(PER_HOST, world)]
     monitors = [
         make_rank(rank, world, on=counting, host_ranks=host, interval_s=0.2).monitor

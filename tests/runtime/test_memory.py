@@ -50,7 +50,8 @@ class LiveBytes(TorchDispatchMode):
                 isinstance(x, Tensor)
                 and (key := x.untyped_storage()._cdata) not in known | self._seen
             ):
-                storage, num_bytes = x.untyped_storage(), x.untyped_storage().nbytes()
+                storage = x.untyped_storage()
+                num_bytes = x.untyped_storage().nbytes()
                 self._seen.add(key)
                 self.now += num_bytes
                 self.most = max(self.most, self.now)
@@ -105,10 +106,8 @@ class Buffers:
     name = "buffers"
 
     def __init__(self, buffer_bytes: int) -> None:
-        self.rows, self.buffer_bytes = (
-            torch.zeros(2**24, dtype=torch.uint8),
-            buffer_bytes,
-        )
+        self.rows = torch.zeros(2**24, dtype=torch.uint8)
+        self.buffer_bytes = buffer_bytes
 
     def prepare(self, routes) -> None:
         pass
@@ -124,7 +123,8 @@ class Arrived:
     """Keeps what is sent until it is released."""
 
     def __init__(self, rows: Tensor, messages, routes: Routes) -> None:
-        self._rows, self._messages = [], messages
+        self._rows = []
+        self._messages = messages
         for parts, route in zip(messages, routes, strict=True):
             row_bytes = RowFormat(parts).row_bytes
             self._rows.append(
@@ -153,7 +153,8 @@ def take(space: attend.RowSpace, rows: Tensor | slice | None) -> list[Tensor]:
 
 def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.Passes:
     """Most bytes alive in forward, and those while its results travel; the same of backward. Results are included."""
-    kernel, transport = Results(), Buffers(buffer_bytes)
+    kernel = Results()
+    transport = Buffers(buffer_bytes)
     engine = CoreAttentionEngine(
         kernel,
         transport,
@@ -163,10 +164,8 @@ def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.
         kept_bytes=math.inf if keep else 0.0,
     )  # type: ignore[arg-type]
     engine.add_plan(0, plan)
-    n, m = (
-        int(plan.layout.queries_per_rank[rank]),
-        int(plan.layout.tokens_per_rank[rank]),
-    )
+    n = int(plan.layout.queries_per_rank[rank])
+    m = int(plan.layout.tokens_per_rank[rank])
     q, k, v, dout, shared = empty_rows(m, plan.shape)
     assert n == m
     with LiveBytes() as forward:
@@ -186,7 +185,7 @@ def measured(plan: Plan, rank: int, buffer_bytes: int, *, keep: bool) -> memory.
         (forward.most, forward_travelling),
         (backward.most + kept_bytes, backward_travelling + kept_bytes),
     )
-    return memory.Passes(*(memory.Pass(*each) for each in passes))
+    return memory.Passes(*(memory.Pass(*sizes) for sizes in passes))
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -221,14 +220,16 @@ def test_the_formula_is_what_the_engine_allocates(
     for rank in range(layout.num_ranks):
         wanted = memory.working_memory(plan, rank, buffer_bytes, keep=keep)
         got = measured(plan, rank, buffer_bytes, keep=keep)
-        for mine, formula, several_chunks in zip(
+        for allocated, formula, several_chunks in zip(
             got, wanted, (several[0], any(several)), strict=True
         ):
-            assert mine.most == pytest.approx(formula.most, rel=0.02), f"rank {rank}"
-            assert mine.travelling <= 1.02 * formula.travelling, f"rank {rank}"
-            assert several_chunks or mine.travelling >= 0.98 * formula.travelling, (
+            assert allocated.most == pytest.approx(formula.most, rel=0.02), (
                 f"rank {rank}"
             )
+            assert allocated.travelling <= 1.02 * formula.travelling, f"rank {rank}"
+            assert (
+                several_chunks or allocated.travelling >= 0.98 * formula.travelling
+            ), f"rank {rank}"
 
 
 def test_of_two_nano_batches_one_travels_while_the_other_computes():

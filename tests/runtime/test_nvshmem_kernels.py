@@ -23,7 +23,8 @@ from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 def test_no_other_kernel_has_the_name_of_one_that_nvshmem_initialises():
     folder = Path(torchtitan_cad.runtime.triton.__file__).parent
-    names, num_initialised = [], 0
+    names = []
+    num_initialised = 0
     for file in folder.glob("*.py"):
         for node in ast.parse(file.read_text()).body:
             marks = [*map(ast.unparse, getattr(node, "decorator_list", []))]
@@ -48,7 +49,8 @@ def compile_kernels(group: object, folder: str) -> tuple[list[str], list[str], i
 
     nvshmem.warm_up(CPU)
     num_warmed = len(mock_driver.compiled)
-    peers, word = torch.zeros(40, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    peers = torch.zeros(40, dtype=torch.int32)
+    word = torch.zeros(1, dtype=torch.int64)
     messages = torch.zeros(7, 4, dtype=torch.int32)
     signals.post(peers, word, 3, 1, word)
     nvshmem.put_messages(messages, peers, 1 << 40, 1 << 41, 16640, word)

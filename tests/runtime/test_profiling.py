@@ -42,7 +42,8 @@ class ClockedKernel:
     name = "clocked"
 
     def __init__(self, clock: SimpleNamespace) -> None:
-        self.clock, self.calls = clock, []
+        self.clock = clock
+        self.calls = []
 
     def check(self, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
         if dtype != torch.float32:
@@ -72,7 +73,8 @@ def kernel(clock: SimpleNamespace) -> ClockedKernel:
 
 
 def test_times_are_those_of_a_task(kernel):
-    grid, cells = ProfileGrid((32, 256), (128, 256, 1024), repeats=3), []
+    grid = ProfileGrid((32, 256), (128, 256, 1024), repeats=3)
+    cells = []
     profile = measure_profile(
         kernel, SHAPE, torch.float32, CPU, grid, lambda: cells.append(len(kernel.calls))
     )
@@ -142,7 +144,8 @@ class Link:
     buffer_bytes = 2**30
 
     def __init__(self, clock: SimpleNamespace) -> None:
-        self.clock, self.received = clock, []
+        self.clock = clock
+        self.received = []
 
     def begin(self) -> int:
         return 0

@@ -20,7 +20,10 @@ from torchtitan_cad.runtime.tp_overlap.sequence_parallel import (
 )
 from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 
-BATCH, LENGTH, DIM, EPS = 2, 12, 8, 1e-5
+BATCH = 2
+LENGTH = 12
+DIM = 8
+EPS = 1e-5
 CPU = torch.device("cpu")
 
 
@@ -41,7 +44,8 @@ def loss_of(h: Tensor, g: Tensor | None, offset: int, rank: int) -> Tensor:
 def train_rank(
     group: dist.ProcessGroup, with_partial: bool, with_norm: bool
 ) -> list[Tensor | None]:
-    rank, size = group.rank(), group.size()
+    rank = group.rank()
+    size = group.size()
     partials, residual, weight = inputs(size)
     part = LENGTH // size
     partial = partials[rank].requires_grad_() if with_partial else None
@@ -116,7 +120,8 @@ def test_gradients_of_the_norm(dtype):
         out = F.rms_norm(leaves[0], (16,), leaves[1], EPS)
         return torch.autograd.grad(out, leaves, dout.to(precision))
 
-    others, references = by_autograd(torch.float32), by_autograd(torch.float64)
+    others = by_autograd(torch.float32)
+    references = by_autograd(torch.float64)
     results = rms_norm_backward(dout, x, weight, EPS)
     for got, other, reference in zip(results, others, references, strict=True):
         assert got.dtype == dtype
@@ -131,7 +136,9 @@ def ones() -> Results:
 
 
 def test_a_lane_works_in_order_while_the_caller_goes_on():
-    side_stream, release, order = SideStream(CPU), threading.Event(), []
+    side_stream = SideStream(CPU)
+    release = threading.Event()
+    order = []
 
     def first() -> Results:
         assert release.wait(60)

@@ -44,7 +44,8 @@ from torchtitan_cad.runtime.servers.wire import (
 LAYOUT = TokenLayout.from_segments(
     [[(0, 0, 500), (1, 0, 100)], [(2, 0, 301), (3, 0, 200)]]
 )
-JOB, TOKEN = 77, "a token"
+JOB = 77
+TOKEN = "a token"
 NEAR = 1e12
 
 
@@ -63,7 +64,9 @@ class Answers:
     """A pool that computes at once what ``is_lost`` does not lose; it counts both."""
 
     def __init__(self, is_lost: Callable[[], bool]) -> None:
-        self.is_lost, self.num_lost, self.num_answered = is_lost, 0, 0
+        self.is_lost = is_lost
+        self.num_lost = 0
+        self.num_answered = 0
 
     def ask(self, server: int, request: Request, seconds: float) -> Any:
         if self.is_lost():
@@ -167,7 +170,8 @@ class Pools:
     """Of threaded ranks, whose numbers of queries are even and odd; counts answers."""
 
     def __init__(self, pools: list[ServerPool]) -> None:
-        self.pools, self.num_answered = pools, 0
+        self.pools = pools
+        self.num_answered = 0
 
     def ask(self, number: int, request: Request, seconds: float) -> Any:
         pool = self.pools[len(request.rows[0]) % 2]
@@ -206,7 +210,8 @@ class FalseServer:
     def __init__(
         self, store: dist.TCPStore, behave: Behave, token: str = TOKEN
     ) -> None:
-        self.registry, self.behave = registry_of(store, token), behave
+        self.registry = registry_of(store, token)
+        self.behave = behave
         self.card = self.registry.announce(JOB, "a test", "cpu", 1e-4)
         threading.Thread(target=self.run, daemon=True).start()
 

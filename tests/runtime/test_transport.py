@@ -64,7 +64,8 @@ def exchange_until(
     hosts: Sequence[int] | None = None,
 ) -> None:
     """Exchanges among all, all of one call if it ``hoards``; in exchange 6 rank ``last`` does as ``end`` says."""
-    transport, rank = symmetric(group, timeout_s=1.0, hosts=hosts), group.rank()
+    transport = symmetric(group, timeout_s=1.0, hosts=hosts)
+    rank = group.rank()
     to_the_next = np.roll(np.eye(group.size(), dtype=int), 1, axis=1)  # a row
     hoards = end == "hoards"
     call = transport.begin()
@@ -149,7 +150,8 @@ def test_an_exchange_is_waited_for_and_released_once():
 
 
 def fill_both_buffers(group: dist.ProcessGroup) -> None:
-    transport, rank = symmetric(group, buffer_bytes=1024), group.rank()
+    transport = symmetric(group, buffer_bytes=1024)
+    rank = group.rank()
     swap = 1 - np.eye(2, dtype=int)
     first, second = (make_route(swap, rank, None, buffer=buffer) for buffer in (0, 1))
     twice = Routes([first, first])
@@ -163,7 +165,8 @@ def fill_both_buffers(group: dist.ProcessGroup) -> None:
         (received,) = RowFormat([part]).unpack(message)
         assert torch.equal(received, torch.full_like(part, 1.0 - rank))
     pending.release()
-    wide, wider = torch.zeros(1, 257), torch.zeros(1, 300)
+    wide = torch.zeros(1, 257)
+    wider = torch.zeros(1, 300)
     for messages, routes, num_bytes in (
         ([[wider], [wider]], twice, 2736),
         ([[wide]], Routes([second]), 1040),
@@ -182,7 +185,8 @@ def test_buffers_hold_two_messages_and_are_never_exceeded():
 
 def exchange_and_leave(group: dist.ProcessGroup) -> list[int]:
     """Numbers of mappings of this process: with a transport, and once it is gone."""
-    transport, rank = symmetric(group), group.rank()
+    transport = symmetric(group)
+    rank = group.rank()
     route = make_route(ONE_EACH, rank, None)
     part = torch.full((sum(route.send_counts), 4), rank)
     pending = start(transport, [part], route, "only", transport.begin())

@@ -56,7 +56,9 @@ def test_all_ranks_choose_the_same_transport_and_say_why(error):
 
 def agree_over_another_group(group: dist.ProcessGroup) -> None:
     """Nothing is gathered over the transport's own group, of which NCCL would make a communicator for that alone."""
-    agreement, gather, used = dist.new_group(backend="gloo"), dist.all_gather_object, []
+    agreement = dist.new_group(backend="gloo")
+    gather = dist.all_gather_object
+    used = []
 
     def record(values: list[object], value: object, group: dist.ProcessGroup) -> None:
         used.append(group)
@@ -170,7 +172,8 @@ def differ_in_hosts(group: dist.ProcessGroup) -> list[str]:
 
 @needs_linux
 def test_groups_may_differ_in_hosts():
-    near, far = ["symm_mem"], ["symm_mem inside 2 hosts, gloo between them"]
+    near = ["symm_mem"]
+    far = ["symm_mem inside 2 hosts, gloo between them"]
     assert values(run_processes(4, differ_in_hosts)) == [near, near, far, far]
 
 

@@ -156,7 +156,8 @@ def nodes_memory(*near: int, num_ranks: int):
 @pytest.mark.parametrize(("most_rows", "batches"), [(45, 3), (100, 2), (110, 1)])
 def test_more_rows_than_the_staging_area_holds_go_in_batches(most_rows, batches):
     """Every row leaves once, from the area for its place at its peer."""
-    counts, offsets = [7, 60, 0, 50], [1, 10, 0, 20]
+    counts = [7, 60, 0, 50]
+    offsets = [1, 10, 0, 20]
     routes = Routes([Route("queries", None, counts, 4 * [0], offsets, most_rows)])
     nodes_memory(num_ranks=4).prepare(routes)
     assert len(routes.tables.batches) == batches
@@ -201,7 +202,8 @@ def test_memory_of_a_hosts_devices_is_mapped_in_bounded_time(
     from torchtitan_cad.runtime.transport import cuda_memory
     from torchtitan_cad.runtime.transport.memory import NearRanks
 
-    store, waits = dist.HashStore(), []
+    store = dist.HashStore()
+    waits = []
     before = store.timeout
     own = torch.zeros(64, dtype=torch.uint8)
     addresses = [4096, own.data_ptr() + 8 * begins_elsewhere]

@@ -19,13 +19,11 @@ def test_a_pipeline_likes_its_heavy_microbatches_together(stages, microbatches):
     )
     documents = np.random.default_rng(stages).lognormal(sigma=2, size=4 * microbatches)
     work = documents.reshape(microbatches, -1).sum(axis=1)
-    order, profile = (
-        best_order(work, stages, 0.3),
-        best_profile(documents, microbatches, stages, 0.3),
-    )
+    order = best_order(work, stages, 0.3)
+    profile = best_profile(documents, microbatches, stages, 0.3)
     assert sorted(order) == list(range(microbatches))
     as_is, ordered, divided = (
-        in_stages(each, stages, 0.3) for each in (work, work[order], profile)
+        in_stages(cost, stages, 0.3) for cost in (work, work[order], profile)
     )
     assert 0.99 * divided <= ordered <= as_is
 

@@ -117,7 +117,8 @@ def test_work_of_one_size_is_computed_once(monkeypatch):
 
 def test_documents_longer_than_a_rank_are_dealt_in_time_that_grows_with_them():
     """Each is dealt to a few of all ranks, of which none is sorted anew."""
-    ranks, room = 4096, 1000
+    ranks = 4096
+    room = 1000
     docs = np.arange(ranks // 2)
     lengths = np.full(ranks // 2, 2 * room)
     begin = time.process_time()

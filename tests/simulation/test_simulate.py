@@ -371,7 +371,7 @@ def test_agrees_with_the_pipeline_bench():
     """The same documents and costs: bench/pipeline.py hides exchanges and counts work in forward linear work."""
     lengths = [document_lengths("lognormal", 4, seed) for seed in range(4)]
     layouts = [spanning_layout(of_microbatch, 4) for of_microbatch in lengths]
-    theirs = bench.Step(layouts, 4, 4)
+    of_bench = bench.Step(layouts, 4, 4)
     model = Model(32, 4096, 32, 8, 128, 14336, 1)
     linear = 32768 * 2 * model.layer_parameters
     # operations of a pair in the bench
@@ -379,7 +379,7 @@ def test_agrees_with_the_pipeline_bench():
     attention = 640e12 * 4 * 4096 / per_pair
     batch = Batch(tuple(np.array(of_row) for of_row in lengths), 4 * 32768)
     for schedule, name in (("1F1B", "1F1B + CAD"), ("CAD1F1B", "CAD1F1B")):
-        ours = cad(
+        packaged = cad(
             batch,
             model=model,
             schedule=schedule,
@@ -394,11 +394,11 @@ def test_agrees_with_the_pipeline_bench():
             backward_flops=attention,
             memory_bandwidth=FAST,  # no elementwise work
         )
-        unit = linear / 640e12 * ours.step.layers
-        simulated = bench.simulate(theirs, name)
-        assert ours.seconds(False) / unit == pytest.approx(simulated, rel=0.05)
-        perfect = ours.step.even("CAD1F1B").total / unit
-        assert perfect == pytest.approx(theirs.ideal(), rel=0.05)
+        unit = linear / 640e12 * packaged.step.layers
+        simulated = bench.simulate(of_bench, name)
+        assert packaged.seconds(False) / unit == pytest.approx(simulated, rel=0.05)
+        perfect = packaged.step.even("CAD1F1B").total / unit
+        assert perfect == pytest.approx(of_bench.ideal(), rel=0.05)
 
 
 def test_agrees_with_what_a_replay_measured():

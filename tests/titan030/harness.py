@@ -55,7 +55,8 @@ def run(
     dump_folder: Path | None = None,
 ) -> Result:
     """Train ``tiny.recipe(name)`` with further options. Raises AssertionError with all logs if a rank fails."""
-    folder, _ = Path(tempfile.mkdtemp(dir=scratch_folder())), tokenizer_folder()
+    folder = Path(tempfile.mkdtemp(dir=scratch_folder()))
+    _ = tokenizer_folder()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
     where = folder, store.port, nranks
@@ -149,7 +150,8 @@ def _run_rank(
 
 def _record(path: Path) -> None:
     processor: Any = titan_metrics.MetricsProcessor
-    log, log_validation = processor.log, processor.log_validation
+    log = processor.log
+    log_validation = processor.log_validation
 
     def record(
         self: Any,
@@ -182,7 +184,8 @@ def _record(path: Path) -> None:
             file.write(json.dumps({"validation": loss}) + "\n")
         log_validation(self, loss, step, extra_metrics)
 
-    processor.log, processor.log_validation = record, record_validation
+    processor.log = record
+    processor.log_validation = record_validation
 
 
 def _record_norms(path: Path) -> None:

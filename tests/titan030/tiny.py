@@ -95,9 +95,13 @@ def recipe(name: str) -> Any:
     config.validator.dataloader.dataset = "packed_documents"
     config.activation_checkpoint = None
     training = config.training
-    training.local_batch_size, training.seq_len, training.steps = 2, 128, 3
-    training.mixed_precision_param, training.disable_cuda_graphs = "float32", True
-    config.debug.seed, config.debug.enable_structured_logging = 0, False
+    training.local_batch_size = 2
+    training.seq_len = 128
+    training.steps = 3
+    training.mixed_precision_param = "float32"
+    training.disable_cuda_graphs = True
+    config.debug.seed = 0
+    config.debug.enable_structured_logging = False
     config.parallelism.pipeline_parallel_schedule = "1F1B"
     return config
 

@@ -40,7 +40,9 @@ STOPPED_S = 3
 class FaultyServer(AttentionServer):
     """Has ``fault`` at request number ``at`` of a direction."""
 
-    fault, direction, at = "none", "forward", 3
+    fault = "none"
+    direction = "forward"
+    at = 3
     num_requests = 0
 
     def compute(self, kernel: AttentionKernel, request: Request) -> list[Tensor]:
@@ -126,7 +128,8 @@ def serve(options: argparse.Namespace) -> None:
         "cpu",
         version="0.0" if options.fault == "version" else __version__,
     )
-    server.fault, server.direction = options.fault, options.direction
+    server.fault = options.fault
+    server.direction = options.direction
     server.at = options.at
     signal.signal(signal.SIGTERM, lambda *_: server.leave())
     server.run()

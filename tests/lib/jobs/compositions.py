@@ -33,7 +33,8 @@ COMMON = (
     "--validation.seq_len=1024",
     "--metrics.enable_tensorboard",
 )
-FAST, SLOW = 1e12, 1.0
+FAST = 1e12
+SLOW = 1.0
 """bytes / s: links by which all attention moves that is uneven, and by which none does; see ``run``"""
 VALIDATION = ("--validation.enable", "--validation.steps=1")
 """One batch after step 1: cheap enough for every composition."""
@@ -102,8 +103,10 @@ def global_batch(rows: int) -> tuple[str, ...]:
     return (f"--training.global_batch_size={rows}",)
 
 
-TP2, CP2 = dp(tensor_parallel=2), dp(context_parallel=2)
-EP2, ETP2 = dp(expert_parallel=2), dp(expert_tensor_parallel=2)
+TP2 = dp(tensor_parallel=2)
+CP2 = dp(context_parallel=2)
+EP2 = dp(expert_parallel=2)
+ETP2 = dp(expert_tensor_parallel=2)
 HALVES = ("--cad.nano_batches=2",)
 """Two nano-batches: halves of rows, or of an odd number of rows in their middle."""
 DDP2 = dp(data_parallel_replicate=2, data_parallel_shard=1)
@@ -111,7 +114,8 @@ BATCH4 = ("--training.local_batch_size=4", "--validation.local_batch_size=4")
 PP2 = (*dp(pipeline_parallel=2), *BATCH4)
 BY_ROW = ("--parallelism.pipeline_parallel_microbatch_size=2",)
 SDPA_GQA = ("--model.flavor=tiny_sdpa_gqa",)
-QWEN3, TIED = flavor("qwen3", "tiny_varlen"), flavor("qwen3", "tiny_tied")
+QWEN3 = flavor("qwen3", "tiny_varlen")
+TIED = flavor("qwen3", "tiny_tied")
 FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
 SMALL_BUFFERS = ("--cad.receive_buffer_gb=2e-5",)
 """10 KB: rows travel in many chunks."""
@@ -376,7 +380,8 @@ def assert_trains_alike(
     allowed = 4 * rounding()
     if error > allowed and exact:
         error, allowed = (
-            max(gradient_errors(each, exact()).values()) for each in (result, expected)
+            max(gradient_errors(one_run, exact()).values())
+            for one_run in (result, expected)
         )
         allowed *= 2
     assert error <= allowed, (

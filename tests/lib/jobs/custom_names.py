@@ -24,10 +24,8 @@ def parallelize(model: Any, *_: Any) -> Any:
     return model
 
 
-stock, args = (
-    get_train_spec(),
-    TransformerModelArgs(dim=64, n_layers=2, n_heads=2, vocab_size=2048),
-)
+stock = get_train_spec()
+args = TransformerModelArgs(dim=64, n_layers=2, n_heads=2, vocab_size=2048)
 llama3_args["mine"] = args
 DATASETS["mine"] = DatasetConfig(
     path="mine", loader=lambda path: [], sample_processor=str

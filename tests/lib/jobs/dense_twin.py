@@ -45,7 +45,9 @@ def dense_mask(
     mask_mod: Any, rows: int, heads: None, queries: int, keys: int
 ) -> Tensor:
     """The mask [B, 1, Q, K], True where a query sees a key; arguments as of torchtitan's ``create_attention_mask``."""
-    row, query, key = torch.arange(rows), torch.arange(queries), torch.arange(keys)
+    row = torch.arange(rows)
+    query = torch.arange(queries)
+    key = torch.arange(keys)
     zero = torch.zeros((), dtype=torch.int64)
     mask = mask_mod(row[:, None, None, None], zero, query[:, None], key)
     return mask.expand(rows, 1, queries, keys)

@@ -59,7 +59,9 @@ class CountingLoader(BaseDataLoader):
         fails_at: int | None = None,
         extra: dict[str, torch.Tensor] | None = None,
     ):
-        self.num_batches, self.fails_at, self.extra = num_batches, fails_at, extra or {}
+        self.num_batches = num_batches
+        self.fails_at = fails_at
+        self.extra = extra or {}
         self.next = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -103,7 +105,8 @@ GROUP_TIMEOUT_S = 300.0
 AT_ONCE_S = 60.0
 """Far below the group's timeout, far above what these few batches take."""
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 def documents(group_rank: int) -> dict[str, torch.Tensor]:

@@ -200,7 +200,8 @@ def register_split_keys_planner() -> None:
             layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True
         ):
             for start in range(0, length, 128):
-                end, middle = min(start + 128, length), start // 256 * 128
+                end = min(start + 128, length)
+                middle = start // 256 * 128
                 ranges = [(start, end), (0, middle), (middle, start)]
                 for lo, hi in ranges:
                     if lo < hi:
@@ -223,11 +224,11 @@ def tell_what_changes_its_microbatch() -> None:
         }
 
     @functools.wraps(choose)
-    def choose_and_tell(self: Placement, given: Layouts, *args: Any) -> Any:
-        placed = choose(self, given, *args)
+    def choose_and_tell(self: Placement, loaded: Layouts, *args: Any) -> Any:
+        placed = choose(self, loaded, *args)
         homes = [microbatch.layouts for microbatch in placed]
         print(
-            f"{len(microbatches(homes) - microbatches(given))} documents change their microbatch"
+            f"{len(microbatches(homes) - microbatches(loaded))} documents change their microbatch"
         )
         return placed
 
@@ -247,7 +248,8 @@ def record_steps() -> None:
     """
     path = record("rank{rank}.jsonl")
     processor = titan_metrics.MetricsProcessor
-    log, log_validation = processor.log, processor.log_validation
+    log = processor.log
+    log_validation = processor.log_validation
 
     def write(self: Any, **figures: Any) -> None:
         find_metrics_rank = titan_metrics._get_metrics_rank
@@ -301,7 +303,8 @@ def record_gradients(step: int) -> None:
 
     Biases of experts, which have no gradients but are updated by counts of tokens, are saved as they are.
     """
-    train_step, clip = titan_train.Trainer.train_step, dist_utils.clip_grad_norm_
+    train_step = titan_train.Trainer.train_step
+    clip = dist_utils.clip_grad_norm_
 
     @functools.wraps(train_step)
     def train_step_with_dump(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -427,7 +430,8 @@ def plant_rates(link: float) -> None:
 def compute_in_fp64(_: bool) -> None:
     """Everything that is fp32 becomes fp64, and attention is the textbook's. Rotary angles keep their fp32 values."""
     TORCH_DTYPE_MAP["float32"] = torch.float64
-    narrow, convert = torch.Tensor.float, torch.Tensor.to
+    narrow = torch.Tensor.float
+    convert = torch.Tensor.to
     torch.Tensor.float = lambda self: (
         self if self.dtype == torch.float64 else narrow(self)
     )
@@ -444,7 +448,8 @@ def compute_in_fp64(_: bool) -> None:
     def attend(
         self: Any, xq: Any, xk: Any, xv: Any, masks: Any, scale: float | None = None
     ) -> torch.Tensor:
-        cu, scale = masks.cu_seq_q.numpy(), scale or xq.shape[-1] ** -0.5
+        cu = masks.cu_seq_q.numpy()
+        scale = scale or xq.shape[-1] ** -0.5
         call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=scale)
         return dense_attention(
             *(x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv)), call

@@ -48,7 +48,8 @@ def load() -> None:
     module.manual_seed_all = lambda seed: None
     module.synchronize = torch.accelerator.synchronize
     module.current_stream = torch.accelerator.current_stream
-    module.Stream, module.Event = torch.Stream, torch.Event
+    module.Stream = torch.Stream
+    module.Event = torch.Event
     module.stream = lambda stream: stream  # is a context of its own
     module.is_current_stream_capturing = lambda: False
     torch._register_device_module("ledger", module)

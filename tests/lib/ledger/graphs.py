@@ -46,8 +46,11 @@ def _order(module: fx.GraphModule) -> list[fx.Node]:
     waiting = list(module.graph.nodes)
     if not shuffle:
         return waiting
-    draw, done, order = random.Random(shuffle), set(), []
-    first, last = [n for n in waiting if n.op == "placeholder"], waiting.pop()
+    draw = random.Random(shuffle)
+    done = set()
+    order = []
+    first = [n for n in waiting if n.op == "placeholder"]
+    last = waiting.pop()
     while waiting:
         ready = first[:1] or [
             n for n in waiting if all(source in done for source in n.all_input_nodes)
@@ -62,7 +65,8 @@ def _order(module: fx.GraphModule) -> list[fx.Node]:
 
 class _Nodes(fx.Interpreter):
     def run_in_order(self, order: list[fx.Node], args: tuple[Any, ...]) -> Any:
-        self.args_iter, self.env = iter(args), {}
+        self.args_iter = iter(args)
+        self.env = {}
         last_use = {source: node for node in order for source in node.all_input_nodes}
         for node in order:
             self.env[node] = result = self.run_node(node)

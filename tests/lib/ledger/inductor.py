@@ -39,7 +39,8 @@ class Overrides(DeviceOpOverrides):
 
 
 class Interface(DeviceInterface):
-    Event, Stream = torch.Event, torch.Stream
+    Event = torch.Event
+    Stream = torch.Stream
 
     class Worker:
         get_device_properties = staticmethod(lambda device=None: None)

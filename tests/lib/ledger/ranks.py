@@ -106,7 +106,9 @@ class LedgerMemory(DeviceMemory):
         super().__init__(
             buffers[rank], [buffer.data_ptr() for buffer in buffers], stream
         )
-        self._buffers, self._rank, self._words_of_all = buffers, rank, words
+        self._buffers = buffers
+        self._rank = rank
+        self._words_of_all = words
 
     def prepare(self, routes: Routes) -> None:
         pass
@@ -126,17 +128,13 @@ class LedgerMemory(DeviceMemory):
     def _write(
         self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int
     ) -> None:
-        ledger, row_bytes, first, rows = (
-            torch.ops.ledger,
-            row_format.row_bytes,
-            0,
-            route.rows,
-        )
+        ledger = torch.ops.ledger
+        row_bytes = row_format.row_bytes
+        first = 0
+        rows = route.rows
         for peer in range(len(self._buffers)):
-            last, at = (
-                first + route.send_counts[peer],
-                begin + route.put_offsets[peer] * row_bytes,
-            )
+            last = first + route.send_counts[peer]
+            at = begin + route.put_offsets[peer] * row_bytes
             arrival = self._buffers[peer][at : at + (last - first) * row_bytes].view(
                 last - first, row_bytes
             )
@@ -252,8 +250,8 @@ class LedgerMessages:
             if other is None:
                 self._posted[*message, receives] = rows, before, work
                 return work
-            mine = rows, before, work
-            send, receive = (other, mine) if receives else (mine, other)
+            rows_of_rank = rows, before, work
+            send, receive = (other, rows_of_rank) if receives else (rows_of_rank, other)
             end = self._copy(message[1], send[:2], receive[:2])
         for _, _, posted in (send, receive):
             posted.start(end)

@@ -43,7 +43,8 @@ from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Route, Routes
 
 SHAPE = AttentionShape(2, 1, 16, 4)
-TOKENS, DIM = 64, SHAPE.num_heads * SHAPE.head_dim
+TOKENS = 64
+DIM = SHAPE.num_heads * SHAPE.head_dim
 KEYS_DIM = SHAPE.num_kv_heads * SHAPE.head_dim
 ENGINE = "segments"
 NUM_PLANS = 21
@@ -97,7 +98,8 @@ class BlockSegment(nn.Module):
 
     def __init__(self, before: nn.Module | None, after: nn.Module | None) -> None:
         super().__init__()
-        self.before, self.after = before, after
+        self.before = before
+        self.after = after
 
     def forward(
         self, x: Tensor, attended: Tensor | None, rope: None, positions: None
@@ -140,7 +142,8 @@ def new_block() -> nn.Module:
 class Collective:
     """A transport as over NCCL: a stream of its own, which waits for the current one."""
 
-    name, buffer_bytes = "ledger", 2**22
+    name = "ledger"
+    buffer_bytes = 2**22
 
     def __init__(self, group: dist.ProcessGroup, *, one_buffer: bool = False) -> None:
         self._group, self._stream, self._one_buffer = (
@@ -163,7 +166,10 @@ class Collective:
         call: int,
     ) -> "Pending":
         return Pending(
-            [self._start(*each) for each in zip(messages, routes, strict=True)]
+            [
+                self._start(message, route)
+                for message, route in zip(messages, routes, strict=True)
+            ]
         )
 
     def _start(self, parts: Sequence[Tensor], route: Route) -> "Arriving":
@@ -288,7 +294,8 @@ def _keep_nothing(*args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 def make_plans(in_rows: bool) -> list[Any]:
     """One document on the first rank, or two; short ones on the second."""
-    draw, layouts = random.Random(0), []
+    draw = random.Random(0)
+    layouts = []
     for number in range(NUM_PLANS):
         if in_rows:
             cut = 8 * draw.randrange(3)
@@ -340,7 +347,8 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
     from tests.lib.ledger import graphs
     from tests.lib.ledger.ranks import OneKernel
 
-    device, transport = torch.device("ledger", 0), Collective(group)
+    device = torch.device("ledger", 0)
+    transport = Collective(group)
     engine = CoreAttentionEngine(
         OneKernel(),
         transport,
@@ -384,7 +392,8 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
         for block in blocks:
             (q, k, v), (second_q, second_k, second_v) = (project(x, block) for x in xs)
             if job.in_rows:
-                second_k, second_v = torch.cat((k, second_k)), torch.cat((v, second_v))
+                second_k = torch.cat((k, second_k))
+                second_v = torch.cat((v, second_v))
             nano_batches = (q, k, v), (second_q, second_k, second_v)
             attended = [
                 core_attention(*qkv, key, ENGINE).flatten(1)
