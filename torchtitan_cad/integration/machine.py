@@ -54,13 +54,23 @@ def measure_times(
     together = host[:, None] == host
     others = ~np.eye(len(host), dtype=bool)
     links = [
-        rates.link_rate(transport, rank, sends, device, group) if sends.any() else None
+        rates.link_rate(transport, rank, sends, device=device, group=group)
+        if sends.any()
+        else None
         for sends in (together & others, ~together)
     ]
     (inside, _), (between, seconds) = (
         link or next(filter(None, links)) for link in links
     )
-    return LayerTimes(unit, linear, inside, between, seconds, overlaps, hosts)
+    return LayerTimes(
+        unit,
+        linear,
+        inside,
+        between_hosts=between,
+        exchange=seconds,
+        overlaps=overlaps,
+        hosts=hosts,
+    )
 
 
 def check_same_profile(

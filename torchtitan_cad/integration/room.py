@@ -73,7 +73,7 @@ def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
         parts.modules,
         blocks,
         parts.shards,
-        job.dtype.itemsize,
+        itemsize=job.dtype.itemsize,
         in_pipeline=stage.in_pipeline,
     )
     used = sum(
@@ -86,11 +86,14 @@ def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
             nano_batches
             * BUFFERS_PER_CALL
             * buffer_bytes(job.cad.receive_buffer_gb, nano_batches),
-            WORKING * max(stock_memory(job.shape, tokens, tokens, job.rows)),
+            WORKING * max(stock_memory(job.shape, tokens, tokens, tasks=job.rows)),
         )
     )
     calls = kept_calls(
-        len(blocks), parts.microbatches_in_flight, nano_batches, parts.checkpointing
+        len(blocks),
+        parts.microbatches_in_flight,
+        nano_batches,
+        checkpointing=parts.checkpointing,
     )
     return KeepCapacity(FILLED * device_bytes, used, calls)
 

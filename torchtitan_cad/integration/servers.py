@@ -77,7 +77,7 @@ def open_to_servers(
         registry,
         number,
         rank,
-        min(ranks),
-        RankRates(measured[0], measured[1], 1 / groups),
+        group=min(ranks),
+        rates=RankRates(measured[0], measured[1], 1 / groups),
         pinned=job.device.type == "cuda",
     )

@@ -140,8 +140,8 @@ class CadSession:
             self._train_group,
             0,
             self._placement,
-            self._ticks.training if self._ticks else None,
-            self._servers,
+            program=self._ticks.training if self._ticks else None,
+            servers=self._servers,
         )
 
     @cached_property
@@ -152,7 +152,7 @@ class CadSession:
             group,
             self.cad.nano_batches,
             None,
-            self._ticks.validation if self._ticks else None,
+            program=self._ticks.validation if self._ticks else None,
         )
 
     # Set-up -----------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class CadSession:
             self.cad.kernel,
             self.device,
             kernel_shape(self.job.kinds),
-            self._train_group,
+            group=self._train_group,
             timed=not self.job.deterministic,
         )
         for shape in (kind.shape for kind in self.job.kinds):
@@ -202,7 +202,9 @@ class CadSession:
         """Cost model for the planners; the same on all ranks of the group."""
         profile = self.cad.read_profile()
         if self._train_group is not None:
-            check_same_profile(self._train_group, self.ranks, self.cad.profile, profile)
+            check_same_profile(
+                self._train_group, self.ranks, self.cad.profile, profile=profile
+            )
         if profile is not None:
             remark = other_device(self.cad, profile, self.device)
             if remark:
@@ -214,7 +216,7 @@ class CadSession:
             return None
         cost = self._cost or TileAreaCost(self._config.cost_tile)
         return open_to_servers(
-            self.job, self.ranks, self.kernel, cost, self._train_group
+            self.job, self.ranks, self.kernel, cost=cost, group=self._train_group
         )
 
     def _build_placement(self) -> Placement:
@@ -236,10 +238,10 @@ class CadSession:
             self._train_group,
             replicas,
             self.topology,
-            self.group_rank,
-            self._config,
-            self.job.kinds,
-            self._cost,
+            rank=self.group_rank,
+            config=self._config,
+            kinds=self.job.kinds,
+            cost=self._cost,
             strict=self.cad.placement == "balanced",
         )
 
@@ -313,9 +315,9 @@ class CadSession:
             self._config,
             self.job.kinds,
             self._cost,
-            nano_batches,
-            self.times,
-            self.hosts,
+            nano_batches=nano_batches,
+            times=self.times,
+            hosts=self.hosts,
         )
         planner: Callable[..., BatchPlanner] = BatchPlanner
         if program is not None:
@@ -389,7 +391,7 @@ class CadSession:
             self.cad.transport,
             group,
             self.device,
-            self.cad.buffer_bytes,
+            buffer_bytes=self.cad.buffer_bytes,
             agreement=self._train_group,
             hosts=self.hosts,
             calls_in_flight=self.cad.nano_batches,

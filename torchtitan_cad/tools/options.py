@@ -122,8 +122,8 @@ def read_inputs(
     if record is None:
         documents = _documents(options, titan, cluster, configuration.pp, notes)
     else:
-        documents = _recorded_documents(options, record, cluster, notes)
-    notes += _assumed(chosen, model, cluster, rates)
+        documents = _recorded_documents(options, record, cluster, notes=notes)
+    notes += _assumed(chosen, model, cluster, rates=rates)
     inputs = Inputs(
         model=model,
         cluster=cluster,

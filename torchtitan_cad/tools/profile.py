@@ -102,9 +102,9 @@ def run(output: Path, *, measurement: Options = DEFAULTS) -> None:
             get_kernel(measurement.kernel, where, shape),
             shape,
             getattr(torch, dtype),
-            where,
-            grid,
-            bar.update,
+            device=where,
+            grid=grid,
+            on_cell=bar.update,
         )
     output.write_text(profile.to_json() + "\n")
     print(report(profile))

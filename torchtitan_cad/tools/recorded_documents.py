@@ -74,7 +74,7 @@ def read_record(path: Path, count: int) -> RecordedDocuments:
         batches.append(list(chain.from_iterable(parts)))
     last = rows[-1]
     return RecordedDocuments(
-        batches, last["ranks"], len(last["microbatches"]), last["step"]
+        batches, last["ranks"], len(last["microbatches"]), last_step=last["step"]
     )
 
 

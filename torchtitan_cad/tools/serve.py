@@ -52,7 +52,12 @@ def run(
         torch.set_num_threads(threads)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     server = AttentionServer(
-        host, port, text, torch.device(device), kernel, version=__version__
+        host,
+        port,
+        text,
+        device=torch.device(device),
+        kernel=kernel,
+        version=__version__,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.leave())

@@ -194,14 +194,16 @@ class BatchPlanner:
         travelling = len(columns_of(*to_redistribute[0])) if to_redistribute else 0
         servers = self._list_servers()
         gathered, steps, can_redistribute, servers = self._gather_starts(
-            starts, shape, batches, travelling, servers
+            starts, shape, batches, columns=travelling, servers=servers
         )
         begin = time.perf_counter()  # without waits for peers
         parcel = None
         try:
             if self._servers is not None:
                 self._servers.take_list(servers)
-            layouts = step_layouts(gathered, steps, self._cp, self._rules.nano_batches)
+            layouts = step_layouts(
+                gathered, steps, self._cp, nano_batches=self._rules.nano_batches
+            )
             columns = _first_columns(gathered, steps)
             placed = None
             if self.placement is not None and can_redistribute:
@@ -310,7 +312,7 @@ class BatchPlanner:
         def received(plan: Plan) -> int:
             return int(
                 measure_traffic(
-                    plan.shape, plan.query_needs, plan.key_needs, hosts
+                    plan.shape, plan.query_needs, plan.key_needs, node=hosts
                 ).inter_in.sum()
             )
 
@@ -345,8 +347,8 @@ class BatchPlanner:
             layouts,
             rules.kinds,
             rules.config,
-            rules.times,
-            rules.cost,
+            times=rules.times,
+            cost=rules.cost,
             columns=columns,
             place=False,
         )

@@ -144,8 +144,8 @@ class Placement:
             loaded,
             self.kinds,
             self.config,
-            times,
-            self.cost,
+            times=times,
+            cost=self.cost,
             columns=columns,
             stages=stages,
         )
@@ -195,14 +195,18 @@ class Placement:
         new = []
         slots = []
         for number, (before, after) in enumerate(zip(loaded, homes, strict=True)):
-            of_microbatch = slots_of_nano_batches(shape, number, cp, len(before))
+            of_microbatch = slots_of_nano_batches(
+                shape, number, cp, nano_batches=len(before)
+            )
             held = len(of_microbatch)  # layouts that hold all tokens between them
             slots += of_microbatch
             old += before[-held:]
             new += after[-held:]
         if all(layout is other for layout, other in zip(old, new, strict=True)):
             return None
-        return make_redistribution(old, new, slots, self.rank % self._per_stage // cp)
+        return make_redistribution(
+            old, new, slots, dp_rank=self.rank % self._per_stage // cp
+        )
 
     def exchange(self, parcel: Parcel) -> Tensor:
         """Exchange parcels: returns their rows in the order of arrival. Collective over the group.

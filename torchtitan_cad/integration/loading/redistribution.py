@@ -92,7 +92,9 @@ def make_redistribution(
         there = slot[part, cut, other.run_row[run] + token - other.run_start[run]]
         ways.append(_in_order(peer, token, slot.ravel(), there, num_ranks // slices))
     (out, _, out_counts), (into, source, into_counts) = ways
-    return Redistribution(out, out_counts, into, into_counts, source)
+    return Redistribution(
+        out, out_counts, into, receive_counts=into_counts, source=source
+    )
 
 
 def _joined(parts: Sequence[TokenLayout]) -> TokenLayout:
@@ -109,9 +111,9 @@ def _joined(parts: Sequence[TokenLayout]) -> TokenLayout:
         len(parts) * num_ranks,
         ranks,
         doc,
-        start,
-        length,
-        np.ones(len(ranks), dtype=bool),
+        seg_start=start,
+        seg_length=length,
+        seg_attends=np.ones(len(ranks), dtype=bool),
     )
 
 

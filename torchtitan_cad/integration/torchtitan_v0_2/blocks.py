@@ -59,7 +59,9 @@ class CoreAttentionParallel(ParallelStyle):
                     f"attention scale {scale} differs from {engine_scale}, with which CAD was built"
                 )
             q, k, v = (rows(local(x).transpose(1, 2)) for x in (xq, xk, xv))
-            out = core_attention(q, k, v, attention_masks.cu_seq_q, engine)
+            out = core_attention(
+                q, k, v, plan_key=attention_masks.cu_seq_q, engine=engine
+            )
             out = out.view(xq.shape[0], xq.shape[2], *out.shape[1:])
             if isinstance(xq, DTensor):
                 out = DTensor.from_local(

@@ -98,7 +98,7 @@ def _run(
     rope = model.freqs_cis if hasattr(model, "freqs_cis") else model.rope_cache
     if model.pingpong is None:
         blocks = model.layers.values()
-        h = model.adapter.run_blocks(blocks, h, rope, masks, positions)
+        h = model.adapter.run_blocks(blocks, h, rope, masks=masks, positions=positions)
     else:
         key = int(masks.cu_seq_q.reshape(-1)[0])
         h = model.pingpong(h, rope, positions, key)
@@ -122,7 +122,11 @@ def build_engine(
     for model in models:
         blocks += model.layers.values()
     room = read_room(
-        models, parallel_dims, job_config, session.job, session.device_bytes
+        models,
+        parallel_dims,
+        job_config,
+        job=session.job,
+        device_bytes=session.device_bytes,
     )
     mesh = session.build_mesh(parallel_dims.world_mesh)
     return session.build(mesh, blocks, room, two_rounds=two_rounds, ticks=ticks)

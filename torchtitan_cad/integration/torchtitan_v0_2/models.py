@@ -68,7 +68,7 @@ class Adapter:
                 else shape
             )
             block = args.fixed_attn_block_size if name == "chunked" else None
-            return AttentionKind(name, layers[name], of_kind, block, scale)
+            return AttentionKind(name, layers[name], of_kind, block=block, scale=scale)
 
         return tuple(kind(name) for name in names if layers[name])
 
@@ -80,7 +80,10 @@ class Adapter:
         """Return the attention shape of a TP rank without a window."""
         head_dim = getattr(args, "head_dim", None) or args.dim // args.n_heads
         return AttentionShape(
-            args.n_heads // tp, self.key_heads(args) // tp, head_dim, dtype_bytes
+            args.n_heads // tp,
+            self.key_heads(args) // tp,
+            head_dim,
+            dtype_bytes=dtype_bytes,
         )
 
     def key_heads(self, args: Any) -> int:
@@ -149,11 +152,13 @@ class _ByProjection(Adapter):
                 out = _feed_sinks(
                     self,
                     *core_attention_with_lse(
-                        q, k, v, masks.cu_seq_q, engine, shared=shared
+                        q, k, v, plan_key=masks.cu_seq_q, engine=engine, shared=shared
                     ),
                 )
             else:
-                out = core_attention(q, k, v, masks.cu_seq_q, engine, shared=shared)
+                out = core_attention(
+                    q, k, v, plan_key=masks.cu_seq_q, engine=engine, shared=shared
+                )
             return self.wo(out.reshape(*x.shape[:2], -1))
 
         attention.forward = types.MethodType(forward, attention)
@@ -209,7 +214,12 @@ class DeepSeekV3(_ByProjection):
         heads = args.n_heads // tp
         key_dim = args.qk_nope_head_dim + args.qk_rope_head_dim
         return AttentionShape(
-            heads, heads, key_dim, dtype_bytes, args.v_head_dim, args.qk_rope_head_dim
+            heads,
+            heads,
+            key_dim,
+            dtype_bytes=dtype_bytes,
+            value_dim=args.v_head_dim,
+            shared_dim=args.qk_rope_head_dim,
         )
 
     def scale(self, args: Any, seq_len: int) -> float:

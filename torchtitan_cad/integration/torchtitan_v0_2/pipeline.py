@@ -54,7 +54,7 @@ def pipeline_in_ticks(
     split, parts = pipeline_module_split(model, pp_mesh, _LOOPED, device, names)
     parts = [parallelize_fn(part, parallel_dims, job_config) for part in parts]
     stages = [
-        _with_part(stage, part, job_config, model_args, dtype=dtype)
+        _with_part(stage, part, job_config, model_args=model_args, dtype=dtype)
         for stage, part in zip(split, parts, strict=True)
     ]
 
@@ -66,16 +66,16 @@ def pipeline_in_ticks(
     training = make_program(ticks, blocks)
     validation = make_program([tick for tick in ticks if tick.forward], blocks)
     of_rank = Ticks(training, validation, dtype)
-    engine = build_engine(parts, parallel_dims, job_config, of_rank)
+    engine = build_engine(parts, parallel_dims, job_config, ticks=of_rank)
     assert isinstance(engine, TickEngine)
     schedule = TickSchedule(
         stages,
         microbatches,
         loss_fn,
-        training,
-        validation,
-        engine,
-        job_config.cad.nano_batches,
+        training=training,
+        validation=validation,
+        engine=engine,
+        nano_batches=job_config.cad.nano_batches,
     )
     logger.info(
         f"Using pipeline schedule {parallelism.pipeline_parallel_schedule} with {microbatches} microbatches and "

@@ -400,7 +400,9 @@ def apply_cad(
         )
     else:
         for (block, engine), name in zip(blocks, names, strict=True):
-            adapter.replace_attention(block, mesh, engine, by_name[name].score_scale)
+            adapter.replace_attention(
+                block, mesh, engine, scale=by_name[name].score_scale
+            )
     logger.info(
         f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
         f"nano-batches: {session.cad.nano_batches}"

@@ -138,7 +138,9 @@ def validates_with_workers(config: JobConfig) -> bool:
 
 
 def positive(key: str, applies: Condition = always) -> Rule:
-    return Rule(key, lambda number: number > 0, "set a positive integer", applies)
+    return Rule(
+        key, lambda number: number > 0, "set a positive integer", applies=applies
+    )
 
 
 def positive_if_set(key: str, applies: Condition) -> Rule:
@@ -146,17 +148,22 @@ def positive_if_set(key: str, applies: Condition) -> Rule:
         key,
         lambda number: number is None or number > 0,
         "set a positive integer, or leave it out",
-        applies,
+        applies=applies,
     )
 
 
 def not_negative(key: str, applies: Condition = always) -> Rule:
-    return Rule(key, lambda number: number >= 0, "set 0 or a positive integer", applies)
+    return Rule(
+        key, lambda number: number >= 0, "set 0 or a positive integer", applies=applies
+    )
 
 
 def finite(key: str) -> Rule:
     return Rule(
-        key, lambda number: 0 <= number < math.inf, "set 0 or a positive number", always
+        key,
+        lambda number: 0 <= number < math.inf,
+        "set 0 or a positive number",
+        applies=always,
     )
 
 
@@ -165,30 +172,36 @@ def below_one(key: str) -> Rule:
         key,
         lambda number: 0 <= number < 1,
         "set a number from 0 to less than 1",
-        always,
+        applies=always,
     )
 
 
 def fraction(key: str, applies: Condition = always) -> Rule:
     return Rule(
-        key, lambda number: 0 <= number <= 1, "set a number from 0 to 1", applies
+        key,
+        lambda number: 0 <= number <= 1,
+        "set a number from 0 to 1",
+        applies=applies,
     )
 
 
 def seconds(key: str) -> Rule:
     remedy = f"set a positive number of seconds, at most {MAX_SECONDS}"
-    return Rule(key, lambda number: 0 < number <= MAX_SECONDS, remedy, always)
+    return Rule(key, lambda number: 0 < number <= MAX_SECONDS, remedy, applies=always)
 
 
 def tokens(key: str, applies: Condition = always) -> Rule:
     remedy = f"set a positive number of tokens, at most {MAX_TOKENS}"
-    return Rule(key, lambda number: 0 < number <= MAX_TOKENS, remedy, applies)
+    return Rule(key, lambda number: 0 < number <= MAX_TOKENS, remedy, applies=applies)
 
 
 def one_of(key: str, *choices: Any, applies: Condition = always) -> Rule:
     listed = ", ".join(repr(choice) for choice in choices)
     return Rule(
-        key, lambda value: value in choices, f"set {key} to one of: {listed}", applies
+        key,
+        lambda value: value in choices,
+        f"set {key} to one of: {listed}",
+        applies=applies,
     )
 
 
@@ -198,19 +211,24 @@ def all_of(key: str, *choices: str, applies: Condition = always) -> Rule:
         key,
         lambda values: set(values) <= set(choices),
         f"list none but {listed}",
-        applies,
+        applies=applies,
     )
 
 
 def true(key: str, remedy: str, applies: Condition) -> Rule:
-    return Rule(key, lambda value: value, f"set it to true, or {remedy}", applies)
+    return Rule(
+        key, lambda value: value, f"set it to true, or {remedy}", applies=applies
+    )
 
 
 def false_on_cpu(key: str) -> Rule:
     """Make a rule for what watches the memory of accelerators."""
     remedy = "it watches an accelerator's memory, which ranks on CPU do not have; set it to false"
     return Rule(
-        key, lambda enabled: not enabled or utils.device_type != "cpu", remedy, always
+        key,
+        lambda enabled: not enabled or utils.device_type != "cpu",
+        remedy,
+        applies=always,
     )
 
 
@@ -225,7 +243,7 @@ def installed(
         key,
         lambda found: found != value or find_spec(package) is not None,
         remedy,
-        applies,
+        applies=applies,
     )
 
 
@@ -252,13 +270,13 @@ RULES = (
         "lr_scheduler.total_steps",
         lambda steps: steps is None or steps > 0,
         "set a positive integer, or leave it out for training.steps",
-        always,
+        applies=always,
     ),
     Rule(
         "lr_scheduler.decay_ratio",
         lambda ratio: ratio is None or 0 <= ratio <= 1,
         "set a number from 0 to 1, or leave it out",
-        always,
+        applies=always,
     ),
     fraction("lr_scheduler.min_lr_factor"),
     positive("training.local_batch_size"),
@@ -266,14 +284,14 @@ RULES = (
         "training.global_batch_size",
         lambda rows: rows != 0,
         "set a multiple of training.local_batch_size times the data-parallel degree, or -1 for one such batch",
-        always,
+        applies=always,
     ),
     tokens("training.seq_len"),
     Rule(
         "training.max_norm",
         lambda norm: norm > 0,
         "set a positive number, or inf to clip nothing",
-        always,
+        applies=always,
     ),
     positive("training.steps"),
     positive("training.gc_freq"),
@@ -285,7 +303,7 @@ RULES = (
         "parallelism.data_parallel_shard_degree",
         lambda degree: degree == -1 or degree > 0,
         "set a positive integer, or -1 for all ranks that are left",
-        always,
+        applies=always,
     ),
     positive("parallelism.tensor_parallel_degree"),
     positive("parallelism.context_parallel_degree"),
@@ -307,21 +325,21 @@ RULES = (
         "parallelism.expert_parallel_comm_backend",
         "deepep",
         "deep_ep",
-        "set it to 'standard'",
-        has_expert_parallel,
+        remedy="set it to 'standard'",
+        applies=has_expert_parallel,
     ),
     positive("checkpoint.interval", saves),
     Rule(
         "checkpoint.keep_latest_k",
         lambda number: number == 0 or number > 1,
         "while one is saved another must be kept; set it to 2 or more, or to 0 for all",
-        saves,
+        applies=saves,
     ),
     Rule(
         "checkpoint.load_step",
         lambda step: step >= -1,
         "set it to the step of a checkpoint, or to -1 for the last one",
-        saves,
+        applies=saves,
     ),
     all_of(
         "checkpoint.exclude_from_loading",
@@ -344,16 +362,24 @@ RULES = (
         starts_from_quantized,
     ),
     installed(
-        "checkpoint.last_save_in_hf", True, "safetensors", "set it to false", saves
+        "checkpoint.last_save_in_hf",
+        True,
+        "safetensors",
+        remedy="set it to false",
+        applies=saves,
     ),
     installed(
-        "checkpoint.initial_load_in_hf", True, "safetensors", "set it to false", saves
+        "checkpoint.initial_load_in_hf",
+        True,
+        "safetensors",
+        remedy="set it to false",
+        applies=saves,
     ),
     Rule(
         "activation_checkpoint.selective_ac_option",
         _is_layer_option,
         "set it to 'op', or to a number n such as '2' to checkpoint every nth block",
-        checkpoints_selected,
+        applies=checkpoints_selected,
     ),
     one_of(
         "activation_checkpoint.determinism_check",
@@ -366,11 +392,17 @@ RULES = (
         "compile.backend",
         _is_backend,
         "set it to one that torch knows, such as 'inductor'",
-        compiles,
+        applies=compiles,
     ),
     seconds("comm.init_timeout_seconds"),
     seconds("comm.train_timeout_seconds"),
-    installed("fault_tolerance.enable", True, "torchft", "set it to false", has_no_cad),
+    installed(
+        "fault_tolerance.enable",
+        True,
+        "torchft",
+        remedy="set it to false",
+        applies=has_no_cad,
+    ),
     positive("validation.local_batch_size", validates),
     tokens("validation.seq_len", validates),
     positive("validation.freq", validates),
@@ -378,7 +410,7 @@ RULES = (
         "validation.steps",
         lambda steps: steps == -1 or steps > 0,
         "set a positive integer, or -1 for the whole dataset",
-        always,
+        applies=always,
     ),
     not_negative("validation.dataloader.num_workers", validates),
     positive_if_set("validation.dataloader.prefetch_factor", validates_with_workers),

@@ -97,36 +97,38 @@ DEFECTS = (
         "pp_gradient_scale",
         "train.py",
         "param.grad.div_(",
-        "gradients under pipeline parallelism are not divided by the number of tokens",
-        lambda config, args, dims: dims.pp_enabled,
+        symptom="gradients under pipeline parallelism are not divided by the number of tokens",
+        is_met=lambda config, args, dims: dims.pp_enabled,
     ),
     Defect(
         "ddp_gradient_scale",
         "train.py",
         "(loss * ddp_degree).backward()",
-        "gradients under DDP are divided by the number of ranks once too often",
-        lambda config, args, dims: dims.dp_replicate_enabled and not dims.fsdp_enabled,
+        symptom="gradients under DDP are divided by the number of ranks once too often",
+        is_met=lambda config, args, dims: (
+            dims.dp_replicate_enabled and not dims.fsdp_enabled
+        ),
     ),
     Defect(
         "cp_validation_loss",
         "components/validate.py",
         'parallel_dims.get_mesh("loss")',
-        "context parallelism multiplies the validation loss, or stops validation",
-        lambda config, args, dims: config.validation.enable and dims.cp_enabled,
+        symptom="context parallelism multiplies the validation loss, or stops validation",
+        is_met=lambda config, args, dims: config.validation.enable and dims.cp_enabled,
     ),
     Defect(
         "compile_caches",
         "distributed/parallel_dims.py",
         "_key_compile_caches",
-        "a rank of tensor parallelism takes the compiled loss of another from the cache",
-        lambda config, args, dims: _shares_caches(config) and dims.tp_enabled,
+        symptom="a rank of tensor parallelism takes the compiled loss of another from the cache",
+        is_met=lambda config, args, dims: _shares_caches(config) and dims.tp_enabled,
     ),
     Defect(
         "router_bias",
         "models/moe/moe.py",
         "self.gate.bias is not None",
-        "biases of routers are never initialised, and may begin as NaN",
-        lambda config, args, dims: (
+        symptom="biases of routers are never initialised, and may begin as NaN",
+        is_met=lambda config, args, dims: (
             _has_router_bias(args) and _starts_from_scratch(config)
         ),
     ),
@@ -134,16 +136,16 @@ DEFECTS = (
         "tied_embeddings",
         "models/llama4/infra/parallelize.py",
         "is_tied",
-        "FSDP2 of this torch refuses tied embeddings, which are sharded apart",
-        lambda config, args, dims: HAS_STRICT_FSDP and _shards_a_tie(args, dims),
-        "FAIL",
+        symptom="FSDP2 of this torch refuses tied embeddings, which are sharded apart",
+        is_met=lambda config, args, dims: HAS_STRICT_FSDP and _shards_a_tie(args, dims),
+        level="FAIL",
     ),
     Defect(
         "varlen_pipeline",
         "models/attention.py",
         "_pack_cu_seqlens",
-        "microbatches of a pipeline get the document boundaries of others",
-        lambda config, args, dims: (
+        symptom="microbatches of a pipeline get the document boundaries of others",
+        is_met=lambda config, args, dims: (
             _is_varlen(args) and dims.pp_enabled and _has_microbatches(config)
         ),
     ),
@@ -151,10 +153,10 @@ DEFECTS = (
         "varlen_gqa",
         "models/attention.py",
         "_HAS_ENABLE_GQA",
-        "varlen attention of this torch refuses fewer key heads than query heads",
-        lambda config, args, dims: (
+        symptom="varlen attention of this torch refuses fewer key heads than query heads",
+        is_met=lambda config, args, dims: (
             HAS_STRICT_ATTENTION and _is_varlen(args) and _has_fewer_key_heads(args)
         ),
-        "FAIL",
+        level="FAIL",
     ),
 )

@@ -44,7 +44,7 @@ def draw_plan(plan: Plan, path: Path, given_plan: Plan | None = None) -> None:
     triangles = upper.subplots(1, max(1, len(documents)), squeeze=False)[0]
     colors = _colors(plan.layout.num_ranks)
     for axes, doc in zip(triangles, documents, strict=False):
-        _draw_document(axes, plan, doc, colors)
+        _draw_document(axes, plan, doc, colors=colors)
     if not documents:
         text = "Nothing moves: every query is served where it lives."
         triangles[0].text(
@@ -102,9 +102,9 @@ def _draw_document(axes: Axes, plan: Plan, doc: int, colors: np.ndarray) -> None
         server = int(task["server"])
         # pale where the queries' home serves them
         color = colors[server] if moved else 1 - 0.25 * (1 - colors[server])
-        _draw_task(axes, task, color, POINTS / length)
+        _draw_task(axes, task, color, points=POINTS / length)
     strip = 0.035 * length
-    _draw_homes(axes, plan, doc, strip, colors)
+    _draw_homes(axes, plan, doc, strip=strip, colors=colors)
     axes.set_xlim(-5.2 * strip, length)
     axes.set_ylim(length, -0.05 * length)
     axes.set_aspect("equal")

@@ -38,7 +38,9 @@ def run(
         )
     check_folder("--output", output)
     texts = training_sample(read_sources(sources))
-    folder = prepare_tokenizer(output, vocab_size, kind, texts, show_progress=True)
+    folder = prepare_tokenizer(
+        output, vocab_size, kind, texts=texts, show_progress=True
+    )
     load_planner()  # so that the ranks of the first run find the planners compiled
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     shown = printable(folder)
