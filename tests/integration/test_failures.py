@@ -2,13 +2,14 @@
 """Bad configurations: one clear error on every rank; and no checkpoint after an exchange that failed."""
 
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
 from tests.lib.jobs.compositions import CAD, TP2, flavor, schedule
 from tests.lib.jobs.harness import run
 from tests.lib.sets import params
+from torchtitan_cad.integration.run_state import begin_run, run_state
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
 
@@ -78,3 +79,32 @@ def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(monkeypat
     with pytest.raises(PeerError):
         checkpointer.save(4, True)
     assert checkpointer.saved == [3]
+
+
+DIVERGED = RuntimeError("Loss is not finite (global_avg_loss=nan) at step 3.")
+LOST = PeerError("rank 1 has not sent its rows")
+
+
+@pytest.mark.parametrize(
+    ("exchange_error", "raised"), [(None, DIVERGED), (LOST, LOST)], ids=str
+)
+def test_a_loss_that_diverges_is_no_fault_of_a_peer(
+    exchange_error, raised, monkeypatch
+):
+    """torchtitan 0.3.0 raises; unless an exchange has failed, after which a loss means nothing."""
+    enable_cpu()
+    from torchtitan_cad.integration import failure
+
+    monitor = MagicMock(launcher=0, ended_by_signal=False)
+    monitor.find_cause.return_value = []
+    session = MagicMock(monitor=monitor)
+    session.confirm_exchanges.side_effect = exchange_error
+    monkeypatch.setattr(failure, "current_session", lambda: session)
+    monkeypatch.setattr(failure.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(failure, "tell_launcher", Mock())
+    begin_run()
+    with pytest.raises(RuntimeError) as error, run_state().signals:
+        failure.train_and_name_peers(MagicMock(), Mock(side_effect=DIVERGED))
+    assert error.value is raised
+    (call,) = monitor.find_cause.mock_calls
+    assert call.kwargs == {"by_itself": raised is DIVERGED}

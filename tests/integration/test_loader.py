@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -185,6 +186,34 @@ def test_state_is_that_of_the_last_consumed_batch(accumulation):
     assert drain(resumed) == ([3, 4, 5, 6, 7], None)
     assert resumed.state_dict() == {"next": 8}
     assert len(planned) == 5
+
+
+class BufferingLoader(CountingLoader):
+    """Its state has a list that it goes on filling, as those of torchtitan's data sets have."""
+
+    def __init__(self, num_batches: int) -> None:
+        super().__init__(num_batches)
+        self.drawn: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            self.drawn.append(self.next)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "drawn": self.drawn}
+
+
+def test_state_does_not_change_with_what_is_drawn_ahead():
+    inner = BufferingLoader(8)
+    loader, _ = planning_loader(inner)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    while inner.next < 3:  # the loader draws ahead, in a thread
+        time.sleep(0.01)
+    assert state == {"next": 1, "drawn": [1]}
+    loader.close()
 
 
 def test_a_step_without_enough_data_is_not_begun():

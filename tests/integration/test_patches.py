@@ -15,7 +15,15 @@ from tests.lib.jobs.harness import REPOSITORY
 from tests.lib.jobs.patched import PATCHES
 from tests.lib.patched_torchtitan import apply_patch, copy_torchtitan
 from tests.lib.sets import matrix
-from torchtitan_cad.tools.doctor.defects import DEFECTS
+from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+
+enable_cpu()
+
+# torchtitan must not be imported before enable_cpu().
+import torchtitan.train  # noqa: E402
+
+from torchtitan_cad.integration.torchtitan_v0_2 import upstream  # noqa: E402
+from torchtitan_cad.tools.doctor.defects import DEFECTS  # noqa: E402
 
 MET_BY_THIS_TORCH = {
     "varlen_gqa": "enable_gqa" in inspect.signature(varlen_attn).parameters,
@@ -41,6 +49,14 @@ def test_all_patches_apply_together_and_revert(tmp_path):
     for patch in PATCHES:
         apply_patch(folder, patch, "--reverse")
     assert {path: path.read_bytes() for path in folder.rglob("*.py")} == original
+
+
+def test_a_patched_trainer_is_known_where_it_runs_as_a_program(monkeypatch):
+    """Under ``-m torchtitan.train`` the module of its class is ``__main__``."""
+    running = type("Trainer", (), {"__module__": "__main__"})
+    monkeypatch.setitem(sys.modules, "__main__", torchtitan.train)
+    assert upstream._has(running, "def forward_backward_step(")
+    assert not upstream._has(running, "param.grad.div_(")
 
 
 @matrix

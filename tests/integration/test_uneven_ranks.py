@@ -3,18 +3,21 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from tests.lib.jobs.harness import parse_job
 from tests.lib.jobs.loaders import (
     RANKS,
     CountingLoader,
     OneRank,
+    ParallelAwareDataloader,
     ShorterFrom,
     connect,
     drain_at_once,
@@ -120,12 +123,44 @@ def test_rows_that_are_left_over_are_served_where_that_is_possible(
 
 
 def test_a_number_of_validation_batches_is_that_of_torchtitan():
-    iterators = on_all(validation(1, [3, 3]), iter)
+    loaders = validation(1, [3, 3])
+    iterators = on_all(loaders, iter)
     assert all(PLAN_KEYS in batch for batch, _ in on_all(iterators, next))
     # torchtitan draws one more, for which peers need not be asked
-    batch, labels = next(iterators[0])
-    assert PLAN_KEYS not in batch
-    assert int(labels[0, 0]) == 1
+    assert next(iterators[0], None) is None
+    assert loaders[0].inner.next == 2
+
+
+def test_a_rank_with_no_more_batches_than_validation_takes_does_not_hold_up_others():
+    assert on_all(validation(1, [1, 3]), batches_of) == [[(0, 4)]] * 2
+
+
+class TwoBatches(IterableDataset):
+    """Eight rows, whose tokens are their numbers."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.next < 8:
+            tokens = torch.full((8,), self.next)
+            self.next += 1
+            yield {"input": tokens}, tokens
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.next = state_dict["next"]
+
+
+def test_validation_of_a_whole_set_begins_anew_in_workers_that_persist():
+    options = {"num_workers": 1, "batch_size": 4, "persistent_workers": True}
+    inner = ParallelAwareDataloader(TwoBatches(), 0, 1, **options)
+    (loader,) = validation(-1, [2])
+    loader = replace(loader, inner=inner)
+    for _ in range(2):
+        assert batches_of(loader) == [(0, 4), (4, 4)]
 
 
 def test_a_rank_without_a_validation_batch_is_named_on_all():

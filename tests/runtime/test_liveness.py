@@ -414,6 +414,22 @@ def test_a_store_that_hangs_is_said_on_the_hosts_first_rank(store, make_rank, ca
     assert eventually(lambda: count_said(caplog, again))
 
 
+def test_a_step_that_compiles_or_holds_a_checkpoint_is_not_taken_for_a_slow_link(
+    make_rank, caplog
+):
+    """Of a resumed job, whose first step compiles."""
+    rank, _ = (make_rank(number, 2, host_ranks=[number]) for number in range(2))
+    for rank.step, intervals in ((100, 4), (101, 40), (102, 4), (103, 4), (104, 4)):
+        time.sleep(intervals * INTERVAL_S)
+    with rank.monitor.outside_of_steps():
+        time.sleep(30 * INTERVAL_S)
+    rank.step = 105
+    time.sleep(4 * INTERVAL_S)
+    waits = r"it waits for a link or a peer"
+    assert not count_said(caplog, waits)
+    assert eventually(lambda: count_said(caplog, waits))
+
+
 def test_a_step_that_takes_far_longer_than_others_is_said_once(make_rank, caplog):
     rank, _ = (make_rank(number, 2, host_ranks=[number]) for number in range(2))
     for rank.step in range(2, 6):

@@ -16,6 +16,8 @@ from torchtitan_cad.runtime.errors import PeerError, first_sentence
 from torchtitan_cad.runtime.signals import ending_on_signals
 
 _BEFORE_END_S = 10.0
+_DIVERGED = "Loss is not finite"
+"""how torchtitan 0.3.0's error begins that all ranks raise at once; an exchange that has failed may have caused it"""
 
 
 def name_dead_peers(trainer_cls: Any) -> None:
@@ -50,6 +52,10 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
     clock = current_session().engine.clock
     monitor.progress = lambda: (trainer.step, clock.exchanges, clock.phase)
     check_before_saving(trainer.checkpointer)
+    apart = monitor.outside_of_steps
+    trainer.checkpointer.save = apart()(trainer.checkpointer.save)
+    if (validator := getattr(trainer, "validator", None)) is not None:
+        validator.validate = apart()(validator.validate)
 
     def before_end(signal_name: str) -> None:
         monitor.announce_signal(signal_name)
@@ -64,6 +70,11 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
     try:
         try:
             train()
+        except RuntimeError as error:
+            if str(error).startswith(_DIVERGED):
+                current_session().confirm_exchanges()
+                state.own_error = error
+            raise
         except CheckpointException as error:
             # no ``Exception``, so torchtitan would not close the job
             raise CheckpointError(trainer.checkpointer.folder, error) from error
@@ -99,11 +110,12 @@ def check_before_saving(checkpointer: Any) -> None:
     Peers that come to the same checkpoint cannot complete it without this rank.
     """
     original_save = checkpointer.save
-    should_save = checkpointer._should_save
+    should_save = getattr(checkpointer, "_should_save", None)
 
     @functools.wraps(original_save)
     def save(curr_step: int, last_step: bool = False) -> Any:
-        if should_save(curr_step, last_step):
+        # a manager of the user's own may save at any step
+        if should_save is None or should_save(curr_step, last_step):
             current_session().confirm_exchanges()
         return original_save(curr_step, last_step)
 

@@ -22,7 +22,8 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -126,6 +127,7 @@ class PeerMonitor:
         self.known: _Beats = {}
         """Last heartbeats of the watched ranks, and one of every other rank of this host, for its process."""
         self._lock = threading.Lock()
+        self._is_outside = False
         self._closing = threading.Event()
         self._lost = threading.Event()
         self.publish()
@@ -360,6 +362,7 @@ class PeerMonitor:
         """Watch how long the store has not answered, and how long this rank's step takes."""
         begin = time.monotonic()
         step = self.progress()[0]
+        before_first = step
         longest = 0.0
         is_reported = False
         while not self._closing.wait(self._interval_s):
@@ -372,12 +375,15 @@ class PeerMonitor:
                     f"{self.own.name} reaches the job's key-value store again"
                 )
             if (at := self.progress()[0]) != step:
-                longest = (
-                    max(longest, moment - begin) if step > _STARTING_STEPS else 0.0
-                )
+                if step == 0:
+                    before_first = at - 1
+                if step - before_first > _STARTING_STEPS:
+                    longest = max(longest, moment - begin)
                 begin = moment
                 step = at
                 is_reported = False
+            elif self._is_outside:
+                begin = moment
             elif longest and moment - begin > max(
                 _SLOW_INTERVALS * self._interval_s, _SLOWER * longest
             ):
@@ -392,6 +398,15 @@ class PeerMonitor:
                         "store answers"
                     )
                 is_reported = True
+
+    @contextmanager
+    def outside_of_steps(self) -> Iterator[None]:
+        """Leave what runs inside out of the time of its step, such as validation."""
+        self._is_outside = True
+        try:
+            yield
+        finally:
+            self._is_outside = False
 
     def _lose_store(self, why: str | RuntimeError) -> None:
         """Note that the store does not answer, for good after an error, and log it once a host."""

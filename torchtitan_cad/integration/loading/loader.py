@@ -2,6 +2,7 @@
 """A data loader that plans ahead: the next step is drawn and planned in a thread while the current one trains."""
 
 import contextlib
+import copy
 import itertools
 import logging
 import queue
@@ -287,7 +288,8 @@ class PlanningLoader(Stateful):
                     planner.announce_exhausted()
 
     def _snapshot(self) -> dict[str, Any] | None:
-        return self.inner.state_dict() if self.snapshot else None
+        """Copy the inner loader's state, which may share lists with a loader that goes on drawing."""
+        return copy.deepcopy(self.inner.state_dict()) if self.snapshot else None
 
     def _plan(
         self, planner: BatchPlanner, batches: list[Batch]

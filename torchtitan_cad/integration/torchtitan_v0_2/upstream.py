@@ -15,6 +15,7 @@
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,8 +34,14 @@ def _has(cls: type, code: str) -> bool:
     return any(
         code in inspect.getsource(base)
         for base in cls.__mro__
-        if base.__module__.startswith("torchtitan.")
+        if _module_name(base).startswith("torchtitan.")
     )
+
+
+def _module_name(cls: type) -> str:
+    """Return the module of a class by the name of its file, which under ``-m`` is not ``__main__``."""
+    spec = getattr(sys.modules.get(cls.__module__), "__spec__", None)
+    return spec.name if spec else cls.__module__
 
 
 class GradientScaledLoss:

@@ -51,21 +51,23 @@ class ValidationLoader:
         planner = self.session.validation
         handed_out = 0
         if self._first is not None:
-            self.inner.dataset.load_state_dict(copy.deepcopy(self._first))  # type: ignore[attr-defined]
+            loader: Any = self.inner
+            loader.dataset.load_state_dict(copy.deepcopy(self._first))
+            loader._iterator = None  # ends persistent workers, whose copies of the data set are at its end
         with announced_failure(planner, "loading a batch"):
             batches = iter(self.inner)
         try:
-            while True:
+            while self._is_whole_set or handed_out < self.config.validation.steps:
                 with announced_failure(planner, "loading a batch"):
                     batch = next(batches, None)
                 if batch is None or not self._fits(len(batch[1])):
                     planner.announce_exhausted()
                 inputs, labels = batch
-                # one more is drawn, and not used
-                if self._is_whole_set or handed_out < self.config.validation.steps:
-                    inputs = {**inputs, PLAN_KEYS: self.session.plan_now(inputs)}
-                yield inputs, labels
+                yield {**inputs, PLAN_KEYS: self.session.plan_now(inputs)}, labels
                 handed_out += 1
+            # torchtitan draws one more and does not use it; the next validation begins behind it
+            with announced_failure(planner, "loading a batch"):
+                next(batches, None)
         except Exhausted as end:
             self._explain(end.args, handed_out)
 
