@@ -11,7 +11,7 @@ import torch
 from tests.lib.jobs.simulated import read_job
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds
-from torchtitan_cad.integration.torchtitan_v0_2.room import read_room
+from torchtitan_cad.integration.torchtitan_v0_2.room import of_layers, read_room
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, buffer_bytes
 from torchtitan_cad.planning.keeping import FILLED
 from torchtitan_cad.tools.simulated_job import build_on_meta, model_args
@@ -71,3 +71,13 @@ def test_training_leaves_as_much_room_as_the_simulation_says(name):
     room = read_room([model], dims, config, job, DEVICE_BYTES)
     assert 0 < room.bytes_per_call == pytest.approx(simulated, rel=0.02)
     assert simulated < FILLED * DEVICE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("option", "kinds"),
+    [("op", ["selective"]), ("1", ["full"]), ("3", ["full", "none", "none"])],
+)
+def test_checkpointing_of_every_nth_layer_keeps_all_of_others(option, kinds):
+    section = SimpleNamespace(mode="selective", selective_ac_option=option)
+    config: Any = SimpleNamespace(activation_checkpoint=section)
+    assert of_layers(config) == kinds

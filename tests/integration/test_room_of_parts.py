@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The memory that weights, gradients and optimizer take of the room of a rank, of models in parts."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,14 @@ from tests.lib.processes import run_processes, values
 from torchtitan_cad.integration.room import RankParts, room_of
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning.keeping import Checkpointing
 
 HIDDEN = 16
 VOCABULARY = 64
 LAYERS = 4
 ITEMSIZE = 2
 DEVICE_BYTES = 1e9
+TOKENS = 128
 
 
 class Part(nn.Module):
@@ -43,7 +46,14 @@ def bytes_of_training(part: Part) -> int:
     return sum(4 * parameter.nbytes for parameter in local)
 
 
-def used(part: Part, *, shards: int = 1, pp: int = 1) -> float:
+def used(
+    part: Part,
+    *,
+    shards: int = 1,
+    pp: int = 1,
+    checkpointing: Sequence[Checkpointing] = ("none",),
+    compiles_loss: bool = True,
+) -> float:
     job: Any = SimpleNamespace(
         cad=SimpleNamespace(nano_batches=1, receive_buffer_gb=None),
         topology=Topology(pp=pp, dp=shards, cp=1, tp=1),
@@ -58,8 +68,9 @@ def used(part: Part, *, shards: int = 1, pp: int = 1) -> float:
         hidden=HIDDEN,
         vocabulary=VOCABULARY,
         shards=shards,
-        row_tokens=128,
-        checkpointing="none",
+        row_tokens=TOKENS,
+        checkpointing=checkpointing,
+        compiles_loss=compiles_loss,
         microbatches_in_flight=1,
     )
     return room_of(parts, job, DEVICE_BYTES).used
@@ -84,16 +95,31 @@ def num_parameters(module: nn.Module) -> int:
 
 @pytest.mark.parametrize("layers", [range(LAYERS), range(1), range(1, LAYERS)], ids=str)
 def test_sharded_parts_need_what_they_gather_too(layers):
-    """Of a whole model two layers; in a stage all, with gradients in fp32 that are not yet reduced."""
+    """Of a whole model two layers and the output; in a stage all, with gradients in fp32 that are not yet reduced."""
     part = Part(layers)
     if len(layers) == LAYERS:
         gathered = 2 * ITEMSIZE * num_parameters(part.layers["1"])
+        gathered += (ITEMSIZE + 4) * num_parameters(part.output)
         pp = 1
     else:
         gathered = (ITEMSIZE + 4) * num_parameters(part)
         pp = 2
     more = values(run_processes(2, more_than_in_training, layers, pp))
     assert more == [gathered] * 2
+
+
+def test_layers_that_are_computed_again_in_turn_need_the_mean():
+    part = Part(range(LAYERS))
+    kept, again = (used(part, checkpointing=[kind]) for kind in ("none", "full"))
+    every_third = used(part, checkpointing=["full", "none", "none"])
+    assert again < kept
+    assert every_third == pytest.approx((again + 2 * kept) / 3)
+
+
+def test_a_loss_that_is_not_compiled_needs_fp32_gradients_of_all_logits():
+    part = Part(range(LAYERS))
+    more = used(part, compiles_loss=False) - used(part)
+    assert more == 6 * VOCABULARY * TOKENS
 
 
 def test_stages_need_together_what_the_model_needs():

@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from tests.lib.interpreter import interpret
+from tests.lib.interpreter import interpret, interpreted_transport
 from tests.lib.kernels_reference import assert_results_as_exact
 from tests.lib.plans import random_layout, random_plan
 from tests.lib.processes import run_processes, values
 from tests.lib.rows import CPU, Tensors
 from tests.lib.sets import matrix, needs_triton, params
+from tests.lib.threaded import needs_linux
 from torchtitan_cad.planning import (
     TASK_DTYPE,
     AttentionShape,
     Plan,
     PlannerConfig,
     TokenLayout,
+    make_plan,
 )
 from torchtitan_cad.planning.exchange import calls as kernel_calls
 from torchtitan_cad.runtime import triton
@@ -127,3 +129,42 @@ def execute_in_both_ways(group, seed: int, dtype: torch.dtype) -> int:
 def test_the_engine_computes_the_same_with_triton_kernels(dtype):
     served = values(run_processes(2, execute_in_both_ways, 1, dtype, timeout_s=240))
     assert min(served) > 0
+
+
+def execute_elsewhere(group) -> bool:
+    """Rank 0 computes all of rank 1's attention; tells whether results of this rank lie in its receive buffers."""
+    interpret(everywhere=True)
+    rank = group.rank()
+    layout = TokenLayout.from_segments([[(0, 0, 8)], [(1, 0, 64)]])
+    shape = AttentionShape(4, 4, 16, 4)
+    tasks = [(0, 0, 8, 0, 8, 0), (1, 0, 64, 0, 64, 0)]
+    plan = Plan.from_tasks(
+        layout, shape, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE)
+    )
+    torch.manual_seed(0)
+    *qkv, dout = Tensors.random(layout, shape).of_rank(rank)
+    # queries come home in one message, keys and values in two
+    transport = interpreted_transport(group, 20_480)
+    engine = CoreAttentionEngine(
+        CpuKernel(), transport, rank=rank, device=CPU, scale=0.25
+    )
+    engine.add_plan(0, plan)
+    saved = Saved(*qkv, *engine.forward(*qkv, 0))
+    results = [saved.out, saved.lse, *engine.backward(dout, saved, 0)]
+    alone = CoreAttentionEngine(CpuKernel(), None, rank=0, device=CPU, scale=0.25)
+    alone.add_plan(
+        0, make_plan(TokenLayout.from_segments([[(0, 0, len(dout))]]), shape)
+    )
+    kept = Saved(*qkv, *alone.forward(*qkv, 0))
+    expected = [kept.out, kept.lse, *alone.backward(dout, kept, 0)]
+    assert all(map(torch.equal, results, expected))
+    buffers = transport._memory.own
+    begin = buffers.data_ptr()
+    end = begin + buffers.numel()
+    return any(begin <= result.data_ptr() < end for result in results)
+
+
+@needs_linux
+@needs_triton
+def test_results_do_not_lie_where_peers_will_write():
+    assert values(run_processes(2, execute_elsewhere, timeout_s=240)) == [False] * 2

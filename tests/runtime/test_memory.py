@@ -89,7 +89,9 @@ class Combination:
         self._num_rows = num_rows
 
     @classmethod
-    def build(cls, targets, num_rows: int, device: torch.device) -> "Combination":
+    def build(
+        cls, targets, num_rows: int, device: torch.device, num_reusable=None
+    ) -> "Combination":
         return cls(num_rows)
 
     def merge(self, partials, like: Tensor) -> tuple[Tensor, Tensor]:

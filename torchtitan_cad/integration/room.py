@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from torchtitan_cad.planning.memory import stock_memory
 
 _STATES = 4
 """Tensors as large as a weight, with it: the gradient and Adam's two moments."""
+_EAGER_LOGIT_BYTES = 6
+"""bytes per logit that a loss which is not compiled needs more than one that is: backward of cross-entropy has the log
+softmax, its gradient and that of the logits in fp32 at once."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class RankParts:
         vocabulary: tokens that it knows.
         shards: ranks that FSDP2 shards parameters over.
         row_tokens: tokens of a row.
-        checkpointing: what activation checkpointing computes again.
+        checkpointing: what activation checkpointing computes again of layers, which take the entries in turn.
+        compiles_loss: the loss is compiled, or computed in chunks.
         microbatches_in_flight: microbatches between forward and backward, at most.
     """
 
@@ -46,7 +51,8 @@ class RankParts:
     vocabulary: int
     shards: int
     row_tokens: int
-    checkpointing: Checkpointing
+    checkpointing: Sequence[Checkpointing]
+    compiles_loss: bool
     microbatches_in_flight: int
 
 
@@ -76,13 +82,16 @@ def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
         itemsize=job.dtype.itemsize,
         in_pipeline=stage.in_pipeline,
     )
+    token_bytes = fmean(
+        stage.token_bytes(kind, parts.microbatches_in_flight, nano_batches)
+        for kind in parts.checkpointing
+    )
+    if not parts.compiles_loss:
+        token_bytes += _EAGER_LOGIT_BYTES * parts.vocabulary / topology.tp
     used = sum(
         (
             states,
-            tokens
-            * stage.token_bytes(
-                parts.checkpointing, parts.microbatches_in_flight, nano_batches
-            ),
+            tokens * token_bytes,
             nano_batches
             * BUFFERS_PER_CALL
             * buffer_bytes(job.cad.receive_buffer_gb, nano_batches),
@@ -93,7 +102,7 @@ def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
         len(blocks),
         parts.microbatches_in_flight,
         nano_batches,
-        checkpointing=parts.checkpointing,
+        checkpointing=parts.checkpointing[-1],
     )
     return KeepCapacity(FILLED * device_bytes, used, calls)
 
@@ -108,7 +117,7 @@ def _state_bytes(
 ) -> float:
     """Return the bytes of weights, gradients and optimizer, and of what FSDP2 gathers.
 
-    It gathers two layers at a time, or all in a pipeline.
+    It gathers two layers at a time, beside the output's weight with its gradient, or all in a pipeline.
 
     Args:
         shards: ranks that FSDP2 shards parameters over.
@@ -124,7 +133,11 @@ def _state_bytes(
         return own + shards * (itemsize + GRADIENT_BYTES) * sum(
             _parameters(part) for part in parts
         )
-    return own + 2 * shards * itemsize * max(map(_parameters, blocks), default=0)
+    of_layers = 2 * itemsize * max(map(_parameters, blocks), default=0)
+    others = chain.from_iterable(part.named_children() for part in parts)
+    outside = [_parameters(module) for name, module in others if name != "layers"]
+    of_output = (itemsize + GRADIENT_BYTES) * max(outside, default=0)
+    return own + shards * (of_layers + of_output)
 
 
 def _parameters(module: nn.Module) -> int:

@@ -34,8 +34,9 @@ class Combination:
             ``sources`` is as long as there are partials; the end is unused if some belong to no row. For torch, per
             wave two int64 tensors: positions among all partials, and the distinct rows of these partials.
         is_fused: True if the index is for Triton kernels.
-        in_place: number of the first tensor whose partials are those of all rows, in order; -1 if there is none. Triton
-            kernels combine the partials of others into it, and leave rows without others, if it is like the result.
+        in_place: number of the first tensor of this rank's own whose partials are those of all rows, in order; -1 if
+            there is none. Triton kernels combine the partials of others into it, and leave rows without others, if it
+            is like the result.
     """
 
     num_rows: int
@@ -49,12 +50,15 @@ class Combination:
         targets: Sequence[np.ndarray],
         num_rows: int,
         device: torch.device,
+        num_reusable: int | None = None,
     ) -> "Combination":
         """Index partials on ``device``.
 
         Args:
             targets: per tensor of partials, int64 [P_i] row of each partial, or -1 for none. The partials of a row are
                 combined in this order.
+            num_reusable: the first tensors, which may hold the results; others may lie in receive buffers, which peers
+                write to again. None: all.
 
         Raises:
             ValueError: more tensors than ``TENSOR_BITS`` allow.
@@ -70,7 +74,7 @@ class Combination:
         order = order[num_unused:]
         counts = np.bincount(rows[order], minlength=num_rows)
         if triton.runs_on(device):
-            first = _first_of_all_rows(targets, num_rows)
+            first = _first_of_all_rows(targets[:num_reusable], num_rows)
             sources = _sources(targets, order)
             offsets = np.append(0, np.cumsum(counts))
             index = [rows_to_device(x, device, np.int32) for x in (sources, offsets)]

@@ -97,7 +97,8 @@ class RowTables:
             np.cumsum([route.most_rows for route in routes_home[:-1]], dtype=int),
         )
         for route, rows in zip(routes_home, returned_rows, strict=True):
-            combination = combine([*so_far, rows] if moves else so_far, num_local)
+            targets = [*so_far, rows] if moves else so_far
+            combination = combine(targets, num_local, num_reusable=len(so_far))
             home.append(
                 Chunk(
                     kind, route, combination, is_last=len(home) == len(routes_home) - 1

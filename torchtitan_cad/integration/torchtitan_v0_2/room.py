@@ -20,6 +20,16 @@ def checkpointing_kind(config: JobConfig) -> Checkpointing:
     return "none" if mode == "none" else "selective"
 
 
+def of_layers(config: JobConfig) -> Sequence[Checkpointing]:
+    """Return what is computed again of layers, in turn: of every n-th one all, with ``selective_ac_option = "n"``."""
+    kind = checkpointing_kind(config)
+    option = config.activation_checkpoint.selective_ac_option
+    if kind != "selective" or not option.isdigit():
+        return [kind]
+    kept: list[Checkpointing] = ["none"] * (int(option) - 1)
+    return ["full", *kept]
+
+
 def read_room(
     parts: Sequence[Any],
     parallel_dims: ParallelDims,
@@ -43,7 +53,8 @@ def read_room(
         vocabulary=model_args.vocab_size,
         shards=parallel_dims.dp_shard * parallel_dims.cp,
         row_tokens=config.training.seq_len,
-        checkpointing=checkpointing_kind(config),
+        checkpointing=of_layers(config),
+        compiles_loss=config.compile.enable and "loss" in config.compile.components,
         microbatches_in_flight=_microbatches_in_flight(config, job),
     )
     return room_of(of_rank, job, device_bytes)

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from torch import Tensor, nn
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools.logging import logger
@@ -101,7 +102,9 @@ class CadTrainer(Trainer):
             vocabulary=self.model_config.vocab_size,
             shards=self.parallel_dims.dp_shard * self.parallel_dims.cp,
             row_tokens=config.training.seq_len,
-            checkpointing=_checkpointing_kind(config),
+            checkpointing=[_checkpointing_kind(config)],
+            compiles_loss=isinstance(self.loss_fn, ChunkedLossWrapper)
+            or (config.compile.enable and "loss" in config.compile.components),
             microbatches_in_flight=min(microbatches, session.topology.pp)
             if in_turns
             else microbatches,
