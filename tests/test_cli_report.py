@@ -208,7 +208,7 @@ def test_noisy_cells_are_marked(tmp_path, monkeypatch, capsys):
         make_profile(), forward_spread=spread, backward_spread=spread
     )
     monkeypatch.setattr(
-        "torchtitan_cad.tools.profiling.measure_profile", lambda *_: noisy
+        "torchtitan_cad.tools.profiling.measure_profile", lambda *_, **__: noisy
     )
     output = tmp_path / "profile.json"
     assert main(["profile", f"--output={output}", *SMALL.split(), *GRID.split()]) == 0
