@@ -123,6 +123,9 @@ def test_the_prediction_is_the_simulations_of_the_same_documents(tmp_path, known
         assert Comparison(untimed, result.on).predicted(job) == pytest.approx(predicted)
         assert sum(untimed.parts()["attention"]) == 0
     assert predicted["reordering_alone"] == pytest.approx(1)  # each rank has one row
+    even = [[[16384]], [[16384]]]  # CAD's rows are those that it has redistributed
+    placed = dataclasses.replace(result.on, rows=[even] * 3)
+    assert Comparison(result.off, placed).predicted(job) == predicted
     balanced = with_rows([[[16384]], [[16384]]]).predicted(job)
     assert balanced["overall"] == pytest.approx(1, rel=0.05)
 

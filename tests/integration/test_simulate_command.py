@@ -70,6 +70,28 @@ def test_numbers_of_a_job():
     assert (job.row_tokens, job.step_tokens) == (32768, 16 * 32768)
 
 
+def test_context_parallel_ranks_shard_parameters_too():
+    """As FSDP2 does over both; DDP shards nothing."""
+    alone = read_job(
+        "llama3_8b_long", "--parallelism.data_parallel_shard_degree=1", ranks=8
+    )
+    assert alone.cluster == read_job("llama3_8b_long", ranks=8).cluster
+    replicated = read_job(
+        "llama3_8b",
+        "--parallelism.tensor_parallel_degree=1",
+        "--parallelism.data_parallel_replicate_degree=64",
+        "--parallelism.data_parallel_shard_degree=1",
+    )
+    assert not replicated.cluster.fsdp
+
+
+def test_microbatches_of_the_command_line_have_the_jobs_tokens():
+    path = CONFIGS / "llama3_8b_8gpus.toml"
+    inputs, *_ = read_inputs(path, (), Options(ranks=8, microbatches=4))
+    job = read_job("llama3_8b_8gpus", ranks=8)
+    assert inputs.documents.step_tokens == 4 * job.step_tokens
+
+
 def test_numbers_of_a_job_with_experts():
     """A token passes through 8 of 128 experts, of which a rank gathers the 16 that it has."""
     job = read_job("qwen3_30b_a3b_long")

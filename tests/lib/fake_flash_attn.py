@@ -189,7 +189,10 @@ def fake_operator(op: torch._ops.OpOverload, seen: Recorder) -> Callable[..., An
         if "grad_out" in arguments:
             return attend_backward(arguments, seen, torch.inf)
         assert arguments.get("num_splits") == (
-            1 if kernels_varlen._takes(function, "num_splits") else None
+            1
+            if kernels_varlen._takes(function, "num_splits")
+            and torch.__version__ >= "2.13"
+            else None
         )
         return (
             *attend(arguments, seen, torch.inf),

@@ -2,6 +2,7 @@
 """Combining partials, delta and statistics: Triton kernels under its interpreter give what torch gives."""
 
 import itertools
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -118,6 +119,40 @@ def compare_orders(seed: int, device: torch.device) -> None:
             want, got = (x.add(parts, likes) for x in (by_torch, by_triton))
             assert all(map(torch.equal, got, want)), case
             assert all(x.dtype == dtype for x in got)
+
+
+def keep_copies(group) -> list[bool]:
+    """Tells of copies of rows that are not dense, of two sums, whether they live when the kernel is launched."""
+    interpret()
+    from torchtitan_cad.runtime.triton import combine, rows
+
+    copies = []
+
+    def copied(part: Tensor) -> Tensor:
+        copy = part.contiguous()
+        copies.append(weakref.ref(copy))
+        return copy
+
+    alive: list[bool] = []
+
+    class Launch:
+        @staticmethod
+        def launch(*_, **__) -> None:
+            alive.extend(copy() is not None for copy in copies)
+
+    part = torch.zeros(4, 2, 8).transpose(1, 2)
+    combination = build([np.arange(2), np.arange(2)], 2, CPU, is_fused=True)
+    with (
+        mock.patch.object(rows, "with_dense_rows", copied),
+        mock.patch.object(combine, "_sum_rows", Launch),
+    ):
+        combination.add([[part, part], [part, part]], [part, part])
+    return alive
+
+
+@needs_triton
+def test_copies_of_partials_live_until_the_launch():
+    assert values(run_processes(1, keep_copies)) == [[True] * 4]
 
 
 @needs_triton

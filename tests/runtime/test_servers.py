@@ -22,7 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lib.refusals import refusal
-from tests.lib.rows import CPU, SHAPES, Tensors, assert_same_bits, execute
+from tests.lib.rows import (
+    CPU,
+    SHAPES,
+    SquareKernel,
+    Tensors,
+    assert_same_bits,
+    execute,
+)
 from torchtitan_cad import __version__
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.servers import JoinedServer, assign_to_servers
@@ -380,6 +387,14 @@ def test_a_server_refuses_another_job(store, version, token, key, remedy):
     jobs.set("job", card.replace("{", '{"field of a later version": 1, ', 1))
     with refusal(key, remedy=remedy):
         server_at(store.port, token).run_in_thread()
+
+
+def test_a_kernel_that_takes_squares_alone_does_not_serve(store, monkeypatch):
+    """Servers get the tails of causal tasks, which have more keys than queries."""
+    open_job(store)
+    monkeypatch.setattr(server, "get_kernel", lambda *_: SquareKernel())
+    with refusal("--kernel", "cpu", remedy="varlen"):
+        server_at(store.port).run_in_thread()
 
 
 def test_a_server_refuses_what_it_cannot_compute(store):

@@ -34,6 +34,8 @@ pytestmark = needs_triton
 CPU = torch.device("cpu")
 MOST_VARIANTS = 16
 SHAPE = AttentionShape(32, 8, 128, 2)
+SIX_HEADS = AttentionShape(6, 2, 128, 2)
+"""whose rows of log-sum-exps have no multiple of 16 bytes"""
 LATENT = AttentionShape(16, 16, 192, 2, value_dim=128, shared_dim=64)
 WORKLOADS = ("lognormal", "one big", "uniform", "whole documents")
 REGISTERS = 65536
@@ -184,6 +186,7 @@ def test_code_for_a_device(capability, tmp_path):
     [
         pytest.param(SHAPE, 8, 6, marks=matrix),
         pytest.param(LATENT, 8, 2, marks=matrix),
+        pytest.param(SIX_HEADS, 8, 2, marks=matrix),
         pytest.param(SHAPE, 64, 60, marks=matrix),
         pytest.param(SHAPE, 8, 60, marks=matrix),
     ],

@@ -12,7 +12,12 @@ from tests.lib.refusals import refusal
 from tests.lib.simulation_cases import MODEL, cad, configuration, inputs, step
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.tools.advise import reordering, table
-from torchtitan_cad.tools.simulation.advice import LEAST_GAIN, Advice, advise
+from torchtitan_cad.tools.simulation.advice import (
+    LEAST_GAIN,
+    Advice,
+    _without_cad,
+    advise,
+)
 from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
 from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING, MODELS, Configuration
 from torchtitan_cad.tools.simulation.memory import (
@@ -20,6 +25,7 @@ from torchtitan_cad.tools.simulation.memory import (
     stock_attention,
     working_bytes,
 )
+from torchtitan_cad.tools.simulation.search import Search
 
 WRITTEN = configuration()
 LONG = (300, 700, 1500, 4000, 16384)
@@ -40,6 +46,13 @@ def planned(**changes: Any) -> Disaggregated:
     system = cad(lengths=LONG, **{"nano_batches": 2, **changes})
     system.plans((0,))
     return system
+
+
+def test_torchtitan_alone_does_not_keep_attention():
+    job = configuration(checkpointing="linear")
+    assert job.without_cad() == configuration(checkpointing="full")
+    alone = _without_cad(Search(inputs()), [job])
+    assert {one.checkpointing for one in alone} == {"none", "selective", "full"}
 
 
 def test_recommended_changes_gain_and_are_simulated_together():

@@ -12,7 +12,8 @@ from tests.lib.sets import params
 from tests.lib.simulation_cases import KINDS, inputs, step
 from torchtitan_cad.planning.placement.fill import fill
 from torchtitan_cad.tools.main import main
-from torchtitan_cad.tools.simulation.baselines import _slowest
+from torchtitan_cad.tools.simulation.baselines import _of_ranks, packed
+from torchtitan_cad.tools.simulation.batches import Batch
 from torchtitan_cad.tools.simulation.costs import Costs, Transfer
 from torchtitan_cad.tools.simulation.search import Search
 from torchtitan_cad.tools.simulation.step import Step
@@ -43,11 +44,25 @@ def slowest_of_row(
 def test_all_rows_at_once_take_what_each_takes(cp):
     divided = step(cp=cp, model=KINDS)
     for kind in divided.costs.kinds:
-        found = _slowest(divided.costs, divided.batch, kind, cp).T.tolist()
+        of_ranks = _of_ranks(divided.costs, divided.batch, kind, cp)
+        found = of_ranks.max(axis=2).T.tolist()
         for row, seconds in zip(divided.batch.rows, found, strict=True):
             lengths = kind.cut(row)
             wanted = slowest_of_row(divided.costs, lengths, cp, kind.shape.window)
             assert seconds == pytest.approx(wanted)
+
+
+def test_ranks_that_share_rows_take_what_they_have_of_all_rows():
+    """One rank has the long documents of the first row, the other one those of the second: together both are even."""
+    long = 2048
+    short = [128] * 16
+    outer = np.array([long, *short, *short, long])
+    inner = np.array([*short, long, long, *short])
+    both = packed(step(batch=Batch((outer, inner), 4 * long), ranks=2, cp=2))
+    assert both.parts.imbalance == pytest.approx(0, abs=1e-3 * both.parts.attention)
+    assert both.max_over_mean == pytest.approx(1, abs=1e-3)
+    one = packed(step(batch=Batch((outer,), 4 * long), ranks=2, cp=2))
+    assert one.max_over_mean > 1.5
 
 
 @pytest.mark.parametrize("system", ["packed", "reorder", "packing_cp"])
@@ -111,7 +126,7 @@ def test_work_of_one_size_is_computed_once(monkeypatch):
                 microbatches=microbatches,
             )
             _ = Step(base.costs, base.batch, changed).layer_attention
-            _slowest(base.costs, base.batch, base.costs.kinds[0], 1)
+            _of_ranks(base.costs, base.batch, base.costs.kinds[0], 1)
     assert len(calls) == 4
 
 

@@ -28,14 +28,16 @@ def register_cpu_varlen() -> None:
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out like query, lse [Hq, Tq] as FlashAttention-2 lays it out, and an unused random state.
+    """Return out, in query's layout where it has its shape, lse [Hq, Tq] of FlashAttention-2, and an unused state.
 
     Args:
         call: cu_seq_q, cu_seq_k, max_q, max_k, and as far as given is_causal, scale, window_size, enable_gqa,
             seqused_k, block_table, num_splits.
     """
     out, lse = CpuKernel().forward(query, key, value, _call(query, *call))
-    return _like(query, out), lse.t().contiguous(), torch.zeros(2, dtype=torch.uint64)
+    if out.shape == query.shape:  # else values are narrower than keys
+        out = _like(query, out)
+    return out, lse.t().contiguous(), torch.zeros(2, dtype=torch.uint64)
 
 
 def _backward(

@@ -28,10 +28,10 @@ MEANS = {
     "placed_worst": ("the worst rank's, over those", 1),
     "tasks_moved": ("tasks moved per microbatch", 1),
     "exposed_percent": ("exposed wait (% of the time)", 1),
-    "tokens_per_second": ("tokens per second and GPU", 1),
-    "mfu_percent": ("mfu (%), by the documents' pairs", 1),
 }
 MEDIANS = {
+    "tokens_per_second": ("tokens per second and GPU (median)", 1),
+    "mfu_percent": ("mfu (%, median), by the documents' pairs", 1),
     "plan_seconds": ("planning (ms, median)", 1e3),
     "exchange_seconds": ("exchange (ms, median)", 1e3),
 }

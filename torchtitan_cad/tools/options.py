@@ -242,10 +242,16 @@ def _tokens(
     options: Options, titan: SimulatedJob | None, ranks: int
 ) -> tuple[int, int]:
     """Return the tokens of a row, and of a step over this many data- and context-parallel ranks."""
-    of_rank = options.tokens_per_rank or TOKENS_PER_RANK
-    step = of_rank * (options.microbatches or 1) * ranks
-    row = of_rank
+    of_rank = TOKENS_PER_RANK
+    microbatches = 1
     if titan is not None:
+        microbatches = titan.configuration.microbatches
+        of_rank = titan.step_tokens // (microbatches * ranks)
+    of_rank = options.tokens_per_rank or of_rank
+    step = of_rank * (options.microbatches or microbatches) * ranks
+    if titan is None:
+        row = of_rank
+    else:
         row = titan.row_tokens
         if options.tokens_per_rank is None and options.microbatches is None:
             step = titan.step_tokens

@@ -160,6 +160,7 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
         )
     plugin.check(config, ranks)
     dp = ranks // degrees
+    replicas = parallelism.data_parallel_replicate_degree
     local = training.local_batch_size
     rows = max(training.global_batch_size, local * dp)
     return SimulatedJob(
@@ -168,8 +169,8 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
             ranks,
             ranks_per_node=cad.ranks_per_node or Cluster.ranks_per_node,
             tp=parallelism.tensor_parallel_degree,
-            fsdp=parallelism.data_parallel_shard_degree != 1,
-            replicas=parallelism.data_parallel_replicate_degree,
+            fsdp=dp * parallelism.context_parallel_degree > replicas,
+            replicas=replicas,
         ),
         row_tokens=training.seq_len,
         step_tokens=rows * training.seq_len,

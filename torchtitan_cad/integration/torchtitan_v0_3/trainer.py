@@ -9,6 +9,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.distributed import ParallelDims
@@ -75,6 +76,11 @@ class CadTrainer(Trainer):
         """Open CAD's session as soon as there are process groups."""
         parallel_dims = super().init_distributed()
         self.job = read_job(self.config, self.config.cad, self.device)
+        debug = self.config.debug
+        if debug.deterministic:  # torchtitan does so later, and kernels are chosen now
+            torch.use_deterministic_algorithms(
+                True, warn_only=debug.deterministic_warn_only
+            )
         if not self.shadow:
             open_session(self.job)
         return parallel_dims

@@ -180,6 +180,11 @@ class AttentionServer:
         dtype = getattr(torch, job.dtype)
         kernel = get_kernel(self._kernel_name, self.device, shape, None)
         kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
+        if kernel.squares_only:
+            raise ValueError(
+                f"--kernel {kernel.name}: it takes causal tasks of as many keys as queries only, and servers get "
+                "others; set --kernel varlen"
+            )
         seconds = attention_seconds(kernel, shape, dtype, self.device, TileAreaCost())
         place = f"{socket.gethostname()}, pid {os.getpid()}"
         pause_s = 0.0

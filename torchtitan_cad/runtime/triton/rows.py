@@ -151,12 +151,14 @@ class Partials:
         dtype: dtype of the tensors whose bit in ``wide`` is 0.
         wide: a bit per tensor, 1 if it has the dtype of sums, fp32 (fp64).
         is_aligned: True if all rows begin at multiples of 16 bytes.
+        tensors: what lies at the places, which may be copies, so that it lives until the launch.
     """
 
     places: tuple[Numbers, Numbers]
     dtype: tl.dtype
     wide: int
     is_aligned: bool
+    tensors: Sequence[Tensor]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], result: Tensor) -> "Partials":
@@ -167,9 +169,8 @@ class Partials:
         strides = strides_of(tensors)
         is_aligned = math.gcd(16, *addresses, *strides) == 16
         count = COUNTS[len(tensors) > COUNTS[0]]
-        return cls(
-            (padded(addresses, count), padded(strides, count)), dtype, wide, is_aligned
-        )
+        places = (padded(addresses, count), padded(strides, count))
+        return cls(places, dtype, wide, is_aligned, tensors)
 
 
 @lru_cache

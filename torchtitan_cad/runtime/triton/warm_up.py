@@ -3,7 +3,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -138,18 +138,25 @@ def _combinations(
 
 def _moves_of_rows(q: Tensor, lse: Tensor) -> Iterator[Launch]:
     """Yield what packs rows into messages, and what gathers them for kernel calls."""
-    rows = [q, lse]
-    row_format = RowFormat(rows)
     failed = torch.zeros(1, dtype=torch.int64, device=q.device)
     table = put.split_into_blocks([2], [0])
     blocks = put.Blocks.of([table], [None], q.device)
-    num_bytes = 2 * row_format.row_bytes
-    message = torch.zeros(num_bytes, dtype=torch.uint8, device=q.device)
-    sent = [(rows, row_format)]
-    yield lambda: put.put_rows(sent, blocks, [0], _address(message), failed)
-    nothing = [x[:0] for x in rows]
-    row_spaces = gather.GatheredRows(rows, nothing)
-    yield partial(row_spaces.gather, None)
+    # rows of lse may be less aligned than those of q
+    for rows in ([q, lse], [q]):
+        row_format = RowFormat(rows)
+        num_bytes = 2 * row_format.row_bytes
+        message = torch.zeros(num_bytes, dtype=torch.uint8, device=q.device)
+        sent = [(rows, row_format)]
+        yield partial(_put, sent, blocks, message, failed)
+        nothing = [x[:0] for x in rows]
+        row_spaces = gather.GatheredRows(rows, nothing)
+        yield partial(row_spaces.gather, None)
+
+
+def _put(
+    sent: Sequence[put.Message], blocks: put.Blocks, memory: Tensor, failed: Tensor
+) -> None:
+    put.put_rows(sent, blocks, [0], _address(memory), failed)
 
 
 def _address(memory: Tensor) -> Tensor:

@@ -195,12 +195,15 @@ class Comparison:
         """Simulate the speed-up: overall, least and most of a step, and overall of reordering whole rows alone.
 
         None if the simulated GPU has no memory for them. Times on CPU ranks are scaled to those that the mean rank took
-        without CAD, or with it where attention has no times without it, and exchanges take none.
+        without CAD, or with it where attention has no times without it, and exchanges take none. Rows are those that
+        are loaded, which CAD may redistribute.
         """
         timed = self.on if np.isnan(self.off.attention).any() else self.off
-        search = timed.simulated(job)
-        systems = "packed", "reorder", "cad"
-        packed, reorder, cad = (search.run(name, job.configuration) for name in systems)
+        search = dataclasses.replace(timed, rows=self.off.rows).simulated(job)
+        alone = job.configuration.without_cad()
+        packed = search.run("packed", alone)
+        reorder = search.run("reorder", alone)
+        cad = search.run("cad", job.configuration)
         spread = cad.over(packed)
         gains = {
             "overall": packed.seconds / cad.seconds,

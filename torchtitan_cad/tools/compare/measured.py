@@ -115,11 +115,11 @@ def _note_figures(seen: dict[str, Any]) -> None:
     reset = ExchangeClock.reset
 
     def noted_pass(self: Any, *, input_dict: dict[str, Any], **rest: Any) -> Any:
-        rule = document_rule(
-            self.job_config.cad, self.tokenizer.eos_id, self.model_args.vocab_size
-        )
-        seen.setdefault("rows", []).extend(document_rows(rule, input_dict))
-        if not self.job_config.parallelism.cad:
+        if not self.job_config.parallelism.cad:  # with it, tokens may be redistributed
+            rule = document_rule(
+                self.job_config.cad, self.tokenizer.eos_id, self.model_args.vocab_size
+            )
+            seen.setdefault("rows", []).extend(document_rows(rule, input_dict))
             is_cut = self.model_args.attn_mask_type != "causal"
             stock = DocumentRule(self.tokenizer.eos_id if is_cut else None).starts(
                 {"input": input_dict["input"]}

@@ -112,12 +112,10 @@ def advise(
     best = _climb(search, base, tried)
     with_cad = [job, *(trial.configuration for trial in (base, *tried, best))]
     stock = _without_cad(search, with_cad)
-    # torchtitan alone has no kind of checkpointing that keeps the output of attention
-    alone = replace(job, checkpointing="full") if job.checkpointing == "linear" else job
     return Advice(
         written=written,
         base=base,
-        without_written=search.run("packed", alone),
+        without_written=search.run("packed", job.without_cad()),
         without=search.fastest("packed", stock),
         reorder=search.fastest("reorder", stock),
         best=best,
@@ -237,7 +235,8 @@ def _without_cad(search: Search, tried: list[Configuration]) -> list[Configurati
         for configuration in dict.fromkeys(found)
         if search.step("packed", configuration) is not None
     ]
-    return [
-        replace(configuration, checkpointing=kind)
+    choices = [
+        replace(configuration, checkpointing=kind).without_cad()
         for configuration, kind in product(divided, CHECKPOINTING)
     ]
+    return list(dict.fromkeys(choices))

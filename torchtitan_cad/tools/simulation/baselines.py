@@ -43,6 +43,7 @@ def in_sequence(
     gathered: FloatArray,
     keep: bool = False,
     sharing: int | IntArray | None = None,
+    of_ranks: FloatArray | None = None,
 ) -> Outcome:
     """Return the step's time by parts.
 
@@ -53,6 +54,7 @@ def in_sequence(
             full; windows and chunks are taken to need none of other ranks.
         keep: backward does not gather them again.
         sharing: ranks of a replica that gather, int64 [replicas, microbatches]; by default the configuration's ``cp``.
+        of_ranks: forward seconds of every rank, [ranks, microbatches]; by default its ranks are as slow as a replica.
     """
     costs = step.costs
     cp = step.configuration.cp if sharing is None else sharing
@@ -73,8 +75,9 @@ def in_sequence(
     into_rank = step.full_layers * of_both
     exchanges = step.microbatches * step.layers
     exchanged_bytes = into_rank * costs.cluster.ranks * exchanges
-    slowest = attention[0].max(axis=0)
-    mean = attention[0].mean(axis=0)
+    ranks = attention[0] if of_ranks is None else of_ranks
+    slowest = ranks.max(axis=0)
+    mean = ranks.mean(axis=0)
     # packing may leave a microbatch empty
     ratios = np.ones_like(mean)
     np.divide(slowest, mean, out=ratios, where=mean > 0)
@@ -126,7 +129,7 @@ def reorder(step: Step) -> Outcome:
     The fastest order counts, of the loader's and ``row_orders``, and in pipelines with the ``best_order`` of each.
     """
     seconds = _row_seconds(step)
-    work = _repeated(step, seconds).sum(axis=0)
+    work = _repeated(step, seconds.max(axis=2)).sum(axis=0)
     loaded = step.row_order
     orders = [loaded, *_orders(work.tobytes(), loaded.shape, step.pp)]
     outcomes = [_in_rows(step, order, seconds) for order in orders]
@@ -153,9 +156,9 @@ def _orders(
 
 
 def _row_seconds(step: Step) -> FloatArray:
-    """[2, rows] seconds of the mean layer's attention of every row, of the slowest of its ranks: forward, backward."""
+    """[2, rows, cp] seconds of the mean layer's attention of every row on each of its ranks: forward, backward."""
     cp = step.configuration.cp
-    return step.mean_layer(lambda kind: _slowest(step.costs, step.batch, kind, cp))
+    return step.mean_layer(lambda kind: _of_ranks(step.costs, step.batch, kind, cp))
 
 
 def _in_rows(step: Step, order: IntArray, row_seconds: FloatArray) -> Outcome:
@@ -173,23 +176,27 @@ def _in_rows(step: Step, order: IntArray, row_seconds: FloatArray) -> Outcome:
         gathered=gathered,
     )
     shape = order.shape[:2]
+    # a rank attends to its chunks of all rows of a microbatch
+    of_ranks = row_seconds[:, order].sum(axis=3)
+    forward = of_ranks[0]
     return in_sequence(
         step,
         memory,
         tokens=np.full(shape, step.tokens),
-        attention=row_seconds[:, order].sum(axis=3),
+        attention=of_ranks.max(axis=3),
         gathered=np.full(shape, shared_tokens),
+        of_ranks=forward.transpose(0, 2, 1).reshape(-1, step.microbatches),
     )
 
 
 @lru_cache(maxsize=KEPT)
-def _slowest(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> FloatArray:
-    """[2, rows] seconds of one layer's attention of every row, of the slowest of ``cp`` ranks: forward, backward.
+def _of_ranks(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> FloatArray:
+    """[2, rows, cp] seconds of one layer's attention of every row on each of ``cp`` ranks: forward, backward.
 
     Rows begin behind each other, and a rank has an early and a late one of a row's ``2 * cp`` chunks.
     """
     if cp == 1:
-        return _of_whole_rows(costs, batch, kind)
+        return _of_whole_rows(costs, batch, kind)[:, :, None]
     lengths = batch.pieces(kind)
     window = kind.shape.window
     ends = np.cumsum(lengths)
@@ -205,14 +212,14 @@ def _slowest(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> FloatA
     document = np.searchsorted(ends, begin, side="right")
     first = starts[document]
 
-    def slowest(forward: bool) -> FloatArray:
+    def of_ranks(forward: bool) -> FloatArray:
         until = costs.document_seconds(cuts - first, forward, window)
         before = costs.document_seconds(begin - first, forward, window)
         num_ranks = len(batch.rows) * cp
-        of_ranks = np.bincount(rank, weights=until - before, minlength=num_ranks)
-        return of_ranks.reshape(-1, cp).max(axis=1)
+        seconds = np.bincount(rank, weights=until - before, minlength=num_ranks)
+        return seconds.astype(np.float64).reshape(-1, cp)
 
-    return both_ways(slowest)
+    return both_ways(of_ranks)
 
 
 def _of_whole_rows(costs: Costs, batch: Batch, kind: AttentionKind) -> FloatArray:

@@ -491,6 +491,12 @@ class Configuration(Checked, Cad):
         super().__post_init__()
         self.planner_config()
 
+    def without_cad(self) -> Configuration:
+        """Return what torchtitan alone can do: its checkpointing of whole layers repeats attention."""
+        if self.checkpointing != "linear":
+            return self
+        return replace(self, checkpointing="full")
+
     def changes(self, other: Configuration) -> dict[str, Any]:
         """Return the fields that differ from the other's, with the values here."""
         return {

@@ -48,9 +48,9 @@ def states(step: Step) -> float:
         for count in (model.parameters, model.held_parameters)
     )
     whole = model.dtype_bytes + GRADIENT_BYTES
-    if not cluster.fsdp:
-        return held * whole + parameters * ZERO1_BYTES / step.ranks
     sharded = max(1, step.ranks // cluster.replicas)
+    if not cluster.fsdp:
+        return held * whole + parameters * ZERO1_BYTES / sharded
     two_layers = 2 * model.gathered_parameters / cluster.tp
     gathered = two_layers * model.dtype_bytes if step.pp == 1 else held * whole
     return parameters * STATE_BYTES / sharded + (gathered if sharded > 1 else 0.0)
