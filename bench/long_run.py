@@ -167,9 +167,10 @@ def largest_difference(
 
 
 def growth(values: dict[int, float] | dict[int, int], early: int) -> list[float]:
-    """Return a figure at the first look from step ``early`` on, and at the last."""
-    later = [step for step in sorted(values) if step >= early]
-    return [values[later[0]], values[later[-1]]]
+    """Return a figure at the first look from step ``early`` on, or the last one before, and at the last."""
+    steps = sorted(values)
+    first = next((step for step in steps if step >= early), steps[-1])
+    return [values[first], values[steps[-1]]]
 
 
 def summary(jobs: dict[str, Curves], options: Options) -> list[Record]:

@@ -31,6 +31,7 @@ from tests.lib.reference import local_tokens
 from tests.lib.refusals import check_refusal, refusal
 from torchtitan_cad.integration.failure import _may_be_caused_by_a_peer
 from torchtitan_cad.integration.host_tensor import HostTensor
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
 from torchtitan_cad.integration.loading.documents import (
     DocumentRule,
     cut_for_nano_batches,
@@ -44,6 +45,7 @@ from torchtitan_cad.integration.loading.loader import (
     _Producer,
 )
 from torchtitan_cad.integration.topology import Topology
+from torchtitan_cad.planning import PlannerConfig
 from torchtitan_cad.planning.model.batch import (
     BatchShape,
     divides_by_row,
@@ -214,6 +216,27 @@ def test_state_does_not_change_with_what_is_drawn_ahead():
         time.sleep(0.01)
     assert state == {"next": 1, "drawn": [1]}
     loader.close()
+
+
+@pytest.mark.parametrize(("tp", "rows"), [(1, 3), (2, 4)])
+def test_halves_take_rows_that_they_can_divide(tp, rows):
+    planner_of(tp).check_rows(rows)
+
+
+def test_halves_under_tensor_parallelism_take_even_rows_only():
+    """The ranks of a group have cut rows already; the middle of each would be another token."""
+    with refusal("cad.nano_batches", 2, remedy="1"):
+        planner_of(2).check_rows(3)
+
+
+def planner_of(tp: int) -> BatchPlanner:
+    """A planner of two nano-batches, of one rank by tensor parallelism."""
+    config = PlannerConfig()
+    rules = PlanRules(config, (), nano_batches=2)
+    topology = Topology(pp=1, dp=1, cp=1, tp=tp)
+    return BatchPlanner(
+        None, [0], topology, rules=rules, engines=[], keys=(0, 2), placement=None
+    )
 
 
 def test_a_step_without_enough_data_is_not_begun():

@@ -19,6 +19,7 @@ from tests.lib.jobs.compositions import (
     HALVES,
     LAYER,
     OP,
+    SMALL_BUFFERS,
     TP2,
     VALIDATE4,
     Composition,
@@ -205,3 +206,9 @@ def test_traced_streams_train_alike(pipeline):
 )
 def test_symmetric_memory(name):
     check(BY_NAME[name], "--cad.transport=symm_mem")
+
+
+@slow
+def test_rows_in_many_messages_keep_their_order():
+    """Ranks that only serve start the exchanges of two nano-batches in the order of those that attend in parts."""
+    check(BY_NAME["halves by row tp2"], *SMALL_BUFFERS)

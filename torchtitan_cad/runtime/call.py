@@ -313,7 +313,13 @@ class AttentionCall:
             self.attend_first()
 
     def attend_first(self) -> None:
-        """Wait for the rows to serve, and compute the first round of this rank's tasks."""
+        """Wait for the rows to serve, and compute the first round of this rank's tasks.
+
+        Not where exchanges of rows are still to be started: ranks that only serve do not come here, and start them
+        when they attend. Then ``compute`` does it all.
+        """
+        if self._incoming is not None and self._incoming.starts_more:
+            return
         tasks = self.begin_tasks(self._receive())
         with self._traced():
             tasks.advance()

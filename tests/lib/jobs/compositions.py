@@ -363,7 +363,7 @@ def assert_trains_alike(
     """Losses, gradients, their norms and the validation losses that ``result`` has differ by rounding.
 
     Each of two gradients in fp32 errs at most twice as much as ``rounding``; where that does not suffice, and there is
-    an ``exact`` run, ``result`` errs at most twice as much as ``expected`` does.
+    an ``exact`` run, ``result`` errs at most four times as much as ``expected`` does.
     """
     assert_close(result.grad_norms, expected.grad_norms, "gradient norm")
     if reports_loss:
@@ -383,7 +383,7 @@ def assert_trains_alike(
             max(gradient_errors(one_run, exact()).values())
             for one_run in (result, expected)
         )
-        allowed *= 2
+        allowed *= 4
     assert error <= allowed, (
         f"gradient of {name} differs by {error:.2e} of its norm, more than {allowed:.2e}"
     )

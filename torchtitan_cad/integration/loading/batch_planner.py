@@ -39,7 +39,11 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.exchange.traffic import measure_traffic
 from torchtitan_cad.planning.intervals import IntArray
-from torchtitan_cad.planning.model.batch import BatchShape, step_layouts
+from torchtitan_cad.planning.model.batch import (
+    BatchShape,
+    divides_by_row,
+    step_layouts,
+)
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.placement.microbatch import LEAST_GAIN
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -158,6 +162,7 @@ class BatchPlanner:
         self._servers = servers
         self._group = group
         self._ranks = ranks
+        self._tp = topology.tp
         self._cp = topology.cp
         self._per_stage = topology.dp * topology.cp
         self._rules = rules
@@ -166,6 +171,15 @@ class BatchPlanner:
         self._layers = tuple(kind.layers for kind in rules.kinds)
         self._next_key, self._key_step = keys
         self._has_stayed = False
+
+    def check_rows(self, rows: int) -> None:
+        """Raise ValueError for rows of a microbatch that cannot be halved: tensor parallelism has cut them already."""
+        halves = self._rules.nano_batches == 2 and self._tp > 1
+        if halves and not divides_by_row(rows):
+            raise ValueError(
+                f"cad.nano_batches = 2 with parallelism.tensor_parallel_degree = {self._tp} halves microbatches by "
+                f"rows, and the data loader gave {rows}; let it leave out such batches, or set cad.nano_batches to 1"
+            )
 
     def plan(
         self,

@@ -300,6 +300,7 @@ class PlanningLoader(Stateful):
         can_redistribute = True
         with announced_failure(planner, "planning a batch"):
             rows, seq_len = batches[0][0]["input"].shape
+            planner.check_rows(self.rows_per_microbatch or rows)
             for number, (inputs, labels) in enumerate(batches):
                 begun = self.documents.starts(inputs)
                 inputs.pop(DOCUMENT_IDS, None)
