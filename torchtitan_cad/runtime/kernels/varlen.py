@@ -29,7 +29,7 @@ class VarlenKernel(FusedKernel):
     ) -> tuple[Tensor, Tensor]:
         """Run the forward op."""
         # One split: with more, the order of summation would depend on the other tasks of the call. torch 2.12 has the
-        # argument, and refuses it for FlashAttention-2, which splits no packed rows.
+        # argument and is reported to refuse it for FlashAttention-2, which splits no packed rows.
         takes_splits = _takes(_forward_op, "num_splits") and torch.__version__ >= "2.13"
         splits = {"num_splits": 1} if takes_splits else {}
         out, lse, *_ = _forward_op(
