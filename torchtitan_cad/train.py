@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _run_recipe(arguments: list[str], progress: SimpleNamespace) -> None:
-    from torchtitan_cad.integration.torchtitan_v0_3.cpu import enable_cpu
+    from torchtitan_cad.integration.cpu import enable_cpu
 
     enable_cpu()
     # torchtitan must not be imported before enable_cpu().

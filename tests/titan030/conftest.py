@@ -5,6 +5,6 @@ from torchtitan_cad.titan import has_recipes
 
 collect_ignore_glob = [] if has_recipes() else ["test_*.py"]
 if has_recipes():
-    from torchtitan_cad.integration.torchtitan_v0_3.cpu import enable_cpu
+    from torchtitan_cad.integration.cpu import enable_cpu
 
     enable_cpu()

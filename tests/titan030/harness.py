@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan_cad.integration.torchtitan_v0_3.cpu import enable_cpu
+from torchtitan_cad.integration.cpu import enable_cpu
 
 enable_cpu()
 

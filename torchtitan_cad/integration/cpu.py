@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What torchtitan of any version needs to train on CPU ranks over gloo.
 
-Nothing here changes what is computed. An adapter's ``enable_cpu`` calls ``import_with_cpu_device`` before anything of
-torchtitan is imported, and ``adapt_torch``.
+Nothing here changes what is computed.
 """
 
 import functools
 import importlib
 import os
 import resource
+import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,8 +19,36 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+_enabled = False
 
-def adapt_torch() -> None:
+
+def enable_cpu(before_import: Callable[[], None] | None = None) -> bool:
+    """Make torchtitan train on CPU when there is no accelerator, and return whether it will.
+
+    Call it before anything of torchtitan is imported; later calls do nothing. Raises RuntimeError if that is too late.
+
+    Args:
+        before_import: replaces what this version of torchtitan must not import.
+    """
+    global _enabled
+    if _enabled:
+        return True
+    if torch.accelerator.is_available():
+        return False
+    if "torchtitan.tools.utils" in sys.modules:
+        raise RuntimeError(
+            "torchtitan was imported before enable_cpu() and has bound its device type to 'cuda', but this process has "
+            "no accelerator; start training with `python -m torchtitan_cad.train`, or call enable_cpu() first"
+        )
+    _adapt_torch()
+    if before_import is not None:
+        before_import()
+    _import_with_cpu_device()
+    _enabled = True
+    return True
+
+
+def _adapt_torch() -> None:
     """Let torch do on CPU ranks what torchtitan asks of it."""
     _count_integers()
     _offload_to_memory_that_is_not_pinned()
@@ -36,7 +65,7 @@ def adapt_torch() -> None:
     )
 
 
-def import_with_cpu_device() -> None:
+def _import_with_cpu_device() -> None:
     """torchtitan has no setting for the device: it binds `device_type`, "cuda" by default, when first imported.
 
     The patch ends with that import, because torch itself asks the same functions what hardware is present.

@@ -56,13 +56,16 @@ class RankParts:
     microbatches_in_flight: int
 
 
+def blocks_of(modules: Sequence[Any]) -> list[nn.Module]:
+    """Return the blocks of all parts of a model that this rank runs, in order."""
+    return list(chain.from_iterable(module.layers.values() for module in modules))
+
+
 def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
     """Return the room of this rank, whose device has ``device_bytes`` of memory."""
     topology = job.topology
     nano_batches = job.cad.nano_batches
-    blocks = []
-    for module in parts.modules:
-        blocks += module.layers.values()
+    blocks = blocks_of(parts.modules)
     tokens = job.rows // job.microbatches * parts.row_tokens // topology.cp
     heads = job.shape.num_heads * topology.tp
     key_heads = job.shape.num_kv_heads * topology.tp

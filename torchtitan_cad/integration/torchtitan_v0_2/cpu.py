@@ -11,33 +11,15 @@ from types import ModuleType
 
 import torch
 
-from torchtitan_cad.integration.cpu import adapt_torch, import_with_cpu_device
-
-_enabled = False
+from torchtitan_cad.integration import cpu
 
 
 def enable_cpu() -> bool:
     """Make torchtitan train on CPU when there is no accelerator, and return whether it will.
 
-    Call it once per process, before anything of torchtitan is imported; later calls do nothing. Raises RuntimeError if
-    torchtitan is already imported, so that it has already settled on a device type.
+    Call it before anything of torchtitan is imported; later calls do nothing. Raises RuntimeError if that is too late.
     """
-    global _enabled
-    if _enabled:
-        return True
-    if torch.accelerator.is_available():
-        return False
-    if "torchtitan" in sys.modules:
-        raise RuntimeError(
-            "torchtitan was imported before enable_cpu() and has bound its device type to 'cuda', but this process has "
-            "no accelerator. Start training with `python -m torchtitan_cad.train`, or call "
-            "torchtitan_cad.integration.torchtitan_v0_2.cpu.enable_cpu() before the first import of torchtitan."
-        )
-    adapt_torch()
-    _replace_moe_triton_kernels()
-    import_with_cpu_device()
-    _enabled = True
-    return True
+    return cpu.enable_cpu(before_import=_replace_moe_triton_kernels)
 
 
 def _replace_moe_triton_kernels() -> None:

@@ -18,6 +18,7 @@ from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, OWN_POSIT
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.loading.redistribution import POSITIONS
 from torchtitan_cad.integration.pingpong.loop import PingPong
+from torchtitan_cad.integration.room import blocks_of
 from torchtitan_cad.integration.session import current_session
 from torchtitan_cad.integration.torchtitan_v0_2 import upstream
 from torchtitan_cad.integration.torchtitan_v0_2.models import Adapter
@@ -118,9 +119,6 @@ def build_engine(
     two_rounds = any(
         model.pingpong is not None and model.pingpong.splits for model in models
     )
-    blocks = []
-    for model in models:
-        blocks += model.layers.values()
     room = read_room(
         models,
         parallel_dims,
@@ -129,7 +127,9 @@ def build_engine(
         device_bytes=session.device_bytes,
     )
     mesh = session.build_mesh(parallel_dims.world_mesh)
-    return session.build(mesh, blocks, room, two_rounds=two_rounds, ticks=ticks)
+    return session.build(
+        mesh, blocks_of(models), room, two_rounds=two_rounds, ticks=ticks
+    )
 
 
 def has_positions() -> bool:

@@ -22,7 +22,7 @@ from torchtitan_cad.integration.engines import engine_name
 from torchtitan_cad.integration.failure import close_job, train_and_name_peers
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.loading.redistribution import POSITIONS
-from torchtitan_cad.integration.room import RankParts, room_of
+from torchtitan_cad.integration.room import RankParts, blocks_of, room_of
 from torchtitan_cad.integration.run_state import begin_run
 from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.shadow import open_shadow
@@ -99,11 +99,10 @@ class CadTrainer(Trainer):
         session = current_session()
         config = self.config
         mesh = session.build_mesh(self.parallel_dims.world_mesh)
-        parts: list[Any] = self.model_parts
         microbatches = microbatches_of(config)
         in_turns = config.parallelism.pipeline_parallel_schedule == "1F1B"
         of_rank = RankParts(
-            modules=parts,
+            modules=self.model_parts,
             hidden=self.model_config.dim,
             vocabulary=self.model_config.vocab_size,
             shards=self.parallel_dims.dp_shard * self.parallel_dims.cp,
@@ -116,10 +115,7 @@ class CadTrainer(Trainer):
             else microbatches,
         )
         room = room_of(of_rank, session.job, session.device_bytes)
-        blocks = []
-        for part in parts:
-            blocks += part.layers.values()
-        session.build(mesh, blocks, room, two_rounds=False)
+        session.build(mesh, blocks_of(self.model_parts), room, two_rounds=False)
         logger.info(
             f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks"
         )
