@@ -81,6 +81,7 @@ EXPERTS = "--model.name=qwen3 --model.flavor=debugmodel_moe"
 OPTIONS = [
     "--cad.nano-batch=2",
     "--cad.heartbeat_seconds=abc",
+    "--cad.servers_port=70000",
     "--cad.eos_id=5 --cad.documents=row",
     "--cad.documents=word",
     "--cad.tolerance=abc",

@@ -2,10 +2,17 @@
 """Jobs that attention servers join, and some of which fail in the middle of a layer: they train as without servers."""
 
 import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.lib.jobs.compositions import (
     CAD,
@@ -21,8 +28,12 @@ from tests.lib.jobs.compositions import (
     schedule,
 )
 from tests.lib.jobs.harness import RunResult, run
+from tests.lib.jobs.launched import launched
 from tests.lib.sets import matrix, params, slow
+from torchtitan_cad.integration import servers
+from torchtitan_cad.integration.config import Cad
 
+SERVE = "from torchtitan_cad.tools.main import main; main()"
 JOB = (
     *CAD,
     "--debug.no-deterministic",
@@ -114,6 +125,54 @@ def test_servers_compose(args):
     nranks = 4 if args[0] in PP2 else 2
     result = run([*JOB, *args, "--cad.servers"], nranks, servers=[HEALTHY])
     check_same(result, run([*JOB, *args], nranks))
+
+
+@matrix
+@pytest.mark.timeout(400)
+def test_a_server_finds_a_job_that_starts_again(tmp_path):
+    """A rank is killed, torchrun starts all anew from the last checkpoint, and the server that stayed serves them."""
+    port = free_port()
+    rows = ["--training.seq_len=4096", "--training.local_batch_size=1"]
+    steps = ["--training.steps=12", "--checkpoint.enable", "--checkpoint.interval=3"]
+    served = [
+        "--cad.servers",
+        "--cad.servers_token=kept",
+        f"--cad.servers_port={port}",
+    ]
+    command = ["serve", f"--join=localhost:{port}", "--token=kept", "--threads=1"]
+    server = subprocess.Popen([sys.executable, "-c", SERVE, *command])
+    try:
+        with launched([*rows, *steps, *served], tmp_path / "with", restarts=1) as job:
+            job.wait_for("step: +5 ", timeout_s=120)
+            os.kill(job.rank_pids()[1], signal.SIGKILL)
+            assert job.finish(timeout_s=120)[0] == 0, job.lines
+    finally:
+        server.terminate()
+        server.wait(30)
+    starts = [i for i, line in enumerate(job.lines) if "CAD uses server 0" in line]
+    assert len(starts) == 2, job.lines
+    assert any("of attention by servers" in line for line in job.lines[starts[1] :])
+    with launched([*rows, *steps], tmp_path / "without") as alone:
+        assert alone.finish(timeout_s=120)[0] == 0, alone.lines
+    expected = dict(alone.losses())
+    trained = job.losses()
+    assert len(trained) > len(expected) == 12
+    for step, loss in trained:
+        assert loss == pytest.approx(expected[step], rel=1e-5)
+
+
+def test_a_port_that_is_taken_is_one_line(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setattr(dist, "broadcast_object_list", Mock())
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"^cad.servers_port = {port} of .* set "):
+            servers._open_store(Cad(servers_port=port), hosts=True)
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as free:
+        return free.getsockname()[1]
 
 
 @slow

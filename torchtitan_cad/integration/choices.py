@@ -40,6 +40,10 @@ def check_values(cad: Cad) -> None:
         raise ValueError(
             f"cad.heartbeat_seconds = {cad.heartbeat_seconds}: set a positive number, such as 1.0"
         )
+    if not 0 <= cad.servers_port < 2**16:
+        raise ValueError(
+            f"cad.servers_port = {cad.servers_port}: set a TCP port, such as 29600, or 0 for any that is free"
+        )
     cad.planner_config()
     cad.read_profile()
     _ = cad.buffer_bytes

@@ -141,6 +141,12 @@ class Cad:
     What attention servers must give to join, so that they may wait for the next job; by default drawn anew, and logged.
     """
 
+    servers_port: int = 0
+    """
+    TCP port on the host of rank 0 at which attention servers find the job. 0: any that is free, which the log names.
+    With a port and a token of their own jobs that start again, as by torchrun's --max-restarts, get their servers back.
+    """
+
     heartbeat_seconds: float = 1.0
     """
     Seconds between heartbeats, by which a failed run names the peer at fault: after five without one a rank is reported

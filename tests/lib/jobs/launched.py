@@ -40,6 +40,7 @@ class Launched:
 
     Args:
         launcher: module that starts the ranks.
+        restarts: how often it may start them again.
         args: of the job, over ``llama3_debug_cpu.toml`` made small.
     """
 
@@ -49,9 +50,14 @@ class Launched:
         dump_folder: Path,
         nranks: int = 2,
         launcher: str = LAUNCH,
+        restarts: int = 0,
     ) -> None:
         self._id = uuid.uuid4().hex
-        ranks = ["--standalone", f"--nproc_per_node={nranks}"]
+        ranks = [
+            "--standalone",
+            f"--nproc_per_node={nranks}",
+            f"--max-restarts={restarts}",
+        ]
         files = job_files(CONFIG, dump_folder)
         job = ["-m", "torchtitan_cad.train", *files, *SMALL, *args]
         self.process = subprocess.Popen(
@@ -79,6 +85,11 @@ class Launched:
             assert time.monotonic() < deadline, "\n".join(self.lines)
             assert self.process.poll() is None, "\n".join(self.lines)
             time.sleep(0.05)
+
+    def losses(self) -> list[tuple[int, float]]:
+        """Step and loss of every step that was logged, in order; of those that ran twice both."""
+        found = re.findall(r"step: +(\d+) +loss: +(\d[\d.]+)", "\n".join(self.lines))
+        return [(int(step), float(loss)) for step, loss in found]
 
     def _environments(self) -> dict[int, bytes]:
         """Environments of the launcher and of all living processes that it has started, by process id."""
@@ -134,10 +145,14 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(
-    args: Sequence[str], dump_folder: Path, nranks: int = 2, launcher: str = LAUNCH
+    args: Sequence[str],
+    dump_folder: Path,
+    nranks: int = 2,
+    launcher: str = LAUNCH,
+    restarts: int = 0,
 ) -> Iterator[Launched]:
     """A job that has ended when the context does."""
-    job = Launched(args, dump_folder, nranks, launcher)
+    job = Launched(args, dump_folder, nranks, launcher=launcher, restarts=restarts)
     try:
         yield job
     finally:
