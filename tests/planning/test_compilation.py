@@ -191,7 +191,7 @@ def test_code_of_older_sources_is_forgotten(folder, monkeypatch):
     stats = SimpleNamespace(cache_path=str(folder))
     entry = SimpleNamespace(py_func=make_plan, stats=stats)
     monkeypatch.setattr(compile_once, "entry_points", lambda: [entry])
-    monkeypatch.setattr(compile_once, "source_files", lambda: [str(source)])
+    monkeypatch.setattr(compile_once, "_SOURCES", folder)
     index = folder / "plan.make_plan-190.py311.nbi"
     was_there: list[bool] = []
 

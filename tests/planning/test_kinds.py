@@ -237,6 +237,7 @@ def test_mistakes_in_kinds_are_named():
         {"block": 8},
         {"name": "chunked", "block": 0},
         {"layers": 0},
+        {"scale": np.nan},
         {"name": "window"},
     ):
         with refusal():

@@ -20,7 +20,7 @@ from torchtitan_cad.planning import (
     make_plan,
     validate_plan,
 )
-from torchtitan_cad.planning.model.layout import MAX_RANKS, MAX_TOKENS
+from torchtitan_cad.planning.model.layout import MAX_RANKS, MAX_TOKENS, stack
 from torchtitan_cad.planning.model.tasks import make_tasks
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 4000)], [(1, 0, 500), (2, 0, 500)], []])
@@ -70,6 +70,15 @@ def test_empty_segments_hold_nothing():
     assert layout.segments() == [[(0, 0, 4)], []]
 
 
+def test_layouts_without_tokens_are_stacked():
+    empty = TokenLayout.from_segments([[], []])
+    one = TokenLayout.from_segments([[(3, 0, 4)], []])
+    assert stack([None, None], 2).segments() == [[], [], [], []]
+    stacked = stack([one, empty, None, one], 2)
+    assert len(stacked.docs) == 2
+    assert stacked.num_ranks == 8
+
+
 def test_a_shared_part_of_keys_travels_once_and_values_as_they_are():
     """The shape of DeepSeek-V3 against the same heads with keys in full and values as wide as keys."""
     wide = AttentionShape(128, 128, head_dim=192, dtype_bytes=2)
@@ -99,6 +108,13 @@ def test_bad_options():
     ):
         with refusal(key, "="):
             PlannerConfig(**{key: value})
+
+
+@pytest.mark.parametrize("granularity", [0, -128])
+def test_bad_granularity(granularity):
+    layout = TokenLayout.from_segments([[(0, 0, 4000)], []])
+    with refusal("cost.granularity", granularity):
+        make_plan(layout, LLAMA, cost=TileAreaCost(granularity))
 
 
 def test_fingerprint_depends_on_layout_and_tasks_only():

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,19 @@ def test_options_that_say_nothing_change_nothing():
     assert table.fingerprint() == plans[0].fingerprint()
     for plan in plans:
         assert plan.stats.inter_node_bytes == plan.stats.max_rank_inter_node_bytes == 0
+
+
+def test_documents_of_one_token_are_planned_in_time():
+    """Padding of end-of-document tokens: a rank of it is as heavy as one with a long document, and must give some."""
+    padding = [(1 + number, 0, 1) for number in range(16_384)]
+    layout = TokenLayout.from_segments([[(0, 0, 16_384)], padding, []])
+    begin = time.process_time()
+    plan = plan_of(layout, tolerance=0.02)
+    assert (
+        time.process_time() - begin < 3
+    )  # 0.1 s; where all documents are searched 6 s
+    validate_plan(plan)
+    assert plan.stats.max_over_mean < 1.03
 
 
 def test_limits_are_exact():

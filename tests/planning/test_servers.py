@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lib.layouts import shapes
+from tests.lib.refusals import refusal
 from tests.planning.test_properties import problems
 from torchtitan_cad.planning import (
     AttentionShape,
@@ -95,9 +96,11 @@ def test_equal_servers_take_their_part():
     """Two ranks and two servers as fast: each has a quarter of the work, but for the last shards."""
     layout = TokenLayout.from_segments([[(0, 0, 16384)], [(1, 0, 16384)]])
     servers = [JoinedServer(number, 1.0, NEAR) for number in (3, 5)]
-    stand_ins = assign_to_servers(make_plan(layout, SHAPE), servers, UNIT).stand_ins
-    assert stand_ins.share == pytest.approx(0.5, abs=0.01)
-    assert [*stand_ins.seconds] == [3, 5]
+    served = assign_to_servers(make_plan(layout, SHAPE), servers, UNIT)
+    assert served.stand_ins.share == pytest.approx(0.5, abs=0.01)
+    assert [*served.stand_ins.seconds] == [3, 5]
+    with refusal("stand_ins"):
+        served.to_json()
 
 
 def test_a_slow_link_is_left_alone():

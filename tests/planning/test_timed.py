@@ -176,6 +176,7 @@ def test_bad_rates_are_named():
         ("between_hosts", 0.0),
         ("kept_bytes", -1.0),
         ("kept_bytes", math.nan),
+        ("kept_bytes", "1"),
     ):
         with refusal(name, value):
             replace(SLOW, **{name: value})

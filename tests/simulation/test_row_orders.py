@@ -22,6 +22,7 @@ def test_a_pipeline_likes_its_heavy_microbatches_together(stages, microbatches):
     order = best_order(work, stages, 0.3)
     profile = best_profile(documents, microbatches, stages, 0.3)
     assert sorted(order) == list(range(microbatches))
+    assert profile.sum() == pytest.approx(documents.sum())
     as_is, ordered, divided = (
         in_stages(cost, stages, 0.3) for cost in (work, work[order], profile)
     )

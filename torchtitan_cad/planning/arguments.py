@@ -11,7 +11,7 @@ import numpy as np
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, cost_model
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.layout import MAX_TOKENS, TokenLayout
 from torchtitan_cad.planning.model.limits import Speeds, require_plannable
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.text import brief, is_integer
@@ -37,6 +37,10 @@ def complete(
             f"cost = {brief(cost)}: give a cost model, or None for tile area"
         )
     cost = cost_model(cost, config.cost_tile, shape.window)
+    if not is_integer(cost.granularity, 1, MAX_TOKENS):
+        raise ValueError(
+            f"cost.granularity = {brief(cost.granularity)}: set a positive number of tokens"
+        )
     if config.min_shard % cost.granularity:
         raise ValueError(
             f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
@@ -88,6 +92,8 @@ def check_step(
         )
     if not place:
         return
+    if not microbatches:
+        raise ValueError("microbatches = []: give a step's microbatches, at least one")
     ranks = {layout.num_ranks for layout in chain.from_iterable(microbatches)}
     if len(ranks) != 1:
         raise ValueError(

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import filelock
 
-from torchtitan_cad.planning.jit import entry_points, source_files
+from torchtitan_cad.planning.jit import entry_points
 
 Report = Callable[[str], None]
 """Called with one line that tells what the process is waiting for."""
+
+_SOURCES = Path(__file__).parent
 
 LOCK_S = 600.0
 """seconds: longest wait for another process that compiles; then the process compiles for itself."""
@@ -122,8 +124,11 @@ def _ready_name(machine: str) -> str:
 
 
 def _source_tag() -> str:
-    """Hash of all files with compiled code: times, which numba's keys have, and contents, as images may fix times."""
-    paths = [Path(path) for path in source_files()]
+    """Hash of all files of planning, as compiled code holds constants of files without compiled code.
+
+    Times count, which numba's keys have, and contents, as images may fix times.
+    """
+    paths = sorted(_SOURCES.rglob("*.py"))
     return _hash(
         [(str(path), path.stat().st_mtime_ns, path.read_bytes()) for path in paths]
     )

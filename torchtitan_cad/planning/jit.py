@@ -40,8 +40,6 @@ _OPTIONS: dict[str, Any] = {
 # code creates no arrays: counting references to them takes most of the time where functions are small.
 
 _entries: list[Any] = []
-_files: set[str] = {__file__}
-"""Beside functions, this file: numba's keys lack the options above."""
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +52,6 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         entry = numba.njit(**_OPTIONS)(function)
     entry.compile = _with_fewer_passes(entry.compile)
     _entries.append(entry)
-    _files.add(function.__code__.co_filename)
     return entry
 
 
@@ -90,18 +87,12 @@ def jit_inner(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if numba is None:
         return function
-    _files.add(function.__code__.co_filename)
     return register_jitable(**_OPTIONS)(function)
 
 
 def entry_points() -> list[Any]:
     """Return numba's dispatchers of all entry points that have been imported."""
     return list(_entries)
-
-
-def source_files() -> list[str]:
-    """Return the paths of all files on which compiled code depends, of those that have been imported."""
-    return sorted(_files)
 
 
 def is_plain_python() -> bool:

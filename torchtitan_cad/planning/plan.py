@@ -198,7 +198,14 @@ class Plan:
         return digest.hexdigest()
 
     def to_json(self) -> str:
-        """Return a JSON object with tasks, stats, attention, ranks, config and fingerprint."""
+        """Return a JSON object with tasks, stats, attention, ranks, config and fingerprint.
+
+        Raises ValueError for a plan with joined servers, of which JSON would say nothing.
+        """
+        if self.stand_ins is not None:
+            raise ValueError(
+                "stand_ins: joined servers cannot be written; give the plan as it was before assign_to_servers"
+            )
         columns = [self.tasks[name].tolist() for name in TASK_FIELDS]
         return json.dumps(
             {
@@ -217,6 +224,8 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read the result of :meth:`to_json`. The tasks are checked by their fingerprint only, see ``validate_plan``.
+
+        The plan's cost is that of tiles, whatever cost it was made with; its stats are those that were written.
 
         Raises:
             ValueError: the text is not such a JSON object, or its fingerprint does not fit its layout and tasks.

@@ -60,7 +60,7 @@ class LayerTimes:
                 raise ValueError(
                     f"{name} = {brief(value)}: set a positive finite number"
                 )
-        if not self.kept_bytes >= 0:
+        if not isinstance(self.kept_bytes, (int, float)) or not self.kept_bytes >= 0:
             raise ValueError(
                 f"kept_bytes = {brief(self.kept_bytes)}: set 0 or a positive number of bytes"
             )

@@ -13,7 +13,7 @@ from torchtitan_cad.planning.intervals import IntArray, concat_ranges, exclusive
 from torchtitan_cad.planning.model.cost import cost_model
 from torchtitan_cad.planning.model.layout import MAX_TOKENS, TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.text import brief, is_integer
+from torchtitan_cad.planning.text import brief, is_integer, is_number
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class AttentionKind:
                 key == "block" and value is None
             ):
                 raise ValueError(f"kind.{key} = {brief(value)}: set a positive integer")
+        if self.scale is not None and not is_number(self.scale):
+            raise ValueError(
+                f"kind.scale = {brief(self.scale)}: set a finite number, or None"
+            )
         wanted = {
             (False, False): "full",
             (True, False): "chunked",

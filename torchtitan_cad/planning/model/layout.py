@@ -358,7 +358,9 @@ def stack(layouts: Sequence[TokenLayout | None], num_ranks: int) -> TokenLayout:
         segments.append(
             (rank, doc, layout.seg_start, layout.seg_length, layout.seg_attends)
         )
-        next_doc = int(doc.max()) + 1
+        next_doc = int(doc.max(initial=next_doc - 1)) + 1
+    if not segments:
+        return TokenLayout.from_segments([[]] * (len(layouts) * num_ranks))
     return TokenLayout.from_arrays(
         len(layouts) * num_ranks, *map(np.concatenate, zip(*segments, strict=True))
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 
+from torchtitan_cad.planning.model.layout import MAX_TOKENS
 from torchtitan_cad.planning.text import brief
 
 LSE_BYTES = 4
@@ -51,9 +52,10 @@ class AttentionShape:
                 raise ValueError(
                     f"attention.{field.name} = {brief(value)}: set a positive integer"
                 )
-            if value > MAX_ROW_BYTES:
+            most = MAX_TOKENS if field.name == "window" else MAX_ROW_BYTES
+            if value > most:
                 raise ValueError(
-                    f"attention.{field.name} = {brief(value)}: set at most {MAX_ROW_BYTES}"
+                    f"attention.{field.name} = {brief(value)}: set at most {most}"
                 )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(

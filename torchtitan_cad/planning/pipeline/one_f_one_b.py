@@ -216,6 +216,8 @@ def improve(
         i = random(numbers, count)
         j = random(numbers, count)
         part = table[LOOSE, i] * random(numbers, 257) / 256 * random(numbers, 2)
+        if i == j:
+            part = 0.0
         if number > 0:
             _change(table, order, i, j, part)
         for m in range(count):

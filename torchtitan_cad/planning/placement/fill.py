@@ -268,15 +268,36 @@ class _Microbatch:
 
 
 def add_up(lengths: Sequence[int], total: int) -> list[int] | None:
-    """Return indices of lengths that add up to ``total``, the last ones where there is a choice; None if none do."""
-    sums = [1]  # bit t of sums[n]: some of the first n lengths add up to t
-    for length in lengths:
-        sums.append((sums[-1] | sums[-1] << length) & ((2 << total) - 1))
+    """Return indices of lengths, which ascend, that add up to ``total``; None if none do.
+
+    Where there is a choice, the last ones are taken.
+    """
+    bundles = _bundles(lengths)
+    sums = [1]  # bit t of sums[n]: some of the first n bundles add up to t
+    for bundle in bundles:
+        tokens = sum(lengths[i] for i in bundle)
+        sums.append((sums[-1] | sums[-1] << tokens) & ((2 << total) - 1))
     if not sums[-1] >> total & 1:
         return None
-    chosen = []
-    for i in reversed(range(len(lengths))):
-        if total >= lengths[i] and sums[i] >> (total - lengths[i]) & 1:
-            chosen.append(i)
-            total -= lengths[i]
+    chosen: list[int] = []
+    for n in reversed(range(len(bundles))):
+        tokens = sum(lengths[i] for i in bundles[n])
+        if total >= tokens and sums[n] >> (total - tokens) & 1:
+            chosen += bundles[n]
+            total -= tokens
     return chosen
+
+
+def _bundles(lengths: Sequence[int]) -> list[range]:
+    """Return index ranges of equal lengths: of 1, 2, 4, ... and the rest, by which any number of them can be chosen."""
+    bundles = []
+    begin = 0
+    while begin < len(lengths):
+        end = bisect_right(lengths, lengths[begin], begin)
+        count = 1
+        while begin < end:
+            bundles.append(range(begin, min(begin + count, end)))
+            begin += count
+            count *= 2
+        begin = end
+    return bundles

@@ -33,8 +33,9 @@ PIECE_COLUMNS = 11
 UNKNOWN = -1
 
 # Columns of the ranks: load, most load, bytes in and out, booked changes of both, the head of the list of pieces (-1 if
-# empty), the last search for options that has seen the rank, whether (or when) the rank was given up, node, whether it
-# has booked changes. The last two columns are lists: ranks with booked changes, and servers found by find_options.
+# empty), its pieces, the last search for options that has seen the rank, whether (or when) the rank was given up, node,
+# whether it has booked changes. The last two columns are lists: ranks with booked changes, and servers found by
+# find_options.
 (
     LOAD,
     LIMIT,
@@ -43,17 +44,19 @@ UNKNOWN = -1
     NEW_IN,
     NEW_OUT,
     HEAD,
+    NUM_PIECES,
     STAMP,
     STUCK,
     NODE,
     IS_TOUCHED,
     TOUCHED,
     OPTION,
-) = range(13)
-RANK_COLUMNS = 13
+) = range(14)
+RANK_COLUMNS = 14
 
 # Columns of the documents and of the runs: positions [RUN_START, RUN_END) of a document and their home.
-FIRST_RUN, DOC_HEAD, DIRTY = range(3)
+FIRST_RUN, DOC_HEAD, DOC_PIECES, DIRTY = range(4)
+DOC_COLUMNS = 4
 RUN_START, RUN_END, RUN_HOME = range(3)
 
 # Entries of the counts: pieces, moves evaluated, ranks with booked changes, the last stamp, kinds of cuts allowed.
@@ -80,7 +83,7 @@ class Board(NamedTuple):
 
     pieces: IntArray  # [size, PIECE_COLUMNS]
     ranks: IntArray  # [n, RANK_COLUMNS]
-    docs: IntArray  # [D + 1, 3]
+    docs: IntArray  # [D + 1, DOC_COLUMNS]
     runs: IntArray  # [R, 3] by document and position
     parts: IntArray  # [3, 1 + MAX_RESTS, TASK_COLUMNS] per entry the part cut off, then the rests; entry 2 for copies
     counts: IntArray
@@ -145,12 +148,16 @@ def link(board: Board, i: int) -> None:
         pieces[doc_head, DOC_PREVIOUS] = i
     board.ranks[server, HEAD] = i
     board.docs[doc, DOC_HEAD] = i
+    board.ranks[server, NUM_PIECES] += 1
+    board.docs[doc, DOC_PIECES] += 1
 
 
 @jit_inner
 def unlink(board: Board, i: int) -> None:
     """Take piece i out of the lists."""
     pieces = board.pieces
+    board.ranks[pieces[i, SERVER], NUM_PIECES] -= 1
+    board.docs[pieces[i, DOC], DOC_PIECES] -= 1
     before = pieces[i, PREVIOUS]
     after = pieces[i, NEXT]
     if before >= 0:
@@ -167,6 +174,14 @@ def unlink(board: Board, i: int) -> None:
         board.docs[pieces[i, DOC], DOC_HEAD] = after
     if after >= 0:
         pieces[after, DOC_PREVIOUS] = before
+
+
+@jit_inner
+def shorter_list(board: Board, doc: int, server: int) -> tuple[int, int]:
+    """Return the head of the list of the document's or of the server's pieces, whichever has fewer, and its column."""
+    if board.docs[doc, DOC_PIECES] < board.ranks[server, NUM_PIECES]:
+        return board.docs[doc, DOC_HEAD], DOC_NEXT
+    return board.ranks[server, HEAD], NEXT
 
 
 @jit_inner
@@ -215,14 +230,15 @@ def _book(
         # how far pieces that cover ``at`` go, and where the next one begins
         reach = at
         nearest = end
-        j = board.ranks[server, HEAD]
+        j, following = shorter_list(board, doc, server)
         while j >= 0:
-            if j != skip and board.pieces[j, DOC] == doc:
-                if board.pieces[j, column] <= at:
-                    reach = max(reach, board.pieces[j, column + 1])
+            other = board.pieces[j]
+            if j != skip and other[DOC] == doc and other[SERVER] == server:
+                if other[column] <= at:
+                    reach = max(reach, other[column + 1])
                 else:
-                    nearest = min(nearest, board.pieces[j, column])
-            j = board.pieces[j, NEXT]
+                    nearest = min(nearest, other[column])
+            j = other[following]
         for k in range(1, rests + 1):
             if board.parts[entry, k, column] <= at:
                 reach = max(reach, board.parts[entry, k, column + 1])

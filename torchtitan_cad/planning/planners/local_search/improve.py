@@ -18,6 +18,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
     BYTES_OUT,
     CUTS,
     DIRTY,
+    DOC_COLUMNS,
     DOC_HEAD,
     EVALUATED,
     FIRST_RUN,
@@ -103,7 +104,7 @@ class LocalSearch:
             [start, start + layout.seg_length[layout.run_order], layout.run_rank],
             axis=1,
         )[doc >= 0]
-        self._docs = np.zeros((len(chosen) + 1, 3), dtype=np.int64)
+        self._docs = np.zeros((len(chosen) + 1, DOC_COLUMNS), dtype=np.int64)
         self._docs[:, FIRST_RUN] = np.searchsorted(
             doc[doc >= 0], np.arange(len(chosen) + 1)
         )

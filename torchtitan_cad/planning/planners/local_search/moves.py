@@ -29,6 +29,7 @@ from torchtitan_cad.planning.planners.local_search.board import (
     piece_cost,
     relief,
     settle,
+    shorter_list,
     unlink,
 )
 
@@ -66,7 +67,7 @@ def undo_move(board: Board, i: int, whole: IntArray) -> None:
 
 @jit_inner
 def _can_join(a: IntArray, b: IntArray, cell: int) -> bool:
-    if a[DOC] != b[DOC]:
+    if a[DOC] != b[DOC] or a[SERVER] != b[SERVER]:
         return False
     if a[Q_START] == b[Q_START] and a[Q_END] == b[Q_END]:
         return a[KV_END] == b[KV_START] or b[KV_END] == a[KV_START]
@@ -92,10 +93,10 @@ def join(board: Board, i: int) -> None:
     joined = board.parts[2, 1]
     if i >= board.counts[PIECES]:
         return
-    j = board.ranks[pieces[i, SERVER], HEAD]
+    j, following = shorter_list(board, pieces[i, DOC], pieces[i, SERVER])
     while j >= 0:
         if j == i or not _can_join(pieces[i], pieces[j], board.cell):
-            j = pieces[j, NEXT]
+            j = pieces[j, following]
             continue
         copy_task(joined, pieces[i])
         joined[Q_START] = min(pieces[i, Q_START], pieces[j, Q_START])
@@ -108,7 +109,7 @@ def join(board: Board, i: int) -> None:
             - piece_cost(board, joined)
         )
         if saved < 0:
-            j = pieces[j, NEXT]
+            j = pieces[j, following]
             continue
         board.ranks[pieces[i, SERVER], LOAD] -= saved
         copy_task(pieces[i], joined)
@@ -121,7 +122,7 @@ def join(board: Board, i: int) -> None:
             copy_task(pieces[j], pieces[last])
             link(board, j)
             i = j if i == last else i
-        j = board.ranks[pieces[i, SERVER], HEAD]
+        j, following = shorter_list(board, pieces[i, DOC], pieces[i, SERVER])
 
 
 @jit_inner
