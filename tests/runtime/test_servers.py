@@ -8,7 +8,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.lib.refusals import refusal
 from tests.lib.rows import (
@@ -36,7 +38,7 @@ from torchtitan_cad.planning.servers import JoinedServer, assign_to_servers
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.servers import client, server
-from torchtitan_cad.runtime.servers.client import RankRates, ServerPool
+from torchtitan_cad.runtime.servers.client import OwedAnswer, RankRates, ServerPool
 from torchtitan_cad.runtime.servers.registry import JobCard, Registry, digest_of
 from torchtitan_cad.runtime.servers.request import Request
 from torchtitan_cad.runtime.servers.server import AttentionServer
@@ -67,6 +69,13 @@ def plan_with_servers(heads: str, numbers: tuple[int, ...] = (0, 1)) -> Plan:
     return given_away
 
 
+def done(results: Sequence[Tensor]) -> OwedAnswer:
+    """An answer that has come."""
+    answer: OwedAnswer = Future()
+    answer.set_result(results)
+    return answer
+
+
 class Answers:
     """A pool that computes at once what ``is_lost`` does not lose; it counts both."""
 
@@ -80,7 +89,7 @@ class Answers:
             self.num_lost += 1
             return None
         self.num_answered += 1
-        return SimpleNamespace(wait=lambda: request.compute(get_kernel("cpu", CPU)))
+        return done(request.compute(get_kernel("cpu", CPU)))
 
 
 @given(
@@ -138,10 +147,14 @@ def use_servers(pool: ServerPool, count: int, timeout_s: float = 20.0) -> int:
     while time.monotonic() < deadline:
         version = pool.make_list()
         pool.take_list(version)
-        if len(pool.listed) == count:
+        if len(pool.listed) == count and is_connected(pool):
             return version
         time.sleep(0.05)
     raise AssertionError(f"{len(pool.listed)} servers after {timeout_s} s, not {count}")
+
+
+def is_connected(pool: ServerPool) -> bool:
+    return all(link.rate for link in pool._links.values())
 
 
 def server_at(port: int, token: str = TOKEN) -> AttentionServer:
@@ -182,10 +195,10 @@ class Pools:
 
     def ask(self, number: int, request: Request, seconds: float) -> Any:
         pool = self.pools[len(request.rows[0]) % 2]
-        results = pool.ask(number, request, seconds).wait()
+        results = pool.ask(number, request, seconds).result(20)
         assert results is not None
         self.num_answered += 1
-        return SimpleNamespace(wait=lambda: results)
+        return done(results)
 
 
 def test_servers_compute_for_two_ranks(store):
@@ -195,6 +208,8 @@ def test_servers_compute_for_two_ranks(store):
         pools = Pools([pool_of(store, rank) for rank in range(2)])
         first, second = pools.pools
         second.take_list(use_servers(first, 2))
+        while not is_connected(second):
+            time.sleep(0.05)
         plan = plan_with_servers("gqa 8:2", tuple(s.number for s in first.listed))
         torch.manual_seed(1)
         tensors = Tensors.random(LAYOUT, plan.shape)
@@ -302,7 +317,7 @@ def test_a_wrong_server_is_struck_off(store, caplog, behave, reason):
     use_servers(pool, 1)
     pending = pool.ask(number, request_of(), 0.01)
     begin = time.monotonic()
-    assert pending.wait() is None
+    assert pending.result(20) is None
     assert time.monotonic() - begin < client.LEAST_WAIT_S + 1.0
     assert pool.ask(number, request_of(), 0.01) is None
     (said,) = (message for message in caplog.messages if "strikes off" in message)
@@ -355,7 +370,11 @@ def test_a_server_that_accepts_no_invitation_is_not_used(store, monkeypatch):
     open_job(store)
     registry = registry_of(store)
     card = registry.announce(JOB, "a test", "cpu", 1e-4)
-    assert pool_of(store).make_list() == 0
+    pool = pool_of(store)
+    begin = time.monotonic()
+    assert pool.make_list() == 0
+    assert time.monotonic() - begin < 0.2  # nobody waits for it
+    use_servers(pool, 0)
     assert "invitation" in str(registry.reason_gone(JOB, card.number))
 
 
@@ -406,11 +425,21 @@ def test_a_server_refuses_what_it_cannot_compute(store):
         right = request_of()
         for rows in ([x.half() for x in right.rows], right.rows[:1]):
             wrong = Request(right.direction, rows, right.args)
-            _, answer = pool._links[0].submit(wrong, 0.1)
             with pytest.raises(WireError, match="refuses"):
-                answer.result(5)
-        results = pool.ask(0, right, 10.0).wait()
+                pool._links[0].round_trip(wrong, wrong.rows, None, seconds=0.1)
+        results = pool.ask(0, right, 10.0).result(20)
         assert results[0].equal(right.compute(get_kernel("cpu", CPU))[0])
+        pool.close()
+
+
+def test_a_device_that_is_late_with_rows_is_no_fault_of_a_server(store, monkeypatch):
+    open_job(store)
+    copied = SimpleNamespace(synchronize=lambda: time.sleep(client.LEAST_WAIT_S + 0.2))
+    monkeypatch.setattr(client, "_to_host", lambda rows: (rows, copied))
+    with serving(store):
+        pool = pool_of(store)
+        use_servers(pool, 1)
+        assert pool.ask(0, request_of(), 0.01).result(20) is not None
         pool.close()
 
 
@@ -457,7 +486,7 @@ def test_servers_that_come_and_go_leak_nothing(store):
         for _ in range(20):
             use_servers(pool, 1)
             number = pool.listed[0].number
-            assert pool.ask(number, request_of(), 10.0).wait() is not None
+            assert pool.ask(number, request_of(), 10.0).result(20) is not None
             pool.strike(number, "the test says so")
             counts.append((threading.active_count(), len(os.listdir("/dev/fd"))))
         pool.close()

@@ -13,12 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import (
-    FloatArray,
-    IntArray,
-    begins_group,
-    sum_by_index,
-)
+from torchtitan_cad.planning.intervals import FloatArray, IntArray, begins_group
 from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
 from torchtitan_cad.planning.model.tasks import (
     HOME,
@@ -36,9 +31,8 @@ LEAST_SHORTENING = 0.01
 """A plan keeps its tasks on the ranks if servers would shorten attention by less than this share."""
 FORWARD_PART = 2 / 7
 """The part of forward in a kernel's time: backward has 2.5 times its operations."""
-ENDS = 8
-"""Ends that are tried, from the earliest that the mean task allows to the least gain."""
-BISECTIONS = 40
+BISECTIONS = 12
+"""Times tried by which all ranks and servers may end, the last two of which differ by 1 / 4096."""
 
 
 @dataclass(frozen=True)
@@ -72,28 +66,33 @@ def assign_to_servers(
     if not servers or plan.shape.window is not None:
         return plan
     is_local = _lies_at_home(plan)
-    ranks = _Ranks(plan, plan.tasks[is_local], unit)
-    seconds_per_unit = [
-        unit / server.speed + ranks.bytes_per_unit / server.bytes_per_second
-        for server in servers
-    ]
-    earliest = ranks.common_end(np.array(seconds_per_unit) / share)
-    latest = (1 - LEAST_SHORTENING) * ranks.seconds.max()
-    if earliest >= latest:
-        return plan
+    local = plan.tasks[is_local]
+    cost = plan.cost.cost(local)
+    local = local[np.lexsort([-cost, local["server"]])]
+    ranks = np.arange(plan.layout.num_ranks)
+    first = np.searchsorted(local["server"], ranks)
+    of_ranks = np.split(local, first[1:])
+    speeds = np.ones(len(ranks))
+    if plan.config.rank_speeds is not None:
+        speeds = np.array(plan.config.rank_speeds)
+    units_per_second = speeds / unit
+    seconds = plan.stats.loads / units_per_second
     best = None
-    best_end = latest
-    for step in range(ENDS):
-        # Cut tasks bring more rows than whole ones, so that servers may be full before the earliest end.
-        end = earliest + step / ENDS * (latest - earliest)
+    low = 0.0
+    high = (1 - LEAST_SHORTENING) * seconds.max()
+    for _ in range(BISECTIONS):
+        end = (low + high) / 2
         assignment = _Assignment(plan, servers, unit, share=share, end=end)
-        last_end = ranks.relieve(assignment, end)
-        if last_end < best_end:
+        excess = (seconds - end) * units_per_second
+        is_relieved = map(assignment.relieve, of_ranks, excess.astype(int))
+        if all(is_relieved):
+            high = end
             best = assignment
-            best_end = last_end
-        if last_end <= (1 + LEAST_SHORTENING) * end:
-            break
-    return plan if best is None else best.plan_with(plan.tasks[~is_local])
+        else:
+            low = end
+    if best is None or best.is_idle:
+        return plan
+    return best.plan_with(plan.tasks[~is_local])
 
 
 def link_bytes(shape: AttentionShape, tasks: TaskArray) -> FloatArray:
@@ -139,61 +138,8 @@ def _lies_at_home(plan: Plan) -> np.ndarray:
     return lies_at_home
 
 
-class _Ranks:
-    """The ranks' attention, and their tasks that servers can take: those at home, the heaviest of every rank first.
-
-    Attributes:
-        seconds: [ranks] of attention of every rank.
-        bytes_per_unit: rows that servers get and return for a unit of cost.
-    """
-
-    def __init__(self, plan: Plan, local_tasks: TaskArray, unit: float) -> None:
-        num_ranks = plan.layout.num_ranks
-        cost = plan.cost.cost(local_tasks)
-        home = local_tasks["server"]
-        order = np.lexsort([-cost, home])
-        self._unit = unit
-        self._speeds = np.array(plan.config.rank_speeds or [1.0] * num_ranks)
-        self._tasks = local_tasks[order]
-        self._first = np.searchsorted(home[order], np.arange(num_ranks + 1))
-        local_loads = sum_by_index(home, cost, num_ranks)
-        self._local_seconds = unit * local_loads / self._speeds
-        self.seconds = unit * plan.stats.loads / self._speeds
-        num_bytes = link_bytes(plan.shape, local_tasks).sum()
-        self.bytes_per_unit = num_bytes / max(1, cost.sum())
-
-    def common_end(self, seconds_per_unit: FloatArray) -> float:
-        """Return the least time by which all ranks can end if servers take what they have beyond it.
-
-        Args:
-            seconds_per_unit: [servers] that a server takes for a unit of cost, rows included.
-        """
-        units_per_second = self._speeds / self._unit
-        low = float((self.seconds - self._local_seconds).max())
-        high = float(self.seconds.max())
-        for _ in range(BISECTIONS):
-            end = (low + high) / 2
-            excess = np.maximum(self.seconds - end, 0)
-            units = (excess * units_per_second).sum()
-            if units <= (end / seconds_per_unit).sum():
-                high = end
-            else:
-                low = end
-        return high
-
-    def relieve(self, assignment: _Assignment, end: float) -> float:
-        """Give away what ranks have beyond ``end``, as far as servers take it, and return when the last rank ends."""
-        left = np.zeros(len(self._speeds))
-        for rank, speed in enumerate(self._speeds):
-            excess = int((self.seconds[rank] - end) * speed / self._unit)
-            tasks = self._tasks[self._first[rank] : self._first[rank + 1]]
-            units = assignment.relieve(tasks, excess)
-            left[rank] = units * self._unit / speed
-        return float((end + left).max())
-
-
 class _Assignment:
-    """Tasks at home, which are handed to servers one after the other, and the free time of every server."""
+    """Tasks at home, which are handed to servers one after the other, and the time that every server has taken on."""
 
     def __init__(
         self,
@@ -207,74 +153,62 @@ class _Assignment:
         self._servers = servers
         self._unit = unit
         self._share = share
-        self._free = np.full(len(servers), end)
+        self._end = end
         self._busy = np.zeros(len(servers))
-        self._tasks: list[TaskArray] = []
-        self._stand_ins: list[int] = []
+        self._parts: list[tuple[TaskArray, int]] = []
 
-    def relieve(self, tasks: TaskArray, excess: int) -> int:
-        """Give away tasks of one rank until ``excess`` units of cost are gone, the last of them cut.
+    @property
+    def is_idle(self) -> bool:
+        """Whether no server has got a task."""
+        return not self._busy.any()
 
-        Returns the units that remain, 0 or more.
+    def relieve(self, tasks: TaskArray, excess: int) -> bool:
+        """Give away tasks of one rank until ``excess`` units of cost are gone; returns False if servers take less.
 
         Args:
-            tasks: of one home, in the order in which they are given away; what is left of them stays there.
+            tasks: of one home, in the order in which they are given away. The last is cut; what is left stays there.
             excess: units of the cost model.
         """
-        left = list(tasks)
         used = set[int]()
-        while left and excess > 0:
-            task = np.array([left.pop(0)])
+        while len(tasks) and excess > 0:
             server = self._freest(used)
-            kept, served = self._cut(task, server, excess)
+            kept, served = self._cut(tasks[:1], server, excess)
             if not len(served):
-                self._add(kept)
-                break
+                return False
             used.add(server)
-            self._add(served, self._servers[server].number)
-            seconds = float(self._seconds(served, server)[0])
-            self._free[server] -= seconds
-            self._busy[server] += seconds
-            excess -= int(self._plan.cost.cost(served)[0])
-            if len(kept) and excess > 0:  # this server is full, another may not be
-                left.insert(0, kept[0])
-            else:
-                self._add(kept)
-        for task in left:
-            self._add(np.array([task]))
-        return max(0, excess)
+            number = self._servers[server].number
+            self._parts.append((served, number))
+            seconds = self._seconds(served, server)
+            self._busy[server] += seconds[0]
+            cost = self._plan.cost.cost(served)
+            excess -= int(cost[0])
+            # what this server had no time for, another may have
+            tasks = np.concatenate([kept, tasks[1:]])
+        self._parts.append((tasks, HOME))
+        return excess <= 0
 
     def plan_with(self, others: TaskArray) -> Plan:
-        """Return the plan of all tasks handed over or kept, and of ``others``; the plan itself if nothing fits."""
-        if not self._busy.any():
-            return self._plan
-        tasks = np.concatenate([others, *self._tasks])
-        at_home = np.full(len(others), HOME)
-        server = np.append(at_home, self._stand_ins)
-        order = np.lexsort([tasks[name] for name in ORDER_FIELDS[::-1]])
-        seconds = {
-            joined.number: float(busy)
-            for joined, busy in zip(self._servers, self._busy, strict=True)
-            if busy
-        }
+        """Return the plan of all tasks handed over or kept, and of ``others``."""
+        parts = [(others, HOME), *self._parts]
+        tasks = np.concatenate([tasks for tasks, _ in parts])
+        numbers = [number for _, number in parts]
+        server = np.repeat(numbers, [len(tasks) for tasks, _ in parts])
+        keys = [tasks[name] for name in ORDER_FIELDS[::-1]]
+        order = np.lexsort(keys)
         tasks = canonical(tasks[order])
         server = server[order]
         cost = self._plan.cost.cost(tasks)
-        served_cost = cost[server != HOME].sum()
-        share = float(served_cost / max(1, cost.sum()))
+        total = max(1, cost.sum())
+        share = float(cost[server != HOME].sum() / total)
+        of_servers = zip(self._servers, self._busy, strict=True)
+        seconds = {joined.number: float(busy) for joined, busy in of_servers if busy}
         stand_ins = StandIns(server, share, seconds)
         return replace(self._plan, tasks=tasks, stand_ins=stand_ins)
 
-    def _add(self, tasks: TaskArray, server: int = HOME) -> None:
-        if len(tasks):
-            self._tasks.append(tasks)
-            self._stand_ins.append(server)
-
     def _freest(self, used: set[int]) -> int:
         """Return the index of the server with most free time, among those in use once there are enough of them."""
-        if len(used) < MOST_SERVERS:
-            return int(self._free.argmax())
-        return max(used, key=lambda server: (self._free[server], -server))
+        servers = used if len(used) == MOST_SERVERS else range(len(self._servers))
+        return min(servers, key=lambda server: (self._busy[server], server))
 
     def _seconds(self, tasks: TaskArray, server: int) -> FloatArray:
         """Return the seconds of every task on a server, rows included."""
@@ -289,7 +223,7 @@ class _Assignment:
     ) -> tuple[TaskArray, TaskArray]:
         """Return the part of a task that its home keeps, and its last queries, for the server; either may be empty."""
         heads, tails = _cuts(task, self._plan.config.min_shard)
-        fits = self._seconds(tails, server) <= self._free[server]
+        fits = self._busy[server] + self._seconds(tails, server) <= self._end
         enough = self._plan.cost.cost(tails) >= excess
         # Tails grow; the first that is enough is taken, or the longest that fits.
         last = int(enough.argmax()) if enough.any() else len(tails) - 1

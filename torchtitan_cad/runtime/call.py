@@ -24,7 +24,7 @@ from torchtitan_cad.runtime.kernels.base import (
 )
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
 from torchtitan_cad.runtime.row_tables import Chunk
-from torchtitan_cad.runtime.servers.client import OwedAnswer, ServerPool
+from torchtitan_cad.runtime.servers.client import OwedAnswer, ServerPool, take_answer
 from torchtitan_cad.runtime.servers.request import Request
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.traces import named
@@ -415,7 +415,7 @@ class AttentionCall:
         asked = self._asked
         self._asked = []
         for request, answer in asked:
-            results = None if answer is None else answer.wait()
+            results = take_answer(request, answer)
             if results is None:
                 with self._traced():
                     results = request.compute(self.engine.kernel)

@@ -7,13 +7,11 @@ The first rank of every CAD group makes that group's lists, one for each step th
 """
 
 import contextlib
-import itertools
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -45,86 +43,63 @@ WAIT_FACTOR = 2.0
 ECHO_BYTES = 4 << 20
 _GOODBYE_S = 1.0
 
+OwedAnswer = Future[Sequence[Tensor] | None]
+"""results on the host that a server owes; None if they did not come, as the server is struck off"""
 
-class OwedAnswer:
-    """An answer that a server owes."""
 
-    def __init__(
-        self,
-        pool: "ServerPool",
-        server: int,
-        request: Request,
-        deadline: float,
-        answer: "Future[Sequence[Tensor]]",
-    ) -> None:
-        self._pool = pool
-        self._server = server
-        self._request = request
-        self._deadline = deadline
-        self._answer = answer
-
-    def wait(self) -> Sequence[Tensor] | None:
-        """Return the results, on the device of the rows; None if they did not come, as the server is struck off."""
-        try:
-            seconds = max(0.0, self._deadline - time.monotonic())
-            results = self._answer.result(seconds)
-        except TimeoutError:
-            self._pool.strike(self._server, "it is late")
-            return None
-        except Exception as error:  # no answer ends training
-            self._pool.strike(self._server, first_sentence(error))
-            return None
-        device = self._request.rows[0].device
-        return [x.to(device, non_blocking=True) for x in results]
+def take_answer(request: Request, answer: OwedAnswer | None) -> Sequence[Tensor] | None:
+    """Wait for an answer; return the results on the device of the request's rows, None if there are none."""
+    results = None if answer is None else answer.result()
+    if results is None:
+        return None
+    device = request.rows[0].device
+    return [x.to(device, non_blocking=True) for x in results]
 
 
 class _Link:
-    """A connection to one server, and the thread that sends requests and receives answers, one after the other."""
+    """A connection to one server, all of whose work is done by a thread of its own, one thing after the other.
 
-    def __init__(self, connection: Connection, card: ServerCard) -> None:
+    Attributes:
+        rate: bytes per second there and back; None before the connection has been measured.
+    """
+
+    def __init__(self, card: ServerCard) -> None:
         self.card = card
-        self._connection = connection
-        self._jobs = queue.SimpleQueue[Callable[[], None] | None]()
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        self._expected_s = 0.0
-        """Predicted seconds of all requests under way."""
-        name = f"cad-server-{card.number}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.rate: float | None = None
+        self._num_sent = 0
+        self.thread = ThreadPoolExecutor(1, f"cad-server-{card.number}")
 
-    def submit(
-        self, request: Request, seconds: float
-    ) -> tuple[float, "Future[Sequence[Tensor]]"]:
-        """Send a request when those before it are answered; returns its deadline and its answer."""
-        expected_s = self._expect(seconds)
-        deadline = time.monotonic() + max(LEAST_WAIT_S, WAIT_FACTOR * expected_s)
-        rows, copied = _to_host(request.rows)
-        answer: Future[Sequence[Tensor]] = Future()
+    def connect(self, registry: Registry, job: int, rank: int, *, pinned: bool) -> None:
+        """Invite the server and measure the connection. Raises WireError if it does not come, or does not echo."""
+        self._connection = Connection(
+            registry.invite(job, self.card.number, rank),
+            job,
+            is_server=False,
+            timeout_s=CONNECT_S,
+            pinned=pinned,
+        )
+        payload = torch.zeros(ECHO_BYTES, dtype=torch.uint8)
+        begin = time.monotonic()
+        self._connection.send(ServerMessage(ECHO, 0, {}, [payload]), CONNECT_S)
+        self._connection.receive(CONNECT_S)
+        self.rate = 2 * ECHO_BYTES / (time.monotonic() - begin)
 
-        def exchange() -> None:
-            try:
-                if copied is not None:
-                    copied.synchronize()
-                answer.set_result(self._round_trip(request, rows, deadline))
-            except Exception as error:  # the rank that waits decides
-                answer.set_exception(error)
-            finally:
-                self._expect(-seconds)
-
-        self._jobs.put(exchange)
-        return deadline, answer
-
-    def _expect(self, seconds: float) -> float:
-        """Add to the predicted seconds of requests under way, and return them; two threads do."""
-        with self._lock:
-            self._expected_s += seconds
-            return self._expected_s
-
-    def _round_trip(
-        self, request: Request, rows: Sequence[Tensor], deadline: float
+    def round_trip(
+        self,
+        request: Request,
+        rows: Sequence[Tensor],
+        copied: torch.cuda.Event | None,
+        seconds: float,
     ) -> Sequence[Tensor]:
-        number = next(self._numbers)
+        """Send a request, once its ``rows`` are on the host, and return the results.
+
+        Raises WireError for an answer that is late or wrong. ``seconds`` are predicted.
+        """
+        if copied is not None:
+            copied.synchronize()
+        deadline = time.monotonic() + max(LEAST_WAIT_S, WAIT_FACTOR * seconds)
+        self._num_sent += 1
+        number = self._num_sent
         self._connection.send(
             request.message(number, rows), deadline - time.monotonic()
         )
@@ -141,28 +116,16 @@ class _Link:
             raise WireError("its answer has values that are not finite")
         return answer.tensors
 
-    def measure(self) -> float:
-        """Return the bytes per second there and back, before any request. Raises WireError without an answer."""
-        payload = torch.zeros(ECHO_BYTES, dtype=torch.uint8)
-        begin = time.monotonic()
-        self._connection.send(ServerMessage(ECHO, 0, {}, [payload]), CONNECT_S)
-        self._connection.receive(CONNECT_S)
-        return 2 * ECHO_BYTES / (time.monotonic() - begin)
-
-    def close(self) -> None:
+    def close(self) -> "Future[None]":
         """Tell the server that no more requests come, after those under way."""
-        self._jobs.put(None)
+        told = self.thread.submit(self._say_goodbye)
+        self.thread.shutdown(wait=False)
+        return told
 
-    def join(self) -> None:
-        """Wait until the server has been told."""
-        self._thread.join(_GOODBYE_S)
-
-    def _run(self) -> None:
-        for job in iter(self._jobs.get, None):
-            job()
-            del job  # it holds rows
-        with contextlib.suppress(WireError):  # it may be gone already
-            self._connection.send(ServerMessage(END, 0, {}), _GOODBYE_S)
+    def _say_goodbye(self) -> None:
+        if self.rate is not None:
+            with contextlib.suppress(WireError):  # it may be gone already
+                self._connection.send(ServerMessage(END, 0, {}), _GOODBYE_S)
 
 
 @dataclass(frozen=True)
@@ -210,7 +173,8 @@ class ServerPool:
         self._pinned = pinned
         self._lock = threading.Lock()
         self._links: dict[int, _Link] = {}
-        self._cards: dict[int, ServerCard] = {}
+        self._known = set[int]()
+        """Numbers of all servers that this rank has ever connected to, or tried to."""
         self._version = 0
         self.listed: list[JoinedServer] = []
         """The servers of the last list."""
@@ -224,15 +188,25 @@ class ServerPool:
             seconds: predicted, of all that the server computes by this plan.
         """
         link = self._links.get(server)
-        if link is None:
+        if link is None or link.rate is None:
             return None
-        deadline, answer = link.submit(request, seconds)
-        return OwedAnswer(self, server, request, deadline, answer)
+        rows, copied = _to_host(request.rows)
+
+        def results() -> Sequence[Tensor] | None:
+            try:
+                return link.round_trip(request, rows, copied, seconds)
+            except Exception as error:  # no answer ends training
+                self.strike(server, first_sentence(error))
+                return None
+
+        try:
+            return link.thread.submit(results)
+        except RuntimeError:  # struck off meanwhile
+            return None
 
     def strike(self, server: int, reason: str) -> None:
         """Ask a server nothing more, and tell the others."""
-        with self._lock:
-            link = self._links.pop(server, None)
+        link = self._take_link(server)
         if link is None:
             return
         link.close()
@@ -253,89 +227,77 @@ class ServerPool:
         """
         if self._rank != self._group:
             return 0
-        remaining = [
-            server for server in self.listed if not self._is_gone(server.number)
-        ]
-        for card in self._registry.servers(self._job, self._cards):
-            self._cards[card.number] = card
-            if self._is_gone(card.number) or not self._connect(card):
-                continue
-            rate = self._measure(card)
-            if rate is None:
-                continue
-            speed = self._rates.seconds_per_tile / card.seconds_per_tile
-            remaining.append(JoinedServer(card.number, speed, rate))
-            logger.info(
-                f"CAD uses {card.name}: kernel {card.kernel}, {speed:.2f} of a rank's speed, "
-                f"{1e-9 * rate:.2g} GB/s"
-            )
-        if remaining != self.listed:
+        for card in self._registry.servers(self._job, self._known):
+            self._connect(card)
+        before = {server.number: server for server in self.listed}
+        listed = []
+        for number, link in sorted(self._links.items()):
+            reason = self._registry.reason_gone(self._job, number)
+            if reason is not None:
+                logger.info(f"CAD uses {link.card.name} no longer: {reason}")
+                self._close(number)
+            elif link.rate is not None:
+                listed.append(before.get(number) or self._joined(link.card, link.rate))
+        if listed != self.listed:
             self._version += 1
-            self.listed = remaining
-            self._registry.put_list(self._job, self._group, self._version, remaining)
+            self.listed = listed
+            self._registry.put_list(self._job, self._group, self._version, listed)
         return self._version
 
     def take_list(self, version: int) -> None:
-        """Use the servers of a list from now on, and connect to those that are new, as far as they answer."""
+        """Use the servers of a list from now on, and begin to connect to those that are new."""
         if version != self._version:
             self.listed = self._registry.get_list(self._job, self._group, version)
             self._version = version
         listed = {server.number for server in self.listed}
-        for number in listed - self._cards.keys():
-            card = self._registry.card(self._job, number)
-            self._cards[number] = card
-            self._connect(card)
-        for number in self._links.keys() - listed:
-            with self._lock:
-                link = self._links.pop(number, None)
-            if link is not None:
-                link.close()
+        for number in listed - self._known:
+            self._connect(self._registry.card(self._job, number))
+        if self._rank != self._group:
+            for number in self._links.keys() - listed:
+                self._close(number)
 
     def assign(self, plan: Plan) -> Plan:
         """Return a plan in which the servers of the last list take part."""
         rates = self._rates
         return assign_to_servers(plan, self.listed, rates.seconds_per_unit, rates.share)
 
-    def _is_gone(self, number: int) -> bool:
-        reason = self._registry.reason_gone(self._job, number)
-        if reason is not None and number in self._cards:
-            logger.info(f"CAD uses {self._cards[number].name} no longer: {reason}")
-        return reason is not None
+    def _joined(self, card: ServerCard, rate: float) -> JoinedServer:
+        speed = self._rates.seconds_per_tile / card.seconds_per_tile
+        logger.info(
+            f"CAD uses {card.name}: kernel {card.kernel}, {speed:.2f} of a rank's speed, {1e-9 * rate:.2g} GB/s"
+        )
+        return JoinedServer(card.number, speed, rate)
 
-    def _connect(self, card: ServerCard) -> bool:
-        try:
-            connection = Connection(
-                self._registry.invite(self._job, card.number, self._rank),
-                self._job,
-                is_server=False,
-                timeout_s=CONNECT_S,
-                pinned=self._pinned,
-            )
-        except WireError as error:
-            self._refuse(card, f"it does not accept an invitation: {error}")
-            return False
-        self._links[card.number] = _Link(connection, card)
-        return True
+    def _connect(self, card: ServerCard) -> None:
+        """Begin to connect to a server, which may not come: nobody waits for it."""
+        link = _Link(card)
+        self._known.add(card.number)
+        self._links[card.number] = link
 
-    def _measure(self, card: ServerCard) -> float | None:
-        try:
-            return self._links[card.number].measure()
-        except WireError as error:
-            self.strike(card.number, f"it does not echo: {error}")
-            return None
+        def connect() -> None:
+            try:
+                registry = self._registry.clone()
+                link.connect(registry, self._job, self._rank, pinned=self._pinned)
+            except Exception as error:  # no server ends training
+                reason = f"it does not accept an invitation: {first_sentence(error)}"
+                self.strike(card.number, reason)
 
-    def _refuse(self, card: ServerCard, reason: str) -> None:
-        logger.warning(f"CAD does not use {card.name}: {reason}")
-        self._registry.strike(self._job, card.number, reason)
+        link.thread.submit(connect)
+
+    def _close(self, number: int) -> None:
+        link = self._take_link(number)
+        if link is not None:
+            link.close()
+
+    def _take_link(self, number: int) -> _Link | None:
+        with self._lock:
+            return self._links.pop(number, None)
 
     def close(self) -> None:
         """Tell all servers that this rank has no more requests."""
         links = [*self._links.values()]
         self._links.clear()
-        for link in links:
-            link.close()
-        for link in links:
-            link.join()
+        wait([link.close() for link in links], _GOODBYE_S)
 
 
 def _to_host(

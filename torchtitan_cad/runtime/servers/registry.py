@@ -89,8 +89,13 @@ class Registry:
     """
 
     def __init__(self, store: dist.Store, token: str) -> None:
+        self._whole_store: Any = store
         self._store = dist.PrefixStore(PREFIX, store)
         self._token = token
+
+    def clone(self) -> "Registry":
+        """Return a registry with a connection of its own to the store, on which nobody else's calls wait."""
+        return Registry(self._whole_store.clone(), self._token)
 
     # A job ------------------------------------------------------------------------------------------------------------
 

@@ -147,6 +147,7 @@ class AttentionServer:
                 logger.info(
                     f"the job or the link to it has ended: {first_sentence(error)}"
                 )
+                self._leaving.wait(RETRY_S)
             logger.info(waiting)
 
     @property
@@ -179,6 +180,8 @@ class AttentionServer:
         shape = job.attention_shape
         dtype = getattr(torch, job.dtype)
         kernel = get_kernel(self._kernel_name, self.device, shape, None)
+        if kernel.squares_only and self._kernel_name == "auto":
+            kernel = get_kernel("varlen", self.device, shape, None)
         kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
         if kernel.squares_only:
             raise ValueError(
