@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.integration.test_resume import FULL, save
 from tests.lib.fake_flash_attn import install
@@ -132,6 +133,17 @@ def test_without_measuring(good):
     assert_says(report(job), "planner", text)
     findings = report([*job, "--cad.tolerance=0.02"])
     assert_says(findings, "planner", "local_search, tolerance 0.02, shards")
+
+
+def test_kernels_are_taken_as_the_job_will(good, monkeypatch):
+    is_deterministic = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", is_deterministic.append)
+    report(good)
+    assert not is_deterministic
+    use = lambda mode, warn_only: is_deterministic.append((mode, warn_only))  # noqa: E731
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", use)
+    report([*good, "--debug.deterministic"])
+    assert is_deterministic == [(True, False)]
 
 
 FAILING: list[tuple[list[str], dict[str, str]]] = [

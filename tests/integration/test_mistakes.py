@@ -340,6 +340,7 @@ CHOSEN = [
     (FULL, CPU, FIRST_TORCH, False, "cannot recompute exchanges"),
     ("--compile.no-enable", CPU, FIRST_TORCH, False, "needs compile.enable = true"),
     ("", CUDA, FIRST_TORCH, False, "has not run on GPUs yet"),
+    (TICKS, CUDA, FIRST_TORCH, False, "in another order than schedules in ticks"),
     (TRACED, CUDA, FIRST_TORCH, True, "cad.streams = 'traced'"),
     ("", CPU, "2.14.0", False, "needs torch 2.14.1 or newer, not 2.14.0"),
 ]

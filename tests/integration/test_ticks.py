@@ -6,6 +6,12 @@ import re
 from itertools import pairwise, product
 
 import pytest
+from torch.distributed.pipelining.schedules import (
+    FORWARD,
+    RESHARD,
+    UNSHARD,
+    _add_unshard_reshard,
+)
 
 from tests.lib.jobs.compositions import (
     ATTENTION_KEPT,
@@ -34,6 +40,8 @@ from tests.lib.jobs.compositions import (
 from tests.lib.jobs.harness import RunResult, parse_job, run
 from tests.lib.sets import params, slow
 from tests.lib.threaded import needs_linux
+from torchtitan_cad.integration.pipeline.schedule import _action, forward_only
+from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 
 EIGHT_BLOCKS = ("--model.flavor=tiny8_varlen",)
 HALVES_BY_ROW = (*HALVES, *BY_ROW)
@@ -93,6 +101,11 @@ SHARED = {
 }
 """What the reference is composed with, too."""
 SLOW = [
+    Composition(
+        "interleaved of four stages dp2",
+        (*INTERLEAVED, "--parallelism.pipeline_parallel_layers_per_stage=1"),
+        (*rows(8), *EIGHT_BLOCKS, *VALIDATE4),
+    ),
     Composition("interleaved pp4", INTERLEAVED4, BLOCKS8, dp=1),
     Composition("interleaved pp4 ac full", (*INTERLEAVED4, *FULL), BLOCKS8, dp=1),
     Composition("halves interleaved pp4", (*INTERLEAVED4, *HALVES), BLOCKS8, dp=1),
@@ -108,6 +121,29 @@ for pipeline, what in product(PIPELINES, COMPOSED | SHARED):
     if case.nranks <= 4 and not is_refused:
         SLOW.append(case)
 BY_NAME = {case.name: case for case in [*QUICK, *SLOW]}
+
+
+@pytest.mark.parametrize(
+    ("pp", "microbatches", "chunks"), [(2, 4, 1), (2, 4, 3), (2, 4, 4), (4, 8, 4)]
+)
+def test_forward_alone_gathers_no_parameters_in_vain(pp, microbatches, chunks):
+    """torch keeps three stages of a rank gathered. It refuses to free what no forward or backward has used."""
+    for rank in range(pp):
+        work = [_action(tick, rank) for tick in tick_schedule(pp, microbatches, chunks)]
+        num_forwards = 0
+        state = dict.fromkeys(range(rank, pp * chunks, pp), "sharded")
+        for action in forward_only(_add_unshard_reshard(work)):
+            stage = action.stage_index
+            wanted, after = {
+                UNSHARD: (["sharded"], "gathered"),
+                FORWARD: (["gathered", "used"], "used"),
+                RESHARD: (["used"], "sharded"),
+            }[action.computation_type]
+            assert state[stage] in wanted
+            state[stage] = after
+            num_forwards += action.computation_type == FORWARD
+        assert num_forwards == microbatches * chunks
+        assert {*state.values()} == {"sharded"}
 
 
 @pytest.mark.parametrize("count", [1, 2])

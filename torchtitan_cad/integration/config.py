@@ -39,9 +39,9 @@ class Cad:
     placement: str = "auto"
     """
     Which rank holds which tokens of an optimizer step, and in which microbatch: "balanced" redistributes token ids and
-    labels, one step ahead, such that no rank has much to send or receive (docs/planning.md). Losses and gradients stay
-    those of the same global batch. "auto" does so too, but skips what it cannot redistribute, such as batches with keys
-    of their own, which end the job with "balanced". "loader" leaves every rank what its loader gave it.
+    labels, ahead of training, such that no rank has much to send or receive (docs/planning.md). Losses and gradients
+    stay those of the same global batch. "auto" does so too, but skips what it cannot redistribute, such as batches with
+    keys of their own, which end the job with "balanced". "loader" leaves every rank what its loader gave it.
     """
 
     profile: str | None = None

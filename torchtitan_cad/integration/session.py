@@ -400,7 +400,7 @@ class CadSession:
         return transport
 
     def wrap_loader(self, loader: Loader) -> PlanningLoader:
-        """Wrap the training loader by one that plans an optimizer step ahead."""
+        """Wrap the training loader by one that plans ahead of training."""
         self._loader = PlanningLoader(
             loader,
             lambda: self._training,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Batches with their plans, drawn and planned one optimizer step ahead."""
+"""Batches with their plans, drawn and planned ahead of training: a step waits while the one after it is planned."""

@@ -174,7 +174,7 @@ class PlanningLoader(Stateful):
             planning thread only, and dropped once their batch has been trained on.
         documents: how they are told apart.
         rows_per_microbatch: rows that go through the model together; None for all.
-        accumulation: batches of an optimizer step, which are drawn and planned together, one step ahead.
+        accumulation: batches of an optimizer step, which are drawn and planned together, ahead of training.
         snapshot: record the loader's state with every batch (needed when checkpoints are saved).
         on_batch: called in the training thread with every batch's plans when the batch is handed out.
     """

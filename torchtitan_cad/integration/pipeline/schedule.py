@@ -15,6 +15,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     FORWARD,
     FULL_BACKWARD,
+    RESHARD,
+    UNSHARD,
     _Action,
     _PipelineContext,
     _PipelineScheduleRuntime,
@@ -76,18 +78,14 @@ class TickSchedule(_PipelineScheduleRuntime):
             }
         )
         lowered = self.pipeline_order_with_comms
-        forward_only = {
-            rank: [a for a in row if a.computation_type.name not in _BACKWARD]
-            for rank, row in lowered.items()
-        }
         self._orders = {
             True: {
                 rank: with_marks(row, training.ticks, rank)
                 for rank, row in lowered.items()
             },
             False: {
-                rank: with_marks(row, validation.ticks, rank)
-                for rank, row in forward_only.items()
+                rank: with_marks(forward_only(row), validation.ticks, rank)
+                for rank, row in lowered.items()
             },
         }
         self._comp_type_to_function_map[_Mark.BEGIN] = self._begin_tick  # type: ignore[index]
@@ -128,6 +126,27 @@ def _action(tick: Tick, rank: int) -> _Action | None:
         return None
     kind = FORWARD if tick.forward else FULL_BACKWARD
     return _Action(work.chunk * len(tick.work) + rank, kind, work.microbatch)
+
+
+def forward_only(lowered: Sequence[_Action]) -> list[_Action]:
+    """Return a rank's lowered actions without backward, and without parameters that are gathered for backward alone."""
+    kept: list[_Action | None] = []
+    unused: dict[int, int] = {}
+    """by stage, where in ``kept`` its parameters are gathered, as long as no forward has used them"""
+    for action in lowered:
+        kind = action.computation_type
+        stage = action.stage_index
+        if kind.name in _BACKWARD:
+            continue
+        if kind == RESHARD and stage in unused:
+            kept[unused.pop(stage)] = None
+            continue
+        if kind == UNSHARD:
+            unused[stage] = len(kept)
+        elif kind == FORWARD:
+            unused.pop(stage, None)
+        kept.append(action)
+    return [action for action in kept if action is not None]
 
 
 def with_marks(

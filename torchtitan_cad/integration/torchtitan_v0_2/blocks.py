@@ -58,7 +58,10 @@ class CoreAttentionParallel(ParallelStyle):
                 raise ValueError(
                     f"attention scale {scale} differs from {engine_scale}, with which CAD was built"
                 )
-            q, k, v = (rows(local(x).transpose(1, 2)) for x in (xq, xk, xv))
+            # autocast leaves norms of queries and keys in fp32
+            q, k, v = (
+                rows(local(x).transpose(1, 2).to(xv.dtype)) for x in (xq, xk, xv)
+            )
             out = core_attention(
                 q, k, v, plan_key=attention_masks.cu_seq_q, engine=engine
             )
@@ -191,7 +194,8 @@ def _finish_projection(
         q = local(q)
         k = local(k)
     q, k = attention.rotate(q, k, rope, positions=positions)
-    return rows(q), rows(k), rows(v)
+    # autocast leaves norms of queries and keys in fp32
+    return rows(q.to(v.dtype)), rows(k.to(v.dtype)), rows(v)
 
 
 def rows(x: Tensor) -> Tensor:

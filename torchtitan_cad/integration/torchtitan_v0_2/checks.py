@@ -4,6 +4,7 @@
 import torch
 from torch.torch_version import TorchVersion
 from torchtitan.config import JobConfig
+from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.choices import check_values
@@ -180,8 +181,9 @@ def _check_compiled_shards(config: JobConfig, topology: Topology) -> None:
 
 def _check_streams(config: JobConfig) -> None:
     """Raise ValueError for ``cad.streams = "traced"`` where it cannot be; names key, value and remedy."""
-    obstacle = _obstacle(config) if config.cad.streams == "traced" else None
-    if obstacle:
+    if config.cad.streams != "traced":
+        return
+    if obstacle := _obstacle(config, utils.device_type):
         raise ValueError(f"cad.streams = 'traced' {obstacle}, or cad.streams to 'auto'")
 
 
@@ -194,14 +196,14 @@ def choose_streams(
         return streams == "traced", f"cad.streams = {streams!r}"
     if experts:
         return False, "cad.streams = 'auto': experts cannot be traced"
-    if (obstacle := _obstacle(config)) is not None:
+    if (obstacle := _obstacle(config, device.type)) is not None:
         return False, f"cad.streams = 'auto': 'traced' {obstacle}"
     if device.type != "cpu":
         return False, "cad.streams = 'auto': 'traced' has not run on GPUs yet"
     return True, "cad.streams = 'auto': nothing stands in the way"
 
 
-def _obstacle(config: JobConfig) -> str | None:
+def _obstacle(config: JobConfig, device_type: str) -> str | None:
     """Return what ``traced`` needs and does not have, and what to set."""
     compiler = config.compile
     checkpoints = config.activation_checkpoint
@@ -232,6 +234,14 @@ def _obstacle(config: JobConfig) -> str | None:
         return (
             "cannot run backward in two parts, as parallelism.pipeline_parallel_schedule_csv = "
             f"{parallelism.pipeline_parallel_schedule_csv!r} may; leave that out"
+        )
+    if (
+        parallelism.pipeline_parallel_schedule in TICK_SCHEDULES
+        and device_type != "cpu"
+    ):
+        return (
+            "starts exchanges in another order than schedules in ticks do on a device: "
+            f"parallelism.pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule!r}; set that to '1F1B'"
         )
     if TorchVersion(torch.__version__) < FIRST_TORCH:
         return (

@@ -24,6 +24,7 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
     parallelism = config.parallelism
     training = config.training
     topology = Topology.from_job(parallelism, dist.get_world_size())
+    dtype = attention_dtype(config, topology)
     rows = training.local_batch_size
     steps = (
         1
@@ -33,8 +34,8 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
     return Job(
         cad=cad_table(config),
         topology=topology,
-        kinds=attention_kinds(config, model_args),
-        dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        kinds=attention_kinds(config, model_args, dtype),
+        dtype=dtype,
         experts_per_token=model_args.moe_args.top_k
         if hasattr(model_args, "moe_args")
         else 0,
@@ -60,8 +61,22 @@ def cad_table(config: JobConfig) -> Cad:
     return config.cad.deterministic() if config.debug.deterministic else config.cad
 
 
+def attention_dtype(config: JobConfig, topology: Topology) -> torch.dtype:
+    """Return the dtype of queries, keys and values.
+
+    FSDP2 casts to ``training.mixed_precision_param``, and so does autocast, which torchtitan uses with neither TP nor a
+    pipeline; else all is computed in ``training.dtype``.
+    """
+    shards = topology.dp // config.parallelism.data_parallel_replicate_degree
+    has_fsdp = shards * topology.cp > 1
+    has_autocast = topology.tp == topology.pp == 1
+    casts = has_fsdp or has_autocast
+    training = config.training
+    return TORCH_DTYPE_MAP[training.mixed_precision_param if casts else training.dtype]
+
+
 def attention_kinds(
-    job_config: JobConfig, model_args: Any
+    job_config: JobConfig, model_args: Any, dtype: torch.dtype
 ) -> tuple[AttentionKind, ...]:
     """Return the kinds of the model's attention in a TP rank. Raises ValueError if TP does not divide the heads."""
     adapter = adapter_of(job_config.model.name)
@@ -76,7 +91,6 @@ def attention_kinds(
                 f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} {name} heads of "
                 f"model.flavor = {job_config.model.flavor!r}; set it to a divisor of {heads}"
             )
-    dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
     return adapter.kinds(model_args, job_config.training.seq_len, tp, dtype.itemsize)
 
 

@@ -72,7 +72,8 @@ class FusedKernel(AttentionKernel, Protocol):
         title = f"cad.kernel = {self.name!r} ({self.library})"
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
-                f"{title} takes bf16 or fp16 queries, got {dtype}; set training.mixed_precision_param = 'bfloat16'"
+                f"{title} takes bf16 or fp16 queries, got {dtype}; set training.mixed_precision_param = 'bfloat16', "
+                "and training.dtype, too, where TP or a pipeline trains without FSDP"
             )
         if window is not None and self.squares_only:
             raise ValueError(

@@ -42,6 +42,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.inputs import (
     open_dataset,
 )
 from torchtitan_cad.integration.torchtitan_v0_2.job import (
+    attention_dtype,
     attention_kinds,
     cad_table,
     document_rule,
@@ -52,6 +53,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of, has_ex
 from torchtitan_cad.planning.compile_once import is_compiled
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.planning.jit import is_plain_python
+from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.runtime.kernels.select import choose_kernel, slower_than_possible
 from torchtitan_cad.runtime.transport import expected_transport
 from torchtitan_cad.runtime.triton.nvshmem_library import lacks_between_hosts
@@ -159,6 +161,11 @@ class Job:
     def topology(self) -> Topology:
         """Groups of ranks."""
         return Topology.from_job(self.config.parallelism, self.world_size)
+
+    def kinds(self, model_args: Any) -> tuple[AttentionKind, ...]:
+        """Return the kinds of a model's attention in a TP rank. Raises ValueError if TP does not divide the heads."""
+        dtype = attention_dtype(self.config, self.topology)
+        return attention_kinds(self.config, model_args, dtype)
 
     def documents(self, tokenizer: Any) -> DocumentRule:
         """Return how documents are told apart."""
@@ -280,7 +287,7 @@ def _check_model(job: Job) -> Answer:
         return "skip", "needs rows that have tokens"
     if job.has_cad:
         if job.is_valid:
-            attention_kinds(job.config, spec.model_args[model.flavor])
+            job.kinds(spec.model_args[model.flavor])
         args = model_args(job.config)
     else:
         args = copy.deepcopy(spec.model_args[model.flavor])
@@ -424,11 +431,16 @@ def _small_batches(section: str, config: Any) -> Any:
 
 def _check_kernel(job: Job) -> Answer:
     name = job.config.cad.kernel
-    shape = kernel_shape(attention_kinds(job.config, job.model))
+    shape = kernel_shape(job.kinds(job.model))
+    debug = job.config.debug
+    if debug.deterministic:  # as the job will have done before it takes a kernel
+        torch.use_deterministic_algorithms(
+            True, warn_only=debug.deterministic_warn_only
+        )
     kernel, reason = choose_kernel(
-        name, job.device, shape, timed=not job.config.debug.deterministic
+        name, job.device, shape, timed=not debug.deterministic
     )
-    dtype = TORCH_DTYPE_MAP[job.config.training.mixed_precision_param]
+    dtype = attention_dtype(job.config, job.topology)
     kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
     job.kernel = kernel
     heads = f"{shape.num_heads} query and {shape.num_kv_heads} key heads of {shape.head_dim} a rank"
@@ -517,7 +529,7 @@ def _check_profile(job: Job) -> Answer:
         return "none: plans balance tiles of the causal triangle"
     if job.kernel is None:
         return "skip", "needs a kernel without errors"
-    cad.plan_cost(attention_kinds(job.config, job.model)[0].shape, job.kernel.name)
+    cad.plan_cost(job.kinds(job.model)[0].shape, job.kernel.name)
     if remark := other_device(cad, profile, job.device):
         return "note", remark
     return f"{cad.profile}: plans balance times measured on {profile.device!r} with kernel {profile.kernel!r}"
