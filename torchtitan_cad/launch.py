@@ -54,9 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return _MISTAKE_EXIT
-    # else they find in the one store what those before have left (torch 2.11 to 2.15)
     if options.max_restarts > 0:
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        _give_every_start_a_store(options)
     if ranks_per_node > 1:
         # torchrun does it, too, with a warning of four lines
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -106,6 +105,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return _SIGNAL_EXIT + int(error.sigval)
     return 0
+
+
+def _give_every_start_a_store(options: Namespace) -> None:
+    """Ranks that start again find in a store that they share with those before what they left (torch 2.11 to 2.15).
+
+    Then they may not connect. A static rendezvous has one store, whatever is set.
+    """
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if options.rdzv_backend == "static" and not options.standalone:
+        print(
+            "launch: --max-restarts with --rdzv-backend static, torchrun's default: ranks may not connect again; set "
+            "--standalone, or --rdzv-backend c10d",
+            file=sys.stderr,
+        )
 
 
 def _no_answer(options: Namespace) -> str:

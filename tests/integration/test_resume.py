@@ -91,16 +91,29 @@ def test_state_of_another_number_of_workers(saved, loaded):
         resumed.load_state_dict(first.state_dict())
 
 
-@pytest.mark.parametrize(("restarts", "value"), [("0", None), ("2", "1")])
-def test_ranks_that_start_again_have_a_store_of_their_own(restarts, value, monkeypatch):
+@pytest.mark.parametrize(
+    ("restarts", "rendezvous", "value"),
+    [
+        ("0", "--rdzv-backend=static", None),
+        ("2", "--rdzv-backend=static", "1"),
+        ("2", "--standalone", "1"),
+    ],
+)
+def test_ranks_that_start_again_have_a_store_of_their_own(
+    restarts, rendezvous, value, monkeypatch, capsys
+):
+    """A static rendezvous has one store for all starts, which is said."""
     variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     found = list[str | None]()
     monkeypatch.setenv(variable, "")  # so that it is removed afterwards
     monkeypatch.delenv(variable)
     look = lambda options: found.append(os.environ.get(variable))  # noqa: E731
     monkeypatch.setattr(launch.run, "run", look)
-    assert launch.main([f"--max-restarts={restarts}", "train.py"]) == 0
+    arguments = [f"--max-restarts={restarts}", rendezvous, "train.py"]
+    assert launch.main(arguments) == 0
     assert found == [value]
+    is_warned = restarts == "2" and "static" in rendezvous
+    assert ("set --standalone" in capsys.readouterr().err) == is_warned
 
 
 class Rows(IterableDataset):
