@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests.lib.jobs.harness import parse_job
 from tests.lib.refusals import refusal
@@ -49,7 +50,8 @@ def test_registered_names_are_accepted(options, switch, tmp_path):
 
 def test_a_derived_model_gets_the_adapter_of_its_base(tmp_path):
     config = parse_job(tmp_path, IMPORT, *MINE)
-    (kind,) = attention_kinds(config, get_train_spec("mine").model_args["small"])
+    args = get_train_spec("mine").model_args["small"]
+    (kind,) = attention_kinds(config, args, torch.float32)
     assert (kind.name, kind.layers) == ("full", 2)
     assert (kind.shape.num_heads, kind.shape.head_dim) == (2, 32)
     try:

@@ -56,7 +56,7 @@ def test_training_leaves_as_much_room_as_the_simulation_says(name):
     args = model_args(config)
     model = build_on_meta(config, args)
     model.model_args = args
-    kinds = attention_kinds(config, args)
+    kinds = attention_kinds(config, args, torch.float32)
     job: Any = SimpleNamespace(
         cad=config.cad,
         topology=Topology(pp=1, dp=1, cp=1, tp=1),

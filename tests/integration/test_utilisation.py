@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.lib.jobs.simulated import read_job
 from torchtitan_cad.integration.job import Job
@@ -35,7 +36,7 @@ def test_linear_work_is_what_torchtitan_counts_for_rows_of_no_tokens(name):
     model = build_on_meta(job.config, args)
     _, with_rows = args.get_nparams_and_flops(model, ROW)
     _, linear = args.get_nparams_and_flops(model, 0)
-    kinds = attention_kinds(job.config, args)
+    kinds = attention_kinds(job.config, args, torch.float32)
     assert with_rows - attention_flops(kinds, [ROW] * len(kinds)) == linear
     if name == "llama3":  # no experts: the simulation counts the same, but for norms
         simulated = job.model.flops(1, [0] * len(job.model.kinds(1)))
@@ -48,10 +49,10 @@ def test_a_job_counts_all_heads(tp):
     whole = written("llama3").config
     args = model_args(config)
     fields: Any = dict.fromkeys(Job.__dataclass_fields__)
-    fields["kinds"] = attention_kinds(config, args)
+    fields["kinds"] = attention_kinds(config, args, torch.float32)
     fields["row_tokens"] = ROW
     fields["topology"] = SimpleNamespace(tp=tp)
-    of_a_pair = attention_flops(attention_kinds(whole, args), [1])
+    of_a_pair = attention_flops(attention_kinds(whole, args, torch.float32), [1])
     assert Job(**fields).flops_beside_rows([ROW / 2]) == -ROW / 2 * of_a_pair
 
 

@@ -141,13 +141,11 @@ def test_options_that_say_nothing_change_nothing():
 
 def test_documents_of_one_token_are_planned_in_time():
     """Padding of end-of-document tokens: a rank of it is as heavy as one with a long document, and must give some."""
-    padding = [(1 + number, 0, 1) for number in range(16_384)]
-    layout = TokenLayout.from_segments([[(0, 0, 16_384)], padding, []])
+    padding = [(1 + number, 0, 1) for number in range(32_768)]
+    layout = TokenLayout.from_segments([[(0, 0, 32_768)], padding, []])
     begin = time.process_time()
     plan = plan_of(layout, tolerance=0.02)
-    assert (
-        time.process_time() - begin < 3
-    )  # 0.1 s; where all documents are searched 6 s
+    assert time.process_time() - begin < 8  # 2 s; 24 s by the list of a server's pieces
     validate_plan(plan)
     assert plan.stats.max_over_mean < 1.03
 

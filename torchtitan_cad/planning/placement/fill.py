@@ -270,34 +270,44 @@ class _Microbatch:
 def add_up(lengths: Sequence[int], total: int) -> list[int] | None:
     """Return indices of lengths, which ascend, that add up to ``total``; None if none do.
 
-    Where there is a choice, the last ones are taken.
+    Where there is a choice, the last ones are taken. Memory is that of one sum for each distinct length.
     """
-    bundles = _bundles(lengths)
-    sums = [1]  # bit t of sums[n]: some of the first n bundles add up to t
-    for bundle in bundles:
-        tokens = sum(lengths[i] for i in bundle)
-        sums.append((sums[-1] | sums[-1] << tokens) & ((2 << total) - 1))
+    groups = _equal_lengths(lengths)
+    sums = [
+        1
+    ]  # bit t of sums[n]: some of the documents in the first n groups add up to t
+    for group in groups:
+        sums.append(_with_group(sums[-1], lengths[group[0]], len(group), total=total))
     if not sums[-1] >> total & 1:
         return None
     chosen: list[int] = []
-    for n in reversed(range(len(bundles))):
-        tokens = sum(lengths[i] for i in bundles[n])
-        if total >= tokens and sums[n] >> (total - tokens) & 1:
-            chosen += bundles[n]
-            total -= tokens
+    for group, without in zip(reversed(groups), sums[-2::-1], strict=True):
+        length = lengths[group[0]]
+        count = min(len(group), total // length)
+        while not without >> (total - count * length) & 1:
+            count -= 1
+        chosen += reversed(group[len(group) - count :])
+        total -= count * length
     return chosen
 
 
-def _bundles(lengths: Sequence[int]) -> list[range]:
-    """Return index ranges of equal lengths: of 1, 2, 4, ... and the rest, by which any number of them can be chosen."""
-    bundles = []
+def _equal_lengths(lengths: Sequence[int]) -> list[range]:
+    """Return the index ranges of equal lengths."""
+    groups = []
     begin = 0
     while begin < len(lengths):
         end = bisect_right(lengths, lengths[begin], begin)
-        count = 1
-        while begin < end:
-            bundles.append(range(begin, min(begin + count, end)))
-            begin += count
-            count *= 2
+        groups.append(range(begin, end))
         begin = end
-    return bundles
+    return groups
+
+
+def _with_group(sums: int, length: int, count: int, total: int) -> int:
+    """Return the sums, as bits up to ``total``, with up to ``count`` documents of one length: 1, 2, 4, ... of them."""
+    step = 1
+    while count:
+        step = min(step, count)
+        sums = (sums | sums << step * length) & ((2 << total) - 1)
+        count -= step
+        step *= 2
+    return sums

@@ -20,7 +20,6 @@ from torchtitan_cad.planning.model.limits import load_limits
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import (
     DOC,
-    SERVER,
     TaskArray,
     from_table,
     home_tasks,
@@ -59,15 +58,14 @@ def search(
 
     Benches evaluate ``effort`` times the moves.
     """
-    num_docs = len(layout.docs)
-    num_ranks = layout.num_ranks
     home = home_tasks(layout)
     table = task_table(layout, home)
     costs = cost.cost(home)
-    loads = sum_by_index(home["server"], costs, num_ranks)
+    loads = sum_by_index(home["server"], costs, layout.num_ranks)
     limits = load_limits(layout, config, cost, loads)
-    tolerated = limits.tolerated
-    budget = _most_moves(loads, tolerated, effort)
+    is_balanced = (loads <= limits.tolerated).all()
+    moves = MOVES + MOVES_PER_RANK * layout.num_ranks
+    budget = 0 if is_balanced else int(moves * effort)
 
     def improved(
         chosen: BoolArray, options: PlannerConfig, target: IntArray
@@ -78,7 +76,7 @@ def search(
         start = table[searched]
         start[:, DOC] = np.searchsorted(docs, start[:, DOC])
         rest = home[~searched]
-        rest_loads = sum_by_index(rest["server"], costs[~searched], num_ranks)
+        rest_loads = sum_by_index(rest["server"], costs[~searched], layout.num_ranks)
         local_search = LocalSearch(layout, shape, options, cost, docs)
         found = local_search.improve(
             start, rest_loads, target, limits.guaranteed, budget
@@ -90,22 +88,14 @@ def search(
             [rest, from_table(layout.docs[docs], tasks)]
         )
 
-    chosen = _may_move(table, costs, num_docs, limits=tolerated)
-    plan = improved(chosen, config, tolerated)
+    chosen = _may_move(table, costs, len(layout.docs), limits=limits.tolerated)
+    plan = improved(chosen, config, limits.tolerated)
     # with cuts along the queries alone a plan always exists: ``limits.py``
     if plan is None:
-        needed = _must_move(table, costs, num_docs, limits=tolerated)
-        rows_only = replace(config, split_kv=False)
-        plan = improved(chosen | needed, rows_only, limits.guaranteed)
+        options = replace(config, split_kv=False)
+        plan = improved(np.ones_like(chosen), options, limits.guaranteed)
     assert plan is not None
     return plan
-
-
-def _most_moves(loads: IntArray, limits: IntArray, effort: float) -> int:
-    """Return the moves that are evaluated for fewer bytes: none where all loads are within their limits."""
-    if (loads <= limits).all():
-        return 0
-    return int(effort * (MOVES + MOVES_PER_RANK * len(loads)))
 
 
 def _may_move(
@@ -115,20 +105,3 @@ def _may_move(
     is_large = sum_by_index(table[:, DOC], costs, num_docs) * SHORT >= limits.mean()
     is_spread = np.bincount(table[:, DOC], minlength=num_docs) > 1
     return is_large | is_spread
-
-
-def _must_move(
-    table: IntArray, costs: IntArray, num_docs: int, limits: IntArray
-) -> BoolArray:
-    """Return [num_docs] whether a document is among the costliest of a rank, all others of which are within its limit.
-
-    A rank above its limit then always has a task of these documents left to give.
-    """
-    order = np.lexsort([-costs, table[:, SERVER]])
-    server = table[order, SERVER]
-    cost = costs[order]
-    loads = sum_by_index(server, cost, len(limits))
-    left = np.cumsum(loads)[server] - (np.cumsum(cost) - cost)
-    chosen = np.zeros(num_docs, dtype=bool)
-    chosen[table[order[left > limits[server]], DOC]] = True
-    return chosen
