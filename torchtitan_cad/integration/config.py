@@ -143,7 +143,7 @@ class Cad:
 
     servers_port: int = 0
     """
-    TCP port on the host of rank 0 at which attention servers find the job. 0: any that is free, which the log names.
+    TCP port on the host of rank 0 at which ranks and attention servers meet. 0: any that is free, which the log names.
     With a port and a token of their own jobs that start again, as by torchrun's --max-restarts, get their servers back.
     """
 

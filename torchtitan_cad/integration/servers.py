@@ -101,9 +101,14 @@ def _open_store(cad: Cad, *, hosts: bool) -> tuple[int, str, dist.TCPStore]:
         raise ValueError(
             f"cad.servers_port = {port} of {host} cannot be had ({reason}); set another, or 0 for any that is free"
         )
-    if not hosts:
-        store = _tcp_store(host, port, hosts=False)
-    return number, token, store
+    if hosts:
+        return number, token, store
+    try:
+        return number, token, _tcp_store(host, port, hosts=False)
+    except RuntimeError as error:
+        raise ValueError(
+            f"cad.servers_port = {port} of {host} cannot be reached ({first_sentence(error)}); open it to all ranks"
+        ) from error
 
 
 def _tcp_store(host: str, port: int, *, hosts: bool) -> dist.TCPStore:

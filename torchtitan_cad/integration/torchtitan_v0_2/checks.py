@@ -236,7 +236,8 @@ def _obstacle(config: JobConfig, device_type: str) -> str | None:
             f"{parallelism.pipeline_parallel_schedule_csv!r} may; leave that out"
         )
     if (
-        parallelism.pipeline_parallel_schedule in TICK_SCHEDULES
+        parallelism.pipeline_parallel_degree > 1
+        and parallelism.pipeline_parallel_schedule in TICK_SCHEDULES
         and device_type != "cpu"
     ):
         return (

@@ -69,9 +69,11 @@ def attention_dtype(config: JobConfig, topology: Topology) -> torch.dtype:
     """
     shards = topology.dp // config.parallelism.data_parallel_replicate_degree
     has_fsdp = shards * topology.cp > 1
-    has_autocast = topology.tp == topology.pp == 1
-    casts = has_fsdp or has_autocast
     training = config.training
+    # autocast to fp32 switches itself off
+    has_autocast = topology.tp == topology.pp == 1
+    has_autocast = has_autocast and training.mixed_precision_param != "float32"
+    casts = has_fsdp or has_autocast
     return TORCH_DTYPE_MAP[training.mixed_precision_param if casts else training.dtype]
 
 

@@ -8,12 +8,14 @@ The first rank of every CAD group makes that group's lists, one for each step th
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +43,8 @@ LEAST_WAIT_S = 0.5
 WAIT_FACTOR = 2.0
 """An answer may take this many times the predicted seconds, but at least ``LEAST_WAIT_S``."""
 ECHO_BYTES = 4 << 20
+MOST_TASKS = 2048
+"""Where a rank has more tasks in a plan, they are short, and handing them out one by one would take seconds."""
 _GOODBYE_S = 1.0
 
 OwedAnswer = Future[Sequence[Tensor] | None]
@@ -60,7 +64,7 @@ class _Link:
     """A connection to one server, all of whose work is done by a thread of its own, one thing after the other.
 
     Attributes:
-        rate: bytes per second there and back; None before the connection has been measured.
+        rate: bytes per second there and back, infinite where another rank measures; None before there is a connection.
     """
 
     def __init__(self, card: ServerCard) -> None:
@@ -69,8 +73,10 @@ class _Link:
         self._num_sent = 0
         self.thread = ThreadPoolExecutor(1, f"cad-server-{card.number}")
 
-    def connect(self, registry: Registry, job: int, rank: int, *, pinned: bool) -> None:
-        """Invite the server and measure the connection. Raises WireError if it does not come, or does not echo."""
+    def connect(
+        self, registry: Registry, job: int, rank: int, *, pinned: bool, measures: bool
+    ) -> None:
+        """Invite the server. Raises WireError if it does not come, or does not echo where the rank ``measures``."""
         self._connection = Connection(
             registry.invite(job, self.card.number, rank),
             job,
@@ -78,6 +84,9 @@ class _Link:
             timeout_s=CONNECT_S,
             pinned=pinned,
         )
+        if not measures:
+            self.rate = math.inf
+            return
         payload = torch.zeros(ECHO_BYTES, dtype=torch.uint8)
         begin = time.monotonic()
         self._connection.send(ServerMessage(ECHO, 0, {}, [payload]), CONNECT_S)
@@ -258,6 +267,8 @@ class ServerPool:
 
     def assign(self, plan: Plan) -> Plan:
         """Return a plan in which the servers of the last list take part."""
+        if np.bincount(plan.tasks["server"]).max(initial=0) > MOST_TASKS:
+            return plan
         rates = self._rates
         return assign_to_servers(plan, self.listed, rates.seconds_per_unit, rates.share)
 
@@ -276,8 +287,13 @@ class ServerPool:
 
         def connect() -> None:
             try:
-                registry = self._registry.clone()
-                link.connect(registry, self._job, self._rank, pinned=self._pinned)
+                link.connect(
+                    self._registry.clone(),
+                    self._job,
+                    self._rank,
+                    pinned=self._pinned,
+                    measures=self._rank == self._group,
+                )
             except Exception as error:  # no server ends training
                 reason = f"it does not accept an invitation: {first_sentence(error)}"
                 self.strike(card.number, reason)
@@ -295,9 +311,8 @@ class ServerPool:
 
     def close(self) -> None:
         """Tell all servers that this rank has no more requests."""
-        links = [*self._links.values()]
-        self._links.clear()
-        wait([link.close() for link in links], _GOODBYE_S)
+        links = [self._take_link(number) for number in [*self._links]]
+        wait([link.close() for link in links if link is not None], _GOODBYE_S)
 
 
 def _to_host(
