@@ -136,14 +136,19 @@ def test_without_measuring(good):
 
 
 def test_kernels_are_taken_as_the_job_will(good, monkeypatch):
-    is_deterministic = []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", is_deterministic.append)
+    modes = []
+
+    choose_kernel = doctor.choose_kernel
+
+    def choose(*args, **options):
+        modes.append(torch.are_deterministic_algorithms_enabled())
+        return choose_kernel(*args, **options)
+
+    monkeypatch.setattr(doctor, "choose_kernel", choose)
     report(good)
-    assert not is_deterministic
-    use = lambda mode, warn_only: is_deterministic.append((mode, warn_only))  # noqa: E731
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", use)
     report([*good, "--debug.deterministic"])
-    assert is_deterministic == [(True, False)]
+    assert modes == [False, True]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 FAILING: list[tuple[list[str], dict[str, str]]] = [

@@ -89,7 +89,7 @@ def without_servers(*args: str) -> RunResult:
 
 
 def served_shares(result: RunResult) -> list[float]:
-    """The part of attention that servers have computed, by step."""
+    """The part of attention that plans give to servers, by step."""
     return [step.get("served_share", 0.0) for step in cad_steps(result)]
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Plans with joined servers: valid, all their tasks at one home, the same exchanges, and nobody later than before."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from tests.planning.test_properties import problems
 from torchtitan_cad.planning import (
     AttentionShape,
     Plan,
+    PlannerConfig,
     TokenLayout,
     make_plan,
     validate_plan,
@@ -101,6 +104,21 @@ def test_equal_servers_take_their_part():
     assert [*served.stand_ins.seconds] == [3, 5]
     with refusal("stand_ins"):
         served.to_json()
+
+
+def test_thousands_of_short_tasks_are_given_away_in_time():
+    """Padding of end-of-document tokens, of which a server can take nearly all."""
+    padding = [(1 + number, 0, 1) for number in range(8192)]
+    layout = TokenLayout.from_segments([padding, [(0, 0, 1000)]])
+    plan = make_plan(layout, SHAPE, PlannerConfig(planner="home"))
+    servers = [JoinedServer(0, 1.0, NEAR), JoinedServer(1, 0.5, NEAR)]
+    begin = time.process_time()
+    shared = assign_to_servers(plan, servers, UNIT)
+    assert (
+        time.process_time() - begin < 1
+    )  # 0.1 s; 5 s where tasks are given away one by one
+    assert shared.stand_ins.num_tasks > 4000
+    check_ends(plan, shared, servers)
 
 
 def test_a_slow_link_is_left_alone():

@@ -443,16 +443,6 @@ def test_a_device_that_is_late_with_rows_is_no_fault_of_a_server(store, monkeypa
         pool.close()
 
 
-def test_many_short_tasks_stay_on_their_rank(store, monkeypatch):
-    """Handing them out one by one would take longer than they do."""
-    pool = pool_of(store)
-    pool.listed = [JoinedServer(0, 1.0, NEAR)]
-    plan = make_plan(LAYOUT, SHAPES["gqa 8:2"], PlannerConfig(min_shard=16, tile=16))
-    assert pool.assign(plan).stand_ins is not None
-    monkeypatch.setattr(client, "MOST_TASKS", 1)
-    assert pool.assign(plan) is plan
-
-
 def test_a_server_that_leaves_is_on_no_further_list(store):
     open_job(store)
     pool = pool_of(store)

@@ -31,8 +31,8 @@ LEAST_SHORTENING = 0.01
 """A plan keeps its tasks on the ranks if servers would shorten attention by less than this share."""
 FORWARD_PART = 2 / 7
 """The part of forward in a kernel's time: backward has 2.5 times its operations."""
-BISECTIONS = 12
-"""Times tried by which all ranks and servers may end, the last two of which differ by 1 / 4096."""
+BISECTIONS = 8
+"""Times tried by which all ranks and servers may end, the last two of which differ by 1 / 256."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,15 @@ def _lies_at_home(plan: Plan) -> np.ndarray:
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
     lies_at_home = np.ones(len(tasks), dtype=bool)
     for start, end in (("q_start", "q_end"), ("kv_start", "kv_end")):
-        stretch = np.searchsorted(stretch_end, base + tasks[start], side="right")
+        first = base + tasks[start]
+        stretch = np.searchsorted(stretch_end, first, side="right")
         lies_at_home &= base + tasks[end] <= stretch_end[stretch]
         lies_at_home &= stretch_home[stretch] == tasks["server"]
     return lies_at_home
 
 
 class _Assignment:
-    """Tasks at home, which are handed to servers one after the other, and the time that every server has taken on."""
+    """Tasks at home, with which one server after the other is filled, and the time that every server has taken on."""
 
     def __init__(
         self,
@@ -172,20 +173,31 @@ class _Assignment:
         used = set[int]()
         while len(tasks) and excess > 0:
             server = self._freest(used)
-            kept, served = self._cut(tasks[:1], server, excess)
-            if not len(served):
-                return False
             used.add(server)
-            number = self._servers[server].number
-            self._parts.append((served, number))
-            seconds = self._seconds(served, server)
-            self._busy[server] += seconds[0]
-            cost = self._plan.cost.cost(served)
-            excess -= int(cost[0])
-            # what this server had no time for, another may have
+            costs = self._plan.cost.cost(tasks)
+            seconds = self._seconds(tasks, server)
+            ends = self._busy[server] + seconds.cumsum()
+            num_needed = costs.cumsum().searchsorted(excess, side="right")
+            num_fitting = ends.searchsorted(self._end, side="right")
+            num_whole = min(num_needed, num_fitting)
+            excess -= self._give(tasks[:num_whole], server)
+            tasks = tasks[num_whole:]
+            if not len(tasks) or excess <= 0:
+                break
+            kept, served = self._cut(tasks[:1], server, excess)
+            if not num_whole and not len(served):
+                return False
+            excess -= self._give(served, server)
             tasks = np.concatenate([kept, tasks[1:]])
         self._parts.append((tasks, HOME))
         return excess <= 0
+
+    def _give(self, tasks: TaskArray, server: int) -> int:
+        """Hand tasks to a server, and return their cost."""
+        number = self._servers[server].number
+        self._parts.append((tasks, number))
+        self._busy[server] += self._seconds(tasks, server).sum()
+        return int(self._plan.cost.cost(tasks).sum())
 
     def plan_with(self, others: TaskArray) -> Plan:
         """Return the plan of all tasks handed over or kept, and of ``others``."""
@@ -215,7 +227,8 @@ class _Assignment:
         joined = self._servers[server]
         cost = self._plan.cost.cost(tasks)
         compute = self._unit / joined.speed * cost
-        rows = link_bytes(self._plan.shape, tasks) / joined.bytes_per_second
+        num_bytes = link_bytes(self._plan.shape, tasks)
+        rows = num_bytes / joined.bytes_per_second
         return (compute + rows) / self._share
 
     def _cut(
@@ -230,10 +243,10 @@ class _Assignment:
         fitting = np.flatnonzero(fits[: last + 1])
         if not len(fitting):
             return task, task[:0]
-        cut = fitting[-1]
-        head = heads[cut : cut + 1]
-        tail = tails[cut : cut + 1]
-        return head[head["q_end"] > head["q_start"]], tail
+        cut = fitting[-1:]
+        head = heads[cut]
+        is_left = head["q_end"] > head["q_start"]
+        return head[is_left], tails[cut]
 
 
 def _cuts(task: TaskArray, min_shard: int) -> tuple[TaskArray, TaskArray]:

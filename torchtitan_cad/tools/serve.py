@@ -28,7 +28,7 @@ def run(
     Needs torch and this package, no torchtitan and no model. The link to the job is not encrypted.
 
     Args:
-        join: HOST:PORT of the job's key-value store, as the job logs it.
+        join: HOST:PORT at which the job takes servers, as it logs.
         token: That the job logs.
         token_file: A file with the token, which the command line then does not show.
         device: Where to compute.

@@ -273,9 +273,8 @@ def add_up(lengths: Sequence[int], total: int) -> list[int] | None:
     Where there is a choice, the last ones are taken. Memory is that of one sum for each distinct length.
     """
     groups = _equal_lengths(lengths)
-    sums = [
-        1
-    ]  # bit t of sums[n]: some of the documents in the first n groups add up to t
+    # bit t of sums[n]: some of the documents in the first n groups add up to t
+    sums = [1]
     for group in groups:
         sums.append(_with_group(sums[-1], lengths[group[0]], len(group), total=total))
     if not sums[-1] >> total & 1:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rank's side of joined servers: which there are, and requests to them, none of which is waited for without bound.
+"""The rank's side of joined servers: which there are, and requests to them, all of which have deadlines.
 
 A server that is late, gone or wrong is struck off by the rank that sees it, at once: the rank computes what it has
-asked for itself, asks it nothing more, and says so in the job's store. Other ranks learn of it from the next list.
+asked for itself, asks it nothing more, and says so in the servers' store. Other ranks learn of it from the next list.
 The first rank of every CAD group makes that group's lists, one for each step that is planned.
 """
 
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,8 +42,6 @@ LEAST_WAIT_S = 0.5
 WAIT_FACTOR = 2.0
 """An answer may take this many times the predicted seconds, but at least ``LEAST_WAIT_S``."""
 ECHO_BYTES = 4 << 20
-MOST_TASKS = 2048
-"""Where a rank has more tasks in a plan, they are short, and handing them out one by one would take seconds."""
 _GOODBYE_S = 1.0
 
 OwedAnswer = Future[Sequence[Tensor] | None]
@@ -267,8 +264,6 @@ class ServerPool:
 
     def assign(self, plan: Plan) -> Plan:
         """Return a plan in which the servers of the last list take part."""
-        if np.bincount(plan.tasks["server"]).max(initial=0) > MOST_TASKS:
-            return plan
         rates = self._rates
         return assign_to_servers(plan, self.listed, rates.seconds_per_unit, rates.share)
 

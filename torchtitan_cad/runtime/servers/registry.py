@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The part of a job's key-value store in which attention servers announce themselves, and ranks strike them off.
+"""The part of a key-value store in which attention servers announce themselves, and ranks strike them off.
 
 Keys, below a prefix:
     job                 what the job is, in JSON: its number, version, dtype, heads, and the digest of its token
@@ -84,7 +84,7 @@ class Registry:
     """The servers of a job, as its store has them. Methods raise what the store raises (RuntimeError).
 
     Args:
-        store: the job's store, as a client of it sees it without any prefix.
+        store: that rank 0 hosts for servers, as a client sees it without any prefix.
         token: which announcements are signed with.
     """
 

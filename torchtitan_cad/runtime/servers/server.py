@@ -78,7 +78,7 @@ class AttentionServer:
     """Serves the job at an endpoint, and the next one there when it ends.
 
     Args:
-        host, port: of the job's key-value store.
+        host, port: of the key-value store that the job's rank 0 hosts.
         token: that the job has logged.
         device: on which tasks are computed.
         kernel: value of ``cad.kernel``.

@@ -57,7 +57,7 @@ class Connection:
     """One side of the group of a rank and a server.
 
     Args:
-        store: the part of the job's store that belongs to this connection alone.
+        store: the part of the servers' store that belongs to this connection alone.
         job: number of the job, which every head carries.
         is_server: True on the server.
         timeout_s: for the other side to come.

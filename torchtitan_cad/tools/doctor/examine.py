@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -429,19 +429,29 @@ def _small_batches(section: str, config: Any) -> Any:
     return small
 
 
+@contextmanager
+def _deterministic_as(debug: Any) -> Iterator[None]:
+    """Let torch be as deterministic as the job will be when it takes a kernel."""
+    before = torch.get_deterministic_debug_mode()
+    if debug.deterministic:
+        mode = "warn" if debug.deterministic_warn_only else "error"
+        torch.set_deterministic_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
 def _check_kernel(job: Job) -> Answer:
     name = job.config.cad.kernel
     shape = kernel_shape(job.kinds(job.model))
-    debug = job.config.debug
-    if debug.deterministic:  # as the job will have done before it takes a kernel
-        torch.use_deterministic_algorithms(
-            True, warn_only=debug.deterministic_warn_only
-        )
-    kernel, reason = choose_kernel(
-        name, job.device, shape, timed=not debug.deterministic
-    )
     dtype = attention_dtype(job.config, job.topology)
-    kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
+    debug = job.config.debug
+    with _deterministic_as(debug):
+        kernel, reason = choose_kernel(
+            name, job.device, shape, timed=not debug.deterministic
+        )
+        kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
     job.kernel = kernel
     heads = f"{shape.num_heads} query and {shape.num_kv_heads} key heads of {shape.head_dim} a rank"
     text = f"{kernel} (cad.kernel = {name!r}: {reason}), {dtype}, {heads}"
