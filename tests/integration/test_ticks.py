@@ -104,7 +104,7 @@ SLOW = [
     Composition(
         "interleaved of four stages dp2",
         (*INTERLEAVED, "--parallelism.pipeline_parallel_layers_per_stage=1"),
-        (*rows(8), *EIGHT_BLOCKS, *VALIDATE4),
+        (*EIGHT_BLOCKS, *VALIDATED),
     ),
     Composition("interleaved pp4", INTERLEAVED4, BLOCKS8, dp=1),
     Composition("interleaved pp4 ac full", (*INTERLEAVED4, *FULL), BLOCKS8, dp=1),
