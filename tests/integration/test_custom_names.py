@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Flavors, datasets and models that `experimental.custom_import` registers are known when a job is checked."""
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from unittest.mock import patch
@@ -21,6 +22,11 @@ from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec  
 
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.model import cad_model_class  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.models import (  # noqa: E402
+    ADAPTERS,
+    check_forwards,
+)
 
 MODULE = "tests.lib.jobs.custom_names"
 IMPORT = f"--experimental.custom_import={MODULE}"
@@ -70,9 +76,46 @@ def test_a_derived_model_gets_the_adapter_of_its_base(tmp_path):
         (IMPORT, "--training.dataset=other"),
         ("--model.name=mine",),
         (IMPORT, "--model.name=own_parallelize", MINE[1]),
+        (IMPORT, "--model.name=own_masks", MINE[1]),
         ("--experimental.custom_import=no.such",),
     ],
 )
 def test_other_names_are_refused(options, tmp_path):
     with refusal():
         parse_job(tmp_path, *options)
+
+
+@pytest.mark.parametrize("own", ["model", "block", "attention"])
+def test_a_forward_of_a_users_own_is_not_replaced(own, tmp_path, monkeypatch):
+    """One nano-batch calls it; two would run torchtitan's in its place."""
+    name = "own_forward" if own == "model" else "mine"
+    config = parse_job(tmp_path, IMPORT, f"--model.name={name}", MINE[1])
+    try:
+        plugin.on_config(config)
+        spec = get_train_spec(name)
+        with torch.device("meta"):
+            model = spec.model_cls(spec.model_args["small"])
+    finally:
+        plugin.restore()
+    block = model.layers["0"]
+    of_user = {"block": block, "attention": block.attention}.get(own)
+    if of_user is not None:
+        check_forwards(model, halves=True)
+        monkeypatch.setattr(type(of_user), "forward", lambda *args: None)
+    check_forwards(model, halves=False)
+    with refusal(remedy="cad.nano_batches"):
+        check_forwards(model, halves=True)
+
+
+def test_a_users_attention_is_not_replaced_by_that_of_a_projection(monkeypatch):
+    with torch.device("meta"):
+        spec = get_train_spec("deepseek_v3")
+        adapter = ADAPTERS["deepseek_v3"]
+        args = spec.model_args["debugmodel"]
+        args = dataclasses.replace(args, n_dense_layers=args.n_layers)
+        model = cad_model_class(spec.model_cls, adapter)(args)
+    check_forwards(model, halves=False)
+    attention = type(model.layers["0"].attention)
+    monkeypatch.setattr(attention, "forward", lambda *args: None)
+    with refusal(remedy="parallelism.cad"):
+        check_forwards(model, halves=False)

@@ -19,6 +19,20 @@ class Derived(Transformer):
     """A user's model."""
 
 
+class OwnMasks(Transformer):
+    """A user's model that masks what CAD would not."""
+
+    def get_attention_masks(self, *args: Any, **options: Any) -> Any:
+        return super().get_attention_masks(*args, **options)
+
+
+class OwnForward(Transformer):
+    """A user's model that scales its outputs."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return super().forward(*args, **options) / 2
+
+
 def parallelize(model: Any, *_: Any) -> Any:
     """Stand for a user's own function."""
     return model
@@ -33,6 +47,10 @@ DATASETS["mine"] = DatasetConfig(
 _extra_train_specs["mine"] = dataclasses.replace(
     stock, model_cls=Derived, model_args={"small": args}
 )
+for name, model_cls in {"own_masks": OwnMasks, "own_forward": OwnForward}.items():
+    _extra_train_specs[name] = dataclasses.replace(
+        _extra_train_specs["mine"], model_cls=model_cls
+    )
 _extra_train_specs["own_parallelize"] = dataclasses.replace(
     _extra_train_specs["mine"], parallelize_fn=parallelize
 )

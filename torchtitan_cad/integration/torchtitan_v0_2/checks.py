@@ -36,7 +36,8 @@ def validate(config: JobConfig, world_size: int | None = None) -> None:
     if has_cad(config) and adapter_of(config.model.name) is None:
         raise ValueError(
             f"parallelism.cad = true is not supported with model.name = {config.model.name!r}: set it to one of "
-            f"{', '.join(SUPPORTED_MODELS)} or a TrainSpec whose class derives from theirs, or parallelism.cad to false"
+            f"{', '.join(SUPPORTED_MODELS)} or a TrainSpec whose class derives from theirs and keeps its "
+            "get_attention_masks, or parallelism.cad to false"
         )
     if world_size is None:
         world_size = launched_ranks(config)

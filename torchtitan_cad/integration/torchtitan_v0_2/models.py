@@ -335,13 +335,15 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def adapter_of(name: str) -> Adapter | None:
-    """Return what CAD knows of a model, or of the one whose class a registered ``TrainSpec``'s derives from."""
+    """Return what CAD knows of a model, or of the one whose class and masks a registered ``TrainSpec``'s has."""
     if name in ADAPTERS:
         return ADAPTERS[name]
     try:
         model_cls = get_train_spec(name).model_cls
     except Exception:
         # unknown, or whatever importing one of torchtitan's experiments raises
+        return None
+    if not _is_torchtitans(model_cls.get_attention_masks):
         return None
     for known, adapter in ADAPTERS.items():
         if issubclass(
@@ -350,6 +352,35 @@ def adapter_of(name: str) -> Adapter | None:
         ):
             return adapter
     return None
+
+
+def check_forwards(model: Any, *, halves: bool) -> None:
+    """Raise ValueError for a module of a user's model whose own ``forward`` CAD would replace by torchtitan's.
+
+    Args:
+        model: an instance of ``cad_model_class``.
+        halves: whether there are two nano-batches.
+    """
+    adapter = model.adapter
+    blocks = list(model.layers.values())
+    replaced = []
+    if halves or adapter.runs_blocks:
+        replaced.append(type(model).__base__)
+    if halves:
+        replaced += [type(block) for block in blocks]
+    if halves or adapter.replaces_forward:
+        replaced += [type(block.attention) for block in blocks]
+    for module_cls in replaced:
+        if not _is_torchtitans(module_cls.forward):
+            remedy = "cad.nano_batches to 1" if halves else "parallelism.cad to false"
+            raise ValueError(
+                f"{module_cls.__name__} has a forward of its own, which CAD would replace by that of torchtitan's "
+                f"model; keep torchtitan's, or set {remedy}"
+            )
+
+
+def _is_torchtitans(method: Any) -> bool:
+    return method.__module__.startswith("torchtitan.models.")
 
 
 def has_experts(args: Any) -> bool:

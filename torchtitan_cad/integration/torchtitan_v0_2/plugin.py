@@ -76,6 +76,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.models import (
     ADAPTERS,
     Adapter,
     adapter_of,
+    check_forwards,
     has_experts,
 )
 from torchtitan_cad.integration.torchtitan_v0_2.pipeline import pipeline_in_ticks
@@ -365,6 +366,7 @@ def apply_cad(
     """Replace the attention of every block by core attention on the CAD mesh."""
     session = current_session()
     mesh = session.build_mesh(parallel_dims.world_mesh)
+    check_forwards(model, halves=session.cad.nano_batches == 2)
     adapter = cast(Adapter, model.adapter)
     layers = cast(nn.ModuleDict, model.layers)
     by_name = {kind.name: kind for kind in session.job.kinds}
