@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad doctor``: every check with a job that passes and one that fails; and a new user's first run."""
 
+import dataclasses
 import re
 import shutil
 import threading
@@ -103,6 +104,15 @@ def assert_says(
     finding = findings[check]
     assert finding.level == level, finding
     assert re.search(text, finding.text), finding
+
+
+def test_a_validator_of_the_users_own_has_data_of_its_own(good, monkeypatch):
+    """A dataset that torchtitan does not know is its."""
+    stock = titan_specs.get_train_spec("llama3")
+    own = dataclasses.replace(stock, build_validator_fn=lambda **options: None)
+    monkeypatch.setitem(titan_specs._extra_train_specs, "llama3", own)
+    findings = report([*good, "--validation.enable", "--validation.dataset=mine"])
+    assert_says(findings, "validation", "a validator of its own", "skip")
 
 
 def test_a_good_job_passes_every_check(good, dump):

@@ -28,7 +28,7 @@ def interpreted_memory(num_bytes: int, group: Any) -> Any:
 
 def shared_memory(num_bytes: int, group: Any) -> CpuMemory:
     """Memory that CPU ranks share."""
-    near = NearRanks(group, group, range(group.size()), group.size())
+    near = NearRanks(group, range(group.size()), group.size())
     with CpuMemory.reserve(num_bytes) as file:
         memory = CpuMemory.share(file, near)
         dist.barrier(group)  # until all have opened it

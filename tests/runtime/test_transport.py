@@ -214,7 +214,7 @@ def test_the_memory_of_another_container_is_not_taken_for_a_peers(monkeypatch):
         return {0: named_path, 1: (name[1:] + name[:1], path)}
 
     monkeypatch.setattr(memory, "gather", peer_alike)
-    near = memory.NearRanks(None, None, range(2), 2)
+    near = memory.NearRanks(None, range(2), 2)
     with memory.CpuMemory.reserve(4096) as file, refusal(error=RuntimeError):
         memory.CpuMemory.share(file, near)
 

@@ -2,8 +2,10 @@
 """Which transport a job gets: by name, by what works on all ranks, and why not another."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -67,7 +69,8 @@ def agree_over_another_group(group: dist.ProcessGroup) -> None:
     dist.all_gather_object = record
     transport = build_transport("symm_mem", group, CPU, agreement=agreement)
     assert transport.name == "symm_mem"
-    assert set(used) == {agreement}
+    assert agreement in used
+    assert group not in used
 
 
 @needs_linux
@@ -97,6 +100,13 @@ AUTO = {
         "such as set_symm_mem_for_comm of FSDP2",
     ),
     "async tensor parallelism": (CUDA, 2, {"backend": "CUDA"}, BETWEEN, TRIAL),
+    "a long folder": (
+        CUDA,
+        1,
+        {"folder": "/" + 92 * "x"},
+        "collective",
+        "set the environment variable TMPDIR to a shorter folder",
+    ),
     "CPU ranks": (CPU, 2, {}, "collective", "for ranks on CPU it serves tests"),
 }
 """Device, hosts, what a machine has, and what ``auto`` then means, and why."""
@@ -107,8 +117,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes this process see a machine that has these."""
 
     def set_up(
-        triton: object = True, backend: str | None = None, nvshmem: bool = False
+        triton: object = True,
+        backend: str | None = None,
+        nvshmem: bool = False,
+        folder: str = "/tmp",
     ) -> None:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(os, "getpid", lambda: 4194304)
         monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: triton)
         monkeypatch.setattr(symm_mem, "get_backend", lambda device: backend)
         monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: nvshmem)
@@ -163,11 +178,13 @@ def test_all_groups_of_a_job_agree_before_nvshmem_allocates():
 
 
 def differ_in_hosts(group: dist.ProcessGroup) -> list[str]:
-    """Ranks 0 and 1 of four share a host, ranks 2 and 3 do not."""
+    """Ranks 0 and 1 of four share a host, ranks 2 and 3 do not. Later they make a group, which torch 2.15 numbers."""
     groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])]
     rank = group.rank()
     build.host_name = lambda: f"host {max(0, rank - 1)}"
-    return [build_transport("symm_mem", groups[rank // 2], CPU).description]
+    transport = build_transport("symm_mem", groups[rank // 2], CPU)
+    dist.barrier(dist.new_group(timeout=timedelta(seconds=20), backend="gloo"))
+    return [transport.description]
 
 
 @needs_linux
@@ -217,7 +234,7 @@ def test_a_start_that_never_ends_ends_the_process(tmp_path):
 
 
 def test_a_host_is_a_boot_and_a_name(monkeypatch, tmp_path):
-    """Containers of one name on two machines are told apart, and two containers on one machine."""
+    """Containers of one name on two machines are told apart, and two containers on one machine, of one name or not."""
     here = hosts.host_name()
     assert here == hosts.host_name()
     monkeypatch.setattr(hosts.socket, "gethostname", lambda: "another container")
@@ -226,6 +243,17 @@ def test_a_host_is_a_boot_and_a_name(monkeypatch, tmp_path):
     boot_id = tmp_path / "boot_id"
     boot_id.write_text("the boot of another machine")
     monkeypatch.setattr(hosts, "_BOOT_ID", boot_id)
+    assert hosts.host_name() != here
+    monkeypatch.undo()
+    other_processes = tmp_path / "pid"
+    other_processes.symlink_to("pid:[1]")
+    boot_id.rename(tmp_path / "pid:[1]")
+    monkeypatch.setattr(hosts, "_PROCESSES", other_processes)
+    assert hosts.host_name() != here
+    monkeypatch.undo()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert hosts.host_name() != here
+    monkeypatch.setenv("TMPDIR", "/no/such folder")
     assert hosts.host_name() != here
     assert hosts.number_hosts(["b", "a", "b", "c"]) == (0, 1, 0, 2)
 

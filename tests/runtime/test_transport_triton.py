@@ -5,6 +5,7 @@ The interpreter must be chosen before triton is imported, so it runs in processe
 CUDA devices runs between real processes, with CPU tensors in shared memory, and without streams.
 """
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -210,6 +211,7 @@ def test_memory_of_a_hosts_devices_is_mapped_in_bounded_time(
 
     def rendezvous(*_: object) -> SimpleNamespace:
         waits.append(store.timeout.total_seconds())
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
         return SimpleNamespace(buffer_ptrs=addresses)
 
     c10d = dist.distributed_c10d
@@ -217,7 +219,7 @@ def test_memory_of_a_hosts_devices_is_mapped_in_bounded_time(
     monkeypatch.setattr(cuda_memory.symm_mem, "rendezvous", rendezvous)
     monkeypatch.setattr(cuda_memory, "sending_stream", lambda device: None)
     group = SimpleNamespace(rank=lambda: 1)
-    near = NearRanks(group, group, [1, 3], 4)
+    near = NearRanks(group, [1, 3], 4)
     if begins_elsewhere:
         with refusal(error=RuntimeError):
             cuda_memory.DeviceMemory.share(own, near)
@@ -226,3 +228,4 @@ def test_memory_of_a_hosts_devices_is_mapped_in_bounded_time(
         assert memory._addresses.tolist() == [0, 4096, 0, own.data_ptr()]
     assert waits == [cuda_memory._RENDEZVOUS_TIMEOUT_S] != [before.total_seconds()]
     assert store.timeout == before
+    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ

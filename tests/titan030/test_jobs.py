@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,18 @@ from torchtitan.models.common.attention import (
     VarlenAttention,
 )
 from torchtitan.models.common.linear import Linear
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.trainer import Trainer
 
 from tests.titan030 import tiny
 from tests.titan030.harness import run
-from torchtitan_cad.integration.torchtitan_v0_3 import entry
+from torchtitan_cad.integration.torchtitan_v0_3 import entry, parts
 from torchtitan_cad.integration.torchtitan_v0_3.checks import check_recipe
-from torchtitan_cad.integration.torchtitan_v0_3.parts import KeptAttentionAlone
+from torchtitan_cad.integration.torchtitan_v0_3.parts import (
+    KeptAttentionAlone,
+    PlannedValidator,
+)
+from torchtitan_cad.integration.torchtitan_v0_3.trainer import CadTrainer
 from torchtitan_cad.recipes import cad, deepseek_v3, gpt_oss, llama3, qwen3
 
 CHECKPOINTS = (
@@ -118,6 +125,45 @@ def attend_across_documents(config: Any) -> None:
     config.model_spec.model.layers[0].attention.inner_attention = inner
 
 
+class OwnAttention(FlexAttention):
+    """A user's attention that changes the scores."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        pass
+
+    def forward(self, *rows: Any, **others: Any) -> Any:
+        return super().forward(*rows, score_mod=None, **others)
+
+
+def attend_in_an_own_way(config: Any) -> None:
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = OwnAttention.Config()
+
+
+class OwnMasks(Llama3Model):
+    """A user's model that masks what CAD would not."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Llama3Model.Config):
+        pass
+
+    def get_attention_masks(self, positions: Any) -> Any:
+        return super().get_attention_masks(positions)
+
+
+def mask_in_an_own_way(config: Any) -> None:
+    config.model_spec.model = derive(config.model_spec.model, OwnMasks.Config)
+
+
+def trace_the_step(config: Any) -> None:
+    config.compile = SimpleNamespace(mode="aot_fx_trace")
+
+
+def check_types(config: Any) -> None:
+    config.debug.spmd_typechecking = True
+
+
 @pytest.mark.parametrize(
     ("table", "change", "message"),
     [
@@ -148,7 +194,11 @@ def attend_across_documents(config: Any) -> None:
             attend_by_flex,
             "llama3 debugmodel has FlexAttention, .*CPU",
         ),
-        ({}, leave_out_attention, "attention that CAD does not know"),
+        ({}, leave_out_attention, "masks that CAD does not know"),
+        ({}, mask_in_an_own_way, "masks that CAD does not know"),
+        ({}, attend_in_an_own_way, "inner_attention .* CAD replaces FlexAttention"),
+        ({}, trace_the_step, "compile.mode = 'aot_fx_trace': .* leave it out"),
+        ({}, check_types, "debug.spmd_typechecking = True"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -163,7 +213,7 @@ def test_refused_in_one_line(
     if change is not None:
         change(config)
     with pytest.raises(ValueError, match=message) as refused:
-        check_recipe(config, config.cad)
+        check_recipe(config)
     assert "\n" not in str(refused.value)
 
 
@@ -182,12 +232,41 @@ def test_quantized_models_are_refused(
     package = "torchtitan.components.quantization"
     monkeypatch.setattr(f"{package}.{module}.{name[module]}", Quantized)
     config = tiny.with_cad("llama3")
-    check_recipe(config, config.cad)
+    check_recipe(config)
     model = config.model_spec.model
     _, linear, parent, key = next(model.layers[0].traverse(Linear.Config))
     setattr(parent, key, derive(linear, Quantized.Config))
     with pytest.raises(ValueError, match=r"llama3 debugmodel is quantized, .* take a"):
-        check_recipe(config, config.cad)
+        check_recipe(config)
+
+
+def test_models_are_not_given_document_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In validation plans are made by them; a shadow has recorded them already."""
+    keys = []
+
+    class Stock:
+        def post_dataloading_process(self, batch: Any, labels: Any, *_: Any) -> Any:
+            keys.append([*batch])
+            return batch["input"], labels, {}
+
+    def plan_now(batch: Any) -> str:
+        keys.append([*batch])
+        return "key"
+
+    validator = type("Validator", (PlannedValidator, Stock), {})
+    session = SimpleNamespace(plan_now=plan_now)
+    monkeypatch.setattr(parts, "current_session", lambda: session)
+    batch = {"input": 1, "document_ids": 2}
+    planned = validator().post_dataloading_process(batch, 3, [])
+    assert planned == (1, 3, {"attention_masks": "key"})
+    assert keys == [["input", "document_ids"], ["input"]]
+
+    stock = Stock().post_dataloading_process
+    monkeypatch.setattr(Trainer, "post_dataloading_process", lambda _, *a: stock(*a))
+    trainer = CadTrainer.__new__(CadTrainer)
+    trainer.shadow = True
+    assert trainer.post_dataloading_process(batch, 3) == (1, 3, {})
+    assert keys[2:] == [["input"]]
 
 
 def test_a_key_that_does_not_exist() -> None:

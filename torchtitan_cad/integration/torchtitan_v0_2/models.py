@@ -363,9 +363,9 @@ def check_forwards(model: Any, *, halves: bool) -> None:
     """
     adapter = model.adapter
     blocks = list(model.layers.values())
-    replaced = []
+    replaced: list[Any] = []
     if halves or adapter.runs_blocks:
-        replaced.append(type(model).__base__)
+        replaced.append(type(model).__mro__[1])
     if halves:
         replaced += [type(block) for block in blocks]
     if halves or adapter.replaces_forward:

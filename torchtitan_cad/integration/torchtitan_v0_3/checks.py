@@ -18,7 +18,6 @@ from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
 from torchtitan_cad.integration.choices import check_values
-from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.topology import (
     TICK_SCHEDULES,
@@ -35,25 +34,32 @@ _POSITIONS = (
     "torchtitan 0.3.0's loaders give positions, by which its own attention goes as well"
 )
 ONLY: dict[str, tuple[Any, str]] = {
-    "nano_batches": (1, _HALVES),
-    "streams": ("auto", _HALVES),
-    "documents": ("positions", _POSITIONS),
-    "eos_id": (None, _POSITIONS),
+    "cad.nano_batches": (1, _HALVES),
+    "cad.streams": ("auto", _HALVES),
+    "cad.documents": ("positions", _POSITIONS),
+    "cad.eos_id": (None, _POSITIONS),
+    "comm.mode": ("default", "dry runs cannot play CAD's exchanges"),
+    "compile.mode": (None, "a traced step has one plan, and every batch another"),
+    "debug.spmd_typechecking": (False, "results of CAD's attention have no types"),
+    "fault_tolerance.enable": (
+        False,
+        "ranks of a CAD group serve each other and cannot come and go",
+    ),
 }
-"""Keys of CAD that have one value with this version, and why."""
+"""Options that have one value with this version or CAD, and why."""
 
 
-def check_recipe(config: Trainer.Config, cad: Cad) -> None:
+def check_recipe(config: Trainer.Config) -> None:
     """Raise ValueError, naming option, value and remedy, for what this version or CAD cannot do."""
-    _check_table(cad)
-    _check_model(config.model_spec.model, config)
-    _check_job(config, cad)
-    if cad.shadow:
+    _check_values(config)
+    _check_model(config)
+    _check_job(config)
+    if config.cad.shadow:
         check_gradients(config)
     ranks = os.environ.get("WORLD_SIZE")
     if ranks is not None:
         check_degrees(config.parallelism, int(ranks))
-        cad.check_groups(Topology.from_job(config.parallelism, int(ranks)))
+        config.cad.check_groups(Topology.from_job(config.parallelism, int(ranks)))
 
 
 def check_gradients(config: Trainer.Config) -> None:
@@ -103,25 +109,33 @@ def check_overridden(config: Trainer.Config, before: dict[str, type], job: Job) 
     _check_precision(config)
 
 
-def _check_table(cad: Cad) -> None:
+def _check_values(config: Trainer.Config) -> None:
+    cad = config.cad
     check_values(cad)
-    for key, (only, reason) in ONLY.items():
-        value = getattr(cad, key)
+    for name, (only, reason) in ONLY.items():
+        section, option = name.split(".")
+        value = getattr(getattr(config, section, None), option, only)
         if value != only:
-            raise ValueError(f"cad.{key} = {value!r}: {reason}; leave it out")
+            raise ValueError(
+                f"{name} = {value!r}: {reason}; leave it out, or train without cad"
+            )
     if utils.device_type == "cpu":
         cad.profile_of(get_kernel(cad.kernel, "cpu").name)
 
 
-def _check_model(model: Any, config: Trainer.Config) -> None:
+def _check_model(config: Trainer.Config) -> None:
+    model = config.model_spec.model
     name = _name(config)
     layers = getattr(model, "layers", [])
-    if not layers or not all(
-        type(getattr(layer, "attention", None)) in KNOWN for layer in layers
+    attentions = [type(getattr(layer, "attention", None)) for layer in layers]
+    if not (
+        attentions
+        and set(attentions) <= {*KNOWN}
+        and _is_torchtitans(model._owner.get_attention_masks)
     ):
         raise ValueError(
-            f"the model {name} has attention that CAD does not know; take a recipe of llama3, qwen3, deepseek_v3 or "
-            "gpt_oss, or this one without cad"
+            f"the model {name} has attention or masks that CAD does not know; take a recipe of llama3, qwen3, "
+            "deepseek_v3 or gpt_oss, or this one without cad"
         )
     for layer in layers:
         _check_inner(layer.attention, name)
@@ -153,18 +167,24 @@ def _check_precision(config: Trainer.Config) -> None:
 def _check_inner(attention: Any, name: str) -> None:
     """Raise ValueError for an inner attention that sees other keys than CAD's would."""
     inner = attention.inner_attention
-    if isinstance(inner, FlexAttention.Config):
-        return
-    sliding = getattr(attention, "sliding_window_size", None)
-    window = (-1 if sliding is None else sliding - 1, 0)
-    if not isinstance(inner, VarlenAttention.Config) or inner.window_size != window:
+    sliding = getattr(attention, "sliding_window_size", None) or 0
+    window = (sliding - 1, 0)
+    is_known = isinstance(inner, FlexAttention.Config) or (
+        isinstance(inner, VarlenAttention.Config) and inner.window_size == window
+    )
+    if not is_known or not _is_torchtitans(inner._owner.forward):
         raise ValueError(
             f"inner_attention of the model {name} is {inner}: CAD replaces FlexAttention, and VarlenAttention with "
             f"window_size = {window}; set it to one of them, or train without cad"
         )
 
 
-def _check_job(config: Trainer.Config, cad: Cad) -> None:
+def _is_torchtitans(method: Any) -> bool:
+    return method.__module__.startswith("torchtitan.models.")
+
+
+def _check_job(config: Trainer.Config) -> None:
+    cad = config.cad
     parallelism = config.parallelism
     checkpointing = config.activation_checkpoint
     schedule = parallelism.pipeline_parallel_schedule
@@ -172,10 +192,6 @@ def _check_job(config: Trainer.Config, cad: Cad) -> None:
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule = {schedule!r}: schedules in ticks run with torchtitan 0.2.2 only "
             "(docs/compatibility.md); set it to one of torch's, such as '1F1B'"
-        )
-    if config.comm.mode != "default":
-        raise ValueError(
-            f"comm.mode = {config.comm.mode!r} cannot play CAD's exchanges; leave it out"
         )
     if (
         parallelism.context_parallel_degree > 1

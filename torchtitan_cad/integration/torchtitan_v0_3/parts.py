@@ -12,6 +12,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import TensorBoardLogger, _get_metrics_rank
 
 from torchtitan_cad.integration.choices import DEMO_TEXTS
+from torchtitan_cad.integration.loading.documents import drop_document_ids
 from torchtitan_cad.integration.report.metrics import CadMetrics, ShadowMetrics
 from torchtitan_cad.integration.session import current_session
 from torchtitan_cad.runtime import ops
@@ -73,9 +74,10 @@ class PlannedValidator:
     ) -> tuple[Any, Any, Any]:
         """Return tokens, labels and the models' arguments, the plan's key in place of a mask."""
         key = current_session().plan_now(input_dict)
+        inputs = drop_document_ids(input_dict)
         stock: Any = super()
         tokens, labels, others = stock.post_dataloading_process(
-            input_dict, labels, model_parts
+            inputs, labels, model_parts
         )
         return tokens, labels, {**others, "attention_masks": key}
 

@@ -20,6 +20,7 @@ from torchtitan.trainer import Trainer
 from torchtitan_cad.integration.compile_caches import separate_compile_caches
 from torchtitan_cad.integration.engines import engine_name
 from torchtitan_cad.integration.failure import close_job, train_and_name_peers
+from torchtitan_cad.integration.loading.documents import drop_document_ids
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.loading.redistribution import POSITIONS
 from torchtitan_cad.integration.room import RankParts, blocks_of, room_of
@@ -57,7 +58,7 @@ class CadTrainer(Trainer):
     def __init__(self, config: Any) -> None:
         self.shadow = config.cad.shadow
         self._recorded_step = 0
-        check_recipe(config, config.cad)
+        check_recipe(config)
         add_demo_texts(config)
         begin_run()
         config = self._recorded(config) if self.shadow else _with_cad(config)
@@ -124,9 +125,9 @@ class CadTrainer(Trainer):
         self, input_dict: Any, labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return tokens, labels and the model's arguments, the plan's key in place of a mask."""
+        inputs = drop_document_ids(input_dict)
         if self.shadow:
-            return super().post_dataloading_process(input_dict, labels)
-        inputs = dict(input_dict)
+            return super().post_dataloading_process(inputs, labels)
         key = inputs.pop(PLAN_KEYS)
         redistributed = inputs.pop(POSITIONS, None)
         if redistributed is not None:

@@ -20,7 +20,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
-from torchtitan_cad.runtime.hosts import host_name, number_hosts
+from torchtitan_cad.runtime.hosts import folder_of_sockets, host_name, number_hosts
 from torchtitan_cad.runtime.transport.base import Transport, all_to_all, gather
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.far import FarRanks, transfer_over
@@ -39,6 +39,8 @@ TRANSPORTS = ("auto", "symm_mem", "collective", "nvshmem")
 _PROBE_TIMEOUT_S = 20.0
 _START_TIMEOUT_S = 120.0
 """seconds: NVSHMEM's own start waits for all ranks of the job without a bound"""
+_LONGEST_SOCKET_PATH = 107
+"""characters of a Unix socket's name on Linux; torch does not check it"""
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
@@ -189,25 +191,26 @@ def _symmetric(request: _Request) -> SymmetricTransport:
     try:
         return _tried_out(request, allocate, far, description)
     finally:
-        if near.group is not group:
-            # memory that is shared needs it no longer
-            dist.destroy_process_group(near.group)
+        # memory that is shared needs it no longer
+        dist.destroy_process_group(near.group)
 
 
 def _near_ranks(request: _Request) -> NearRanks:
-    """Return the ranks of this host, with a process group of their own where there are other hosts."""
+    """Return the ranks of this host, with a process group of their own.
+
+    Where there is one host they have one, too: torch 2.15 names later groups by how many a rank has made, and other CAD
+    groups of the job may have several hosts.
+    """
     group = request.group
     hosts = request.hosts
     near = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank()]]
-    if request.num_hosts == 1:
-        return NearRanks(group, request.agreement, near, len(hosts))
     ranks = dist.get_process_group_ranks(group)
     timeout = timedelta(seconds=_START_TIMEOUT_S)
     global_ranks = [ranks[rank] for rank in near]
     of_host = dist.new_group(
         global_ranks, timeout, backend="gloo", use_local_synchronization=True
     )
-    return NearRanks(of_host, of_host, near, len(hosts))
+    return NearRanks(of_host, near, len(hosts))
 
 
 def _over_nvshmem(request: _Request) -> SymmetricTransport:
@@ -303,6 +306,12 @@ def _check(device: torch.device) -> None:
             )
         return
     _check_device(device)
+    socket_path = f"{folder_of_sockets()}/symm_mem-{os.getpid()}"
+    if len(socket_path) > _LONGEST_SOCKET_PATH:
+        raise RuntimeError(
+            f"torch's symmetric memory opens {socket_path}, longer than the {_LONGEST_SOCKET_PATH} characters of "
+            "sockets' names; set the environment variable TMPDIR to a shorter folder"
+        )
     if (backend := symm_mem.get_backend(device)) not in (None, "CUDA"):
         raise RuntimeError(
             f"torch's symmetric memory has the backend {backend}, and a process has one; inside a host CUDA is "

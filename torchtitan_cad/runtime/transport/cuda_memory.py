@@ -7,6 +7,7 @@ record to host memory, and later kernels of this rank do nothing.
 """
 
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +28,7 @@ from torchtitan_cad.runtime.transport.memory import (
 from torchtitan_cad.runtime.triton import put, signals
 
 _RENDEZVOUS_TIMEOUT_S = 60.0
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class DeviceMemory(SymmetricMemory):
@@ -80,7 +82,7 @@ class DeviceMemory(SymmetricMemory):
         handle = None
         addresses[near.rank] = own.data_ptr()
         if len(near.ranks) > 1:
-            with bounded_waits(near.group):
+            with bounded_waits(near.group), _without_multicast():
                 handle = symm_mem.rendezvous(own, near.group)
             for rank, address in zip(near.ranks, handle.buffer_ptrs, strict=True):
                 if rank == near.rank and address != own.data_ptr():
@@ -157,6 +159,23 @@ class DeviceMemory(SymmetricMemory):
 def sending_stream(device: torch.device) -> "torch.cuda.Stream":
     """Return the stream on which this process sends, with a high priority, as peers wait for it."""
     return torch.cuda.Stream(device, priority=-1)
+
+
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Let torch map memory without NVLink's multicast.
+
+    No kernel here uses it, it fails on some devices (H20, workstations), and its driver calls wait for peers without
+    a bound. torch has no other switch.
+    """
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_NO_MULTICAST]
+        if before is not None:
+            os.environ[_NO_MULTICAST] = before
 
 
 @contextmanager

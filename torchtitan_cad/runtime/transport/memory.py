@@ -35,14 +35,12 @@ class NearRanks:
     """The ranks of a CAD group that share memory, those of one host.
 
     Attributes:
-        group: their process group.
-        agreement: a gloo group of them, which may be ``group``.
+        group: their process group, of gloo.
         ranks: their indices in the CAD group, in the order of the process group.
         num_ranks: ranks of the CAD group.
     """
 
     group: dist.ProcessGroup
-    agreement: dist.ProcessGroup
     ranks: Sequence[int]
     num_ranks: int
 
@@ -135,7 +133,7 @@ class CpuMemory(SymmetricMemory):
         """
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         num_bytes = os.fstat(file.fileno()).st_size
-        named_paths = gather((os.readlink(path), path), near.agreement)
+        named_paths = gather((os.readlink(path), path), near.group)
         for peer, (peers_name, peers_path) in named_paths.items():
             # In a container of its own, a peer of the same number may be another process: this one, say.
             if not os.path.exists(peers_path) or os.readlink(peers_path) != peers_name:

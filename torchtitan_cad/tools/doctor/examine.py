@@ -18,6 +18,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
+from torchtitan.components.validate import build_validator
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
@@ -350,6 +351,8 @@ def _check_dataset(job: Job) -> Answer:
 def _check_validation(job: Job) -> Answer:
     if not job.config.validation.enable:
         return "skip", "validation.enable is false"
+    if job.spec.build_validator_fn is not build_validator:
+        return "skip", "the model's TrainSpec builds a validator of its own"
     return _look_into("validation", job, build_text_validation_dataloader)
 
 
@@ -592,7 +595,7 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     "stock": (_check_stock, VALID, SPEC, MODEL),
     "tokenizer": (_check_tokenizer, SPEC, MODEL),
     "dataset": (_check_dataset, SPEC),
-    "validation": (_check_validation,),
+    "validation": (_check_validation, SPEC),
     "kernel": (_check_kernel, CAD, VALID, MODEL),
     "transport": (_check_transport, CAD, VALID),
     "environment": (_check_environment, CAD, VALID),
