@@ -64,7 +64,7 @@ def test_a_derived_model_gets_the_adapter_of_its_base(tmp_path):
         plugin.on_config(config)
         model = get_train_spec("mine").model_cls
         assert issubclass(model, sys.modules[MODULE].Derived)
-        assert hasattr(model, "adapter")
+        assert attention_kinds(config, args, torch.float32) == (kind,)
     finally:
         plugin.restore()
 
@@ -85,7 +85,7 @@ def test_other_names_are_refused(options, tmp_path):
         parse_job(tmp_path, *options)
 
 
-@pytest.mark.parametrize("own", ["model", "block", "attention"])
+@pytest.mark.parametrize("own", ["model", "block", "attention", "inner_attention"])
 def test_a_forward_of_a_users_own_is_not_replaced(own, tmp_path, monkeypatch):
     """One nano-batch calls it; two would run torchtitan's in its place."""
     name = "own_forward" if own == "model" else "mine"
@@ -98,13 +98,25 @@ def test_a_forward_of_a_users_own_is_not_replaced(own, tmp_path, monkeypatch):
     finally:
         plugin.restore()
     block = model.layers["0"]
-    of_user = {"block": block, "attention": block.attention}.get(own)
-    if of_user is not None:
+    inner = block.attention.inner_attention
+    parts = {"block": block, "attention": block.attention, "inner_attention": inner}
+    if own in parts:
         check_forwards(model, halves=True)
-        monkeypatch.setattr(type(of_user), "forward", lambda *args: None)
-    check_forwards(model, halves=False)
+        monkeypatch.setattr(type(parts[own]), "forward", lambda *args: None)
+    if own != "inner_attention":
+        check_forwards(model, halves=False)
     with refusal(remedy="cad.nano_batches"):
-        check_forwards(model, halves=True)
+        check_forwards(model, halves=own != "inner_attention")
+
+
+def test_masks_of_a_users_own_are_refused_under_any_name(tmp_path):
+    parse_job(tmp_path, IMPORT, *MINE)
+    own = dataclasses.replace(
+        get_train_spec("own_masks"), model_args=get_train_spec("llama3").model_args
+    )
+    _extra_train_specs["llama3"] = own
+    with refusal():
+        parse_job(tmp_path, "--model.name=llama3", "--model.flavor=debugmodel")
 
 
 def test_a_users_attention_is_not_replaced_by_that_of_a_projection(monkeypatch):

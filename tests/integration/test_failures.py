@@ -2,7 +2,7 @@
 """Bad configurations: one clear error on every rank; and no checkpoint after an exchange that failed."""
 
 from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 
@@ -81,6 +81,22 @@ def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(monkeypat
     assert checkpointer.saved == [3]
 
 
+def test_a_job_whose_data_end_waits_for_its_checkpoint(monkeypatch):
+    enable_cpu()
+    from torchtitan_cad.integration import failure
+
+    session = MagicMock(monitor=MagicMock(launcher=0))
+    monkeypatch.setattr(failure, "current_session", lambda: session)
+    trainer = MagicMock()
+    begin_run()
+    with run_state().signals:
+        failure.train_and_name_peers(trainer, trainer.train)
+    assert trainer.mock_calls[-2:] == [
+        call.train(),
+        call.checkpointer.save_future.result(),
+    ]
+
+
 DIVERGED = RuntimeError("Loss is not finite (global_avg_loss=nan) at step 3.")
 LOST = PeerError("rank 1 has not sent its rows")
 
@@ -106,5 +122,5 @@ def test_a_loss_that_diverges_is_no_fault_of_a_peer(
     with pytest.raises(RuntimeError) as error, run_state().signals:
         failure.train_and_name_peers(MagicMock(), Mock(side_effect=DIVERGED))
     assert error.value is raised
-    (call,) = monitor.find_cause.mock_calls
-    assert call.kwargs == {"by_itself": raised is DIVERGED}
+    (asked,) = monitor.find_cause.mock_calls
+    assert asked.kwargs == {"by_itself": raised is DIVERGED}

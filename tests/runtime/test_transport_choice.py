@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.lib.refusals import refusal
 from tests.lib.threaded import needs_linux
 from torchtitan_cad.runtime import hosts
 from torchtitan_cad.runtime.transport import build, build_transport, expected_transport
-from torchtitan_cad.runtime.transport.memory import CpuMemory
+from torchtitan_cad.runtime.transport.memory import CpuMemory, NearRanks
 
 
 def choose_where_one_rank_cannot(
@@ -100,13 +101,6 @@ AUTO = {
         "such as set_symm_mem_for_comm of FSDP2",
     ),
     "async tensor parallelism": (CUDA, 2, {"backend": "CUDA"}, BETWEEN, TRIAL),
-    "a long folder": (
-        CUDA,
-        1,
-        {"folder": "/" + 92 * "x"},
-        "collective",
-        "set the environment variable TMPDIR to a shorter folder",
-    ),
     "CPU ranks": (CPU, 2, {}, "collective", "for ranks on CPU it serves tests"),
 }
 """Device, hosts, what a machine has, and what ``auto`` then means, and why."""
@@ -117,13 +111,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes this process see a machine that has these."""
 
     def set_up(
-        triton: object = True,
-        backend: str | None = None,
-        nvshmem: bool = False,
-        folder: str = "/tmp",
+        triton: object = True, backend: str | None = None, nvshmem: bool = False
     ) -> None:
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(os, "getpid", lambda: 4194304)
         monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: triton)
         monkeypatch.setattr(symm_mem, "get_backend", lambda device: backend)
         monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: nvshmem)
@@ -177,13 +166,43 @@ def test_all_groups_of_a_job_agree_before_nvshmem_allocates():
     values(run_processes(4, choose_over_all_groups))
 
 
+def put_sockets_into(group: dist.ProcessGroup, folders: list[str]) -> str:
+    os.environ["TMPDIR"] = folders[group.rank()]
+    try:
+        build._check_sockets(NearRanks(group, [0, 1], 2))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("one", "one"), ""),
+        (("one", "other"), "set the environment variable TMPDIR alike"),
+        (("one", 100 * "x"), "set the environment variable TMPDIR to a shorter one"),
+    ],
+)
+def test_ranks_of_a_host_put_torchs_sockets_into_one_folder(names, said, tmp_path):
+    folders = [str(tmp_path / name) for name in names]
+    for folder in folders:
+        Path(folder).mkdir(exist_ok=True)
+    told = values(run_processes(2, put_sockets_into, folders))
+    assert all(text.endswith(said) for text in told)
+    assert all(bool(text) == bool(said) for text in told)
+
+
 def differ_in_hosts(group: dist.ProcessGroup) -> list[str]:
-    """Ranks 0 and 1 of four share a host, ranks 2 and 3 do not. Later they make a group, which torch 2.15 numbers."""
+    """Ranks 0 and 1 of four share a host, ranks 2 and 3 do not. Later groups have names of their own."""
     groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])]
     rank = group.rank()
     build.host_name = lambda: f"host {max(0, rank - 1)}"
     transport = build_transport("symm_mem", groups[rank // 2], CPU)
-    dist.barrier(dist.new_group(timeout=timedelta(seconds=20), backend="gloo"))
+    timeout = timedelta(seconds=20)
+    ranks = [rank - rank % 2, rank - rank % 2 + 1]
+    again = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    dist.barrier(again)
+    dist.barrier(dist.new_group(timeout=timeout, backend="gloo"))
     return [transport.description]
 
 
@@ -250,11 +269,8 @@ def test_a_host_is_a_boot_and_a_name(monkeypatch, tmp_path):
     boot_id.rename(tmp_path / "pid:[1]")
     monkeypatch.setattr(hosts, "_PROCESSES", other_processes)
     assert hosts.host_name() != here
-    monkeypatch.undo()
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert hosts.host_name() != here
-    monkeypatch.setenv("TMPDIR", "/no/such folder")
-    assert hosts.host_name() != here
+    monkeypatch.setattr(hosts, "_BOOT_ID", tmp_path / "none")
+    assert hosts.host_name()
     assert hosts.number_hosts(["b", "a", "b", "c"]) == (0, 1, 0, 2)
 
 

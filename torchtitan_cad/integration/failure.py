@@ -70,6 +70,7 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
     try:
         try:
             train()
+            _complete_checkpoint(trainer.checkpointer)
         except RuntimeError as error:
             if str(error).startswith(_DIVERGED):
                 current_session().confirm_exchanges()
@@ -94,6 +95,13 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
                 f"rank {rank} stopped at step {trainer.step} because {'; '.join(findings)}. Noticed as {noticed}"
             ) from error
         raise
+
+
+def _complete_checkpoint(checkpointer: Any) -> None:
+    """Wait for a checkpoint that is still being written when data end before the last step, which has its own."""
+    future = getattr(checkpointer, "save_future", None)
+    if future is not None:
+        future.result()
 
 
 def close_job(close: Callable[[], None]) -> None:

@@ -16,13 +16,12 @@ from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, buffer_b
 from torchtitan_cad.planning.keeping import (
     FILLED,
     GRADIENT_BYTES,
-    WORKING,
     Checkpointing,
     KeepCapacity,
     Stage,
     kept_calls,
+    most_working_bytes,
 )
-from torchtitan_cad.planning.memory import stock_memory
 
 _STATES = 4
 """Tensors as large as a weight, with it: the gradient and Adam's two moments."""
@@ -98,7 +97,7 @@ def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
             nano_batches
             * BUFFERS_PER_CALL
             * buffer_bytes(job.cad.receive_buffer_gb, nano_batches),
-            WORKING * max(stock_memory(job.shape, tokens, tokens, tasks=job.rows)),
+            most_working_bytes(job.shape, tokens, parts.row_tokens, job.rows),
         )
     )
     calls = kept_calls(

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torchtitan_cad.planning.memory import stock_memory
 from torchtitan_cad.planning.model.shape import AttentionShape
 
 Checkpointing = Literal["none", "selective", "linear", "full"]
@@ -24,8 +25,12 @@ GRADIENT_BYTES = 4
 """bytes per parameter of a gradient that is not sharded."""
 LOGIT_BYTES = 4
 """bytes: the fp32 copy of a logit."""
-WORKING = 3
-"""Working memory of core attention of a layer, at most, over that of stock attention (bench/memory.py)."""
+_WORKING = 3
+"""Working memory of core attention of a layer, at most, over that of stock attention of a rank's tokens
+(bench/memory.py)."""
+_WORKING_OF_ROW = 2
+"""The same over that of stock attention of a rank's tokens to a whole row, which ranks share: 1.9 where eight ranks
+share rows of 256K."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,22 @@ class KeepCapacity:
             return f"rows travel again for backward ({used})"
         whole = self.calls * self.bytes_per_call / 1e9
         return f"servers keep rows of up to {self.bytes_per_call / 1e9:.2f} GB a call, {whole:.1f} GB in all ({used})"
+
+
+def most_working_bytes(
+    shape: AttentionShape, tokens: int, row_tokens: int, documents: int
+) -> float:
+    """Return the bytes of working memory of a layer's core attention, at most.
+
+    Args:
+        shape: of a rank.
+        tokens: of a rank.
+        row_tokens: of a row, which documents do not exceed.
+        documents: of a rank.
+    """
+    of_tokens = max(stock_memory(shape, tokens, tokens, documents))
+    of_row = max(stock_memory(shape, tokens, row_tokens, documents))
+    return float(max(_WORKING * of_tokens, _WORKING_OF_ROW * of_row))
 
 
 def kept_by_setting(backward: str, *, in_ticks: bool) -> float | None:

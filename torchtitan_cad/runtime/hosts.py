@@ -4,6 +4,7 @@
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -13,26 +14,15 @@ _PROCESSES = Path("/proc/self/ns/pid")
 def host_name() -> str:
     """Return a name that the processes of one host have, and no others.
 
-    They see each other's processes, and the folder through which torch shares memory. Containers on two machines may
-    have one host name, and two containers on one machine have the machine's boot id and may have its host name.
+    They see each other's processes. Containers on two machines may have one host name, and two containers on one
+    machine have the machine's boot id and may have its host name.
     """
     parts = [socket.gethostname()]
-    if _BOOT_ID.exists():
+    with suppress(OSError):
         parts.append(_BOOT_ID.read_text().strip())
-    if _PROCESSES.exists():
+    with suppress(OSError):
         parts.append(os.readlink(_PROCESSES))
-    folder = Path(folder_of_sockets())
-    if folder.exists():
-        parts.append(str(folder.stat().st_ino))
-        parts.append(str(folder.stat().st_dev))
     return " ".join(parts)
-
-
-def folder_of_sockets() -> str:
-    """Return the folder in which ranks show each other memory of CUDA devices: torch's, for temporary files."""
-    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
-    folders = [os.environ[name] for name in names if name in os.environ]
-    return folders[0] if folders else "/tmp"
 
 
 def number_hosts(names: Sequence[str]) -> tuple[int, ...]:

@@ -233,7 +233,12 @@ def _documents(
     else:
         lengths = named_lengths(DEFAULT)
         notes.append(f"documents: {DEFAULT} (default)")
-    row, step = _tokens(options, titan, cluster.ranks // (cluster.tp * pp))
+    ranks, rest = divmod(cluster.ranks, cluster.tp * pp)
+    if rest:
+        raise ValueError(
+            f"--ranks {cluster.ranks}: not a multiple of tp x pp = {cluster.tp * pp}; set a multiple of it"
+        )
+    row, step = _tokens(options, titan, ranks)
     count = _count(options, cluster, notes)
     return Documents(lengths, row, step, count, options.seed)
 

@@ -336,13 +336,14 @@ ADAPTERS: dict[str, Adapter] = {
 
 def adapter_of(name: str) -> Adapter | None:
     """Return what CAD knows of a model, or of the one whose class and masks a registered ``TrainSpec``'s has."""
-    if name in ADAPTERS:
-        return ADAPTERS[name]
     try:
         model_cls = get_train_spec(name).model_cls
     except Exception:
         # unknown, or whatever importing one of torchtitan's experiments raises
         return None
+    adapter = getattr(model_cls, "adapter", None)
+    if isinstance(adapter, Adapter):  # CAD's own class, of a job that is being built
+        return adapter
     if not _is_torchtitans(model_cls.get_attention_masks):
         return None
     for known, adapter in ADAPTERS.items():
@@ -363,7 +364,7 @@ def check_forwards(model: Any, *, halves: bool) -> None:
     """
     adapter = model.adapter
     blocks = list(model.layers.values())
-    replaced: list[Any] = []
+    replaced: list[Any] = [type(block.attention.inner_attention) for block in blocks]
     if halves or adapter.runs_blocks:
         replaced.append(type(model).__mro__[1])
     if halves:
@@ -372,10 +373,9 @@ def check_forwards(model: Any, *, halves: bool) -> None:
         replaced += [type(block.attention) for block in blocks]
     for module_cls in replaced:
         if not _is_torchtitans(module_cls.forward):
-            remedy = "cad.nano_batches to 1" if halves else "parallelism.cad to false"
             raise ValueError(
                 f"{module_cls.__name__} has a forward of its own, which CAD would replace by that of torchtitan's "
-                f"model; keep torchtitan's, or set {remedy}"
+                "model; keep torchtitan's, or set parallelism.cad to false or cad.nano_batches to 1, if it is 2"
             )
 
 

@@ -20,7 +20,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
-from torchtitan_cad.runtime.hosts import folder_of_sockets, host_name, number_hosts
+from torchtitan_cad.runtime.hosts import host_name, number_hosts
 from torchtitan_cad.runtime.transport.base import Transport, all_to_all, gather
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.far import FarRanks, transfer_over
@@ -39,8 +39,8 @@ TRANSPORTS = ("auto", "symm_mem", "collective", "nvshmem")
 _PROBE_TIMEOUT_S = 20.0
 _START_TIMEOUT_S = 120.0
 """seconds: NVSHMEM's own start waits for all ranks of the job without a bound"""
-_LONGEST_SOCKET_PATH = 107
-"""characters of a Unix socket's name on Linux; torch does not check it"""
+_LONGEST_FOLDER = 90
+"""characters: a Unix socket's name has 107 at most, of which "/symm_mem-" and a process number are up to 17"""
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
@@ -166,8 +166,10 @@ def _symmetric(request: _Request) -> SymmetricTransport:
     group = request.group
     agreement = request.agreement
     device = request.device
-    _agree(lambda: _check(device), agreement)
     near = _agree(lambda: _near_ranks(request), agreement)
+    _agree(lambda: _check(device), agreement)
+    if device.type != "cpu":
+        _agree(lambda: _check_sockets(near), agreement)
     far = None
     description = "symm_mem"
     if request.num_hosts > 1:
@@ -188,18 +190,14 @@ def _symmetric(request: _Request) -> SymmetricTransport:
         own = _agree(lambda: DeviceMemory.reserve(num_bytes, device), agreement)
         return _agree(lambda: DeviceMemory.share(own, near), agreement)
 
-    try:
-        return _tried_out(request, allocate, far, description)
-    finally:
-        # memory that is shared needs it no longer
-        dist.destroy_process_group(near.group)
+    return _tried_out(request, allocate, far, description)
 
 
 def _near_ranks(request: _Request) -> NearRanks:
     """Return the ranks of this host, with a process group of their own.
 
-    Where there is one host they have one, too: torch 2.15 names later groups by how many a rank has made, and other CAD
-    groups of the job may have several hosts.
+    They have one whatever the hosts and whatever follows, and for good: torch names groups by how many a rank has made
+    (2.15) or has (before), and other CAD groups of the job may have other hosts.
     """
     group = request.group
     hosts = request.hosts
@@ -306,17 +304,33 @@ def _check(device: torch.device) -> None:
             )
         return
     _check_device(device)
-    socket_path = f"{folder_of_sockets()}/symm_mem-{os.getpid()}"
-    if len(socket_path) > _LONGEST_SOCKET_PATH:
-        raise RuntimeError(
-            f"torch's symmetric memory opens {socket_path}, longer than the {_LONGEST_SOCKET_PATH} characters of "
-            "sockets' names; set the environment variable TMPDIR to a shorter folder"
-        )
     if (backend := symm_mem.get_backend(device)) not in (None, "CUDA"):
         raise RuntimeError(
             f"torch's symmetric memory has the backend {backend}, and a process has one; inside a host CUDA is "
             "needed: unset the environment variable TORCH_SYMMMEM, or do without what else sets that backend, such "
             "as set_symm_mem_for_comm of FSDP2"
+        )
+
+
+def _check_sockets(near: NearRanks) -> None:
+    """Raise RuntimeError unless torch's sockets of this host's ranks, which it does not check, lie in one folder."""
+    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # as torch looks for them
+    folder = next((os.environ[name] for name in names if name in os.environ), "/tmp")
+    inode = None
+    with contextlib.suppress(OSError):
+        status = os.stat(folder)
+        inode = (status.st_dev, status.st_ino)
+    folders = gather((len(folder), inode), near.group)
+    longest, _ = max(folders.values(), key=lambda length_and_inode: length_and_inode[0])
+    if longest > _LONGEST_FOLDER:
+        raise RuntimeError(
+            f"torch's symmetric memory opens sockets in a folder of {longest} characters, and {_LONGEST_FOLDER} are "
+            "possible; set the environment variable TMPDIR to a shorter one"
+        )
+    if len(set(folders.values())) > 1:
+        raise RuntimeError(
+            f"torch's symmetric memory opens sockets in {folder}, which is another folder on other ranks of the host; "
+            "set the environment variable TMPDIR alike"
         )
 
 

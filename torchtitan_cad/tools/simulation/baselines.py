@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Systems without CAD: equal chunks, reordered rows, packing with per-document context parallelism, and perfection.
 
-All but the last do one thing after the other, so their times are sums.
+All but the last do one thing after the other, so their times are sums: torchtitan gathers keys before it attends, as
+the paper's packing does.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from torchtitan_cad.tools.simulation.memory import (
 from torchtitan_cad.tools.simulation.row_orders import distribute_under_cap, row_orders
 from torchtitan_cad.tools.simulation.step import KEPT, Memory, Outcome, Step, both_ways
 
+CAPS = (1.0, 0.98, 0.95, 0.9, 0.8)
+"""Shares of the tokens for which packing has memory; many documents in one microbatch take memory, too."""
+
 
 def _repeated(step: Step, values: FloatArray) -> FloatArray:
     """Add forward to backward, [2, ...], where backward computes whole layers again."""
@@ -42,7 +46,7 @@ def in_sequence(
     attention: FloatArray,
     gathered: FloatArray,
     keep: bool = False,
-    sharing: int | IntArray | None = None,
+    sharing: IntArray | None = None,
     of_ranks: FloatArray | None = None,
 ) -> Outcome:
     """Return the step's time by parts.
@@ -53,7 +57,8 @@ def in_sequence(
         gathered: tokens whose keys the ranks of a replica gather, [replicas, microbatches], for layers that attend in
             full; windows and chunks are taken to need none of other ranks.
         keep: backward does not gather them again.
-        sharing: ranks of a replica that gather, int64 [replicas, microbatches]; by default the configuration's ``cp``.
+        sharing: ranks of a replica that gather, int64 [replicas, microbatches], or send keys round a ring behind
+            attention, where that is faster; by default the configuration's ``cp`` gather.
         of_ranks: forward seconds of every rank, [ranks, microbatches]; by default its ranks are as slow as a replica.
     """
     costs = step.costs
@@ -62,6 +67,10 @@ def in_sequence(
     gathers = step.full_layers * both_ways(
         lambda forward: costs.gather_seconds(gathered, cp, forward, keep)
     )
+    if sharing is not None:
+        rings = both_ways(lambda forward: costs.ring_seconds(gathered, cp, forward))
+        exposed = np.maximum(0.0, rings - attention)
+        gathers = np.minimum(gathers, step.full_layers * exposed)
     balanced = _seconds(step, tokens, attention)
     full = _seconds(step, tokens, attention + gathers)
     parts = replace(
@@ -244,15 +253,27 @@ def packing_cp(step: Step) -> Outcome | None:
     gathered again in backward, or with ``backward = "keep"`` kept by all layers. None if it does not fit: no cap within
     the memory leaves room for all documents.
     """
-    cp = step.configuration.cp
-    replicas = step.ranks // cp
+    documents = packed_documents(step, step.configuration.cp)
+    most = _packed_cap(step)
+    for share in CAPS:
+        bins = _packed_bins(step, documents, share * most)
+        if bins is None:
+            return None
+        outcome = _packed_outcome(step, bins)
+        if outcome is not None:
+            return outcome
+    return None
+
+
+def _packed_bins(step: Step, documents: FloatArray, cap: float) -> FloatArray | None:
+    """Return what the documents of every microbatch and replica add up to, [6, microbatches, replicas].
+
+    The rows are those of ``packed_documents``. None if no replica has room for some document.
+    """
+    replicas = step.ranks // step.configuration.cp
     num_bins = replicas * step.microbatches
     sizes = np.ones(num_bins, dtype=np.int64)
-    key_bytes = _packed_key_bytes(step)
-    documents = packed_documents(step, cp)
-    lengths = step.batch.lengths
-    cap = _packed_cap(step, key_bytes)
-    bins = distribute_under_cap(documents[0], lengths, sizes, cap)
+    bins = distribute_under_cap(documents[0], step.batch.lengths, sizes, cap)
     if bins is None:
         return None
     sums = add_up(documents, bins, num_bins)
@@ -262,6 +283,12 @@ def packing_cp(step: Step) -> Outcome | None:
     distributed = heaviest_first.reshape(-1, step.microbatches, replicas)
     # and heavier ones to each replica in turn
     distributed[:, 1::2] = distributed[:, 1::2, ::-1]
+    return distributed
+
+
+def _packed_outcome(step: Step, distributed: FloatArray) -> Outcome | None:
+    """Time the step with these bins, as of ``_packed_bins``; None if it does not fit."""
+    cp = step.configuration.cp
     seconds = distributed[0].sum(axis=1)
     ordered = distributed[:, best_order(seconds, step.pp)]
     _, tokens, forward, backward, gathered, counts = ordered.transpose(0, 2, 1)
@@ -271,18 +298,17 @@ def packing_cp(step: Step) -> Outcome | None:
         tokens=float(tokens.max()),
         keys=keys.max(),
         documents=int(counts.max()),
-        gathered=float(gathered.max()) * key_bytes,
+        gathered=float(gathered.max()) * _packed_key_bytes(step),
     )
     if memory.total > step.costs.cluster.memory:
         return None
-    keep = step.configuration.backward == "keep"
     return in_sequence(
         step,
         memory,
         tokens,
         attention=np.stack([forward, backward]),
         gathered=gathered,
-        keep=keep,
+        keep=step.configuration.backward == "keep",
     )
 
 
@@ -299,10 +325,10 @@ def _packed_key_bytes(step: Step) -> float:
     return step.costs.shape.kv_bytes * layers
 
 
-def _packed_cap(step: Step, key_bytes: float) -> float:
-    """Return the tokens of a microbatch and replica for which packing has memory."""
+def _packed_cap(step: Step) -> float:
+    """Return the tokens of a microbatch and replica for which packing has memory, less what many documents take."""
     cp = step.configuration.cp
-    gathered = key_bytes * cp if cp > 1 else 0.0
+    gathered = _packed_key_bytes(step) * cp if cp > 1 else 0.0
     activations = token_bytes(step, in_flight(step))
     per_token = activations + gathered + stock_attention(step, 1, cp, 0)
     free = step.costs.cluster.memory - states(step)

@@ -242,9 +242,8 @@ class Costs:
 
         Backward scatters their gradients and, unless ranks ``keep`` what they gathered, gathers again.
         """
-        within = np.asarray(ranks) * self.cluster.tp <= self.cluster.ranks_per_node
-        bandwidth = np.where(within, self.cluster.node, self.cluster.net)
-        seconds = self.gathered_bytes(tokens, ranks, forward, keep) / bandwidth
+        num_bytes = self.gathered_bytes(tokens, ranks, forward, keep)
+        seconds = num_bytes / self._group_bandwidth(ranks)
         collectives = 1 if forward or keep else 2
         gathers = (tokens > 0) & (np.asarray(ranks) > 1)
         return np.where(gathers, collectives * self.cluster.latency + seconds, 0.0)
@@ -272,10 +271,29 @@ class Costs:
             * parameters
             / self.cluster.tp
         )
-        # of a node, which share what comes from others
-        within = min(group, self.cluster.group_per_node)
-        bandwidth = self.cluster.node if group == within else self.cluster.net * within
-        return num_bytes * (group - 1) / group / bandwidth
+        seconds = num_bytes * (group - 1) / group / self._group_bandwidth(group)
+        return float(seconds)
+
+    def _group_bandwidth(self, ranks: int | IntArray) -> FloatArray:
+        """Return the bytes per second that each of ``ranks`` receives in a gather over them.
+
+        Those of a node share what comes from other nodes.
+        """
+        of_node = np.minimum(ranks, self.cluster.group_per_node)
+        between = np.minimum(self.cluster.node, self.cluster.net * of_node)
+        return np.where(ranks == of_node, self.cluster.node, between)
+
+    def ring_seconds(
+        self, tokens: npt.NDArray[Any], ranks: int | IntArray, forward: bool
+    ) -> FloatArray:
+        """Return the seconds of what ``gather_seconds`` moves, by a ring, whose slowest link sets the pace."""
+        within = np.asarray(ranks) <= self.cluster.group_per_node
+        bandwidth = np.where(within, self.cluster.node, self.cluster.net)
+        num_bytes = self.gathered_bytes(tokens, ranks, forward)
+        hops = np.asarray(ranks) - 1
+        return np.where(
+            hops > 0, hops * self.cluster.latency + num_bytes / bandwidth, 0.0
+        )
 
     def transfers(
         self, plan: Plan, forward: bool, keep: bool

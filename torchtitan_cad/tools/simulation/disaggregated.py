@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, product
@@ -261,14 +262,17 @@ class Disaggregated:
         if not forward:
             streams.compute = streams.compute + head
         if not step.repeats_forward:
-            streams.run(step.segments(forward), [nanos[kind] for kind in order], busy)
+            layers = [nanos[kind] for kind in order]
+            fixed: Sequence[float] = step.segments(forward, 0.0)
+            streams.run(step.segments(forward), fixed, layers, busy)
         else:  # halves do not overlap across layers, each of which backward computes again first
             for kind in order:
-                streams.run(
-                    step.block(True), [self._nanos(pool, True, exchange)[kind]], busy
-                )
+                layers = [self._nanos(pool, True, exchange)[kind]]
+                fixed = step.block(True, 0.0)
+                streams.run(step.block(True), fixed, layers, busy)
                 if not forward:
-                    streams.run(step.block(False), [nanos[kind]])
+                    fixed = step.block(False, 0.0)
+                    streams.run(step.block(False), fixed, [nanos[kind]])
         streams.compute = np.maximum(streams.compute, streams.gathered)
         if forward:
             streams.compute = streams.compute + head

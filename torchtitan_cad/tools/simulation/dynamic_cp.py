@@ -30,8 +30,9 @@ OF_LARGE = ((1.1, 0.5), (2.0, 1.0))
 def dynamic_cp(step: Step) -> Outcome | None:
     """Give every long document a group of ranks of its own, and fill all groups with short ones to equal work.
 
-    A group has as many ranks as its longest document needs, a power of two. Its ranks are equal; they gather keys and
-    values, and again in backward. Groups of a like size and work run beside each other. None if it does not fit.
+    A group has as many ranks as its longest document needs, a power of two. Its ranks are equal. Keys and values go
+    round a ring behind attention, or are gathered before it, whichever is faster, and again in backward. Groups of a
+    like size and work run beside each other. None if it does not fit.
     """
     even = memory_without_cad(step, step.tokens, step.tokens, documents=1)
     if even.total > step.costs.cluster.memory:

@@ -11,11 +11,11 @@ from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.keeping import (
     GRADIENT_BYTES,
-    WORKING,
     KeepCapacity,
     Stage,
     kept_by_setting,
     kept_calls,
+    most_working_bytes,
 )
 from torchtitan_cad.planning.memory import attention_memory, stock_memory
 from torchtitan_cad.planning.model.shape import RowBytes
@@ -125,7 +125,9 @@ def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
     microbatches_in_flight = in_flight(step, configuration.schedule)
     activations = step.tokens * token_bytes(step, microbatches_in_flight, nano_batches)
     documents = len(step.batch.lengths) // (step.ranks * step.microbatches)
-    attention = WORKING * stock_attention(step, step.tokens, step.tokens, documents)
+    attention = most_working_bytes(
+        step.costs.shape, round(step.tokens), step.batch.row_tokens, documents
+    )
     calls = kept_calls(
         step.layers, microbatches_in_flight, nano_batches, configuration.checkpointing
     )

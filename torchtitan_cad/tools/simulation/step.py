@@ -201,9 +201,9 @@ class Step:
         )
         return (pre, post) if forward else (post, pre)
 
-    def segments(self, forward: bool) -> list[float]:
+    def segments(self, forward: bool, tokens: float | None = None) -> list[float]:
         """Seconds of one microbatch's work before, between and after the attentions of a stage, without the head."""
-        first, last = self.block(forward)
+        first, last = self.block(forward, tokens)
         return [first, *[first + last] * (self.layers - 1), last]
 
     def head(self, forward: bool, tokens: float | None = None) -> float:

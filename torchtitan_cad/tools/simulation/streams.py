@@ -72,6 +72,7 @@ class Streams:
     def run(
         self,
         segments: Sequence[float],
+        latencies: Sequence[float],
         layers: Sequence[Sequence[Nano]],
         background: float = 0.0,
     ) -> None:
@@ -79,12 +80,14 @@ class Streams:
 
         Args:
             segments: seconds of a whole microbatch's work before, between and after the attentions.
+            latencies: seconds of them that do not depend on tokens, which each part of the microbatch takes.
             layers: the parts of the microbatch in every layer.
             background: seconds for which the network gathers the next layer's parameters during every layer, whose
                 first segment waits for them.
         """
         returned = [self.compute] * len(layers[0])
-        for number, segment in enumerate(segments):
+        both = zip(segments, latencies, strict=True)
+        for number, (segment, latency) in enumerate(both):
             arrived = []
             last = number == len(layers)
             nanos = layers[number - last]
@@ -92,12 +95,14 @@ class Streams:
             upcoming = self.gathered
             for index, nano in enumerate(nanos):
                 waits = background and not last
+                seconds = np.where(nano.share > 0, latency, 0.0)
+                seconds += (segment - latency) * nano.share
                 done = self.work(
                     np.maximum(returned[index], gathered) if waits else returned[index],
-                    segment * nano.share,
+                    seconds,
                 )
                 if index == 0 and waits:
-                    begin = done - segment * nano.share
+                    begin = done - seconds
                     self.network = upcoming = (
                         np.maximum(self.network, begin) + background
                     )
