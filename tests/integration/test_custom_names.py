@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.lib.jobs.harness import parse_job
+from tests.lib.jobs.compositions import CAD, COMMON
+from tests.lib.jobs.harness import parse_job, run
 from tests.lib.refusals import refusal
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
@@ -83,6 +84,16 @@ def test_a_derived_model_gets_the_adapter_of_its_base(tmp_path):
 def test_other_names_are_refused(options, tmp_path):
     with refusal():
         parse_job(tmp_path, *options)
+
+
+def test_a_derived_model_trains_as_its_base():
+    """The flavor is llama3's as the module registers it, too."""
+    flavor = "--model.flavor=mine"
+    derived, base = (
+        run([*COMMON, *CAD, IMPORT, *names, "--training.steps=2"])
+        for names in (MINE, (flavor,))
+    )
+    assert derived.losses == base.losses
 
 
 @pytest.mark.parametrize("own", ["model", "block", "attention", "inner_attention"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lib.jobs.simulated import read_job
+from tests.lib.refusals import refusal
 from tests.lib.sets import CONFIGS, every_config
 from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
 from torchtitan_cad.tools.main import main
@@ -90,6 +91,12 @@ def test_microbatches_of_the_command_line_have_the_jobs_tokens():
     inputs, *_ = read_inputs(path, (), Options(ranks=8, microbatches=4))
     job = read_job("llama3_8b_8gpus", ranks=8)
     assert inputs.documents.step_tokens == 4 * job.step_tokens
+
+
+def test_ranks_that_tp_does_not_divide():
+    """None would be left to divide the tokens over."""
+    with refusal("--ranks 64", "tp x pp = 128", "multiple"):
+        read_inputs(CONFIGS / "llama3_8b.toml", (), Options(ranks=64, tp=128))
 
 
 def test_numbers_of_a_job_with_experts():

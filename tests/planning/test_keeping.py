@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The room that calls of core attention share for rows that servers keep."""
 
+import numpy as np
 import pytest
 
-from torchtitan_cad.planning.keeping import KeepCapacity, kept_calls
+from tests.lib.workloads import SHAPE, TOKENS_PER_RANK, spanning_layout
+from torchtitan_cad.planning import PlannerConfig
+from torchtitan_cad.planning.keeping import (
+    KeepCapacity,
+    kept_calls,
+    most_working_bytes,
+)
+from torchtitan_cad.planning.memory import attention_memory
+from torchtitan_cad.planning.placement.place import place_and_plan
 
 
 def test_calls_share_what_a_job_leaves():
@@ -34,3 +43,27 @@ def test_a_stage_without_layers_has_room():
         ).bytes_per_call
         == 60.0
     )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_room_is_left_for_attention_over_rows_that_ranks_share(seed):
+    """Eight rows of 256K tokens on eight ranks each, in documents of very different lengths."""
+    num_rows = 8
+    cp = 8
+    row_tokens = cp * TOKENS_PER_RANK
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    for _ in range(num_rows):
+        left = row_tokens
+        while left:
+            drawn = int(rng.lognormal(np.log(16384), 2.0))
+            length = min(left, max(512, drawn // 512 * 512))
+            lengths.append(length)
+            left -= length
+    layout = spanning_layout(lengths, num_rows * cp)
+    plan, _ = place_and_plan(layout, SHAPE, PlannerConfig(tolerance=0.02))
+    memory = attention_memory([plan])
+    most = most_working_bytes(
+        SHAPE, TOKENS_PER_RANK, row_tokens, len(lengths) // (2 * cp)
+    )
+    assert max(memory.forward, memory.backward) <= most

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.lib.simulation_cases import run, step
 from torchtitan_cad.tools.simulation.baselines import packed, packing_cp
 from torchtitan_cad.tools.simulation.dynamic_cp import (
+    _with_limits,
     dynamic_cp,
     group_sizes,
     side_by_side,
@@ -55,6 +56,16 @@ def test_short_documents_are_packed_as_without_context_parallelism():
     assert outcome is not None
     assert outcome.exchanged_bytes == 0
     assert outcome.seconds == pytest.approx(alone.seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(("flops", "is_hidden"), [(1e10, True), (1e18, False)])
+def test_keys_go_round_a_ring_behind_attention(flops, is_hidden):
+    rates = {"attention_flops": flops, "backward_flops": flops}
+    one = step(lengths=(16384,), microbatches=1, **rates)
+    outcome = _with_limits(one, 1.05 * one.tokens, 0.25)
+    assert outcome is not None
+    assert outcome.exchanged_bytes > 0
+    assert (outcome.parts.exchange == 0) == is_hidden
 
 
 def test_simulate_compares_with_it():

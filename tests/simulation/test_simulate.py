@@ -34,6 +34,7 @@ from torchtitan_cad.tools.simulation.batches import Batch, named_lengths
 from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING, Model, Rates
 from torchtitan_cad.tools.simulation.search import Search, Trial
+from torchtitan_cad.tools.simulation.streams import Nano, Streams
 from torchtitan_cad.tools.simulation.systems import PARTS, SYSTEMS, Report
 
 
@@ -442,6 +443,36 @@ def test_packing_keeps_what_it_gathered_where_that_fits():
     for backward, fits in (("keep", False), ("resend", True)):
         asked = configuration(cp=4, backward=backward)
         assert search.run("packing_cp", asked).fits == fits
+
+
+def test_packing_leaves_room_for_what_many_documents_take():
+    """Without, replicas of short documents would be filled with more tokens than they have memory for."""
+    lengths = (*[16] * 1000, 12000)
+    enough = packing_cp(step(lengths=lengths, cp=1)).memory.total
+    assert packing_cp(step(lengths=lengths, cp=1, memory=0.85 * enough)) is not None
+    assert packing_cp(step(lengths=lengths, cp=1, memory=0.5 * enough)) is None
+
+
+def test_a_gather_over_nodes_has_the_links_of_all_gpus_of_a_node():
+    """Also FSDP's. A ring has one of them."""
+    links = {"ranks_per_node": 4, "net": 1e9, "node": 100e9, "latency": 0.0}
+    costs = step(**links).costs
+    tokens = np.array(4096.0)
+    for ranks, rate in ((4, 100e9), (8, 4e9)):
+        num_bytes = costs.gathered_bytes(tokens, ranks, True)
+        seconds = costs.gather_seconds(tokens, ranks, True)
+        assert seconds == pytest.approx(num_bytes / rate)
+    assert costs.ring_seconds(tokens, 8, True) == pytest.approx(num_bytes / 1e9)
+    parameters = costs.parameter_seconds(1000.0, 8, gradients=False)
+    assert parameters == pytest.approx(1000 * MODEL.dtype_bytes * 7 / 8 / 4e9)
+
+
+def test_both_nano_batches_take_the_latency_of_a_segment():
+    whole, half = (Nano(np.zeros(1), np.full(1, share)) for share in (1.0, 0.5))
+    for parts, seconds in (([whole], 6.0), ([half, half], 8.0)):
+        streams = Streams(1)
+        streams.run([3.0, 3.0], [1.0, 1.0], [parts])
+        assert streams.compute.tolist() == [seconds]
 
 
 def test_what_does_not_fit_is_reported_and_not_used():
