@@ -28,8 +28,8 @@ from torchtitan_cad.tools.simulation.inputs import (
 )
 from torchtitan_cad.tools.simulation.systems import simulate
 
-NET, MEMORY = 50e9, 127e9
-"""Bytes a second and GPU between nodes; nine tenths of the 141 GB of an H200."""
+NET, MEMORY = 50e9, 135e9
+"""Bytes a second and GPU between nodes; nine tenths of the 150e9 bytes of an H200."""
 
 
 @dataclass(frozen=True)

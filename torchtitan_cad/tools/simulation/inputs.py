@@ -268,8 +268,8 @@ class Cluster(Checked):
     memory: float = about(
         "Bytes of a GPU that a job can fill.",
         "B",
-        72e9,
-        source="nine tenths of an H100's 80 GB",
+        76.5e9,
+        source="nine tenths of the 85e9 bytes that an H100 of 80 GB has, as cad.backward takes them",
     )
     fsdp: bool = about(
         "Parameters are sharded as by FSDP2 (True), or the optimizer's state alone (False).",
