@@ -116,8 +116,11 @@ def test_a_forward_of_a_users_own_is_not_replaced(own, tmp_path, monkeypatch):
         monkeypatch.setattr(type(parts[own]), "forward", lambda *args: None)
     if own != "inner_attention":
         check_forwards(model, halves=False)
-    with refusal(remedy="cad.nano_batches"):
-        check_forwards(model, halves=own != "inner_attention")
+        with refusal(remedy="cad.nano_batches"):
+            check_forwards(model, halves=True)
+    else:
+        with refusal(remedy="parallelism.cad"):
+            check_forwards(model, halves=False)
 
 
 def test_masks_of_a_users_own_are_refused_under_any_name(tmp_path):

@@ -101,6 +101,13 @@ AUTO = {
         "such as set_symm_mem_for_comm of FSDP2",
     ),
     "async tensor parallelism": (CUDA, 2, {"backend": "CUDA"}, BETWEEN, TRIAL),
+    "a long folder": (
+        CUDA,
+        1,
+        {"folder": "/" + 100 * "x"},
+        "collective",
+        "set the environment variable TMPDIR to a shorter one",
+    ),
     "CPU ranks": (CPU, 2, {}, "collective", "for ranks on CPU it serves tests"),
 }
 """Device, hosts, what a machine has, and what ``auto`` then means, and why."""
@@ -111,8 +118,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes this process see a machine that has these."""
 
     def set_up(
-        triton: object = True, backend: str | None = None, nvshmem: bool = False
+        triton: object = True,
+        backend: str | None = None,
+        nvshmem: bool = False,
+        folder: str = "/tmp",
     ) -> None:
+        monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: triton)
         monkeypatch.setattr(symm_mem, "get_backend", lambda device: backend)
         monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: nvshmem)
@@ -180,7 +191,6 @@ def put_sockets_into(group: dist.ProcessGroup, folders: list[str]) -> str:
     [
         (("one", "one"), ""),
         (("one", "other"), "set the environment variable TMPDIR alike"),
-        (("one", 100 * "x"), "set the environment variable TMPDIR to a shorter one"),
     ],
 )
 def test_ranks_of_a_host_put_torchs_sockets_into_one_folder(names, said, tmp_path):

@@ -70,7 +70,8 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
     try:
         try:
             train()
-            _complete_checkpoint(trainer.checkpointer)
+            with monitor.outside_of_steps():
+                _complete_checkpoint(trainer.checkpointer)
         except RuntimeError as error:
             if str(error).startswith(_DIVERGED):
                 current_session().confirm_exchanges()

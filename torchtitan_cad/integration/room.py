@@ -97,7 +97,12 @@ def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
             nano_batches
             * BUFFERS_PER_CALL
             * buffer_bytes(job.cad.receive_buffer_gb, nano_batches),
-            most_working_bytes(job.shape, tokens, parts.row_tokens, documents=job.rows),
+            most_working_bytes(
+                job.shape,
+                tokens,
+                parts.row_tokens,
+                documents=job.rows // job.microbatches,
+            ),
         )
     )
     calls = kept_calls(

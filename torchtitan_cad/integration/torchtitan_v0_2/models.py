@@ -364,18 +364,26 @@ def check_forwards(model: Any, *, halves: bool) -> None:
     """
     adapter = model.adapter
     blocks = list(model.layers.values())
-    replaced: list[Any] = [type(block.attention.inner_attention) for block in blocks]
-    if halves or adapter.runs_blocks:
-        replaced.append(type(model).__mro__[1])
+    of_model = [type(model).__mro__[1]]
+    of_blocks = [type(block) for block in blocks]
+    of_attention = [type(block.attention) for block in blocks]
+    replaced = [type(block.attention.inner_attention) for block in blocks]
+    if adapter.runs_blocks:
+        replaced += of_model
+    if adapter.replaces_forward:
+        replaced += of_attention
+    _refuse_own(replaced, "parallelism.cad to false")
     if halves:
-        replaced += [type(block) for block in blocks]
-    if halves or adapter.replaces_forward:
-        replaced += [type(block.attention) for block in blocks]
+        by_halves = [*of_model, *of_blocks, *of_attention]
+        _refuse_own(by_halves, "cad.nano_batches to 1")
+
+
+def _refuse_own(replaced: Iterable[Any], remedy: str) -> None:
     for module_cls in replaced:
         if not _is_torchtitans(module_cls.forward):
             raise ValueError(
                 f"{module_cls.__name__} has a forward of its own, which CAD would replace by that of torchtitan's "
-                "model; keep torchtitan's, or set parallelism.cad to false or cad.nano_batches to 1, if it is 2"
+                f"model; keep torchtitan's, or set {remedy}"
             )
 
 

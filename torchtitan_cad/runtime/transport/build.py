@@ -166,6 +166,7 @@ def _symmetric(request: _Request) -> SymmetricTransport:
     group = request.group
     agreement = request.agreement
     device = request.device
+    _agree(lambda: None, agreement)  # ranks that start late have more time for it
     near = _agree(lambda: _near_ranks(request), agreement)
     _agree(lambda: _check(device), agreement)
     if device.type != "cpu":
@@ -304,6 +305,11 @@ def _check(device: torch.device) -> None:
             )
         return
     _check_device(device)
+    if len(os.fsencode(_socket_folder())) > _LONGEST_FOLDER:
+        raise RuntimeError(
+            f"torch's symmetric memory opens sockets in {_socket_folder()}, and the folder may have {_LONGEST_FOLDER} "
+            "characters; set the environment variable TMPDIR to a shorter one"
+        )
     if (backend := symm_mem.get_backend(device)) not in (None, "CUDA"):
         raise RuntimeError(
             f"torch's symmetric memory has the backend {backend}, and a process has one; inside a host CUDA is "
@@ -312,25 +318,22 @@ def _check(device: torch.device) -> None:
         )
 
 
+def _socket_folder() -> str:
+    """Return the folder in which torch opens the sockets by which ranks show each other a CUDA device's memory."""
+    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # as torch looks for it
+    return next((os.environ[name] for name in names if name in os.environ), "/tmp")
+
+
 def _check_sockets(near: NearRanks) -> None:
-    """Raise RuntimeError unless torch's sockets of this host's ranks, which it does not check, lie in one folder."""
-    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # as torch looks for them
-    folder = next((os.environ[name] for name in names if name in os.environ), "/tmp")
+    """Raise RuntimeError unless this host's ranks have one folder for sockets; torch would wait without a bound."""
     inode = None
     with contextlib.suppress(OSError):
-        status = os.stat(folder)
+        status = os.stat(_socket_folder())
         inode = (status.st_dev, status.st_ino)
-    folders = gather((len(folder), inode), near.group)
-    longest, _ = max(folders.values(), key=lambda length_and_inode: length_and_inode[0])
-    if longest > _LONGEST_FOLDER:
+    if len({*gather(inode, near.group).values()}) > 1:
         raise RuntimeError(
-            f"torch's symmetric memory opens sockets in a folder of {longest} characters, and {_LONGEST_FOLDER} are "
-            "possible; set the environment variable TMPDIR to a shorter one"
-        )
-    if len(set(folders.values())) > 1:
-        raise RuntimeError(
-            f"torch's symmetric memory opens sockets in {folder}, which is another folder on other ranks of the host; "
-            "set the environment variable TMPDIR alike"
+            f"torch's symmetric memory opens sockets in {_socket_folder()}, which is another folder on other ranks of "
+            "the host; set the environment variable TMPDIR alike"
         )
 
 

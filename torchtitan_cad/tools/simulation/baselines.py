@@ -7,7 +7,7 @@ the paper's packing does.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -39,14 +39,58 @@ def _repeated(step: Step, values: FloatArray) -> FloatArray:
     return np.stack([forward, backward + forward])
 
 
+@dataclass(frozen=True)
+class KeyExchange:
+    """Keys and values that ranks of a replica have of each other in the mean layer, and their gradients.
+
+    Attributes:
+        seconds: that nothing hides, [2, replicas, microbatches], forward and backward.
+        num_bytes: into the mean rank, both ways.
+    """
+
+    seconds: FloatArray
+    num_bytes: float
+
+
+def gathers(
+    step: Step, tokens: FloatArray, sharing: int | IntArray, keep: bool = False
+) -> KeyExchange:
+    """Gather keys before attention.
+
+    Args:
+        tokens: whose keys the ranks of a replica gather, [replicas, microbatches], for layers that attend in full;
+            windows and chunks are taken to need none of other ranks.
+        sharing: ranks of a replica that gather.
+        keep: backward does not gather them again.
+    """
+    costs = step.costs
+    seconds = both_ways(
+        lambda forward: costs.gather_seconds(tokens, sharing, forward, keep)
+    )
+    num_bytes = both_ways(
+        lambda forward: costs.gathered_bytes(tokens, sharing, forward, keep).mean()
+    )
+    of_both = float(_repeated(step, num_bytes).sum())
+    return KeyExchange(step.full_layers * seconds, step.full_layers * of_both)
+
+
+def ring(
+    step: Step, tokens: FloatArray, sharing: IntArray, attention: FloatArray
+) -> KeyExchange:
+    """Send keys round a ring behind attention, of the mean layer's seconds; the arguments are those of ``gathers``."""
+    seconds = both_ways(
+        lambda forward: step.costs.ring_seconds(tokens, sharing, forward)
+    )
+    exposed = np.maximum(0.0, step.full_layers * seconds - attention)
+    return replace(gathers(step, tokens, sharing), seconds=exposed)
+
+
 def in_sequence(
     step: Step,
     memory: Memory,
     tokens: FloatArray,
     attention: FloatArray,
-    gathered: FloatArray,
-    keep: bool = False,
-    sharing: IntArray | None = None,
+    keys: KeyExchange,
     of_ranks: FloatArray | None = None,
 ) -> Outcome:
     """Return the step's time by parts.
@@ -54,36 +98,17 @@ def in_sequence(
     Args:
         tokens: of the slowest rank of every replica, [replicas, microbatches].
         attention: seconds of the mean layer, [2, replicas, microbatches], forward and backward.
-        gathered: tokens whose keys the ranks of a replica gather, [replicas, microbatches], for layers that attend in
-            full; windows and chunks are taken to need none of other ranks.
-        keep: backward does not gather them again.
-        sharing: ranks of a replica that gather, int64 [replicas, microbatches], or send keys round a ring behind
-            attention, where that is faster; by default the configuration's ``cp`` gather.
         of_ranks: forward seconds of every rank, [ranks, microbatches]; by default its ranks are as slow as a replica.
     """
-    costs = step.costs
-    cp = step.configuration.cp if sharing is None else sharing
     even = step.even("1F1B")
-    gathers = step.full_layers * both_ways(
-        lambda forward: costs.gather_seconds(gathered, cp, forward, keep)
-    )
-    if sharing is not None:
-        rings = both_ways(lambda forward: costs.ring_seconds(gathered, cp, forward))
-        exposed = np.maximum(0.0, rings - attention)
-        gathers = np.minimum(gathers, step.full_layers * exposed)
     balanced = _seconds(step, tokens, attention)
-    full = _seconds(step, tokens, attention + gathers)
+    full = _seconds(step, tokens, attention + keys.seconds)
     parts = replace(
         even.unbalanced(balanced - even.total + even.synchronisation),
         exchange=full - balanced,
     )
-    num_bytes = both_ways(
-        lambda forward: costs.gathered_bytes(gathered, cp, forward, keep).mean()
-    )
-    of_both = float(_repeated(step, num_bytes).sum())
-    into_rank = step.full_layers * of_both
     exchanges = step.microbatches * step.layers
-    exchanged_bytes = into_rank * costs.cluster.ranks * exchanges
+    exchanged_bytes = keys.num_bytes * step.costs.cluster.ranks * exchanges
     ranks = attention[0] if of_ranks is None else of_ranks
     slowest = ranks.max(axis=0)
     mean = ranks.mean(axis=0)
@@ -193,7 +218,7 @@ def _in_rows(step: Step, order: IntArray, row_seconds: FloatArray) -> Outcome:
         memory,
         tokens=np.full(shape, step.tokens),
         attention=of_ranks.max(axis=3),
-        gathered=np.full(shape, shared_tokens),
+        keys=gathers(step, np.full(shape, shared_tokens), cp),
         of_ranks=forward.transpose(0, 2, 1).reshape(-1, step.microbatches),
     )
 
@@ -302,13 +327,13 @@ def _packed_outcome(step: Step, distributed: FloatArray) -> Outcome | None:
     )
     if memory.total > step.costs.cluster.memory:
         return None
+    keep = step.configuration.backward == "keep"
     return in_sequence(
         step,
         memory,
         tokens,
         attention=np.stack([forward, backward]),
-        gathered=gathered,
-        keep=step.configuration.backward == "keep",
+        keys=gathers(step, gathered, cp, keep),
     )
 
 

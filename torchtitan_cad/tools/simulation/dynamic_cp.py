@@ -11,8 +11,10 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order
 from torchtitan_cad.tools.simulation.baselines import (
     add_up,
+    gathers,
     in_sequence,
     packed_documents,
+    ring,
 )
 from torchtitan_cad.tools.simulation.memory import memory_without_cad
 from torchtitan_cad.tools.simulation.row_orders import distribute_under_cap
@@ -69,27 +71,42 @@ def _with_limits(step: Step, capacity: float, share: float) -> Outcome | None:
         return None
     slowest = seconds[placed].max(axis=0)
     placed = placed[:, best_order(slowest, step.pp)]
-    _, tokens, forward, backward, gathered, counts = of_groups[:, placed]
-    sharing = sizes[placed]
-    keys = tokens + gathered * (1 - 1 / sharing)
-    gathered_bytes = float(gathered.max()) * step.costs.shape.kv_bytes
-    memory = memory_without_cad(
-        step,
-        tokens=float(tokens.max()),
-        keys=float(keys.max()),
-        documents=int(counts.max()),
-        gathered=gathered_bytes,
-    )
-    if memory.total > step.costs.cluster.memory:
-        return None
-    return in_sequence(
-        step,
-        memory,
-        tokens,
-        attention=np.stack([forward, backward]),
-        gathered=gathered,
-        sharing=sharing,
-    )
+    return _fastest_way(step, of_groups[:, placed], sharing=sizes[placed])
+
+
+def _fastest_way(step: Step, of_ranks: FloatArray, sharing: IntArray) -> Outcome | None:
+    """Time the step with keys round a ring, and gathered; None if neither fits.
+
+    Args:
+        of_ranks: what ``packed_documents`` of every rank and microbatch add up to, [6, ranks, microbatches].
+        sharing: ranks that share documents with each.
+    """
+    _, tokens, forward, backward, gathered, counts = of_ranks
+    attention = np.stack([forward, backward])
+    of_others = gathered * (1 - 1 / sharing)
+    all_keys = tokens + of_others
+    # a ring has the keys of two ranks at a time
+    own_share = gathered / sharing
+    held = 2 * own_share
+    by_ring = ring(step, gathered, sharing, attention)
+    by_gathers = gathers(step, gathered, sharing)
+    ways = [
+        (by_ring, tokens, held),
+        (by_gathers, all_keys, gathered),
+    ]
+    fitting = list[Outcome]()
+    for key_exchange, keys, others in ways:
+        memory = memory_without_cad(
+            step,
+            tokens=float(tokens.max()),
+            keys=float(keys.max()),
+            documents=int(counts.max()),
+            gathered=float(others.max()) * step.costs.shape.kv_bytes,
+        )
+        if memory.total <= step.costs.cluster.memory:
+            outcome = in_sequence(step, memory, tokens, attention, key_exchange)
+            fitting.append(outcome)
+    return min(fitting, key=lambda outcome: outcome.seconds, default=None)
 
 
 def group_sizes(lengths: IntArray, limit: float, num_ranks: int) -> IntArray:
