@@ -182,6 +182,7 @@ def attend_to_sharded_heads() -> None:
         out = attend(self, xq.to_local(), xk.to_local(), xv.to_local(), *args, **kwargs)
         return DTensor.from_local(out, xq.device_mesh, [Shard(1)], run_check=False)
 
+    attend_locally.__module__ = VarlenAttentionWrapper.__module__
     VarlenAttentionWrapper.forward = attend_locally
 
 
@@ -455,6 +456,7 @@ def compute_in_fp64(_: bool) -> None:
             *(x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv)), call
         )[0]
 
+    attend.__module__ = VarlenAttentionWrapper.__module__
     VarlenAttentionWrapper.forward = attend
 
 
