@@ -45,9 +45,9 @@ def test_a_stage_without_layers_has_room():
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [8, 13])
 def test_room_is_left_for_attention_over_rows_that_ranks_share(seed):
-    """Eight rows of 256K tokens on eight ranks each, in documents of very different lengths."""
+    """Eight rows of 256K tokens on eight ranks each. Three times stock of a rank's own tokens would not do."""
     num_rows = 8
     cp = 8
     row_tokens = cp * TOKENS_PER_RANK
@@ -64,6 +64,6 @@ def test_room_is_left_for_attention_over_rows_that_ranks_share(seed):
     plan, _ = place_and_plan(layout, SHAPE, PlannerConfig(tolerance=0.02))
     memory = attention_memory([plan])
     most = most_working_bytes(
-        SHAPE, TOKENS_PER_RANK, row_tokens, len(lengths) // (2 * cp)
+        SHAPE, TOKENS_PER_RANK, row_tokens, len(lengths) // (num_rows * cp)
     )
     assert max(memory.forward, memory.backward) <= most
