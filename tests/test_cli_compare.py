@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tests.lib.jobs.compositions import TOLERANCE
-from tests.lib.jobs.harness import tokenizer_folder
+from tests.lib.jobs.harness import parse_job, tokenizer_folder
 from tests.lib.refusals import refusal
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.report.statistics import StepStatistics
@@ -179,14 +180,76 @@ def test_figures_that_are_not_known_are_null_in_json(
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_runs_that_cannot_be_simulated_keep_their_figures(
+    tmp_path, monkeypatch, capsys
+):
+    """Their rows differ in length."""
+    result = compared(tmp_path, rows=[[60, 40], [60]])
+    monkeypatch.setattr(comparison, "run", lambda *args, **options: result)
+    compare.run(JOB, nproc=2, output=tmp_path)
+    figures = json.loads((tmp_path / "compare.json").read_text())
+    assert figures["predicted_speedup"] is None
+    assert figures["speedup"]["overall"] > 1
+    printed = capsys.readouterr().out
+    assert "no prediction: " in printed
+    assert "a rank)" in printed
+
+
+@pytest.mark.parametrize(
+    ("schedule", "without"),
+    [("CADInterleaved1F1B", "Interleaved1F1B"), ("CAD1F1B", "1F1B"), ("1F1B", None)],
+)
+def test_schedules_in_ticks_have_a_counterpart_without_cad(schedule, without):
+    parallelism = SimpleNamespace(pipeline_parallel_schedule=schedule)
+    off, on = comparison.switches_of(SimpleNamespace(parallelism=parallelism))
+    assert on == "--parallelism.cad"
+    switch, *others = off.split()
+    assert switch == "--parallelism.no-cad"
+    option = f"--parallelism.pipeline_parallel_schedule={without}"
+    assert others == ([option] if without else [])
+
+
+@pytest.mark.parametrize("nproc", [None, 2])
+def test_one_gpu_cannot_be_compared(nproc, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    with refusal(remedy="CUDA_VISIBLE_DEVICES"):
+        compare._places(nproc)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert compare._places(nproc) == (2, "NVIDIA H200")
+    with refusal("--nproc", 3, remedy="at most 2"):
+        compare._places(3)
+
+
+def test_sigterm_ends_a_comparison_as_ctrl_c_does():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit), comparison._exit_on_sigterm():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path, monkeypatch):
     """All 2 x 4 context- and tensor-parallel ranks of a data-parallel coordinate count the same 4,096 labels."""
     from torchtitan.train import Trainer
 
+    now = [0.0]
+
+    def slow_rows(rule: object, batch: dict[str, Any]) -> list[list[int]]:
+        now[0] += 1000.0
+        return [[1]]
+
     def train_step(trainer: Any) -> None:
+        batch = {"input": torch.ones((1, 8), dtype=torch.int64)}
+        Trainer.forward_backward_step(trainer, input_dict=batch)
+        batch.clear()
         trainer.ntokens_seen += 4096
         trainer.metrics_processor.log(trainer.step, 8.0, 8.5, 1.5)
 
+    clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 0.0)
+    monkeypatch.setattr(measured, "time", clock)
+    monkeypatch.setattr(measured, "document_rows", slow_rows)
+    monkeypatch.setattr(Trainer, "forward_backward_step", lambda *_, **__: None)
     monkeypatch.setattr(Trainer, "train_step", train_step)
     for changed, name in (
         (Trainer, "forward_backward_step"),
@@ -206,11 +269,17 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path, monkeypatch):
         ntokens_seen=100,
         metrics_processor=SimpleNamespace(log=lambda *args: None),
         parallel_dims=SimpleNamespace(non_data_parallel_size=8),
+        job_config=parse_job(tmp_path, "--parallelism.no-cad"),
+        model_args=SimpleNamespace(vocab_size=2048, attn_mask_type="causal"),
+        tokenizer=SimpleNamespace(eos_id=0),
     )
     Trainer.train_step(trainer)
     figures = json.loads(records.read_text())
     assert 8 * figures["tokens"] == 4096
     assert (figures["loss"], figures["gradient_norm"]) == (8.0, 1.5)
+    assert figures["rows"] == [[1]]
+    # What a comparison notes of a batch takes no time of a step.
+    assert figures["seconds"] == 0.0
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch, refused):
@@ -244,6 +313,4 @@ def test_a_job_is_compared(tmp_path, capsys):
     assert "speed-up" in capsys.readouterr().out
 
     assert main([*command, "--training.seq_len=513x"]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "the run in" in error
-    assert "513x" in error
+    assert "513x" in capsys.readouterr().err.strip().splitlines()[-1]

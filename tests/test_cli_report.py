@@ -75,7 +75,8 @@ def test_summary(tmp_path, capsys, end):
         wanted[key] = FIRST[key]
     assert summary_beside(path) == pytest.approx(wanted)
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "Core attention disaggregation on 4 ranks, logged steps: 3"
+    headline = "Core attention disaggregation in a CAD group of 4 ranks"
+    assert printed[0] == f"{headline}, logged steps: 3"
     assert [line.split()[-1] for line in printed[1:3]] == ["2.000", "1.000"]
     assert not any("homes" in line for line in printed), "nothing was measured of it"
     assert printed[-1] == f"wrote cad_summary.json and imbalance.png in {path.parent}"
@@ -105,16 +106,36 @@ def test_the_newest_run_is_taken_and_a_later_one_overwrites_nothing(tmp_path):
     assert summary_beside(second)["loss_last"] == 2.0
 
 
-def test_traces_get_the_names_that_tensorboard_looks_for(tmp_path):
+def test_a_loss_that_is_not_finite_is_said(tmp_path, capsys):
+    write(tmp_path, FIRST, SECOND)
+    assert main(["report", str(tmp_path)]) == 0
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if "last step" in x)
+    assert line.endswith("not finite")
+
+
+def test_figures_are_printed_where_nothing_can_be_written(tmp_path, capsys):
+    (write(tmp_path, FIRST).parent / "cad_summary.json").mkdir()
+    assert main(["report", str(tmp_path)]) == 0
+    *figures, note = capsys.readouterr().out.splitlines()
+    assert len(figures) > 3
+    assert note.startswith("wrote nothing: ")
+    assert not (tmp_path / "imbalance.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "end"), [("profile_traces", ""), ("profiling/traces", ".gz")]
+)
+def test_traces_get_the_names_that_tensorboard_looks_for(folder, end, tmp_path):
+    """Those of torchtitan 0.2.2 and of 0.3.0."""
     write(tmp_path / "tb" / "now", FIRST)
-    folder = tmp_path / "profile_traces" / "iteration_4"
+    folder = tmp_path / folder / "iteration_4"
     folder.mkdir(parents=True)
-    trace = folder / "rank3_trace.json"
+    trace = folder / f"rank3_trace.json{end}"
     trace.write_text("{}")
     for _ in range(2):
         assert main(["report", str(tmp_path)]) == 0
     (linked,) = set(folder.iterdir()) - {trace}
-    assert linked.name == "rank3.pt.trace.json"
+    assert linked.name == f"rank3.pt.trace.json{end}"
     assert linked.samefile(trace)
 
 

@@ -22,14 +22,20 @@ from collections.abc import Sequence
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 
 _SIGNAL_EXIT = 128
 _MISTAKE_EXIT = 2
 """of argparse, for an option that cannot be"""
 _POLL_S = 1.0
-_STUCK_S = 10.0
-"""seconds: torchrun asks ten times a second whether ranks have ended, unless it waits for the rendezvous"""
+_STUCK_S = 45.0
+"""seconds: torchrun asks ten times a second whether ranks have ended, unless it waits for the rendezvous, or 30 s for a
+rank to end"""
 _ENDED_BY_TORCHRUN = (-signal.SIGTERM, _SIGNAL_EXIT + signal.SIGTERM)
 
 
@@ -92,11 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if failure.exitcode > 0
             else _SIGNAL_EXIT - failure.exitcode
         )
-    except RendezvousConnectionError:
-        print(
-            f"launch: {_no_answer(options)}; this has ended all ranks of this node",
-            file=sys.stderr,
-        )
+    except RendezvousError as error:
+        print(f"launch: {_reason(error, options)}", file=sys.stderr)
         return 1
     except SignalException as error:
         print(
@@ -121,8 +124,30 @@ def _give_every_start_a_store(options: Namespace) -> None:
         )
 
 
+def _reason(error: RendezvousError, options: Namespace) -> str:
+    """Say why nodes did not meet, and what to do."""
+    match error:
+        case RendezvousConnectionError():
+            return f"{_no_answer(options)}; this has ended all ranks of this node"
+        case RendezvousTimeoutError():
+            return (
+                f"the rendezvous at {_endpoint(options)} has waited in vain for all of --nnodes={options.nnodes}; "
+                "start torchtitan_cad.launch on as many, or set --rdzv-conf join_timeout to more seconds"
+            )
+        case RendezvousClosedError():
+            return (
+                f"the rendezvous at {_endpoint(options)} is closed: the job has ended on other nodes; start all of "
+                "them again"
+            )
+    return f"the rendezvous at {_endpoint(options)} has failed: {error}; start all nodes again"
+
+
 def _no_answer(options: Namespace) -> str:
-    return f"the rendezvous at {options.rdzv_endpoint} does not answer: its host or the link to it is gone"
+    return f"the rendezvous at {_endpoint(options)} does not answer: its host or the link to it is gone"
+
+
+def _endpoint(options: Namespace) -> str:
+    return options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
 
 
 def _end_if_stuck(options: Namespace, logs: str) -> None:

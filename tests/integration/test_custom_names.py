@@ -4,6 +4,8 @@
 import dataclasses
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -22,6 +24,7 @@ from torchtitan.models.llama3 import llama3_args  # noqa: E402
 from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec  # noqa: E402
 
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import TitanBlock  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.model import cad_model_class  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.models import (  # noqa: E402
@@ -78,6 +81,7 @@ def test_a_derived_model_gets_the_adapter_of_its_base(tmp_path):
         ("--model.name=mine",),
         (IMPORT, "--model.name=own_parallelize", MINE[1]),
         (IMPORT, "--model.name=own_masks", MINE[1]),
+        (IMPORT, "--model.name=no_masks", MINE[1]),
         ("--experimental.custom_import=no.such",),
     ],
 )
@@ -96,24 +100,37 @@ def test_a_derived_model_trains_as_its_base():
     assert derived.losses == base.losses
 
 
-@pytest.mark.parametrize("own", ["model", "block", "attention", "inner_attention"])
-def test_a_forward_of_a_users_own_is_not_replaced(own, tmp_path, monkeypatch):
-    """One nano-batch calls it; two would run torchtitan's in its place."""
-    name = "own_forward" if own == "model" else "mine"
-    config = parse_job(tmp_path, IMPORT, f"--model.name={name}", MINE[1])
+def small_model(name: str, folder: Path) -> Any:
+    """Build a registered model on the meta device as a job with CAD does."""
+    config = parse_job(folder, IMPORT, f"--model.name={name}", MINE[1])
     try:
         plugin.on_config(config)
         spec = get_train_spec(name)
         with torch.device("meta"):
-            model = spec.model_cls(spec.model_args["small"])
+            return spec.model_cls(spec.model_args["small"])
     finally:
         plugin.restore()
+
+
+def own_forward(*args: Any) -> None:
+    """Stand for a user's, in a model that a fork has beside torchtitan's."""
+
+
+own_forward.__module__ = "torchtitan.models.mine.model"
+
+
+@pytest.mark.parametrize("of_class", [True, False])
+@pytest.mark.parametrize("own", ["model", "block", "attention", "inner_attention"])
+def test_a_forward_of_a_users_own_is_not_replaced(own, of_class, tmp_path, monkeypatch):
+    """One nano-batch calls it; two would run torchtitan's in its place."""
+    model = small_model("own_forward" if own == "model" else "mine", tmp_path)
     block = model.layers["0"]
     inner = block.attention.inner_attention
     parts = {"block": block, "attention": block.attention, "inner_attention": inner}
     if own in parts:
         check_forwards(model, halves=True)
-        monkeypatch.setattr(type(parts[own]), "forward", lambda *args: None)
+        place = type(parts[own]) if of_class else parts[own]
+        monkeypatch.setattr(place, "forward", own_forward)
     if own != "inner_attention":
         check_forwards(model, halves=False)
         with refusal(remedy="cad.nano_batches"):
@@ -121,6 +138,17 @@ def test_a_forward_of_a_users_own_is_not_replaced(own, tmp_path, monkeypatch):
     else:
         with refusal(remedy="parallelism.cad"):
             check_forwards(model, halves=False)
+
+
+def test_two_nano_batches_run_a_users_mlp_and_attention(tmp_path, monkeypatch):
+    """An MLP of a user's own is called whole, and attention may differ in what CAD does not stand in for."""
+    block, derived = small_model("mine", tmp_path).layers.values()
+    assert TitanBlock(block).can_split
+    attention = derived.attention
+    attention.__class__ = type("Own", (type(attention),), {"__module__": MODULE})
+    assert TitanBlock(derived).can_split
+    monkeypatch.setattr(type(derived.feed_forward), "forward", own_forward)
+    assert not TitanBlock(derived).can_split
 
 
 def test_masks_of_a_users_own_are_refused_under_any_name(tmp_path):

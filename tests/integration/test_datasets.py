@@ -285,6 +285,17 @@ def test_a_tokenizer_that_was_made_otherwise_is_made_again(tmp_path):
     assert made.read_bytes() == first
 
 
+@pytest.mark.parametrize("config", [None, "{}"])
+def test_a_tokenizer_of_another_origin_is_kept(config, tmp_path):
+    other = tmp_path / "tokenizer.json"
+    other.write_text("of a model")
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(config)
+    with refusal(remedy="another folder"):
+        prepare_tokenizer(tmp_path, 300, texts=["one two"])
+    assert other.read_text() == "of a model"
+
+
 def test_prepare(tmp_path, sources, capsys):
     options = f"--output={tmp_path}", "--vocab-size=300", f"--sources={sources}"
     assert main(["prepare", *options]) == 0

@@ -113,6 +113,10 @@ def test_a_validator_of_the_users_own_has_data_of_its_own(good, monkeypatch):
     monkeypatch.setitem(titan_specs._extra_train_specs, "llama3", own)
     findings = report([*good, "--validation.enable", "--validation.dataset=mine"])
     assert_says(findings, "validation", "a validator of its own", "skip")
+    none = dataclasses.replace(stock, build_validator_fn=None)
+    monkeypatch.setitem(titan_specs._extra_train_specs, "llama3", none)
+    findings = report([*good, "--validation.enable"])
+    assert_says(findings, "validation", "the model has none", "skip")
 
 
 def test_a_good_job_passes_every_check(good, dump):
@@ -439,6 +443,18 @@ def test_with_shadow_defects_of_torchtitan_are_named(good):
     assert_says(report([*job, *GPT_OSS]), "stock", text, "note")
     findings = report([*job, *COMPILE, *TP2], 4)
     assert_says(findings, "stock", "meets no known defect")
+
+
+def test_with_shadow_torchtitan_attends(good):
+    shadow = [*good, "--cad.shadow"]
+    findings = report(shadow, 4)
+    assert failed(findings) == []
+    assert_says(findings, "model", "attention stays inside rows$")
+    assert_says(findings, "cad", "torchtitan attends", "note")
+    assert_says(findings, "kernel", "", "skip")
+    # CAD does what torchtitan does not.
+    varlen = [*shadow, "--model.flavor=debugmodel_varlen_attn", *CP2]
+    assert failed(report(varlen, 4)) == ["model"]
 
 
 def test_the_key_may_be_missing_but_a_config_must_be_readable(good, job):

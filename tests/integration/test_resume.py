@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, zeros
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
 from torch.utils.data import IterableDataset
 
 from tests.lib.jobs.harness import parse_job
@@ -114,6 +120,27 @@ def test_ranks_that_start_again_have_a_store_of_their_own(
     assert found == [value]
     is_warned = restarts == "2" and "static" in rendezvous
     assert ("set --standalone" in capsys.readouterr().err) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (RendezvousConnectionError, "its host or the link to it is gone"),
+        (RendezvousTimeoutError, "--rdzv-conf join_timeout"),
+        (RendezvousClosedError, "start all of them again"),
+        (RendezvousStateError, "start all nodes again"),
+    ],
+)
+def test_nodes_that_do_not_meet_are_one_line(error, remedy, monkeypatch, capsys):
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(launch.run, "run", fail)
+    meeting = ["--rdzv-backend=static", "--master-addr=node0", "--master-port=29501"]
+    assert launch.main([*meeting, "train.py"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("launch: the rendezvous at node0:29501 ")
+    assert remedy in line
 
 
 class Rows(IterableDataset):

@@ -40,15 +40,9 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
     summary_file, picture_file = (
         steps_file.with_name(name) for name in ("cad_summary.json", "imbalance.png")
     )
-    for path in (summary_file, picture_file):
-        if path.is_symlink():
-            raise ValueError(
-                f"report {path}: this is a link to another file; remove it"
-            )
-        check_output("report", path)
     summary = summarize(rows)
     print(
-        f"Core attention disaggregation on {summary['ranks']} ranks, logged steps: {summary['steps']}"
+        f"Core attention disaggregation in a CAD group of {summary['ranks']} ranks, logged steps: {summary['steps']}"
     )
     labels = {
         **MEANS,
@@ -59,6 +53,20 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
     for name, (label, factor) in labels.items():
         if summary.get(name) is not None:
             print(f"  {label:42}{factor * summary[name]:z9.3f}")
+    if rows[-1].get("loss", 0.0) is None:
+        print(f"  {'loss, last step':42}not finite")
+    for path in (summary_file, picture_file):
+        if path.is_symlink():
+            raise ValueError(
+                f"report {path}: this is a link to another file; remove it"
+            )
+    try:
+        check_output("report", summary_file)
+        check_output("report", picture_file)
+    except ValueError as error:
+        reason, _, _ = str(error).partition(";")
+        print(f"wrote nothing: {reason}")
+        return
     summary_file.write_text(f"{to_json(summary, indent=2)}\n")
     if draws := find_spec("matplotlib") is not None:
         draw(rows, picture_file)
@@ -66,7 +74,7 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
         "and imbalance.png" if draws else "(imbalance.png needs the extra [plots])"
     )
     print(f"wrote cad_summary.json {picture} in {printable(steps_file.parent)}")
-    for trace in folder.glob("*/iteration_*/rank*_trace.json"):
+    for trace in folder.glob("**/iteration_*/rank*_trace.json*"):
         link = trace.with_name(trace.name.replace("_trace.json", ".pt.trace.json"))
         if not os.path.lexists(link):
             link.symlink_to(trace.name)

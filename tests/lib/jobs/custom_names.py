@@ -4,6 +4,7 @@
 import dataclasses
 from typing import Any
 
+from torch import nn
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.llama3 import (
@@ -24,6 +25,10 @@ class OwnMasks(Transformer):
 
     def get_attention_masks(self, *args: Any, **options: Any) -> Any:
         return super().get_attention_masks(*args, **options)
+
+
+class NoMasks(nn.Module):
+    """A user's model that has nothing of torchtitan's."""
 
 
 class OwnForward(Transformer):
@@ -47,7 +52,12 @@ DATASETS["mine"] = DatasetConfig(
 _extra_train_specs["mine"] = dataclasses.replace(
     stock, model_cls=Derived, model_args={"small": args}
 )
-for name, model_cls in {"own_masks": OwnMasks, "own_forward": OwnForward}.items():
+OTHERS: dict[str, type[nn.Module]] = {
+    "own_masks": OwnMasks,
+    "own_forward": OwnForward,
+    "no_masks": NoMasks,
+}
+for name, model_cls in OTHERS.items():
     _extra_train_specs[name] = dataclasses.replace(
         _extra_train_specs["mine"], model_cls=model_cls
     )

@@ -23,6 +23,19 @@ from torchtitan.models.attention import VarlenMetadata
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.runtime.ops import core_attention
 
+_TORCHTITANS = tuple(
+    f"torchtitan.models.{name}"
+    for name in (
+        "attention",
+        "llama3.",
+        "qwen3.",
+        "deepseek_v3.",
+        "llama4.",
+        "gpt_oss.",
+    )
+)
+"""how modules of code begin that CAD stands in for; a fork may have models of its own beside them"""
+
 
 class CoreAttentionParallel(ParallelStyle):
     """Executes a module's attention through a core-attention engine.
@@ -104,7 +117,9 @@ class TitanBlock(nn.Module):
         """Make the attention module return what core attention takes."""
         self.can_split = self.traceable and _is_plain(self.block)
         attention: Any = self.block.attention
-        attention.rotate = sys.modules[type(attention).__module__].apply_rotary_emb
+        attention.rotate = sys.modules[
+            type(attention).forward.__module__
+        ].apply_rotary_emb
         attention.forward = types.MethodType(_project, attention)
 
     def project(
@@ -154,14 +169,21 @@ class TitanBlock(nn.Module):
         return _finish_projection(attention, q, k, v, rope, positions)
 
 
+def is_torchtitans(forward: Any) -> bool:
+    """Tell whether a module's ``forward`` is code that CAD stands in for, and none of a user's own."""
+    return forward.__module__.startswith(_TORCHTITANS)
+
+
 def _is_plain(block: Any) -> bool:
     attention = block.attention
     feed_forward = block.feed_forward
     linears = [attention.wq, attention.wk, attention.wv, attention.wo]
     linears += [feed_forward.w1, feed_forward.w2, feed_forward.w3]
     norms = (block.attention_norm, block.ffn_norm)
-    return all(type(x) is nn.Linear and x.bias is None for x in linears) and all(
-        type(x) is nn.RMSNorm and x.eps is not None for x in norms
+    return (
+        is_torchtitans(feed_forward.forward)
+        and all(type(x) is nn.Linear and x.bias is None for x in linears)
+        and all(type(x) is nn.RMSNorm and x.eps is not None for x in norms)
     )
 
 

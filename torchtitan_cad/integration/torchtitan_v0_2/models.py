@@ -29,6 +29,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
     CoreAttentionParallel,
     TitanBlock,
+    is_torchtitans,
     local,
     rows,
 )
@@ -344,19 +345,17 @@ def adapter_of(name: str) -> Adapter | None:
     adapter = getattr(model_cls, "adapter", None)
     if isinstance(adapter, Adapter):  # CAD's own class, of a job that is being built
         return adapter
-    if not _is_torchtitans(model_cls.get_attention_masks):
-        return None
     for known, adapter in ADAPTERS.items():
-        if issubclass(
-            model_cls,
-            import_module(f"torchtitan.models.{known}").get_train_spec().model_cls,
-        ):
-            return adapter
+        module = import_module(f"torchtitan.models.{known}")
+        known_cls = module.get_train_spec().model_cls
+        if issubclass(model_cls, known_cls):
+            masks = model_cls.get_attention_masks
+            return adapter if masks is known_cls.get_attention_masks else None
     return None
 
 
 def check_forwards(model: Any, *, halves: bool) -> None:
-    """Raise ValueError for a module of a user's model whose own ``forward`` CAD would replace by torchtitan's.
+    """Raise ValueError for a ``forward`` of a user's own that CAD would replace by torchtitan's.
 
     Args:
         model: an instance of ``cad_model_class``.
@@ -364,10 +363,11 @@ def check_forwards(model: Any, *, halves: bool) -> None:
     """
     adapter = model.adapter
     blocks = list(model.layers.values())
-    of_model = [type(model).__mro__[1]]
-    of_blocks = [type(block) for block in blocks]
-    of_attention = [type(block.attention) for block in blocks]
-    replaced = [type(block.attention.inner_attention) for block in blocks]
+    own_cls: Any = type(model).__mro__[1]
+    of_model = [own_cls.forward]
+    of_blocks = [block.forward for block in blocks]
+    of_attention = [block.attention.forward for block in blocks]
+    replaced = [block.attention.inner_attention.forward for block in blocks]
     if adapter.runs_blocks:
         replaced += of_model
     if adapter.replaces_forward:
@@ -378,17 +378,13 @@ def check_forwards(model: Any, *, halves: bool) -> None:
         _refuse_own(by_halves, "cad.nano_batches to 1")
 
 
-def _refuse_own(replaced: Iterable[Any], remedy: str) -> None:
-    for module_cls in replaced:
-        if not _is_torchtitans(module_cls.forward):
+def _refuse_own(forwards: Iterable[Any], remedy: str) -> None:
+    for forward in forwards:
+        if not is_torchtitans(forward):
             raise ValueError(
-                f"{module_cls.__name__} has a forward of its own, which CAD would replace by that of torchtitan's "
-                f"model; keep torchtitan's, or set {remedy}"
+                f"{forward.__qualname__} is a model's own, and CAD would replace it by that of torchtitan's model; "
+                f"keep torchtitan's, or set {remedy}"
             )
-
-
-def _is_torchtitans(method: Any) -> bool:
-    return method.__module__.startswith("torchtitan.models.")
 
 
 def has_experts(args: Any) -> bool:

@@ -18,7 +18,7 @@ from torchtitan_cad.tools.shared import (
 )
 
 MOST_RANKS = 16
-"""ranks: most of a GPU or core. Each is a process that takes 0.5 GB and more."""
+"""ranks: most of a core. Each is a process that takes 0.5 GB and more."""
 LABELS = {"off": "without CAD", "on": "with CAD"}
 
 
@@ -61,6 +61,8 @@ def run(
 
     ranks, places = _places(nproc)
     args = [f"--job.config_file={job}", "--cad.no-shadow", *overrides]
+    planned = [*args, *comparison.FORCED, "--parallelism.cad"]
+    simulated = read_simulated_job(planned, ranks)
     with tqdm(
         total=2 * rounds * steps,
         desc=f"on {ranks} ranks",
@@ -76,6 +78,7 @@ def run(
             rounds=rounds,
             warmup=warmup,
             progress=bar.update,
+            switches=comparison.switches_of(simulated.config),
         )
     figures = {
         "job": str(job),
@@ -83,10 +86,7 @@ def run(
         "places": places,
         **result.report(),
     }
-    load_planner(placement=True)
-    simulated = read_simulated_job([*args, "--parallelism.cad"], ranks)
-    figures["predicted_speedup"] = result.predicted(simulated)
-    figures["model_flops_per_second_and_rank"] = result.rank_flops(simulated)
+    figures |= _predicted(result, simulated)
     figures["peak_flops"] = _peak_flops()
     (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
     print(text(figures))
@@ -100,6 +100,18 @@ def run(
 def _require(option: str, value: int, least: int) -> None:
     if value < least:
         raise ValueError(f"{option} {value}: set {least} or more")
+
+
+def _predicted(result: Any, simulated: Any) -> dict[str, Any]:
+    """Return the figures that take a simulation; None where rows differ in length, or it fails else."""
+    load_planner(placement=True)
+    speedup = flops = None
+    try:
+        speedup = result.predicted(simulated)
+        flops = result.rank_flops(simulated)
+    except ValueError as error:
+        print(f"no prediction: {error}")
+    return {"predicted_speedup": speedup, "model_flops_per_second_and_rank": flops}
 
 
 def _draw(figures: dict[str, Any], path: Path) -> None:
@@ -138,7 +150,9 @@ def _places(nproc: int | None) -> tuple[int, str]:
         ranks = torch.cuda.device_count() if nproc is None else nproc
         places = torch.cuda.get_device_name(0)
         many = torch.cuda.device_count()
+        most_of_one = 1
     else:
+        most_of_one = MOST_RANKS
         many = (
             len(os.sched_getaffinity(0))
             if hasattr(os, "sched_getaffinity")
@@ -146,13 +160,19 @@ def _places(nproc: int | None) -> tuple[int, str]:
         )
         ranks = max(2, many) if nproc is None else nproc
         places = "CPU cores"
+    most = many * most_of_one
+    if most < 2:
+        raise ValueError(
+            f"compare: core attention moves between ranks, and this machine has one {places}; set CUDA_VISIBLE_DEVICES "
+            "to nothing to compare on CPU cores"
+        )
     if ranks < 2:
         raise ValueError(
             f"--nproc {ranks}: core attention moves between ranks; set 2 or more"
         )
-    if ranks > MOST_RANKS * many:
+    if ranks > most:
         raise ValueError(
-            f"--nproc {ranks}: {many} {places} are too few for that; set at most {MOST_RANKS * many}"
+            f"--nproc {ranks}: {many} {places} are too few for that; set at most {most}"
         )
     if ranks > many:
         places = f"{many} {places} for {ranks} ranks, which wait for each other: no gain can show"
@@ -199,8 +219,9 @@ def _speed(figures: dict[str, Any], mode: str) -> str:
     """Return tokens per second of a mode, of all ranks and of one; of the peak, or of CPU ranks, its model FLOPs."""
     speed = figures["tokens_per_second"][mode]
     of_rank = f"{speed / figures['ranks']:,.0f} a rank"
-    flops = figures["model_flops_per_second_and_rank"][mode]
-    work = f"{flops / 1e9:,.1f} GFLOP/s of model work"
-    if (peak := figures["peak_flops"]) is not None:
-        work = f"mfu {flops / peak:.1%}"
-    return f"{speed:12,.0f} tokens/s ({of_rank}, {work})"
+    if (flops := figures["model_flops_per_second_and_rank"]) is not None:
+        work = f"{flops[mode] / 1e9:,.1f} GFLOP/s of model work"
+        if (peak := figures["peak_flops"]) is not None:
+            work = f"mfu {flops[mode] / peak:.1%}"
+        of_rank += f", {work}"
+    return f"{speed:12,.0f} tokens/s ({of_rank})"

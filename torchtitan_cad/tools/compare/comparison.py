@@ -4,15 +4,18 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.tools.compare import measured
 from torchtitan_cad.tools.simulated_job import SimulatedJob
 from torchtitan_cad.tools.simulation.batches import draw_batches
@@ -21,7 +24,7 @@ from torchtitan_cad.tools.simulation.search import Search, Trial
 from torchtitan_cad.tools.simulation.systems import mean_flops
 
 MODES = ("off", "on")
-_FORCED = (
+FORCED = (
     "--metrics.log_freq=1",
     "--metrics.no-enable-tensorboard",
     "--metrics.no-enable-wandb",
@@ -275,7 +278,7 @@ def run(
     rounds: int,
     warmup: int,
     progress: Callable[[int], None],
-    switches: Sequence[str] = ("--parallelism.no-cad", "--parallelism.cad"),
+    switches: Sequence[str],
 ) -> Comparison:
     """Run a job without and with CAD, ``rounds`` times each, in alternating order, on ``ranks`` of this machine.
 
@@ -284,7 +287,7 @@ def run(
         output: folder for records and logs; earlier records there are removed.
         warmup: first steps of every run, which do not count.
         progress: is called with the steps of every run that has ended.
-        switches: arguments of the job that tell the runs called "off" and "on" from each other.
+        switches: arguments of the job that tell the runs called "off" and "on" from each other, with spaces between.
 
     Raises ValueError that says which run has failed, and why.
     """
@@ -299,13 +302,23 @@ def run(
             own = [
                 f"--training.steps={steps}",
                 f"--job.dump_folder={folder}",
-                *_FORCED,
-                switch,
+                *FORCED,
+                *switch.split(),
             ]
             _run_once(folder, [*args, *own], ranks)
             progress(steps)
             folders[mode].append(folder)
     return Comparison(*(Runs.read(folders[mode], ranks, warmup) for mode in MODES))
+
+
+def switches_of(config: Any) -> tuple[str, str]:
+    """Return the ``switches`` of a job, which has torch's schedule without CAD where it has one in ticks with it."""
+    without = "--parallelism.no-cad"
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if schedule in TICK_SCHEDULES:
+        of_torch = schedule.removeprefix("CAD")
+        without += f" --parallelism.pipeline_parallel_schedule={of_torch}"
+    return without, "--parallelism.cad"
 
 
 def _run_once(folder: Path, args: Sequence[str], ranks: int) -> None:
@@ -314,7 +327,7 @@ def _run_once(folder: Path, args: Sequence[str], ranks: int) -> None:
     command = [sys.executable, *launcher.split(), str(folder), *args]
     log = folder / "log.txt"
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    with log.open("w") as file:
+    with log.open("w") as file, _exit_on_sigterm():
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment
         )
@@ -328,6 +341,20 @@ def _run_once(folder: Path, args: Sequence[str], ranks: int) -> None:
         raise ValueError(
             f"the run in {folder} failed: {_reason(log)}; its log is {log}"
         )
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, as Ctrl-C raises KeyboardInterrupt."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _reason(log: Path) -> str:

@@ -103,11 +103,10 @@ def _time_attention(seen: dict[str, Any]) -> None:
 
 
 def _note_figures(seen: dict[str, Any]) -> None:
-    """Make every step note in ``seen`` the rows that it loads, what CAD says of it, and how long its host waits."""
+    """Make every step note in ``seen`` what it loads, what CAD says of it, and how long its host waits."""
     from torchtitan.train import Trainer
 
     from torchtitan_cad.integration.report.statistics import StepStatistics
-    from torchtitan_cad.integration.torchtitan_v0_2.job import document_rule
     from torchtitan_cad.runtime.exchange import ExchangeClock
 
     forward_backward = Trainer.forward_backward_step
@@ -116,17 +115,7 @@ def _note_figures(seen: dict[str, Any]) -> None:
 
     def noted_pass(self: Any, *, input_dict: dict[str, Any], **rest: Any) -> Any:
         if not self.job_config.parallelism.cad:  # with it, tokens may be redistributed
-            rule = document_rule(
-                self.job_config.cad, self.tokenizer.eos_id, self.model_args.vocab_size
-            )
-            seen.setdefault("rows", []).extend(document_rows(rule, input_dict))
-            is_cut = self.model_args.attn_mask_type != "causal"
-            stock = DocumentRule(self.tokenizer.eos_id if is_cut else None).starts(
-                {"input": input_dict["input"]}
-            )
-            seen["same_documents"] = seen.get(
-                "same_documents", True
-            ) and np.array_equal(stock, rule.starts(input_dict))
+            seen.setdefault("inputs", []).append({**input_dict})
         return forward_backward(self, input_dict=input_dict, **rest)
 
     def noted_drain(self: StepStatistics) -> dict[str, Any]:
@@ -141,6 +130,24 @@ def _note_figures(seen: dict[str, Any]) -> None:
     Trainer.forward_backward_step = noted_pass
     StepStatistics.drain = noted_drain  # type: ignore[method-assign]
     ExchangeClock.reset = noted_reset  # type: ignore[method-assign]
+
+
+def _documents(trainer: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return ``rows`` and ``same_documents`` of a step's batches; on devices this waits for them."""
+    from torchtitan_cad.integration.torchtitan_v0_2.job import document_rule
+
+    vocabulary = trainer.model_args.vocab_size
+    eos_id = trainer.tokenizer.eos_id
+    rule = document_rule(trainer.job_config.cad, eos_id, vocabulary)
+    is_cut = trainer.model_args.attn_mask_type != "causal"
+    stock = DocumentRule(eos_id if is_cut else None)
+    rows = []
+    same = True
+    for batch in batches:
+        rows += document_rows(rule, batch)
+        starts = stock.starts({"input": batch["input"]})
+        same = same and np.array_equal(starts, rule.starts(batch))
+    return {"rows": rows, "same_documents": same}
 
 
 def _record_steps(
@@ -169,6 +176,8 @@ def _record_steps(
             step: int, loss: float, most_loss: float, gradient_norm: float, **more: Any
         ) -> None:
             note_end()
+            if (batches := seen.pop("inputs", None)) is not None:
+                seen.update(_documents(self, batches))
             seen.update(loss=float(loss), gradient_norm=float(gradient_norm))
             processor_log(step, loss, most_loss, gradient_norm, **more)
             if seconds_of_waits is not None:

@@ -149,6 +149,11 @@ class Job:
         return getattr(self.config.parallelism, "cad", False)
 
     @property
+    def has_cad_attention(self) -> bool:
+        """Tell whether CAD attends; with ``cad.shadow`` torchtitan does, and CAD records documents."""
+        return self.has_cad and not self.config.cad.shadow
+
+    @property
     def spec(self) -> Any:
         """The model's TrainSpec; None if there is none, or CAD cannot train it."""
         name = self.config.model.name
@@ -254,6 +259,8 @@ def _check_cad(job: Job) -> Answer:
             "note",
             "off: stock torchtitan; set parallelism.cad = true, or add --parallelism.cad",
         )
+    if not job.has_cad_attention:
+        return "note", "cad.shadow: torchtitan attends, and documents are recorded"
     if not job.is_valid:
         return "skip", VALID[1]
     topology = job.topology
@@ -286,7 +293,7 @@ def _check_model(job: Job) -> Answer:
         return "skip", "needs a flavor that is known"
     if job.config.training.seq_len < 1:
         return "skip", "needs rows that have tokens"
-    if job.has_cad:
+    if job.has_cad_attention:
         if job.is_valid:
             job.kinds(spec.model_args[model.flavor])
         args = model_args(job.config)
@@ -298,11 +305,12 @@ def _check_model(job: Job) -> Answer:
     job.num_parameters = sum(parameter.numel() for parameter in built.parameters())
     heads = f"{args.n_heads} query and {getattr(args, 'n_kv_heads', None) or args.n_heads} key heads"
     mask = spec.model_args[model.flavor].attn_mask_type
-    inside = job.config.cad.documents != "row" if job.has_cad else mask != "causal"
+    inside_in_stock = mask != "causal"
+    inside = inside_in_stock
+    if job.has_cad_attention:
+        inside = job.config.cad.documents != "row"
     changed = (
-        ", which without cad it would not"
-        if job.has_cad and inside and mask == "causal"
-        else ""
+        ", which without cad it would not" if inside and not inside_in_stock else ""
     )
     return (
         f"{job.num_parameters:,} parameters, {args.n_layers} layers, {heads}; attention stays inside "
@@ -311,7 +319,7 @@ def _check_model(job: Job) -> Answer:
 
 
 def _check_stock(job: Job) -> Answer:
-    if job.has_cad and not job.config.cad.shadow:
+    if job.has_cad_attention:
         return "cad makes up for the known defects of torchtitan 0.2.2"
     assert job.dims is not None
     args = job.spec.model_args[job.config.model.flavor]
@@ -351,6 +359,8 @@ def _check_dataset(job: Job) -> Answer:
 def _check_validation(job: Job) -> Answer:
     if not job.config.validation.enable:
         return "skip", "validation.enable is false"
+    if job.spec.build_validator_fn is None:
+        return "skip", "the model has none"
     if job.spec.build_validator_fn is not build_validator:
         return "skip", "the model's TrainSpec builds a validator of its own"
     return _look_into("validation", job, build_text_validation_dataloader)
@@ -583,7 +593,7 @@ def _size(num_bytes: float) -> str:
     )
 
 
-CAD = ("has_cad", "cad is off")
+CAD = ("has_cad_attention", "cad is off, or cad.shadow is on")
 VALID = ("is_valid", "needs a config without errors")
 MODEL = ("model", "needs a model without errors")
 SPEC = ("spec", "needs a model that is known")

@@ -23,6 +23,8 @@ NUM_BYTE_TOKENS = 256 + 1  # every byte, and EOS
 MAX_VOCAB_SIZE = 2**20  # four times the largest vocabularies in use
 _CONFIG = "tokenizer_config.json"
 _TOKENIZER = "tokenizer.json"
+_OURS = "torchtitan_cad"
+"""key of tokenizer_config.json: what the tokenizer is made of"""
 
 
 def prepare_tokenizer(
@@ -44,7 +46,8 @@ def prepare_tokenizer(
         show_progress: show a progress bar while training.
 
     Raises:
-        ValueError: an unknown `kind`, or a `vocab_size` that cannot hold all bytes and EOS or exceeds `MAX_VOCAB_SIZE`.
+        ValueError: an unknown `kind`, or a `vocab_size` that cannot hold all bytes and EOS or exceeds
+            `MAX_VOCAB_SIZE`, or the folder has a tokenizer of another origin.
     """
     if kind not in ("bpe", "bytes"):
         raise ValueError(
@@ -72,15 +75,28 @@ def prepare_tokenizer(
     files = folder / _TOKENIZER, folder / _CONFIG
     is_there = all(file.is_file() for file in files)
     if not is_there or files[1].read_bytes() != _config(files[0].read_bytes(), made_of):
+        _check_is_ours(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer = (
             train_tokenizer(texts, vocab_size, show_progress)
             .to_str(pretty=True)
             .encode()
         )
-        _write(files[0], tokenizer)
+        # first what tells whose tokenizer it is, should this be interrupted
         _write(files[1], _config(tokenizer, made_of))
+        _write(files[0], tokenizer)
     return folder
+
+
+def _check_is_ours(folder: Path) -> None:
+    """Raise ValueError for a folder with a tokenizer that was not made here."""
+    if not (folder / _TOKENIZER).exists():
+        return
+    config = folder / _CONFIG
+    if not config.is_file() or _OURS not in config.read_text(errors="replace"):
+        raise ValueError(
+            f"{folder} has a tokenizer of another origin, which would be lost; name another folder"
+        )
 
 
 def _config(tokenizer: bytes, made_of: dict[str, Any]) -> bytes:
@@ -95,7 +111,7 @@ def _config(tokenizer: bytes, made_of: dict[str, Any]) -> bytes:
         "add_bos_token": False,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
-        "torchtitan_cad": {**made_of, "tokenizer_sha256": digest},
+        _OURS: {**made_of, "tokenizer_sha256": digest},
     }
     return f"{json.dumps(settings, indent=2)}\n".encode()
 
