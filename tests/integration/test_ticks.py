@@ -3,13 +3,22 @@
 
 import functools
 import re
+from collections import Counter, defaultdict, deque
 from itertools import pairwise, product
+from typing import NamedTuple
 
 import pytest
 from torch.distributed.pipelining.schedules import (
     FORWARD,
+    FULL_BACKWARD,
+    RECV_B,
+    RECV_F,
     RESHARD,
+    SEND_B,
+    SEND_F,
     UNSHARD,
+    _Action,
+    _add_send_recv,
     _add_unshard_reshard,
 )
 
@@ -40,7 +49,12 @@ from tests.lib.jobs.compositions import (
 from tests.lib.jobs.harness import RunResult, parse_job, run
 from tests.lib.sets import params, slow
 from tests.lib.threaded import needs_linux
-from torchtitan_cad.integration.pipeline.schedule import _action, forward_only
+from torchtitan_cad.integration.pipeline.schedule import (
+    _action,
+    _Mark,
+    forward_only,
+    with_marks,
+)
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 
 EIGHT_BLOCKS = ("--model.flavor=tiny8_varlen",)
@@ -144,6 +158,115 @@ def test_forward_alone_gathers_no_parameters_in_vain(pp, microbatches, chunks):
             num_forwards += action.computation_type == FORWARD
         assert num_forwards == microbatches * chunks
         assert {*state.values()} == {"sharded"}
+
+
+class Message(NamedTuple):
+    """What a stage sends to the next one, or in backward to the one before; ``ends`` are the ranks of both."""
+
+    to_next: int
+    stage: int
+    microbatch: int | None
+    ends: frozenset[int]
+
+
+def marked_rows(pp: int, chunks: int, microbatches: int) -> dict[int, list[_Action]]:
+    """Every rank's actions of a training step, without those for parameters."""
+    ticks = tick_schedule(pp, microbatches, chunks)
+    stages = pp * chunks
+    work = {}
+    for rank in range(pp):
+        actions = [_action(tick, rank) for tick in ticks]
+        # as torch does before it adds messages
+        work[rank] = [action for action in actions if action is not None]
+    lowered = _add_send_recv(work, lambda stage: stage % pp, stages)
+    return {
+        rank: with_marks(row, ticks, rank, num_stages=stages)
+        for rank, row in lowered.items()
+    }
+
+
+def message(to_next: int, stage: int, microbatch: int | None, pp: int) -> Message:
+    ends = frozenset((stage % pp, (stage + to_next) % pp))
+    return Message(to_next, stage, microbatch, ends)
+
+
+def transferred(action: _Action, pp: int) -> Message | None:
+    """Return what a rank sends or receives."""
+    kind = action.computation_type
+    if kind not in (SEND_F, RECV_F, SEND_B, RECV_B):
+        return None
+    to_next = 1 if kind in (SEND_F, RECV_F) else -1
+    sender = action.stage_index - (to_next if kind in (RECV_F, RECV_B) else 0)
+    return message(to_next, sender, action.microbatch_index, pp=pp)
+
+
+def needed(action: _Action, pp: int, stages: int) -> Message | None:
+    """Return what forward or backward of a stage works on, unless it is the first."""
+    kind = action.computation_type
+    if kind not in (FORWARD, FULL_BACKWARD):
+        return None
+    to_next = 1 if kind == FORWARD else -1
+    sender = action.stage_index - to_next
+    if not 0 <= sender < stages:
+        return None
+    return message(to_next, sender, action.microbatch_index, pp=pp)
+
+
+@pytest.mark.parametrize("by_pair", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("pp", [2, 3, 4, 5, 8])
+def test_messages_that_queue_hold_up_no_tick(pp, chunks, by_pair):
+    """On NCCL, not on gloo, a rank's messages may queue, all of them or those to one rank, behind one yet to be made.
+
+    A message arrives once it is the first in the queues of both ends. A tick ends once all ranks have come to it, with
+    what they work on.
+    """
+    stages = pp * chunks
+    microbatches = 2 * pp
+    rows = {
+        rank: deque(row) for rank, row in marked_rows(pp, chunks, microbatches).items()
+    }
+    queues: dict[object, deque[Message]] = defaultdict(deque)
+    arrived = set[Message]()
+
+    def take_action(rank: int) -> bool:
+        """Go on, unless a tick ends or its work lacks what it needs."""
+        row = rows[rank]
+        if not row or row[0].computation_type == _Mark.END:
+            return False
+        wanted = needed(row[0], pp, stages)
+        if wanted is not None and wanted not in arrived:
+            return False
+        posted = transferred(row.popleft(), pp)
+        if posted is not None:
+            queues[rank, posted.ends if by_pair else None].append(posted)
+        return True
+
+    def deliver() -> bool:
+        first = Counter(queue[0] for queue in queues.values() if queue)
+        at_both_ends = {one for one, count in first.items() if count == 2}
+        for queue in queues.values():
+            if queue and queue[0] in at_both_ends:
+                queue.popleft()
+        arrived.update(at_both_ends)
+        return bool(at_both_ends)
+
+    def end_tick() -> bool:
+        ends = all(
+            row and row[0].computation_type == _Mark.END for row in rows.values()
+        )
+        if ends:
+            for row in rows.values():
+                row.popleft()
+        return ends
+
+    goes_on = True
+    while goes_on:
+        taken = [take_action(rank) for rank in rows]
+        goes_on = any([*taken, deliver(), end_tick()])
+    assert not any(rows.values())
+    assert not any(queues.values())
+    assert len(arrived) == 2 * microbatches * (stages - 1)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -3,9 +3,14 @@
 
 The runtime lowers a table of forward and backward actions to a list per rank that also gathers parameters, sends and
 receives. Here marks are put around every forward and backward of that list, and where a rank only serves: they begin
-and end the ticks.
+and end the ticks. What ranks send each other follows the tick that has made it, on both sides.
+
+Torch has a rank receive as soon as it can, in an order that takes ranks to wait for nothing else. NCCL may run all that
+a rank sends and receives one after the other (torch 2.11, and 2.15 with an eager communicator), so that a message which
+waits for its sender's next tick holds up those by which other ranks come to that tick.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
@@ -15,7 +20,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     FORWARD,
     FULL_BACKWARD,
+    RECV_B,
+    RECV_F,
     RESHARD,
+    SEND_B,
+    SEND_F,
     UNSHARD,
     _Action,
     _PipelineContext,
@@ -36,6 +45,9 @@ _BACKWARD = (
     "WAIT_REDUCE_GRAD",
 )
 """Names of the types of actions that validation leaves out; both WAIT types are new in torch 2.15."""
+
+
+_TRANSFERS = (SEND_F, RECV_F, SEND_B, RECV_B)
 
 
 class _Mark(StrEnum):
@@ -80,11 +92,18 @@ class TickSchedule(_PipelineScheduleRuntime):
         lowered = self.pipeline_order_with_comms
         self._orders = {
             True: {
-                rank: with_marks(row, training.ticks, rank)
+                rank: with_marks(
+                    row, training.ticks, rank, num_stages=stages[0].num_stages
+                )
                 for rank, row in lowered.items()
             },
             False: {
-                rank: with_marks(forward_only(row), validation.ticks, rank)
+                rank: with_marks(
+                    forward_only(row),
+                    validation.ticks,
+                    rank,
+                    num_stages=stages[0].num_stages,
+                )
                 for rank, row in lowered.items()
             },
         }
@@ -149,24 +168,50 @@ def forward_only(lowered: Sequence[_Action]) -> list[_Action]:
     return [action for action in kept if action is not None]
 
 
-def with_marks(
-    lowered: Sequence[_Action], ticks: Sequence[Tick], rank: int
-) -> list[_Action]:
-    """Put the beginning and the end of every tick among a rank's lowered actions.
+def transfers_after(tick: Tick, rank: int, num_stages: int) -> list[_Action]:
+    """Return what a rank sends and receives of what a tick has made.
 
-    Ticks without work of this rank follow what the last tick with work sends, which others may need in order to come to
-    them.
+    All ranks have their messages in one order, so that none waits for ever where a rank has one at a time; senders of
+    even number come first, so that no more than a few wait for each other.
     """
+    num_ranks = len(tick.work)
+    to_next, send, receive = (
+        (1, SEND_F, RECV_F) if tick.forward else (-1, SEND_B, RECV_B)
+    )
+    transfers = []
+    for sender in (*range(0, num_ranks, 2), *range(1, num_ranks, 2)):
+        work = tick.work[sender]
+        if work is None:
+            continue
+        stage = work.chunk * num_ranks + sender
+        next_stage = stage + to_next
+        receiver = next_stage % num_ranks
+        if receiver == sender or not 0 <= next_stage < num_stages:
+            continue
+        if rank == sender:
+            transfers.append(_Action(stage, send, work.microbatch))
+        elif rank == receiver:
+            transfers.append(_Action(next_stage, receive, work.microbatch))
+    return transfers
+
+
+def with_marks(
+    lowered: Sequence[_Action], ticks: Sequence[Tick], rank: int, num_stages: int
+) -> list[_Action]:
+    """Put the beginning and the end of every tick among a rank's lowered actions, and what it sends and receives."""
     marked: list[_Action] = []
     number = 0
 
     def pass_tick(*work: _Action) -> None:
         nonlocal number
         begin, end = (_Action(rank, kind, number) for kind in (_Mark.BEGIN, _Mark.END))  # type: ignore[arg-type]
-        marked.extend([begin, *work, end])
+        transfers = transfers_after(ticks[number], rank, num_stages)
+        marked.extend([begin, *work, end, *transfers])
         number += 1
 
     for action in lowered:
+        if action.computation_type in _TRANSFERS:
+            continue
         if action.computation_type not in (FORWARD, FULL_BACKWARD):
             marked.append(action)
             continue
@@ -179,4 +224,6 @@ def with_marks(
     while number < len(ticks):
         assert ticks[number].work[rank] is None, f"{ticks[number]} was lost"
         pass_tick()
+    of_torch = [action for action in marked if action.computation_type not in [*_Mark]]
+    assert Counter(of_torch) == Counter(lowered), "torch sends or receives otherwise"
     return marked
