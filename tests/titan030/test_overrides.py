@@ -19,8 +19,10 @@ from torchtitan.models.gpt_oss.model import Attention as SinkAttention
 from tests.titan030 import tiny
 from tests.titan030.harness import run
 from torchtitan_cad.integration.torchtitan_v0_3.attention import CadAttention
-from torchtitan_cad.integration.torchtitan_v0_3.checks import check_overridden, parts_of
-from torchtitan_cad.integration.torchtitan_v0_3.job import read_job
+from torchtitan_cad.integration.torchtitan_v0_3.checks import (
+    check_overridden,
+    relied_on,
+)
 from torchtitan_cad.integration.torchtitan_v0_3.trainer import _with_cad
 
 
@@ -79,13 +81,13 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def overridden(function: Callable[..., Any]) -> tuple[Any, Any, Any]:
-    """Return a config of gpt_oss with CAD and an override, what it had before, and its job."""
+    """Return a config of gpt_oss with CAD and an override, what CAD relied on before, and a device."""
     config = _with_cad(tiny.with_cad("gpt_oss"))
     config.override.imports = [f"{__name__}.{function.__name__}"]
-    before = parts_of(config)
-    job = read_job(config, config.cad, torch.device("cpu"))
+    device = torch.device("cpu")
+    before = dict(relied_on(config, device))
     apply_overrides(config.override, config)
-    return config, before, job
+    return config, before, device
 
 
 @pytest.mark.usefixtures("two_ranks")

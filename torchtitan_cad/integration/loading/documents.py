@@ -88,11 +88,6 @@ def document_starts(
     return np.flatnonzero(starts.numpy())
 
 
-def drop_document_ids(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch without ``document_ids``, which torchtitan's models do not take."""
-    return {name: values for name, values in batch.items() if name != DOCUMENT_IDS}
-
-
 def cut_for_nano_batches(rows: Tensor, cp: int) -> Tensor:
     """Reorder rows [B, S] so that contiguous slices over ``cp`` ranks have equal parts of both halves of the sequence.
 

@@ -2,9 +2,10 @@
 """Checks of a recipe with CAD, made on every rank before anything is built: each says in one line what to set."""
 
 import os
-from dataclasses import fields
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import (
@@ -18,7 +19,6 @@ from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
 from torchtitan_cad.integration.choices import check_values
-from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.topology import (
     TICK_SCHEDULES,
     Topology,
@@ -27,8 +27,10 @@ from torchtitan_cad.integration.topology import (
 from torchtitan_cad.integration.torchtitan_v0_3.job import key_heads, read_job
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
-KNOWN = (GQAttention.Config, SinkAttention.Config, LatentAttention.Config)
+KNOWN = {GQAttention.Config, SinkAttention.Config, LatentAttention.Config}
 """Attention that hands queries, keys and values to an inner attention as CAD takes them."""
+_TORCHTITANS = ("torchtitan.models.common.", "torchtitan.models.gpt_oss.")
+"""how modules of masks and inner attention begin that CAD stands in for; a fork may have models of its own beside"""
 _HALVES = "halves of a microbatch take turns with torchtitan 0.2.2 only (docs/compatibility.md)"
 _POSITIONS = (
     "torchtitan 0.3.0's loaders give positions, by which its own attention goes as well"
@@ -64,49 +66,46 @@ def check_recipe(config: Trainer.Config) -> None:
 
 def check_gradients(config: Trainer.Config) -> None:
     """Raise ValueError for torchtitan's own attention where it has no gradients."""
-    model = config.model_spec.model
-    if utils.device_type == "cpu" and any(model.traverse(FlexAttention.Config)):
+    flex = config.model_spec.model.traverse(FlexAttention.Config)
+    if utils.device_type == "cpu" and any(flex):
         raise ValueError(
             f"the model {_name(config)} has FlexAttention, which does not train on CPU; take a recipe with "
             "VarlenAttention, such as llama3_debugmodel_varlen_attn, or train with CAD"
         )
 
 
-def parts_of(config: Trainer.Config) -> dict[str, type]:
-    """Return, by name, the classes of the parts of a config that CAD relies on."""
-    names = ("dataloader", "metrics", "validator", "activation_checkpoint")
-    parts = {name: getattr(config, name) for name in names}
-    for number, layer in enumerate(config.model_spec.model.layers):
+def relied_on(
+    config: Trainer.Config, device: torch.device
+) -> Iterator[tuple[str, Any]]:
+    """Yield, by name, what CAD relies on: classes of parts, the model's precision, and what the job is read as."""
+    for name in ("dataloader", "metrics", "validator", "activation_checkpoint"):
+        yield name, type(getattr(config, name))
+    model = config.model_spec.model
+    for number, layer in enumerate(model.layers):
         attention = getattr(layer, "attention", None)
         name = f"layers.{number}.attention"
-        parts[name] = attention
-        parts[f"{name}.inner_attention"] = getattr(attention, "inner_attention", None)
-    return {name: type(part) for name, part in parts.items()}
+        yield name, type(attention)
+        inner = getattr(attention, "inner_attention", None)
+        yield f"{name}.inner_attention", type(inner)
+    yield "quantization", has_quantization(model)
+    yield from vars(read_job(config, device)).items()
 
 
-def check_overridden(config: Trainer.Config, before: dict[str, type], job: Job) -> None:
+def check_overridden(
+    config: Trainer.Config, before: dict[str, Any], device: torch.device
+) -> None:
     """Raise ValueError if ``override.imports`` has changed what CAD relies on.
 
     Args:
-        before: ``parts_of`` the config as CAD has made it.
-        job: read from it.
+        before: ``relied_on`` of the config as CAD has made it.
+        device: of this process.
     """
-    changed = [
-        name for name, part in parts_of(config).items() if part is not before.get(name)
-    ]
-    if not changed:
-        after = read_job(config, config.cad, job.device)
-        changed = [
-            one.name
-            for one in fields(job)
-            if getattr(after, one.name) != getattr(job, one.name)
-        ]
-    if changed:
-        raise ValueError(
-            f"override.imports = {config.override.imports} changes {changed[0]}, on which CAD relies; leave that "
-            "out, or train without cad"
-        )
-    _check_precision(config)
+    for name, value in relied_on(config, device):
+        if value != before.get(name):
+            raise ValueError(
+                f"override.imports = {config.override.imports} changes {name}, on which CAD relies; leave that out, or "
+                "train without cad"
+            )
 
 
 def _check_values(config: Trainer.Config) -> None:
@@ -117,7 +116,7 @@ def _check_values(config: Trainer.Config) -> None:
         value = getattr(getattr(config, section, None), option, only)
         if value != only:
             raise ValueError(
-                f"{name} = {value!r}: {reason}; leave it out, or train without cad"
+                f"{name} = {value!r}: {reason}; set it to {only!r}, or train without cad"
             )
     if utils.device_type == "cpu":
         cad.profile_of(get_kernel(cad.kernel, "cpu").name)
@@ -127,10 +126,10 @@ def _check_model(config: Trainer.Config) -> None:
     model = config.model_spec.model
     name = _name(config)
     layers = getattr(model, "layers", [])
-    attentions = [type(getattr(layer, "attention", None)) for layer in layers]
+    attentions = {type(getattr(layer, "attention", None)) for layer in layers}
     if not (
         attentions
-        and set(attentions) <= {*KNOWN}
+        and attentions <= KNOWN
         and _is_torchtitans(model._owner.get_attention_masks)
     ):
         raise ValueError(
@@ -143,7 +142,10 @@ def _check_model(config: Trainer.Config) -> None:
         raise ValueError(
             f"the model {name} predicts several tokens, which CAD does not know; take a recipe without"
         )
-    _check_precision(config)
+    if has_quantization(model):
+        raise ValueError(
+            f"the model {name} is quantized, which no test has tried with CAD; take a recipe without"
+        )
     tp = config.parallelism.tensor_parallel_degree
     heads = key_heads(layers[0].attention)
     if heads % tp:
@@ -155,13 +157,6 @@ def _check_model(config: Trainer.Config) -> None:
 
 def _name(config: Trainer.Config) -> str:
     return f"{config.model_spec.name} {config.model_spec.flavor}"
-
-
-def _check_precision(config: Trainer.Config) -> None:
-    if has_quantization(config.model_spec.model):
-        raise ValueError(
-            f"the model {_name(config)} is quantized, which no test has tried with CAD; take a recipe without"
-        )
 
 
 def _check_inner(attention: Any, name: str) -> None:
@@ -180,13 +175,12 @@ def _check_inner(attention: Any, name: str) -> None:
 
 
 def _is_torchtitans(method: Any) -> bool:
-    return method.__module__.startswith("torchtitan.models.")
+    return method.__module__.startswith(_TORCHTITANS)
 
 
 def _check_job(config: Trainer.Config) -> None:
     cad = config.cad
     parallelism = config.parallelism
-    checkpointing = config.activation_checkpoint
     schedule = parallelism.pipeline_parallel_schedule
     if schedule in TICK_SCHEDULES:
         raise ValueError(
@@ -210,7 +204,7 @@ def _check_job(config: Trainer.Config) -> None:
             "'auto'"
         )
     if not cad.recompute_attention and not isinstance(
-        checkpointing, FullAC.Config | SelectiveAC.Config | None
+        config.activation_checkpoint, FullAC.Config | SelectiveAC.Config | None
     ):
         raise ValueError(
             "cad.recompute_attention = false does not go with activation-checkpoint:memory-budget; leave one out"

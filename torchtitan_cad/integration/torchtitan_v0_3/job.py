@@ -22,8 +22,9 @@ from torchtitan_cad.planning.model.kind import AttentionKind
 KindName = Literal["full", "window"]
 
 
-def read_job(config: Trainer.Config, cad: Cad, device: torch.device) -> Job:
-    """Return the job of this process, whose default process group is there."""
+def read_job(config: Any, device: torch.device) -> Job:
+    """Return the job of a config with ``cad`` in this process, whose default process group is there."""
+    cad: Cad = config.cad
     training = config.training
     topology = Topology.from_job(config.parallelism, dist.get_world_size())
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]

@@ -12,10 +12,13 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import TensorBoardLogger, _get_metrics_rank
 
 from torchtitan_cad.integration.choices import DEMO_TEXTS
-from torchtitan_cad.integration.loading.documents import drop_document_ids
+from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.report.metrics import CadMetrics, ShadowMetrics
 from torchtitan_cad.integration.session import current_session
 from torchtitan_cad.runtime import ops
+
+_KEPT = {ops._core_attention._opoverload}
+"""operators whose outputs activation checkpointing keeps"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,12 +77,13 @@ class PlannedValidator:
     ) -> tuple[Any, Any, Any]:
         """Return tokens, labels and the models' arguments, the plan's key in place of a mask."""
         key = current_session().plan_now(input_dict)
-        inputs = drop_document_ids(input_dict)
         stock: Any = super()
         tokens, labels, others = stock.post_dataloading_process(
-            inputs, labels, model_parts
+            input_dict, labels, model_parts
         )
-        return tokens, labels, {**others, "attention_masks": key}
+        others.pop(DOCUMENT_IDS, None)
+        others["attention_masks"] = key
+        return tokens, labels, others
 
 
 class KeptAttentionAlone:
@@ -87,7 +91,7 @@ class KeptAttentionAlone:
 
     def get_save_ops(self) -> set[Any]:
         """Return the operators whose outputs are kept."""
-        return {ops._core_attention._opoverload}
+        return _KEPT
 
 
 class KeptAttention:
@@ -95,4 +99,4 @@ class KeptAttention:
 
     def get_save_ops(self) -> set[Any]:
         """Return the operators whose outputs are kept."""
-        return {*super().get_save_ops(), ops._core_attention._opoverload}  # type: ignore[misc]
+        return super().get_save_ops() | _KEPT  # type: ignore[misc]

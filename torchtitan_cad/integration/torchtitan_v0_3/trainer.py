@@ -20,7 +20,7 @@ from torchtitan.trainer import Trainer
 from torchtitan_cad.integration.compile_caches import separate_compile_caches
 from torchtitan_cad.integration.engines import engine_name
 from torchtitan_cad.integration.failure import close_job, train_and_name_peers
-from torchtitan_cad.integration.loading.documents import drop_document_ids
+from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.loading.redistribution import POSITIONS
 from torchtitan_cad.integration.room import RankParts, blocks_of, room_of
@@ -31,7 +31,7 @@ from torchtitan_cad.integration.torchtitan_v0_3.attention import CadAttention
 from torchtitan_cad.integration.torchtitan_v0_3.checks import (
     check_overridden,
     check_recipe,
-    parts_of,
+    relied_on,
 )
 from torchtitan_cad.integration.torchtitan_v0_3.derived import derived
 from torchtitan_cad.integration.torchtitan_v0_3.job import (
@@ -62,9 +62,8 @@ class CadTrainer(Trainer):
         add_demo_texts(config)
         begin_run()
         config = self._recorded(config) if self.shadow else _with_cad(config)
-        before = parts_of(config)
         super().__init__(config)
-        check_overridden(config, before, self.job)
+        check_overridden(config, self.relied_on, self.device)
         if self.shadow:
             self.metrics_processor.shadow = self.dataloader
             return
@@ -76,8 +75,10 @@ class CadTrainer(Trainer):
     def init_distributed(self) -> ParallelDims:
         """Open CAD's session as soon as there are process groups."""
         parallel_dims = super().init_distributed()
-        self.job = read_job(self.config, self.config.cad, self.device)
-        debug = self.config.debug
+        config = self.config
+        debug = config.debug
+        self.job = read_job(config, self.device)
+        self.relied_on = dict(relied_on(config, self.device))
         if debug.deterministic:  # torchtitan does so later, and kernels are chosen now
             torch.use_deterministic_algorithms(
                 True, warn_only=debug.deterministic_warn_only
@@ -125,15 +126,16 @@ class CadTrainer(Trainer):
         self, input_dict: Any, labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return tokens, labels and the model's arguments, the plan's key in place of a mask."""
-        inputs = drop_document_ids(input_dict)
-        if self.shadow:
-            return super().post_dataloading_process(inputs, labels)
-        key = inputs.pop(PLAN_KEYS)
+        inputs = dict(input_dict)
+        key = inputs.pop(PLAN_KEYS, None)  # a shadow's batches have none
         redistributed = inputs.pop(POSITIONS, None)
         if redistributed is not None:
             inputs["positions"] = redistributed.long()
         tokens, labels, others = super().post_dataloading_process(inputs, labels)
-        return tokens, labels, {**others, "attention_masks": key}
+        others.pop(DOCUMENT_IDS, None)
+        if key is not None:
+            others["attention_masks"] = key
+        return tokens, labels, others
 
     def forward_backward_step(self, **batch: Any) -> Tensor:
         """Compute the gradients of a batch, before the first of which a shadow has seen all of the step's."""
@@ -151,10 +153,7 @@ class CadTrainer(Trainer):
 
     def close(self) -> None:
         """End the session, too."""
-        if self.shadow:
-            super().close()
-        else:
-            close_job(super().close)
+        close_job(super().close)
 
 
 def _unwrap_key(
@@ -166,38 +165,36 @@ def _unwrap_key(
 
 def _with_cad(config: Any) -> Any:
     """Return a config of the same job with CAD's components."""
-    changes: dict[str, Any] = {
-        "model_spec": dataclasses.replace(
-            config.model_spec, model=_with_cad_attention(config)
-        ),
-        "dataloader": WrappedLoader(
-            inner=config.dataloader,
-            wrap=lambda inner: current_session().wrap_loader(inner),
-        ),
-        "metrics": derived(config.metrics, PlannedMetrics),
-        "activation_checkpoint": _keeping_attention(config),
-        # Rows go where documents are: plans balance, so nothing has to be reordered for that.
-        "parallelism": dataclasses.replace(
-            config.parallelism, context_parallel_load_balancer=None
-        ),
-        "training": dataclasses.replace(config.training, disable_cuda_graphs=True),
-    }
-    if config.validator.enable:
-        changes["validator"] = derived(config.validator, PlannedValidator)
     if not config.training.disable_cuda_graphs:
         logger.info(
             "CUDA graphs of the whole step are off with CAD, whose exchanges differ from batch to batch"
         )
-    return dataclasses.replace(config, **changes)
+    model = _with_cad_attention(config)
+    loader = WrappedLoader(
+        inner=config.dataloader,
+        wrap=lambda inner: current_session().wrap_loader(inner),
+    )
+    return dataclasses.replace(
+        config,
+        model_spec=dataclasses.replace(config.model_spec, model=model),
+        dataloader=loader,
+        metrics=derived(config.metrics, PlannedMetrics),
+        validator=derived(config.validator, PlannedValidator),
+        activation_checkpoint=_keeping_attention(config),
+        # Rows go where documents are: plans balance, so nothing has to be reordered for that.
+        parallelism=dataclasses.replace(
+            config.parallelism, context_parallel_load_balancer=None
+        ),
+        training=dataclasses.replace(config.training, disable_cuda_graphs=True),
+    )
 
 
 def _with_cad_attention(config: Any) -> Any:
     """Return the model's config with CAD's inner attention in every layer."""
     model = copy.deepcopy(config.model_spec.model)
-    row_tokens = config.training.seq_len
     kinds = recipe_kinds(config, tp=1)
     for layer in model.layers:
-        name = layer_kind(layer.attention, row_tokens)
+        name = layer_kind(layer.attention, config.training.seq_len)
         kind = next(kind for kind in kinds if kind.name == name)
         layer.attention.inner_attention = CadAttention.Config(
             engine=engine_name(kinds, name),
