@@ -29,7 +29,12 @@ from tests.lib.simulation_cases import (
 )
 from tests.lib.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.tools.simulation.baselines import packed, packing_cp, reorder
+from torchtitan_cad.tools.simulation.baselines import (
+    packed,
+    packed_documents,
+    packing_cp,
+    reorder,
+)
 from torchtitan_cad.tools.simulation.batches import Batch, named_lengths
 from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING, Model, Rates
@@ -451,6 +456,14 @@ def test_packing_leaves_room_for_what_many_documents_take():
     enough = packing_cp(step(lengths=lengths, cp=1)).memory.total
     assert packing_cp(step(lengths=lengths, cp=1, memory=0.85 * enough)) is not None
     assert packing_cp(step(lengths=lengths, cp=1, memory=0.5 * enough)) is None
+
+
+@pytest.mark.parametrize(("length", "of_rank"), [(16, 1 / 4), (8192, 2)])
+def test_ranks_have_parts_of_long_documents_and_some_of_the_short_ones(length, of_rank):
+    made = step(lengths=(length,), cp=4)
+    count = len(made.batch.lengths)
+    assert packed_documents(made, 4)[-1].sum() == pytest.approx(of_rank * count)
+    assert packed_documents(made, 1)[-1].sum() == count
 
 
 def test_a_gather_over_nodes_has_the_links_of_all_gpus_of_a_node():

@@ -7,6 +7,7 @@ the paper's packing does.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -77,7 +78,10 @@ def gathers(
 def ring(
     step: Step, tokens: FloatArray, sharing: IntArray, attention: FloatArray
 ) -> KeyExchange:
-    """Send keys round a ring behind attention, of the mean layer's seconds; the arguments are those of ``gathers``."""
+    """Send keys round a ring behind attention, of the mean layer's seconds; the arguments are those of ``gathers``.
+
+    FSDP's traffic is taken not to hold it up, in favour of this system.
+    """
     seconds = both_ways(
         lambda forward: step.costs.ring_seconds(tokens, sharing, forward)
     )
@@ -322,7 +326,7 @@ def _packed_outcome(step: Step, distributed: FloatArray) -> Outcome | None:
         step,
         tokens=float(tokens.max()),
         keys=keys.max(),
-        documents=int(counts.max()),
+        documents=math.ceil(counts.max()),
         gathered=float(gathered.max()) * _packed_key_bytes(step),
     )
     if memory.total > step.costs.cluster.memory:
@@ -364,7 +368,7 @@ def packed_documents(step: Step, cp: int | IntArray) -> FloatArray:
     """Return what a document adds to a microbatch of packing, [6, documents], on each of its ``cp`` ranks.
 
     The rows are seconds in all, tokens, seconds of the mean layer's attention forward and backward, tokens whose keys
-    are gathered, and 1.
+    are gathered, and how many of its parts a rank has: two of a document that is divided, and of others its share.
     """
     lengths = step.batch.lengths
     tile = step.costs.models[0].granularity
@@ -386,6 +390,6 @@ def packed_documents(step: Step, cp: int | IntArray) -> FloatArray:
             lengths / cp,
             *attention,
             divided * lengths,
-            np.ones(len(lengths)),
+            np.where(divided, 2.0, 1 / np.asarray(cp)),
         ]
     )

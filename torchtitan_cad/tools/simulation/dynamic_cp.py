@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import numpy as np
@@ -100,7 +101,7 @@ def _fastest_way(step: Step, of_ranks: FloatArray, sharing: IntArray) -> Outcome
             step,
             tokens=float(tokens.max()),
             keys=float(keys.max()),
-            documents=int(counts.max()),
+            documents=math.ceil(counts.max()),
             gathered=float(others.max()) * step.costs.shape.kv_bytes,
         )
         if memory.total <= step.costs.cluster.memory:
