@@ -33,9 +33,10 @@ _SIGNAL_EXIT = 128
 _MISTAKE_EXIT = 2
 """of argparse, for an option that cannot be"""
 _POLL_S = 1.0
-_STUCK_S = 45.0
-"""seconds: torchrun asks ten times a second whether ranks have ended, unless it waits for the rendezvous, or 30 s for a
-rank to end"""
+_SHUTDOWN_S = 30.0
+"""seconds: of torchrun, for which it waits for ranks to end"""
+_STUCK_S = 15.0
+"""seconds beyond that: torchrun asks ten times a second whether ranks have ended, unless it waits for the rendezvous"""
 _ENDED_BY_TORCHRUN = (-signal.SIGTERM, _SIGNAL_EXIT + signal.SIGTERM)
 
 
@@ -150,8 +151,19 @@ def _endpoint(options: Namespace) -> str:
     return options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
 
 
+def stuck_seconds(options: Namespace) -> float:
+    """Return the seconds after which torchrun cannot still be waiting for ranks to end."""
+    shutdown = (
+        getattr(options, "shutdown_timeout", None)  # new in torch 2.13
+        or os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        or _SHUTDOWN_S
+    )
+    return float(shutdown) + _STUCK_S
+
+
 def _end_if_stuck(options: Namespace, logs: str) -> None:
     """End this launcher, and so its ranks, if a rank has ended and torchrun, which may wait for its store, is blind."""
+    limit = stuck_seconds(options)
     pid = 0
     since = 0.0
     while True:
@@ -163,7 +175,7 @@ def _end_if_stuck(options: Namespace, logs: str) -> None:
         if ended is None or ended.si_pid != pid:
             pid = 0 if ended is None else ended.si_pid
             since = time.monotonic()
-        elif time.monotonic() - since > _STUCK_S:
+        elif time.monotonic() - since > limit:
             print(
                 f"launch: pid {pid} has ended, and {_no_answer(options)}",
                 file=sys.stderr,

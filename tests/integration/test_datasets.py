@@ -285,15 +285,24 @@ def test_a_tokenizer_that_was_made_otherwise_is_made_again(tmp_path):
     assert made.read_bytes() == first
 
 
-@pytest.mark.parametrize("config", [None, "{}"])
-def test_a_tokenizer_of_another_origin_is_kept(config, tmp_path):
-    other = tmp_path / "tokenizer.json"
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", '{"name_or_path": "torchtitan_cad/model"}'),
+        ("vocab.json", "{}"),
+    ],
+)
+def test_a_tokenizer_of_another_origin_is_kept(name, config, tmp_path):
+    other = tmp_path / name
     other.write_text("of a model")
+    settings = tmp_path / "tokenizer_config.json"
     if config is not None:
-        (tmp_path / "tokenizer_config.json").write_text(config)
-    with refusal(remedy="another folder"):
+        settings.write_text(config)
+    with refusal(str(tmp_path), remedy="another folder"):
         prepare_tokenizer(tmp_path, 300, texts=["one two"])
     assert other.read_text() == "of a model"
+    assert (settings.read_text() if settings.exists() else None) == config
 
 
 def test_prepare(tmp_path, sources, capsys):

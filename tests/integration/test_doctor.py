@@ -452,6 +452,12 @@ def test_with_shadow_torchtitan_attends(good):
     assert_says(findings, "model", "attention stays inside rows$")
     assert_says(findings, "cad", "torchtitan attends", "note")
     assert_says(findings, "kernel", "", "skip")
+    heads = [
+        *shadow,
+        "--model.flavor=debugmodel_cpu",
+        "--parallelism.tensor_parallel_degree=4",
+    ]
+    assert failed(report(heads, 4)) == ["model"]
     # CAD does what torchtitan does not.
     varlen = [*shadow, "--model.flavor=debugmodel_varlen_attn", *CP2]
     assert failed(report(varlen, 4)) == ["model"]

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -120,6 +121,16 @@ def test_ranks_that_start_again_have_a_store_of_their_own(
     assert found == [value]
     is_warned = restarts == "2" and "static" in rendezvous
     assert ("set --standalone" in capsys.readouterr().err) == is_warned
+
+
+def test_torchrun_may_wait_for_ranks_to_end(monkeypatch):
+    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    monkeypatch.delenv(variable, raising=False)
+    asked = SimpleNamespace(shutdown_timeout=180)
+    assert launch.stuck_seconds(asked) > 180
+    assert 30 < launch.stuck_seconds(SimpleNamespace()) < 60
+    monkeypatch.setenv(variable, "90")
+    assert launch.stuck_seconds(SimpleNamespace(shutdown_timeout=None)) > 90
 
 
 @pytest.mark.parametrize(

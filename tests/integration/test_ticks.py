@@ -169,8 +169,10 @@ class Message(NamedTuple):
     ends: frozenset[int]
 
 
-def marked_rows(pp: int, chunks: int, microbatches: int) -> dict[int, list[_Action]]:
-    """Every rank's actions of a training step, without those for parameters."""
+def marked_rows(
+    pp: int, chunks: int, microbatches: int, *, trains: bool
+) -> dict[int, list[_Action]]:
+    """Every rank's actions of a step, without those for parameters."""
     ticks = tick_schedule(pp, microbatches, chunks)
     stages = pp * chunks
     work = {}
@@ -179,6 +181,9 @@ def marked_rows(pp: int, chunks: int, microbatches: int) -> dict[int, list[_Acti
         # as torch does before it adds messages
         work[rank] = [action for action in actions if action is not None]
     lowered = _add_send_recv(work, lambda stage: stage % pp, stages)
+    if not trains:
+        ticks = [tick for tick in ticks if tick.forward]
+        lowered = {rank: forward_only(row) for rank, row in lowered.items()}
     return {
         rank: with_marks(row, ticks, rank, num_stages=stages)
         for rank, row in lowered.items()
@@ -212,10 +217,11 @@ def needed(action: _Action, pp: int, stages: int) -> Message | None:
     return message(to_next, sender, action.microbatch_index, pp=pp)
 
 
+@pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("by_pair", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("pp", [2, 3, 4, 5, 8])
-def test_messages_that_queue_hold_up_no_tick(pp, chunks, by_pair):
+def test_messages_that_queue_hold_up_no_tick(pp, chunks, by_pair, trains):
     """On NCCL, not on gloo, a rank's messages may queue, all of them or those to one rank, behind one yet to be made.
 
     A message arrives once it is the first in the queues of both ends. A tick ends once all ranks have come to it, with
@@ -223,9 +229,8 @@ def test_messages_that_queue_hold_up_no_tick(pp, chunks, by_pair):
     """
     stages = pp * chunks
     microbatches = 2 * pp
-    rows = {
-        rank: deque(row) for rank, row in marked_rows(pp, chunks, microbatches).items()
-    }
+    marked = marked_rows(pp, chunks, microbatches, trains=trains)
+    rows = {rank: deque(row) for rank, row in marked.items()}
     queues: dict[object, deque[Message]] = defaultdict(deque)
     arrived = set[Message]()
 
@@ -266,7 +271,7 @@ def test_messages_that_queue_hold_up_no_tick(pp, chunks, by_pair):
         goes_on = any([*taken, deliver(), end_tick()])
     assert not any(rows.values())
     assert not any(queues.values())
-    assert len(arrived) == 2 * microbatches * (stages - 1)
+    assert len(arrived) == (1 + trains) * microbatches * (stages - 1)
 
 
 @pytest.mark.parametrize("count", [1, 2])

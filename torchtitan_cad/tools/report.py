@@ -40,6 +40,11 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
     summary_file, picture_file = (
         steps_file.with_name(name) for name in ("cad_summary.json", "imbalance.png")
     )
+    for path in (summary_file, picture_file):
+        if path.is_symlink():
+            raise ValueError(
+                f"report {path}: this is a link to another file; remove it"
+            )
     summary = summarize(rows)
     print(
         f"Core attention disaggregation in a CAD group of {summary['ranks']} ranks, logged steps: {summary['steps']}"
@@ -55,11 +60,6 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
             print(f"  {label:42}{factor * summary[name]:z9.3f}")
     if rows[-1].get("loss", 0.0) is None:
         print(f"  {'loss, last step':42}not finite")
-    for path in (summary_file, picture_file):
-        if path.is_symlink():
-            raise ValueError(
-                f"report {path}: this is a link to another file; remove it"
-            )
     try:
         check_output("report", summary_file)
         check_output("report", picture_file)

@@ -72,7 +72,8 @@ def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
     Raises ValueError that names the TOML key, the value, and what to set instead.
     """
     # on CUDA the session looks, once the rank has its device
-    if has_cad(config) and utils.device_type == "cpu":
+    attends = has_cad(config) and not config.cad.shadow
+    if attends and utils.device_type == "cpu":
         config.cad.profile_of(get_kernel(config.cad.kernel, "cpu").name)
     check_known(config, spec)
     folder = Path(config.model.hf_assets_path)

@@ -368,6 +368,8 @@ def check_forwards(model: Any, *, halves: bool) -> None:
     of_blocks = [block.forward for block in blocks]
     of_attention = [block.attention.forward for block in blocks]
     replaced = [block.attention.inner_attention.forward for block in blocks]
+    if "forward" in vars(model):  # it would hide that of CAD's class
+        replaced.append(model.forward)
     if adapter.runs_blocks:
         replaced += of_model
     if adapter.replaces_forward:
@@ -381,8 +383,9 @@ def check_forwards(model: Any, *, halves: bool) -> None:
 def _refuse_own(forwards: Iterable[Any], remedy: str) -> None:
     for forward in forwards:
         if not is_torchtitans(forward):
+            name = getattr(forward, "__qualname__", type(forward).__name__)
             raise ValueError(
-                f"{forward.__qualname__} is a model's own, and CAD would replace it by that of torchtitan's model; "
+                f"{name} is a model's own, and CAD would replace it by that of torchtitan's model; "
                 f"keep torchtitan's, or set {remedy}"
             )
 

@@ -51,8 +51,8 @@ def run(
     _require("--warmup", warmup, 0)
     check_job(job)
     check_folder("--output", output)
-    for name in ("compare.json", "compare.png"):
-        check_output("--output", output / name)
+    check_output("--output", output / "compare.json")
+    check_output("--output", output / "compare.png")
     from tqdm import tqdm
 
     from torchtitan_cad.integration.report.steps_file import to_json
@@ -61,8 +61,8 @@ def run(
 
     ranks, places = _places(nproc)
     args = [f"--job.config_file={job}", "--cad.no-shadow", *overrides]
-    planned = [*args, *comparison.FORCED, "--parallelism.cad"]
-    simulated = read_simulated_job(planned, ranks)
+    own = [f"--training.steps={steps}", *comparison.FORCED, "--parallelism.cad"]
+    simulated = read_simulated_job([*args, *own], ranks)
     with tqdm(
         total=2 * rounds * steps,
         desc=f"on {ranks} ranks",
@@ -87,7 +87,6 @@ def run(
         **result.report(),
     }
     figures |= _predicted(result, simulated)
-    figures["peak_flops"] = _peak_flops()
     (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
     print(text(figures))
     picture = "(compare.png needs the extra [plots])"
@@ -103,7 +102,7 @@ def _require(option: str, value: int, least: int) -> None:
 
 
 def _predicted(result: Any, simulated: Any) -> dict[str, Any]:
-    """Return the figures that take a simulation; None where rows differ in length, or it fails else."""
+    """Return the figures that take a simulation, None where rows differ in length or it fails else, and the peak."""
     load_planner(placement=True)
     speedup = flops = None
     try:
@@ -111,7 +110,11 @@ def _predicted(result: Any, simulated: Any) -> dict[str, Any]:
         flops = result.rank_flops(simulated)
     except ValueError as error:
         print(f"no prediction: {error}")
-    return {"predicted_speedup": speedup, "model_flops_per_second_and_rank": flops}
+    return {
+        "predicted_speedup": speedup,
+        "model_flops_per_second_and_rank": flops,
+        "peak_flops": _peak_flops(),
+    }
 
 
 def _draw(figures: dict[str, Any], path: Path) -> None:

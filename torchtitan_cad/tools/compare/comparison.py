@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -350,11 +351,14 @@ def _exit_on_sigterm() -> Iterator[None]:
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
 
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     previous = signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 def _reason(log: Path) -> str:

@@ -293,9 +293,9 @@ def _check_model(job: Job) -> Answer:
         return "skip", "needs a flavor that is known"
     if job.config.training.seq_len < 1:
         return "skip", "needs rows that have tokens"
+    if job.has_cad and job.is_valid:
+        job.kinds(spec.model_args[model.flavor])
     if job.has_cad_attention:
-        if job.is_valid:
-            job.kinds(spec.model_args[model.flavor])
         args = model_args(job.config)
     else:
         args = copy.deepcopy(spec.model_args[model.flavor])

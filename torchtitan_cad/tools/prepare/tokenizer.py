@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ NUM_BYTE_TOKENS = 256 + 1  # every byte, and EOS
 MAX_VOCAB_SIZE = 2**20  # four times the largest vocabularies in use
 _CONFIG = "tokenizer_config.json"
 _TOKENIZER = "tokenizer.json"
+_OF_TOKENIZERS = (_TOKENIZER, _CONFIG, "tokenizer.model", "vocab.json", "vocab.txt")
 _OURS = "torchtitan_cad"
 """key of tokenizer_config.json: what the tokenizer is made of"""
 
@@ -90,13 +92,16 @@ def prepare_tokenizer(
 
 def _check_is_ours(folder: Path) -> None:
     """Raise ValueError for a folder with a tokenizer that was not made here."""
-    if not (folder / _TOKENIZER).exists():
-        return
-    config = folder / _CONFIG
-    if not config.is_file() or _OURS not in config.read_text(errors="replace"):
-        raise ValueError(
-            f"{folder} has a tokenizer of another origin, which would be lost; name another folder"
-        )
+    with suppress(OSError, ValueError):
+        settings = json.loads((folder / _CONFIG).read_bytes())
+        if isinstance(settings, dict) and _OURS in settings:
+            return
+    for name in _OF_TOKENIZERS:
+        if (folder / name).exists():
+            raise ValueError(
+                f"{folder / name} may be a tokenizer of another origin, which would be lost; name another folder, or "
+                "remove it"
+            )
 
 
 def _config(tokenizer: bytes, made_of: dict[str, Any]) -> bytes:
