@@ -189,3 +189,11 @@ def test_without_cad_it_is_said_to_do_nothing(switch, tmp_path, caplog):
     parse_job(tmp_path, "--cad.shadow", switch)
     text = "cad.shadow = true does nothing without parallelism.cad = true"
     assert (text in caplog.text) == ("no" in switch)
+
+
+def test_what_cad_would_attend_with_is_not_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    kernel = "--cad.kernel=flash_attn"  # of no use on CPU ranks
+    parse_job(tmp_path, "--parallelism.cad", "--cad.shadow", kernel)
+    with pytest.raises(ValueError, match="flash_attn"):
+        parse_job(tmp_path, "--parallelism.cad", kernel)

@@ -72,7 +72,6 @@ IN_SLOW = [
     (LAUNCH, 4, 3, "SIGKILL"),
     (LAUNCH, 4, 2, "SIGTERM"),
     (LAUNCH, 2, 1, "SIGSTOP"),
-    (LAUNCH, 4, 2, "SIGSTOP"),
     (LAUNCH, 4, "launcher", "SIGKILL"),
     (TORCHRUN, 2, "launcher", "SIGKILL"),
     (TORCHRUN, 4, "launcher", "SIGKILL"),

@@ -45,8 +45,6 @@ _BACKWARD = (
     "WAIT_REDUCE_GRAD",
 )
 """Names of the types of actions that validation leaves out; both WAIT types are new in torch 2.15."""
-
-
 _TRANSFERS = (SEND_F, RECV_F, SEND_B, RECV_B)
 
 
@@ -90,19 +88,15 @@ class TickSchedule(_PipelineScheduleRuntime):
             }
         )
         lowered = self.pipeline_order_with_comms
+        num_stages = stages[0].num_stages
         self._orders = {
             True: {
-                rank: with_marks(
-                    row, training.ticks, rank, num_stages=stages[0].num_stages
-                )
+                rank: with_marks(row, training.ticks, rank, num_stages=num_stages)
                 for rank, row in lowered.items()
             },
             False: {
                 rank: with_marks(
-                    forward_only(row),
-                    validation.ticks,
-                    rank,
-                    num_stages=stages[0].num_stages,
+                    forward_only(row), validation.ticks, rank, num_stages=num_stages
                 )
                 for rank, row in lowered.items()
             },

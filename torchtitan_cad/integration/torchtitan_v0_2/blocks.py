@@ -23,16 +23,13 @@ from torchtitan.models.attention import VarlenMetadata
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.runtime.ops import core_attention
 
-_TORCHTITANS = tuple(
-    f"torchtitan.models.{name}"
-    for name in (
-        "attention",
-        "llama3.",
-        "qwen3.",
-        "deepseek_v3.",
-        "llama4.",
-        "gpt_oss.",
-    )
+_TORCHTITANS = (
+    "torchtitan.models.attention",
+    "torchtitan.models.llama3.",
+    "torchtitan.models.qwen3.",
+    "torchtitan.models.deepseek_v3.",
+    "torchtitan.models.llama4.",
+    "torchtitan.models.gpt_oss.",
 )
 """how modules of code begin that CAD stands in for; a fork may have models of its own beside them"""
 
@@ -117,9 +114,8 @@ class TitanBlock(nn.Module):
         """Make the attention module return what core attention takes."""
         self.can_split = self.traceable and _is_plain(self.block)
         attention: Any = self.block.attention
-        attention.rotate = sys.modules[
-            type(attention).forward.__module__
-        ].apply_rotary_emb
+        module = sys.modules[type(attention).forward.__module__]
+        attention.rotate = module.apply_rotary_emb
         attention.forward = types.MethodType(_project, attention)
 
     def project(
