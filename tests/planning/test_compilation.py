@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import filelock
 import pytest
 from hypothesis import given
 
+from tests.lib.waiting import eventually
 from tests.planning.test_properties import problems
 from torchtitan_cad.planning import (
     AttentionShape,
@@ -136,10 +136,7 @@ def test_one_compiles_while_others_wait(folder):
 
     def compile_all() -> None:
         ran.append(1)
-        deadline = time.monotonic() + 30
-        # the others have said that they wait
-        while len(lines) < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        eventually(lambda: len(lines) >= 4)  # the others have said that they wait
 
     with ThreadPoolExecutor(4) as pool:
         for _ in range(4):
@@ -160,8 +157,7 @@ def test_a_process_that_dies_while_compiling_holds_nobody_up(folder):
     lines: list[str] = []
     with ThreadPoolExecutor() as pool:
         pool.submit(compile_once.compile_once, nothing, lines.append)
-        while not lines:  # it waits
-            time.sleep(0.01)
+        eventually(lambda: bool(lines))
         os.kill(holder.pid, signal.SIGKILL)
         holder.communicate()
     assert [line.split()[0] for line in lines] == ["waiting", "compiling", "compiled"]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.lib.processes import run_processes, values
 from tests.lib.sets import params
+from tests.lib.waiting import eventually
 from torchtitan_cad.runtime.liveness import (
     MOST_EXAMINED,
     PeerMonitor,
@@ -88,13 +89,6 @@ def only(findings: list[str], rank: int, *texts: str) -> str:
     assert finding.startswith(f"rank {rank} (")
     assert all(text in finding for text in texts), finding
     return finding
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(INTERVAL_S)
-    return condition()
 
 
 def check_logged_once(caplog: pytest.LogCaptureFixture, rank: Rank, text: str) -> None:
