@@ -19,16 +19,12 @@ everything, and ``--counted``, where time is counted and not spent, tells exactl
 exposed. The link's speed is chosen so that the largest exchange takes a given share of the work that it can hide
 behind.
 
-With ``--tp-share`` blocks also exchange what tensor parallelism would, twice per block and half, for that share of the
-half's linear work, and there is no link. Modes: "tp exposed", every one is waited for where it is started, as without
-ping-pong; "tp in turns", as trained (integration/pingpong/loop.py); "no tp", they take no time.
 """
 
 import dataclasses
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +54,6 @@ from torchtitan_cad.planning import (  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.packing import RowFormat  # noqa: E402
-from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary  # noqa: E402
-from torchtitan_cad.runtime.tp_overlap.side_stream import PendingWork, SideStream, Work  # noqa: E402
 from torchtitan_cad.runtime.transport import (  # noqa: E402
     CollectiveTransport,
     Pending,
@@ -70,8 +64,8 @@ from torchtitan_cad.runtime.transport import (  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, dtype_bytes=4)
-ENGINE, HALVING = "overlap", "overlap with attention by halves"
-SIGNAL_ONLY, TRACED_SIGNAL_ONLY, NO_TP = "signal only", "traced signal only", "no tp"
+ENGINE = "overlap"
+SIGNAL_ONLY, TRACED_SIGNAL_ONLY = "signal only", "traced signal only"
 """Modes without a network."""
 TOKENS = 1024
 """Per rank and half: one document on the first rank, eight on the others."""
@@ -87,11 +81,8 @@ class Options:
     work_ms: float = 20.0
     """Linear work, and attention, of one half in one layer, forward; backward takes twice that."""
     repeats: int = 3
-    tp_share: float = 0.25
-    """Time of one exchange of tensor parallelism over the linear work of one half in one layer; 0 leaves that out."""
     counted: bool = False
-    """Count the time of work and messages instead of letting it pass. What the host does takes none, and there is no
-    tensor parallelism."""
+    """Count the time of work and messages instead of letting it pass. What the host does takes none."""
     output: Path | None = None
     """JSON file for the figures."""
 
@@ -258,9 +249,9 @@ sleep.register_autograd(
 
 
 class SleepingBlock(nn.Module):
-    """A ``BlockView`` of a block whose MLP takes ``seconds``; its parts take their shares of Llama 3 8B's weights."""
+    """A ``BlockView`` of a block whose MLP takes ``seconds``."""
 
-    traceable, can_split, engine, rescale = True, True, "", None
+    traceable, engine, rescale = True, "", None
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -270,7 +261,6 @@ class SleepingBlock(nn.Module):
         self.wk, self.wv = (
             nn.Linear(dim, KV_HEADS * HEAD_DIM, bias=False) for _ in range(2)
         )
-        self.norm = nn.RMSNorm(dim, eps=1e-5)
 
     def project(
         self, x: Tensor, rope: Tensor, positions: Tensor | None
@@ -284,45 +274,6 @@ class SleepingBlock(nn.Module):
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         h = x + self.wo(attended)
         return h + sleep(h, self.seconds)
-
-    def attention_norm(self) -> tuple[Tensor, float]:
-        return self.norm.weight, 1e-5
-
-    mlp_norm = attention_norm
-
-    def attention_out(self, attended: Tensor) -> Tensor:
-        return sleep(attended, 0.08 * self.seconds)
-
-    def expand(self, x: Tensor) -> Tensor:
-        return sleep(x, 0.54 * self.seconds)
-
-    def contract(self, hidden: Tensor) -> Tensor:
-        return sleep(hidden, 0.27 * self.seconds)
-
-    def project_normed(
-        self, x: Tensor, rope: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x = sleep(x, 0.11 * self.seconds)
-        q = x.view(-1, HEADS, HEAD_DIM)
-        return q, q[:, :KV_HEADS], q[:, :KV_HEADS]
-
-
-class SlowSideStream(SideStream):
-    """Every exchange takes ``seconds``; with ``exposed`` the caller waits for it at once."""
-
-    def __init__(self, seconds: float, *, exposed: bool) -> None:
-        super().__init__(torch.device("cpu"))
-        self.seconds, self.exposed = seconds, exposed
-
-    def start(self, work: Work, inputs: Sequence[Tensor]) -> PendingWork:
-        def late() -> tuple[Tensor, ...]:
-            time.sleep(self.seconds)
-            return work()
-
-        pending = super().start(late, inputs)
-        if self.exposed:
-            pending.wait()
-        return pending
 
 
 def make_half(ranks: int) -> Plan:
@@ -359,23 +310,15 @@ def run_rank(group: dist.ProcessGroup, options: Options) -> list[dict[str, Any]]
         SleepingKernel(seconds, pairs),
         Link(CollectiveTransport(group), 0.0, ""),
     )
-    for name, two_rounds in ((ENGINE, False), (HALVING, True)):
-        engine = CoreAttentionEngine(
-            kernel,
-            link,
-            rank=rank,
-            device=torch.device("cpu"),
-            scale=1.0,
-            two_rounds=two_rounds,
-        )
-        for key in range(2):
-            engine.add_plan(key, plan)
-        register_engine(name, engine)
+    engine = CoreAttentionEngine(
+        kernel, link, rank=rank, device=torch.device("cpu"), scale=1.0
+    )
+    for key in range(2):
+        engine.add_plan(key, plan)
+    register_engine(ENGINE, engine)
     torch.manual_seed(0)
     CLOCK.counted = 0.0 if options.counted else None
-    return run_link(options, link, dispatched_bytes(plan)) + run_tensor_parallel(
-        options, link
-    )
+    return run_link(options, link, dispatched_bytes(plan))
 
 
 def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any]]:
@@ -396,35 +339,6 @@ def run_link(options: Options, link: Link, num_bytes: int) -> list[dict[str, Any
     return figures
 
 
-def run_tensor_parallel(options: Options, link: Link) -> list[dict[str, Any]]:
-    """Every mode of what tensor parallelism exchanges, in a group of this rank alone."""
-    if not options.tp_share or options.counted:
-        return []
-    groups = [dist.new_group([rank]) for rank in range(options.ranks)]
-    seconds, link.seconds_per_byte = options.work_ms / 1e3, 0.0
-    side_streams = {
-        mode: SlowSideStream(
-            options.tp_share * seconds * (mode != NO_TP), exposed=mode == "tp exposed"
-        )
-        for mode in (NO_TP, "tp exposed", "tp in turns")
-    }
-    loops = {}
-    for mode, side_stream in side_streams.items():
-        new_boundary = partial(Boundary, side_stream, groups[dist.get_rank()])
-        loops[mode] = PingPong(
-            [SleepingBlock(seconds) for _ in range(options.layers)],
-            HALVING,
-            new_boundary,
-        )
-    figures = measure(loops, link, options.repeats, options.tp_share)
-    exchanges = 2 * 2 * (2 * options.layers + 1)  # of both halves, forward and backward
-    for row in figures:
-        row["link"] = exchanges * side_streams[row["mode"]].seconds
-    for side_stream in side_streams.values():
-        side_stream.close()
-    return figures
-
-
 def measure(
     loops: Mapping[str, PingPong], link: Link, repeats: int, share: float
 ) -> list[dict[str, Any]]:
@@ -442,7 +356,7 @@ def measure(
             busy[mode] = link.busy
     rows = []
     for mode, times in steps.items():
-        if mode in (SIGNAL_ONLY, TRACED_SIGNAL_ONLY, NO_TP):
+        if mode in (SIGNAL_ONLY, TRACED_SIGNAL_ONLY):
             bare = times
         exposed = np.subtract(times, bare)[1:]
         low, median, high = np.quantile(exposed, (0.25, 0.5, 0.75)).tolist()

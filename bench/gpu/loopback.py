@@ -249,8 +249,8 @@ class Layer:
         # First what every rank serves is computed: results return into buffers that their homes have to free before.
         results = []
         for step in (
-            AttentionCall.attend_first,
-            AttentionCall.attend,
+            AttentionCall.compute,
+            AttentionCall.send_home,
             AttentionCall.finish,
         ):
             results = []

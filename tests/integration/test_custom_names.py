@@ -25,7 +25,6 @@ from torchtitan.models.llama3 import llama3_args  # noqa: E402
 from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec  # noqa: E402
 
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.blocks import TitanBlock  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.model import cad_model_class  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.models import (  # noqa: E402
@@ -143,17 +142,6 @@ def test_a_forward_of_a_users_own_is_not_replaced(own, of_class, tmp_path, monke
         check_forwards(model, halves=False)
         with refusal(remedy="cad.nano_batches"):
             check_forwards(model, halves=True)
-
-
-def test_two_nano_batches_run_a_users_mlp_and_attention(tmp_path, monkeypatch):
-    """An MLP of a user's own is called whole, and attention may differ in what CAD does not stand in for."""
-    block, derived = small_model("mine", tmp_path).layers.values()
-    assert TitanBlock(block).can_split
-    attention = derived.attention
-    attention.__class__ = type("Own", (type(attention),), {"__module__": MODULE})
-    assert TitanBlock(derived).can_split
-    monkeypatch.setattr(type(derived.feed_forward), "forward", own_forward)
-    assert not TitanBlock(derived).can_split
 
 
 def test_masks_of_a_users_own_are_refused_under_any_name(tmp_path):

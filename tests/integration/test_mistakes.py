@@ -133,7 +133,6 @@ OPTIONS = [
     f"{V} {VALIDATION}",
     f"{V} {COMPILE}",
     f"{V} {COMPILE} {HALVES}",
-    f"{V} {TP} {HALVES}",
     f"{V} {SELECTIVE} {BY_OPERATOR}",
     f"{V} {FULL} {KEPT}",
     f"{SCHEDULE}=CAD1f1b",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tells tests of the steps of core attention, of linear work and of TP's exchanges as they begin.
+"""Tells tests of the steps of core attention, and of linear work as they begin.
 
 The package knows nothing of it: what takes the steps is wrapped, once in a process.
 """
@@ -14,7 +14,6 @@ from torchtitan_cad.integration.pingpong.loop import _NanoBatch
 from torchtitan_cad.runtime.attend import TaskRunner
 from torchtitan_cad.runtime.call import AttentionCall
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
-from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
 Notice = Callable[[str, int], None]
 """Called with the name of a step and the key of its plan."""
@@ -36,13 +35,10 @@ def note(engine: CoreAttentionEngine, step: str, key: int) -> None:
 @functools.cache
 def _wrap() -> None:
     _replace(CoreAttentionEngine, "enter", _enter)
-    for name in ("attend_first", "compute", "finish"):
+    for name in ("compute", "finish"):
         _replace(AttentionCall, name, _take_step)
-    _replace(TaskRunner, "advance", _advance)
+    _replace(TaskRunner, "run", _run_tasks)
     _replace(_NanoBatch, "run", _run)
-    _replace(_NanoBatch, "exchange", _exchange)
-    _replace(Boundary, "launch", _launch_or_collect)
-    _replace(Boundary, "collect", _launch_or_collect)
 
 
 def _replace(owner: type, name: str, replacement: Callable[..., Any]) -> None:
@@ -75,11 +71,11 @@ def _take_step(original: Callable, call: AttentionCall) -> Any:
         return original(call)
 
 
-def _advance(original: Callable, tasks: TaskRunner) -> None:
+def _run_tasks(original: Callable, tasks: TaskRunner) -> Any:
     call = _under_way.get(None)
-    if tasks._rounds[0] and call is not None:  # None: a bench's tasks, of no engine
+    if tasks._calls and call is not None:  # None: a bench's tasks, of no engine
         note(call.engine, f"compute_{call.direction.name}", call.key)
-    original(tasks)
+    return original(tasks)
 
 
 def _run(original: Callable, nano_batch: _NanoBatch, name: str, *work: Any) -> Any:
@@ -95,24 +91,6 @@ def _run(original: Callable, nano_batch: _NanoBatch, name: str, *work: Any) -> A
     if last.requires_grad:
         last.register_hook(lambda _: note(engine, f"{name} backward", key))
     return results
-
-
-_exchanging: ContextVar[tuple[CoreAttentionEngine, int]] = ContextVar("exchanging")
-
-
-def _exchange(original: Callable, nano_batch: _NanoBatch, *args: Any) -> Any:
-    with _set(_exchanging, (get_engine(nano_batch.engine), nano_batch.key)):
-        return original(nano_batch, *args)
-
-
-def _launch_or_collect(
-    original: Callable, boundary: Boundary, direction: str, *args: Any
-) -> Any:
-    if not hasattr(boundary, "observed"):
-        boundary.observed = _exchanging.get()
-    step = "tp_start" if original.__name__ == "launch" else "tp_wait"
-    note(boundary.observed[0], f"{step} {direction}", boundary.observed[1])
-    return original(boundary, direction, *args)
 
 
 @contextmanager

@@ -36,7 +36,6 @@ class PlainBlock(nn.Module):
     """A pre-norm block with rotary positions and a gated MLP, and its own ``BlockView``; TP cannot split it."""
 
     traceable = True
-    can_split = False
     engine = ""
     rescale = None
 

@@ -150,13 +150,12 @@ def execute(
     max_delay_s: float = 0.0,
     symmetric: bool = False,
     hosts: Sequence[int] | None = None,
-    two_rounds: bool = False,
     squares_only: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
     transports: Sequence[Any] = (),
     servers: Any = None,
 ) -> list[list[Tensor]]:
-    """[out, lse, dq, dk, dv, maybe dshared] by rank; ``two_rounds``: in halves; ``squares_only``: ``SquareKernel``.
+    """[out, lse, dq, dk, dv, maybe dshared] by rank; ``squares_only``: ``SquareKernel``.
 
     ``servers``: that have joined. ``symmetric``: over shared memory; ``hosts``: over that of every host, and messages
     between hosts.
@@ -177,7 +176,6 @@ def execute(
             device=CPU,
             scale=scale,
             kept_bytes=math.inf if keep else kept_bytes,
-            two_rounds=two_rounds,
         )
         engine.servers = servers
         engine.add_plan(7, plan)
@@ -186,17 +184,8 @@ def execute(
             tensors.of_rank(rank),
             tensors.shared_of_rank(rank),
         )
-        if not two_rounds:
-            saved = Saved(q, k, v, *engine.forward(q, k, v, 7, shared), shared=shared)  # type: ignore[misc]
-            return [saved.out, saved.lse, *engine.backward(dout, saved, 8, *dlse)]
-        forward = engine.begin_forward(q, k, v, 7, shared).send()
-        forward.attend_first()
-        forward.attend()
-        saved = Saved(q, k, v, *forward.finish(), shared=shared)
-        call = engine.begin_backward(dout, saved, 8, *dlse).send()
-        call.attend_first_of_two()
-        call.attend()
-        return [saved.out, saved.lse, *call.finish()]
+        saved = Saved(q, k, v, *engine.forward(q, k, v, 7, shared), shared=shared)  # type: ignore[misc]
+        return [saved.out, saved.lse, *engine.backward(dout, saved, 8, *dlse)]
 
     return run_ranks(num_ranks, body)
 

@@ -5,7 +5,6 @@ That the tables built of them carry out plans is in test_validate.py and test_pr
 """
 
 from dataclasses import astuple
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -16,14 +15,11 @@ from tests.lib.layouts import LLAMA
 from tests.lib.refusals import refusal
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout
 from torchtitan_cad.planning.exchange.calls import (
-    CUT_AT,
     MAX_CALLS,
     MOST_CALLS,
     MOST_REPEATED,
-    MOST_UNEVEN,
     Calls,
     bounded,
-    halves,
     weighted_rows,
 )
 from torchtitan_cad.planning.exchange.messages import (
@@ -127,7 +123,7 @@ def tables(tasks: list[tuple[int, int, bool]]) -> Calls:
     return [(table, is_causal) for table, is_causal in calls if table.num_tasks]
 
 
-def pairs(calls: Calls, window: int = 10**6) -> list[tuple[int, int]]:
+def pairs(calls: Calls) -> list[tuple[int, int]]:
     """Rows of every query and key that see each other, sorted."""
     seen = []
     for table, causal in calls:
@@ -138,7 +134,7 @@ def pairs(calls: Calls, window: int = 10**6) -> list[tuple[int, int]]:
             assert not causal or before + len(queries) == len(keys)
             for number, query in enumerate(queries):
                 end = before + number + 1 if causal else len(keys)
-                seen += [(query, key) for key in keys[max(0, end - window) : end]]
+                seen += [(query, key) for key in keys[:end]]
     return sorted(seen)
 
 
@@ -146,70 +142,27 @@ def total_rows(calls: Calls) -> int:
     return sum(int(weighted_rows(table)[-1]) for table, _ in calls)
 
 
-def total_keys(calls: Calls) -> int:
-    return sum(int(table.cu_k[-1]) for table, _ in calls)
-
-
-@given(TASKS, st.integers(1, 100), st.booleans(), st.booleans())
-def test_calls_see_every_pair_once(tasks, num_local, split_keys, two_rounds):
+@given(TASKS, st.integers(1, 100), st.booleans())
+def test_calls_see_every_pair_once(tasks, num_local, split_keys):
     whole = tables(tasks)
-    rounds = halves(whole) if two_rounds else [whole]
-    cut = list(chain(*bounded(rounds, num_local, split_keys=split_keys)))
+    cut = bounded(whole, num_local, split_keys=split_keys)
     assert pairs(cut) == pairs(whole)
     for table, _ in cut:
         assert table.num_tasks
         assert table.max_q == np.diff(table.cu_q).max()
         assert table.max_k == np.diff(table.cu_k).max()
-    repeated = (1 + MOST_REPEATED) ** (1 + two_rounds)
-    assert total_rows(cut) <= repeated * total_rows(whole)
+    assert total_rows(cut) <= (1 + MOST_REPEATED) * total_rows(whole)
     assert len(cut) <= MAX_CALLS < 1 << TENSOR_BITS
     if not split_keys:
         assert sum(table.num_tasks for table, _ in cut) == len(tasks)
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 400), st.integers(0, 30)), min_size=1, max_size=4
-    ),
-    st.integers(1, 40),
-)
-def test_halves_of_windows_see_every_pair_once_and_few_keys_twice(tasks, window):
-    """Tasks have no keys before their first window."""
-    within = [(queries, min(before, window - 1), True) for queries, before in tasks]
-    whole = tables(within)
-    first, second = halves(whole, window)
-    assert pairs(first + second, window) == pairs(whole, window)
-    assert total_keys(first + second) <= total_keys(whole) + window - 1
-    first_pairs = len(pairs(first, window))
-    second_pairs = len(pairs(second, window))
-    most = MOST_UNEVEN * (first_pairs + second_pairs)
-    assert abs(first_pairs - second_pairs) <= max(most, CUT_AT * window)
-
-
-@pytest.mark.parametrize(
-    ("tasks", "even"),
-    [
-        ([(768, 0, True), (128, 0, True)], True),  # a document and little else
-        ([(100, 300, True), (1024, 200, False), (200, 10, False)], True),
-        ([(300, 8000, True)], False),  # its keys would be read twice
-        ([(120, 0, True)], False),  # smaller than a tile
-        ([(200, 100, False), (220, 100, False)], True),
-    ],
-)
-def test_halves_are_even_where_a_task_can_be_cut(tasks, even):
-    whole = tables(tasks)
-    first, second = halves(whole)
-    share = len(pairs(first)) / len(pairs(whole))
-    assert (0.375 <= share <= 0.625) == even
-    assert max(len(first), len(second)) <= len(whole), "no calls are added"
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_task_of_many_keys_is_cut_along_them(causal):
     """One task has nine tenths of the rows; its pieces are alike."""
     whole = tables([(16, 4000, causal), (10, 300, False)])
-    (kept,) = bounded([whole], 10, split_keys=False)
-    (cut,) = bounded([whole], 10, split_keys=True)
+    kept = bounded(whole, 10, split_keys=False)
+    cut = bounded(whole, 10, split_keys=True)
     most = total_rows(whole) / MOST_CALLS
     assert max(total_rows([call]) for call in kept) > 5 * most
     assert max(total_rows([call]) for call in cut) <= 1.1 * most

@@ -49,12 +49,6 @@ HOME = PlannerConfig(planner="home")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets two rounds of small tasks be cut inside one."""
-    monkeypatch.setattr(calls, "CUT_AT", 8)
-
-
 def random_plans(
     rng: np.random.Generator,
     layout: TokenLayout,
@@ -78,7 +72,6 @@ def check_exactness(plan: Plan, tensors: Tensors, *runs: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("seed", seeds(8, 60))
-@pytest.mark.usefixtures("small_cuts")
 def test_any_plan_is_as_exact_as_undivided_attention(seed):
     """Plan, rows, transport, and how rows are kept are drawn."""
     rng = np.random.default_rng(seed)
@@ -94,37 +87,31 @@ def test_any_plan_is_as_exact_as_undivided_attention(seed):
         "symmetric": symmetric and sys.platform == "linux",
         "backward": None if keep else other,  # as in ticks
     }
-    runs = [
-        {**options, "two_rounds": two_rounds, "squares_only": squares_only}
-        for two_rounds, squares_only in product((False, True), repeat=2)
-    ]
+    runs = [{**options, "squares_only": squares_only} for squares_only in (False, True)]
     tensors = Tensors.random(layout, shape, dtype, with_dlse=with_dlse)
     check_exactness(plan, tensors, *runs)
 
 
 @pytest.mark.parametrize("window", params([1, 20, 128, 500], [20, 128]))
 @pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
-@pytest.mark.usefixtures("small_cuts")
 def test_windows_are_as_exact_as_undivided_attention(window, keep):
-    """Documents lie on several ranks, and halves are cut inside one."""
+    """Documents lie on several ranks."""
     rng = np.random.default_rng(window)
     torch.manual_seed(window)
     shape = dataclasses.replace(SHAPE, window=window)
     layout = random_layout(rng, num_ranks=4)
     plan = make_plan(layout, shape)
     validate_plan(plan)
-    runs = [{"keep": keep, "two_rounds": two_rounds} for two_rounds in (False, True)]
-    check_exactness(plan, Tensors.random(layout, shape, with_dlse=True), *runs)
+    tensors = Tensors.random(layout, shape, with_dlse=True)
+    check_exactness(plan, tensors, {"keep": keep})
     if window == 1:
         assert plan.stats.total_bytes == 0
 
 
-def test_a_plan_that_moves_nothing_is_not_halved():
+def test_a_plan_that_moves_nothing_is_one_call():
     layout = TokenLayout.from_segments([[(0, 0, 300), (1, 0, 50)], [(2, 0, 200)]])
     plan = make_plan(layout, dataclasses.replace(SHAPE, window=20))
-    tables = PlanTables.from_exchange(
-        plan.exchange(0), plan.moves_rows, CPU, 1.0, two_rounds=True
-    )
+    tables = PlanTables.from_exchange(plan.exchange(0), plan.moves_rows, CPU, 1.0)
     assert tables.is_plain
     assert [call.args.window for call in tables.calls] == [20]
 
@@ -237,7 +224,6 @@ def test_rows_are_kept_by_plans_that_bring_few():
 
 @pytest.mark.parametrize("seed", seeds(3, 60))
 @needs_linux
-@pytest.mark.usefixtures("small_cuts")
 def test_ways_and_chunks_change_no_bit(monkeypatch, seed):
     """Over mailboxes, shared memory, or memory inside hosts of one to four ranks and messages between them, into the
     same buffers; a row's partials are combined in the order in which they arrive, own ones maybe before others return.
@@ -252,7 +238,6 @@ def test_ways_and_chunks_change_no_bit(monkeypatch, seed):
     keep = seed % 4 < 2
     options = {
         "keep": keep,
-        "two_rounds": seed % 8 < 4,
         "backward": None if keep else backward,
     }
     expected = execute(plan, tensors, **options)

@@ -181,9 +181,8 @@ def allocate(num_bytes: int) -> cuda_memory.DeviceMemory:
 @EVERY_KERNEL
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kept_bytes", [0.0, math.inf], ids=["resend", "keep"])
-@pytest.mark.parametrize("two_rounds", [False, True], ids=["one round", "two rounds"])
 @pytest.mark.parametrize("shape", [SHAPE, LATENT], ids=["gqa", "latent"])
-def test_layer(launches, make_kernel, rank, kept_bytes, two_rounds, shape):
+def test_layer(launches, make_kernel, rank, kept_bytes, shape):
     if shape is LATENT and make_kernel is cudnn.CudnnKernel:
         pytest.skip("cuDNN takes heads of at most 128 elements")
     plan = two_rank_plan(16_384, shape)
@@ -194,7 +193,6 @@ def test_layer(launches, make_kernel, rank, kept_bytes, two_rounds, shape):
         device=DEVICE,
         scale=0.1,
         kept_bytes=kept_bytes,
-        two_rounds=two_rounds,
     )
     engine.add_plan(0, plan)
     tokens = int(plan.layout.tokens_per_rank[rank])

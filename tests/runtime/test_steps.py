@@ -47,8 +47,7 @@ def in_steps(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor, engine: str, **shared: Tensor
 ) -> tuple[Tensor, Tensor]:
     token = dispatch(q, k, v, key, engine, **shared)
-    token = step(token, "attend_first", key, engine)
-    token = step(token, "attend_rest", key, engine)
+    token = step(token, "attend", key, engine)
     return combine_with_lse(token, q, k, v, key, engine, **shared)
 
 
@@ -109,11 +108,7 @@ def test_any_plan_by_both(attend, heads, keep):
     kept_bytes = math.inf if keep else 0.0
     check_ranks(
         plan,
-        partial(
-            CoreAttentionEngine,
-            kept_bytes=kept_bytes,
-            two_rounds=attend is in_steps,
-        ),
+        partial(CoreAttentionEngine, kept_bytes=kept_bytes),
         lambda _, *rows: results_of(attend, *rows),
     )
 
@@ -224,17 +219,12 @@ other_work.register_fake(lambda x, name: x.clone())
 other_work.register_autograd(lambda ctx, grad: (other_work(grad, "backward"), None))
 
 
-@pytest.mark.parametrize("is_early", [True, False])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_other_work_between_steps(rows, backend, is_early):
-    """Plans with one round are computed in the first part of forward and the second of backward, or vice versa."""
-    suffix = ", undivided" if is_early else ""
-
+def test_other_work_between_steps(rows, backend):
     def attend(q: Tensor, k: Tensor, v: Tensor, key: Tensor) -> Tensor:
         token = dispatch(q, k, v, key, ENGINE)
-        token = step(token, f"attend_first{suffix}", key, ENGINE)
         token = other_work(token, "forward")
-        token = step(token, f"attend_rest{suffix}", key, ENGINE)
+        token = step(token, "attend", key, ENGINE)
         return combine(token, q, k, v, key, ENGINE)
 
     compiled = torch.compile(attend, backend=backend, fullgraph=True)
@@ -249,14 +239,12 @@ def test_other_work_between_steps(rows, backend, is_early):
         assert all(map(torch.equal, gradients, want))
         assert [event for event in events if not event.startswith("compute")] == [
             "start_forward",
-            *["attend_first_forward"] * is_early,
             "forward",
             "attend_forward",
             "finish_forward",
             "start_backward",
-            *["attend_first_backward"] * (not is_early),
-            "backward",
             "attend_backward",
+            "backward",
             "finish_backward",
         ]
 

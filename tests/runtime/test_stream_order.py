@@ -29,7 +29,6 @@ from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.tp_overlap import side_stream as side_streams
 from torchtitan_cad.runtime.transport import Transport, symmetric
 from torchtitan_cad.runtime.transport.base import all_to_all
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
@@ -45,30 +44,7 @@ def on_ledger() -> Iterator[Process]:
     process.close()
 
 
-# Side streams --------------------------------------------------------------------------------------------------------
-
-
-def run_on_lane(mistake: str) -> list[str]:
-    side_stream = side_streams.SideStream(torch.device("ledger", 0))
-
-    def start(x: Tensor) -> side_streams.PendingWork:
-        return side_stream.start(lambda: (x.flip(0),), [x])
-
-    patches = {
-        "none": nullcontext(),
-        "inputs not kept": _without(side_streams.PendingWork, "_inputs", ()),
-        "no wait for the side stream": _without(
-            side_streams.PendingWork, "_wait", None
-        ),
-    }
-    x = torch.rand(4, 4).to("ledger")
-    with patches[mistake]:
-        for _ in range(3):
-            pending = start(x @ x)
-            y = x @ x
-            (flipped,) = pending.wait()
-            x = y + flipped
-    return torch.ops.ledger.races()
+# The engine over symmetric memory -------------------------------------------------------------------------------------
 
 
 def _without(cls: type, name: str, value: object) -> AbstractContextManager[object]:
@@ -76,16 +52,6 @@ def _without(cls: type, name: str, value: object) -> AbstractContextManager[obje
     constant = property(lambda self: value, lambda self, ignored: None)
     return mock.patch.object(cls, name, constant, create=True)
 
-
-@pytest.mark.parametrize(
-    "mistake", ["none", "inputs not kept", "no wait for the side stream"]
-)
-def test_lanes_are_in_order_without_mistakes_only(on_ledger, mistake):
-    races = on_ledger(run_on_lane, mistake)
-    assert bool(races) == (mistake != "none")
-
-
-# The engine over symmetric memory -------------------------------------------------------------------------------------
 
 SHAPE = AttentionShape(2, 1, 16, 4)
 LAYERS = 3

@@ -58,7 +58,6 @@ from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor, store_of_attempt
 from torchtitan_cad.runtime.servers.client import ServerPool
-from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream
 from torchtitan_cad.runtime.transport import DryTransport, Transport, build_transport
 from torchtitan_cad.runtime.transport.base import gather
 
@@ -84,7 +83,6 @@ class CadSession:
         self.rank = dist.get_rank()
         self.ranks = self.topology.group_ranks(self.rank)
         self.group_rank = self.topology.group_rank(self.rank)
-        self.side_stream = SideStream(self.device)
         self.statistics = StepStatistics()
         self._engines: list[CoreAttentionEngine] = []
         self._validated: deque[PlannedBatch] = deque()
@@ -256,8 +254,6 @@ class CadSession:
         mesh: DeviceMesh,
         blocks: Sequence[nn.Module],
         room: KeepCapacity,
-        *,
-        two_rounds: bool,
         ticks: Ticks | None = None,
     ) -> CoreAttentionEngine:
         """Build the transport, the engines and the planners; returns the first engine. Collective over the group.
@@ -266,7 +262,6 @@ class CadSession:
             mesh: of ``build_mesh``.
             blocks: that this rank runs; their mean parameters stand for a layer's linear work.
             room: of this rank, for rows that it keeps for backward as a server.
-            two_rounds: whether other work runs between two rounds of kernel calls; see ``CoreAttentionEngine``.
             ticks: of a pipeline in ticks, for which batches are then planned.
         """
         transport = None
@@ -295,7 +290,6 @@ class CadSession:
             rank=self.group_rank,
             device=self.device,
             kept_bytes=kept,
-            two_rounds=two_rounds,
         )
         self._ticks = ticks
         for engine in self._engines:
@@ -473,7 +467,6 @@ class CadSession:
             self._servers.close()
         if self.monitor is not None:
             self.monitor.close()
-        self.side_stream.close()
 
 
 def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:

@@ -402,7 +402,7 @@ def _calls(exchange: RankExchange) -> list[CallTable]:
     """Return the tables of the kernel calls, in the order in which they run."""
     pairs = [(exchange.causal, True), (exchange.full, False)]
     used = [(table, causal) for table, causal in pairs if table.num_tasks]
-    (calls,) = bounded([used], exchange.keys.num_local, split_keys=exchange.split_keys)
+    calls = bounded(used, exchange.keys.num_local, split_keys=exchange.split_keys)
     return sorted(
         (table for table, _ in calls), key=lambda table: -int(weighted_rows(table)[-1])
     )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run the kernel calls of one rank for a plan, in one or two rounds, after its rows have arrived."""
+"""Run the kernel calls of one rank for a plan, after its rows have arrived."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -59,10 +58,10 @@ Compute = Callable[[Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]]
 
 
 class TaskRunner:
-    """The kernel calls of a plan, run round by round.
+    """The kernel calls of a plan.
 
-    A call's rows are gathered just before it runs, so at most one call's copies are in memory. The largest call of a
-    round runs first, when memory holds the fewest results.
+    A call's rows are gathered just before it runs, so at most one call's copies are in memory. The largest call runs
+    first, when memory holds the fewest results.
 
     Args:
         compute: runs the kernel.
@@ -80,23 +79,16 @@ class TaskRunner:
         self._compute = compute
         self._gathered = gathered
         self._spaces: tuple[RowSpace, ...] = (queries, keys)
-        self._rounds = deque(plan.rounds)
         self._calls = plan.calls
         self._results: dict[KernelCall, tuple[Tensor, ...]] = {}
         self._forget_rows(when=not self._calls)
 
-    def advance(self) -> None:
-        """Run the next round."""
-        calls = self._rounds.popleft()
-        largest_first = sorted(calls, key=lambda call: -call.weighted_rows)
+    def run(self) -> list[tuple[Tensor, ...]]:
+        """Run the calls, once; returns their results in the plan's order, and forgets them."""
+        largest_first = sorted(self._calls, key=lambda call: -call.weighted_rows)
         for call in largest_first:
             # No name holds the rows of a call while those of the next are gathered.
             self._results[call] = self._compute(self._gather(call), call.args)
-
-    def finish(self) -> list[tuple[Tensor, ...]]:
-        """Run the remaining rounds; returns the results of all calls, in the plan's order, and forgets them."""
-        while self._rounds:
-            self.advance()
         results = self._results
         self._results = {}
         return [results[call] for call in self._calls]

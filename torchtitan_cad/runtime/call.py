@@ -193,9 +193,9 @@ class Engine(Protocol):
 class AttentionCall:
     """Core attention of one rank, in one direction, from its first step to its last.
 
-    The steps are ``send``, ``attend_first`` (of plans with two rounds, on request), ``compute``, ``send_home`` and
-    ``finish``, in this order. Other work may run between them while rows travel. ``send`` and ``send_home`` start
-    exchanges, so all ranks of the group make the same steps in the same order.
+    The steps are ``send``, ``compute``, ``send_home`` and ``finish``, in this order. Other work may run between them
+    while rows travel. ``send`` and ``send_home`` start exchanges, so all ranks of the group make the same steps in the
+    same order.
 
     Args:
         engine: gives kernel, transport and clock, and orders calls.
@@ -226,8 +226,6 @@ class AttentionCall:
         """By kind, the rows at home, until kernels run."""
         self._incoming: Incoming | None = None
         """The rows to serve, while they arrive and until they are used."""
-        self._tasks: TaskRunner | None = None
-        """The kernel calls, while they run."""
         self._remote_results: dict[Kind, list[Tensor]] = {}
         """By kind, the results for rows of other ranks, until they are sent."""
         self._results: dict[Kind, list[list[Tensor]]] = {}
@@ -307,32 +305,15 @@ class AttentionCall:
 
     # Kernel calls -----------------------------------------------------------------------------------------------------
 
-    def attend_first_of_two(self) -> None:
-        """Compute the first round, if the plan has two."""
-        if len(self._plan.rounds) > 1:
-            self.attend_first()
-
-    def attend_first(self) -> None:
-        """Wait for the rows to serve, and compute the first round of this rank's tasks.
-
-        Not where exchanges of rows are still to be started: ranks that only serve do not come here, and start them
-        when they attend. Then ``compute`` does it all.
-        """
-        if self._incoming is not None and self._incoming.starts_more:
-            return
-        tasks = self.begin_tasks(self._receive())
-        with self._traced():
-            tasks.advance()
-
     def attend(self) -> None:
-        """Compute the remaining rounds, and send results home."""
+        """Compute this rank's tasks, and send results home."""
         self.compute()
         self.send_home()
 
     def compute(self) -> None:
-        """Compute the remaining rounds, and combine results for other ranks, and local results if they are many."""
+        """Compute this rank's tasks, and combine results for other ranks, and local results if they are many."""
         self.engine.enter("attend", self.direction, self.key)
-        tasks = self._tasks or self.begin_tasks(self._receive())
+        tasks = self.begin_tasks(self._receive())
         with self._traced():
             self.combine_results(tasks)
 
@@ -353,8 +334,7 @@ class AttentionCall:
         compute = partial(
             self.direction.compute, self.engine.kernel, self._plan.is_plain
         )
-        self._tasks = TaskRunner(self._plan, queries, keys, compute, self._release)
-        return self._tasks
+        return TaskRunner(self._plan, queries, keys, compute, self._release)
 
     def _receive(self) -> dict[Kind, list[Tensor]]:
         """Wait for the rows to serve, by kind; returns an empty dictionary if no rows move."""
@@ -381,15 +361,14 @@ class AttentionCall:
         self._incoming = None
 
     def combine_results(self, tasks: TaskRunner) -> None:
-        """Run the remaining kernel calls and combine their results, for other ranks and, if they are many, at home.
+        """Run the kernel calls and combine their results, for other ranks and, if they are many, at home.
 
         Results of joined servers are taken in later, when those for other ranks are on their way.
         """
         num_results = sum(len(like) for like in self._like.results.values())
-        partials = [
-            list(of_calls) for of_calls in zip(*tasks.finish(), strict=True)
-        ] or [[]] * num_results
-        self._tasks = None
+        partials = [list(of_calls) for of_calls in zip(*tasks.run(), strict=True)] or [
+            []
+        ] * num_results
         for kind, like in self._like.results.items():
             self._results[kind] = partials[: len(like)]
             partials = partials[len(like) :]

@@ -53,8 +53,6 @@ class CoreAttentionEngine:
         scale: factor on the scores before the softmax.
         kept_bytes: servers keep the Q, K and V that they receive in a call, instead of receiving them again for
             backward, by plans that bring no rank more bytes than these. Equal on all ranks of the group.
-        two_rounds: run the kernel calls of plans that move rows in two rounds of about equal work, ``attend_first`` and
-            ``attend``, between which other work may run.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class CoreAttentionEngine:
         device: torch.device,
         scale: float,
         kept_bytes: float = 0.0,
-        two_rounds: bool = False,
     ) -> None:
         self.kernel = kernel
         self.transport = transport
@@ -74,7 +71,6 @@ class CoreAttentionEngine:
         self.device = device
         self.scale = scale
         self.kept_bytes = kept_bytes
-        self.two_rounds = two_rounds
         self.servers: ServerPool | None = None
         """That have joined the job, and by which plans may have tasks computed."""
         self.clock = ExchangeClock()
@@ -112,7 +108,6 @@ class CoreAttentionEngine:
             self.device,
             self.scale,
             chunks=chunks,
-            two_rounds=self.two_rounds,
             squares_only=self.kernel.squares_only,
         )
         tables = replace(tables, keeps=keeps)

@@ -113,11 +113,6 @@ class Incoming:
         self._messages: list[Tensor] = []
         self._send()
 
-    @property
-    def starts_more(self) -> bool:
-        """Tell whether exchanges are left that start once others have been received; on all ranks alike."""
-        return bool(self._left)
-
     def _send(self) -> None:
         while self._left and len(self._travelling) < BUFFERS_PER_CALL:
             routes = self._left.popleft()

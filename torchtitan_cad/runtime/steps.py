@@ -39,10 +39,6 @@ from torchtitan_cad.runtime.ops import (
 
 STEP_METHODS = {
     "attend": ("attend", "attend"),
-    "attend_first": ("attend_first_of_two", "attend"),
-    "attend_rest": ("attend", "attend_first"),
-    "attend_first, undivided": ("attend_first", "attend"),
-    "attend_rest, undivided": ("attend", "attend_first_of_two"),
     # Steps of ``traced``:
     "dispatch": ("send", None),
     "arrive": (None, "send_home"),
@@ -53,9 +49,7 @@ STEP_METHODS = {
 }
 """name of a step -> methods of ``AttentionCall`` that it runs, forward and backward; None: nothing.
 
-attend: wait for the rows that this rank serves, compute, send the outputs home. attend_first, attend_rest: the same in
-two rounds with other work between; in backward, attend_rest comes first. A plan with one round is computed in
-attend_rest, or with "undivided" in attend_first, in both directions."""
+attend: wait for the rows that this rank serves, compute, send the outputs home."""
 
 
 class PendingCall:

@@ -19,7 +19,6 @@ from torchtitan_cad.planning.exchange.calls import (
     MAX_CALLS,
     Calls,
     bounded,
-    halves,
     lie_in_order,
     squares,
 )
@@ -74,7 +73,7 @@ class PlanTables:
     queries: RowTables
     keys: RowTables
     moves: bool
-    rounds: list[list[KernelCall]]
+    calls: list[KernelCall]
     stand_ins: list[StandInCall]
     keeps: bool = False
     likes: dict[Hashable, Any] = field(default_factory=dict)
@@ -88,7 +87,6 @@ class PlanTables:
         scale: float,
         *,
         chunks: Chunks | None = None,
-        two_rounds: bool = False,
         squares_only: bool = False,
     ) -> "PlanTables":
         """Build the tensors on ``device``.
@@ -96,22 +94,19 @@ class PlanTables:
         Args:
             scale: multiplies the scores before the softmax.
             chunks: chunks of every kind of rows, by default one each.
-            two_rounds: make two rounds of about equal work, if rows move.
             squares_only: divide causal tasks for a kernel that takes squares only (``AttentionKernel``).
         """
         by_servers = _calls_of_servers(exchange, squares_only=squares_only)
-        rounds = _divide(
+        own = _divide(
             exchange,
-            two_rounds=two_rounds and moves,
             squares_only=squares_only,
             max_calls=MAX_CALLS - len(by_servers),
         )
-        computed = [table for table, _ in chain(*rounds)]
-        num_own = len(computed)
+        computed = [table for table, _ in own]
         computed += [table for _, _, table, _ in by_servers]
         build_rows = partial(
             RowTables.build,
-            num_own=num_own,
+            num_own=len(own),
             chunks=chunks or exchange.most.in_one_chunk(),
             device=device,
             moves=moves,
@@ -137,7 +132,7 @@ class PlanTables:
                 _rows_of_call(table.kv_rows, keys, device),
             )
 
-        calls = [[kernel_call(*table) for table in tables] for tables in rounds]
+        calls = [kernel_call(table, causal) for table, causal in own]
         stand_ins = [
             StandInCall(server, seconds, kernel_call(table, causal))
             for server, seconds, table, causal in by_servers
@@ -181,11 +176,6 @@ class PlanTables:
         ]
 
     @property
-    def calls(self) -> list[KernelCall]:
-        """Kernel calls of all rounds."""
-        return [*chain(*self.rounds)]
-
-    @property
     def is_plain(self) -> bool:
         """True if there is only one kernel call, over all local rows in order: no gather, no merge, no exchange."""
         return (
@@ -227,16 +217,13 @@ def _with_tasks(causal: CallTable, full: CallTable) -> Calls:
     return [(table, is_causal) for table, is_causal in calls if table.num_tasks]
 
 
-def _divide(
-    exchange: RankExchange, *, two_rounds: bool, squares_only: bool, max_calls: int
-) -> list[Calls]:
-    """Return the tables of kernel calls by round, each with its causal flag."""
+def _divide(exchange: RankExchange, *, squares_only: bool, max_calls: int) -> Calls:
+    """Return the tables of this rank's own kernel calls, each with its causal flag."""
     calls = _with_tasks(exchange.causal, exchange.full)
-    rounds = halves(calls, exchange.window) if two_rounds else [calls]
     if squares_only:
-        rounds = [squares(tables) for tables in rounds]
+        calls = squares(calls)
     return bounded(
-        rounds,
+        calls,
         exchange.keys.num_local,
         split_keys=exchange.split_keys,
         max_calls=max_calls,

@@ -268,6 +268,14 @@ MORE_HALVED = [
         args=(*TP2, *LAYER, *global_batch(8), *RESEND),
     ),
     pp2("rows_pp2", *BY_ROW),
+    pp2_of_four_blocks(
+        "rows_pp2_zbv_tp2",
+        *(*schedule("ZBVZeroBubble"), *BY_ROW, *TP2),
+        "--training.local_batch_size=8",
+        dp=1,
+        needs_torch="2.13",
+        validates=False,
+    ),
 ]
 """All that one nano-batch composes with, halved by rows, and what halving in the middle of rows adds to it."""
 

@@ -15,7 +15,6 @@ import time
 import types
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,6 @@ from torchtitan_cad.planning import (  # noqa: E402
     register_planner,
 )
 from torchtitan_cad.runtime.kernels import VarlenArgs  # noqa: E402
-from torchtitan_cad.runtime.tp_overlap.side_stream import SideStream, _run  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
@@ -338,8 +336,6 @@ def record_trace(step: int) -> None:
         if self.step != step:
             return train_step(self, *args, **kwargs)
         events: list[tuple[str, int]] = []
-        # Work runs at once, in the thread that is profiled and counted.
-        SideStream._submit = lambda self, work: _run(Future(), work)
         engine = current_session().engine
         observe(engine, lambda name, key: events.append((name, key)))
         activities = [torch.profiler.ProfilerActivity.CPU]

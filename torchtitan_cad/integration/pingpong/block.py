@@ -3,8 +3,7 @@
 
 A *segment* is what lies between two core attentions of one nano-batch: the end of one block and the beginning of
 the next. Segments are modules that borrow the blocks, so parameters, names and hooks (tensor parallelism) stay as they
-are; they are not part of the model's tree. Under tensor parallelism a segment contains collectives. Where blocks can be
-split, the loop runs a segment's parts in place of its ``forward``, so that the other nano-batch's work can hide them.
+are; they are not part of the model's tree. Under tensor parallelism a segment contains collectives.
 """
 
 from collections.abc import Callable
@@ -17,13 +16,9 @@ class BlockView(Protocol):
     """The linear work of a transformer block, cut where core attention is.
 
     Implementations are ``nn.Module``s that hold the block and have no parameters of their own, so that compiling and
-    checkpointing find the block's modules. All methods but the norms are compiled if all blocks are ``traceable``.
+    checkpointing find the block's modules. All methods are compiled if all blocks are ``traceable``.
     Shapes: B rows of S tokens, heads and hidden units of this rank; under tensor parallelism x [B, S, dim] is sharded
     over tokens between blocks.
-
-    ``attention_out``, ``expand``, ``contract`` and ``project_normed`` are the parts of the work between which TP
-    communicates, each by this rank's share of the weights. The loop sums over ranks, adds the residual, normalizes and
-    gathers tokens between them (runtime/tp_overlap/sequence_parallel.py). It calls them only where ``can_split``.
     """
 
     block: nn.Module
@@ -36,8 +31,6 @@ class BlockView(Protocol):
     """Name of the engine of the block's kind of attention; empty: the loop's."""
     rescale: Callable[[Tensor, Tensor], Tensor] | None
     """Rescales core attention's output [T, Hq, Dv] by its log-sum-exp [T, Hq], between the block's hooks; None: not."""
-    can_split: bool
-    """Whether the parts below compute the block: plain linear layers, RMSNorm, a gated SiLU MLP."""
 
     def project(
         self, x: Tensor, rope: Tensor, positions: Tensor | None
@@ -53,32 +46,6 @@ class BlockView(Protocol):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Compute the block's output [B, S, dim] from its input and core attention's, [B, S, heads * head_dim]."""
-        ...
-
-    def attention_norm(self) -> tuple[Tensor, float]:
-        """Give weight [dim], a plain tensor, and epsilon of the RMSNorm before attention."""
-        ...
-
-    def mlp_norm(self) -> tuple[Tensor, float]:
-        """Give weight [dim], a plain tensor, and epsilon of the RMSNorm before the MLP."""
-        ...
-
-    def attention_out(self, attended: Tensor) -> Tensor:
-        """Project core attention's output [B, S, heads * head_dim] to this rank's summands [B, S, dim]."""
-        ...
-
-    def expand(self, x: Tensor) -> Tensor:
-        """Compute the MLP's hidden units [B, S, hidden] from normalized x [B, S, dim]."""
-        ...
-
-    def contract(self, hidden: Tensor) -> Tensor:
-        """Project hidden units [B, S, hidden] to this rank's summands [B, S, dim] of the MLP's output."""
-        ...
-
-    def project_normed(
-        self, x: Tensor, rope: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project normalized x to q, k, v; arguments and shapes as in ``project``."""
         ...
 
 

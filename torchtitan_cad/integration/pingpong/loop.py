@@ -9,8 +9,7 @@ i - 1 and i (block.py):
     wait for q, k, v of A, attend, send outputs of A             | B's q, k, v
     wait for q, k, v of B, attend, send outputs of B             | A's outputs
 
-Under tensor parallelism a segment is cut where TP communicates, and the nano-batches take turns within it as well
-(``_ORDER``). The blocks' own work is behind ``BlockView``.
+The blocks' own work is behind ``BlockView``.
 
 With ``traced_on`` a segment of both nano-batches is one compiled graph, exchanges included (segment_graph.py). Without
 it exchanges lie between the segments and are never compiled.
@@ -21,9 +20,9 @@ in the same order; segments do not cross blocks.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,6 @@ from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_blo
 from torchtitan_cad.integration.pingpong.segment_graph import compile_graphs, run_graphs
 from torchtitan_cad.planning.model.batch import divides_by_row
 from torchtitan_cad.runtime.steps import combine, combine_with_lse, dispatch, step
-from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
 NAMES = ("nano_batch_0", "nano_batch_1")
 MOST_GRAPHS = 64
@@ -61,8 +59,6 @@ class _NanoBatch:
 
     def __post_init__(self) -> None:
         self.plan_key = torch.tensor(self.key, device="cpu")
-        # The other nano-batch's linear work comes between, and after in backward.
-        self._undivided = ", undivided" if self.name == NAMES[0] else ""
         self._token: Any = None
         self._block: Any = None
         self._rows: Any = None
@@ -106,10 +102,8 @@ class _NanoBatch:
         self._block = block
         self._rows = (q, k, v, shared)
 
-    def attend(self, part: str = "") -> None:
-        """Attend, or do the "first" part of it or the "rest"."""
-        name = f"attend_{part}{self._undivided}" if part else "attend"
-        self._token = step(self._token, name, self.plan_key, self.engine)
+    def attend(self) -> None:
+        self._token = step(self._token, "attend", self.plan_key, self.engine)
 
     def receive(self) -> None:
         *qkv, shared = self._rows
@@ -120,21 +114,6 @@ class _NanoBatch:
         self._token = self._block = self._rows = None
         self._attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
-    def exchange(
-        self,
-        boundary: Boundary,
-        summands: Tensor | None,
-        norm: tuple[Tensor, float] | None,
-    ) -> tuple[Boundary, Tensor]:
-        """Start the reduction of ``summands``, and with a ``norm`` its application and the gathering."""
-        weight, eps = norm or (None, 0.0)
-        return boundary, boundary.start(summands, self.x, weight, eps)
-
-    def gather(self, boundary: Boundary, token: Tensor) -> Tensor:
-        """Wait for an exchange; return what was gathered."""
-        self.x, gathered = boundary.wait(token)
-        return gathered
-
     def take_attended(self) -> Tensor:
         """Give core attention's output away: the nano-batch no longer holds it."""
         if self._attended is None:
@@ -142,15 +121,6 @@ class _NanoBatch:
         attended = self._attended
         self._attended = None
         return attended
-
-
-_ORDER: dict[tuple[bool, bool], tuple[int | str, ...]] = {
-    (True, True): (0, "rest", 0, 1, 0, 1, 0, 1, "first", 1),
-    (True, False): (0, "rest", 0, 1, 0, 1, 0, 1, 1),
-    (False, True): (0, 1, 0, 1, "first"),
-}
-"""The order in which the nano-batches run a cut segment, by whether a block ends in it and whether one begins. 0 and 1:
-the nano-batch's next part; "first": the first part of nano-batch 0's attention; "rest": the rest of nano-batch 1's."""
 
 
 class _Unit(nn.Module):
@@ -193,7 +163,6 @@ class PingPong:
         blocks: of the model, in order. FSDP2 may shard them later, in place.
         engine: name of the registered engine, which has plans for a microbatch's two nano-batches under its key and the
             next number.
-        new_boundary: makes what hides TP's collectives as well, if the blocks can be split.
         traced_on: device whose streams are traced where compiling is asked for (segment_graph.py); not with tensor
             parallelism, nor where whole blocks are checkpointed. None: exchanges are not compiled.
     """
@@ -202,18 +171,12 @@ class PingPong:
         self,
         blocks: Iterable[BlockView],
         engine: str,
-        new_boundary: Callable[[], Boundary] | None = None,
         *,
         traced_on: torch.device | None = None,
     ) -> None:
         self.blocks = list(blocks)
         self.engine = engine
-        self.new_boundary = new_boundary
         self.traced_on = traced_on
-        self.splits = new_boundary is not None and all(
-            block.can_split for block in self.blocks
-        )
-        """Whether segments run by parts, between which TP communicates."""
         self.traceable = all(block.traceable for block in self.blocks)
         self.segments: list[Any] = (
             list(map(BlockSegment, [None, *self.blocks], [*self.blocks, None]))
@@ -226,29 +189,26 @@ class PingPong:
     def checkpoint(
         self,
         wrap: Callable[[list[nn.Module]], list[nn.Module]],
-        kept: Literal["blocks", "segments", "operators"],
+        *,
+        whole_blocks: bool,
     ) -> None:
         """Apply activation checkpointing.
 
         Args:
             wrap: gets modules that the loop runs, and returns modules to run in their place.
-            kept: what these are. "blocks": whole blocks, recomputed from their inputs. "segments". "operators":
-                segments in which the outputs of chosen operators are kept, core attention's among them.
+            whole_blocks: whether these are whole blocks, recomputed from their inputs, attention included; otherwise
+                they are segments.
         """
-        if kept == "blocks":
+        if whole_blocks:
             self.segments = []
             self.units = wrap(
                 [_Unit(block, i, self) for i, block in enumerate(self.blocks)]
             )
             return
-        if kept == "operators":
-            # What a part gathers from other TP ranks would be kept as its input, where a whole segment gathers it
-            # again.
-            self.splits = False
         self.segments = wrap(self.segments)
 
     def compile(self, backend: str) -> None:
-        """Compile every segment, or its parts, as one graph each; with ``traced_on`` those of both as one."""
+        """Compile every segment, or what can be traced of it, as one graph; with ``traced_on`` those of both as one."""
         dynamo: Any = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
         if self.traced_on is not None:
@@ -259,14 +219,9 @@ class PingPong:
         compiled: Any = functools.partial(
             torch.compile, backend=backend, fullgraph=True
         )
-        if self.splits or not self.traceable:
+        if not self.traceable:
             for block in self.blocks:
-                parts = (
-                    ("attention_out", "expand", "contract", "project_normed")
-                    if self.splits
-                    else block.graphs
-                )
-                for name in parts:
+                for name in block.graphs:
                     setattr(block, name, compiled(getattr(block, name)))
             return
         self.segments = [compiled(segment) for segment in self.segments]
@@ -355,16 +310,6 @@ class PingPong:
 
         ``before`` and ``after`` tell whether a block ends there, and whether one begins.
         """
-        if self.splits:
-            parts = [
-                self._parts(segment, nano_batch, index) for nano_batch in nano_batches
-            ]
-            for action in _ORDER[before, after]:
-                if isinstance(action, int):
-                    next(parts[action], None)
-                else:
-                    nano_batches[action == "rest"].attend(action)
-            return
         name = " ".join([f"post {index - 1}"] * before + [f"pre {index}"] * after)
         for nano_batch in nano_batches:
             attended = nano_batch.take_attended() if before else None
@@ -379,60 +324,10 @@ class PingPong:
             if after:
                 nano_batch.send(self.blocks[index], *qkv)
 
-    def _parts(
-        self, segment: BlockSegment, nano_batch: _NanoBatch, index: int
-    ) -> Iterator[None]:
-        """Run a cut segment in parts: out of attention; into the MLP; out of it; q, k, v.
-
-        The first and the third start what TP communicates, and the parts after them wait for it.
-        """
-        assert self.new_boundary is not None
-        before = segment.before
-        after = segment.after
-        end = f"post {index - 1}"
-        summands = None
-        if before is not None:
-            out = nano_batch.run(
-                f"{end} out", before.attention_out, nano_batch.take_attended()
-            )
-            boundary, token = nano_batch.exchange(
-                self.new_boundary(), out, before.mlp_norm()
-            )
-            del out
-            yield
-            hidden = nano_batch.run(
-                f"{end} expand", before.expand, nano_batch.gather(boundary, token)
-            )
-            yield
-            summands = nano_batch.run(f"{end} contract", before.contract, hidden)
-            del hidden
-        boundary, token = nano_batch.exchange(
-            self.new_boundary(), summands, after and after.attention_norm()
-        )
-        del summands
-        yield
-        gathered = nano_batch.gather(boundary, token)
-        if after is not None:
-            nano_batch.send(
-                after,
-                *nano_batch.run(
-                    f"pre {index}",
-                    after.project_normed,
-                    gathered,
-                    nano_batch.rope,
-                    nano_batch.positions,
-                ),
-            )
-
     def attend(self, nano_batches: list[_NanoBatch]) -> None:
-        """Run core attention between two segments, less what belongs to their parts."""
-        first, second = nano_batches
-        if self.splits:
-            first.attend("rest")
-            second.attend("first")
-        else:
-            first.attend()
-            second.attend()
+        """Run core attention between two segments."""
+        for nano_batch in nano_batches:
+            nano_batch.attend()
 
     def nano_batches(
         self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool

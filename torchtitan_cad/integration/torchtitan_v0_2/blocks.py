@@ -12,7 +12,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -112,7 +111,6 @@ class TitanBlock(nn.Module):
 
     def take_core(self) -> None:
         """Make the attention module return what core attention takes."""
-        self.can_split = self.traceable and _is_plain(self.block)
         attention: Any = self.block.attention
         module = sys.modules[type(attention).forward.__module__]
         attention.rotate = module.apply_rotary_emb
@@ -136,51 +134,10 @@ class TitanBlock(nn.Module):
         h = x + self.block.attention.wo(attended)
         return h, self.block.ffn_norm(h)
 
-    def attention_norm(self) -> tuple[Tensor, float]:
-        return (
-            self.block.attention_norm.weight.to_local(),
-            self.block.attention_norm.eps,
-        )
-
-    def mlp_norm(self) -> tuple[Tensor, float]:
-        return self.block.ffn_norm.weight.to_local(), self.block.ffn_norm.eps
-
-    def attention_out(self, attended: Tensor) -> Tensor:
-        return _linear(self.block.attention.wo, attended)
-
-    def expand(self, x: Tensor) -> Tensor:
-        feed_forward = self.block.feed_forward
-        return F.silu(_linear(feed_forward.w1, x)) * _linear(feed_forward.w3, x)
-
-    def contract(self, hidden: Tensor) -> Tensor:
-        return _linear(self.block.feed_forward.w2, hidden)
-
-    def project_normed(
-        self, x: Tensor, rope: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        attention = self.block.attention
-        q, k, v = (
-            _linear(linear, x) for linear in (attention.wq, attention.wk, attention.wv)
-        )
-        return _finish_projection(attention, q, k, v, rope, positions)
-
 
 def is_torchtitans(forward: Any) -> bool:
     """Tell whether a module's ``forward`` is code that CAD stands in for, and none of a user's own."""
     return forward.__module__.startswith(_TORCHTITANS)
-
-
-def _is_plain(block: Any) -> bool:
-    attention = block.attention
-    feed_forward = block.feed_forward
-    linears = [attention.wq, attention.wk, attention.wv, attention.wo]
-    linears += [feed_forward.w1, feed_forward.w2, feed_forward.w3]
-    norms = (block.attention_norm, block.ffn_norm)
-    return (
-        is_torchtitans(feed_forward.forward)
-        and all(type(x) is nn.Linear and x.bias is None for x in linears)
-        and all(type(x) is nn.RMSNorm and x.eps is not None for x in norms)
-    )
 
 
 def _project(
@@ -191,27 +148,15 @@ def _project(
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Project x to q, k and v rows, in place of ``Attention.forward``."""
-    q, k, v = (linear(x) for linear in (self.wq, self.wk, self.wv))
-    return _finish_projection(self, q, k, v, rope, positions)
-
-
-def _finish_projection(
-    attention: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rope: Tensor,
-    positions: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split into heads [B, S, heads * head_dim], normalize, rotate."""
-    q, k, v = (x.view(*x.shape[:2], -1, attention.head_dim) for x in (q, k, v))
-    if getattr(attention, "q_norm", None) is not None:  # of qwen3, with k_norm
-        q = attention.q_norm(q)
-        k = attention.k_norm(k)
+    projected = (linear(x) for linear in (self.wq, self.wk, self.wv))
+    q, k, v = (y.view(*y.shape[:2], -1, self.head_dim) for y in projected)
+    if getattr(self, "q_norm", None) is not None:  # of qwen3, with k_norm
+        q = self.q_norm(q)
+        k = self.k_norm(k)
     if not isinstance(rope, DTensor):
         q = local(q)
         k = local(k)
-    q, k = attention.rotate(q, k, rope, positions=positions)
+    q, k = self.rotate(q, k, rope, positions=positions)
     # autocast leaves norms of queries and keys in fp32
     return rows(q.to(v.dtype)), rows(k.to(v.dtype)), rows(v)
 
@@ -223,10 +168,6 @@ def rows(x: Tensor) -> Tensor:
 
 def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _linear(linear: Any, x: Tensor) -> Tensor:
-    return F.linear(x, linear.weight.to_local())
 
 
 def checkpointing(config: JobConfig) -> Any:
@@ -279,9 +220,6 @@ def apply_ac(
         apply(stand_in, config, **options)
         return list(stand_in.layers.values())
 
-    if selects_operators(config):
-        pingpong.checkpoint(wrap, "operators")
-    else:
-        pingpong.checkpoint(
-            wrap, "blocks" if config.mode in ("full", "selective") else "segments"
-        )
+    recomputes = config.mode in ("full", "selective")
+    whole_blocks = recomputes and not selects_operators(config)
+    pingpong.checkpoint(wrap, whole_blocks=whole_blocks)

@@ -170,13 +170,13 @@ def _check_nano_batches(config: JobConfig) -> None:
 
 def _check_compiled_shards(config: JobConfig, topology: Topology) -> None:
     """Refuse what torch 2.13 cannot compile where no ranks are left to shard over."""
-    whole_blocks = compiles_model(config) and config.cad.nano_batches == 1
-    if topology.tp == 1 or topology.dp * topology.cp > 1 or not whole_blocks:
+    has_shards = topology.dp * topology.cp > 1
+    if topology.tp == 1 or has_shards or not compiles_model(config):
         return
     if torch.__version__.startswith("2.13."):
         raise ValueError(
             f"compile.enable = true with parallelism.tensor_parallel_degree = {topology.tp} and no ranks to shard over "
-            f"fails in backward with torch {torch.__version__}; set compile.enable to false or cad.nano_batches to 2"
+            f"fails in backward with torch {torch.__version__}; set compile.enable to false"
         )
 
 

@@ -201,12 +201,6 @@ def _check_split_backward(config: JobConfig, selected: str) -> None:
         raise ValueError(
             f"{apart} with compile.enable = true; set compile.enable to false, or the schedule to 'Interleaved1F1B'"
         )
-    tp = config.parallelism.tensor_parallel_degree
-    if has_cad(config) and config.cad.nano_batches == 2 and tp > 1:
-        raise ValueError(
-            f"{apart} with cad.nano_batches = 2 and parallelism.tensor_parallel_degree = {tp}; set cad.nano_batches "
-            "to 1, or the schedule to 'Interleaved1F1B'"
-        )
     section = checkpointing(config) if has_cad(config) else config.activation_checkpoint
     if selects_operators(section):
         by_mode = config.activation_checkpoint.mode == "selective"

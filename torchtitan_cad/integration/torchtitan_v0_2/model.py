@@ -116,9 +116,6 @@ def build_engine(
     """Build the session's engine, once all ``parts`` of the model that this rank runs are parallelized."""
     session = current_session()
     models = [cast(Any, part) for part in parts]
-    two_rounds = any(
-        model.pingpong is not None and model.pingpong.splits for model in models
-    )
     room = read_room(
         models,
         parallel_dims,
@@ -127,9 +124,7 @@ def build_engine(
         device_bytes=session.device_bytes,
     )
     mesh = session.build_mesh(parallel_dims.world_mesh)
-    return session.build(
-        mesh, blocks_of(models), room, two_rounds=two_rounds, ticks=ticks
-    )
+    return session.build(mesh, blocks_of(models), room, ticks)
 
 
 def has_positions() -> bool:

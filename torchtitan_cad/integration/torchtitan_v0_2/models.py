@@ -195,7 +195,7 @@ class _ProjectedBlock(TitanBlock):
         block.attention.forward = types.MethodType(forward, block.attention)
 
     def take_core(self) -> None:
-        self.can_split = False
+        """Leave the attention module to the constructor."""
 
     def project(
         self, x: Tensor, rope: Tensor, positions: Tensor | None

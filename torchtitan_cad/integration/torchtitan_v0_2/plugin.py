@@ -86,7 +86,6 @@ from torchtitan_cad.integration.torchtitan_v0_2.stages import stage_modules
 from torchtitan_cad.integration.torchtitan_v0_2.validation import plan_validation
 from torchtitan_cad.planning.model.batch import divides_by_row
 from torchtitan_cad.runtime import ops
-from torchtitan_cad.runtime.tp_overlap.sequence_parallel import Boundary
 
 
 def install() -> None:
@@ -389,15 +388,9 @@ def apply_cad(
             logger.warning(
                 "cad.streams = 'traced' has not run on GPUs yet; if it fails, set cad.streams to 'opaque'"
             )
-        new_boundary = None
-        if parallel_dims.tp_enabled and not session.job.async_tp:
-            new_boundary = partial(
-                Boundary, session.side_stream, parallel_dims.get_mesh("tp").get_group()
-            )
         model.pingpong = PingPong(  # type: ignore[assignment]
             [adapter.view(block, engine) for block, engine in blocks],
             ENGINE,
-            new_boundary,
             traced_on=session.job.device if traced else None,
         )
     else:

@@ -51,7 +51,6 @@ def read_job(config: Any, device: torch.device) -> Job:
         accumulation=batches * microbatches,
         checkpoints=config.checkpoint.enable,
         deterministic=config.debug.deterministic,
-        async_tp=config.compile.enable_async_tensor_parallel,
         dry_run=False,
         start_timeout_s=config.comm.init_timeout_seconds,
         step_timeout_s=config.comm.train_timeout_seconds,

@@ -117,7 +117,7 @@ class CadTrainer(Trainer):
             else microbatches,
         )
         room = room_of(of_rank, session.job, session.device_bytes)
-        session.build(mesh, blocks_of(self.model_parts), room, two_rounds=False)
+        session.build(mesh, blocks_of(self.model_parts), room)
         logger.info(
             f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks"
         )

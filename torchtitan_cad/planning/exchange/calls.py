@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Division of a rank's tasks into kernel calls: two rounds under tensor parallelism, squares, bounded memory."""
+"""Division of a rank's tasks into kernel calls: squares, bounded memory."""
 
 from __future__ import annotations
 
 import math
 from itertools import chain, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from torchtitan_cad.planning.exchange.tables import CallTable
-from torchtitan_cad.planning.intervals import IntArray, concat_ranges, exclusive_cumsum
+from torchtitan_cad.planning.intervals import IntArray, concat_ranges
 
 MOST_ROWS = 23
 """Unit: weighted rows, 2 x query rows + key rows. A backward holds at most MOST_ROWS of them per token of the rank:
@@ -31,107 +30,8 @@ MOST_UNCOMBINED = 3
 MOST_REPEATED = 0.25
 """A cut of a task along the keys repeats at most this share of the task's own weighted rows, a cut along the queries
 this share of the weighted rows of all tasks."""
-MOST_UNEVEN = 0.25
-"""If a cut between tasks leaves halves that differ by more than this share of all pairs, the middle task is cut."""
-CUT_AT = 128
-"""Unit: queries. Tasks are cut at multiples, as kernels compute tiles of 128."""
-
 Calls = list[tuple[CallTable, bool]]
 """tables of kernel calls, each with True if its tasks are causal"""
-
-
-def halves(tables: Calls, window: int | None = None) -> list[Calls]:
-    """Divide the tasks of a rank's calls into two halves of about equally many (query, key) pairs.
-
-    The cut lies between tasks. If that leaves one half much larger, the task in the middle is cut along its queries.
-    With a ``window``, all tasks are causal, and have no keys before the window of their first query.
-    """
-    cut, queries = _middle(tables, window)
-    both: list[Calls] = [[], []]
-    for table, causal in tables:
-        here = min(max(cut, 0), table.num_tasks)
-        queries_here = queries if here == cut < table.num_tasks else 0
-        pair = table.divided(here, queries_here, causal=causal, window=window)
-        for half, call in zip(both, pair, strict=True):
-            if call.num_tasks:
-                half.append((call, causal))
-        cut -= table.num_tasks
-    return both
-
-
-class _Lengths(NamedTuple):
-    """Numbers of queries and keys of tasks, 1 if they are causal and 0 if not, all [num_tasks], and their window."""
-
-    queries: IntArray
-    keys: IntArray
-    causal: IntArray
-    window: int | None
-
-    @classmethod
-    def of_calls(cls, tables: Calls, window: int | None) -> _Lengths:
-        """Return the numbers of all tasks of calls."""
-        none = np.zeros((3, 0), np.int64)
-        columns = [
-            (table.q_length, table.k_length, np.full(table.num_tasks, causal))
-            for table, causal in tables
-        ]
-        queries, keys, causal = np.concatenate([none, *columns], axis=1)
-        return cls(queries, keys, causal, window=window)
-
-    def of_task(self, task: int) -> _Lengths:
-        """Return the numbers of one task."""
-        return _Lengths(
-            queries=self.queries[task],
-            keys=self.keys[task],
-            causal=self.causal[task],
-            window=self.window,
-        )
-
-    def pairs(self, firsts: IntArray) -> IntArray:
-        """Return the (query, key) pairs of the ``firsts`` first queries."""
-        masked = firsts * (self.queries - firsts) + _triangle(firsts - 1)
-        pairs = firsts * self.keys - self.causal * masked
-        if self.window is None:
-            return pairs
-        before = self.keys - self.queries - self.window
-        return pairs - _triangle(before + firsts) + _triangle(before)
-
-    def repeated_keys(self, first: int) -> int:
-        """Return the keys that both parts of a task need if it is cut at its query ``first``."""
-        repeated = int(self.keys - self.causal * (self.queries - first))
-        if self.window is None:
-            return repeated
-        return min(repeated, self.window - 1)
-
-
-def _middle(tables: Calls, window: int | None) -> tuple[int, int]:
-    """Return the number of tasks of the first half, and the number of queries of the next task."""
-    lengths = _Lengths.of_calls(tables, window)
-    before = exclusive_cumsum(lengths.pairs(lengths.queries))
-    total = before[-1]
-    # by how much the first half exceeds the second if the cut lies before a task
-    excess = 2 * before - total
-    cut = int(np.abs(excess).argmin())
-    uneven = abs(excess[cut])
-    if uneven <= MOST_UNEVEN * total:
-        return cut, 0
-    task = int(np.searchsorted(excess, 0, side="right")) - 1
-    middle = lengths.of_task(task)
-    firsts = np.arange(CUT_AT, lengths.queries[task], CUT_AT)
-    uneven_inside = np.abs(excess[task] + 2 * middle.pairs(firsts))
-    if uneven_inside.min(initial=uneven) >= uneven:
-        return cut, 0
-    first = int(firsts[uneven_inside.argmin()])
-    rows = 2 * lengths.queries + lengths.keys
-    if middle.repeated_keys(first) > MOST_REPEATED * rows.sum():
-        return cut, 0
-    return task, first
-
-
-def _triangle(rows: IntArray) -> IntArray:
-    """Return 1 + 2 + ... + rows, 0 for none: the pairs before the windows of queries up to this one."""
-    rows = np.maximum(rows, 0)
-    return rows * (rows + 1) // 2
 
 
 def squares(tables: Calls) -> Calls:
@@ -156,30 +56,29 @@ def squares(tables: Calls) -> Calls:
 
 
 def bounded(
-    rounds: list[Calls],
+    tables: Calls,
     num_local: int,
     *,
     split_keys: bool,
     max_calls: int = MAX_CALLS,
-) -> list[Calls]:
-    """Return the calls of every round, cut where a backward would hold more than ``MOST_ROWS`` allows.
+) -> Calls:
+    """Return the calls, cut where a backward would hold more than ``MOST_ROWS`` allows.
 
     Cuts lie between tasks and, with ``split_keys``, along the keys of a task that is too large by itself.
     """
-    calls = [table for table, _ in chain(*rounds)]
-    total = sum(int(weighted_rows(table)[-1]) for table in calls)
-    tokens = num_local or sum(len(table.q_rows) for table in calls)
+    total = sum(int(weighted_rows(table)[-1]) for table, _ in tables)
+    tokens = num_local or sum(len(table.q_rows) for table, _ in tables)
     working = (MOST_ROWS * tokens - total) / WORKING_ROWS
     most = max(working, total / MOST_CALLS)
     while True:
-        cut = [_cut(tables, most, split_keys=split_keys) for tables in rounds]
-        if sum(map(len, cut)) <= max_calls:
-            return cut
+        calls = _cut(tables, most, split_keys=split_keys)
+        if len(calls) <= max_calls:
+            return calls
         most *= 1.25
 
 
 def _cut(tables: Calls, most: float, *, split_keys: bool) -> Calls:
-    """Return the calls of a round, cut to about ``most`` weighted rows each."""
+    """Return the calls, cut to about ``most`` weighted rows each."""
     if split_keys:
         divided = [_divided(table, causal, most) for table, causal in tables]
         tables = [*chain(*divided)]

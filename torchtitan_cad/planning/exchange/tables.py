@@ -108,48 +108,16 @@ class CallTable:
         tasks = np.arange(begin, end)
         return self.pieces(tasks, np.zeros_like(tasks), self.k_length[tasks])
 
-    def divided(
-        self, task: int, queries: int, *, causal: bool, window: int | None = None
-    ) -> tuple[CallTable, CallTable]:
-        """Return a call of the tasks before ``task`` and its first ``queries`` queries, and a call of the rest.
-
-        In a ``causal`` call, the first queries do not attend to the keys at the positions of the others. With a
-        ``window``, neither do the others to the keys before the first of their windows.
-        """
-        before = np.arange(task + (queries > 0))
-        rest = np.arange(task, self.num_tasks)
-        q_length = self.q_length
-        k_length = self.k_length
-        q_begin = np.zeros_like(rest)
-        q_end = q_length[before]
-        k_end = k_length[before]
-        if queries:
-            q_begin[0] = q_end[-1] = queries
-            k_end[-1] -= causal * (q_length[task] - queries)
-        none = np.zeros_like(before)
-        k_begin = np.zeros_like(rest)
-        if queries and window is not None:
-            k_begin[0] = max(0, k_end[-1] + 1 - window)
-        first = self.pieces(before, none, k_end, (none, q_end))
-        return first, self.pieces(
-            rest, k_begin, k_length[rest], (q_begin, q_length[rest])
-        )
-
     def pieces(
         self,
         task: IntArray,
         begin: IntArray,
         end: IntArray,
-        queries: tuple[IntArray, IntArray] | None = None,
     ) -> CallTable:
-        """Return a call of pieces of tasks: piece i has the keys [begin[i], end[i]) of ``task[i]``.
-
-        ``queries`` are [first, end) of each piece's queries within its task, by default all.
-        """
-        q_first, q_end = queries or (np.zeros_like(task), self.q_length[task])
-        q_begin = self.cu_q[task] + q_first
+        """Return a call of pieces of tasks: piece i has all queries and the keys [begin[i], end[i]) of ``task[i]``."""
+        q_begin = self.cu_q[task]
         k_begin = self.cu_k[task] + begin
-        q_length = q_end - q_first
+        q_length = self.q_length[task]
         k_length = end - begin
         cu_q = exclusive_cumsum(q_length)
         cu_k = exclusive_cumsum(k_length)
@@ -160,7 +128,7 @@ class CallTable:
             cu_k=cu_k.astype(np.int32),
             max_q=int(q_length.max(initial=0)),
             max_k=int(k_length.max(initial=0)),
-            q_start=self.q_start[task] + q_first,
+            q_start=self.q_start[task],
             kv_start=self.kv_start[task] + begin,
         )
 
