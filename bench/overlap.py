@@ -18,7 +18,6 @@ Steps of two ranks on two cores scatter by some 20 ms, so ``--work-ms 80`` tells
 everything, and ``--counted``, where time is counted and not spent, tells exactly what the order of their steps leaves
 exposed. The link's speed is chosen so that the largest exchange takes a given share of the work that it can hide
 behind.
-
 """
 
 import dataclasses

@@ -156,7 +156,6 @@ PARTS = (
     _test("transport", 30),
     _test("nvshmem", 45),
     _test("pingpong", 40, run=2),
-    _test("sequence_parallel", 10, run=2),
     _test("kernels", 40, run=2),
     _test("engine", 30, run=2),
     Part(

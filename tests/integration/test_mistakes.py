@@ -201,12 +201,12 @@ CASES = [("", option) for option in OPTIONS] + [(f"{toml}\n", "") for toml in FI
 
 
 @pytest.mark.parametrize(("toml", "options"), CASES, ids=[*OPTIONS, *FILES])
-def test_mistake_is_one_line(toml, options, tmp_path, monkeypatch, capfd):
+def test_mistake_is_one_line(toml, options, tmp_path, monkeypatch, capsys):
     if "replicate_degree" in options:
         monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit) as end:
         parse(tmp_path, *options.split(), after=toml)
-    printed = capfd.readouterr()
+    printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert line.startswith("error: ")
     names = [option.partition("=")[0] for option in options.replace("-", "_").split()]

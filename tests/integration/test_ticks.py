@@ -374,5 +374,5 @@ def test_symmetric_memory(name):
 
 @slow
 def test_rows_in_many_messages_keep_their_order():
-    """Ranks that only serve start the exchanges of two nano-batches in the order of those that attend in parts."""
-    check(BY_NAME["halves by row tp2"], *SMALL_BUFFERS)
+    """Ranks that only serve start the exchanges of two nano-batches in the order of those that attend."""
+    check(BY_NAME["halves by row dp2"], *SMALL_BUFFERS)

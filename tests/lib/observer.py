@@ -6,8 +6,6 @@ The package knows nothing of it: what takes the steps is wrapped, once in a proc
 
 import functools
 from collections.abc import Callable
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from torchtitan_cad.integration.pingpong.loop import _NanoBatch
@@ -17,8 +15,6 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
 
 Notice = Callable[[str, int], None]
 """Called with the name of a step and the key of its plan."""
-
-_under_way: ContextVar[AttentionCall] = ContextVar("under way")
 
 
 def observe(engine: CoreAttentionEngine, notice: Notice | None) -> None:
@@ -35,9 +31,8 @@ def note(engine: CoreAttentionEngine, step: str, key: int) -> None:
 @functools.cache
 def _wrap() -> None:
     _replace(CoreAttentionEngine, "enter", _enter)
-    for name in ("compute", "finish"):
-        _replace(AttentionCall, name, _take_step)
-    _replace(TaskRunner, "run", _run_tasks)
+    _replace(AttentionCall, "finish", _finish)
+    _replace(AttentionCall, "combine_results", _combine_results)
     _replace(_NanoBatch, "run", _run)
 
 
@@ -64,18 +59,17 @@ def _enter(
     return original(engine, step, direction, key, *rows)
 
 
-def _take_step(original: Callable, call: AttentionCall) -> Any:
-    if original.__name__ != "compute":
-        note(call.engine, f"{original.__name__}_{call.direction.name}", call.key)
-    with _set(_under_way, call):
-        return original(call)
+def _finish(original: Callable, call: AttentionCall) -> Any:
+    note(call.engine, f"finish_{call.direction.name}", call.key)
+    return original(call)
 
 
-def _run_tasks(original: Callable, tasks: TaskRunner) -> Any:
-    call = _under_way.get(None)
-    if tasks._calls and call is not None:  # None: a bench's tasks, of no engine
+def _combine_results(
+    original: Callable, call: AttentionCall, tasks: TaskRunner
+) -> None:
+    if call._plan.calls:
         note(call.engine, f"compute_{call.direction.name}", call.key)
-    return original(tasks)
+    original(call, tasks)
 
 
 def _run(original: Callable, nano_batch: _NanoBatch, name: str, *work: Any) -> Any:
@@ -83,18 +77,7 @@ def _run(original: Callable, nano_batch: _NanoBatch, name: str, *work: Any) -> A
     key = nano_batch.key
     note(engine, f"{name} forward", key)
     results = original(nano_batch, name, *work)
-    last = [
-        x
-        for x in (results if isinstance(results, tuple) else (results,))
-        if x is not None
-    ][-1]
+    last = [x for x in results if x is not None][-1]
     if last.requires_grad:
         last.register_hook(lambda _: note(engine, f"{name} backward", key))
     return results
-
-
-@contextmanager
-def _set(variable: ContextVar, value: Any):
-    token = variable.set(value)
-    yield
-    variable.reset(token)

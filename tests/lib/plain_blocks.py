@@ -33,7 +33,7 @@ Prepare = Callable[[PingPong], None]
 
 
 class PlainBlock(nn.Module):
-    """A pre-norm block with rotary positions and a gated MLP, and its own ``BlockView``; TP cannot split it."""
+    """A pre-norm block with rotary positions and a gated MLP, and its own ``BlockView``."""
 
     traceable = True
     engine = ""

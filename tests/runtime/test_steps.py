@@ -277,7 +277,7 @@ def test_one_core_attention_by_a_plan_at_a_time(rows):
     attend_and_finish(token)
 
 
-def test_a_part_without_the_first_is_an_error(rows):
+def test_a_step_without_the_first_is_an_error(rows):
     with refusal(error=RuntimeError):
         step(torch.zeros(1), "attend", *CALL[3:])
 

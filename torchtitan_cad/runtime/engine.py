@@ -2,10 +2,10 @@
 """Execute core attention of one rank by a plan (docs/how_it_works.md).
 
 Forward: send query and key/value rows -> run a causal and an unmasked kernel call over all tasks of this rank (more
-calls if they have many rows; two rounds on request) -> return outputs with their log-sum-exps -> merge local and
-returned results at home. Backward: homes send dO with the merged softmax statistics (and Q, K, V again unless servers
-kept them), servers run the kernel's backward, gradients return and are summed in fp32 in a fixed order. Backward starts
-from rows at home, so it may follow another plan than forward.
+calls if they have many rows) -> return outputs with their log-sum-exps -> merge local and returned results at home.
+Backward: homes send dO with the merged softmax statistics (and Q, K, V again unless servers kept them), servers run the
+kernel's backward, gradients return and are summed in fp32 in a fixed order. Backward starts from rows at home, so it
+may follow another plan than forward.
 
 A call's steps are in ``call.py``; the engine keeps plans and begins calls. Rows that do not fit into the receive
 buffers travel in several chunks (planning/exchange/messages.py): rows to serve are copied out before kernels run, and

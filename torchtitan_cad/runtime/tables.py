@@ -97,9 +97,10 @@ class PlanTables:
             squares_only: divide causal tasks for a kernel that takes squares only (``AttentionKernel``).
         """
         by_servers = _calls_of_servers(exchange, squares_only=squares_only)
-        own = _divide(
-            exchange,
-            squares_only=squares_only,
+        own = bounded(
+            _with_tasks(exchange.causal, exchange.full, squares_only=squares_only),
+            exchange.keys.num_local,
+            split_keys=exchange.split_keys,
             max_calls=MAX_CALLS - len(by_servers),
         )
         computed = [table for table, _ in own]
@@ -204,30 +205,16 @@ def _calls_of_servers(
     """Return the kernel calls that joined servers make: a server, its seconds, a table, and whether it is causal."""
     by_servers = []
     for server, seconds, causal, full in exchange.stand_ins:
-        calls = _with_tasks(causal, full)
-        if squares_only:
-            calls = squares(calls)
+        calls = _with_tasks(causal, full, squares_only=squares_only)
         by_servers += [(server, seconds, *call) for call in calls]
     return by_servers
 
 
-def _with_tasks(causal: CallTable, full: CallTable) -> Calls:
-    """Return the calls that have tasks, each with its causal flag."""
-    calls = [(causal, True), (full, False)]
-    return [(table, is_causal) for table, is_causal in calls if table.num_tasks]
-
-
-def _divide(exchange: RankExchange, *, squares_only: bool, max_calls: int) -> Calls:
-    """Return the tables of this rank's own kernel calls, each with its causal flag."""
-    calls = _with_tasks(exchange.causal, exchange.full)
-    if squares_only:
-        calls = squares(calls)
-    return bounded(
-        calls,
-        exchange.keys.num_local,
-        split_keys=exchange.split_keys,
-        max_calls=max_calls,
-    )
+def _with_tasks(causal: CallTable, full: CallTable, *, squares_only: bool) -> Calls:
+    """Return the calls that have tasks, each with its causal flag, for a kernel that may take squares only."""
+    both = [(causal, True), (full, False)]
+    calls = [(table, is_causal) for table, is_causal in both if table.num_tasks]
+    return squares(calls) if squares_only else calls
 
 
 def _together(*kinds: list[T]) -> list[tuple[T, ...]]:

@@ -17,7 +17,7 @@ class BlockView(Protocol):
 
     Implementations are ``nn.Module``s that hold the block and have no parameters of their own, so that compiling and
     checkpointing find the block's modules. All methods are compiled if all blocks are ``traceable``.
-    Shapes: B rows of S tokens, heads and hidden units of this rank; under tensor parallelism x [B, S, dim] is sharded
+    Shapes: B rows of S tokens, heads of this rank; under tensor parallelism x [B, S, dim] is sharded
     over tokens between blocks.
     """
 

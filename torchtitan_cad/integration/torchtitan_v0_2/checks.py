@@ -64,6 +64,7 @@ def _check_cad(config: JobConfig, world_size: int | None) -> None:
             f"cad.recompute_attention = false does not go with activation_checkpoint.mode = {checkpoints.mode!r} and "
             f"selective_ac_option = {checkpoints.selective_ac_option!r}; set activation_checkpoint.mode to 'full'"
         )
+    _check_streams(config)
     if world_size is not None:
         topology = Topology.from_job(config.parallelism, world_size)
         cad.check_groups(topology)
@@ -71,7 +72,6 @@ def _check_cad(config: JobConfig, world_size: int | None) -> None:
     _check_untried(config)
     _check_ticks(config)
     _check_nano_batches(config)
-    _check_streams(config)
 
 
 def _check_untried(config: JobConfig) -> None:
@@ -220,7 +220,7 @@ def _obstacle(config: JobConfig, device_type: str) -> str | None:
     if parallelism.tensor_parallel_degree > 1:
         return (
             "needs parallelism.tensor_parallel_degree = 1, not "
-            f"{parallelism.tensor_parallel_degree}, whose collectives run elsewhere; set that"
+            f"{parallelism.tensor_parallel_degree}, with which it was never tried; set that"
         )
     if checkpoints.mode != "none" and not selects_operators(checkpointing(config)):
         return (

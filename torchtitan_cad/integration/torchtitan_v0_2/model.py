@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -115,16 +115,15 @@ def build_engine(
 ) -> CoreAttentionEngine:
     """Build the session's engine, once all ``parts`` of the model that this rank runs are parallelized."""
     session = current_session()
-    models = [cast(Any, part) for part in parts]
     room = read_room(
-        models,
+        parts,
         parallel_dims,
         job_config,
         job=session.job,
         device_bytes=session.device_bytes,
     )
     mesh = session.build_mesh(parallel_dims.world_mesh)
-    return session.build(mesh, blocks_of(models), room, ticks)
+    return session.build(mesh, blocks_of(parts), room, ticks)
 
 
 def has_positions() -> bool:

@@ -28,8 +28,8 @@ MAX_CALLS = 15
 MOST_UNCOMBINED = 3
 """Results of more rows than MOST_UNCOMBINED x local rows are combined, in fp32, before other servers' return."""
 MOST_REPEATED = 0.25
-"""A cut of a task along the keys repeats at most this share of the task's own weighted rows, a cut along the queries
-this share of the weighted rows of all tasks."""
+"""A cut of a task along the keys repeats at most this share of the task's own weighted rows."""
+
 Calls = list[tuple[CallTable, bool]]
 """tables of kernel calls, each with True if its tasks are causal"""
 
