@@ -26,7 +26,6 @@ from torchtitan_cad.runtime.exchange import ExchangeClock  # noqa: E402
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel  # noqa: E402
 from torchtitan_cad.tools.compare import comparison, measured  # noqa: E402
 from torchtitan_cad.tools.compare.comparison import Comparison, Runs  # noqa: E402
-from torchtitan_cad.tools.compare.measured import document_rows  # noqa: E402
 from torchtitan_cad.tools.simulated_job import read_simulated_job  # noqa: E402
 
 JOB = Path(__file__).parents[1] / "train_configs" / "llama3_debug_cpu.toml"
@@ -133,8 +132,8 @@ def test_the_prediction_is_the_simulations_of_the_same_documents(tmp_path, known
 
 def test_documents_of_rows_end_with_the_end_of_sequence():
     tokens = torch.tensor([[5, 0, 5, 5, 0, 5], [5, 5, 5, 5, 5, 0]])
-    assert document_rows(DocumentRule(0), {"input": tokens}) == [[2, 3, 1], [6]]
-    assert document_rows(DocumentRule(), {"input": tokens}) == [[6], [6]]
+    assert DocumentRule(0).lengths({"input": tokens}) == [[2, 3, 1], [6]]
+    assert DocumentRule().lengths({"input": tokens}) == [[6], [6]]
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -248,7 +247,7 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path, monkeypatch):
 
     clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 0.0)
     monkeypatch.setattr(measured, "time", clock)
-    monkeypatch.setattr(measured, "document_rows", slow_rows)
+    monkeypatch.setattr(DocumentRule, "lengths", slow_rows)
     monkeypatch.setattr(Trainer, "forward_backward_step", lambda *_, **__: None)
     monkeypatch.setattr(Trainer, "train_step", train_step)
     for changed, name in (

@@ -20,7 +20,6 @@ from torchtitan_cad.integration.report.steps_file import (
     DOCUMENTS_VERSION,
     LinesFile,
 )
-from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.kind import attention_work
 
 logger = logging.getLogger(__name__)
@@ -53,9 +52,8 @@ class Shadow(Stateful):
 
     def __iter__(self) -> Iterator[Batch]:
         for inputs, labels in self.loader:
-            starts = self.job.documents.starts(inputs)
+            lengths = self.job.documents.lengths(inputs)
             rows, self._row_tokens = inputs["input"].shape
-            lengths = _lengths_of_rows(starts, rows, self._row_tokens)
             size = max(1, rows // self.job.microbatches)
             self._microbatches += [
                 lengths[first : first + size] for first in range(0, rows, size)
@@ -137,10 +135,3 @@ def open_shadow(loader: Loader, job: Job, dump_folder: str) -> Shadow:
             ranks, timeout, backend="gloo", use_local_synchronization=True
         )
     return Shadow(loader, job, dump_folder, group, job.topology.group_rank(rank))
-
-
-def _lengths_of_rows(starts: IntArray, rows: int, row_tokens: int) -> Rows:
-    """Return the lengths of the documents of every row, by where they begin in the batch."""
-    lengths = np.diff(starts, append=rows * row_tokens)
-    first_of_rows = np.searchsorted(starts, row_tokens * np.arange(1, rows))
-    return [row.tolist() for row in np.split(lengths, first_of_rows)]

@@ -48,6 +48,14 @@ class DocumentRule:
             )
         return document_starts(tokens, None, (positions == 0).cumsum(1))
 
+    def lengths(self, inputs: Mapping[str, Tensor]) -> list[list[int]]:
+        """Return the tokens of the documents of every row of a batch, in order."""
+        starts = self.starts(inputs)
+        rows, row_tokens = inputs["input"].shape
+        lengths = np.diff(starts, append=rows * row_tokens)
+        first_of_rows = np.searchsorted(starts, row_tokens * np.arange(1, rows))
+        return [row.tolist() for row in np.split(lengths, first_of_rows)]
+
     @property
     def described(self) -> str:
         """The rule in a clause."""

@@ -224,7 +224,8 @@ class SymmetricTransport:
         word, value = overdue
         slot, peer = divmod(word, len(self._ranks))
         slot %= self._num_slots
-        phases = {(at, number): phase for at, number, phase in self._latest}
+        latest = tuple(self._latest)  # the training thread may start another
+        phases = {(at, number): phase for at, number, phase in latest}
         phase = phases.get((slot, value), "long ago")
         raise PeerError(self._describe([peer], word, phase, self.timeout_s()))
 

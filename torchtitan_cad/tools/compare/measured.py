@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +69,6 @@ def _take_a_core(rank: int, ranks: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if ranks <= len(cores):
         os.sched_setaffinity(0, {cores[rank]})
-
-
-def document_rows(
-    rule: DocumentRule, inputs: Mapping[str, torch.Tensor]
-) -> list[list[int]]:
-    """Return the tokens of the documents of every row of a batch."""
-    tokens = inputs["input"]
-    starts = rule.starts(inputs)
-    lengths = np.diff(starts, append=tokens.numel())
-    row = starts // tokens.shape[1]
-    return [lengths[row == number].tolist() for number in range(len(tokens))]
 
 
 def _time_attention(seen: dict[str, Any]) -> None:
@@ -144,7 +133,7 @@ def _documents(trainer: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     rows = []
     same = True
     for batch in batches:
-        rows += document_rows(rule, batch)
+        rows += rule.lengths(batch)
         starts = stock.starts({"input": batch["input"]})
         same = same and np.array_equal(starts, rule.starts(batch))
     return {"rows": rows, "same_documents": same}
