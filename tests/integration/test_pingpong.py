@@ -75,13 +75,6 @@ def test_traced_streams_train_alike(case):
     assert traced.graphs[-1] <= opaque.graphs[-1]
 
 
-@slow
-def test_compiled_segments_under_tensor_parallelism_train_like_blocks():
-    """Stock's blocks, compiled, lose a gradient with TP on CPU (torch 2.13), and so do segments."""
-    case = Composition("20 steps", args=(*TP2, *COMPILE, "--training.steps=20"))
-    check_close(train(case, nano_batches=1), train(case))
-
-
 @functools.cache
 def traces(*args: str, nano_batches: int = 2, nranks: int = 2) -> list[dict]:
     halves = f"--cad.nano_batches={nano_batches}"

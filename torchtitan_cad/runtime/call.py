@@ -366,9 +366,9 @@ class AttentionCall:
         Results of joined servers are taken in later, when those for other ranks are on their way.
         """
         num_results = sum(len(like) for like in self._like.results.values())
-        partials = [list(of_calls) for of_calls in zip(*tasks.run(), strict=True)] or [
-            []
-        ] * num_results
+        partials = [list(of_calls) for of_calls in zip(*tasks.run(), strict=True)]
+        if not partials:  # this rank has no tasks
+            partials = [[]] * num_results
         for kind, like in self._like.results.items():
             self._results[kind] = partials[: len(like)]
             partials = partials[len(like) :]
