@@ -25,6 +25,7 @@ from torchtitan_cad.planning import (
     AttentionShape,
     Plan,
     PlannerConfig,
+    Profile,
     TokenLayout,
     make_plan,
 )
@@ -55,6 +56,8 @@ class Options:
     heads: tuple[int, int] = (32, 8)
     head_dim: int = 128
     tolerance: float = 0.02
+    profile: Path | None = None
+    """File of `torchtitan-cad profile`, by whose times the plan is balanced; by default it is by tiles."""
     repeats: int = 5
     gigabytes_per_second: float = 50.0
     """bandwidth of a rank's network, each way: of a NIC of 400 Gbit/s; NVLink inside a node has nine times as much"""
@@ -193,7 +196,10 @@ def measure(num_ranks: int, options: Options) -> Record:
     kernel = get_kernel(options.kernel, options.device, shape)
     layout = make_layout(options, num_ranks)
     home = make_plan(layout, shape, PlannerConfig(planner="home"))
-    planned = make_plan(layout, shape, PlannerConfig(tolerance=options.tolerance))
+    cost = None
+    if options.profile:
+        cost = Profile.read(options.profile).cost_model("both", shape)
+    planned = make_plan(layout, shape, PlannerConfig(tolerance=options.tolerance), cost)
     row: Record = {
         "ranks": num_ranks,
         "documents": len(layout.docs),

@@ -60,7 +60,11 @@ def _test(name: str, seconds: float, *, timed: bool = False, run: int = 1) -> Pa
 
 
 def _sharing(
-    name: str, title: str, seconds: float, arguments: tuple[str, str, str]
+    name: str,
+    title: str,
+    seconds: float,
+    arguments: tuple[str, str, str],
+    run: int = 1,
 ) -> Part:
     return Part(
         name,
@@ -69,6 +73,7 @@ def _sharing(
         seconds,
         arguments,
         ("bench.gpu.sharing", "triton"),
+        run=run,
     )
 
 
@@ -93,7 +98,7 @@ def expected_seconds(parts: Sequence[Part]) -> float:
 
 
 ENVIRONMENT = Part(
-    "environment", "GPU, driver, packages", "bench.gpu.environment:describe", 15
+    "environment", "GPU, driver, packages", "bench.gpu.environment:describe", 12
 )
 
 PARTS = (
@@ -102,7 +107,7 @@ PARTS = (
         "planner",
         "The planner's compiled code",
         "bench.gpu.speed:warm_planner",
-        45,
+        30,
         needs=("numba",),
     ),
     Part(
@@ -116,26 +121,33 @@ PARTS = (
     _sharing(
         "sharing",
         "Two ranks on halves of the GPU, DDP",
-        80,
+        65,
         ("2", "ddp", "stock,cad,two nano-batches"),
     ),
     _sharing(
         "sharing-fsdp2",
         "Two ranks on halves, FSDP2",
-        70,
+        60,
         ("2", "fsdp2", "stock,cad,loader's homes"),
+    ),
+    _sharing(
+        "sharing-compiled",
+        "Two ranks on halves, FSDP2 and torch.compile",
+        120,
+        ("2", "fsdp2 compiled", "stock,cad,two nano-batches"),
     ),
     _sharing(
         "sharing-of-4",
         "Four ranks on quarters of the GPU, DDP",
         60,
         ("4", "ddp", "stock,cad"),
+        run=2,
     ),
     Part(
         "partition",
         "Ranks on partitions of the GPU",
         "bench.gpu.partition:measure",
-        40,
+        28,
         needs=("triton",),
     ),
     Part(
@@ -149,7 +161,7 @@ PARTS = (
         "sending",
         "An exchange beside other work",
         "bench.gpu.sending:measure",
-        25,
+        15,
         needs=("triton",),
     ),
     _test("training", 90),
@@ -172,7 +184,7 @@ PARTS = (
         "layer",
         "Launches, synchronisations, allocations",
         "bench.gpu.layer:measure",
-        30,
+        20,
         needs=("triton",),
         run=2,
     ),
@@ -180,21 +192,21 @@ PARTS = (
         "plain",
         "A layer with nothing to move",
         "bench.gpu.plain_layer:measure",
-        30,
+        22,
         run=2,
     ),
     Part(
         "choice",
         "Attention kernels that auto chooses from",
         "bench.gpu.speed:kernels",
-        20,
+        15,
         run=2,
     ),
     Part(
         "attention",
         "Shards against the undivided document",
         "bench.gpu.attention:attention",
-        20,
+        15,
         run=2,
     ),
     Part(
@@ -202,7 +214,7 @@ PARTS = (
             "bandwidth",
             "Memory-bound kernels against a copy",
             "bench.gpu.attention:bandwidth",
-            20,
+            12,
         ),
         needs=("triton",),
         run=2,
@@ -213,6 +225,14 @@ PARTS = (
         "torchtitan-cad profile",
         "bench.gpu.speed:profile",
         25,
+        needs=("tqdm",),
+        run=2,
+    ),
+    Part(
+        "balance",
+        "Plans by a measured profile, and by tiles",
+        "bench.gpu.speed:balanced",
+        60,
         needs=("tqdm",),
         run=2,
     ),

@@ -48,6 +48,10 @@ SHARDING = {
         "--parallelism.data_parallel_shard_degree=1",
     ),
     "fsdp2": ("--parallelism.data_parallel_shard_degree={ranks}",),
+    "fsdp2 compiled": (
+        "--parallelism.data_parallel_shard_degree={ranks}",
+        "--compile.enable",
+    ),
 }
 RANK = shared_rank.__name__
 """module of a rank"""

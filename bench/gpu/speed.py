@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The choice of a kernel, replayed plans and the profile, at the sizes of this run."""
 
+import dataclasses
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +16,16 @@ from bench.record import Record
 from tests.lib.workloads import SHAPE
 from torchtitan_cad.planning import AttentionShape, Profile, warm_up
 from torchtitan_cad.runtime.kernels import get_kernel, select
+
+TOY_REPLAY = replay.Options(
+    "cpu",
+    ranks=(2, 3),
+    tokens_per_rank=256,
+    longest=512,
+    heads=(4, 2),
+    head_dim=16,
+    repeats=1,
+)
 
 
 def warm_planner(device: str, emit: Emit) -> None:
@@ -47,19 +59,58 @@ def kernels(device: str, emit: Emit) -> None:
     )
 
 
+def balanced(device: str, emit: Emit) -> None:
+    """Plans of 8 ranks by tiles and by a profile of this device: the slowest rank over the mean of the home plan.
+
+    The profile is measured first, with the kernel that is replayed. Forward and backward are added up.
+    """
+    options = replay.Options(device, tokens_per_rank=32_768, repeats=3)
+    cells = [(w, s) for w in ("lognormal", "one big", "uniform") for s in (21, 22)]
+    num_ranks = 8
+    if device == "cpu":
+        options = TOY_REPLAY
+        cells = cells[:1]
+        num_ranks = 2
+    rows: list[Record] = []
+    with tempfile.TemporaryDirectory() as folder:
+        measured = Path(folder, "profile.json")
+        measure_profile(device, measured)
+        for workload, seed in cells:
+            drawn = dataclasses.replace(options, workload=workload, seed=seed)
+            row: Record = {"workload": workload, "seed": seed}
+            for name, file in (("tiles", None), ("profile", measured)):
+                figures = replay.measure(
+                    num_ranks, dataclasses.replace(drawn, profile=file)
+                )
+                home = figures["home"]
+                planned = figures["planned"]
+                row[f"{name}_over_mean"] = slowest(planned) / mean(home)
+                row[f"{name}_max_over_mean"] = slowest(planned) / mean(planned)
+                row[f"{name}_megabytes"] = planned["copied_bytes_max"] / 1e6
+            rows.append(row)
+            emit("plans", rows)
+
+
+def slowest(figures: Record) -> float:
+    """Return the milliseconds of the slowest rank, forward and backward."""
+    return max(_both_passes(figures))
+
+
+def mean(figures: Record) -> float:
+    """Return the milliseconds of the mean rank, forward and backward."""
+    return statistics.mean(_both_passes(figures))
+
+
+def _both_passes(figures: Record) -> list[float]:
+    passes = [figures[name]["milliseconds"] for name in ("forward", "backward")]
+    return [sum(times) for times in zip(*passes, strict=True)]
+
+
 def replayed(device: str, emit: Emit) -> None:
     """The plan of 8 and of 64 ranks: the slowest rank's time over the mean of all without moving anything."""
     options = replay.Options(device, ranks=(8, 64), tokens_per_rank=32_768, repeats=3)
     if device == "cpu":
-        options = replay.Options(
-            device,
-            ranks=(2, 3),
-            tokens_per_rank=256,
-            longest=512,
-            heads=(4, 2),
-            head_dim=16,
-            repeats=1,
-        )
+        options = TOY_REPLAY
     rows: list[Record] = []
     for num_ranks in options.ranks:
         figures = replay.measure(num_ranks, options)
@@ -72,16 +123,23 @@ def profile(device: str, emit: Emit) -> None:
     """The profile that `torchtitan-cad profile` measures with its defaults on a GPU."""
     from torchtitan_cad.tools import profile as command
 
-    measurement = command.Options(device="cuda")
-    if device != "cuda":
-        measurement = command.Options(
-            2, 1, 16, device="cpu", q_lengths=(16, 32), kv_lengths=(128, 256), repeats=1
-        )
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "profile.json")
-        command.run(output, measurement=measurement)
+        measure_profile(device, output)
         result = Profile.read(output)
         figures = json.loads(output.read_text())
     emit("table", command.report(result).splitlines())
     emit("noisy_cells", len(result.noisy_cells()))
     emit("profile", figures)
+
+
+def measure_profile(device: str, output: Path) -> None:
+    """Measure a profile with the defaults of a GPU; on a CPU that of the toy's attention."""
+    from torchtitan_cad.tools import profile as command
+
+    measurement = command.Options(device="cuda")
+    if device != "cuda":
+        measurement = command.Options(
+            4, 2, 16, device="cpu", q_lengths=(16, 32), kv_lengths=(128, 256), repeats=1
+        )
+    command.run(output, measurement=measurement)
