@@ -57,7 +57,7 @@ class Options:
     head_dim: int = 128
     tolerance: float = 0.02
     profile: Path | None = None
-    """File of `torchtitan-cad profile`, by whose times the plan is balanced; by default it is by tiles."""
+    """File of `torchtitan-cad profile`: replay a plan that is balanced by its times, too."""
     repeats: int = 5
     gigabytes_per_second: float = 50.0
     """bandwidth of a rank's network, each way: of a NIC of 400 Gbit/s; NVLink inside a node has nine times as much"""
@@ -190,24 +190,26 @@ def replay(
 
 
 def measure(num_ranks: int, options: Options) -> Record:
-    """The home plan and the planned one of one layout."""
+    """The home plan and the planned one of one layout; with a profile also the plan that is balanced by it."""
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     shape = AttentionShape(*options.heads, options.head_dim, dtype.itemsize)
     kernel = get_kernel(options.kernel, options.device, shape)
     layout = make_layout(options, num_ranks)
-    home = make_plan(layout, shape, PlannerConfig(planner="home"))
-    cost = None
+    config = PlannerConfig(tolerance=options.tolerance)
+    plans = {
+        "home": make_plan(layout, shape, PlannerConfig(planner="home")),
+        "planned": make_plan(layout, shape, config),
+    }
     if options.profile:
         cost = Profile.read(options.profile).cost_model("both", shape)
-    planned = make_plan(layout, shape, PlannerConfig(tolerance=options.tolerance), cost)
+        plans["by profile"] = make_plan(layout, shape, config, cost)
     row: Record = {
         "ranks": num_ranks,
         "documents": len(layout.docs),
         "kernel": str(kernel),
     }
-    row["home"], row["planned"] = (
-        replay(plan, kernel, dtype, options) for plan in (home, planned)
-    )
+    for name, plan in plans.items():
+        row[name] = replay(plan, kernel, dtype, options)
     for name in ("forward", "backward"):
         row[f"{name}_speedup"] = (
             row["home"][name]["makespan"] / row["planned"][name]["makespan"]

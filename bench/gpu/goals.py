@@ -13,7 +13,7 @@ NOT_MET = "not met"
 NOT_MEASURED = "not measured"
 
 SHARDS = {128, 256, 512, 1024, 2048}
-RANKS = {8, 64}
+RANKS = {64}
 KERNELS = {"gather", "merge", "sum", "delta", "surrogate", "pack on all SMs"}
 """Without the put as it is configured, which leaves most SMs to other work on purpose."""
 
@@ -43,7 +43,12 @@ def verdicts(
         (
             "two ranks on halves of the GPU: CAD at least 1.3 times as fast as stock",
             "sharing",
-            _sharing(figures, statuses),
+            _sharing("sharing", figures, statuses),
+        ),
+        (
+            "the same with FSDP2 and torch.compile",
+            "sharing-compiled",
+            _sharing("sharing-compiled", figures, statuses),
         ),
         ("the tests of tests/gpu pass", "", _tests(figures, statuses)),
         (
@@ -95,9 +100,9 @@ def _judge(
     )
 
 
-def _sharing(figures: Figures, statuses: dict[str, str]) -> _Result | None:
+def _sharing(part: str, figures: Figures, statuses: dict[str, str]) -> _Result | None:
     """CAD must have trained as stock, over symmetric memory, and every rank must have had its share alone."""
-    sharing = figures.get("sharing", {})
+    sharing = figures.get(part, {})
     rows = {row["mode"]: row for row in sharing.get("modes", [])}
     if "cad" not in rows:
         return None
@@ -113,8 +118,8 @@ def _sharing(figures: Figures, statuses: dict[str, str]) -> _Result | None:
         default=0,
     )
     reasons = []
-    if statuses.get("sharing") != "done":
-        reasons.append(f"the part {statuses.get('sharing')}")
+    if statuses.get(part) != "done":
+        reasons.append(f"the part {statuses.get(part)}")
     if not sharing.get("transports", {}).get("cad", "").startswith("symm_mem"):
         reasons.append("not over symmetric memory")
     if not 0 < 2 * widest_share <= whole_gpu:

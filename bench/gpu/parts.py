@@ -110,14 +110,6 @@ PARTS = (
         30,
         needs=("numba",),
     ),
-    Part(
-        "shares",
-        "Halves of the GPU at once",
-        "bench.gpu.share_probe:measure",
-        25,
-        ("2",),
-        ("bench.gpu.sharing",),
-    ),
     _sharing(
         "sharing",
         "Two ranks on halves of the GPU, DDP",
@@ -133,7 +125,7 @@ PARTS = (
     _sharing(
         "sharing-compiled",
         "Two ranks on halves, FSDP2 and torch.compile",
-        120,
+        95,
         ("2", "fsdp2 compiled", "stock,cad,two nano-batches"),
     ),
     _sharing(
@@ -164,12 +156,12 @@ PARTS = (
         15,
         needs=("triton",),
     ),
-    _test("training", 90),
+    _test("training", 130),
     _test("transport", 30),
-    _test("nvshmem", 45),
+    _test("nvshmem", 50),
     _test("pingpong", 40, run=2),
-    _test("kernels", 40, run=2),
-    _test("engine", 30, run=2),
+    _test("kernels", 55, run=2),
+    _test("engine", 60, run=2),
     Part(
         "sanitizer",
         "compute-sanitizer",
@@ -240,7 +232,7 @@ PARTS = (
         "replay",
         "All ranks of a plan, one after another",
         "bench.gpu.speed:replayed",
-        130,
+        110,
         run=2,
     ),
 )
