@@ -182,6 +182,20 @@ def test_unsupported_inputs_are_refused(monkeypatch, name, dtype, dim):
 # Which one is taken ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_heads_whose_query_gradients_are_wrong_are_refused(monkeypatch, head_dim):
+    """FlashAttention-4 on compute capability 9; heads of multiples of 32 are right."""
+    install(monkeypatch, FAKES[4](Recorder()), capability=(9, 0))
+    kernel = get_kernel("flash_attn", "cuda")
+    for right in (32, 64, 128, 192):
+        kernel.check(torch.bfloat16, right)
+    for value_dim in (head_dim, 8):
+        with refusal("cad.kernel", remedy="cad.kernel = 'varlen'"):
+            kernel.check(torch.bfloat16, head_dim, value_dim)
+    shape = AttentionShape(4, 2, head_dim, 2)
+    assert get_kernel("auto", "cuda", shape).name == "varlen"
+
+
 @pytest.mark.parametrize(
     ("capability", "generation"),
     [((8, 0), 2), ((8, 6), 2), ((9, 0), 3), ((10, 0), 4), ((11, 0), 4), ((12, 0), 2)],
