@@ -52,7 +52,7 @@ def fake_times(monkeypatch: pytest.MonkeyPatch) -> Times:
     monkeypatch.setattr(
         select,
         "Trial",
-        lambda trusted, device, shape: trial(trusted, CPU, shape, rows=512),
+        lambda trusted, device, shape: trial(trusted, CPU, shape, rows=640),
     )
     monkeypatch.setattr(
         trial, "_milliseconds", lambda _, kernel: milliseconds[str(kernel)]
@@ -123,7 +123,7 @@ def test_wrong_results_are_not_taken(monkeypatch, caplog, times, name, generatio
     def spoil(right):
         def spoiled(*args):
             results = right(*args)
-            results[index].view(-1)[-9:] *= 1.2
+            results[index].view(-1)[-9:] *= 3
             return results
 
         return spoiled
@@ -132,6 +132,25 @@ def test_wrong_results_are_not_taken(monkeypatch, caplog, times, name, generatio
     times.update({"varlen": 3.5})
     assert taken(caplog) == "varlen"
     assert f"{name} is off" in caplog.text
+    said = f"cad.kernel = 'flash_attn': .*{name} is off.*; set cad.kernel = 'auto'"
+    with pytest.raises(ValueError, match=said):
+        get_kernel("flash_attn", "cuda", SHAPE)
+
+
+def test_who_is_wrong_for_many_documents_is_not_taken(monkeypatch, caplog, times):
+    install(monkeypatch, *modules(4), capability=(9, 0))
+
+    def spoil(right):
+        def spoiled(q, k, v, call):
+            out, lse = right(q, k, v, call)
+            return out * (1.2 if len(call.cu_q_host) > 257 else 1.0), lse
+
+        return spoiled
+
+    spoil_library(monkeypatch, "run", spoil)
+    times.update({"varlen": 3.5})
+    assert taken(caplog) == "varlen"
+    assert "out is off" in caplog.text
 
 
 def test_who_ignores_windows_is_not_taken(monkeypatch, caplog, times):
@@ -185,14 +204,14 @@ def test_a_mask_that_is_aligned_otherwise_is_wrong():
                 call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=call.scale)
             return super().forward(q, k, v, call)
 
-    trial = select.Trial(CpuKernel(), CPU, SHAPE, rows=512)
+    trial = select.Trial(CpuKernel(), CPU, SHAPE, rows=640)
     assert "causal = True" in str(trial.outcome(TopLeft(), timed=False))
     seen = []
     kernel = StandIn("cudnn", squares_only=True)
     forward = kernel.forward
     kernel.forward = lambda q, k, v, call: seen.append(call) or forward(q, k, v, call)
     assert trial.outcome(kernel, timed=False) == 0.0
-    assert [call.causal for call in seen] == [True, False]
+    assert [call.causal for call in seen] == [True, False, True]
     assert (seen[0].cu_q_host == seen[0].cu_k_host).all()
 
 
@@ -240,6 +259,25 @@ def choose(group: dist.ProcessGroup) -> list[tuple[str, str]]:
             for timed in (True, False)
         ]
     return [(str(kernel), reason) for kernel, reason in chosen]
+
+
+def refuse(group: dist.ProcessGroup) -> str:
+    """What a rank says of a kernel that was set by name and is wrong on the other rank."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fake_times(monkeypatch)
+        install(monkeypatch, *modules(3), capability=(9, 0))
+        if group.rank() == 1:
+            failing = mock.Mock(side_effect=RuntimeError("no kernel image"))
+            spoil_library(monkeypatch, "run", lambda right: failing)
+        with pytest.raises(ValueError, match="rank 1") as refused:
+            get_kernel("flash_attn", "cuda", SHAPE, group=group)
+    return str(refused.value)
+
+
+def test_all_ranks_refuse_what_is_wrong_on_one():
+    for text in values(run_processes(2, refuse)):
+        assert f"cad.kernel = 'flash_attn': {FA3} failed" in text
+        assert "no kernel image (rank 1); set cad.kernel = 'auto'" in text
 
 
 def test_all_ranks_take_the_same():

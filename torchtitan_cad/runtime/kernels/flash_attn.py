@@ -116,9 +116,6 @@ _PLAIN = {
     "alibi_slopes": None,
 }
 """arguments without defaults in FlashAttention-2"""
-_WRONG_DIMS = (8, 16, 40, 48, 72, 80, 104, 112)
-"""head dims of which FlashAttention-4 returns wrong dq on compute capability 9: its backward pads them to multiples of
-16, what reads dq to multiples of 32 (Dao-AILab/flash-attention, pull request 2896; 16 was seen on an H200)"""
 _UNPACKED = {"pack_gqa": False}
 """option: a tile never holds several query heads, so that tiles do not depend on lengths."""
 LIBRARIES = (
@@ -204,10 +201,11 @@ def find_kernels(device: torch.device) -> tuple[list[FlashAttnKernel], list[str]
         major, minor = torch.cuda.get_device_capability(device)
         if major in library.capabilities:
             kernel.max_head_dim = 128 if library.generation == 4 and major > 9 else 256
-            kernel.unequal = library.unequal
-            if library.generation == 4 and major == 9:
-                kernel.unequal = FusedKernel.unequal
-                kernel.wrong_dims = _WRONG_DIMS
+            kernel.unequal = (
+                FusedKernel.unequal
+                if library.generation == 4 and major == 9
+                else library.unequal
+            )
             kernels.append(kernel)
         else:
             reasons.append(

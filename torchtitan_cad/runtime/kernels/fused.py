@@ -33,14 +33,12 @@ class FusedKernel(AttentionKernel, Protocol):
         library: name of the library, for messages.
         remedy: advice in the message for a head dim that the library does not take.
         max_head_dim: largest head dim.
-        wrong_dims: head dims whose gradients are wrong.
         unequal: head dims of keys, and of values, that the library takes although they differ.
         empty_lse: log-sum-exp of a row without keys in backward.
     """
 
     library: object
     max_head_dim: int = 256
-    wrong_dims: tuple[int, ...] = ()
     unequal: tuple[range, range] = range(0), range(0)
     empty_lse: float = torch.inf
     remedy: str = "set cad.kernel = 'varlen'"
@@ -84,15 +82,10 @@ class FusedKernel(AttentionKernel, Protocol):
         value_dim = head_dim if value_dim is None else value_dim
         if head_dim != value_dim and self.common_dim(head_dim, value_dim) is None:
             return
-        largest = max(head_dim, value_dim)
-        if largest % 8 or largest > self.max_head_dim:
+        if (largest := max(head_dim, value_dim)) % 8 or largest > self.max_head_dim:
             raise ValueError(
                 f"{title} takes head dims that are multiples of 8, at most {self.max_head_dim} on this device, "
                 f"got {largest}; {self.remedy}"
-            )
-        if largest in self.wrong_dims:
-            raise ValueError(
-                f"{title} returns wrong gradients for heads of {largest} elements on this device; {self.remedy}"
             )
 
     def forward(

@@ -34,6 +34,8 @@ ROWS = 16384
 """tokens of a trial, whose documents have 1/2, 1/4, 1/8, ... of them"""
 _SHORTEST = 128
 """tokens of a trial's shortest document"""
+_MANY = 300
+"""documents of one call of a trial: FlashAttention-4 has code of its own for more than 256"""
 LAYERS = 16
 """runs of the calls of one plan in a trial, one per layer: a library's work for new shapes counts once per LAYERS."""
 REPEATS = 3
@@ -63,7 +65,7 @@ def get_kernel(
         group: gloo group of ranks that choose together and must all call.
 
     Raises:
-        ValueError: the kernel is unknown, does not run on ``device``, or is not installed.
+        ValueError: the kernel is unknown, does not run on ``device``, is not installed, or its trial fails.
     """
     kernel, reason = choose_kernel(name, device, shape, group, timed=timed)
     if padding := padding_remark(kernel, shape):
@@ -103,13 +105,13 @@ def choose_kernel(
                     f"cad.kernel = 'flash_attn' needs a FlashAttention package for this device: {'; '.join(reasons)}; "
                     "install flash-attn-4, or flash-attn (2.7 or newer), or set cad.kernel = 'varlen'"
                 )
-            return kernels[0], "as set"
+            return _tried(kernels[0], device, shape, group=group), "as set"
         case "cudnn", "cuda":
             if lacking := cudnn.lacking(device):
                 raise ValueError(
                     f"cad.kernel = 'cudnn' {lacking}; set cad.kernel = 'auto'"
                 )
-            return cudnn.CudnnKernel(), "as set"
+            return _tried(cudnn.CudnnKernel(), device, shape, group=group), "as set"
     if name in KERNELS:
         raise ValueError(
             f"cad.kernel = {name!r} does not run on {device.type} tensors; set cad.kernel = 'auto'"
@@ -158,8 +160,8 @@ class Trial:
     """Calls like a plan's, with bf16 rows, by which kernels are compared with a trusted kernel and timed.
 
     Each document is one causal task, and its second half is also an unmasked task against the first half. The
-    comparison adds one causal task of the second half against all keys, unless the kernel takes squares only, and
-    documents in windows, if the shape has one.
+    comparison adds one causal task of the second half against all keys, unless the kernel takes squares only, many
+    short documents, and documents in windows, if the shape has one.
     """
 
     def __init__(
@@ -194,15 +196,13 @@ class Trial:
 
     def _disagreement(self, kernel: AttentionKernel) -> str | None:
         squares, rectangles, prefixes = self._calls()
-        windows = (
-            [] if self._window is None else [replace(squares, window=self._window)]
-        )
-        for call in (
-            squares,
-            rectangles,
-            *([] if kernel.squares_only else [prefixes]),
-            *windows,
-        ):
+        short = [self._num_rows // _MANY] * _MANY
+        calls = [squares, rectangles, self._call(short, short, causal=True)]
+        if not kernel.squares_only:
+            calls.append(prefixes)
+        if self._window is not None:
+            calls.append(replace(squares, window=self._window))
+        for call in calls:
             want, merged = self._run(self._trusted, call)
             got, _ = self._run(kernel, call, merged)
             for name, actual, expected in zip(
@@ -236,19 +236,18 @@ class Trial:
         before = [length // 2 for length in lengths]
         after = [length - half for length, half in zip(lengths, before, strict=True)]
 
-        def call(queries: list[int], keys: list[int], causal: bool) -> VarlenArgs:
-            cu_q, cu_k = (
-                [0, *itertools.accumulate(lengths)] for lengths in (queries, keys)
-            )
-            return VarlenArgs.from_numpy(
-                cu_q, cu_k, causal=causal, scale=self._scale, device=self._device
-            )
-
         return [
-            call(lengths, lengths, True),
-            call(after, before, False),
-            call(after, lengths, True),
+            self._call(lengths, lengths, causal=True),
+            self._call(after, before, causal=False),
+            self._call(after, lengths, causal=True),
         ]
+
+    def _call(self, queries: list[int], keys: list[int], *, causal: bool) -> VarlenArgs:
+        """Return a call of tasks with these numbers of queries and keys."""
+        cu_q, cu_k = ([0, *itertools.accumulate(counts)] for counts in (queries, keys))
+        return VarlenArgs.from_numpy(
+            cu_q, cu_k, causal=causal, scale=self._scale, device=self._device
+        )
 
     def _run(
         self, kernel: AttentionKernel, call: VarlenArgs, merged: Merged | None = None
@@ -290,6 +289,29 @@ def compare_kernels(
     del trial
     torch.cuda.empty_cache()
     return outcomes, reasons
+
+
+def _tried(
+    kernel: AttentionKernel,
+    device: torch.device,
+    shape: AttentionShape,
+    group: dist.ProcessGroup | None,
+) -> AttentionKernel:
+    """Return a kernel that was set by name, once it agrees with varlen.
+
+    Raises:
+        ValueError: on all ranks of the group if the kernel is wrong on one of them, or does not take the shape.
+    """
+    kernel.check(torch.bfloat16, shape.head_dim, shape.out_dim, window=shape.window)
+    name = str(kernel)
+    outcome = Trial(VarlenKernel(), device, shape).outcome(kernel, timed=False)
+    if group is not None:
+        outcome = _agree({name: outcome}, group)[name]
+    if isinstance(outcome, str):
+        raise ValueError(
+            f"cad.kernel = {kernel.name!r}: {name} {outcome}; set cad.kernel = 'auto'"
+        )
+    return kernel
 
 
 def preferred(names: Iterable[str]) -> str:
