@@ -39,7 +39,7 @@ def error(result: Tensor, reference: Tensor) -> float:
 @EVERY_KERNEL
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (16, 2)])
-@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("dim", [16, 64, 128])
 @pytest.mark.parametrize(
     ("len_q", "len_k", "causal", "window"),
     [
@@ -59,6 +59,8 @@ def test_against_dense(kernel, len_q, len_k, causal, window, dim, heads, dtype):
         pytest.skip(
             "cuDNN takes tasks with keys, and squares only where they are causal"
         )
+    if dim == 16 and "FlashAttention-4" in str(kernel):
+        pytest.skip("its gradients of such heads are wrong on Hopper: trials refuse it")
     cu_q = offsets(len_q)
     cu_k = offsets(len_k)
     options = {"causal": causal, "scale": dim**-0.5, "window": window}

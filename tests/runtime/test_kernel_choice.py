@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import varlen as stock
 
 from tests.lib.fake_flash_attn import CAPABILITIES, FAKES, NAMES, Recorder, install
 from tests.lib.processes import run_processes, values
+from tests.lib.refusals import refusal
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn, get_kernel, select
@@ -132,7 +134,7 @@ def test_wrong_results_are_not_taken(monkeypatch, caplog, times, name, generatio
     times.update({"varlen": 3.5})
     assert taken(caplog) == "varlen"
     assert f"{name} is off" in caplog.text
-    said = f"cad.kernel = 'flash_attn': .*{name} is off.*; set cad.kernel = 'auto'"
+    said = f"cad.kernel = 'flash_attn' cannot .*{name} is off.* set cad.kernel = 'auto'"
     with pytest.raises(ValueError, match=said):
         get_kernel("flash_attn", "cuda", SHAPE)
 
@@ -261,8 +263,22 @@ def choose(group: dist.ProcessGroup) -> list[tuple[str, str]]:
     return [(str(kernel), reason) for kernel, reason in chosen]
 
 
-def refuse(group: dist.ProcessGroup) -> str:
-    """What a rank says of a kernel that was set by name and is wrong on the other rank."""
+def test_kernels_that_are_set(monkeypatch, times):
+    """The newest package that is right, and cuDNN where it can be used."""
+    install(monkeypatch, *modules(2, 3, 4), capability=(9, 0), with_cudnn=True)
+    assert str(get_kernel("flash_attn", "cuda", SHAPE)) == FA4
+    assert get_kernel("cudnn", "cuda", SHAPE).squares_only
+    install(monkeypatch, capability=(8, 0))
+    for name in ("flash_attn", "cudnn"):
+        with refusal("cad.kernel", name, remedy="cad.kernel"):
+            get_kernel(name, "cuda", SHAPE)
+    monkeypatch.delattr(stock, "_CUDNN_ATTENTION_BACKEND")
+    with refusal("cad.kernel", "cudnn", remedy="cad.kernel"):
+        get_kernel("cudnn", "cuda", SHAPE)
+
+
+def refuse(group: dist.ProcessGroup) -> tuple[str, str]:
+    """What a rank says of a kernel that was set by name and fails on the other rank, and of one that is not there."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         fake_times(monkeypatch)
         install(monkeypatch, *modules(3), capability=(9, 0))
@@ -271,13 +287,19 @@ def refuse(group: dist.ProcessGroup) -> str:
             spoil_library(monkeypatch, "run", lambda right: failing)
         with pytest.raises(ValueError, match="rank 1") as refused:
             get_kernel("flash_attn", "cuda", SHAPE, group=group)
-    return str(refused.value)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fake_times(monkeypatch)
+        install(monkeypatch, *modules(3)[group.rank() :], capability=(9, 0))
+        with pytest.raises(ValueError, match="rank 1") as missing:
+            get_kernel("flash_attn", "cuda", SHAPE, group=group)
+    return str(refused.value), str(missing.value)
 
 
-def test_all_ranks_refuse_what_is_wrong_on_one():
-    for text in values(run_processes(2, refuse)):
-        assert f"cad.kernel = 'flash_attn': {FA3} failed" in text
-        assert "no kernel image (rank 1); set cad.kernel = 'auto'" in text
+def test_all_ranks_refuse_what_one_cannot_use():
+    for failing, missing in values(run_processes(2, refuse)):
+        assert f"cad.kernel = 'flash_attn' cannot be used: {FA3} failed" in failing
+        assert "no kernel image (rank 1); varlen is right" in failing
+        assert f"{FA3} cannot be used (rank 1)" in missing
 
 
 def test_all_ranks_take_the_same():

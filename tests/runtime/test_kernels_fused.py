@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from torch.nn.attention import varlen as stock
 
 from tests.lib.accuracy import assert_as_exact
 from tests.lib.fake_flash_attn import (
@@ -24,14 +23,9 @@ from tests.lib.kernels_reference import (
 from tests.lib.refusals import refusal
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, get_kernel, select, varlen
-from torchtitan_cad.runtime.kernels.base import (
-    AttentionKernel,
-    Merged,
-    row_delta,
-    subtract_lse_gradient,
-)
+from torchtitan_cad.runtime.kernels.base import Merged, row_delta, subtract_lse_gradient
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel
+from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_kernels
 from torchtitan_cad.runtime.kernels.fused import FusedKernel
 
 GENERATIONS = pytest.mark.parametrize("generation", FAKES)
@@ -65,15 +59,15 @@ def make_kernel(
             monkeypatch.setattr(varlen, op, fake_operator(getattr(varlen, op), seen))
         return varlen.VarlenKernel(), seen
     install(monkeypatch, FAKES[name](seen), capability=CAPABILITIES[name])
-    kernel = untried(monkeypatch, "flash_attn")
-    assert isinstance(kernel, FlashAttnKernel)
+    kernel = first_package()
     assert kernel.library.generation == name
     return kernel, seen
 
 
-def untried(monkeypatch: pytest.MonkeyPatch, name: str) -> AttentionKernel:
-    monkeypatch.setattr(select, "_tried", lambda kernel, *_, **__: kernel)
-    return get_kernel(name, "cuda")
+def first_package() -> FlashAttnKernel:
+    """Return the kernel of the first package that fits the device."""
+    (kernel, *_), _ = find_kernels(torch.device("cuda"))
+    return kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -202,8 +196,7 @@ def test_the_package_fits_the_device(monkeypatch, capability, generation):
         *(fake(Recorder()) for fake in FAKES.values()),
         capability=capability,
     )
-    kernel = untried(monkeypatch, "flash_attn")
-    assert isinstance(kernel, FlashAttnKernel)
+    kernel = first_package()
     assert kernel.library.generation == generation
     assert f"FlashAttention-{generation}" in str(kernel)
 
@@ -220,14 +213,3 @@ def test_packages_that_cannot_be_called_are_named(monkeypatch):
         install(monkeypatch, *modules, capability=capability)
         with refusal("cad.kernel", remedy="cad.kernel"):
             get_kernel("flash_attn", "cuda")
-
-
-def test_where_cudnn_can_be_used(monkeypatch):
-    install(monkeypatch, capability=(9, 0), with_cudnn=True)
-    assert untried(monkeypatch, "cudnn").squares_only
-    install(monkeypatch, capability=(8, 0))
-    with refusal("cad.kernel", "cudnn", remedy="cad.kernel"):
-        get_kernel("cudnn", "cuda")
-    monkeypatch.delattr(stock, "_CUDNN_ATTENTION_BACKEND")
-    with refusal(remedy="cad.kernel"):
-        get_kernel("cudnn", "cuda")

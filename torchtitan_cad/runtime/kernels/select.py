@@ -90,28 +90,14 @@ def choose_kernel(
     match name, device.type:
         case "auto" | "cpu", "cpu":
             return CpuKernel(), "the one for CPU ranks" if name == "auto" else "as set"
-        case "auto", "cuda":
-            return _best(device, shape, group, timed=timed)
+        case "auto" | "flash_attn" | "cudnn", "cuda":
+            return _best(name, device, shape, group=group, timed=timed)
         case "auto", _:
             raise ValueError(
                 f"cad.kernel = 'auto' knows no kernel for {device.type} tensors; train on cuda or cpu"
             )
         case "varlen", "cuda":
             return VarlenKernel(), "as set"
-        case "flash_attn", "cuda":
-            kernels, reasons = find_kernels(device)
-            if not kernels:
-                raise ValueError(
-                    f"cad.kernel = 'flash_attn' needs a FlashAttention package for this device: {'; '.join(reasons)}; "
-                    "install flash-attn-4, or flash-attn (2.7 or newer), or set cad.kernel = 'varlen'"
-                )
-            return _tried(kernels[0], device, shape, group=group), "as set"
-        case "cudnn", "cuda":
-            if lacking := cudnn.lacking(device):
-                raise ValueError(
-                    f"cad.kernel = 'cudnn' {lacking}; set cad.kernel = 'auto'"
-                )
-            return _tried(cudnn.CudnnKernel(), device, shape, group=group), "as set"
     if name in KERNELS:
         raise ValueError(
             f"cad.kernel = {name!r} does not run on {device.type} tensors; set cad.kernel = 'auto'"
@@ -264,18 +250,26 @@ class Trial:
 
 
 def compare_kernels(
-    device: torch.device, shape: AttentionShape, *, timed: bool = True
+    device: torch.device,
+    shape: AttentionShape,
+    name: str = "auto",
+    *,
+    timed: bool = True,
 ) -> tuple[list[tuple[AttentionKernel, float | str]], list[str]]:
     """Return every kernel for this shape in bf16 with its ``Trial.outcome``, varlen first; and reasons against others.
 
-    A single kernel is not tried and has the outcome 0.
+    A single kernel is not tried and has the outcome 0. ``name`` leaves out what is neither varlen nor of this name.
     """
-    packages, reasons = find_kernels(device)
-    kernels: list[AttentionKernel] = [VarlenKernel(), *packages]
-    if lacking := cudnn.lacking(device):
-        reasons.append(f"cudnn {lacking}")
-    else:
-        kernels.append(cudnn.CudnnKernel())
+    kernels: list[AttentionKernel] = [VarlenKernel()]
+    reasons = list[str]()
+    if name != "cudnn":
+        packages, reasons = find_kernels(device)
+        kernels += packages
+    if name != "flash_attn":
+        if lacking := cudnn.lacking(device):
+            reasons.append(f"cudnn {lacking}")
+        else:
+            kernels.append(cudnn.CudnnKernel())
     for kernel in kernels[1:]:
         try:
             kernel.check(torch.bfloat16, shape.head_dim, shape.out_dim, shape.window)
@@ -291,29 +285,6 @@ def compare_kernels(
     return outcomes, reasons
 
 
-def _tried(
-    kernel: AttentionKernel,
-    device: torch.device,
-    shape: AttentionShape,
-    group: dist.ProcessGroup | None,
-) -> AttentionKernel:
-    """Return a kernel that was set by name, once it agrees with varlen.
-
-    Raises:
-        ValueError: on all ranks of the group if the kernel is wrong on one of them, or does not take the shape.
-    """
-    kernel.check(torch.bfloat16, shape.head_dim, shape.out_dim, window=shape.window)
-    name = str(kernel)
-    outcome = Trial(VarlenKernel(), device, shape).outcome(kernel, timed=False)
-    if group is not None:
-        outcome = _agree({name: outcome}, group)[name]
-    if isinstance(outcome, str):
-        raise ValueError(
-            f"cad.kernel = {kernel.name!r}: {name} {outcome}; set cad.kernel = 'auto'"
-        )
-    return kernel
-
-
 def preferred(names: Iterable[str]) -> str:
     """Return the newest FlashAttention of kernels' ``names``, or without one cudnn, or varlen."""
     return max(
@@ -322,6 +293,7 @@ def preferred(names: Iterable[str]) -> str:
 
 
 def _best(
+    name: str,
     device: torch.device,
     shape: AttentionShape,
     group: dist.ProcessGroup | None,
@@ -331,28 +303,44 @@ def _best(
     """Return a kernel that is right on all ranks, and a text with the outcome of every kernel.
 
     It is that with the least time on its slowest rank; without ``timed`` the ``preferred`` one.
+
+    Raises:
+        ValueError: on all ranks; no kernel that has the name, other than "auto", is right.
     """
-    compared, reasons = compare_kernels(device, shape, timed=timed)
+    timed = timed and name == "auto"
+    compared, reasons = compare_kernels(device, shape, name, timed=timed)
     kernels = {str(kernel): kernel for kernel, _ in compared}
     outcomes = {str(kernel): outcome for kernel, outcome in compared}
     if group is not None:
         outcomes = _agree(outcomes, group)
     times = {
-        name: outcome
-        for name, outcome in outcomes.items()
+        title: outcome
+        for title, outcome in outcomes.items()
         if isinstance(outcome, float)
     }
-    right = times or [next(iter(kernels))]
-    best = (
-        min(right, key=lambda name: times.get(name, 0.0)) if timed else preferred(right)
-    )
     found = {
-        name: f"{time:.1f} ms" if timed else "is right" for name, time in times.items()
+        title: f"{time:.1f} ms" if timed else "is right"
+        for title, time in times.items()
     }
-    took = [f"{name} {found.get(name, outcome)}" for name, outcome in outcomes.items()]
-    return kernels[best], "; ".join(
-        [*(took if len(outcomes) > 1 else ["no other can be used"]), *reasons]
+    took = [
+        f"{title} {found.get(title, outcome)}" for title, outcome in outcomes.items()
+    ]
+    said = took if len(outcomes) > 1 else []
+    right = list(times) or [next(iter(kernels))]
+    if name != "auto":
+        right = [title for title in right if kernels[title].name == name]
+    if not right:
+        raise ValueError(
+            f"cad.kernel = {name!r} cannot be used: {'; '.join([*said, *reasons])}; install what is missing, or set "
+            "cad.kernel = 'auto'"
+        )
+    best = (
+        min(right, key=lambda title: times.get(title, 0.0))
+        if timed
+        else preferred(right)
     )
+    said = said or ["no other can be used"]
+    return kernels[best], "; ".join([*said, *reasons])
 
 
 def _agree(
