@@ -152,7 +152,7 @@ LIBRARIES = (
         empty_lse=torch.inf,
     ),
 )
-"""libraries in order of preference; FlashAttention-3 is for compute capability 9.0 alone, so it comes first"""
+"""libraries that are looked for"""
 
 
 class FlashAttnKernel(FusedKernel):
@@ -189,7 +189,7 @@ class FlashAttnKernel(FusedKernel):
 
 
 def find_kernels(device: torch.device) -> tuple[list[FlashAttnKernel], list[str]]:
-    """Return the usable kernels on ``device`` in order of preference, and the reasons why others are not usable."""
+    """Return the usable kernels on ``device``, and the reasons why others are not usable."""
     kernels = []
     reasons = []
     for library in LIBRARIES:
