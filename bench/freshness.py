@@ -40,7 +40,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "network.json": (RUNTIME, "bench/network.py"),
     "overlap.json": (RUNTIME, PINGPONG, "bench/overlap.py"),
     "profile_h200.json": (f"{RUNTIME}/kernels", "torchtitan_cad/tools/profiling.py"),
-    "replay_cpu.json": (PLANNING, f"{RUNTIME}/kernels", "bench/replay.py"),
     "servers.json": (
         f"{PLANNING}/servers.py",
         f"{RUNTIME}/servers",

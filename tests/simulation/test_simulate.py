@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from bench import pipeline as bench
 from bench import replay
+from bench.gpu import results
 from tests.lib.profiles import make_profile
 from tests.lib.refusals import refusal
 from tests.lib.simulation_cases import (
@@ -407,19 +407,17 @@ def test_agrees_with_the_pipeline_bench():
         assert perfect == pytest.approx(of_bench.ideal(), rel=0.05)
 
 
-def test_agrees_with_what_a_replay_measured():
-    """Slowest rank over the mean of the home plan, backward on 8 CPU ranks (bench/results/replay_cpu.json)."""
-    path = Path(replay.__file__).parent / "results" / "replay_cpu.json"
-    results = json.loads(path.read_text())
-    options = results["options"]
-    for key, value in options.items():
-        if isinstance(value, list):
-            options[key] = tuple(value)
-    layout = replay.make_layout(replay.Options(**options), 8)
-    (row,) = [row for row in results["rows"] if row["ranks"] == 8]
-    measured = row["planned"]["backward"]["makespan"] / row["home"]["backward"]["mean"]
-    heads = (*options["heads"], options["head_dim"])
-    model = Model(1, 1024, *heads, 1024, 1, dtype_bytes=4)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_agrees_with_what_a_replay_measured(direction):
+    """Slowest rank over the mean of the home plan, 8 ranks one after another on one H200."""
+    path = results.RESULTS / "h200-replay.json"
+    figures = json.loads(path.read_text())["figures"]["milliseconds_of_8_ranks"]
+    measured = figures["planned"][direction]["makespan"]
+    measured /= figures["home"][direction]["mean"]
+    options = replay.Options(tokens_per_rank=32_768)
+    layout = replay.make_layout(options, 8)
+    assert len(layout.docs) == figures["documents"]
+    model = Model(1, 1024, *options.heads, options.head_dim, 1024, 1)
     batch = Batch((layout.doc_lengths.astype(np.int64),), layout.num_tokens)
     parts = cad(batch, model=model, cp=8).outcome().parts
     assert 1 + parts.imbalance / parts.attention == pytest.approx(measured, rel=0.05)
