@@ -95,7 +95,7 @@ test-titan030:
 	.venv-titan030/bin/python -m pytest -n $(WORKERS) -m '$(MARKS)' tests/titan030 \
 		tests/runtime/test_transport_choice.py::test_groups_may_differ_in_hosts
 
-# Every part of the bench for a machine with a GPU, on CPU stand-ins at toy sizes: four minutes.
+# Every part of the bench for a machine with a GPU, on CPU stand-ins at toy sizes: six minutes.
 bench-gpu-dry: $(INSTALLED)
 	timeout 900 $(BIN)/python -m bench.gpu --dry-run
 
