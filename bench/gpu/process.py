@@ -118,6 +118,7 @@ def _wait(process: subprocess.Popen, limit_s: float) -> int | None:
 def _outcome(code: int | None, lines: str, output: str) -> Outcome:
     figures: dict[str, Any] = {}
     skip = None
+    output = output.replace(str(ROOT), ".")  # results say nothing of folders
     for line in lines.splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             # of a line that was being written

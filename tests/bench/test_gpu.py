@@ -53,6 +53,7 @@ def test_what_a_part_measured_before_it_failed_is_kept():
     }
     assert "Traceback" in outcomes["bad"].output
     assert "fake_parts.py" in outcomes["crash"].output  # where
+    assert str(ROOT) not in outcomes["crash"].output
     without = outcome_of("good", needs=("no_such_module",))
     assert without.status == "skipped"
     assert without.why.startswith("no_such_module cannot be imported")

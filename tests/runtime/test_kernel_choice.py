@@ -23,7 +23,7 @@ from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn, get_kernel, s
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 CPU = torch.device("cpu")
-SHAPE = AttentionShape(4, 2, 32, 2)
+SHAPE = AttentionShape(4, 2, 16, 2)
 FA2, FA3, FA4 = (
     f"flash_attn, FlashAttention-{generation} ({NAMES[generation]})"
     for generation in (2, 3, 4)
