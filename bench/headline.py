@@ -168,20 +168,18 @@ def run(options: Options) -> list[Record]:
 
 
 def short_table(result: Record) -> list[str]:
-    """README's: systems at their best."""
-    cases = [
-        case
-        for case in result["cases"]
-        if case["settings"] == "best" and case["documents"] == LOGNORMAL
-    ]
-    rows = [_names(case) | _gains(case) for case in cases]
-    before: Record = {}
-    for row in rows:
-        names = {name: row[name] for name in ("job", "attention")}
-        # said once
-        row |= {name: "" for name, value in names.items() if before.get(name) == value}
-        before = names
-    return [*markdown_table(rows), *_measured(result)]
+    """README's: systems at their best, a row per job and kernel, a cell's figures by microbatches."""
+    rows: dict[tuple[str, str], Record] = {}
+    for case in result["cases"]:
+        if case["settings"] != "best" or case["documents"] != LOGNORMAL:
+            continue
+        names = _names(case)
+        del names["microbatches"]
+        gains = _gains(case)
+        row = rows.setdefault((case["job"], case["kernel"]), names)
+        for name, gain in gains.items():
+            row[name] = f"{row[name]}, {gain}" if name in row else gain
+    return [*markdown_table(list(rows.values())), *_measured(result)]
 
 
 def full_table(result: Record) -> list[str]:
