@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from tests.lib.jobs.simulated import read_job
-from tests.lib.refusals import refusal
-from tests.lib.sets import CONFIGS, every_config
+from tests.lib.sets import CONFIGS, matrix
 from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
 from torchtitan_cad.tools.main import main
 from torchtitan_cad.tools.options import Options, read_inputs
 from torchtitan_cad.tools.simulated_job import build_on_meta
 from torchtitan_cad.tools.simulation.inputs import OPEN
-from torchtitan_cad.tools.simulation.systems import SYSTEMS
 
 SMALL = [
     "--ranks=8", "--layers=2", "--hidden=512", "--heads=4", "--kv-heads=2", "--head-dim=128", "--ffn=1024",
@@ -24,11 +22,6 @@ SMALL = [
 ]  # fmt: skip
 JOB = CONFIGS / "llama3_8b_8gpus.toml"
 LLAMA = str(CONFIGS / "llama3_8b.toml")
-HIDDEN_EXCHANGE = {
-    **dict.fromkeys(("llama3_8b", "qwen3_8b", "llama3_8b_8gpus"), 0.98),
-    "llama3_8b_long": 0.95,  # rows halved in the middle: not all of it
-}
-"""Configurations whose exchange can be hidden, and the share of perfect that this leaves."""
 
 
 def simulate(folder: Path, *args: str) -> dict[str, Any]:
@@ -38,33 +31,13 @@ def simulate(folder: Path, *args: str) -> dict[str, Any]:
     return json.loads(output.read_text())
 
 
-@every_config
-def test_every_configuration_is_simulated(config, tmp_path, capsys):
-    systems = simulate(tmp_path, str(config), "--batches=1")["systems"]
-    assert list(systems) == list(SYSTEMS)
-    shares = {name: system["share_of_perfect"] for name, system in systems.items()}
-    for name, system in systems.items():
-        assert system["seconds_per_step"] > 0
-        assert system["tokens_per_second"] > 0
-        assert 0 < shares[name] <= 1 + 1e-9
-    # whose exchange takes longer than the work that it evens out
-    if config.stem != "llama3_debug_cpu":
-        others = ("packed", "reorder", "packing_cp")
-        assert shares["cad"] >= max(shares[name] for name in others)
-    assert shares["cad"] > HIDDEN_EXCHANGE.get(config.stem, 0)
-    printed = capsys.readouterr().out
-    assert "ranks: 64, as data_parallel_shard_degree = -1 leaves it open" in printed
-    assert "net: 4e+10 (default)" in printed
-
-
 def test_numbers_of_a_job():
     job = read_job("llama3_8b", "--parallelism.context_parallel_degree=2")
     model = job.model
     configuration = job.configuration
     cluster = job.cluster
-    assert (model.layers, model.hidden, model.ffn) == (32, 4096, 14336)
     assert (model.heads, model.kv_heads, model.head_dim) == (32, 8, 128)
-    assert (model.vocabulary, model.dtype_bytes) == (128256, 2)
+    assert model.dtype_bytes == 2
     assert (configuration.pp, configuration.cp) == (1, 2)
     assert configuration.checkpointing == "selective"
     assert (cluster.ranks, cluster.tp, cluster.fsdp, cluster.replicas) == (64, 2, 1, 1)
@@ -93,30 +66,9 @@ def test_microbatches_of_the_command_line_have_the_jobs_tokens():
     assert inputs.documents.step_tokens == 4 * job.step_tokens
 
 
-def test_ranks_that_tp_does_not_divide():
-    """None would be left to divide the tokens over."""
-    with refusal("--ranks 64", "tp x pp = 128", "multiple"):
-        read_inputs(CONFIGS / "llama3_8b.toml", (), Options(ranks=64, tp=128))
-
-
-def test_numbers_of_a_job_with_experts():
-    """A token passes through 8 of 128 experts, of which a rank gathers the 16 that it has."""
-    job = read_job("qwen3_30b_a3b_long")
-    model = job.model
-    attention = 2048 * 128 * (2 * 32 + 2 * 4)
-    expert = 3 * 2048 * 768
-    vocabulary = 2 * 2048 * 151936
-    assert model.layer_parameters == attention + 8 * expert
-    assert model.gathered_parameters == attention + 16 * expert
-    assert model.parameters == 48 * (attention + 128 * expert) + vocabulary
-    assert model.held_parameters == 48 * model.gathered_parameters + vocabulary
-    assert any(note.startswith("experts: ") for note in job.notes)
-
-
 @pytest.mark.parametrize(
     ("name", "flavor", "kinds"),
     [
-        ("gpt_oss", "20b", {"full": 12, "window": 12}),
         ("llama4", "17bx16e_irope", {"full": 12, "chunked": 36}),
         ("deepseek_v3", "671B", {"full": 61}),
     ],
@@ -140,12 +92,12 @@ def test_every_model_is_known(name, flavor, kinds):
 
 WRITTEN = [
     "--cad.placement=balanced",
-    "--cad.backward=keep",
     "--cad.tolerance=0.05",
     "--cad.receive_buffer_gb=0.5",
     "--activation_checkpoint.mode=full",
     "--training.mixed_precision_param=float32",
 ]
+OF_TRAINING = {"dtype_bytes": 4, "checkpointing": "full"}
 
 
 @pytest.mark.parametrize(
@@ -154,26 +106,22 @@ WRITTEN = [
         ([], {}, {"placement": "balanced", "backward": "auto", "tolerance": "auto"}),
         (
             WRITTEN,
-            {},
-            {"backward": "keep", "tolerance": 0.05, "receive_buffer_gb": 0.5},
+            {"placement": "loader", "backward": "resend"},
+            {
+                **OF_TRAINING,
+                "placement": "loader",
+                "tolerance": 0.05,
+                "receive_buffer_gb": 0.5,
+            },
         ),
-        (WRITTEN, {"placement": "loader", "backward": "resend", "tolerance": 0.1}, {}),
-        (WRITTEN, {}, {"layers": 32, "dtype_bytes": 4, "checkpointing": "full"}),
         # Another model leaves what the job says of training.
-        (
-            WRITTEN,
-            {"model": "llama-34b"},
-            {"layers": 48, "dtype_bytes": 4, "checkpointing": "full"},
-        ),
-        (WRITTEN, {"model": "llama-34b", "checkpointing": "none"}, {"dtype_bytes": 4}),
+        (WRITTEN, {"model": "llama-34b"}, {**OF_TRAINING, "layers": 48}),
     ],
 )
 def test_settings_come_from_the_job_and_options_replace_them(args, options, expected):
     inputs = read_inputs(JOB, args, Options(**options))[0]
     found = vars(inputs.model) | vars(inputs.configuration)
-    chosen = {name: value for name, value in options.items() if name != "model"}
-    for name, value in (chosen | expected).items():
-        assert found[name] == value, name
+    assert expected.items() <= found.items()
 
 
 WITHOUT_JOB = Options(ranks=8, model="llama-8b", pp=1)
@@ -197,11 +145,6 @@ def test_synthetic_documents_are_the_jobs_own():
     assert set(read_job("llama3_8b", *data).lengths.tolist()) == {200, 300}
 
 
-def test_what_a_deterministic_job_does_not_measure_is_noted():
-    note = "tolerance: auto, as without debug.deterministic, with which it is 0.02"
-    assert note in read_job("llama3_8b", "--debug.deterministic").notes
-
-
 def test_numbers_without_a_job(tmp_path, capsys):
     plot = tmp_path / "out.png"
     inputs = simulate(tmp_path, *SMALL, f"--plot={plot}", "--cp=1", "--pp=1")["inputs"]
@@ -212,29 +155,18 @@ def test_numbers_without_a_job(tmp_path, capsys):
     assert "of perfect" in capsys.readouterr().out
 
 
-def test_lengths_from_a_file(tmp_path):
-    lengths = tmp_path / "lengths.json"
-    lengths.write_text("[8192]")
-    written = simulate(tmp_path, *SMALL, f"--documents=histogram:{lengths}")
-    assert written["systems"]["cad"]["share_of_perfect"] == pytest.approx(1)
-
-
-BATCHES = [[[8192], *[[4096, 4096]] * 7], [[1024, 7168]] * 8]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("content", "count"), [(BATCHES, 2), (BATCHES[0], 1)])
-def test_batches_from_a_file_are_taken_as_they_are(content, count, tmp_path):
-    rows = tmp_path / "rows.json"
-    rows.write_text(json.dumps(content))
-    options = f"--documents={rows}", "--packing-cp=1", "--placement=loader"
-    written = simulate(tmp_path, *SMALL, *options)
-    assert written["inputs"]["documents"]["batches"] == count
+@pytest.mark.parametrize(
+    ("content", "batches"),
+    [([8192], 2), pytest.param([[[1024, 7168]] * 8], 1, marks=matrix)],
+    ids=["lengths", "batches"],
+)
+def test_documents_from_a_file(content, batches, tmp_path):
+    path = tmp_path / "documents.json"
+    path.write_text(json.dumps(content))
+    written = simulate(tmp_path, *SMALL, f"--documents={path}", "--placement=loader")
+    assert written["inputs"]["documents"]["batches"] == batches
     assert written["step_tokens"] == 8 * 8192
-    packed = written["systems"]["packed"]
-    assert len(packed["seconds_per_batch"]) == count
-    assert packed["share_of_perfect"] < 1
-    assert written["systems"]["packing_cp"]["configuration"]["cp"] == 1
+    assert written["systems"]["cad"]["share_of_perfect"] == pytest.approx(1)
 
 
 def recorded(folder: Path, *lines: object) -> Path:
@@ -265,26 +197,19 @@ def test_recorded_steps_are_simulated_as_they_were(most, count, tmp_path):
     assert written["step_tokens"] == 4 * 8192
     systems = written["systems"]
     imbalance = {name: system["max_over_mean"] for name, system in systems.items()}
-    assert systems["packed"]["configuration"]["microbatches"] == 2
     assert imbalance["packed"] == pytest.approx(2080 / ((2080 + 1056) / 2))
     assert imbalance["reorder"] == pytest.approx(1)
-    assert imbalance["perfect"] == 1
-    assert 1 <= imbalance["greedy"] < 1.1
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"version": 2},
-        {"step": 0},
         {"ranks": "2"},
         {"row_tokens": 4096},
         {"microbatches": [[[[8193, -1]]]]},
-        {"microbatches": [[[8192]]]},
         {"microbatches": [[[[8192]]], [[[8192]]] * 2]},
         {"microbatches": [[[[8192]]], []]},
-        {"microbatches": {"a": 1}},
-        {"microbatches": None},
     ],
 )
 def test_what_is_no_record_is_one_line(change, tmp_path, refused):

@@ -38,9 +38,6 @@ def test_linear_work_is_what_torchtitan_counts_for_rows_of_no_tokens(name):
     _, linear = args.get_nparams_and_flops(model, 0)
     kinds = attention_kinds(job.config, args, torch.float32)
     assert with_rows - attention_flops(kinds, [ROW] * len(kinds)) == linear
-    if name == "llama3":  # no experts: the simulation counts the same, but for norms
-        simulated = job.model.flops(1, [0] * len(job.model.kinds(1)))
-        assert simulated == pytest.approx(linear, rel=1e-3)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
