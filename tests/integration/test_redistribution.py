@@ -104,23 +104,9 @@ def test_every_token_comes_to_its_home(dp, cp, microbatches, rows, columns, seed
     assert torch.equal(positions, (redistributed % shape.seq_len).int())
 
 
-def test_batches_whose_homes_are_kept_are_not_exchanged():
-    """There are no peers here, for which an exchange would wait."""
-    shape = BatchShape(1, 64, 1)
-    placement = Placement(None, None, TWO_RANKS, 0, PlannerConfig(), KINDS, None)
-    loaded = [[group_layout([np.array([0])] * 2, shape, 0, 1)]]
-    placed = placement.choose(loaded, np.zeros(2, np.int64))
-    assert placed[0].layouts[0] is loaded[0][0]
-    batches = [({"input": TOKENS}, TOKENS)]
-    assert placement.pack(loaded, placed, shape, batches) is None
-
-
-@pytest.mark.parametrize(
-    ("lengths", "agree"),
-    [((4, 4), True), ((None, None), True), ((4, 8), False), ((4, None), False)],
-)
-def test_replicas_with_other_homes_are_an_error_on_all(lengths, agree):
-    """Documents of a second rank have these lengths; None: a replica has nothing to redistribute."""
+@pytest.mark.parametrize("length", [4, 8, None])
+def test_replicas_with_other_homes_are_an_error_on_all(length):
+    """Documents of this length on the second replica, of 4 tokens on the first; None: it redistributes nothing."""
     shape = BatchShape(1, 64, 1)
     group_of = groups(size=2)
     tokens = torch.zeros(1, 64, dtype=torch.int64)
@@ -129,13 +115,12 @@ def test_replicas_with_other_homes_are_an_error_on_all(lengths, agree):
     def pack(rank: int) -> None:
         replicas = group_of(rank)
         placement = Placement(replicas, replicas, TWO_RANKS, rank, config, KINDS, None)
-        loaded = [[]]
+        starts = np.arange(0, 64, (4, length or 4)[rank])
+        loaded = [[group_layout([np.array([0]), starts], shape, 0, 1)]]
         placed = None
-        if lengths[rank] is not None:
-            starts = [np.array([0]), np.arange(0, 64, lengths[rank])]
-            loaded = [[group_layout(starts, shape, 0, 1)]]
+        if rank == 0 or length is not None:
             placed = placement.choose(loaded, np.zeros(32, np.int64))
-        expected = nullcontext() if agree else refusal(error=PlanMismatchError)
+        expected = nullcontext() if length == 4 else refusal(error=PlanMismatchError)
         with expected:
             placement.pack(loaded, placed, shape, [({"input": tokens}, tokens)])
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -13,7 +14,6 @@ from torch import Tensor, zeros
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousStateError,
     RendezvousTimeoutError,
 )
 from torch.utils.data import IterableDataset
@@ -46,10 +46,9 @@ ALL_BUT_MODEL = "optimizer,lr_scheduler,dataloader,train_state"
     [
         ([FULL, MODEL], 2, [], "checkpoint.load_step"),
         ([MODEL], 2, [], "checkpoint.initial_load_path"),
-        ([FULL], 3, [], "start as many as then"),
+        ([FULL], 3, [], "as many as then"),
         ([FULL], 1, [], "checkpoint.exclude_from_loading"),
         ([FULL, MODEL], 2, ["--checkpoint.load_step=1"], None),
-        ([FULL], 3, [WITHOUT, "dataloader"], None),
         ([MODEL], 2, [WITHOUT, ALL_BUT_MODEL], None),
     ],
 )
@@ -59,12 +58,9 @@ def test_what_a_checkpoint_lacks_is_said_before_training(
     for step, state in enumerate(saved, start=1):
         save(tmp_path, state, step)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    expected = nullcontext() if remedy is None else refusal()
-    with expected as raised:
+    expected = nullcontext() if remedy is None else refusal(remedy=remedy)
+    with expected:
         parse_job(tmp_path, "--checkpoint.enable", *options)
-    if remedy is not None:
-        assert "\n" not in str(raised.value)
-        assert remedy in str(raised.value)
 
 
 def test_initial_checkpoint_with_the_model_alone(tmp_path, monkeypatch):
@@ -85,7 +81,7 @@ def test_checkpoint_that_cannot_be_read(tmp_path):
         parse_job(tmp_path, "--checkpoint.enable")
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize(("saved", "loaded"), [(0, 1), (1, 0)])
 def test_state_of_another_number_of_workers(saved, loaded):
     first, resumed = (
         ParallelAwareDataloader(Rows(), 0, 1, num_workers=count)
@@ -93,44 +89,39 @@ def test_state_of_another_number_of_workers(saved, loaded):
     )
     next(iter(first))
     check_workers_when_loaded(resumed)
-    refused = refusal("num_workers", loaded, remedy=str(saved))
-    with nullcontext() if saved == loaded else refused:
+    with refusal("num_workers", loaded, remedy=str(saved)):
         resumed.load_state_dict(first.state_dict())
 
 
+@pytest.fixture
+def torchrun(monkeypatch) -> Mock:
+    """Stand for torchrun, without the launcher's thread, which ends this process if one that it has started ends."""
+    monkeypatch.setattr(launch, "_end_if_stuck", Mock())
+    monkeypatch.setattr(launch.run, "run", Mock())
+    return launch.run.run
+
+
 @pytest.mark.parametrize(
-    ("restarts", "rendezvous", "value"),
-    [
-        ("0", "--rdzv-backend=static", None),
-        ("2", "--rdzv-backend=static", "1"),
-        ("2", "--standalone", "1"),
-    ],
+    ("rendezvous", "is_warned"),
+    [("--rdzv-backend=static", True), ("--standalone", False)],
 )
 def test_ranks_that_start_again_have_a_store_of_their_own(
-    restarts, rendezvous, value, monkeypatch, capsys
+    rendezvous, is_warned, torchrun, monkeypatch, capsys
 ):
     """A static rendezvous has one store for all starts, which is said."""
     variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    found = list[str | None]()
     monkeypatch.setenv(variable, "")  # so that it is removed afterwards
     monkeypatch.delenv(variable)
-    look = lambda options: found.append(os.environ.get(variable))  # noqa: E731
-    monkeypatch.setattr(launch.run, "run", look)
-    arguments = [f"--max-restarts={restarts}", rendezvous, "train.py"]
-    assert launch.main(arguments) == 0
-    assert found == [value]
-    is_warned = restarts == "2" and "static" in rendezvous
+    assert launch.main([rendezvous, "train.py"]) == 0
+    assert variable not in os.environ
+    assert launch.main(["--max-restarts=2", rendezvous, "train.py"]) == 0
+    assert os.environ[variable] == "1"
     assert ("set --standalone" in capsys.readouterr().err) == is_warned
 
 
-def test_torchrun_may_wait_for_ranks_to_end(monkeypatch):
-    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    monkeypatch.delenv(variable, raising=False)
-    asked = SimpleNamespace(shutdown_timeout=180)
-    assert launch.stuck_seconds(asked) > 180
+def test_torchrun_may_wait_for_ranks_to_end():
+    assert launch.stuck_seconds(SimpleNamespace(shutdown_timeout=180)) > 180
     assert 30 < launch.stuck_seconds(SimpleNamespace()) < 60
-    monkeypatch.setenv(variable, "90")
-    assert launch.stuck_seconds(SimpleNamespace(shutdown_timeout=None)) > 90
 
 
 @pytest.mark.parametrize(
@@ -139,14 +130,10 @@ def test_torchrun_may_wait_for_ranks_to_end(monkeypatch):
         (RendezvousConnectionError, "its host or the link to it is gone"),
         (RendezvousTimeoutError, "--rdzv-conf join_timeout"),
         (RendezvousClosedError, "start all of them again"),
-        (RendezvousStateError, "start all nodes again"),
     ],
 )
-def test_nodes_that_do_not_meet_are_one_line(error, remedy, monkeypatch, capsys):
-    def fail(_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(launch.run, "run", fail)
+def test_nodes_that_do_not_meet_are_one_line(error, remedy, torchrun, capsys):
+    torchrun.side_effect = error
     meeting = ["--rdzv-backend=static", "--master-addr=node0", "--master-port=29501"]
     assert launch.main([*meeting, "train.py"]) == 1
     (line,) = capsys.readouterr().err.splitlines()

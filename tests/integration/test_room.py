@@ -23,14 +23,12 @@ from torchtitan_cad.tools.simulation.step import Step
 
 DEVICE_BYTES = 64e9
 JOBS = {
-    "dense": (),
     "experts": ("--model.name=deepseek_v3", "--model.flavor=debugmodel"),
     "two nano-batches, op": (
         "--cad.nano_batches=2",
         "--activation_checkpoint.mode=selective",
         "--activation_checkpoint.selective_ac_option=op",
     ),
-    "full": ("--activation_checkpoint.mode=full",),
     "full, attention kept": (
         "--activation_checkpoint.mode=full",
         "--cad.no-recompute_attention",

@@ -14,14 +14,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.lib.jobs.loaders import CPU
 from tests.lib.refusals import refusal
 from torchtitan_cad.integration import machine, session
-from torchtitan_cad.integration.engines import ENGINE, build_engines, engine_name
-from torchtitan_cad.integration.job import Job
+from torchtitan_cad.integration.engines import build_engines
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, PlannerConfig
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
+from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
 
@@ -43,7 +42,6 @@ def test_exchanges_have_a_communicator_of_their_own():
         world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
         topology = Topology(pp=1, dp=4, cp=1, tp=1, across_stages=False)
         group = session.cad_mesh(world, topology).get_group()
-        assert world.get_group() is dist.group.WORLD  # why it matters
         assert dist.get_process_group_ranks(group) == [0, 1, 2, 3]
         assert group is not dist.group.WORLD
     finally:
@@ -70,13 +68,6 @@ FULL = AttentionKind("full", 1, AttentionShape(2, 1, 8, 4))
 CHUNKED = replace(FULL, name="chunked", block=8)
 
 
-@pytest.mark.parametrize("kinds", [(), (CHUNKED,), (CHUNKED, FULL), (FULL, FULL)])
-def test_a_job_has_each_kind_once_and_whole_documents_first(kinds):
-    fields = dict.fromkeys(Job.__dataclass_fields__) | {"kinds": kinds}
-    with refusal():
-        Job(**fields)
-
-
 KINDS = [FULL, replace(CHUNKED, layers=3, scale=0.5)]
 
 
@@ -87,24 +78,15 @@ def engines_of_kinds(ticks: Any = None) -> list[CoreAttentionEngine]:
     )
 
 
-def test_every_kind_has_an_engine_of_its_name_and_scale():
-    assert engine_name(KINDS, "full") == ENGINE
-    for engine, kind in zip(engines_of_kinds(), KINDS, strict=True):
-        assert get_engine(engine_name(KINDS, kind.name)) is engine
-        assert engine.scale == kind.score_scale
-
-
 def test_plans_of_every_kind_live_as_long_as_their_batch():
     """That attention is right with them, wherever tokens are placed, is in test_models.py."""
     engines = engines_of_kinds()
-    assert engines[1].clock is engines[0].clock
     rules = PlanRules(PlannerConfig(), KINDS)
     planner = BatchPlanner(None, [0], Topology(1, 1, 1, 1), rules, engines)
     (batch,), _ = planner.plan(np.array([0, 20]), BatchShape(1, 64, 1))
     key = int(batch.keys[0])
-    assert batch.layers == (1, 3)
-    lengths = [engine.plan(key).keys.num_local for engine in engines]
-    assert lengths == [64, 64]
+    for engine in engines:
+        assert engine.plan(key).keys.num_local == 64
     planner.drop(batch)
     for engine in engines:
         with refusal(error=RuntimeError):

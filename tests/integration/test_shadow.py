@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``cad.shadow``: a job that trains as torchtitan does, and records its documents."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.lib.jobs.compositions import (
     COMMON,
     PP2,
-    TP2,
     VALIDATION,
     global_batch,
     stock,
@@ -44,14 +42,13 @@ LINE = re.compile(r"cad\.shadow: imbalance ([\d.]+) as loaded")
     ("args", "nranks", "microbatches"),
     [
         ((*VALIDATION, *global_batch(8)), 2, 2),
-        pytest.param((*TP2, "--cad.placement=loader"), 4, 1, marks=matrix),
         pytest.param((*PP2, "--model.flavor=tiny_sdpa"), 4, 4, marks=matrix),
     ],
-    ids=["accumulation", "tp2", "pp2"],
+    ids=["accumulation", "pp2"],
 )
 def test_trains_as_torchtitan_does(args, nranks, microbatches):
     """By torchtitan's own initialisation: what happens at the start leaves its random numbers alone."""
-    without = stock(nranks, *(arg for arg in args if not arg.startswith("--cad.")))
+    without = stock(nranks, *args)
     shadow = run([*COMMON, *SHADOW, *args], nranks, init_seed=None)
     assert shadow.losses == without.losses
     assert shadow.grad_norms == without.grad_norms
@@ -63,13 +60,11 @@ def test_trains_as_torchtitan_does(args, nranks, microbatches):
     assert (record.last_step, record.ranks) == (3, nranks)
     assert record.microbatches == microbatches
     for rows in record.batches:
-        assert len(rows) == (4 if microbatches == 1 else 8)
-        assert {sum(row) for row in rows} == {1024}
+        assert [sum(row) for row in rows] == [1024] * 8
         assert max(map(len, rows)) > 1
     lines = [line for log in shadow.logs for line in LINE.findall(log)]
     imbalances = read_scalars(shadow.dump_folder)["cad/imbalance/before"]
-    assert len(imbalances) == 3
-    assert {f"{imbalance:.3f}" for imbalance in imbalances} <= set(lines)
+    assert {f"{imbalance:.3f}" for imbalance in imbalances} == set(lines)
 
 
 def new_shadow(
@@ -100,11 +95,9 @@ def one_process() -> Iterator[None]:
 
 def test_state_is_the_loaders():
     shadow = new_shadow(CountingLoader(8))
-    batches = iter(shadow)
-    assert [int(next(batches)[1][0, 0]) for _ in range(3)] == [0, 1, 2]
-    assert shadow.state_dict() == {"next": 3}
     shadow.load_state_dict({"next": 6})
     assert [int(labels[0, 0]) for _, labels in shadow] == [6, 7]
+    assert shadow.state_dict() == {"next": 8}
 
 
 def record(shadow: Shadow, steps: range, folder: Path) -> None:
@@ -131,19 +124,8 @@ def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path):
         return shadow
 
     first, *others = on_all(range(4), shadow_of)
-    (line,) = (tmp_path / DOCUMENTS_NAME).read_text().splitlines()
     usual = [2, 6]
     other = [2, 3, 3]
-    assert json.loads(line) == {
-        "version": 1,
-        "step": 1,
-        "ranks": 1,
-        "row_tokens": 8,
-        "microbatches": [
-            [[usual, usual], [usual, usual]],
-            [[usual, other], [usual, usual]],
-        ],
-    }
     found = read_record(tmp_path / DOCUMENTS_NAME, 1)
     assert found.batches == [[usual] * 3 + [other] + [usual] * 4]
     # causal pairs, in tiles of one token
@@ -151,15 +133,8 @@ def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path):
     heavy = 2 * (3 + 21)
     imbalance = (1 + heavy / ((light + heavy) / 2)) / 2
     assert first.drain_imbalances() == [pytest.approx(imbalance)]
-    assert first.drain_imbalances() == []
+    assert first.drain_imbalances() == []  # once each
     assert [shadow.drain_imbalances() for shadow in others] == [[]] * 3
-
-
-def test_documents_end_where_the_job_says(tmp_path):
-    record(new_shadow(CountingLoader(EOS + 1)), range(1, EOS + 2), tmp_path)
-    # the last is all EOS
-    found = read_record(tmp_path / DOCUMENTS_NAME, 2)
-    assert found.batches == [[[8]] * 4, [[1] * 8] * 4]
 
 
 def test_a_resumed_run_appends_and_its_steps_count(tmp_path):
@@ -168,13 +143,9 @@ def test_a_resumed_run_appends_and_its_steps_count(tmp_path):
     record(new_shadow(CountingLoader(7)), range(1, 8), tmp_path)
     path.write_text(path.read_text() + '{"version": 1, "st')
     record(new_shadow(CountingLoader(7)), range(5, 7), tmp_path)
-    lines = path.read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in lines]
-    assert steps == [1, 2, 3, 4, 5, 6, 7, 5, 6]
     found = read_record(path, 10)
     assert found.batches == [[[8]] * 4] * 6
     assert (found.ranks, found.microbatches, found.last_step) == (1, 1, 6)
-    assert len(read_record(path, 2).batches) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
@@ -184,16 +155,12 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     assert "Not a directory" in warning.message
 
 
-@pytest.mark.parametrize("switch", ["--parallelism.cad", "--parallelism.no-cad"])
-def test_without_cad_it_is_said_to_do_nothing(switch, tmp_path, caplog):
-    parse_job(tmp_path, "--cad.shadow", switch)
-    text = "cad.shadow = true does nothing without parallelism.cad = true"
-    assert (text in caplog.text) == ("no" in switch)
-
-
-def test_what_cad_would_attend_with_is_not_looked_at(tmp_path, monkeypatch):
+def test_it_needs_cad_switched_on_and_none_of_its_kernels(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    kernel = "--cad.kernel=flash_attn"  # of no use on CPU ranks
-    parse_job(tmp_path, "--parallelism.cad", "--cad.shadow", kernel)
-    with pytest.raises(ValueError, match="flash_attn"):
-        parse_job(tmp_path, "--parallelism.cad", kernel)
+    useless = "does nothing without parallelism.cad = true"
+    parse_job(tmp_path, "--cad.shadow", "--cad.kernel=flash_attn")
+    assert useless not in caplog.text
+    parse_job(tmp_path, "--cad.shadow", "--parallelism.no-cad")
+    assert useless in caplog.text

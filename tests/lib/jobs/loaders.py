@@ -82,15 +82,16 @@ class CountingLoader(BaseDataLoader):
 
 
 class ShorterFrom(CountingLoader):
-    """A loader whose batches from number ``at`` on have two rows in place of four."""
+    """A loader whose batches from number ``at`` on have ``rows`` rows in place of four."""
 
-    def __init__(self, at: int) -> None:
-        super().__init__(8)
+    def __init__(self, at: int, num_batches: int = 8, rows: int = 2) -> None:
+        super().__init__(num_batches)
         self.at = at
+        self.rows = rows
 
     def __iter__(self) -> Iterator[Any]:
-        for number, (inputs, labels) in enumerate(super().__iter__()):
-            rows = 4 if number < self.at else 2
+        for inputs, labels in super().__iter__():
+            rows = 4 if self.next <= self.at else self.rows
             yield {"input": inputs["input"][:rows]}, labels[:rows]
 
 
