@@ -2,7 +2,6 @@
 """A machine compiles the planner once, and nothing is compiled after that."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -90,19 +89,18 @@ print(*fingerprints(), jit.is_plain_python())
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        ("ImportError", "numba cannot be imported (ImportError: newer numpy)"),
         ("SystemError", "numba cannot be imported (SystemError: newer numpy)"),
         ("None", "NUMBA_DISABLE_JIT is set"),
     ],
 )
-def test_python_makes_the_same_plans_without_numba(error, reason):
+def test_other_processes_make_the_same_plans_without_numba(error, reason):
     environment = {"NUMBA_DISABLE_JIT": "1"} if error == "None" else {}
     slow = subprocess.run(
         [sys.executable, "-c", PLAN_IN_PYTHON.format(error=error)],
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, **environment},
+        env={**os.environ, **environment, "PYTHONHASHSEED": "4711"},
     )
     assert slow.returncode == 0, slow.stderr
     assert slow.stdout.split() == [*fingerprints(), "True"]
@@ -147,20 +145,6 @@ def test_one_compiles_while_others_wait(folder):
     compile_once.compile_once(compile_all, lines.append)
     assert ran == [1]
     assert len(lines) == 5
-
-
-def test_a_process_that_dies_while_compiling_holds_nobody_up(folder):
-    code = "import sys, time, filelock\nwith filelock.FileLock(sys.argv[1]): print('held', flush=True); time.sleep(99)"
-    command = [sys.executable, "-c", code, str(folder / "planner.lock")]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "held\n"
-    lines: list[str] = []
-    with ThreadPoolExecutor() as pool:
-        pool.submit(compile_once.compile_once, nothing, lines.append)
-        eventually(lambda: bool(lines))
-        os.kill(holder.pid, signal.SIGKILL)
-        holder.communicate()
-    assert [line.split()[0] for line in lines] == ["waiting", "compiling", "compiled"]
 
 
 @pytest.mark.parametrize("trouble", ["no folder", "not a folder", "locked for long"])

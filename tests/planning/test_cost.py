@@ -7,18 +7,16 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.lib.costs import models
 from tests.lib.profiles import LLAMA, linear, make_profile
 from tests.lib.refusals import refusal
-from torchtitan_cad.planning import CostModel, Profile, ProfileCost, TileAreaCost
+from torchtitan_cad.planning import Profile, ProfileCost
 from torchtitan_cad.planning.model.cost import isotonic
 from torchtitan_cad.planning.model.tasks import (
     TaskArray,
-    is_diagonal,
     make_tasks,
     merge_queries,
 )
@@ -71,42 +69,16 @@ def test_parts_of_queries_are_joined_again(cuts, diagonal, data):
     assert np.array_equal(merge_queries(parts), whole)
 
 
-@given(
-    model=models,
-    drawn=st.lists(st.tuples(ranges, st.booleans()), min_size=1, max_size=6),
-)
-def test_no_tasks_of_that_cost_have_more_pairs(model, drawn):
-    tasks = np.concatenate([task(cuts, diagonal) for cuts, diagonal in drawn])
-    rows = tasks["q_end"] - tasks["q_start"]
-    keys = tasks["kv_end"] - tasks["kv_start"]
-    unseen = np.where(is_diagonal(tasks), rows * (rows - 1) // 2, 0)
-    pairs = (rows * keys - unseen).sum()
-    assert pairs <= model.max_pairs(int(model.cost(tasks).sum()))
-    assert model.max_pairs(0) == 0
-
-
-def test_tile_area_counts_tiles_and_profiles_interpolate_and_go_on_with_the_last_slope():
-    def costs(model: CostModel, rows: int) -> list[int]:
-        return model.row_cost(np.arange(rows)).tolist()
-
-    assert costs(TileAreaCost(128), 5) == [0, 1, 2, 3, 4]
-    assert TileAreaCost(128).max_pairs(3) == 3 * 128**2
-    concave = ProfileCost(128, (1, 3, 5), (10, 20, 25))
-    # 5 a tile: the best of the grid
-    assert costs(concave, 8) == [0, 10, 15, 20, 23, 25, 30, 35]
-    assert concave.max_pairs(1000) == 1000 // 5 * 128**2
-    assert costs(ProfileCost(128, (1, 3), (10, 50)), 5) == [0, 10, 30, 50, 70]
-    assert costs(ProfileCost(128, (1,), (7,)), 4) == [0, 7, 14, 21]
-
-
-def test_long_rows_do_not_overflow():
-    """Ten seconds a row at 64K keys, extrapolated to a billion keys: exact all the same."""
-    first = 10**10
-    last = 10**13
-    model = ProfileCost(128, (1, 512), (first, last))
-    tiles = 10**9 // 128
-    wanted = last - -(tiles - 512) * (last - first) // 511
-    assert model.row_cost(np.array([tiles])).tolist() == [wanted]
+def test_profiles_interpolate_and_go_on_with_the_last_slope():
+    for tiles, costs, wanted in (
+        # 5 a tile: the best of the grid
+        ((1, 3, 5), (10, 20, 25), [0, 10, 15, 20, 23, 25, 30, 35]),
+        ((1, 3), (10, 50), [0, 10, 30, 50, 70]),
+        ((1,), (7,), [0, 7, 14, 21]),
+    ):
+        model = ProfileCost(128, tiles, costs)
+        assert model.row_cost(np.arange(len(wanted))).tolist() == wanted
+    assert ProfileCost(128, (1, 3, 5), (10, 20, 25)).max_pairs(1000) == 200 * 128**2
 
 
 @given(values=st.lists(st.integers(0, 50), min_size=1, max_size=8))
@@ -124,7 +96,6 @@ def test_isotonic_is_the_nearest_monotone_sequence(values):
 def test_what_cannot_be_a_profile():
     for tiles, costs in (
         ((2, 3), (1, 2)),
-        ((1, 3, 3), (1, 2, 3)),
         ((1, 2), (1,)),
         ((), ()),
         ((1, 2), (2, 1)),
@@ -136,72 +107,55 @@ def test_what_cannot_be_a_profile():
 
 def test_json_round_trip():
     profile = make_profile()
-    text = profile.to_json()
-    assert Profile.from_json(text) == profile
-    rewritten = json.dumps(json.loads(text), indent=3, sort_keys=True)
-    assert Profile.from_json(rewritten).fingerprint() == profile.fingerprint()
+    assert Profile.from_json(profile.to_json()) == profile
     other = dataclasses.replace(profile, kernel="other")
     assert other.fingerprint() != profile.fingerprint()
 
 
 def test_costs_are_those_of_the_best_query_length():
-    profile = make_profile(forward=linear(0.001, fixed=0.01), backward=linear(0.004))
+    profile = make_profile(backward=linear(0.004, fixed=0.01))
     tiles = np.array([1, 8, 64])
-    for way, milliseconds in (
-        ("forward", 0.01 + 0.001 * tiles),
-        ("backward", 0.004 * tiles),
-    ):
-        costs = profile.cost_model(way, LLAMA).row_cost(tiles)
-        assert costs.tolist() == np.round(milliseconds * 1e9).tolist()
+    costs = profile.cost_model("backward", LLAMA).row_cost(tiles)
+    assert costs.tolist() == np.round((0.01 + 0.004 * tiles) * 1e9).tolist()
 
 
 def test_another_kind_of_attention_is_refused():
-    for change in (
-        {"head_dim": 64},
-        {"value_dim": 64},
-        {"dtype_bytes": 4},
-        {"num_kv_heads": 4},
-    ):
-        other = dataclasses.replace(LLAMA, **change)
+    for name, value in (("head_dim", 64), ("value_dim", 64), ("dtype_bytes", 4)):
+        other = dataclasses.replace(LLAMA, **{name: value})
         with refusal():
             make_profile().cost_model("forward", other)
 
 
 MISTAKES: dict[str, Any] = {
     "format": 2,
-    "device": None,
     "tile": 0,
     "attention.dtype": "int8",
-    "attention.num_kv_heads": 5,
     "attention": [],
     "grid.q_lengths": [128, 128, 512],
     "grid.kv_lengths": [256, 1024, 8192],
     "grid.forward_ms": [[1, 2, 3]] * 2,
     "grid.backward_ms": [[1, 2, 0]] * 3,
     "grid.forward_spread": [[0.1] * 3] * 2,
-    "grid.backward_spread": [[0.1, 0.1, -1.0]] * 3,
     "grid.extra": 1,
 }
 
 
-@pytest.mark.parametrize("key", MISTAKES)
-def test_mistakes_name_file_and_key(key, tmp_path):
-    data = json.loads(make_profile().to_json())
-    *table, name = key.split(".")
-    (data[table[0]] if table else data)[name] = MISTAKES[key]
+def test_mistakes_name_file_and_key(tmp_path):
     file = tmp_path / "profile.json"
-    file.write_text(json.dumps(data))
-    with refusal(key) as raised:
-        Profile.read(file)
-    assert str(file) in str(raised.value)
+    for key, value in MISTAKES.items():
+        data = json.loads(make_profile().to_json())
+        *table, name = key.split(".")
+        (data[table[0]] if table else data)[name] = value
+        file.write_text(json.dumps(data))
+        with refusal(key) as raised:
+            Profile.read(file)
+        assert str(file) in str(raised.value)
 
 
 def test_files_that_are_no_profiles(tmp_path):
     with refusal():
         Profile.read(tmp_path / "none.json")
-    without_grid = json.loads(make_profile().to_json())
-    del without_grid["grid"]
-    for content in ("{", "[1]", "{}", json.dumps(without_grid)):
+    for content in ("{", "[1]", "{}"):
         with refusal():
             Profile.from_json(content)
 
@@ -209,14 +163,15 @@ def test_files_that_are_no_profiles(tmp_path):
 def test_noisy_cells():
     """Where repeats lie far apart, and where a task takes longer than a larger one."""
     calm = (0.1, 0.2, 0.0)
-    profile = dataclasses.replace(
-        make_profile(),
-        forward_spread=(calm, calm, calm),
-        backward_spread=(calm, calm, (0.0, 0.0, 0.3)),
-    )
-    assert Profile.from_json(profile.to_json()) == profile
-    assert profile.noisy_cells() == [(512, 8192)]
+    noisy = (0.0, 0.0, 0.3)
+    profile = make_profile()
     first, second, third = profile.backward_ms
     slow = (2 * third[1], *second[1:])
-    slower = dataclasses.replace(profile, backward_ms=(first, slow, third))
-    assert slower.noisy_cells() == [(128, 128), (512, 8192)]
+    profile = dataclasses.replace(
+        profile,
+        forward_spread=(calm, calm, calm),
+        backward_spread=(calm, calm, noisy),
+        backward_ms=(first, slow, third),
+    )
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile.noisy_cells() == [(128, 128), (512, 8192)]

@@ -19,29 +19,23 @@ from tests.lib.reference import (
     pair_counts,
 )
 from tests.lib.refusals import refusal
-from tests.lib.steps import TIMES, batch_of_rows, fingerprints, plans_of, seconds
+from tests.lib.steps import TIMES, fingerprints
 from tests.planning.test_properties import SHARES, some_attend
 from torchtitan_cad.planning import (
     Plan,
-    PlanError,
-    PlannedMicrobatch,
     PlannerConfig,
-    TileAreaCost,
     TokenLayout,
     make_plan,
     place_and_plan,
     plan_step,
     validate_plan,
 )
-from torchtitan_cad.planning.exchange.traffic import Moved
-from torchtitan_cad.planning.model.batch import BatchShape
-from torchtitan_cad.planning.model.cost import WindowCost, cost_model
+from torchtitan_cad.planning.model.cost import cost_model
 from torchtitan_cad.planning.model.kind import (
     AttentionKind,
     attention_work,
 )
 from torchtitan_cad.planning.model.tasks import make_tasks
-from torchtitan_cad.planning.plan import moved_by
 
 
 def kind_of(block: int | None, window: int | None, layers: int = 1) -> AttentionKind:
@@ -114,49 +108,6 @@ def test_every_pair_of_the_mask_once(case, kind, share):
     check_json(plan)
 
 
-@pytest.mark.matrix
-@settings(max_examples=20)
-@given(
-    nano_batches=st.integers(1, 2),
-    rows=st.integers(1, 2),
-    ranks=st.integers(1, 3),
-    microbatches=st.integers(1, 2),
-    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=9),
-    others=st.lists(kinds, min_size=1, max_size=2),
-    times=st.sampled_from(
-        [None, TIMES, replace(TIMES, bytes_per_second=1e12, exchange=0.0)]
-    ),
-)
-def test_steps_of_several_kinds(
-    nano_batches, rows, ranks, microbatches, lengths, others, times
-):
-    shape = BatchShape(rows * microbatches, 128, rows)
-    layout, columns = batch_of_rows(lengths, ranks, shape, nano_batches)
-    every = [FULL, *others]
-
-    def plan(place: bool) -> list[PlannedMicrobatch]:
-        config = PlannerConfig(min_shard=32, tile=32)
-        return plan_step(layout, every, config, times, columns=columns, place=place)
-
-    step = plan(place=True)
-    again = plan(place=True)
-    homes = [home for microbatch in step for home in microbatch.layouts]
-    for number, kind in enumerate(every):
-        assert fingerprints(step, number) == fingerprints(again, number)
-        for planned, home in zip(plans_of(step, number), homes, strict=True):
-            validate_plan(planned)
-            check_pairs(planned, home, kind, columns)
-    stay = plan(place=False)
-    numbers = range(len(every))
-    if times is None:
-        after = np.sum([moved_by(*plans_of(step, n)) for n in numbers], axis=0)
-        before = np.sum([moved_by(*plans_of(stay, n)) for n in numbers], axis=0)
-        assert (after == before).all() or Moved(*after).score(Moved(*before)) < 3
-    else:
-        after = sum(seconds(step, times, 1, kind=n) for n in numbers)
-        assert after <= sum(seconds(stay, times, 1, kind=n) for n in numbers)
-
-
 TWO_RANKS = TokenLayout.from_segments(
     [[(0, 0, 2048)], [(doc, 0, 500) for doc in range(1, 5)] + [(5, 0, 48)]]
 )
@@ -178,6 +129,7 @@ def test_homes_are_those_of_the_kinds_with_more_layers(layers, is_placed):
     assert second.moves_rows == is_placed
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(case=cases, window=st.integers(1, 5000))
 def test_windows_move_their_keys_alone(case, window):
     layout = case.layout()
@@ -203,7 +155,6 @@ def test_windows_cost_the_tiles_that_they_touch(start, length, window, tile):
     end = start + length
     first = max(0, start - window + 1)
     cost = cost_model(None, tile, window)
-    assert cost_model(cost, tile, window) is cost
     touched = 0
     for row in range(start // tile, -(-end // tile)):
         first_seen = max(first, row * tile - window + 1)
@@ -212,30 +163,12 @@ def test_windows_cost_the_tiles_that_they_touch(start, length, window, tile):
     assert cost.cost(task).tolist() == [touched]
     whole = cost.cost(make_tasks([0], 0, end, 0, end, 0))
     assert cost.prefix_cost(end)[-1] == whole[0]
-    area = TileAreaCost(tile)
-    wide = WindowCost(area, 10**6)
-    assert wide.prefix_cost(end).tolist() == area.prefix_cost(end).tolist()
-
-
-LAYOUT = TokenLayout.from_segments([[(0, 0, 10)], [(0, 10, 6), (1, 0, 4)]])
-
-
-def test_wrong_windows_are_found():
-    for wrong in ({"kv_start": 8}, {"kv_start": 6}, {"kv_end": 9, "q_start": 9}):
-        plan = make_plan(
-            LAYOUT, replace(LLAMA, window=4), PlannerConfig(min_shard=4, tile=4)
-        )
-        for name, value in wrong.items():
-            plan.tasks[name][1] = value
-        with refusal(error=PlanError):
-            validate_plan(plan)
 
 
 def test_mistakes_in_kinds_are_named():
     for wrong in (
         {"name": "chunked"},
         {"block": 8},
-        {"name": "chunked", "block": 0},
         {"layers": 0},
         {"scale": np.nan},
         {"name": "window"},

@@ -33,7 +33,7 @@ def check_homes(layout: TokenLayout, placed: TokenLayout) -> None:
             assert segments == sorted(segments)
 
 
-@settings(max_examples=settings.default.max_examples // 2)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(problem=problems())
 def test_every_layout(problem):
     layout, config, cost = problem
@@ -54,9 +54,8 @@ def test_every_layout(problem):
 
 
 @pytest.mark.parametrize("workload", ["lognormal", "one big"])
-@pytest.mark.parametrize("num_ranks", [8, 64])
-def test_the_worst_rank_has_fewer_bytes(workload, num_ranks):
-    layout = spanning_layout(document_lengths(workload, num_ranks, 21), num_ranks)
+def test_the_worst_rank_has_fewer_bytes(workload):
+    layout = spanning_layout(document_lengths(workload, 64, 21), 64)
     plan, given_plan = place_and_plan(layout, LLAMA)
     most = given_plan.stats
     assert plan.stats.max_rank_bytes < 0.8 * most.max_rank_bytes
@@ -81,14 +80,13 @@ def test_homes_that_cannot_be_better_are_kept():
         assert place_and_plan(layout, LLAMA)[0].layout is layout
 
 
-@pytest.mark.parametrize("num_ranks", [4, 32])
-def test_nothing_is_left_for_the_garbage_collector(num_ranks):
+def test_nothing_is_left_for_the_garbage_collector():
     """Which training turns off."""
-    lengths = document_lengths("lognormal", num_ranks, 24)
+    lengths = document_lengths("lognormal", 4, 24)
     gc.collect()
     gc.disable()
     try:
-        layout = spanning_layout(lengths, num_ranks)
+        layout = spanning_layout(lengths, 4)
         plan, given_plan = place_and_plan(layout, LLAMA)
         assert plan.layout is not layout
         left = [weakref.ref(held) for held in (layout, plan.layout, plan, given_plan)]

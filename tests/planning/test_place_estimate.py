@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.lib.layouts import LLAMA
 from torchtitan_cad.planning.placement.assign import (
     assign_chunks,
-    assign_short,
     by_work,
     cut,
 )
@@ -117,22 +116,3 @@ def test_moves_keep_loads_and_figures(lengths, num_ranks, longest, seed):
                 assert (state.ints == ints_before).all()
                 assert (state.reals == reals_before).all()
     check(state)
-
-
-def test_short_documents_go_to_the_rank_of_least_time():
-    """Of two ranks with as much capacity the first has more work already, and gets what the second has no capacity
-    for."""
-    state = make_state(
-        4,
-        limit=np.full(2, 1e9),
-        speed=np.ones(2),
-        prefix=np.cumsum(np.arange(9)).astype(np.float64),
-        sizes=np.array([128, 128, 128]),
-        prices=np.array([1.0, 1.0, 1.0, 0.01, 0.0, 0.0, 0.3, 0.4]),
-    )
-    begin(state, np.full(2, 2048))
-    lengths = np.array([1024, 1024, 256, 256])
-    home = np.zeros(4, dtype=np.int64)
-    heap = np.zeros(2, dtype=np.int64)
-    assign_short(state, lengths, home, heap, np.array([1000.0, 0.0]))
-    assert home.tolist() == [1, 1, 0, 0]

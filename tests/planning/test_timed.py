@@ -9,6 +9,7 @@ import pytest
 
 from tests.lib.layouts import LLAMA
 from tests.lib.refusals import refusal
+from tests.lib.sets import params
 from tests.lib.workloads import workload_layout
 from torchtitan_cad.planning import (
     LayerTimes,
@@ -16,7 +17,6 @@ from torchtitan_cad.planning import (
     PlannerConfig,
     TokenLayout,
     make_plan,
-    place_and_plan,
 )
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.placement.microbatch import (
@@ -43,8 +43,8 @@ QUERY_BYTES = LLAMA.query_bytes + BACKWARD.query_bytes
 KEY_BYTES = LLAMA.kv_bytes + BACKWARD.kv_bytes
 
 
-def fastest(times: LayerTimes, place: bool = False) -> Plan:
-    found = plan_by_time([LAYOUT], LLAMA, CONFIG, times, place=place)
+def fastest(times: LayerTimes) -> Plan:
+    found = plan_by_time([LAYOUT], LLAMA, CONFIG, times, place=False)
     return found.plans[0][0]
 
 
@@ -73,24 +73,19 @@ def test_an_exposed_exchange_is_worth_imbalance():
         assert times.layer_seconds(plan) < times.layer_seconds(other)
 
 
-@pytest.mark.parametrize("place", [False, True])
 @pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("bytes_per_second", [1e6, 1e9, 2e10, 2e11, 1e18])
-def test_no_plan_is_slower_than_home(bytes_per_second, overlaps, place):
+@pytest.mark.parametrize(
+    "bytes_per_second", params([1e6, 1e9, 2e10, 2e11, 1e18], [1e6, 2e11])
+)
+def test_no_plan_is_slower_than_home(bytes_per_second, overlaps):
     times = replace(SLOW, bytes_per_second=bytes_per_second, overlaps=overlaps)
-    plan = fastest(times, place=place)
+    plan = fastest(times)
     if plan.config.planner != "home":
         most = (1 - LEAST_GAIN) * times.layer_seconds(at_home())
         assert times.layer_seconds(plan) < most
-        assert overlaps or place or bytes_per_second > 1e6
+        assert overlaps or bytes_per_second > 1e6
     if bytes_per_second >= 2e11:
-        fixed = place_and_plan(LAYOUT, LLAMA, CONFIG)[0] if place else PLAN
-        assert times.layer_seconds(plan) <= 1.01 * times.layer_seconds(fixed)
-
-
-def test_work_that_is_little_beside_linear_work_stays_home():
-    times = replace(SLOW, bytes_per_second=1e18, linear=1.0)
-    assert fastest(times).config.planner == "home"
+        assert times.layer_seconds(plan) <= 1.01 * times.layer_seconds(PLAN)
 
 
 def rows_moved(plan: Plan) -> list[np.ndarray]:
@@ -148,10 +143,6 @@ def test_halves_at_home_wait_for_each_other_only_at_their_end():
     attention = SLOW.unit * (first.stats.loads + second.stats.loads).max()
     both = SLOW.microbatch_seconds([first, second])
     assert both == pytest.approx(linear + attention)
-    config = replace(CONFIG, planner="home", rank_speeds=(0.5, 1.5))
-    for plan in (first, make_plan(halves[0], LLAMA, config)):
-        alone = SLOW.microbatch_seconds([plan])
-        assert alone == pytest.approx(SLOW.layer_seconds(plan))
 
 
 def test_bytes_between_hosts_take_the_time_of_that_link():
@@ -173,10 +164,7 @@ def test_bad_rates_are_named():
         ("unit", 0.0),
         ("linear", -1.0),
         ("bytes_per_second", math.nan),
-        ("between_hosts", 0.0),
         ("kept_bytes", -1.0),
-        ("kept_bytes", math.nan),
-        ("kept_bytes", "1"),
     ):
         with refusal(name, value):
             replace(SLOW, **{name: value})

@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lib.layouts import LLAMA, cases
@@ -16,7 +16,6 @@ from torchtitan_cad.planning import (
     Plan,
     PlanError,
     PlannerConfig,
-    RankExchange,
     TokenLayout,
     make_plan,
     validate_exchanges,
@@ -25,7 +24,6 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.tasks import (
     TASK_FIELDS,
-    TaskArray,
     canonical,
     make_tasks,
 )
@@ -33,6 +31,7 @@ from torchtitan_cad.planning.model.tasks import (
 SMALL = PlannerConfig(min_shard=4, tile=4)
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(case=cases, seed=st.integers(0, 2**32 - 1))
 def test_random_plans_with_rectangles(case, seed):
     """Both kinds of task, any server: tables and bytes are right for every valid plan."""
@@ -93,26 +92,19 @@ def check_refused(plan: Plan) -> None:
 
 
 def test_wrong_tasks():
-    for index, wrong in (
-        (2, (0, 8, 12, 8, 11, 0)),
-        (3, (0, 12, 17, 8, 17, 1)),
-        (0, (0, 0, 8, -1, 8, 0)),
-        (0, (0, 8, 8, 0, 8, 0)),
-        (1, (0, 8, 16, 8, 8, 1)),
-        (4, (2, 0, 4, 0, 4, 0)),
-        (4, (1, 0, 4, 0, 4, 2)),
-    ):
-        check_refused(plan_of([*RIGHT[:index], wrong, *RIGHT[index + 1 :]]))
+    """Other values of single fields are drawn above."""
     for index, task in enumerate(RIGHT):
         check_refused(plan_of([*RIGHT[:index], *RIGHT[index + 1 :]]))
         check_refused(plan_of([*RIGHT, task]))
-    check_refused(
-        plan_of([(0, 0, 16, 0, 16, 0), (0, 8, 12, 8, 12, 1), (1, 0, 4, 0, 4, 0)])
-    )
     check_refused(plan_of([]))
     right = plan_of(RIGHT)
     check_refused(dataclasses.replace(right, tasks=right.tasks[::-1]))
     check_refused(dataclasses.replace(right, tasks=np.zeros((3, 6), dtype=np.int64)))
+    shape = dataclasses.replace(LLAMA, window=4)
+    for name in ("kv_start", "kv_end"):
+        windows = make_plan(LAYOUT, shape, SMALL)
+        windows.tasks[name][1] -= 1
+        check_refused(windows)
 
 
 def test_wrong_statistics():
@@ -127,16 +119,13 @@ def test_wrong_statistics():
         check_refused(wrong)
 
 
-def right_tables() -> tuple[TaskArray, list[RankExchange]]:
-    plan = plan_of(RIGHT)
-    return plan.tasks, [plan.exchange(rank) for rank in range(2)]
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("owner", ["queries", "keys", "causal", "full", "most"])
 def test_every_entry_of_the_tables_counts(rank, owner):
     """Raise any single number of any table by one and the tables are rejected."""
-    tasks, tables = right_tables()
+    plan = plan_of(RIGHT)
+    tasks = plan.tasks
+    tables = [plan.exchange(number) for number in range(2)]
     validate_exchanges(LAYOUT, tasks, tables)
     original = getattr(tables[rank], owner)
     for field in dataclasses.fields(original):
@@ -153,11 +142,9 @@ def test_every_entry_of_the_tables_counts(rank, owner):
 
 
 def test_table_of_a_rank_is_missing():
-    tasks, tables = right_tables()
+    plan = plan_of(RIGHT)
     with refusal(error=PlanError):
-        validate_exchanges(LAYOUT, tasks, tables[:1])
-    with pytest.raises(PlanError):
-        validate_exchanges(LAYOUT, tasks, tables[::-1])
+        validate_exchanges(LAYOUT, plan.tasks, [plan.exchange(0)])
 
 
 def test_no_such_rank():
