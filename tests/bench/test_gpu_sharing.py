@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from bench.gpu import mps, shared_rank, sharing
+from bench.gpu import mps, sharing
 from bench.gpu.parts import Skip
 from tests.lib.refusals import refusal
-from torchtitan_cad.runtime.exchange import ExchangeClock
 from torchtitan_cad.tools.compare.comparison import Runs
 
 CONTROL = """#!/bin/sh
@@ -105,28 +103,3 @@ def test_what_trains_otherwise_than_stock_is_an_error():
     for name in ("loss", "gradient_norm"):
         with refusal(error=RuntimeError):
             report(**{name: wrong})
-
-
-def test_waits_of_streams_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two waits and a start, the device was 2 and 3 ms in the waits."""
-    clock = iter([10.0, 12.0, 20.0, 21.0, 30.0, 33.0])
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.at = 0.0
-
-        def record(self) -> None:
-            self.at = next(clock)
-
-        def elapsed_time(self, end: "Event") -> float:
-            return end.at - self.at
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(ExchangeClock, "measure", ExchangeClock.measure)
-    seconds_of_waits = shared_rank.time_waits_of_streams()
-    exchange_clock = ExchangeClock()
-    for what in ("waiting", "starting", "waiting"):
-        with exchange_clock.measure(what):
-            pass
-    assert seconds_of_waits() == pytest.approx(5e-3)
-    assert seconds_of_waits() is None, "a step without waits"

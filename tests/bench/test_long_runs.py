@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Benches that train jobs for long: what they read from logs, and a short one of each."""
+"""Benches that train jobs for long: what they read from logs."""
 
 import pytest
 
 from bench import by_commit, long_run
-from bench.record import read_records
-from tests.lib.jobs.harness import tokenizer_folder
 
 LINES = """\
 [titan] step:  1  loss:  8.0  memory:  0.00GiB(0.00%)  tps: 1,000  tflops: 0.01
@@ -26,20 +24,3 @@ def test_distance_from_stock_is_the_largest_of_all_steps() -> None:
     assert long_run.largest_difference(curve, stock, 1, 3) == pytest.approx(0.5)
     with pytest.raises(KeyError):
         long_run.largest_difference({1: 2.0}, stock, 1, 2)
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(400)
-def test_a_killed_job_goes_on_as_if_it_had_not_been(tmp_path, capsys) -> None:
-    output = tmp_path / "long_run.json"
-    picture = tmp_path / "long_run.png"
-    options = long_run.Options(
-        steps=12, seq_len=512, interval=4, kill_at=6, output=output, picture=picture
-    )
-    long_run.main(options, [f"--model.hf_assets_path={tokenizer_folder()}"])
-    assert "| with CAD, killed and resumed |" in capsys.readouterr().out
-    last = read_records(output)[-1]
-    assert last["step"] == 12
-    for job in ("with CAD", "with CAD, killed and resumed"):
-        assert last[f"loss, {job}"] == pytest.approx(last["loss, stock"], rel=1e-4)
-    assert picture.stat().st_size > 0

@@ -5,24 +5,23 @@ import json
 
 import pytest
 
-from bench import pipeline, placement, planner, tolerance
+from bench import pipeline, placement, planner
 from bench.planner import slow_cases, wrong_cases
 from bench.record import read_records
-from tests.lib.workloads import workload_layout
 from torchtitan_cad.planning import TokenLayout
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A small run: 8 and 16 ranks, one workload, one seed, all planners."""
+    """A small run: 8 ranks, one workload, one seed, two planners."""
     folder = tmp_path_factory.mktemp("bench")
     options = planner.Options(
-        ranks=(8, 16),
+        ranks=(8,),
         workloads=("lognormal",),
         seeds=(11,),
-        planners=tuple(planner.PLANNERS),
+        planners=("greedy", "local_search"),
         output=folder / "results" / "planner.json",
-        plot=folder / "plan.png",
+        plot=None,
         repeats=1,
         check=True,
     )
@@ -30,23 +29,22 @@ def results(tmp_path_factory):
     return options
 
 
-def test_results_can_be_read_again_and_a_plan_is_drawn(results):
+def test_results_can_be_read_again(results):
     data = json.loads(results.output.read_text())
     assert {"date", "cpu", "python", "numpy", "numba", "command"} <= set(data)
     records = read_records(results.output)
-    assert len(records) == 2 * len(planner.PLANNERS)
-    last_row = planner.relative(records)[3]
-    assert list(last_row.values()) == ["local_search", *["+0.0 %"] * 4]
-    searched = [record for record in records if record["planner"] == "local_search"]
-    for record in searched:
-        assert 0 < record["bound_bytes"] <= record["total_bytes"]
-        assert record["plan_ms"] > 0
-    assert slow_cases(records, {16: 1e9}) == []
-    (slow,) = slow_cases(records, {16: 0.0})
-    assert slow.startswith("16 ranks,")
-    totals = [row["total GB"] for row in planner.table(records)]
-    assert searched[0]["total_bytes"] / 1e9 in totals
-    assert results.plot.stat().st_size > 10_000
+    assert len(records) == 2
+    last_row = planner.relative(records)[-1]
+    assert list(last_row.values()) == [
+        "local_search",
+        *["+0.0 %"] * (len(last_row) - 1),
+    ]
+    searched = records[-1]
+    assert 0 < searched["bound_bytes"] <= searched["total_bytes"]
+    assert slow_cases(records, {8: 1e9}) == []
+    (slow,) = slow_cases(records, {8: 0.0})
+    assert slow.startswith("8 ranks,")
+    assert planner.table(records)[-1]["total GB"] == searched["total_bytes"] / 1e9
 
 
 @pytest.mark.parametrize(
@@ -79,22 +77,7 @@ def test_what_is_dealt_is_counted_once():
     assert placement.dealt(layout, layout) == (0.0, 0)
 
 
-@pytest.mark.parametrize("nano_batches", [1, 2])
-def test_auto_tolerance_is_never_slower(nano_batches):
-    layouts = [workload_layout("lognormal", 8, seed) for seed in (11, 12)]
-    cases = [
-        tolerance.measure(8, "lognormal", link, nano_batches, layouts)
-        for link in (1e9, 50e9, 1e15)
-    ]
-    assert all(case["gain"] >= 0 for case in cases)
-    assert cases[0]["bytes_saved"] > 0
-    assert cases[0]["fixed_seconds"] > cases[2]["fixed_seconds"]
-    assert cases[2]["tolerances"] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("workload", "limit"), [("one big", 1.01), ("uniform", 1.01), ("lognormal", 1.1)]
-)
+@pytest.mark.parametrize(("workload", "limit"), [("uniform", 1.01), ("lognormal", 1.1)])
 def test_stock_pipelines_have_the_bubble_of_equal_microbatches(workload, limit):
     """Where whole documents can make them equal; the longest lognormal one has 2.7 times the attention of the mean."""
     step = pipeline.make_step(pipeline.Options(), workload, 8, seed=11)

@@ -79,32 +79,3 @@ def test_backward_linear_work_is_named(tmp_path):
     ]
     for span, following in itertools.pairwise(spans):
         assert span.start < span.end <= following.start
-
-
-def test_linear_work_of_compiled_turns_is_named(tmp_path):
-    def operator(name: str, begin: float) -> dict[str, Any]:
-        assert hasattr(torch.ops.torchtitan_cad, f"traced_{name}")
-        return event(f"torchtitan_cad::traced_{name}", begin, 1)
-
-    number = {"Sequence number": 7}
-    events = [
-        event("cad/segments 1", 0, 100),
-        event("CompiledFunction", 1, 98, **number),
-        operator("close", 2),
-        operator("open", 10),
-        operator("close", 20),
-        operator("open", 40),
-        operator("attend", 50),
-        event("CompiledFunctionBackward", 200, 90, **number),
-        operator("open_backward", 210),
-        operator("close_backward", 220),
-        operator("open_backward", 230),
-        operator("close_backward", 250),
-        event("CompiledFunctionBackward", 300, 5),  # of the loss
-    ]
-    assert spans_of(tmp_path, events) == [
-        Span(3, 10, "linear", 0, "post 0 pre 1.nano_batch_0"),
-        Span(21, 40, "linear", 0, "post 0 pre 1.nano_batch_1"),
-        Span(211, 220, "linear backward", 0, "post 0 pre 1.nano_batch_1 backward"),
-        Span(231, 250, "linear backward", 0, "post 0 pre 1.nano_batch_0 backward"),
-    ]
