@@ -68,22 +68,13 @@ def test_keys_go_round_a_ring_behind_attention(flops, is_hidden):
     assert (outcome.parts.exchange == 0) == is_hidden
 
 
-def test_simulate_compares_with_it():
-    report = run(cp=1)
-    assert 0 < report.share_of_perfect("dynamic_cp") <= 1
-    gain = report.to_dict()["systems"]["cad"]["speedup_over"]["dynamic_cp"]
-    assert gain["min"] <= gain["mean"] <= gain["max"]
-
-
 def test_speed_and_mfu_are_those_of_a_gpu():
     report = run(cp=1)
+    assert 0 < report.share_of_perfect("dynamic_cp") <= 1
     perfect = report.to_dict()["systems"]["perfect"]
     tokens = report.step_tokens / report.cluster.ranks
-    assert perfect["tokens_per_second_per_gpu"] == pytest.approx(
-        tokens / perfect["seconds_per_step"]
-    )
-    of_token = report.step_flops / report.step_tokens
-    assert perfect["mfu"] == pytest.approx(
-        of_token * perfect["tokens_per_second_per_gpu"] / report.peak_flops
-    )
+    per_second = perfect["tokens_per_second_per_gpu"]
+    assert per_second == pytest.approx(tokens / perfect["seconds_per_step"])
+    flops = per_second * report.step_flops / report.step_tokens
+    assert perfect["mfu"] == pytest.approx(flops / report.peak_flops)
     assert 0 < perfect["mfu"] < 1
