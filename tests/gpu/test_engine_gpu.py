@@ -118,6 +118,6 @@ def test_a_plan_added_behind_a_slow_stream_is_waited_for():
     assert all(map(torch.equal, run(engine, tensors, 1), expected))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_kernels_combine_as_torch_does(seed):
     compare_orders(seed, torch.device("cuda"))

@@ -15,7 +15,6 @@ from tests.lib.kernels_reference import (
     random_qkv,
 )
 from tests.runtime.test_combine import compare_with_torch
-from tests.runtime.test_kernels import check_pieces, whole_document
 from torchtitan_cad.runtime.kernels import VarlenArgs, select
 from torchtitan_cad.runtime.kernels.base import Merged
 
@@ -88,13 +87,14 @@ def test_against_dense(kernel, len_q, len_k, causal, window, dim, heads, dtype):
 def test_cuts_at_tile_boundaries_keep_the_bits(kernel):
     if kernel.squares_only:
         pytest.skip("cuDNN takes squares only where they are causal")
-    rows = random_qkv(1500, 1500, (8, 2), 128, torch.bfloat16, device="cuda")
-    options = {"scale": 0.1, "device": "cuda"}
-    call = VarlenArgs.from_numpy([0, 1500], [0, 1500], causal=True, **options)
-    document = whole_document(kernel, call, rows)
-    cuts = [(0, 384), (384, 512), (512, 1408), (1408, 1500)]
-    pieces = [(0, 0, *cut) for cut in cuts]
-    check_pieces(kernel, [document], pieces, names=("out", "lse"), **options)
+    q, k, v, _ = random_qkv(1500, 1500, (8, 2), 128, torch.bfloat16, device="cuda")
+    options = {"causal": True, "scale": 0.1, "device": "cuda"}
+    whole = VarlenArgs.from_numpy([0, 1500], [0, 1500], **options)
+    ends = [384, 512, 1408, 1500]
+    pieces = VarlenArgs.from_numpy([0, *ends], offsets(ends), **options)
+    seen_k, seen_v = (torch.cat([x[:end] for end in ends]) for x in (k, v))
+    results = kernel.forward(q, seen_k, seen_v, pieces)
+    assert all(map(torch.equal, results, kernel.forward(q, k, v, whole)))
 
 
 def test_every_kernel_passes_its_trial():

@@ -6,7 +6,6 @@ import weakref
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,8 +13,7 @@ from tests.lib.accuracy import assert_as_exact
 from tests.lib.fake_flash_attn import COMPONENTS, prepare_statistics
 from tests.lib.interpreter import interpret
 from tests.lib.processes import run_processes, values
-from tests.lib.refusals import refusal
-from tests.lib.sets import needs_triton, seeds
+from tests.lib.sets import needs_triton
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.combine import Combination
 from torchtitan_cad.runtime.kernels.base import compute_dtype, row_delta
@@ -29,25 +27,15 @@ def build(*args, is_fused: bool) -> Combination:
         return Combination.build(*args)
 
 
-def test_more_tensors_than_a_table_can_name_are_refused():
-    with refusal():
-        Combination.build([np.array([0])] * 17, 1, CPU)
-
-
 CASES = [
     # dtype of the partials, heads, head dim, rows of the accumulators, rows of each call
     (torch.bfloat16, 8, 64, 7, (9, 8)),
-    (torch.float16, 3, 128, 5, (4, 6)),
-    (torch.float32, 2, 16, 6, (11,)),
     (torch.float64, 2, 20, 4, (5, 5)),
     (torch.bfloat16, 40, 128, 3, (3, 2)),
-    (torch.bfloat16, 2, 64, 5, (0, 3)),
-    (torch.bfloat16, 4, 64, 6, (3, 4, 2, 5, 1)),
-    (torch.bfloat16, 2, 16, 6, (4, 6, 5)),
+    (torch.bfloat16, 4, 64, 6, (3, 4, 2, 4, 1)),
+    (torch.float16, 2, 16, 6, (4, 6, 0)),
     (torch.float32, 3, 20, 5, (5,)),
-    (torch.bfloat16, 2, 64, 4, (0,)),
     (torch.bfloat16, 2, 64, 4, ()),
-    (torch.bfloat16, 2, 64, 0, ()),
 ]
 
 
@@ -74,11 +62,6 @@ def make_case(rng: np.random.Generator, case: tuple, device: torch.device) -> tu
         outs.append(out.contiguous() if size == num_rows else out)
         lses.append(lse.t().contiguous().t() if number % 2 else lse)
     return targets, outs, lses
-
-
-def interpret_and_compare(group, seed: int) -> None:
-    interpret()
-    compare_orders(seed, CPU)
 
 
 def compare_orders(seed: int, device: torch.device) -> None:
@@ -121,9 +104,8 @@ def compare_orders(seed: int, device: torch.device) -> None:
             assert all(x.dtype == dtype for x in got)
 
 
-def keep_copies(group) -> list[bool]:
-    """Tells of copies of rows that are not dense, of two sums, whether they live when the kernel is launched."""
-    interpret()
+def check_that_copies_live() -> None:
+    """Copies of rows that are not dense, of two sums, are there when the kernel is launched."""
     from torchtitan_cad.runtime.triton import combine, rows
 
     copies = []
@@ -147,33 +129,24 @@ def keep_copies(group) -> list[bool]:
         mock.patch.object(combine, "_sum_rows", Launch),
     ):
         combination.add([[part, part], [part, part]], [part, part])
-    return alive
-
-
-@needs_triton
-def test_copies_of_partials_live_until_the_launch():
-    assert values(run_processes(1, keep_copies)) == [[True] * 4]
-
-
-@needs_triton
-@pytest.mark.parametrize("seed", seeds(1, 2))
-def test_triton_kernels_combine_as_torch_does(seed):
-    values(run_processes(1, interpret_and_compare, seed))
+    assert alive == [True] * 4
 
 
 # Delta, and the statistics of a backward ------------------------------------------------------------------------------
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-DELTA_SHAPES = [(37, 3, 128), (9, 2, 96), (5, 1, 64), (3, 2, 5), (1, 1, 256), (0, 2, 8)]
+DELTA_SHAPES = [(37, 3, 128), (9, 2, 96), (3, 2, 5), (0, 2, 8)]
 
 
 def delta_in_fp64(dout: Tensor, out: Tensor) -> Tensor:
     return (dout.double() * out.double()).sum(-1)
 
 
-def interpret_and_compare_deltas(group) -> None:
+def interpret_and_compare(group) -> None:
     interpret()
+    compare_orders(0, CPU)
+    check_that_copies_live()
     compare_with_torch(CPU)
 
 
@@ -211,24 +184,8 @@ def compare_with_torch(device: torch.device) -> None:
             (delta_in_fp64(dout, x) - by_torch).abs() for x in (surrogate, others[0])
         )
         assert torch.all(error <= 2 * error_of_torch + roundings)
-        if len(dout) > 30:
-            check_against_rounded_out(dout[1:-1].to(device))
-
-
-def check_against_rounded_out(dout: Tensor) -> None:
-    """The surrogate gives the delta of an unrounded out, where the home rank can only send that of its rounded out."""
-    from torchtitan_cad.runtime.triton.delta import prepare_statistics
-
-    out = torch.randn(dout.shape, dtype=torch.float64).to(dout.device)
-    exact = delta_in_fp64(dout, out)
-    rounded = delta_in_fp64(dout, out.to(dout.dtype))
-    delta = exact.to(compute_dtype(dout.dtype))
-    lse = torch.zeros_like(delta)
-    surrogate, _ = prepare_statistics(dout.contiguous(), lse, delta, empty_lse=1.0)
-    error = (delta_in_fp64(dout, surrogate) - exact).abs().max()
-    assert error < 0.01 * (rounded - exact).abs().max()
 
 
 @needs_triton
 def test_interpreted_kernels_compute_what_torch_does():
-    values(run_processes(1, interpret_and_compare_deltas))
+    values(run_processes(1, interpret_and_compare))

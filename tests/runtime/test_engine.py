@@ -15,8 +15,6 @@ from tests.lib.refusals import refusal
 from tests.lib.rows import (
     CPU,
     SHAPES,
-    TRANSPORTS,
-    SquareKernel,
     Tensors,
     assert_ranks_as_exact,
     assert_same_bits,
@@ -38,7 +36,6 @@ from torchtitan_cad.planning.exchange import calls
 from torchtitan_cad.planning.exchange.messages import RowBytes
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.tick_engine import TickCall, TickEngine
 
 SHAPE = SHAPES["gqa 8:2"]
@@ -73,7 +70,7 @@ def check_exactness(plan: Plan, tensors: Tensors, *runs: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("seed", seeds(8, 60))
 def test_any_plan_is_as_exact_as_undivided_attention(seed):
-    """Plan, rows, transport, and how rows are kept are drawn."""
+    """Plan, rows, transport, and how rows are kept are drawn; either direction may stay at home."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     shape = SHAPES[rng.choice(list(SHAPES))]
@@ -82,6 +79,11 @@ def test_any_plan_is_as_exact_as_undivided_attention(seed):
     layout = random_layout(rng, num_ranks=int(rng.integers(1, 5)))
     plan, other = random_plans(rng, layout, shape)
     validate_plan(plan)
+    stays = rng.random()
+    if stays < 0.2:
+        plan = make_plan(layout, shape, HOME)
+    elif stays < 0.4:
+        other = make_plan(layout, shape, HOME)
     options = {
         "keep": keep,
         "symmetric": symmetric and sys.platform == "linux",
@@ -93,64 +95,32 @@ def test_any_plan_is_as_exact_as_undivided_attention(seed):
 
 
 @pytest.mark.parametrize("window", params([1, 20, 128, 500], [20, 128]))
-@pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
-def test_windows_are_as_exact_as_undivided_attention(window, keep):
+def test_windows_are_as_exact_as_undivided_attention(window):
     """Documents lie on several ranks."""
     rng = np.random.default_rng(window)
     torch.manual_seed(window)
     shape = dataclasses.replace(SHAPE, window=window)
-    layout = random_layout(rng, num_ranks=4)
+    layout = random_layout(rng, num_ranks=4, max_length=400)
     plan = make_plan(layout, shape)
     validate_plan(plan)
     tensors = Tensors.random(layout, shape, with_dlse=True)
-    check_exactness(plan, tensors, {"keep": keep})
-    if window == 1:
-        assert plan.stats.total_bytes == 0
+    check_exactness(plan, tensors, {"keep": window == 20})
 
 
-def test_a_plan_that_moves_nothing_is_one_call():
-    layout = TokenLayout.from_segments([[(0, 0, 300), (1, 0, 50)], [(2, 0, 200)]])
-    plan = make_plan(layout, dataclasses.replace(SHAPE, window=20))
-    tables = PlanTables.from_exchange(plan.exchange(0), plan.moves_rows, CPU, 1.0)
-    assert tables.is_plain
-    assert [call.args.window for call in tables.calls] == [20]
-
-
-def test_a_kernel_of_squares_takes_no_windows():
-    engine = CoreAttentionEngine(SquareKernel(), None, rank=0, device=CPU, scale=1.0)
-    plan = make_plan(
-        TokenLayout.from_segments([[(0, 0, 9)]]), dataclasses.replace(SHAPE, window=4)
-    )
-    with refusal(remedy="cad.kernel"):
-        engine.add_plan(0, plan)
-
-
-@pytest.mark.parametrize("seed", seeds(2, 8))
-@TRANSPORTS
-def test_tile_aligned_plans_without_split_keys_are_bit_identical(seed, symmetric):
+@pytest.mark.parametrize("seed", seeds(1, 8))
+def test_tile_aligned_plans_without_split_keys_are_bit_identical(seed):
     """Every plan gives the same forward, so gradients are those of the backward plan used for both, whatever delays."""
     rng = np.random.default_rng(100 + seed)
     torch.manual_seed(seed)
     layout = random_layout(rng, num_ranks=int(rng.integers(2, 5)), max_length=900)
     tensors = Tensors.random(layout, SHAPE)
     plan, backward = random_plans(rng, layout, SHAPE, aligned=True)
-    results = execute(plan, tensors, backward=backward, symmetric=symmetric)
+    results = execute(plan, tensors, backward=backward)
     whole = undivided(layout, SHAPE, tensors)
     assert_same_bits([x[:2] for x in results], [x[:2] for x in whole])
     assert_same_bits(results, execute(backward, tensors))
     delayed = execute(plan, tensors, backward=backward, max_delay_s=0.005)
     assert_same_bits(results, delayed)
-
-
-def test_one_direction_may_stay_at_home():
-    torch.manual_seed(1)
-    tensors = Tensors.random(LAYOUT, SHAPE)
-    home = make_plan(LAYOUT, SHAPE, HOME)
-    away = make_plan(LAYOUT, SHAPE, PlannerConfig(split_kv=False))
-    assert home.stats.total_bytes == 0 < away.stats.total_bytes
-    for forward, backward in ((away, home), (home, away)):
-        mixed = execute(forward, tensors, backward=backward)
-        assert_same_bits(mixed, execute(backward, tensors))
 
 
 @pytest.mark.parametrize(
@@ -162,21 +132,16 @@ def test_one_direction_may_stay_at_home():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("moves", [True, False])
-def test_planned_bytes_are_those_that_travel(shape, dtype, moves):
-    """Nothing, if all rows are at home."""
+def test_planned_bytes_are_those_that_travel(shape, dtype):
     shape = dataclasses.replace(shape, dtype_bytes=dtype.itemsize)
     forward, other = random_plans(np.random.default_rng(0), LAYOUT, shape)
-    if not moves:
-        forward = other = make_plan(LAYOUT, shape, HOME)
     backward = Plan.from_tasks(LAYOUT, shape.for_backward(), other.config, other.tasks)
     transports = thread_transports(LAYOUT.num_ranks)
     tensors = Tensors.random(LAYOUT, shape, dtype)
     execute(forward, tensors, backward=backward, transports=transports)
     for direction, plan in (("forward", forward), ("backward", backward)):
         sent = sum(transport.sent[direction] for transport in transports)
-        assert sent == plan.stats.total_bytes
-        assert (sent > 0) == moves
+        assert sent == plan.stats.total_bytes > 0
 
 
 def test_errors_name_the_plan():
@@ -196,33 +161,27 @@ def test_errors_name_the_plan():
 def test_rows_are_kept_by_plans_that_bring_few():
     """All ranks decide alike, and what is kept changes no bit."""
     torch.manual_seed(0)
-    layout = TokenLayout.from_segments([[(0, 0, 1536)], *[[]] * 5])
+    layout = TokenLayout.from_segments([[(0, 0, 768)], *[[]] * 3])
     tensors = Tensors.random(layout, SHAPE)
     row_bytes = RowBytes.of(SHAPE)
-    plans = [
-        make_plan(layout, SHAPE, PlannerConfig(tolerance=tolerance))
-        for tolerance in (0.02, 2.0)
-    ]
-    needed = [plan.most_rows.kept_bytes(row_bytes) for plan in plans]
-    assert 0 < min(needed) < max(needed)
-    for plan, of_plan in zip(plans, needed, strict=True):
-        again = int(np.sum([row_bytes.forward_queries, row_bytes.keys] @ plan.rows_in))
-        sent = {}
-        results = {}
-        for kept_bytes in (0, min(needed) - 1, *needed):
-            transports = thread_transports(layout.num_ranks)
-            options = {"kept_bytes": kept_bytes, "transports": transports}
-            results[kept_bytes] = execute(plan, tensors, **options)
-            sent[kept_bytes] = sum(x.sent["backward"] for x in transports)
-            assert_same_bits(results[kept_bytes], results[0])
-            kept = again if kept_bytes >= of_plan else 0
-            assert sent[0] - sent[kept_bytes] == kept
+    plan = make_plan(layout, SHAPE)
+    needed = plan.most_rows.kept_bytes(row_bytes)
+    again = int(np.sum([row_bytes.forward_queries, row_bytes.keys] @ plan.rows_in))
+    sent = []
+    results = []
+    for kept_bytes in (0, needed - 1, needed):
+        transports = thread_transports(layout.num_ranks)
+        options = {"kept_bytes": kept_bytes, "transports": transports}
+        results.append(execute(plan, tensors, **options))
+        sent.append(sum(x.sent["backward"] for x in transports))
+        assert_same_bits(results[-1], results[0])
+    assert sent[0] == sent[1] == sent[2] + again > sent[2]
 
 
 # Rows by every way, in one chunk or several ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", seeds(3, 60))
+@pytest.mark.parametrize("seed", seeds(2, 60))
 @needs_linux
 def test_ways_and_chunks_change_no_bit(monkeypatch, seed):
     """Over mailboxes, shared memory, or memory inside hosts of one to four ranks and messages between them, into the
@@ -232,14 +191,11 @@ def test_ways_and_chunks_change_no_bit(monkeypatch, seed):
     torch.manual_seed(seed)
     hosts = np.repeat(range(3), rng.permutation(4)[:3] + 1).tolist()
     rng.shuffle(hosts)
-    layout = random_layout(rng, num_ranks=len(hosts), max_length=100)
+    layout = random_layout(rng, num_ranks=len(hosts), max_length=60)
     plan, backward = random_plans(rng, layout, SHAPE)
     tensors = Tensors.random(layout, SHAPE, DTYPES[seed % 2])
     keep = seed % 4 < 2
-    options = {
-        "keep": keep,
-        "backward": None if keep else backward,
-    }
+    options = {"keep": keep, "backward": None if keep else backward}
     expected = execute(plan, tensors, **options)
     small = 512 * int(rng.integers(4, 50))
     row_bytes = RowBytes.of(SHAPE, keep=False)
@@ -247,12 +203,9 @@ def test_ways_and_chunks_change_no_bit(monkeypatch, seed):
     assert max(map(len, dataclasses.astuple(chunks))) > 1
     ways = ({}, {"symmetric": True}, {"hosts": hosts})
     for way, buffer_bytes in product(ways, (BUFFER_BYTES, small)):
-        for uncombined in (0, 1000):
-            monkeypatch.setattr(calls, "MOST_UNCOMBINED", uncombined)
-            results = execute(
-                plan, tensors, **options, **way, buffer_bytes=buffer_bytes
-            )
-            assert_same_bits(results, expected)
+        monkeypatch.setattr(calls, "MOST_UNCOMBINED", int(rng.choice([0, 1000])))
+        results = execute(plan, tensors, **options, **way, buffer_bytes=buffer_bytes)
+        assert_same_bits(results, expected)
 
 
 # What pipelines in ticks refuse; that they compute every microbatch is in tests/integration/test_ticks.py ------------
@@ -270,8 +223,8 @@ def tick_engine() -> TickEngine:
     )
 
 
-def one_call(*keys: int, forward: bool = True) -> list[TickCall]:
-    return [TickCall(forward=forward, keys=keys, attends=True)]
+def one_call(forward: bool) -> list[TickCall]:
+    return [TickCall(forward=forward, keys=(0,), attends=True)]
 
 
 ROWS = torch.zeros(4, 4, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
@@ -282,9 +235,9 @@ def test_what_falls_out_of_step_is_an_error():
     engine = tick_engine()
     with refusal(error=RuntimeError):
         engine.forward(*ROWS, 5)
-    engine.begin_tick(one_call(0), microbatch=6)
+    engine.begin_tick(one_call(forward=True), microbatch=6)
     for step in (
-        lambda: engine.begin_tick(one_call(0), microbatch=6),
+        lambda: engine.begin_tick(one_call(forward=True), microbatch=6),
         lambda: engine.forward(*ROWS, 5),
         lambda: engine.forward(*HALVES, 6),
         engine.end_tick,
@@ -292,23 +245,6 @@ def test_what_falls_out_of_step_is_an_error():
         with refusal(error=RuntimeError):
             step()
     engine = tick_engine()
-    engine.begin_tick(one_call(0, forward=False), microbatch=6)
+    engine.begin_tick(one_call(forward=False), microbatch=6)
     with refusal(error=RuntimeError):
         engine.forward(*ROWS, 6)
-
-
-def test_the_second_half_cannot_go_first():
-    plan = make_plan(
-        TokenLayout.from_segments([[(0, 0, 4)]]), AttentionShape(4, 2, 8, 4)
-    )
-    engines = [tick_engine(), tick_engine()]
-    for engine in engines:
-        engine.add_plan(2, plan)
-        engine.add_plan(3, plan)
-        engine.begin_tick(one_call(2, 3), microbatch=6)
-    with refusal(error=RuntimeError):
-        engines[0].begin_forward(*ROWS, 7)
-    first, second = (engines[1].begin_forward(*ROWS, key).send() for key in (6, 7))
-    assert (first.key, second.key) == (2, 3)
-    with refusal(error=RuntimeError):
-        second.attend()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Kernels and the engine's two ranks on CUDA tensors that hold nothing, without a GPU.
+"""The engine's two ranks on CUDA tensors that hold nothing, without a GPU: devices, shapes and dtypes of all it passes.
 
 Operators check their arguments and say what results look like by their own functions for such tensors (their "fake" or
 "meta" implementations). Kernels of Triton are not launched: each launch of the engine checks that its tensors are the
@@ -9,7 +9,6 @@ device's. What needs a package or a torch that is not installed is skipped.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,55 +16,29 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import varlen as stock
 
-from tests.lib.fake_flash_attn import use_torch
-from tests.lib.kernels_reference import offsets
-from tests.lib.refusals import refusal
 from tests.lib.rows import empty_rows
 from tests.lib.sets import needs_triton
 from tests.lib.two_ranks import two_rank_plan
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime import streams, triton
+from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels import VarlenArgs, cudnn, varlen
-from torchtitan_cad.runtime.kernels.base import Merged
+from torchtitan_cad.runtime.kernels import cudnn, varlen
 from torchtitan_cad.runtime.transport import SymmetricTransport, cuda_memory
 from torchtitan_cad.runtime.transport import base as transport_base
 
 DEVICE = torch.device("cuda", 0)
-DIM = 64
-KERNELS = {
-    "varlen": varlen.VarlenKernel,
-    "cudnn": pytest.param(
-        cudnn.CudnnKernel,
-        marks=pytest.mark.skipif(
-            not hasattr(stock, "_CUDNN_ATTENTION_BACKEND"),
-            reason="torch before 2.15 has no cuDNN attention of packed rows",
-        ),
-    ),
-}
+SHAPE = AttentionShape(32, 8, 128, 2)
+LATENT = AttentionShape(16, 16, 192, 2, value_dim=128, shared_dim=64)
+ADDRESS = 4096
+needs_cudnn = pytest.mark.skipif(
+    not hasattr(stock, "_CUDNN_ATTENTION_BACKEND"),
+    reason="torch before 2.15 has no cuDNN attention of packed rows",
+)
 needs_copies = pytest.mark.skipif(
     not torch.backends.cuda.is_built(),
     reason="torch built without CUDA copies no CUDA tensors, even such ones",
 )
-EVERY_KERNEL = pytest.mark.parametrize(
-    "make_kernel", KERNELS.values(), ids=KERNELS.keys()
-)
-
-
-@pytest.fixture
-def fake_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Launches of Triton kernels need a GPU, so statistics are prepared by operations of torch."""
-    monkeypatch.setattr(triton, "runs_on", lambda device: False)
-    use_torch(monkeypatch)
-    # keeps no fake tensors
-    monkeypatch.setattr(varlen, "_without_dropout", varlen._without_dropout.__wrapped__)
-    with FakeTensorMode():
-        yield
-
-
-def rows(count: int, heads: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(count, heads, DIM, dtype=dtype, device=DEVICE)
 
 
 def assert_like(results: Sequence[Tensor], likes: Sequence[Tensor]) -> None:
@@ -73,63 +46,6 @@ def assert_like(results: Sequence[Tensor], likes: Sequence[Tensor]) -> None:
         assert (result.shape, result.dtype) == (like.shape, like.dtype)
         assert result.device == DEVICE
         assert result.is_contiguous()
-
-
-@pytest.mark.usefixtures("fake_tensors")
-@EVERY_KERNEL
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "copies", [False, pytest.param(True, marks=needs_copies)], ids=["forward", "both"]
-)
-@pytest.mark.parametrize(
-    ("len_q", "len_k", "causal"),
-    [
-        ([300, 1, 20], [300, 1, 20], True),
-        ([130, 20], [257, 4], False),
-        ([1], [1], True),
-        ([], [], True),
-    ],
-)
-def test_kernel(make_kernel, dtype, copies, len_q, len_k, causal):
-    """The gradient of the output is not contiguous."""
-    kernel = make_kernel()
-    call = VarlenArgs.from_numpy(
-        offsets(len_q), offsets(len_k), causal=causal, scale=0.125
-    )
-    call = replace(call, cu_q=call.cu_q.to(DEVICE), cu_k=call.cu_k.to(DEVICE))
-    q, dout = (rows(sum(len_q), 8, dtype) for _ in range(2))
-    k, v = (rows(sum(len_k), 2, dtype) for _ in range(2))
-    out, lse = kernel.forward(q, k, v, call)
-    assert_like((out,), (q,))
-    assert (lse.shape, lse.dtype, lse.device) == (q.shape[:2], torch.float32, DEVICE)
-    if not copies:
-        return
-    strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
-    for merged in (Merged(lse, out=out), Merged(lse, lse)):
-        assert_like(kernel.backward(strided, q, k, v, merged, call), (q, k, v))
-
-
-@pytest.mark.usefixtures("fake_tensors")
-def test_bottom_right_masks():
-    """FlashAttention-2 takes causal tasks with more keys than queries; cuDNN would see other keys, and refuses."""
-    call = VarlenArgs.from_numpy(
-        offsets([40, 60]), offsets([40, 90]), causal=True, scale=0.125
-    )
-    call = replace(call, cu_q=call.cu_q.to(DEVICE), cu_k=call.cu_k.to(DEVICE))
-    q = rows(100, 8, torch.bfloat16)
-    k, v = (rows(130, 2, torch.bfloat16) for _ in range(2))
-    out, _ = varlen.VarlenKernel().forward(q, k, v, call)
-    assert_like((out,), (q,))
-    with refusal("cad.kernel"):
-        cudnn.CudnnKernel().forward(q, k, v, call)
-
-
-# The engine: devices, shapes and dtypes of all it passes --------------------------------------------------------------
-
-
-SHAPE = AttentionShape(32, 8, 128, 2)
-LATENT = AttentionShape(16, 16, 192, 2, value_dim=128, shared_dim=64)
-ADDRESS = 4096
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -178,13 +94,16 @@ def allocate(num_bytes: int) -> cuda_memory.DeviceMemory:
 
 @needs_copies
 @needs_triton
-@EVERY_KERNEL
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kept_bytes", [0.0, math.inf], ids=["resend", "keep"])
-@pytest.mark.parametrize("shape", [SHAPE, LATENT], ids=["gqa", "latent"])
+@pytest.mark.parametrize(
+    ("make_kernel", "rank", "kept_bytes", "shape"),
+    [
+        (varlen.VarlenKernel, 0, 0.0, SHAPE),
+        (varlen.VarlenKernel, 1, math.inf, LATENT),
+        pytest.param(cudnn.CudnnKernel, 1, 0.0, SHAPE, marks=needs_cudnn),
+    ],
+    ids=["varlen", "latent", "cudnn"],
+)
 def test_layer(launches, make_kernel, rank, kept_bytes, shape):
-    if shape is LATENT and make_kernel is cudnn.CudnnKernel:
-        pytest.skip("cuDNN takes heads of at most 128 elements")
     plan = two_rank_plan(16_384, shape)
     engine = CoreAttentionEngine(
         make_kernel(),

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import varlen as stock
 
-from tests.lib.fake_flash_attn import CAPABILITIES, FAKES, NAMES, Recorder, install
+from tests.lib.fake_flash_attn import FAKES, NAMES, Recorder, install
 from tests.lib.processes import run_processes, values
 from tests.lib.refusals import refusal
+from tests.lib.rows import SquareKernel
+from tests.lib.sets import params
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.intervals import concat_ranges
 from torchtitan_cad.runtime.kernels import VarlenArgs, flash_attn, get_kernel, select
@@ -78,20 +80,12 @@ def taken(caplog: pytest.LogCaptureFixture, shape: AttentionShape = SHAPE) -> st
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
-@pytest.mark.parametrize(
-    ("milliseconds", "fastest"),
-    [
-        ({FA3: 1.9, FA4: 2.1, FA2: 3.4, "cudnn": 2.0, "varlen": 3.5}, FA3),
-        ({FA3: 1.9, FA4: 2.1, FA2: 3.4, "cudnn": 1.7, "varlen": 3.5}, "cudnn"),
-        ({FA3: 1.9, FA4: 2.1, FA2: 1.4, "cudnn": 1.7, "varlen": 0.5}, "varlen"),
-    ],
-)
-def test_the_fastest_is_taken(monkeypatch, caplog, times, milliseconds, fastest):
-    install(monkeypatch, *modules(2, 3, 4), capability=(9, 0), with_cudnn=True)
-    times.update(milliseconds)
-    assert taken(caplog) == fastest
-    assert f"cad.kernel = 'auto': {fastest}; " in caplog.text
-    for name, duration in milliseconds.items():
+def test_the_fastest_is_taken(monkeypatch, caplog, times):
+    install(monkeypatch, *modules(3, 4), capability=(9, 0), with_cudnn=True)
+    times.update({FA3: 1.9, FA4: 2.1, "cudnn": 1.7, "varlen": 3.5})
+    assert taken(caplog) == "cudnn"
+    assert "cad.kernel = 'auto': cudnn; " in caplog.text
+    for name, duration in times.items():
         assert f"{name} {duration} ms" in caplog.text
 
 
@@ -103,22 +97,11 @@ def test_without_times_the_newest_that_is_right_is_taken(monkeypatch, caplog, ti
     said = f"varlen is right; {FA3} is right; {FA2} is right; cudnn is right"
     assert said in caplog.text
 
-    def wrong(right):
-        def spoiled(*args):
-            out, lse = right(*args)
-            return out * 1.2, lse
 
-        return spoiled
-
-    spoil_library(monkeypatch, "run", wrong)
-    assert str(get_kernel("auto", "cuda", SHAPE, timed=False)) == "cudnn"
-
-
-@pytest.mark.parametrize("name", RESULTS)
-@pytest.mark.parametrize("generation", [3, 4])
-def test_wrong_results_are_not_taken(monkeypatch, caplog, times, name, generation):
+@pytest.mark.parametrize("name", params(RESULTS, ["lse", "dv"]))
+def test_wrong_results_are_not_taken(monkeypatch, caplog, times, name):
     """Some elements of one are wrong."""
-    install(monkeypatch, *modules(generation), capability=CAPABILITIES[generation])
+    install(monkeypatch, *modules(3))
     is_forward = name in ("out", "lse")
     index = RESULTS.index(name) - (0 if is_forward else 2)
 
@@ -166,17 +149,19 @@ def test_who_ignores_windows_is_not_taken(monkeypatch, caplog, times):
     assert f"{FA3} is wrong: out is off" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError, type("DSLRuntimeError", (Exception,), {})]
-)
-def test_what_fails_is_not_taken(monkeypatch, caplog, times, error):
+class DSLRuntimeError(Exception):
+    """Of a package's compiler."""
+
+
+def test_what_fails_is_not_taken(monkeypatch, caplog, times):
     install(monkeypatch, *modules(3))
-    failing = mock.Mock(side_effect=error("no kernel image is available"))
+    failing = mock.Mock(side_effect=DSLRuntimeError("no kernel image is available"))
     spoil_library(monkeypatch, "run", lambda right: failing)
     times.update({"varlen": 3.5})
     assert taken(caplog) == "varlen"
-    said = f"{FA3} failed: {error.__name__}: no kernel image is available; flash_attention_4: "
+    said = f"{FA3} failed: DSLRuntimeError: no kernel image is available; "
     assert said in caplog.text
+    assert "FlashAttention-2, far below what a device" in caplog.text
 
 
 def spoil_library(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable) -> None:
@@ -208,59 +193,23 @@ def test_a_mask_that_is_aligned_otherwise_is_wrong():
 
     trial = select.Trial(CpuKernel(), CPU, SHAPE, rows=640)
     assert "causal = True" in str(trial.outcome(TopLeft(), timed=False))
-    seen = []
-    kernel = StandIn("cudnn", squares_only=True)
-    forward = kernel.forward
-    kernel.forward = lambda q, k, v, call: seen.append(call) or forward(q, k, v, call)
-    assert trial.outcome(kernel, timed=False) == 0.0
-    assert [call.causal for call in seen] == [True, False, True]
-    assert (seen[0].cu_q_host == seen[0].cu_k_host).all()
+    assert trial.outcome(SquareKernel(), timed=False) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("capability", "generations", "with_cudnn", "remark"),
+    ("capability", "remark"),
     [
-        ((9, 0), [2], True, "slower than stock .* flash-attn-4 or FlashAttention-3"),
-        ((10, 0), [], False, r"capability 10\.0 can do: install flash-attn-4 and"),
-        ((9, 0), [3], False, None),
-        ((8, 0), [], False, None),
-        ((12, 0), [2], False, None),
+        ((9, 0), "slower than stock .* flash-attn-4 or FlashAttention-3"),
+        ((10, 0), r"capability 10\.0 can do.* install flash-attn-4 and"),
+        ((12, 0), "^None"),
     ],
 )
-def test_flash_attention_2_on_a_device_for_more(
-    monkeypatch, caplog, times, capability, generations, with_cudnn, remark
-):
-    options = {"capability": capability, "with_cudnn": with_cudnn}
-    install(monkeypatch, *modules(*generations), **options)
-    times.update({FA2: 3.4, FA3: 1.9, "cudnn": 9.9, "varlen": 3.5})
-    taken(caplog)
-    warnings = [x.message for x in caplog.records if x.levelno == logging.WARNING]
-    assert len(warnings) == (remark is not None)
-    for warning in warnings:
-        said = f"is FlashAttention-2, far below what a device.*{remark}"
-        assert re.search(said, warning)
-
-
-def choose(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """The kernel that a rank takes, and why, with times and without; each rank has other packages and times."""
-    rank = group.rank()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        times = fake_times(monkeypatch)
-        install(
-            monkeypatch,
-            *modules(*((2, 3), (3,))[rank]),
-            capability=(9, 0),
-            with_cudnn=True,
-        )
-        # FlashAttention-3 is fastest on one rank only, and FlashAttention-2 is not everywhere.
-        times.update(
-            {FA2: 0.1, FA3: (1.0, 3.0)[rank], "cudnn": (2.0, 1.5)[rank], "varlen": 4.0}
-        )
-        chosen = [
-            select.choose_kernel("auto", "cuda", SHAPE, group, timed=timed)
-            for timed in (True, False)
-        ]
-    return [(str(kernel), reason) for kernel, reason in chosen]
+def test_flash_attention_2_on_a_device_for_more(monkeypatch, capability, remark):
+    install(monkeypatch, capability=capability, with_cudnn=True)
+    device = torch.device("cuda")
+    said = select.slower_than_possible(select.VarlenKernel(), device)
+    assert re.search(remark, str(said))
+    assert select.slower_than_possible(StandIn("cudnn"), device) is None
 
 
 def test_kernels_that_are_set(monkeypatch, times):
@@ -277,40 +226,33 @@ def test_kernels_that_are_set(monkeypatch, times):
         get_kernel("cudnn", "cuda", SHAPE)
 
 
-def refuse(group: dist.ProcessGroup) -> tuple[str, str]:
-    """What a rank says of a kernel that was set by name and fails on the other rank, and of one that is not there."""
+def choose(group: dist.ProcessGroup) -> list[str]:
+    """What a rank takes and why, where ranks have other packages and times; and why it cannot take what is set."""
+    rank = group.rank()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        fake_times(monkeypatch)
-        install(monkeypatch, *modules(3), capability=(9, 0))
-        if group.rank() == 1:
+        times = fake_times(monkeypatch)
+        # FlashAttention-3 is fastest on one rank only, and FlashAttention-2 is not everywhere
+        packages = modules(2, 3) if rank == 0 else modules(3)
+        install(monkeypatch, *packages, capability=(9, 0), with_cudnn=True)
+        times.update({FA2: 0.1, "varlen": 4.0})
+        times.update({FA3: (1.0, 3.0)[rank], "cudnn": (2.0, 1.5)[rank]})
+        kernel, reason = select.choose_kernel("auto", "cuda", SHAPE, group)
+        if rank == 1:
             failing = mock.Mock(side_effect=RuntimeError("no kernel image"))
             spoil_library(monkeypatch, "run", lambda right: failing)
         with pytest.raises(ValueError, match="rank 1") as refused:
             get_kernel("flash_attn", "cuda", SHAPE, group=group)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        fake_times(monkeypatch)
-        install(monkeypatch, *modules(3)[group.rank() :], capability=(9, 0))
-        with pytest.raises(ValueError, match="rank 1") as missing:
-            get_kernel("flash_attn", "cuda", SHAPE, group=group)
-    return str(refused.value), str(missing.value)
+    return [str(kernel), reason, str(refused.value)]
 
 
-def test_all_ranks_refuse_what_one_cannot_use():
-    for failing, missing in values(run_processes(2, refuse)):
-        assert f"cad.kernel = 'flash_attn' cannot be used: {FA3} failed" in failing
-        assert "no kernel image (rank 1); varlen is right" in failing
-        assert f"{FA3} cannot be used (rank 1)" in missing
-
-
-def test_all_ranks_take_the_same():
-    for (fastest, times), (first, reason) in values(run_processes(2, choose)):
-        assert fastest == "cudnn"
-        assert (
-            f"cudnn 2.0 ms; {FA2} cannot be used (rank 1); {FA3} 3.0 ms; varlen 4.0 ms"
-            in times
+def test_all_ranks_take_and_refuse_the_same():
+    not_everywhere = f"{FA2} cannot be used (rank 1)"
+    for chosen, reason, refused in values(run_processes(2, choose)):
+        assert chosen == "cudnn"
+        said = f"cudnn 2.0 ms; {not_everywhere}; {FA3} 3.0 ms; varlen 4.0 ms"
+        assert said in reason
+        said = (
+            f"cad.kernel = 'flash_attn' cannot be used: {not_everywhere}; {FA3} failed"
         )
-        assert first == FA3
-        assert (
-            f"cudnn is right; {FA2} cannot be used (rank 1); {FA3} is right; varlen is right"
-            in reason
-        )
+        assert said in refused
+        assert "no kernel image (rank 1); varlen is right" in refused

@@ -28,13 +28,11 @@ from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.flash_attn import FlashAttnKernel, find_kernels
 from torchtitan_cad.runtime.kernels.fused import FusedKernel
 
-GENERATIONS = pytest.mark.parametrize("generation", FAKES)
 KERNELS = ["varlen", "cudnn", *FAKES]
 """The numbers are the generations of FlashAttention's own packages."""
 CALLS = [
     ([300, 1, 40], [300, 1, 40], True),
     ([130, 9], [257, 5], False),
-    ([1], [5], False),
     ([3, 2], [700, 700], False),
 ]
 """(query lengths, key lengths, causal)."""
@@ -42,7 +40,6 @@ NOT_OF_CUDNN: list[tuple[list[int], list[int], bool]] = [
     ([130, 1], [300, 1], True),
     ([40, 9], [7, 9], True),  # rows without keys in a causal task
     ([130, 20], [257, 0], False),  # a task without keys
-    ([3], [0], False),
 ]
 
 
@@ -70,7 +67,6 @@ def first_package() -> FlashAttnKernel:
     return kernel
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("name", "call"),
     [
@@ -79,9 +75,9 @@ def first_package() -> FlashAttnKernel:
         for call in (CALLS if name == "cudnn" else [*CALLS, *NOT_OF_CUDNN])
     ],
 )
-def test_marshalling(monkeypatch, name, call, dtype):
+def test_marshalling(monkeypatch, name, call):
     kernel, seen = make_kernel(monkeypatch, name)
-    check_marshalling(kernel, *call, dtype)
+    check_marshalling(kernel, *call, torch.bfloat16)
     if name == "cudnn":
         assert min(seen.max_q + seen.max_k) >= 256
         assert all(seen.same_offsets) or not call[2]
@@ -103,12 +99,11 @@ def test_windows(monkeypatch, name):
         check_marshalling(kernel, *lengths, True, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_log_sum_exp_has_a_gradient_where_the_output_has_none(monkeypatch, dtype):
+def test_a_log_sum_exp_has_a_gradient_where_the_output_has_none(monkeypatch):
     """Libraries take delta as a product with dout."""
     kernel, _ = make_kernel(monkeypatch, "varlen")
     call = VarlenArgs.from_numpy([0, 200], [0, 200], causal=True, scale=0.2)
-    q, k, v, dout = random_qkv(200, 200, (4, 2), 32, dtype)
+    q, k, v, dout = random_qkv(200, 200, (4, 2), 32, torch.float16)
     dout[::2] = 0
     dlse = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
     out, lse = kernel.forward(q, k, v, call)
@@ -118,7 +113,7 @@ def test_a_log_sum_exp_has_a_gradient_where_the_output_has_none(monkeypatch, dty
     exact = CpuKernel().backward(dout, q, k, v, Merged(lse, delta - dlse), call)
     references = dense_in_fp64(q, k, v, dout, call, dlse)[2:]
     for grad, other, reference in zip(grads, exact, references, strict=True):
-        assert_as_exact(grad, other.to(dtype), reference)
+        assert_as_exact(grad, other.half(), reference)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -141,24 +136,22 @@ def test_heads_are_padded_where_the_library_takes_one_size(monkeypatch, name, di
         assert f"padded to {common}, so that attention computes 1.20" in remark
 
 
-def set_deterministic(monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
-    name = "are_deterministic_algorithms_enabled"
-    monkeypatch.setattr(torch, name, lambda: wanted)
+DETERMINISTIC = "are_deterministic_algorithms_enabled"
 
 
-@GENERATIONS
+@pytest.mark.parametrize("generation", FAKES)
 def test_determinism_is_passed_on(monkeypatch, generation):
     kernel, seen = make_kernel(monkeypatch, generation)
     call = VarlenArgs.from_numpy([0, 4], [0, 4], causal=True, scale=1.0)
     for wanted in (False, True):
-        set_deterministic(monkeypatch, wanted)
+        monkeypatch.setattr(torch, DETERMINISTIC, lambda answer=wanted: answer)
         attend(kernel, *random_qkv(4, 4, (1, 1), 8, torch.bfloat16), call)
     assert seen.deterministic == [False, True]
 
 
 def test_cudnn_sums_in_any_order(monkeypatch):
     kernel, _ = make_kernel(monkeypatch, "cudnn")
-    set_deterministic(monkeypatch, True)
+    monkeypatch.setattr(torch, DETERMINISTIC, lambda: True)
     with refusal(remedy="cad.kernel"):
         kernel.check(torch.bfloat16, 64)
 
@@ -175,12 +168,9 @@ def test_cudnn_sums_in_any_order(monkeypatch):
 def test_unsupported_inputs_are_refused(monkeypatch, name, dtype, dim):
     kernel, _ = make_kernel(monkeypatch, name)
     call = VarlenArgs.from_numpy([0, 3], [0, 3], causal=True, scale=1.0)
-    q, k, v, dout = random_qkv(3, 3, (1, 1), dim, dtype)
-    merged = Merged(torch.zeros(3, 1), torch.zeros(3, 1))
+    q, k, v, _ = random_qkv(3, 3, (1, 1), dim, dtype)
     with refusal("cad.kernel", kernel.name):
         kernel.forward(q, k, v, call)
-    with refusal("cad.kernel", kernel.name):
-        kernel.backward(dout, q, k, v, merged, call)
 
 
 # Which one is taken ---------------------------------------------------------------------------------------------------
@@ -188,7 +178,7 @@ def test_unsupported_inputs_are_refused(monkeypatch, name, dtype, dim):
 
 @pytest.mark.parametrize(
     ("capability", "generation"),
-    [((8, 0), 2), ((8, 6), 2), ((9, 0), 3), ((10, 0), 4), ((11, 0), 4), ((12, 0), 2)],
+    [((8, 6), 2), ((9, 0), 3), ((11, 0), 4), ((12, 0), 2)],
 )
 def test_the_package_fits_the_device(monkeypatch, capability, generation):
     install(
