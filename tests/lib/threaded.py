@@ -179,12 +179,18 @@ class ThreadWork:
         assert self._is_complete.wait(timeout.total_seconds())
 
 
+Started = tuple[Tensor, Any]
+"""Rows of a send or a receive, and its work."""
+
+
 class ThreadMessages:
     """Send and receive between ranks that are threads, as ``transfer_over`` a process group."""
 
+    new_work: Callable[[], Any] = ThreadWork
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._started: dict[tuple[int, int, int, bool], tuple[Tensor, ThreadWork]] = {}
+        self._started: dict[tuple[int, int, int, bool], Started] = {}
         """By sender, receiver, tag, and whether it is the receive."""
 
     def transfer(
@@ -201,21 +207,24 @@ class ThreadMessages:
         ]
         return Works(sends, receives)
 
-    def _start(
-        self, sender: int, receiver: int, part: Part, *, receives: bool
-    ) -> ThreadWork:
-        work = ThreadWork()
+    def _start(self, sender: int, receiver: int, part: Part, *, receives: bool) -> Any:
+        started = part.rows, self.new_work()
         message = (sender, receiver, part.tag)
         with self._lock:
             assert (*message, receives) not in self._started
-            if (other := self._started.pop((*message, not receives), None)) is None:
-                self._started[*message, receives] = part.rows, work
-                return work
-        source, target = (other[0], part.rows) if receives else (part.rows, other[0])
-        target.copy_(source)
-        other[1].complete()
-        work.complete()
-        return work
+            other = self._started.pop((*message, not receives), None)
+            if other is None:
+                self._started[*message, receives] = started
+            else:
+                send, receive = (other, started) if receives else (started, other)
+                self.copy(receiver, send, receive)
+                for _, work in (send, receive):
+                    work.complete()
+        return started[1]
+
+    def copy(self, receiver: int, send: Started, receive: Started) -> None:
+        """Copy the rows of a send that both have started."""
+        receive[0].copy_(send[0])
 
 
 def transports_over(

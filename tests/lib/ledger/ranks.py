@@ -7,14 +7,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tests.lib.threaded import TIMEOUT_S, ThreadRounds, far_ranks, transports_over
+from tests.lib.threaded import (
+    TIMEOUT_S,
+    Started,
+    ThreadMessages,
+    ThreadRounds,
+    ThreadWork,
+    far_ranks,
+    transports_over,
+)
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport import Route, Routes, SymmetricTransport
 from torchtitan_cad.runtime.transport.base import Peers
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
-from torchtitan_cad.runtime.transport.far import FarRanks, Part, Works
+from torchtitan_cad.runtime.transport.far import FarRanks
 from torchtitan_cad.runtime.transport.memory import Message
 
 
@@ -188,89 +196,41 @@ class LedgerAllocations(ThreadRounds):
         return LedgerMemory(buffers, rank, self._streams[rank], words)
 
 
-class LedgerWork:
-    """A send or a receive on a stream of its own, for which the host waits until both ranks have started it."""
+class LedgerWork(ThreadWork):
+    """A send or a receive behind the current stream, for which the host waits until both ranks have started it."""
 
     def __init__(self) -> None:
-        self._is_started = threading.Event()
-        self._end: torch.Event | None = None
-
-    def start(self, end: torch.Event) -> None:
-        self._end = end
-        self._is_started.set()
+        super().__init__()
+        self.before = torch.accelerator.current_stream().record_event()
+        self.end: torch.Event | None = None
 
     def wait(self) -> None:
         """Make the current stream wait for its end, as a work of NCCL does."""
-        assert self._is_started.wait(TIMEOUT_S)
-        torch.accelerator.current_stream().wait_event(self._end)
+        super().wait()
+        torch.accelerator.current_stream().wait_event(self.end)
 
 
-class LedgerMessages:
+class LedgerMessages(ThreadMessages):
     """Messages between such ranks, as NCCL sends them: on a stream of every rank, behind its current stream."""
 
+    new_work = LedgerWork
+
     def __init__(self, num_ranks: int) -> None:
+        super().__init__()
         self._streams = [torch.Stream(f"ledger:{rank}") for rank in range(num_ranks)]
-        self._lock = threading.Lock()
-        self._posted: dict[
-            tuple[int, int, int, bool], tuple[Tensor, torch.Event, LedgerWork]
-        ] = {}
-        """By sender, receiver, tag, and whether it is the receive."""
 
-    def transfer(
-        self, rank: int, sent: Sequence[Part], received: Sequence[Part]
-    ) -> Works:
-        """The transfer of one rank."""
-        before = torch.accelerator.current_stream().record_event()
-        receives = [
-            (
-                part.peer,
-                self._post((part.peer, rank, part.tag), True, part.rows, before),
-            )
-            for part in received
-        ]
-        sends = [
-            (
-                part.peer,
-                self._post((rank, part.peer, part.tag), False, part.rows, before),
-            )
-            for part in sent
-        ]
-        return Works(sends, receives)
-
-    def _post(
-        self,
-        message: tuple[int, int, int],
-        receives: bool,
-        rows: Tensor,
-        before: torch.Event,
-    ) -> LedgerWork:
-        work = LedgerWork()
-        with self._lock:
-            other = self._posted.pop((*message, not receives), None)
-            if other is None:
-                self._posted[*message, receives] = rows, before, work
-                return work
-            rows_of_rank = rows, before, work
-            send, receive = (other, rows_of_rank) if receives else (rows_of_rank, other)
-            end = self._copy(message[1], send[:2], receive[:2])
-        for _, _, posted in (send, receive):
-            posted.start(end)
-        return work
-
-    def _copy(
-        self,
-        receiver: int,
-        send: tuple[Tensor, torch.Event],
-        receive: tuple[Tensor, torch.Event],
-    ) -> torch.Event:
+    def copy(self, receiver: int, send: Started, receive: Started) -> None:
         """Copy the rows on the receiver's stream, behind what came before on either rank."""
-        ledger, (source, sent), (target, free) = torch.ops.ledger, send, receive
+        ledger = torch.ops.ledger
+        works = [work for _, work in (send, receive)]
         with self._streams[receiver] as stream:
-            for event in (sent, free):
-                stream.wait_event(event)
-            ledger.use([source], [target], "message")
-            ledger.on_host(target).copy_(ledger.on_host(source))
-            return stream.record_event()
+            for work in works:
+                stream.wait_event(work.before)
+            ledger.use([send[0]], [receive[0]], "message")
+            ledger.on_host(receive[0]).copy_(ledger.on_host(send[0]))
+            end = stream.record_event()
+        for work in works:
+            work.end = end
 
 
 def ledger_transports(
