@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -52,22 +52,19 @@ from torchtitan_cad.runtime.servers.wire import (
 )
 
 LAYOUT = TokenLayout.from_segments(
-    [[(0, 0, 500), (1, 0, 100)], [(2, 0, 301), (3, 0, 200)]]
+    [[(0, 0, 300), (1, 0, 100)], [(2, 0, 201), (3, 0, 100)]]
 )
 JOB = 77
 TOKEN = "a token"
 NEAR = 1e12
 
 
-def plan_with_servers(heads: str, numbers: tuple[int, ...] = (0, 1)) -> Plan:
-    config = PlannerConfig(min_shard=64, tile=64)
-    plan = make_plan(LAYOUT, SHAPES[heads], config)
-    given_away = assign_to_servers(
-        plan, [JoinedServer(number, 1.0, NEAR) for number in numbers], 1e-3
-    )
-    assert given_away.stand_ins is not None
-    assert len(given_away.stand_ins.seconds) == len(numbers)
-    return given_away
+def plan_with_servers(heads: str) -> Plan:
+    plan = make_plan(LAYOUT, SHAPES[heads], PlannerConfig(min_shard=64, tile=64))
+    servers = [JoinedServer(number, 1.0, NEAR) for number in (0, 1)]
+    served = assign_to_servers(plan, servers, 1e-3)
+    assert len(served.stand_ins.seconds) == 2
+    return served
 
 
 def done(results: Sequence[Tensor]) -> OwedAnswer:
@@ -93,10 +90,11 @@ class Answers:
         return done(request.compute(get_kernel("cpu", CPU)))
 
 
+@settings(max_examples=12)
 @given(
     heads=st.sampled_from([*SHAPES]),
     seed=st.integers(0, 2**32 - 1),
-    share=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+    share=st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_any_lost_answers_leave_the_same_bits(heads, seed, share):
     plan = plan_with_servers(heads)
@@ -137,26 +135,23 @@ def registry_of(store: dist.TCPStore, token: str = TOKEN) -> Registry:
     return Registry(client, token)
 
 
-def pool_of(store: dist.TCPStore, rank: int = 0, job: int = JOB) -> ServerPool:
+def pool_of(store: dist.TCPStore, job: int = JOB) -> ServerPool:
     rates = RankRates(1e-4, 1e-4, 1.0)
-    return ServerPool(registry_of(store), job, rank, 0, rates, pinned=False)
+    return ServerPool(
+        registry_of(store), job, rank=0, group=0, rates=rates, pinned=False
+    )
 
 
-def use_servers(pool: ServerPool, count: int, timeout_s: float = 20.0) -> int:
-    """Make lists until ``count`` servers are on one; returns its number."""
-    deadline = time.monotonic() + timeout_s
+def use_servers(pool: ServerPool, count: int) -> None:
+    """Make lists until ``count`` servers are on one."""
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        version = pool.make_list()
-        pool.take_list(version)
-        if len(pool.listed) == count and is_connected(pool):
-            return version
+        pool.take_list(pool.make_list())
+        links = [*pool._links.values()]  # threads strike servers off meanwhile
+        if len(pool.listed) == count and all(link.rate for link in links):
+            return
         time.sleep(0.05)
-    raise AssertionError(f"{len(pool.listed)} servers after {timeout_s} s, not {count}")
-
-
-def is_connected(pool: ServerPool) -> bool:
-    links = [*pool._links.values()]  # threads strike servers off meanwhile
-    return all(link.rate for link in links)
+    raise AssertionError(f"{len(pool.listed)} servers, not {count}")
 
 
 def server_at(port: int, token: str = TOKEN) -> AttentionServer:
@@ -186,40 +181,6 @@ def request_of(tokens: int = 64) -> Request:
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     rows = [torch.randn(tokens, count, shape.head_dim) for count in heads]
     return Request(server.FORWARD, rows, args)
-
-
-class Pools:
-    """Of threaded ranks, whose numbers of queries are even and odd; counts answers."""
-
-    def __init__(self, pools: list[ServerPool]) -> None:
-        self.pools = pools
-        self.num_answered = 0
-
-    def ask(self, number: int, request: Request, seconds: float) -> Any:
-        pool = self.pools[len(request.rows[0]) % 2]
-        results = pool.ask(number, request, seconds).result(20)
-        assert results is not None
-        self.num_answered += 1
-        return done(results)
-
-
-def test_servers_compute_for_two_ranks(store):
-    """Forward and backward of both ranks go through servers, which are then told that the ranks have ended."""
-    open_job(store)
-    with serving(store, 2):
-        pools = Pools([pool_of(store, rank) for rank in range(2)])
-        first, second = pools.pools
-        second.take_list(use_servers(first, 2))
-        while not is_connected(second):
-            time.sleep(0.05)
-        plan = plan_with_servers("gqa 8:2", tuple(s.number for s in first.listed))
-        torch.manual_seed(1)
-        tensors = Tensors.random(LAYOUT, plan.shape)
-        at_home = execute(plan, tensors)
-        assert_same_bits(execute(plan, tensors, servers=pools), at_home)
-        assert pools.num_answered >= 4
-        first.close()
-        second.close()
 
 
 # Servers that fail ----------------------------------------------------------------------------------------------------
@@ -272,13 +233,13 @@ def answer_raw(body: bytes = b"", **head: int) -> Behave:
     return behave
 
 
-def answer_as(
-    kind: int, number_off: int, shape: tuple[int, ...], dtype: torch.dtype | None = None
+def answer_with(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, number_off: int = 0
 ) -> Behave:
     def behave(connection: Connection, message: ServerMessage) -> None:
         tensors = [torch.zeros(shape, dtype=dtype), torch.zeros(shape[:2])]
         number = message.number + number_off
-        connection.send(ServerMessage(kind, number, {}, tensors), 5)
+        connection.send(ServerMessage(ANSWER, number, {}, tensors), 5)
 
     return behave
 
@@ -300,15 +261,12 @@ def hang_up(connection: Connection, message: ServerMessage) -> None:
         (answer_raw(version=2), "version 2"),
         (answer_raw(job=JOB + 1), "another job"),
         (answer_raw(bytes=-1), "-1 bytes"),
-        (answer_raw(bytes=9), "9 bytes"),
         (answer_raw(bytes=2**36), "no memory|late"),
         (answer_raw(b"[" * 100_000), "cannot be read"),
         (answer_raw(b'{"tensors": [["Tensor", [3]]]}  '), "cannot be read"),
-        (answer_raw(b'{"tensors": [["float32", [-5]]]}'), "cannot be read"),
-        (answer_as(ANSWER, 0, (64, 8, 15)), "shapes"),
-        (answer_as(ANSWER, 0, (64, 8, 16), torch.int64), "another dtype"),
-        (answer_as(ANSWER, 1, (64, 8, 16)), "another request"),
-        (answer_as(ECHO, 0, (64, 8, 16)), "another request"),
+        (answer_with((64, 8, 15)), "shapes"),
+        (answer_with((64, 8, 16), torch.int64), "another dtype"),
+        (answer_with((64, 8, 16), number_off=1), "another request"),
     ],
 )
 def test_a_wrong_server_is_struck_off(store, caplog, behave, reason):
@@ -460,18 +418,6 @@ def test_a_server_that_leaves_is_on_no_further_list(store):
         use_servers(pool, 0)
 
 
-def test_a_struck_server_joins_again(store):
-    open_job(store)
-    pool = pool_of(store)
-    with serving(store):
-        use_servers(pool, 1)
-        number = pool.listed[0].number
-        pool.strike(number, "the test says so")
-        use_servers(pool, 1)  # of lists after the strike none has the struck one
-        assert pool.listed[0].number == number + 1
-        pool.close()
-
-
 def test_a_server_waits_for_the_next_job(store):
     with serving(store):
         for job in (JOB, JOB + 1):
@@ -482,18 +428,18 @@ def test_a_server_waits_for_the_next_job(store):
 
 
 def test_servers_that_come_and_go_leak_nothing(store):
-    """20 registrations of one server: threads and descriptors are soon as many as after the first 5."""
+    """Ten registrations of one server, all struck off: threads and descriptors are soon as many as after three."""
     open_job(store)
     pool = pool_of(store)
     counts = []
     with serving(store):
-        for _ in range(20):
+        for _ in range(10):
             use_servers(pool, 1)
             number = pool.listed[0].number
             assert pool.ask(number, request_of(), 10.0).result(20) is not None
             pool.strike(number, "the test says so")
             counts.append(in_use())
-        threads, descriptors = counts[5]
+        threads, descriptors = counts[3]
         most = threads + 3, descriptors + 6
         assert eventually(
             lambda: all(

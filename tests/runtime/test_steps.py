@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Core attention as one operator and as steps: gradients, one graph for many plans, the order of the steps.
 
-Plans, rows and gradients of both results are arbitrary. So are those of models that rescale outputs by the log-sum-exp,
-as attention sinks need it, and of keys whose heads share their last elements, as in multi-head latent attention.
+One rank has a plan for each of LENGTHS. Results are out and the log-sum-exp, as attention sinks need it, and heads of
+keys share their last elements, as in multi-head latent attention.
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.lib.observer import observe
-from tests.lib.plans import random_layout, random_plan
 from tests.lib.refusals import refusal
-from tests.lib.rows import CPU, SHAPES, Tensors, assert_ranks_as_exact, dense, undivided
+from tests.lib.rows import CPU, SHAPES, Tensors
 from tests.lib.sets import matrix
-from tests.lib.threaded import run_ranks, thread_transports
-from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.runtime.engine import (
     CoreAttentionEngine,
     get_engine,
@@ -35,7 +30,6 @@ from torchtitan_cad.runtime.ops import (
     read_key,
 )
 from torchtitan_cad.runtime.steps import combine, combine_with_lse, dispatch, step
-from torchtitan_cad.runtime.tick_engine import TickCall, TickEngine
 
 SHAPE = SHAPES["mla"]
 ENGINE = "test_steps"
@@ -57,86 +51,18 @@ BACKENDS = pytest.mark.parametrize(
 )
 
 
-def results_of(
-    attend: Attend, tensors: Tensors, rank: int, engine: str, key: int = 0
-) -> list[Tensor]:
-    """Out, lse, and the gradients of q, k, v and of the shared part, if there is one."""
-    *qkv, dout, dlse = tensors.of_rank(rank)
-    shared = tensors.shared[rank : rank + 1]
-    leaves = [x.clone().requires_grad_() for x in (*qkv, *shared)]
-    options = {"shared": leaves[3]} if shared else {}
-    results = attend(*leaves[:3], torch.tensor([key]), engine, **options)
-    gradients = torch.autograd.grad(results, leaves, [dout, dlse])
+def leaves_of(rows: Tensors) -> list[Tensor]:
+    """q, k, v and what the heads of keys share."""
+    own = (rows.q, rows.k, rows.v, rows.shared)
+    return [x[0].clone().requires_grad_() for x in own]
+
+
+def results_of(attend: Attend, rows: Tensors, key: int) -> list[Tensor]:
+    """Out, lse, and the gradients of q, k, v and of the shared part."""
+    *qkv, shared = leaves = leaves_of(rows)
+    results = attend(*qkv, torch.tensor([key]), ENGINE, shared=shared)
+    gradients = torch.autograd.grad(results, leaves, [rows.dout[0], rows.dlse[0]])
     return [*(x.detach() for x in results), *gradients]
-
-
-def check_ranks(
-    plan: Plan,
-    make_engine: Callable[..., CoreAttentionEngine],
-    attend_on: Callable[[CoreAttentionEngine, Tensors, int, str], list[Tensor]],
-) -> None:
-    """The results of all ranks are as exact as those of undivided attention."""
-    tensors = Tensors.random(plan.layout, plan.shape, with_dlse=True)
-    transports = thread_transports(plan.layout.num_ranks)
-
-    def body(rank: int) -> list[Tensor]:
-        engine = make_engine(
-            kernel=CpuKernel(),
-            transport=transports[rank],
-            rank=rank,
-            device=CPU,
-            scale=plan.shape.head_dim**-0.5,
-        )
-        engine.add_plan(0, plan)
-        name = f"{ENGINE} {rank}"
-        register_engine(name, engine)
-        return attend_on(engine, tensors, rank, name)
-
-    results = run_ranks(plan.layout.num_ranks, body)
-    whole = undivided(plan.layout, plan.shape, tensors)
-    assert_ranks_as_exact(results, whole, dense(plan.layout, tensors))
-
-
-@pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
-@pytest.mark.parametrize("heads", ["gqa 8:2", "mla"])
-@ATTEND
-def test_any_plan_by_both(attend, heads, keep):
-    rng = np.random.default_rng(0)
-    torch.manual_seed(0)
-    layout = random_layout(rng, num_ranks=3, max_length=300)
-    plan = random_plan(rng, layout, SHAPES[heads], aligned=False, split_kv=True)
-    kept_bytes = math.inf if keep else 0.0
-    check_ranks(
-        plan,
-        partial(CoreAttentionEngine, kept_bytes=kept_bytes),
-        lambda _, *rows: results_of(attend, *rows),
-    )
-
-
-def attend_in_tick(
-    engine: TickEngine, tensors: Tensors, rank: int, name: str
-) -> list[Tensor]:
-    is_mine = len(tensors.q[rank]) > 0
-    calls = [TickCall(forward, keys=(0,), attends=is_mine) for forward in (True, False)]
-    engine.begin_tick(calls, microbatch=0 if is_mine else None)
-    q, k, v, dout, dlse = tensors.of_rank(rank)
-    results = [dout, dlse, q, k, v, tensors.shared[rank]]
-    if is_mine:
-        results = results_of(core_attention_with_lse, tensors, rank, name)
-    engine.end_tick()
-    return results
-
-
-def test_ranks_without_tokens_serve_in_ticks():
-    layout = TokenLayout.from_segments([[(0, 0, 300)], [(1, 0, 40)], []])
-    rng = np.random.default_rng(0)
-    torch.manual_seed(0)
-    plan = random_plan(rng, layout, SHAPE, aligned=False, split_kv=True)
-    assert plan.exchange(2).keys.num_received
-    check_ranks(plan, partial(TickEngine, SHAPE, torch.float32), attend_in_tick)
-
-
-# One rank, with a plan for each of LENGTHS ----------------------------------------------------------------------------
 
 
 events: list[str] = []
@@ -157,10 +83,6 @@ def rows() -> Iterator[Tensors]:
     assert not engine.pending
 
 
-def leaves_of(rows: Tensors) -> list[Tensor]:
-    return [x[0].requires_grad_() for x in (rows.q, rows.k, rows.v, rows.shared)]
-
-
 @ATTEND
 def test_gradients_of_both_results_match_finite_differences(rows, attend):
     """Central differences err by their step squared, 1e-12, and by a rounding over the step, 1e-10."""
@@ -171,23 +93,6 @@ def test_gradients_of_both_results_match_finite_differences(rows, attend):
     assert torch.autograd.gradcheck(
         attend_by_the_second_plan, leaves_of(rows), fast_mode=True, atol=1e-7
     )
-
-
-@ATTEND
-def test_either_result_may_be_unused(rows, attend):
-    """Gradients are linear in those of the results; without that of lse they have the bits of ``core_attention``."""
-    leaves = *qkv, shared = leaves_of(rows)
-    call = (*qkv, torch.tensor([1]), ENGINE)
-    out, lse = (x.square().sum() for x in attend(*call, shared=shared))
-    alone = core_attention(*call, shared=shared).square().sum()
-    of_out, of_lse, of_both, of_alone = (
-        torch.autograd.grad(loss, leaves, retain_graph=True)
-        for loss in (out, lse, out + lse, alone)
-    )
-    assert all(map(torch.equal, of_out, of_alone))
-    assert not of_lse[2].any()
-    for both, first, second in zip(of_both, of_out, of_lse, strict=True):
-        torch.testing.assert_close(both, first + second)
 
 
 @BACKENDS
@@ -201,10 +106,7 @@ def test_one_graph_for_all_plans(rows, attend, backend):
 
     compiled = torch.compile(attend, backend=counting, fullgraph=True)
     for key in range(len(LENGTHS)):
-        results = (
-            results_of(function, rows, 0, ENGINE, key)
-            for function in (attend, compiled)
-        )
+        results = (results_of(function, rows, key) for function in (attend, compiled))
         assert all(map(torch.equal, *results))
     assert len(graphs) == 1
 

@@ -32,7 +32,7 @@ from torchtitan_cad.runtime.transport import (
 )
 
 
-@pytest.mark.parametrize("num_ranks", params([2, 4, 8], [4]))
+@pytest.mark.parametrize("num_ranks", params([3, 4, 8], [3]))
 @pytest.mark.parametrize(
     "name", ["collective", pytest.param("symm_mem", marks=needs_linux)]
 )
@@ -47,8 +47,8 @@ def test_random_exchanges_with_random_delays(name, num_ranks):
 @pytest.mark.parametrize(
     "hosts",
     params(
-        [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1), (0, 1, 2, 3), (0, 1)],
-        [(0, 1, 0, 1), (0, 1)],
+        [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1), (0, 1, 2, 3), (0, 1, 0)],
+        [(0, 1, 0)],
     ),
 )
 def test_random_exchanges_inside_hosts_and_between_them(hosts):
@@ -76,7 +76,7 @@ def exchange_until(
         if is_last and end == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if is_last and end == "silent":
-            time.sleep(5)
+            time.sleep(4)
         if not hoards:
             call = transport.begin()
         part = torch.full((1, 8), float(exchange))
@@ -129,26 +129,6 @@ def test_a_peer_that_hoards_its_buffer_is_named():
     check_failure(results[0], failed)
 
 
-def misuse(group: dist.ProcessGroup) -> None:
-    transport = symmetric(group)
-    route = make_route(ONE_EACH, group.rank(), None)
-    parts = [torch.zeros(sum(route.send_counts), 8)]
-    pending = start(transport, parts, route, "first", 0)
-    with refusal("'first'", "started", None, RuntimeError):
-        pending.release()
-    pending.wait()
-    with refusal("'first'", "waited for", None, RuntimeError):
-        pending.wait()
-    pending.release()
-    with refusal("'first'", "released", None, RuntimeError):
-        pending.release()
-
-
-@needs_linux
-def test_an_exchange_is_waited_for_and_released_once():
-    values(run_processes(2, misuse))
-
-
 def fill_both_buffers(group: dist.ProcessGroup) -> None:
     transport = symmetric(group, buffer_bytes=1024)
     rank = group.rank()
@@ -159,20 +139,12 @@ def fill_both_buffers(group: dist.ProcessGroup) -> None:
     sent = [torch.full((1, floats), float(rank)) for floats in (300, 128)]
     call = transport.begin()
     pending = transport.start([[x] for x in sent], twice, "both", call)
-    with refusal("'late'", "'both'", None, RuntimeError):
-        start(transport, [torch.zeros(1, 8)], second, "late", call)
     for part, message in zip(sent, pending.wait(), strict=True):
         (received,) = RowFormat([part]).unpack(message)
         assert torch.equal(received, torch.full_like(part, 1.0 - rank))
     pending.release()
-    wide = torch.zeros(1, 257)
-    wider = torch.zeros(1, 300)
-    for messages, routes, num_bytes in (
-        ([[wider], [wider]], twice, 2736),
-        ([[wide]], Routes([second]), 1040),
-    ):
-        with refusal("'wide'", num_bytes):
-            transport.start(messages, routes, "wide", transport.begin())
+    with refusal("'wide'", 1040):
+        start(transport, [torch.zeros(1, 257)], second, "wide", transport.begin())
 
 
 @needs_linux
@@ -222,16 +194,6 @@ def test_the_memory_of_another_container_is_not_taken_for_a_peers(monkeypatch):
 def number_of_mappings() -> int:
     with open("/proc/self/maps") as maps:
         return sum("torchtitan_cad" in line and "memfd" in line for line in maps)
-
-
-def test_a_hidden_message_comes_back_whole():
-    message = torch.randint(0, 255, (5, 32), dtype=torch.uint8)
-    hidden = hide_storage(message)
-    assert hidden.shape == (0,)
-    want = message.clone()
-    del message
-    (rows,) = RowFormat([torch.zeros(0, 32, dtype=torch.uint8)]).reveal(hidden, 5)
-    assert torch.equal(rows, want)
 
 
 def test_a_copied_view_is_an_error_that_names_the_setting():
