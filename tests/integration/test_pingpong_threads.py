@@ -4,8 +4,6 @@
 It asks of a block no more than ``BlockView``, and not for torchtitan.
 """
 
-import subprocess
-import sys
 from itertools import product
 from typing import Any
 
@@ -76,7 +74,7 @@ def check(seed: int, max_delay_s: float = 0.0, *, symmetric: bool = False) -> No
     blocks.check(prepare=lambda loop: checkpoint(loop, mode, option))
 
 
-@pytest.mark.parametrize("seed", seeds(3, 12))
+@pytest.mark.parametrize("seed", seeds(2, 12))
 def test_any_plans_and_delays_give_the_undivided_result(seed):
     check(seed, 0.002)
 
@@ -92,11 +90,6 @@ def test_exchanges_of_both_nano_batches_fit_into_symmetric_memory(seed):
 @pytest.mark.matrix
 def test_compiled_nano_batches_give_what_the_whole_gives():
     NanoBatchesAndWhole(CPU, torch.float32, 32, 64, SHAPE, seed=0).check("inductor")
-
-
-def test_torchtitan_is_not_needed():
-    code = "import sys, tests.lib.plain_blocks; assert 'torchtitan' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.matrix

@@ -74,9 +74,12 @@ INTERLEAVED, INTERLEAVED4 = (ticks(pp, "CADInterleaved1F1B") for pp in (2, 4))
 VALIDATED = (*rows(4), *VALIDATE4)
 BLOCKS4 = (*rows(4), *FOUR_BLOCKS)
 BLOCKS8 = (*rows(8), *EIGHT_BLOCKS)
-SHORT = [Composition("halves pp2 dp2", args=(*ticks(2), *HALVES), shared=VALIDATED)]
+SHORT = [
+    Composition("halves pp2", args=(*ticks(2), *HALVES), shared=VALIDATED, dp=1),
+]
 QUICK = [
     *SHORT,
+    Composition("halves pp2 dp2", args=(*ticks(2), *HALVES), shared=VALIDATED),
     Composition("pp2 dp2", args=ticks(2), shared=VALIDATED),
     # Four blocks on four stages are 1, 2, 1 and 0.
     Composition("pp4 ac full", args=(*ticks(4), *FULL), shared=BLOCKS4, dp=1),
