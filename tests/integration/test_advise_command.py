@@ -49,25 +49,22 @@ def test_every_configuration_gets_advice_that_validates(config, tmp_path, capsys
     recommended = job.changed(values)
     if recommended.parallelism.cad:
         validate(recommended, job.cluster.ranks)
-    printed = capsys.readouterr().out
-    assert printed.startswith(advice["verdict"])
-    assert "net: 4e+10 (default)" in printed
+    assert capsys.readouterr().out.startswith(advice["verdict"])
     assert (
         advice["recommended"]["memory_bytes"] <= advice["inputs"]["cluster"]["memory"]
     )
     # whose layers take less than an exchange
     assert advice["worth_it"] or config.stem == "llama3_debug_cpu"
     assert values.get("parallelism.cad", True) == advice["worth_it"]
-    if advice["worth_it"]:
-        assert (
-            advice["recommended"]["seconds_per_step"]
-            <= advice["job_as_written"]["seconds_per_step"]
-        )
 
 
-def test_keys_without_cad_are_those_of_the_verdict(tmp_path):
-    job = [*SMALL, "--ranks=8", "--batches=1", "--activation_checkpoint.mode=full"]
-    advice = advise(job, tmp_path)
+def test_keys_without_cad_are_those_of_the_verdict(tmp_path, capsys):
+    """Of all batches that are given."""
+    documents = tmp_path / "batches.json"
+    documents.write_text(json.dumps([[[2048]] * 2] * 4))
+    job = [*SMALL, "--ranks=2", "--activation_checkpoint.mode=full"]
+    advice = advise([*job, f"--documents={documents}"], tmp_path)
+    assert capsys.readouterr().out.splitlines()[0].endswith("means of 4 steps")
     assert advice["recommended"] == advice["without_cad"]["at_its_best"]
     assert pasted(advice) == {
         "parallelism.cad": False,
@@ -75,16 +72,8 @@ def test_keys_without_cad_are_those_of_the_verdict(tmp_path):
     }
 
 
-@pytest.mark.matrix
-def test_all_batches_that_are_given_count(tmp_path, capsys):
-    documents = tmp_path / "batches.json"
-    documents.write_text(json.dumps([[[2048]] * 2] * 4))
-    advise([*SMALL, "--ranks=2", f"--documents={documents}"], tmp_path)
-    assert capsys.readouterr().out.splitlines()[0].endswith("means of 4 steps")
-
-
 def test_what_fits_no_memory_is_not_recommended(tmp_path, capsys):
-    advice = advise([*ONE_NODE, "--memory=1e9"], tmp_path)
+    advice = advise([*SMALL, "--ranks=2", "--batches=1", "--memory=1e6"], tmp_path)
     assert "not worth it: nothing that was tried fits" in capsys.readouterr().out
     assert pasted(advice) == {"parallelism.cad": False}
     tight = advise([*ONE_NODE, "--memory=58e9"], tmp_path)
@@ -93,23 +82,25 @@ def test_what_fits_no_memory_is_not_recommended(tmp_path, capsys):
     assert pasted(tight)["activation_checkpoint.mode"] == "full"
 
 
-def test_checkpointing_is_set_by_two_keys():
+def test_checkpointing_and_placement_are_set_by_keys_of_the_job():
     job = read_job("llama3_8b_8gpus", ranks=8)
-    assert job.keys(job.configuration) == {}
-    assert job.keys(replace(job.configuration, checkpointing="linear")) == {
+    written = job.configuration
+    assert job.keys(written) == {}
+    other = replace(written, checkpointing="linear", placement="loader")
+    assert job.keys(other) == {
         "activation_checkpoint.mode": "full",
         "cad.recompute_attention": False,
+        "cad.placement": "loader",
     }
-    linear = read_job("llama3_8b_long", ranks=8)
-    assert linear.configuration.checkpointing == "linear"
-    assert linear.keys(replace(linear.configuration, checkpointing="full")) == {
-        "cad.recompute_attention": True
+    linear = read_job("llama3_8b_long", "--cad.placement=loader", ranks=8)
+    full = replace(linear.configuration, checkpointing="full", placement="balanced")
+    assert linear.keys(full) == {
+        "cad.recompute_attention": True,
+        "cad.placement": "auto",
     }
 
 
-@pytest.mark.parametrize(
-    ("cp", "pp", "microbatches"), [(2, 1, 2), (1, 2, 4), (4, 2, 8), (2, 1, 1)]
-)
+@pytest.mark.parametrize(("cp", "pp", "microbatches"), [(2, 1, 1), (4, 2, 8)])
 def test_degrees_keep_the_tokens_of_a_step(cp, pp, microbatches):
     job = read_job(
         "llama3_8b_8gpus",
@@ -121,24 +112,12 @@ def test_degrees_keep_the_tokens_of_a_step(cp, pp, microbatches):
     changed = replace(job.configuration, cp=cp, pp=pp, microbatches=microbatches)
     other = job.changed(job.keys(changed))
     validate(other, 8)
-    dp = other.parallelism.data_parallel_shard_degree
     local = other.training.local_batch_size
-    assert dp * cp * pp == 8
+    assert other.parallelism.data_parallel_shard_degree * cp * pp == 8
     assert other.training.global_batch_size == 64
-    assert 64 % (dp * local) == 0
     if pp > 1:
         rows = other.parallelism.pipeline_parallel_microbatch_size
         assert local // rows == microbatches
-
-
-@pytest.mark.parametrize("placement", ["auto", "balanced"])
-def test_placement_is_a_setting_of_the_job(placement):
-    job = read_job("llama3_8b_8gpus", f"--cad.placement={placement}", ranks=8)
-    assert job.configuration.placement == "balanced"
-    keys = job.keys(replace(job.configuration, placement="loader"))
-    assert keys == {"cad.placement": "loader"}
-    kept = read_job("llama3_8b_8gpus", "--cad.placement=loader", ranks=8)
-    assert kept.keys(job.configuration) == {"cad.placement": "auto"}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +126,6 @@ def test_placement_is_a_setting_of_the_job(placement):
         [],
         [*ONE_NODE, "--cp=2"],
         [*ONE_NODE, "--model=llama-8b"],
-        [*ONE_NODE, "--kv-heads=8"],
         [*ONE_NODE, "--dtype-bytes=4"],
         [*ONE_NODE, "--training.global_batch_size=12"],
     ],

@@ -140,7 +140,9 @@ def test_every_flavor_becomes_a_cad_flavor(name):
 
 
 @every_model
-def test_every_parameter_is_initialised(name):
+def test_every_parameter_is_initialised(name, monkeypatch):
+    # drawing takes seconds
+    monkeypatch.setattr(torch.nn.init, "trunc_normal_", lambda x, **_: x.zero_())
     _, model = build_on_meta(name, "debugmodel")
     model.to_empty(device="cpu")
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())

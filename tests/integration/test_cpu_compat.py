@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Stock torchtitan 0.2.2 on CPU ranks, with which every run with CAD is compared, and what makes it possible."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +18,7 @@ from tests.lib.jobs.compositions import (
 )
 from tests.lib.jobs.harness import run
 from tests.lib.jobs.launched import TORCHRUN, launched
-from tests.lib.refusals import check_refusal, refusal
+from tests.lib.refusals import refusal
 from torchtitan_cad.integration import cpu as any_cpu
 from torchtitan_cad.integration.torchtitan_v0_2 import cpu
 
@@ -80,16 +77,6 @@ def test_entry_point_under_torchrun_without_cad(tmp_path):
         returncode, _ = job.finish(180)
     assert returncode == 0, "\n".join(job.lines)
     assert any("Training completed" in line for line in job.lines)
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="has an accelerator")
-def test_late_call_is_refused():
-    """Once torchtitan has bound its device type it is too late; the message says what to do."""
-    code = f"import torchtitan, {cpu.__name__} as cpu; cpu.enable_cpu()"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True)
-    (*_, line) = done.stderr.splitlines()
-    check_refusal(line, "enable_cpu()", remedy="torchtitan_cad.train")
 
 
 @pytest.mark.parametrize(

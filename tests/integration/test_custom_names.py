@@ -25,7 +25,6 @@ from torchtitan.models.llama3 import llama3_args  # noqa: E402
 from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec  # noqa: E402
 
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.model import cad_model_class  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.models import (  # noqa: E402
     ADAPTERS,
@@ -50,27 +49,10 @@ def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("switch", ["--parallelism.cad", "--parallelism.no-cad"])
-@pytest.mark.parametrize(
-    "options", [("--model.flavor=mine",), ("--training.dataset=mine",), MINE], ids=str
-)
-def test_registered_names_are_accepted(options, switch, tmp_path):
-    parse_job(tmp_path, IMPORT, *options, switch)
-
-
-def test_a_derived_model_gets_the_adapter_of_its_base(tmp_path):
-    config = parse_job(tmp_path, IMPORT, *MINE)
-    args = get_train_spec("mine").model_args["small"]
-    (kind,) = attention_kinds(config, args, torch.float32)
-    assert (kind.name, kind.layers) == ("full", 2)
-    assert (kind.shape.num_heads, kind.shape.head_dim) == (2, 32)
-    try:
-        plugin.on_config(config)
-        model = get_train_spec("mine").model_cls
-        assert issubclass(model, sys.modules[MODULE].Derived)
-        assert attention_kinds(config, args, torch.float32) == (kind,)
-    finally:
-        plugin.restore()
+@pytest.mark.parametrize("options", [("--training.dataset=mine",), MINE])
+def test_registered_names_are_accepted(options, tmp_path):
+    """Without CAD; with it they are in the job below."""
+    parse_job(tmp_path, IMPORT, *options, "--parallelism.no-cad")
 
 
 @pytest.mark.parametrize(
@@ -92,12 +74,12 @@ def test_other_names_are_refused(options, tmp_path):
 
 def test_a_derived_model_trains_as_its_base():
     """The flavor is llama3's as the module registers it, too."""
-    flavor = "--model.flavor=mine"
-    derived, base = (
-        run([*COMMON, *CAD, IMPORT, *names, "--training.steps=2"])
-        for names in (MINE, (flavor,))
-    )
+    job = (*COMMON, *CAD, IMPORT, "--training.steps=1")
+    derived = run([*job, *MINE])
+    base = run([*job, "--model.flavor=mine"])
     assert derived.losses == base.losses
+    for log in derived.logs:
+        assert "Applied Core Attention Disaggregation to the model" in log
 
 
 def small_model(name: str, folder: Path) -> Any:
@@ -119,29 +101,32 @@ def own_forward(*args: Any) -> None:
 own_forward.__module__ = "torchtitan.models.mine.model"
 
 
-@pytest.mark.parametrize("of_class", [True, False])
-@pytest.mark.parametrize("own", ["model", "block", "attention", "inner_attention"])
-def test_a_forward_of_a_users_own_is_not_replaced(own, of_class, tmp_path, monkeypatch):
+def test_a_models_own_forward_is_not_replaced(tmp_path, monkeypatch):
     """One nano-batch calls it; two would run torchtitan's in its place."""
-    model = small_model("own_forward" if own == "model" else "mine", tmp_path)
-    block = model.layers["0"]
-    inner = block.attention.inner_attention
-    parts = {"block": block, "attention": block.attention, "inner_attention": inner}
-    if own in parts:
+    model = small_model("own_forward", tmp_path)
+    check_forwards(model, halves=False)
+    with refusal(remedy="cad.nano_batches"):
         check_forwards(model, halves=True)
-        place = type(parts[own]) if of_class else parts[own]
-        monkeypatch.setattr(place, "forward", own_forward)
-    elif not of_class:
-        # one that has no name
-        monkeypatch.setattr(model, "forward", functools.partial(own_forward, model))
-    replaced_by_one = own == "inner_attention" or (own == "model" and not of_class)
-    if replaced_by_one:
-        with refusal(remedy="parallelism.cad"):
-            check_forwards(model, halves=False)
-    else:
+    # one that has no name
+    monkeypatch.setattr(model, "forward", functools.partial(own_forward, model))
+    with refusal(remedy="parallelism.cad"):
         check_forwards(model, halves=False)
-        with refusal(remedy="cad.nano_batches"):
-            check_forwards(model, halves=True)
+
+
+@pytest.mark.parametrize("own", ["block", "attention", "inner_attention"])
+def test_a_parts_own_forward_is_not_replaced(own, tmp_path, monkeypatch):
+    model = small_model("mine", tmp_path)
+    block = model.layers["0"]
+    attention = block.attention
+    inner = attention.inner_attention
+    part = {"block": block, "attention": attention, "inner_attention": inner}[own]
+    check_forwards(model, halves=True)
+    monkeypatch.setattr(type(part), "forward", own_forward)
+    is_replaced_by_one = part is inner
+    if not is_replaced_by_one:
+        check_forwards(model, halves=False)
+    with refusal():
+        check_forwards(model, halves=not is_replaced_by_one)
 
 
 def test_masks_of_a_users_own_are_refused_under_any_name(tmp_path):

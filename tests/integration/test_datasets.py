@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Datasets, synthetic documents and tokenizers, read through torchtitan's own loader and tokenizer."""
 
-import os
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,7 @@ enable_cpu()
 
 from torchtitan.components.tokenizer import build_hf_tokenizer  # noqa: E402
 from torchtitan.config import JobConfig  # noqa: E402
-from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import (  # noqa: E402
-    DATASETS,
     build_text_dataloader,
 )
 
@@ -85,23 +82,13 @@ def take(batches: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([batch["input"] for batch in inputs]), torch.stack(labels)
 
 
-def test_sources_are_shuffled_but_independent_of_the_file_system(sources, monkeypatch):
-    walk = os.walk
-    before = read_sources(sources)
-    monkeypatch.setattr("os.walk", lambda top: reversed(list(walk(top))))
-    assert read_sources(sources) == before
-    assert before != sorted(before, key=lambda text: int(text.split()[2]))
-
-
 def test_folders_are_documents(sources):
     files = sorted(sources.rglob("*.py"))
     expected = []
     for folder in {file.parent for file in files}:
         texts = [file.read_text() for file in files if file.parent == folder]
         expected.append("\n".join(texts))
-    documents = read_sources(sources, unit="folder")
-    assert sorted(documents) == sorted(expected)
-    assert documents == read_sources(sources, unit="folder")
+    assert sorted(read_sources(sources, unit="folder")) == sorted(expected)
 
 
 def test_what_is_left_out_of_sources(tmp_path):
@@ -125,7 +112,6 @@ def test_what_is_left_out_of_sources(tmp_path):
     [
         ("nowhere", "train", "file"),
         ("empty", "train", "file"),
-        ("empty", "train", "folder"),
         ("", "validation", "file"),
     ],
 )
@@ -135,15 +121,6 @@ def test_errors_of_sources_name_the_key(folder, split, unit, tmp_path):
     key = "training" if split == "train" else "validation"
     with refusal(f"{key}.dataset_path"):
         read_sources(tmp_path / folder, split, unit)
-
-
-def test_registering_keeps_torchtitans_datasets():
-    register_datasets()
-    DATASETS["of_somebody_else"] = other = DatasetConfig("", list, str)
-    register_datasets()
-    assert DATASETS.pop("of_somebody_else") is other
-    known = {"c4", "c4_test", "c4_validation", "python_stdlib", "python_packages"}
-    assert known <= set(DATASETS)
 
 
 def test_one_eos_between_documents(tokenizer, sources):
@@ -171,12 +148,11 @@ def test_synthetic_documents_have_exact_lengths(tokenizer):
 
 def test_lognormal_lengths():
     draw = parse_lengths("lognormal:median=100,sigma=1.5,max=2000,seed=3").draw
-    lengths = np.array([draw(i, np.random.default_rng(i)) for i in range(20_000)])
-    assert lengths.min() >= 1
-    assert lengths.max() == 2000
-    # Quartiles of a normal distribution are 0.6745 standard deviations from the mean.
-    expected = 100 * np.exp(1.5 * np.array([-0.6745, 0, 0.6745]))
-    assert np.percentile(lengths, (25, 50, 75)) == pytest.approx(expected, rel=0.1)
+    lengths = np.array([draw(i, np.random.default_rng(i)) for i in range(4000)])
+    assert (lengths.min(), lengths.max()) == (1, 2000)
+    # The upper quartile of a normal distribution is 0.6745 standard deviations from its mean.
+    expected = [100, 100 * np.exp(1.5 * 0.6745)]
+    assert np.percentile(lengths, (50, 75)) == pytest.approx(expected, rel=0.1)
 
 
 def synthetic(spec: str, eos_id: int | None = EOS) -> SyntheticDataset:
@@ -192,14 +168,12 @@ def test_ranks_redistribute_one_stream(tokenizer):
         assert np.array_equal(inputs.ravel(), stream)
 
 
-@pytest.mark.parametrize("workers", [None, 0, 2], ids=["sources", "0", "2 workers"])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_resumes(tokenizer, sources, workers):
-    data = "python_stdlib", sources
-    if workers is not None:
-        data = "synthetic", "lognormal:median=50,sigma=1,max=1000"
+    spec = "lognormal:median=50,sigma=1,max=1000"
+    data = ("synthetic", spec) if workers else ("python_stdlib", sources)
     whole, resumed = (
-        loader(tokenizer, *data, rank=1, ranks=2, workers=workers or 0)
-        for _ in range(2)
+        loader(tokenizer, *data, rank=1, ranks=2, workers=workers) for _ in range(2)
     )
     iterator = iter(whole)
     take(iterator, 5)
@@ -236,16 +210,6 @@ def test_spec_errors(spec):
         parse_lengths(spec)
 
 
-@pytest.mark.parametrize(
-    "content", ["[]", "[1, 0]", "[1.5]", '{"a": 1}', "[1,", "[true]"]
-)
-def test_bad_histogram(tmp_path, content):
-    path = tmp_path / "lengths.json"
-    path.write_text(content)
-    with refusal("training.dataset_path"):
-        parse_lengths(f"histogram:{path}")
-
-
 def test_synthetic_documents_need_eos():
     with refusal("training.dataset"):
         synthetic("fixed:5", eos_id=None)
@@ -265,44 +229,16 @@ def test_round_trip_through_torchtitan(tmp_path, sources, kind, size):
     # As torchtitan's text loader calls it: one EOS at the end, nothing in front.
     tokens = tokenizer.encode(TEXT, add_bos=True, add_eos=True)
     assert tokens.index(EOS) == len(tokens) - 1
-    assert tokenizer.decode(tokens[:-1]) == tokenizer.decode(tokens) == TEXT
-    assert kind == "bpe" or len(tokens) == len(TEXT.encode()) + 1
+    assert tokenizer.decode(tokens) == TEXT
 
 
-def test_a_tokenizer_that_was_made_otherwise_is_made_again(tmp_path):
-    def prepare(texts: str, folder: Path = tmp_path) -> Path:
-        return prepare_tokenizer(folder, 300, texts=[texts]) / "tokenizer.json"
-
-    made = prepare("one two")
-    first = made.read_bytes()
-    time = made.stat().st_mtime_ns
-    prepare("one two")
-    assert made.stat().st_mtime_ns == time, "the same again"
-    # as an interrupted run would leave it, between both files
-    prepare("other words", tmp_path / "other").replace(made)
-    assert made.read_bytes() != first
-    prepare("one two")
-    assert made.read_bytes() == first
-
-
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("tokenizer.json", None),
-        ("tokenizer.json", '{"name_or_path": "torchtitan_cad/model"}'),
-        ("vocab.json", "{}"),
-    ],
-)
-def test_a_tokenizer_of_another_origin_is_kept(name, config, tmp_path):
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
+def test_a_tokenizer_of_another_origin_is_kept(name, tmp_path):
     other = tmp_path / name
     other.write_text("of a model")
-    settings = tmp_path / "tokenizer_config.json"
-    if config is not None:
-        settings.write_text(config)
     with refusal(str(tmp_path), remedy="another folder"):
         prepare_tokenizer(tmp_path, 300, texts=["one two"])
     assert other.read_text() == "of a model"
-    assert (settings.read_text() if settings.exists() else None) == config
 
 
 def test_prepare(tmp_path, sources, capsys):
