@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The commonest mistakes: one line, which names the key, the value and the remedy; and what `auto` chooses instead."""
 
+import io
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -57,7 +59,7 @@ FILES = [
     "[cad",
     "[cad]\n[cad]",
 ]
-"""What the begin of a file says."""
+"""What the beginning of a file says, before the table [training]."""
 PP = "--parallelism.pipeline_parallel_degree=2"
 TP = "--parallelism.tensor_parallel_degree=2"
 ASYNC_TP = "--parallelism.enable_async_tensor_parallel"
@@ -203,6 +205,9 @@ def test_mistake_is_one_line(toml, options, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert line.startswith("error: ")
+    names = [option.partition("=")[0] for option in options.replace("-", "_").split()]
+    keys = [name.rpartition(".")[2] for name in names]
+    assert toml or any(key in line.replace("-", "_") for key in keys)
     check_refusal(line)
     assert end.value.code == 2
     assert "Traceback" not in printed.out
@@ -222,6 +227,7 @@ def test_lines_of_a_job_that_cannot_start(key, value, tmp_path):
     assert len(job.lines) < 15, printed
     (error,) = [line for line in job.lines if line.startswith("error: ")]
     check_refusal(error, key, value)
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize("key", ["last_save_in_hf", "initial_load_in_hf"])
@@ -229,6 +235,13 @@ def test_checkpoints_of_hugging_face_need_a_package(key, tmp_path, monkeypatch):
     monkeypatch.setattr(rules, "find_spec", lambda name: None)
     with refusal(f"checkpoint.{key}", "true"):
         parse_job(tmp_path, "--checkpoint.enable", f"--checkpoint.{key}")
+
+
+def test_mistake_where_only_ascii_can_be_written(tmp_path, capsys):
+    """tyro asks stdout for its encoding."""
+    with redirect_stdout(io.StringIO()), pytest.raises(SystemExit):
+        parse(tmp_path, "--comm.mode=1e100")
+    check_refusal(capsys.readouterr().err, "--comm.mode")
 
 
 def test_late_call_is_refused(monkeypatch):
