@@ -164,8 +164,9 @@ def _near_balance(rng, num_ranks, tokens, min_shard):
 
 def _at_tolerance(rng, num_ranks, tokens, min_shard):
     """All ranks but one equal, and just below, at or above a tolerance of 0.02, 0.1 or 1 over the mean."""
-    length = int(rng.integers(1, 2 * min_shard + 2))
-    count = int(rng.integers(20, 200))
+    longest = min(2 * min_shard + 1, 1 + tokens // 20)
+    length = int(rng.integers(1, longest + 1))
+    count = int(rng.integers(20, 21 + tokens // length))
     excess = rng.choice([0.02, 0.1, 1.0])
     fewer = max(
         0,
