@@ -98,8 +98,8 @@ STEADY = ("--optimizer.eps=1e-3",)
 """Adam steps in proportion to small gradients: those of keys' biases are nearly zero, and else it would raise their
 rounding to the size of the others. After one step with its default stock torchtitan's router gradient is 1.0e-4 of its
 norm off fp64's, and that of CAD with CP 2 2.3e-4."""
-SHORT = ("deepseek_v3-cp2-loader", "gpt_oss-cp2-loader", "llama4-fsdp2-placed")
-"""What the short set trains of models with attention of their own: documents that lie across ranks or are placed."""
+SHORT = ("deepseek_v3-cp2-loader", "gpt_oss-cp2-loader")
+"""What the short set trains of models with attention of their own: documents that lie across ranks."""
 
 
 def steps_of(model: str, case: Composition, homes: str) -> int:

@@ -88,7 +88,7 @@ MATRIX = [
 
 @pytest.mark.parametrize(
     "case",
-    params([*SHORT, *POSITIONS, *OVER_STEPS, *MATRIX], [*SHORT, *POSITIONS]),
+    params([*SHORT, *POSITIONS, *OVER_STEPS, *MATRIX], SHORT),
     ids=name_of,
 )
 def test_trains_like_its_reference(case):

@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import (
 
 from tests.lib.jobs.compositions import (
     ATTENTION_KEPT,
+    BATCH4,
     BY_ROW,
     CAD,
     COMMON,
@@ -37,6 +38,7 @@ from tests.lib.jobs.compositions import (
     SMALL_BUFFERS,
     TP2,
     VALIDATE4,
+    VALIDATION,
     Composition,
     assert_trains_alike,
     dp,
@@ -75,7 +77,12 @@ VALIDATED = (*rows(4), *VALIDATE4)
 BLOCKS4 = (*rows(4), *FOUR_BLOCKS)
 BLOCKS8 = (*rows(8), *EIGHT_BLOCKS)
 SHORT = [
-    Composition("halves pp2", args=(*ticks(2), *HALVES), shared=VALIDATED, dp=1),
+    Composition(
+        "halves pp2",
+        args=(*ticks(2), *HALVES),
+        shared=(*BATCH4, *VALIDATION),
+        dp=1,
+    ),
 ]
 QUICK = [
     *SHORT,
@@ -298,7 +305,7 @@ def check(case: Composition, *more: str, steps: int = 3) -> RunResult:
     )
     assert_trains_alike(result, reference(case.reference_nranks, shared))
     validates = "--validation.enable" in shared
-    assert len(result.validation_losses) == steps * validates
+    assert bool(result.validation_losses) == validates
     first, *others = [exchanges(trace["events"]) for trace in result.traces]
     assert len(others) == case.nranks - 1
     assert first
