@@ -26,7 +26,7 @@ help:
 	@echo "make compare    train the same model with and without it, in turns, and say how much faster it is (4 minutes)"
 	@echo "make pool       train on two ranks that two attention servers join, one of which is killed, and draw it"
 	@echo "make quick      a minute: a property of plans, exchanges, a job on two ranks, and every command (tests/quick.txt)"
-	@echo "make test       the short tests: one of every kind, eight minutes on two cores"
+	@echo "make test       the short tests: one of every kind, six minutes on two cores"
 	@echo "make test-matrix   what they leave out, MINUTES=10 of it; test-all: all that runs on CPU, hours; test-gpu: on a GPU"
 	@echo "make test-cuda-build   what the CUDA path can show without a GPU, by a CUDA build of torch"
 	@echo "make test-titan030   the adapter for torchtitan 0.3.0, with torch 2.15 in an environment of its own"
