@@ -12,15 +12,18 @@ import pytest
 import torch
 
 from tests.lib.jobs.compositions import TOLERANCE
-from tests.lib.jobs.harness import tokenizer_folder
+from tests.lib.jobs.harness import parse_job, tokenizer_folder
 from tests.lib.refusals import refusal
 from torchtitan_cad.integration.loading.documents import DocumentRule
+from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools import compare
 from torchtitan_cad.tools.main import main
 
 enable_cpu()
 
+from torchtitan_cad.runtime.exchange import ExchangeClock  # noqa: E402
+from torchtitan_cad.runtime.kernels.cpu import CpuKernel  # noqa: E402
 from torchtitan_cad.tools.compare import comparison, measured  # noqa: E402
 from torchtitan_cad.tools.compare.comparison import Comparison, Runs  # noqa: E402
 from torchtitan_cad.tools.simulated_job import read_simulated_job  # noqa: E402
@@ -216,28 +219,53 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path, monkeypatch):
     """All 2 x 4 context- and tensor-parallel ranks of a data-parallel coordinate count the same 4,096 labels."""
     from torchtitan.train import Trainer
 
+    now = [0.0]
+
+    def slow_rows(rule: object, batch: dict[str, Any]) -> list[list[int]]:
+        now[0] += 1000.0
+        return [[1]]
+
     def train_step(trainer: Any) -> None:
+        batch = {"input": torch.ones((1, 8), dtype=torch.int64)}
+        Trainer.forward_backward_step(trainer, input_dict=batch)
+        batch.clear()
         trainer.ntokens_seen += 4096
         trainer.metrics_processor.log(trainer.step, 8.0, 8.5, 1.5)
 
+    clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 0.0)
+    monkeypatch.setattr(measured, "time", clock)
+    monkeypatch.setattr(DocumentRule, "lengths", slow_rows)
+    monkeypatch.setattr(Trainer, "forward_backward_step", lambda *_, **__: None)
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    monkeypatch.setattr(measured, "_note_figures", lambda seen: None)
-    monkeypatch.setattr(measured, "_synchronize", lambda on_cpu: None)
+    for changed, name in (
+        (Trainer, "forward_backward_step"),
+        (StepStatistics, "drain"),
+        (ExchangeClock, "reset"),
+        (CpuKernel, "forward"),
+        (CpuKernel, "backward"),
+    ):
+        monkeypatch.setattr(changed, name, getattr(changed, name))  # back to it
     monkeypatch.setattr(measured.dist, "barrier", lambda: None)
     records = tmp_path / "rank0.jsonl"
     measured._record_steps(
-        records, on_cpu=False, before_step=lambda step: None, seconds_of_waits=None
+        records, on_cpu=True, before_step=lambda step: None, seconds_of_waits=None
     )
     trainer = SimpleNamespace(
         step=1,
         ntokens_seen=100,
         metrics_processor=SimpleNamespace(log=lambda *args: None),
         parallel_dims=SimpleNamespace(non_data_parallel_size=8),
+        job_config=parse_job(tmp_path, "--parallelism.no-cad"),
+        model_args=SimpleNamespace(vocab_size=2048, attn_mask_type="causal"),
+        tokenizer=SimpleNamespace(eos_id=0),
     )
     Trainer.train_step(trainer)
     figures = json.loads(records.read_text())
     assert 8 * figures["tokens"] == 4096
     assert (figures["loss"], figures["gradient_norm"]) == (8.0, 1.5)
+    assert figures["rows"] == [[1]]
+    # What a comparison notes of a batch takes no time of a step.
+    assert figures["seconds"] == 0.0
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch, refused):

@@ -283,8 +283,9 @@ def test_variables_that_hold_back_a_job_on_gpus(good, monkeypatch):
     monkeypatch.setenv(CONNECTIONS, "32")
     monkeypatch.setenv(LOADING, "EAGER")
     assert_says(report(job, 4), "environment", "no variable")
-    monkeypatch.setenv(CONNECTIONS, "1")
     monkeypatch.delenv(LOADING)
+    assert_says(report(good, 4), "environment", "no variable")
+    monkeypatch.setenv(CONNECTIONS, "1")
     text = "_CONNECTIONS = 1: .* or set it to 32; .*LAZY, the default, with .* = 2: .* set it to EAGER"
     assert_says(report(job, 4), "environment", text, "note")
 

@@ -70,6 +70,7 @@ def test_figures_are_means_over_all_batches():
     expected = {
         "imbalance_before": total("max_over_mean_before") / len(plans),
         "imbalance_after": total("max_over_mean") / len(plans),
+        "loads_before": total("loads_before"),
         "loads_after": total("loads"),
         "pairs_per_token": [pairs.sum() / lengths.sum()],
         "bytes_per_rank_mean": total("mean_rank_bytes") / microbatches,

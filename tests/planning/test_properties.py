@@ -20,6 +20,7 @@ from tests.lib.reference import (
 )
 from torchtitan_cad.planning import (
     CostModel,
+    Plan,
     PlannerConfig,
     TokenLayout,
     make_plan,
@@ -89,6 +90,27 @@ def test_every_layout(problem, shape):
     # a shard is long on a slow rank
     if cost is None and config.ranks_per_node is None and config.rank_speeds is None:
         assert plan.stats.max_over_mean <= home.stats.max_over_mean
+    check_nodes(plan)
+
+
+def check_nodes(plan: Plan) -> None:
+    """Bytes between nodes are those of the exchange tables."""
+    ranks = plan.layout.num_ranks
+    node = np.arange(ranks) // (plan.config.ranks_per_node or ranks)
+    sent = np.zeros(ranks, dtype=np.int64)
+    received = np.zeros(ranks, dtype=np.int64)
+    for rank in range(ranks):
+        table = plan.exchange(rank)
+        is_far = node != node[rank]
+        for rows, row_bytes in (
+            (table.queries, plan.shape.query_bytes),
+            (table.keys, plan.shape.kv_bytes),
+        ):
+            sent[rank] += rows.send_counts[is_far].sum() * row_bytes
+            received[rank] += rows.recv_counts[is_far].sum() * row_bytes
+    stats = plan.stats
+    assert stats.inter_node_bytes == received.sum() == sent.sum() <= stats.total_bytes
+    assert stats.max_rank_inter_node_bytes == max(received.max(), sent.max())
 
 
 @settings(max_examples=settings.default.max_examples // 2)

@@ -97,6 +97,16 @@ def test_without_times_the_newest_that_is_right_is_taken(monkeypatch, caplog, ti
     said = f"varlen is right; {FA3} is right; {FA2} is right; cudnn is right"
     assert said in caplog.text
 
+    def wrong(right):
+        def spoiled(*args):
+            out, lse = right(*args)
+            return out * 1.2, lse
+
+        return spoiled
+
+    spoil_library(monkeypatch, "run", wrong)
+    assert str(get_kernel("auto", "cuda", SHAPE, timed=False)) == "cudnn"
+
 
 @pytest.mark.parametrize("name", params(RESULTS, ["lse", "dv"]))
 def test_wrong_results_are_not_taken(monkeypatch, caplog, times, name):

@@ -234,12 +234,16 @@ def answer_raw(body: bytes = b"", **head: int) -> Behave:
 
 
 def answer_with(
-    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, number_off: int = 0
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    *,
+    number_off: int = 0,
+    kind: int = ANSWER,
 ) -> Behave:
     def behave(connection: Connection, message: ServerMessage) -> None:
         tensors = [torch.zeros(shape, dtype=dtype), torch.zeros(shape[:2])]
         number = message.number + number_off
-        connection.send(ServerMessage(ANSWER, number, {}, tensors), 5)
+        connection.send(ServerMessage(kind, number, {}, tensors), 5)
 
     return behave
 
@@ -267,6 +271,7 @@ def hang_up(connection: Connection, message: ServerMessage) -> None:
         (answer_with((64, 8, 15)), "shapes"),
         (answer_with((64, 8, 16), torch.int64), "another dtype"),
         (answer_with((64, 8, 16), number_off=1), "another request"),
+        (answer_with((64, 8, 16), kind=ECHO), "another request"),
     ],
 )
 def test_a_wrong_server_is_struck_off(store, caplog, behave, reason):

@@ -7,14 +7,46 @@ import numpy as np
 import pytest
 
 from tests.lib.sets import params
-from tests.lib.simulation_cases import inputs, step
+from tests.lib.simulation_cases import KINDS, inputs, step
 from torchtitan_cad.planning.placement.fill import fill
 from torchtitan_cad.tools.main import main
-from torchtitan_cad.tools.simulation.baselines import packed
+from torchtitan_cad.tools.simulation.baselines import _of_ranks, packed
 from torchtitan_cad.tools.simulation.batches import Batch
-from torchtitan_cad.tools.simulation.costs import Transfer
+from torchtitan_cad.tools.simulation.costs import Costs, Transfer
 from torchtitan_cad.tools.simulation.search import Search
 from torchtitan_cad.tools.simulation.streams import Streams
+
+
+def slowest_of_row(
+    costs: Costs, lengths: np.ndarray, cp: int, window: int | None
+) -> list[float]:
+    """Return seconds of the slowest of a row's ranks, forward and backward: chunk by chunk and document by document."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    size = int(ends[-1]) // (2 * cp)
+    found = []
+    for forward in (True, False):
+        ranks = np.zeros(cp)
+        for chunk in range(2 * cp):
+            rank = min(chunk, 2 * cp - 1 - chunk)
+            for start, end in zip(starts, ends, strict=True):
+                cuts = np.clip([chunk * size, (chunk + 1) * size], start, end) - start
+                before, until = costs.document_seconds(cuts, forward, window)
+                ranks[rank] += until - before
+        found.append(ranks.max())
+    return found
+
+
+def test_all_rows_at_once_take_what_each_takes():
+    """Also of layers with a window."""
+    divided = step(cp=2, model=KINDS)
+    for kind in divided.costs.kinds:
+        of_ranks = _of_ranks(divided.costs, divided.batch, kind, 2)
+        found = of_ranks.max(axis=2).T.tolist()
+        for row, seconds in zip(divided.batch.rows, found, strict=True):
+            lengths = kind.cut(row)
+            wanted = slowest_of_row(divided.costs, lengths, 2, kind.shape.window)
+            assert seconds == pytest.approx(wanted)
 
 
 def test_ranks_that_share_rows_take_what_they_have_of_all_rows():
