@@ -53,7 +53,7 @@ def measure() -> str:
         own = torch.empty(num_bytes, dtype=torch.uint8)
         return DeviceMemory(own, [own.data_ptr()] * 2, None)
 
-    layout, tasks = COUNTED[2]
+    layout, tasks = COUNTED
     shape = AttentionShape(32, 8, 128, 2)
     device = torch.device("cpu")
     transport = SymmetricTransport(range(2), 0, allocate, lambda: 600.0, 2**24)

@@ -126,14 +126,15 @@ def test_a_rank_with_no_more_batches_than_validation_takes_does_not_hold_up_othe
 
 
 class EightRows(IterableDataset):
-    """Rows of zeros."""
+    """Eight rows, whose tokens are their numbers."""
 
     next = 0
 
     def __iter__(self) -> Iterator[Any]:
         while self.next < 8:
+            tokens = torch.full((8,), self.next)
             self.next += 1
-            yield {"input": torch.zeros(8)}, torch.zeros(8)
+            yield {"input": tokens}, tokens
 
     def state_dict(self) -> dict[str, Any]:
         return {"next": self.next}
@@ -148,7 +149,7 @@ def test_validation_of_a_whole_set_begins_anew_in_workers_that_persist():
     (loader,) = validation(-1, [2])
     loader = replace(loader, inner=inner)
     for _ in range(2):
-        assert batches_of(loader) == [(0, 4), (0, 4)]
+        assert batches_of(loader) == [(0, 4), (4, 4)]
 
 
 def test_a_rank_without_a_validation_batch_is_named_on_all():

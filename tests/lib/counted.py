@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layouts and tasks whose launches are counted."""
+"""A layout and tasks whose launches are counted."""
 
 from torchtitan_cad.planning import AttentionShape, TokenLayout
 
@@ -18,5 +18,5 @@ _TASKS = [
     (2, 30, 70, 0, 30, 0),
     (3, 0, 30, 0, 30, 0),
 ]
-COUNTED = {2: (_LAYOUT, _TASKS)}
-"""Layout and tasks by number of ranks."""
+COUNTED = _LAYOUT, _TASKS
+"""Layout and tasks of two ranks."""

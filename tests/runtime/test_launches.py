@@ -112,7 +112,7 @@ def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
             partial(attend, fake_operator(getattr(varlen, name), Recorder())),
         )
     transport = interpreted_transport(group, 2**24)
-    layout, tasks = COUNTED[2]
+    layout, tasks = COUNTED
     plan = Plan.from_tasks(
         layout, COUNTED_SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE)
     )
