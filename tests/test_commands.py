@@ -27,6 +27,7 @@ from tests.test_project import PAGES, ROOT
 from torchtitan_cad import launch
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools import main as cli
+from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer
 
 FIRST = [ROOT / "README.md", ROOT / "docs/get_started.md"]
 """What a new user reads before the other pages."""
@@ -172,7 +173,7 @@ def clone(tmp_path_factory):
         elif path.name not in ("outputs", "torchtitan_cad"):
             (folder / path.name).symlink_to(path)
     (folder / ".venv").symlink_to(sys.prefix)
-    shutil.copytree(tokenizer_folder(), folder / "outputs/assets")
+    prepare_tokenizer(folder / "outputs/assets")
     for name in (JOB, "train.toml"):
         (folder / name).write_text(shorter((ROOT / JOB).read_text()))
     return folder
