@@ -130,8 +130,7 @@ def test_mistakes_in_commands_are_one_line(layout_file, tmp_path, refused):
         refused("plan", layout_file, *options.split())
     for words in ("", "fly", "plan", f"doctor job.toml --nproc {2**70}"):
         refused(*words.split())
-    for command in ("simulate", "advise"):
-        refused(command, str(tmp_path / "job.toml"))
+    refused("simulate", str(tmp_path / "job.toml"))
 
 
 def test_an_unknown_planner_is_told_the_known_ones(layout_file, capsys):
@@ -202,8 +201,8 @@ def test_memory_of_many_rows_is_not_computed(tmp_path, capsys):
             "simulate --ranks 8 -- a.toml --cad.tile=64",
         ),
         (
-            "advise a.toml --a.b 1 --ranks 4 --c.d 2",
-            "advise --ranks 4 -- a.toml --a.b 1 --c.d 2",
+            "doctor a.toml --a.b 1 --ranks 4 --c.d 2",
+            "doctor --ranks 4 -- a.toml --a.b 1 --c.d 2",
         ),
         ("doctor a.toml -- --training.steps 5", "doctor a.toml -- --training.steps 5"),
     ],

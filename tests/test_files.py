@@ -98,7 +98,6 @@ def test_training_reads_by_the_same_reader(make, tmp_path):
         f"plan {EXAMPLE} --plot",
         f"{SIMULATED} --output",
         f"{SIMULATED} --plot",
-        f"advise {JOB} --output",
         "profile --output",
     ],
     ids=lambda command: command.replace(f"{ROOT}/", ""),
@@ -123,7 +122,6 @@ def test_outputs_are_tried_before_the_work(command, make, tmp_path, refused):
         f"{SIMULATED} --documents={{input}} --output",
         f"{SIMULATED} --profile={{input}} --plot",
         f"{SIMULATED} --output={{input}} --plot",
-        "advise {input} --output",
     ],
     ids=lambda command: command.replace(f"{ROOT}/", ""),
 )

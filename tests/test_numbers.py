@@ -26,9 +26,6 @@ ALLOWED = {
     ("simulate", "seconds_per_step", "0"): "the default",
     ("simulate", "seed", "0"): "the default",
     ("simulate", "tolerance", "0"): "perfect balance",
-    ("advise", "latency", "0"): "an exchange takes what its bytes take",
-    ("advise", "seconds_per_step", "0"): "the default",
-    ("advise", "seed", "0"): "the default",
 }
 """Numbers that mean something, and what."""
 
@@ -39,7 +36,6 @@ BEGINNINGS = {
     "doctor": f"doctor {JOB}",
     "compare": f"compare {JOB} --output={{folder}}/compare",
     "simulate": SIMULATED,
-    "advise": f"advise {JOB}",
     "serve": "serve --join=localhost:1 --token=known",
 }
 
@@ -84,7 +80,7 @@ def stopped(monkeypatch):
     def stop(*_: object, **__: object) -> None:
         raise Reached
 
-    for work in ("plan.load_planner", "simulate.load_planner", "advise.load_planner"):
+    for work in ("plan.load_planner", "simulate.load_planner"):
         monkeypatch.setattr(f"torchtitan_cad.tools.{work}", stop)
     monkeypatch.setattr("torchtitan_cad.tools.compare.comparison.run", stop)
 

@@ -69,7 +69,7 @@ def test_a_job_of_another_version(
 )
 def test_commands_read_no_recipe(version, job, problem, installed, capsys):
     installed(version)
-    for command in ("doctor", "advise", "simulate", "compare"):
+    for command in ("doctor", "simulate", "compare"):
         assert commands.main([command, job]) == commands.USER_ERROR
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"torchtitan-cad: error: {problem}")

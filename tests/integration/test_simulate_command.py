@@ -3,6 +3,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,57 @@ WITHOUT_JOB = Options(ranks=8, model="llama-8b", pp=1)
 )
 def test_systems_choose_what_neither_the_job_nor_an_option_says(job, options, expected):
     assert read_inputs(job, (), options)[0].open == expected
+
+
+def test_a_job_is_told_how_to_take_the_best_settings(tmp_path, capsys):
+    """By the last line, as in the file; another job with them has the settings of cad."""
+    job = [str(JOB), "--ranks=8", "--batches=1"]
+    written = simulate(tmp_path, *job)
+    settings = written["settings"]
+    assert settings
+    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    told = f"cad: the job takes these settings with {', '.join(lines)}"
+    assert told in capsys.readouterr().out.splitlines()
+    options = [f"--{key}={value}" for key, value in settings.items()]
+    changed = vars(read_job(JOB.stem, *options, ranks=8).configuration)
+    wanted = written["systems"]["cad"]["configuration"]
+    assert wanted.items() <= changed.items()
+
+
+def test_checkpointing_and_placement_are_set_by_keys_of_the_job():
+    job = read_job("llama3_8b_8gpus", ranks=8)
+    written = job.configuration
+    assert job.settings(written) == {}
+    other = replace(written, checkpointing="linear", placement="loader")
+    assert job.settings(other) == {
+        "activation_checkpoint.mode": "full",
+        "cad.recompute_attention": False,
+        "cad.placement": "loader",
+    }
+    linear = read_job("llama3_8b_long", "--cad.placement=loader", ranks=8)
+    full = replace(linear.configuration, checkpointing="full", placement="balanced")
+    assert linear.settings(full) == {
+        "cad.recompute_attention": True,
+        "cad.placement": "auto",
+    }
+
+
+@pytest.mark.parametrize(("cp", "pp", "microbatches"), [(2, 1, 1), (4, 2, 8)])
+def test_degrees_keep_the_tokens_of_a_step(cp, pp, microbatches):
+    written = [
+        "--training.local_batch_size=4",
+        "--training.global_batch_size=64",
+        "--parallelism.data_parallel_shard_degree=8",
+    ]
+    job = read_job("llama3_8b_8gpus", *written, ranks=8)
+    choice = replace(job.configuration, cp=cp, pp=pp, microbatches=microbatches)
+    options = [f"--{key}={value}" for key, value in job.settings(choice).items()]
+    other = read_job("llama3_8b_8gpus", *written, *options, ranks=8)
+    assert other.config.parallelism.data_parallel_shard_degree * cp * pp == 8
+    assert other.step_tokens == job.step_tokens
+    assert (other.configuration.cp, other.configuration.pp) == (cp, pp)
+    if pp > 1:
+        assert other.configuration.microbatches == microbatches
 
 
 def test_synthetic_documents_are_the_jobs_own():

@@ -29,7 +29,6 @@ COMMANDS = (
     "doctor",
     "compare",
     "simulate",
-    "advise",
     "serve",
 )
 """Subcommands: each is a module of this package."""
@@ -73,7 +72,7 @@ def _main(argv: Sequence[str]) -> int:
     if list(argv) == ["--version"]:
         print(f"torchtitan-cad {__version__}")
         return 0
-    if argv and argv[0] in ("doctor", "compare", "simulate", "advise"):
+    if argv and argv[0] in ("doctor", "compare", "simulate"):
         if any(arg.split("=")[0] == "--module" for arg in argv):
             raise ValueError(f"--module: {NO_RECIPES}")
         argv = separate_overrides(argv)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Inputs of ``simulate`` and ``advise``: a job's numbers, those of the command line, and defaults."""
+"""Inputs of ``simulate``: a job's numbers, those of the command line, and defaults."""
 
 from __future__ import annotations
 

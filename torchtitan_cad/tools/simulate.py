@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,8 @@ def run(
     packed: equal chunks, no balancing. reorder: whole rows distributed anew over ranks and microbatches. packing_cp:
     variable-length packing with context parallelism per document. dynamic_cp: the same, over as many ranks as a
     microbatch's longest document needs. greedy: CAD with the paper's planner. cad: this
-    package's. perfect: balanced, nothing exchanged for attention. docs/results.md says what is modelled.
+    package's. perfect: balanced, nothing exchanged for attention. docs/results.md says what is modelled. Of a job, the
+    last line has the keys by which it takes the settings of cad.
 
     Args:
         job: torchtitan's TOML file; without one, --ranks and a model are needed.
@@ -57,7 +59,7 @@ def run(
         options.profile,
         documents_file(options.documents),
     )
-    inputs, notes, _ = read_inputs(job, overrides, options)
+    inputs, notes, titan = read_inputs(job, overrides, options)
     if inputs.cluster.is_large:
         notes += _notes_of_large(inputs.cluster.ranks // inputs.cluster.tp)
     load_planner(placement=True)
@@ -67,8 +69,18 @@ def run(
     with tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None) as bar:
         report = simulate(inputs, progress=bar.set_description_str)
     print(report.table())
+    best = report.systems["cad"]
+    settings = titan.settings(best.configuration) if titan and best.fits else {}
+    if settings:
+        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+        print(f"cad: the job takes these settings with {', '.join(lines)}")
     if output is not None:
-        document = {"inputs": inputs.described(), "notes": notes, **report.to_dict()}
+        document = {
+            "inputs": inputs.described(),
+            "notes": notes,
+            "settings": settings,
+            **report.to_dict(),
+        }
         write_json(output, document)
     if plot is not None:
         _draw(report, plot)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A torchtitan job as the simulation sees it, and the keys that its settings stand for."""
+"""A torchtitan job as the simulation sees it, and the keys by which it takes other settings."""
 
 import copy
 import dataclasses
@@ -23,6 +23,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.manager import quiet, read_confi
 from torchtitan_cad.integration.torchtitan_v0_2.model import update_without_cp
 from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of
 from torchtitan_cad.integration.torchtitan_v0_2.room import checkpointing_kind
+from torchtitan_cad.planning.keeping import Checkpointing
 from torchtitan_cad.tools.simulation.batches import DEFAULT, named_lengths
 from torchtitan_cad.tools.simulation.inputs import (
     Cluster,
@@ -59,83 +60,65 @@ class SimulatedJob:
     notes: list[str]
     config: JobConfig
 
-    def keys(self, choice: Configuration) -> dict[str, Any]:
-        """Return the TOML keys that the job would have to change to take a choice, with values; None: leave it out."""
+    def settings(self, choice: Configuration) -> dict[str, Any]:
+        """Return the TOML keys that the job would have to change to take a choice, with values."""
         changes = choice.changes(self.configuration)
-        cluster = self.cluster
         wanted: dict[str, Any] = {"parallelism.cad": True}
-        wanted |= {
-            f"cad.{name}": changes[name]
-            for name in ("nano_batches", "tolerance", "backward")
-            if name in changes
-        }
+        for name in ("nano_batches", "tolerance", "backward"):
+            if name in changes:
+                wanted[f"cad.{name}"] = changes[name]
         if "placement" in changes:
-            wanted["cad.placement"] = (
-                "auto" if choice.placement == "balanced" else choice.placement
-            )
+            is_balanced = choice.placement == "balanced"
+            wanted["cad.placement"] = "auto" if is_balanced else choice.placement
         if "checkpointing" in changes:
-            is_full = choice.checkpointing in ("linear", "full")
-            wanted["activation_checkpoint.mode"] = (
-                "full" if is_full else choice.checkpointing
-            )
-            if choice.checkpointing == "selective":
-                wanted["activation_checkpoint.selective_ac_option"] = "op"
-            if is_full:
-                wanted["cad.recompute_attention"] = choice.checkpointing == "full"
+            wanted |= _checkpointing_settings(choice.checkpointing)
         if "schedule" in changes:
             wanted["parallelism.pipeline_parallel_schedule"] = choice.schedule
         if changes.keys() & {"cp", "pp", "microbatches"}:
-            dp = cluster.ranks // (cluster.tp * choice.pp * choice.cp)
-            rows = self.step_tokens // self.row_tokens
-            per_microbatch = rows // (dp * choice.microbatches)
-            wanted["parallelism.context_parallel_degree"] = choice.cp
-            wanted["parallelism.pipeline_parallel_degree"] = choice.pp
-            wanted["training.local_batch_size"] = (
-                rows // dp if choice.pp > 1 else per_microbatch
-            )
-            if choice.pp > 1:
-                wanted["parallelism.pipeline_parallel_microbatch_size"] = per_microbatch
-            elif choice.microbatches > 1:
-                wanted["training.global_batch_size"] = rows
-            if self.config.parallelism.data_parallel_shard_degree > 1:
-                wanted["parallelism.data_parallel_shard_degree"] = (
-                    dp // cluster.replicas
-                )
+            wanted |= self._division_settings(choice)
         return {key: value for key, value in wanted.items() if self._get(key) != value}
 
-    def keys_without(self, choice: Configuration) -> dict[str, Any]:
-        """Return the TOML keys by which the job takes a choice without CAD; schedules in ticks are CAD's."""
-        found = {
-            key: value
-            for key, value in self.keys(choice).items()
-            if not key.startswith("cad.")
+    def _division_settings(self, choice: Configuration) -> dict[str, Any]:
+        """Return the keys that divide a step as a choice does."""
+        cluster = self.cluster
+        dp = cluster.ranks // (cluster.tp * choice.pp * choice.cp)
+        rows = self.step_tokens // self.row_tokens
+        rows_of_rank = rows // dp
+        per_microbatch = rows_of_rank // choice.microbatches
+        wanted: dict[str, Any] = {
+            "parallelism.context_parallel_degree": choice.cp,
+            "parallelism.pipeline_parallel_degree": choice.pp,
         }
-        found["parallelism.cad"] = False
-        if self.config.parallelism.pipeline_parallel_schedule in TICK_SCHEDULES:
-            found["parallelism.pipeline_parallel_schedule"] = "1F1B"
-        return found
-
-    def refused(self, choice: Configuration) -> str:
-        """Say why the job could not start with a choice; empty if it could."""
-        try:
-            with quiet():
-                # warnings about what is tried would be taken for warnings about the job
-                plugin.check(self.changed(self.keys(choice)), self.cluster.ranks)
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    def changed(self, values: dict[str, Any]) -> JobConfig:
-        """Return a copy of the job's config with other values."""
-        config = copy.deepcopy(self.config)
-        for key, value in values.items():
-            table, name = key.split(".")
-            setattr(getattr(config, table), name, value)
-        return config
+        if choice.pp > 1:
+            wanted["training.local_batch_size"] = rows_of_rank
+            wanted["parallelism.pipeline_parallel_microbatch_size"] = per_microbatch
+        else:
+            wanted["training.local_batch_size"] = per_microbatch
+        if choice.pp == 1 and choice.microbatches > 1:
+            wanted["training.global_batch_size"] = rows
+        if self.config.parallelism.data_parallel_shard_degree > 1:
+            sharded = dp // cluster.replicas
+            wanted["parallelism.data_parallel_shard_degree"] = sharded
+        return wanted
 
     def _get(self, key: str) -> Any:
         table, name = key.split(".")
         return getattr(getattr(self.config, table), name)
+
+
+def _checkpointing_settings(kind: Checkpointing) -> dict[str, Any]:
+    """Return the keys for a kind of activation checkpointing."""
+    if kind in ("linear", "full"):
+        return {
+            "activation_checkpoint.mode": "full",
+            "cad.recompute_attention": kind == "full",
+        }
+    if kind == "selective":
+        return {
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.selective_ac_option": "op",
+        }
+    return {"activation_checkpoint.mode": "none"}
 
 
 def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The one search: configurations of a step, tried on the same batches for ``simulate``, ``advise`` and ``compare``."""
+"""The one search: configurations of a step, tried on the same batches for ``simulate`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -81,10 +81,6 @@ class Trial:
         """Attention of the slowest rank over the mean rank's, the mean over the batches."""
         return statistics.fmean(o.max_over_mean for o in self.outcomes)
 
-    def gain_over(self, other: Trial) -> float | None:
-        """Return the gain in speed, 0.1 for 10 %; None if one does not fit."""
-        return other.seconds / self.seconds - 1 if self.fits and other.fits else None
-
     def over(self, other: Trial) -> dict[str, float] | None:
         """Compare the speed with another's: least, mean and most over the batches. None if one does not fit."""
         if not (self.fits and other.fits):
@@ -105,14 +101,12 @@ class Search:
     """Tries configurations of the systems of ``BASELINES``, and of CAD with the configuration's planner.
 
     Attributes:
-        refused: why the job could not start with a configuration; empty if it could.
         progress: is called with what is simulated next.
 
     Raises ValueError for inputs that do not fit each other.
     """
 
     inputs: Inputs
-    refused: Callable[[Configuration], str] = lambda configuration: ""
     progress: Progress = lambda text: None
     _known: dict[tuple[str, Configuration, int], Trial] = field(default_factory=dict)
     _plans: dict[Configuration, Plans] = field(default_factory=dict)
@@ -166,8 +160,6 @@ class Search:
     def _with_batch(self, number: int, system: str, before: Trial) -> Trial:
         """Simulate one batch more than were simulated ``before``."""
         configuration = before.configuration
-        if reason := "" if system in BASELINES else self.refused(configuration):
-            return Trial(configuration, reason=reason)
         step = self.step(system, configuration, self.batches[number - 1])
         if step is None:
             return Trial(

@@ -191,17 +191,15 @@ class Report:
         if "servers" not in self.systems:
             return []
         ratio = self.systems["servers"].over(self.systems["cad"])
-        return [servers_line(self.cluster, ratio["mean"])] if ratio else []
-
-
-def servers_line(cluster: Cluster, ratio: float) -> str:
-    """Say what a cluster's attention servers gain; ``ratio`` is the speed with them over that without."""
-    servers = (
-        f"{cluster.servers} attention servers, each {cluster.server_speed:g} of a GPU at "
-        f"{cluster.server_net / 1e9:g} GB/s"
-    )
-    word = "pay" if ratio >= SERVERS_PAY_FROM else "do not pay"
-    return f"{servers}, {word}: {ratio:.3f} times as fast as cad alone"
+        if ratio is None:
+            return []
+        cluster = self.cluster
+        servers = (
+            f"{cluster.servers} attention servers, each {cluster.server_speed:g} of a GPU at "
+            f"{cluster.server_net / 1e9:g} GB/s"
+        )
+        word = "pay" if ratio["mean"] >= SERVERS_PAY_FROM else "do not pay"
+        return [f"{servers}, {word}: {ratio['mean']:.3f} times as fast as cad alone"]
 
 
 def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
