@@ -127,7 +127,7 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     ``args`` are as for `-m torchtitan.train`; ``ranks`` None: the job is to say. Raises ValueError for a file that
     cannot be read, or a job that CAD cannot run.
     """
-    config, _ = read_config(args)
+    config = read_config(args)
     name = config.model.name
     parallelism = config.parallelism
     training = config.training

@@ -24,7 +24,6 @@ from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
 from torchtitan_cad.tyro_errors import one_line_instead
 
 _LISTED_KEYS = 12
-_MODULE_KEYS = ("job.custom_config_module", "job.custom-config-module")
 
 
 @contextlib.contextmanager
@@ -94,16 +93,12 @@ class CadConfigManager(ConfigManager):
         return config_cls
 
 
-def read_config(args: Sequence[str]) -> tuple[JobConfig, bool]:
-    """Return the config, valid or not, and whether the job names a ``custom_config_module``.
+def read_config(args: Sequence[str]) -> JobConfig:
+    """Return the config, valid or not, and leave torchtitan as it is.
 
-    Leaves torchtitan as it is. Raises ValueError for a file or option that cannot be read.
+    Raises ValueError for a file or option that cannot be read.
     """
     manager = CadConfigManager()
-    toml = manager._maybe_load_toml(list(args)) or {}
-    on_command_line = any(
-        arg.removeprefix("--").split("=")[0] in _MODULE_KEYS for arg in args
-    )
     try:
         manager.parse_args(list(args))
     except Exception:
@@ -111,9 +106,7 @@ def read_config(args: Sequence[str]) -> tuple[JobConfig, bool]:
             raise
     finally:
         plugin.restore()
-    return manager.config, on_command_line or bool(
-        toml.get("job", {}).get("custom_config_module")
-    )
+    return manager.config
 
 
 def check_keys(config_cls: Any, table: dict[str, Any], args: list[str]) -> None:

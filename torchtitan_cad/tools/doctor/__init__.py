@@ -30,7 +30,8 @@ def run(
             f"--nproc {nproc} --nnodes {nnodes}: set numbers of which the product is at most {MAX_RANKS}"
         )
     check_job(job)
-    from torchtitan_cad.tools.doctor.examine import examine, is_drawing
+    from torchtitan_cad.tools.doctor.examine import examine
+    from torchtitan_cad.tools.doctor.sample import is_drawing
 
     failed = 0
     for finding in examine([f"--job.config_file={job}", *overrides], nproc, nnodes):
