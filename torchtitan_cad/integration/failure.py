@@ -47,8 +47,7 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
         trainer: has ``step``, ``checkpointer`` and ``metrics_processor``, as torchtitan's do.
         train: trains with it.
     """
-    if (monitor := current_session().monitor) is None:
-        return train()
+    monitor = current_session().monitor
     clock = current_session().engine.clock
     monitor.progress = lambda: (trainer.step, clock.exchanges, clock.phase)
     check_before_saving(trainer.checkpointer)

@@ -33,7 +33,6 @@ class Job:
         accumulation: batches per optimizer step.
         checkpoints: whether the loader's state is saved.
         deterministic: whether equal jobs must compute equal bits, so that nothing may depend on how long things take.
-        dry_run: one process plays a rank of a larger job: there are no peers, and what collectives bring means nothing.
         start_timeout_s, step_timeout_s: bounds of a collective before and after the first step.
     """
 
@@ -50,7 +49,6 @@ class Job:
     accumulation: int
     checkpoints: bool
     deterministic: bool
-    dry_run: bool
     start_timeout_s: float
     step_timeout_s: float
 

@@ -58,7 +58,7 @@ from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor, store_of_attempt
 from torchtitan_cad.runtime.servers.client import ServerPool
-from torchtitan_cad.runtime.transport import DryTransport, Transport, build_transport
+from torchtitan_cad.runtime.transport import Transport, build_transport
 from torchtitan_cad.runtime.transport.base import gather
 
 logger = logging.getLogger(__name__)
@@ -86,21 +86,14 @@ class CadSession:
         self.statistics = StepStatistics()
         self._engines: list[CoreAttentionEngine] = []
         self._validated: deque[PlannedBatch] = deque()
-        store = (
-            None
-            if job.dry_run
-            else store_of_attempt(dist.distributed_c10d._get_default_store())
-        )
         if self.redistributes:
             warm_up_placement()
-        host_names = [""] * dist.get_world_size()
-        if not job.dry_run:
-            host_names = [*gather(host_name(), None).values()]
+        host_names = [*gather(host_name(), None).values()]
         self.hosts = number_hosts([host_names[rank] for rank in self.ranks])
         self.device_bytes = device_bytes(
             self.device, host_names.count(host_names[self.rank])
         )
-        self.monitor = None if store is None else self._start_monitor(store, host_names)
+        self.monitor = self._start_monitor(host_names)
         self._train_group = self._planning_group(self.ranks)
         self._config = self.cad.planner_config(self.topology)
         if self._config.ranks_per_node is None:
@@ -155,11 +148,10 @@ class CadSession:
 
     # Set-up -----------------------------------------------------------------------------------------------------------
 
-    def _start_monitor(
-        self, store: dist.Store, host_names: Sequence[str]
-    ) -> PeerMonitor:
+    def _start_monitor(self, host_names: Sequence[str]) -> PeerMonitor:
+        default_store = dist.distributed_c10d._get_default_store()
         return PeerMonitor(
-            store,
+            store_of_attempt(default_store),
             self.rank,
             dist.get_world_size(),
             group=self.ranks,
@@ -175,7 +167,7 @@ class CadSession:
 
     def _planning_group(self, ranks: list[int]) -> dist.ProcessGroup | None:
         """Return a gloo group of these ranks, this one among them; None if there are no others to talk to."""
-        if len(ranks) == 1 or self.job.dry_run:
+        if len(ranks) == 1:
             return None
         # Planning waits for the slowest rank's training, so its bound is wider than training's own.
         timeout = timedelta(seconds=self.job.start_timeout_s + self.job.step_timeout_s)
@@ -210,7 +202,7 @@ class CadSession:
         return self.cad.plan_cost(self.shape, self.kernel.name)
 
     def _open_to_servers(self) -> ServerPool | None:
-        if not self.cad.servers or self.job.dry_run:
+        if not self.cad.servers:
             return None
         cost = self._cost or TileAreaCost(self._config.cost_tile)
         return open_to_servers(
@@ -273,11 +265,7 @@ class CadSession:
         kept = kept_bytes(
             self.cad.backward, room, self._train_group, in_ticks=ticks is not None
         )
-        if (
-            self.cad.tolerance == "auto"
-            and transport is not None
-            and not self.job.dry_run
-        ):
+        if self.cad.tolerance == "auto" and transport is not None:
             self.times = self._agreed(
                 replace(self._measure_times(transport, blocks), kept_bytes=kept)
             )
@@ -371,11 +359,6 @@ class CadSession:
         )
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
-        if self.job.dry_run:
-            logger.info(
-                "CAD exchanges nothing in a dry run: rows from other ranks are zeros"
-            )
-            return DryTransport(self.cad.buffer_bytes)
         if triton.runs_on(self.device):
             from torchtitan_cad.runtime.triton.warm_up import warm_up
 
@@ -465,8 +448,7 @@ class CadSession:
             self._loader.close(timeout_s=1.0 if failed else JOIN_S)
         if self._servers is not None:
             self._servers.close()
-        if self.monitor is not None:
-            self.monitor.close()
+        self.monitor.close()
 
 
 def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:

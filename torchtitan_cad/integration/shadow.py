@@ -129,7 +129,7 @@ def open_shadow(loader: Loader, job: Job, dump_folder: str) -> Shadow:
     rank = dist.get_rank()
     group = None
     ranks = job.topology.group_ranks(rank)
-    if len(ranks) > 1 and not job.dry_run:
+    if len(ranks) > 1:
         timeout = timedelta(seconds=job.start_timeout_s + job.step_timeout_s)
         group = dist.new_group(
             ranks, timeout, backend="gloo", use_local_synchronization=True

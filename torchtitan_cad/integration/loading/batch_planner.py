@@ -136,8 +136,7 @@ class BatchPlanner:
     """Plans steps for one CAD group. All ranks of the group must plan the same steps in the same order.
 
     Args:
-        group: of gloo; None for a group of one, and for a dry run, in which all ranks are taken to have this one's
-            documents.
+        group: of gloo; None for a group of one.
         ranks: global numbers of the group's ranks: stages x data-parallel x context-parallel, the last changing first.
         topology: degrees of these; all stages of a group load the same batches.
         rules: how to plan.

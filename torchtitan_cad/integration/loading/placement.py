@@ -87,8 +87,7 @@ class Placement:
     """Chooses homes and brings tokens there, for one CAD group.
 
     Args:
-        group: gloo group of the CAD group; None for a group of one, and for a dry run, in which all ranks are taken to
-            have this one's documents.
+        group: gloo group of the CAD group; None for a group of one.
         replicas: gloo group of the ranks with this position in every CAD group, which load the same rows; None for one.
         rank: this one's position in the group.
         cost: of forward and backward together, by a profile; None: tile area.

@@ -30,7 +30,7 @@ SUPPORTED_MODELS = tuple(ADAPTERS)
 def validate(config: JobConfig, world_size: int | None = None) -> None:
     """Check everything of a config, with CAD or without, that can be known before process groups exist.
 
-    ``world_size`` is by default the launcher's WORLD_SIZE, or the NGPU of torchtitan's dry runs; what depends on it is
+    ``world_size`` is by default the launcher's WORLD_SIZE; what depends on it is
     skipped if that is not set. Raises ValueError that names the TOML key, the value, and what to set instead.
     """
     if has_cad(config) and adapter_of(config.model.name) is None:

@@ -49,7 +49,6 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
         accumulation=max(1, steps),
         checkpoints=config.checkpoint.enable,
         deterministic=config.debug.deterministic,
-        dry_run=config.comm.mode != "default",
         start_timeout_s=config.comm.init_timeout_seconds,
         step_timeout_s=config.comm.train_timeout_seconds,
     )

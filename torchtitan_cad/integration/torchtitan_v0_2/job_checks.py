@@ -56,17 +56,9 @@ def check_job(config: JobConfig, world_size: int | None) -> None:
 
 
 def launched_ranks(config: JobConfig) -> int | None:
-    """Return the launcher's number of ranks, or that of the job that a dry run plays; None if it is not set."""
-    if config.comm.mode == "default":
-        ranks = os.environ.get("WORLD_SIZE", "")
-        return int(ranks) if ranks else None
-    ranks = os.environ.get("NGPU", "")
-    if not ranks.isdecimal():
-        raise ValueError(
-            f"comm.mode = {config.comm.mode!r} plays one rank of a larger job: set the environment variable NGPU "
-            f"(it is {ranks!r}) to its number of ranks, or comm.mode to 'default'"
-        )
-    return int(ranks)
+    """Return the launcher's number of ranks; None if it is not set, or a dry run plays a job of another number."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    return int(ranks) if ranks and config.comm.mode == "default" else None
 
 
 def _check_unsharded(config: JobConfig, world_size: int) -> None:
@@ -142,12 +134,6 @@ def _check_pipeline(config: JobConfig) -> None:
     microbatch = parallelism.pipeline_parallel_microbatch_size
     if pp == 1:
         return
-    # torchtitan's own dry runs end with an error inside torch
-    if config.comm.mode != "default":
-        raise ValueError(
-            f"parallelism.pipeline_parallel_degree = {pp}: comm.mode = {config.comm.mode!r} cannot play a pipeline, "
-            "whose stages ask each other for shapes; set parallelism.pipeline_parallel_degree to 1"
-        )
     if not parallelism.pipeline_parallel_schedule_csv:
         _check_schedule(config)
     if batch % microbatch:

@@ -394,6 +394,12 @@ RULES = (
         "set it to one that torch knows, such as 'inductor'",
         applies=compiles,
     ),
+    Rule(
+        "comm.mode",
+        lambda mode: mode == "default",
+        "a dry run cannot play CAD's exchanges; set it to 'default', or parallelism.cad to false",
+        applies=has_cad,
+    ),
     seconds("comm.init_timeout_seconds"),
     seconds("comm.train_timeout_seconds"),
     installed(

@@ -51,7 +51,6 @@ def read_job(config: Any, device: torch.device) -> Job:
         accumulation=batches * microbatches,
         checkpoints=config.checkpoint.enable,
         deterministic=config.debug.deterministic,
-        dry_run=False,
         start_timeout_s=config.comm.init_timeout_seconds,
         step_timeout_s=config.comm.train_timeout_seconds,
     )

@@ -12,14 +12,12 @@ from torchtitan_cad.runtime.transport.base import (
 from torchtitan_cad.runtime.transport.build import build_transport, expected_transport
 from torchtitan_cad.runtime.transport.collective import (
     CollectiveTransport,
-    DryTransport,
 )
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 __all__ = [
     "BUFFERS_PER_CALL",
     "CollectiveTransport",
-    "DryTransport",
     "Peers",
     "Pending",
     "Route",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The transport over the process group's all-to-all (gloo on CPU, NCCL on CUDA), and its dry run."""
+"""The transport over the process group's all-to-all (gloo on CPU, NCCL on CUDA)."""
 
 from collections.abc import Callable, Sequence
 
@@ -95,21 +95,3 @@ class CollectiveTransport:
                 async_op=True,
             )
         ]
-
-
-class DryTransport(CollectiveTransport):
-    """Transport of a dry run, in which one process plays a rank of a larger job: all received rows are zeros.
-
-    (``all_to_all_single`` of a fake process group refuses to send no rows and receive some.)
-    """
-
-    name = description = "dry run"
-
-    def __init__(self, buffer_bytes: int) -> None:
-        self.buffer_bytes = buffer_bytes
-
-    def _exchange(
-        self, received: Tensor, sent: Tensor, route: Route
-    ) -> list[dist.Work]:
-        received.zero_()
-        return []

@@ -41,7 +41,6 @@ from torchtitan_cad.integration.torchtitan_v0_2.job import (
     cad_table,
     document_rule,
 )
-from torchtitan_cad.integration.torchtitan_v0_2.job_checks import launched_ranks
 from torchtitan_cad.integration.torchtitan_v0_2.manager import quiet, read_config
 from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of, has_experts
 from torchtitan_cad.planning.compile_once import is_compiled
@@ -186,8 +185,6 @@ def _check_config(job: Job) -> Answer:
             "--nproc: set it to the ranks per node, as torchrun's --nproc_per_node; the job's degrees multiply to "
             f"{degrees}"
         )
-    if config.comm.mode != "default":
-        launched_ranks(config)  # of a dry run, which the environment must say
     plugin.check(config, job.world_size)
     job.is_valid = True
     return (
