@@ -357,7 +357,7 @@ def test_placement_is_of_cad_alone():
     loader = run(cp=1, nano_batches=1, placement="loader").systems
     balanced = run(cp=1, nano_batches=1, placement="balanced").systems
     assert loader["cad"].seconds != balanced["cad"].seconds
-    assert loader["greedy"].seconds == balanced["greedy"].seconds
+    assert loader["packing_cp"].seconds == balanced["packing_cp"].seconds
 
 
 def test_wrong_numbers_are_named():

@@ -41,9 +41,8 @@ def run(
 
     packed: equal chunks, no balancing. reorder: whole rows distributed anew over ranks and microbatches. packing_cp:
     variable-length packing with context parallelism per document. dynamic_cp: the same, over as many ranks as a
-    microbatch's longest document needs. greedy: CAD with the paper's planner. cad: this
-    package's. perfect: balanced, nothing exchanged for attention. docs/results.md says what is modelled. Of a job, the
-    last line has the keys by which it takes the settings of cad.
+    microbatch's longest document needs. cad: this package. perfect: balanced, nothing exchanged for attention.
+    docs/results.md says what is modelled. Of a job, the last line has the keys by which it takes the settings of cad.
 
     Args:
         job: torchtitan's TOML file; without one, --ranks and a model are needed.
@@ -110,7 +109,7 @@ def _notes_of_large(ranks: int) -> list[str]:
     """Say what the simulation of a large cluster leaves out, and about how long it takes."""
     minutes = max(1.0, ranks / 1400)
     return [
-        "greedy, cad: in the configuration that is best with the loader's homes, of those with the lowest cp",
+        "cad: in the configuration that is best with the loader's homes, of those with the lowest cp",
         f"memory: of attention, that of the {COMPARED} GPUs that serve the most rows",
         f"configurations: ranked by the first step; all takes about {minutes:.0f} min on an idle core",
     ]

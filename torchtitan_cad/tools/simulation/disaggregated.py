@@ -44,21 +44,14 @@ class Disaggregated:
     """A step with CAD.
 
     Args:
-        plans: that are known, to which others are added; by default a new dictionary.
         with_servers: whether the cluster's attention servers take part.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        plans: Plans | None = None,
-        *,
-        with_servers: bool = False,
-    ) -> None:
+    def __init__(self, step: Step, *, with_servers: bool = False) -> None:
         self._with_servers = with_servers
         self.step = step
         self.configuration = step.configuration
-        self._plans: Plans = {} if plans is None else plans
+        self._plans: Plans = {}
         self._known: dict[tuple[PoolKey, bool, bool], list[list[Nano]]] = {}
         self._in_ticks = step.pp > 1 and self.configuration.schedule == "CAD1F1B"
 

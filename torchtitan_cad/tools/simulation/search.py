@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -19,7 +19,7 @@ from torchtitan_cad.tools.simulation.baselines import (
 )
 from torchtitan_cad.tools.simulation.batches import Batch, draw_batches
 from torchtitan_cad.tools.simulation.costs import Costs
-from torchtitan_cad.tools.simulation.disaggregated import Disaggregated, Plans, obstacle
+from torchtitan_cad.tools.simulation.disaggregated import Disaggregated, obstacle
 from torchtitan_cad.tools.simulation.dynamic_cp import dynamic_cp
 from torchtitan_cad.tools.simulation.inputs import (
     CHECKPOINTING,
@@ -35,10 +35,9 @@ MAX_PP = 8
 MAX_MICROBATCHES = 8
 """microbatches per pipeline rank: most that are tried."""
 TRIED = 3
+"""batches: the first, on which baselines are ranked, and CAD's best configurations compared; in large clusters one"""
 FINALISTS = 3
-"""batches: the first, on which a baseline's configurations are ranked; configurations: a baseline's best, compared on
-all batches. CAD's are ranked on the first batch, and compared on the first TRIED, FINALISTS at a time. In large
-clusters TRIED is one."""
+"""configurations: a system's best, compared on more batches"""
 LOWEST_CP = 2
 """numbers of context-parallel ranks: the lowest that rows allow, which CAD tries in large clusters"""
 ROUNDING = 1e-9
@@ -98,7 +97,7 @@ class Trial:
 
 @dataclass(eq=False)
 class Search:
-    """Tries configurations of the systems of ``BASELINES``, and of CAD with the configuration's planner.
+    """Tries configurations of the systems of ``BASELINES``, and of CAD.
 
     Attributes:
         progress: is called with what is simulated next.
@@ -109,7 +108,6 @@ class Search:
     inputs: Inputs
     progress: Progress = lambda text: None
     _known: dict[tuple[str, Configuration, int], Trial] = field(default_factory=dict)
-    _plans: dict[Configuration, Plans] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         inputs = self.inputs
@@ -165,23 +163,21 @@ class Search:
             return Trial(
                 configuration, reason="the step's rows do not divide into these parts"
             )
+        reason = "" if system in BASELINES else obstacle(step)
+        if reason:
+            return Trial(configuration, reason=reason)
+        changes = [
+            f"{key} {value}" for key, value in configuration.changes(self.asked).items()
+        ]
+        text = ", ".join(changes) or "as asked"
+        self.progress(f"{system}: batch {number} of {len(self.batches)}, {text}")
         memory = 0.0
         if system in BASELINES:
             outcome = BASELINES[system](step)
             if outcome is None:
                 return Trial(configuration, reason="its tokens do not fit the memory")
-        elif reason := obstacle(step):
-            return Trial(configuration, reason=reason)
         else:
-            changes = ", ".join(
-                f"{key} {value}"
-                for key, value in configuration.changes(self.asked).items()
-            )
-            self.progress(
-                f"{system}: batch {number} of {len(self.batches)}, {changes or 'as asked'}"
-            )
-            plans = self._plans_of_first_batch(configuration) if number == 1 else {}
-            cad = Disaggregated(step, plans, with_servers=system == "servers")
+            cad = Disaggregated(step, with_servers=system == "servers")
             memory = cad.memory().total  # without what plans take
             outcome = cad.outcome() if memory <= self.cluster.memory else None
         most = max(before.memory, memory, outcome.memory.total if outcome else 0.0)
@@ -190,137 +186,96 @@ class Search:
             return Trial(configuration, memory=most, reason=text)
         return Trial(configuration, (*before.outcomes, outcome), most)
 
-    def _plans_of_first_batch(self, configuration: Configuration) -> Plans:
-        """Return the plans that are known. By time they depend on what servers keep, so on all of a configuration."""
-        if configuration.tolerance != "auto":
-            configuration = replace(
-                configuration, checkpointing="none", backward="resend"
-            )
-        return self._plans.setdefault(configuration, {})
-
     def fastest(self, system: str, candidates: Sequence[Configuration]) -> Trial:
-        """Return a baseline's fastest configuration that fits every batch, of the best for ``TRIED`` batches.
+        """Return a system's fastest configuration that fits every batch, of the best for its first batches.
 
-        What even perfect balance would leave behind the best so far is not tried.
+        These are the first ``TRIED``, of CAD, whose plans take long, the first, by which ``FINALISTS`` at a time are
+        compared on ``TRIED``; of ``perfect`` all, so that nothing is below it.
         """
-        batches = self.batches[: self.few]
-        bounds = [
-            (self._least_seconds(system, candidate, batches), number)
-            for number, candidate in enumerate(candidates)
-        ]
-        waiting = sorted(bounds, reverse=True)
-        tried = dict[int, Trial]()
-        while True:
-            fitting = sorted(
-                (trial.seconds, number) for number, trial in tried.items() if trial.fits
-            )
-            finalists = fitting[:FINALISTS]
-            least = finalists[-1][0] if len(finalists) == FINALISTS else math.inf
-            if waiting and waiting[-1][0] * (1 - ROUNDING) <= least:
-                number = waiting.pop()[1]
-                self.progress(
-                    f"{system}: {len(tried) + 1} of at most {len(candidates)} configurations"
-                )
-                tried[number] = self.run(system, candidates[number], len(batches))
-                continue
-            trials = {
-                number: self.run(system, candidates[number]) for _, number in finalists
-            }
-            failing = {
-                number: trial for number, trial in trials.items() if not trial.fits
-            }
-            if not failing:
-                none = self.none([tried[number] for number in sorted(tried)])
-                return min(
-                    trials.values(), key=lambda trial: trial.seconds, default=none
-                )
-            tried |= failing
-
-    def _least_seconds(
-        self, system: str, configuration: Configuration, batches: Sequence[Batch]
-    ) -> float:
-        """Return seconds that no baseline's mean step over the batches is below: balanced, with the shortest bubble."""
-        step = self.step(system, configuration)
-        if step is None:
-            return math.inf
-        even = [replace(step, batch=batch).even("CAD1F1B") for batch in batches]
-        balanced = statistics.fmean(parts.total for parts in even)
-        # which may leave the first and the last microbatches empty, and few keys to gather
-        if system in ("packing_cp", "dynamic_cp"):
-            return balanced - even[0].bubble
-        return balanced + (row_gathers(step) if system != "perfect" else 0.0)
-
-    def fastest_cad(self, candidates: Sequence[Configuration]) -> Trial:
-        """Return CAD's fastest configuration for ``TRIED`` batches that fits every batch, of the best for the first.
-
-        What even perfect balance would leave behind the best so far is not planned, unless no faster one fits.
-        """
+        every = len(self.batches)
+        ranked_on, compared_on = {
+            "cad": (1, self.few),
+            "perfect": (every, every),
+        }.get(system, (self.few, every))
+        bounds = {
+            candidate: self.bound(system, candidate, ranked_on)
+            for candidate in candidates
+        }
+        possible = [candidate for candidate in bounds if bounds[candidate] < math.inf]
+        left = sorted(possible, key=bounds.__getitem__)
         tried = list[Trial]()
-        left = list(candidates)
         while left:
-            trials, left = self._planned_first(left)
+            trials, left = self._ranked(system, left, bounds, batches=ranked_on)
             tried += trials
-            fitting = sorted(
-                (trial for trial in trials if trial.fits),
-                key=lambda trial: trial.seconds,
-            )
+            fitting = _by_seconds(trial for trial in trials if trial.fits)
             for first in range(0, len(fitting), FINALISTS):
                 finalists = fitting[first : first + FINALISTS]
-                few = [
-                    self.run("cad", one.configuration, self.few) for one in finalists
+                compared = [
+                    self.run(system, trial.configuration, compared_on)
+                    for trial in finalists
                 ]
-                for trial in sorted(few, key=lambda trial: trial.seconds):
-                    if (every := self.run("cad", trial.configuration)).fits:
-                        return every
-            if not fitting:
-                break
-        return self.none([self.run("cad", trial.configuration) for trial in tried])
+                for trial in _by_seconds(compared):
+                    on_all = self.run(system, trial.configuration)
+                    if on_all.fits:
+                        return on_all
+        return self.none([self.run(system, trial.configuration) for trial in tried])
 
-    def _planned_first(
-        self, candidates: Sequence[Configuration]
+    def _ranked(
+        self,
+        system: str,
+        candidates: Sequence[Configuration],
+        bounds: dict[Configuration, float],
+        batches: int,
     ) -> tuple[list[Trial], list[Configuration]]:
-        """Return the trials on the first batch of configurations that can be the fastest, and the configurations that
-        cannot as long as the fastest of these fits every batch.
+        """Return the trials of configurations that can be the fastest, and the configurations that cannot: even perfect
+        balance would leave them behind the best so far.
         """
         best = Trial(self.asked)
         tried = list[Trial]()
         left = list[Configuration]()
         for candidate in candidates:
-            fastest = best.configuration
-            places = candidate.placement != "loader"
-            smaller = (
-                best.fits
-                and not places
-                and candidate.pp == 1 == fastest.pp
-                and candidate.microbatches > fastest.microbatches
-            )
-            # without a pipeline smaller microbatches only leave less to balance
-            if smaller or self.bound(candidate) >= best.seconds:
+            if bounds[candidate] * (1 - ROUNDING) > best.seconds or (
+                system == "cad" and _is_smaller(candidate, best)
+            ):
                 left.append(candidate)
                 continue
-            tried.append(self.run("cad", candidate, 1))
+            tried.append(self.run(system, candidate, batches))
             best = min(best, tried[-1], key=lambda trial: trial.seconds)
         return tried, left
 
+    def bound(self, system: str, configuration: Configuration, batches: int) -> float:
+        """Return seconds that no mean step over the first batches is below: balanced, with the shortest bubble.
+
+        Infinite if the step cannot be divided so.
+        """
+        step = self.step(system, configuration)
+        if step is None or (system == "cad" and obstacle(step)):
+            return math.inf
+        schedule = configuration.schedule if system == "cad" else "CAD1F1B"
+        even = [
+            replace(step, batch=batch).even(schedule)
+            for batch in self.batches[:batches]
+        ]
+        balanced = statistics.fmean(parts.total for parts in even)
+        if system in ("packed", "reorder"):
+            return balanced + row_gathers(step)
+        # which may leave the first and the last microbatches empty, and few keys to gather
+        if system in ("packing_cp", "dynamic_cp"):
+            return balanced - even[0].bubble
+        return balanced
+
     def placed(self, candidates: Sequence[Configuration]) -> Trial:
         """Return CAD's fastest trial, maybe with documents placed, since ``packing_cp`` distributes them anew, too."""
-        fastest = self.fastest_cad(candidates).configuration
+        fastest = self.fastest("cad", candidates).configuration
         ways = product(
             self._choices("placement", PLACEMENTS[1:]),
             self._choices("nano_batches", (1, 2)),
         )
-        return self.fastest_cad(
-            [fastest, *(replace(fastest, placement=p, nano_batches=n) for p, n in ways)]
-        )
-
-    def bound(self, configuration: Configuration) -> float:
-        """Return the seconds of a step if everything were balanced and hidden; infinite if it cannot be divided so."""
-        step = self.step("cad", configuration)
-        return (
-            step.even(configuration.schedule).total
-            if step and not obstacle(step)
-            else math.inf
-        )
+        others = [
+            replace(fastest, placement=placement, nano_batches=nano_batches)
+            for placement, nano_batches in ways
+        ]
+        return self.fastest("cad", [fastest, *others])
 
     def none(self, tried: list[Trial]) -> Trial:
         """Return the trial that is nearest to fitting, of some that do not."""
@@ -336,47 +291,31 @@ class Search:
     def candidates(
         self, system: str, placement: Placement = "loader"
     ) -> list[Configuration]:
-        """List the configurations of a system, for CAD the most promising first; "greedy" is CAD with that planner."""
+        """List the configurations of a system."""
         asked = replace(self.asked, placement=placement)
-        if system == "greedy":
-            asked = replace(asked, planner=system)
-        found = list[Configuration]()
         cp = 1 if "cp" in self.open else self.asked.cp
-        rows = len(self.batches[0].rows)
+        powers = [2**i for i in range(MAX_PP.bit_length())]
         pps = [
-            2**i
-            for i in range(MAX_PP.bit_length())
-            if self.cluster.ranks % (self.cluster.tp * 2**i * cp) == 0
+            pp for pp in powers if self.cluster.ranks % (self.cluster.tp * pp * cp) == 0
         ]
+        found = list[Configuration]()
         for kind in self._choices("checkpointing", CHECKPOINTING):
             for pp in self._choices("pp", pps):
-                # Powers of two and divisors of the rows, less those that leave a pipeline emptier than half.
-                most = MAX_MICROBATCHES * pp
-                every = [
-                    m
-                    for m in range(1, most + 1)
-                    if (m & (m - 1) == 0 or rows % m == 0) and 2 * m >= pp
-                ]
-                for m in self._choices("microbatches", every):
+                for microbatches in self._choices("microbatches", self._divisions(pp)):
                     configuration = replace(
-                        asked,
-                        checkpointing=kind,
-                        pp=pp,
-                        microbatches=m,
+                        asked, checkpointing=kind, pp=pp, microbatches=microbatches
                     )
                     found += self._ways(system, configuration)
-        if system in BASELINES:
-            return found
-        bounds = {candidate: self.bound(candidate) for candidate in found}
-        possible = [candidate for candidate in found if bounds[candidate] < math.inf]
-        return sorted(
-            possible,
-            key=lambda candidate: (
-                bounds[candidate],
-                candidate.microbatches,
-                -candidate.nano_batches,
-            ),
-        )
+        return found
+
+    def _divisions(self, pp: int) -> list[int]:
+        """Powers of two and divisors of the rows, less those that leave a pipeline emptier than half."""
+        rows = len(self.batches[0].rows)
+        return [
+            number
+            for number in range(1, MAX_MICROBATCHES * pp + 1)
+            if (number & (number - 1) == 0 or rows % number == 0) and 2 * number >= pp
+        ]
 
     def _choices(self, name: str, every: Sequence[Any]) -> Sequence[Any]:
         return every if name in self.open else [getattr(self.asked, name)]
@@ -385,33 +324,20 @@ class Search:
         self, system: str, configuration: Configuration
     ) -> Iterator[Configuration]:
         """Yield a system's configurations with these numbers of pipeline ranks and microbatches."""
-        batch = self.batches[0]
         ranks = self.cluster.ranks // (self.cluster.tp * configuration.pp)
         divisors = [cp for cp in range(1, ranks + 1) if ranks % cp == 0]
         if system in ("perfect", "dynamic_cp"):
             yield replace(configuration, cp=1)
         elif system == "packing_cp":
-            for cp in (
-                divisors
-                if configuration.packing_cp is None
-                else {configuration.packing_cp}.intersection(divisors)
-            ):
-                if configuration.microbatches * (ranks // cp) <= len(batch.lengths):
+            for cp in divisors:
+                bins = configuration.microbatches * (ranks // cp)
+                is_asked = configuration.packing_cp in (None, cp)
+                if is_asked and bins <= len(self.batches[0].lengths):
                     yield replace(configuration, cp=cp, backward="resend")
                     if cp > 1:
                         yield replace(configuration, cp=cp, backward="keep")
         else:
-            ways = dict[int, int]()
-            for cp in self._choices("cp", divisors):
-                # placed, documents are not bound to a row's ranks
-                if step := self.step(system, replace(configuration, cp=cp)):
-                    ways.setdefault(
-                        cp
-                        if configuration.placement == "loader"
-                        else step.rows_per_rank % 2,
-                        cp,
-                    )
-            divided = [replace(configuration, cp=cp) for cp in ways.values()]
+            divided = self._row_divisions(system, configuration, divisors)
             if system in BASELINES:
                 yield from divided
                 return
@@ -419,6 +345,19 @@ class Search:
                 divided = divided[:LOWEST_CP]
             for chosen in divided:
                 yield from self._orders_of_work(chosen)
+
+    def _row_divisions(
+        self, system: str, configuration: Configuration, divisors: list[int]
+    ) -> list[Configuration]:
+        """Return the numbers of ranks that may share a row; placed, documents are not bound to a row's ranks."""
+        ways = dict[int, Configuration]()
+        for cp in self._choices("cp", divisors):
+            divided = replace(configuration, cp=cp)
+            step = self.step(system, divided)
+            if step is not None:
+                is_placed = configuration.placement != "loader"
+                ways.setdefault(step.rows_per_rank % 2 if is_placed else cp, divided)
+        return list(ways.values())
 
     def _orders_of_work(self, chosen: Configuration) -> Iterator[Configuration]:
         """Yield CAD's schedules and numbers of nano-batches."""
@@ -429,7 +368,7 @@ class Search:
         if chosen.pp == 1:
             schedules = schedules[:1]
         for schedule, nano_batches in product(
-            schedules, self._choices("nano_batches", (1, 2))
+            schedules, self._choices("nano_batches", (2, 1))
         ):
             yield replace(chosen, schedule=schedule, nano_batches=nano_batches)
 
@@ -443,3 +382,18 @@ BASELINES: dict[str, Callable[[Step], Outcome | None]] = {
 }
 WITHOUT_ROWS = ("packing_cp", "dynamic_cp", "perfect")
 """Systems that rows do not bind."""
+
+
+def _by_seconds(trials: Iterable[Trial]) -> list[Trial]:
+    return sorted(trials, key=lambda trial: trial.seconds)
+
+
+def _is_smaller(candidate: Configuration, best: Trial) -> bool:
+    """Tell whether microbatches are smaller than the best's: without a pipeline they only leave less to balance."""
+    fastest = best.configuration
+    return (
+        best.fits
+        and candidate.placement == "loader"
+        and candidate.pp == 1 == fastest.pp
+        and candidate.microbatches > fastest.microbatches
+    )

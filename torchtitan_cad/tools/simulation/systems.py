@@ -20,16 +20,13 @@ SYSTEMS = {
     "reorder": DIVISION,
     "packing_cp": (*DIVISION, "backward"),
     "dynamic_cp": ("pp", "microbatches", "checkpointing"),
-    "greedy": (*DIVISION, "nano_batches", "schedule"),
     "cad": (*DIVISION, "nano_batches", "schedule", "placement"),
     "perfect": ("pp", "microbatches", "checkpointing"),
 }
 """Systems, with the fields of a configuration that each chooses."""
-BASELINES = ("packed", "reorder", "packing_cp", "dynamic_cp", "greedy")
+BASELINES = ("packed", "reorder", "packing_cp", "dynamic_cp")
 SERVERS_PAY_FROM = 1.01
 """speed with attention servers over that without, from which they pay"""
-MOST_GREEDY = 1024
-"""GPUs of one TP coordinate: most that the greedy planner is asked to plan for"""
 PARTS = tuple(Parts.__annotations__)
 
 
@@ -205,10 +202,8 @@ class Report:
 def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
     """Return the times of a step under every system of ``SYSTEMS``.
 
-    Each takes its configuration that fits the memory and is fastest, ``greedy`` and ``cad`` by the first batch;
-    ``greedy`` keeps the loader's homes. ``perfect`` takes the fastest by all batches, so that nothing is below it. In a
-    large cluster ``greedy`` and ``cad`` take the configuration that is best for CAD with the loader's homes, ``greedy``
-    up to ``MOST_GREEDY``.
+    Each takes its configuration that fits the memory and is fastest, see ``Search.fastest``. In a large cluster ``cad``
+    takes the configuration that is best with the loader's homes.
 
     Raises ValueError for inputs that do not fit each other, or documents that no configuration can divide.
     """
@@ -222,34 +217,16 @@ def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
             f"{cluster.ranks} ranks with tp = {cluster.tp}: set a multiple of ranks / (tp x pp x cp) rows, and rows "
             "that 2 x cp divides"
         )
-    found = {
-        name: search.fastest(name, search.candidates(name))
-        for name in ("packed", "reorder", "packing_cp", "dynamic_cp")
-    }
+    found = {name: search.fastest(name, search.candidates(name)) for name in BASELINES}
+    candidates = search.candidates("cad", asked.placement)
     if cluster.is_large:
-        without_placement, found["greedy"] = _of_large(search)
-    else:
-        greedy = search.fastest_cad(search.candidates("greedy"))
-        without_placement = found["greedy"] = greedy
-    # What is best without placement is tried first: then most others are left by their bounds, in large clusters all.
-    best = replace(
-        without_placement.configuration,
-        planner=asked.planner,
-        placement=asked.placement,
-    )
-    first = [best] if without_placement.fits else []
-    others = (
-        [] if first and cluster.is_large else search.candidates("cad", asked.placement)
-    )
-    found["cad"] = search.placed(first + others)
+        at_home = search.fastest("cad", search.candidates("cad"))
+        best = replace(at_home.configuration, placement=asked.placement)
+        candidates = [best] if at_home.fits else candidates
+    found["cad"] = search.placed(candidates)
     if cluster.servers:
         found["servers"] = search.run("servers", found["cad"].configuration)
-    trials = [
-        search.run("perfect", configuration)
-        for configuration in search.candidates("perfect")
-    ]
-    fastest = min(trials, key=lambda trial: trial.seconds)
-    found["perfect"] = fastest if fastest.fits else search.none(trials)
+    found["perfect"] = search.fastest("perfect", search.candidates("perfect"))
     flops = mean_flops(inputs.model, search.batches)
     tokens = search.batches[0].tokens
     return Report(cluster, tokens, flops, inputs.rates.peak_flops, found)
@@ -263,14 +240,3 @@ def mean_flops(model: Model, batches: Sequence[Batch]) -> float:
         for batch in batches
     ]
     return statistics.fmean(every)
-
-
-def _of_large(search: Search) -> tuple[Trial, Trial]:
-    """Return the trials of CAD with the loader's homes, and of the greedy planner, whose plans take long."""
-    cad = search.fastest_cad(search.candidates("cad"))
-    if search.cluster.ranks // search.cluster.tp > MOST_GREEDY:
-        reason = f"its planner takes too long for more than {MOST_GREEDY} GPUs, by the square of their number"
-        return cad, Trial(search.asked, reason=reason)
-    if not cad.fits:
-        return cad, cad  # which says why
-    return cad, search.fastest_cad([replace(cad.configuration, planner="greedy")])
