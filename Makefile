@@ -130,7 +130,6 @@ bench-planner: $(INSTALLED)
 
 # Every result that is computed, not measured (bench/freshness.py). Committed ones have PRETRAIN's documents, too.
 results: bench-planner headline
-	$(BIN)/python -m bench.memory --output bench/results/memory.json
 	$(BIN)/python -m bench.models
 	$(BIN)/python -m bench.paper
 	$(BIN)/python -m bench.pipeline $(if $(PRETRAIN),--pretrain $(PRETRAIN))

@@ -22,7 +22,6 @@ SIMULATION = "torchtitan_cad/tools/simulation"
 JOBS = "train_configs"
 COMPUTED: dict[str, tuple[str, ...]] = {
     "headline.json": (PLANNING, SIMULATION, JOBS, "bench/headline.py"),
-    "memory.json": (PLANNING, "bench/memory.py"),
     "models.json": (PLANNING, SIMULATION, "bench/models.py"),
     "paper.json": (PLANNING, SIMULATION, "bench/paper.py"),
     "pipeline.json": (PLANNING, "bench/pipeline.py"),

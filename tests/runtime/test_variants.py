@@ -15,11 +15,11 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tests.lib.attention_memory import make_layout
 from tests.lib.processes import run_processes, values
 from tests.lib.refusals import refusal
 from tests.lib.rows import empty_rows
 from tests.lib.sets import matrix, needs_triton, params
+from tests.lib.workloads import workload_layout
 from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_plan
 from torchtitan_cad.planning.exchange.messages import buffer_bytes
 from torchtitan_cad.runtime import triton
@@ -36,7 +36,7 @@ SHAPE = AttentionShape(32, 8, 128, 2)
 SIX_HEADS = AttentionShape(6, 2, 128, 2)
 """whose rows of log-sum-exps have no multiple of 16 bytes"""
 LATENT = AttentionShape(16, 16, 192, 2, value_dim=128, shared_dim=64)
-WORKLOADS = ("lognormal", "one big", "uniform", "whole documents")
+WORKLOADS = ("lognormal", "one big", "uniform")
 REGISTERS = 65536
 """of a multiprocessor"""
 WIDE = (
@@ -99,7 +99,7 @@ def run_plans(
         HollowKernel(), transport, rank=0, device=CPU, scale=0.1
     )
     for number in range(num_plans):
-        layout = make_layout(WORKLOADS[number % 4], num_ranks, 100 + number)
+        layout = workload_layout(WORKLOADS[number % 3], num_ranks, 100 + number)
         run_layer(engine, number, make_plan(layout, shape, PlannerConfig()))
     assert mock_driver.launches["_put_rows"] > num_plans
     return [name for name, _ in mock_driver.compiled], warmed

@@ -12,8 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from torchtitan_cad.planning.memory import stock_memory
-from torchtitan_cad.planning.model.shape import AttentionShape
+from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
 
 Checkpointing = Literal["none", "selective", "linear", "full"]
 """Activation checkpointing: of nothing, every second matrix product, all but core attention, or whole layers."""
@@ -25,9 +24,11 @@ GRADIENT_BYTES = 4
 """bytes per parameter of a gradient that is not sharded."""
 LOGIT_BYTES = 4
 """bytes: the fp32 copy of a logit."""
+_FP32_BYTES = 4
+_TASK_ROWS = 128
+"""rows that FlashAttention-2 adds to every document in its fp32 dQ"""
 _WORKING = 3
-"""Working memory of core attention of a layer, at most, over that of stock attention of a rank's tokens
-(bench/memory.py)."""
+"""Working memory of core attention of a layer, at most, over that of stock attention of a rank's tokens."""
 _WORKING_OF_ROW = 2
 """The same over that of stock attention of a rank's tokens to a whole row, which ranks share: 1.9 where eight ranks
 share rows of 256K."""
@@ -73,9 +74,31 @@ def most_working_bytes(
         row_tokens: of a row, which documents do not exceed.
         documents: of a rank.
     """
-    of_tokens = max(stock_memory(shape, tokens, tokens, documents))
-    of_row = max(stock_memory(shape, tokens, row_tokens, documents))
+    of_tokens = stock_bytes(shape, tokens, tokens, documents)
+    of_row = stock_bytes(shape, tokens, row_tokens, documents)
     return float(max(_WORKING * of_tokens, _WORKING_OF_ROW * of_row))
+
+
+def stock_bytes(shape: AttentionShape, queries: int, keys: int, documents: int) -> int:
+    """Return the bytes of working memory of FlashAttention-2's backward in one call, without CAD.
+
+    They are the gradients, dQ in fp32 with its row sums and, if query heads share keys, dK and dV of every query head.
+    Where heads of values are narrower than those of keys, all rows are copied as wide as the wider.
+    """
+    heads = shape.num_heads
+    rows = RowBytes.of(shape)
+    gradients = queries * rows.query_gradients + keys * rows.key_gradients
+    fp32_row = heads * (shape.head_dim + 1) * max(_FP32_BYTES, shape.dtype_bytes)
+    accumulated = (queries + _TASK_ROWS * documents) * fp32_row
+    expanded = 0
+    if heads > shape.num_kv_heads:
+        expanded = keys * heads * (shape.head_dim + shape.out_dim) * shape.dtype_bytes
+    padded = 0
+    if shape.out_dim != shape.head_dim:
+        padded_rows = queries * heads + keys * shape.num_kv_heads
+        widest = max(shape.head_dim, shape.out_dim) * shape.dtype_bytes
+        padded = 2 * padded_rows * widest
+    return gradients + accumulated + expanded + padded
 
 
 def kept_by_setting(backward: str, *, in_ticks: bool) -> float | None:

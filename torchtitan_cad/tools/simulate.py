@@ -23,7 +23,6 @@ from torchtitan_cad.tools.shared import (
     say_written,
     write_json,
 )
-from torchtitan_cad.tools.simulation.memory import COMPARED
 from torchtitan_cad.tools.simulation.systems import PARTS, Report, simulate
 
 DEFAULTS = Options()
@@ -110,6 +109,5 @@ def _notes_of_large(ranks: int) -> list[str]:
     minutes = max(1.0, ranks / 1400)
     return [
         "cad: in the configuration that is best with the loader's homes, of those with the lowest cp",
-        f"memory: of attention, that of the {COMPARED} GPUs that serve the most rows",
         f"configurations: ranked by the first step; all takes about {minutes:.0f} min on an idle core",
     ]

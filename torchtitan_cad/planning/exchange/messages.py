@@ -27,7 +27,7 @@ MAX_BUFFER_BYTES = 2**40
 
 RECEIVE_BUFFER_GB = 0.65
 """GB: default for all receive buffers of a rank, per nano-batch. With Llama 3 8B, 32K tokens per rank and placement,
-rows to serve then nearly always take one chunk (bench/memory.py)."""
+rows to serve then nearly always take one chunk."""
 
 
 @dataclass(frozen=True)

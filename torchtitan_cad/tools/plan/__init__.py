@@ -15,7 +15,6 @@ from torchtitan_cad.planning import (
     planner_names,
     validate_plan,
 )
-from torchtitan_cad.planning.memory import attention_memory
 from torchtitan_cad.planning.serialize import read_layout
 from torchtitan_cad.planning.text import printable
 from torchtitan_cad.tools.shared import (
@@ -27,8 +26,6 @@ from torchtitan_cad.tools.shared import (
 )
 
 DEFAULTS = PlannerConfig()
-MOST_ROWS = 2**24
-"""rows: local and received ones of all ranks up to which memory is stated, which takes the tables of all ranks."""
 
 
 def run(
@@ -113,21 +110,6 @@ def _figures(plan: Plan, given_plan: Plan | None) -> dict[str, str]:
     if plan.config.ranks_per_node is not None:
         rows["bytes between nodes"] = _bytes(stats.inter_node_bytes)
         rows["worst rank bytes between nodes"] = _bytes(stats.max_rank_inter_node_bytes)
-    if int(layout.tokens_per_rank.sum()) + int(plan.rows_in.sum()) > MOST_ROWS:
-        rows["memory of a layer"] = (
-            f"not stated for more than {MOST_ROWS} rows, local and received"
-        )
-    else:
-        memory = attention_memory([plan])
-        rows["memory of a layer: buffers"] = _bytes(memory.buffers)
-        for name, size in (("forward", memory.forward), ("backward", memory.backward)):
-            stock = getattr(memory, f"stock_{name}")
-            rows[f"memory of a layer: {name}"] = (
-                f"{_bytes(size)} (without CAD {_bytes(stock)})"
-            )
-        rows["memory of a layer: kept"] = (
-            f"{_bytes(memory.kept)} (if the job leaves room for it in every layer)"
-        )
     return {
         **rows,
         "planning time": f"{stats.plan_seconds * 1e3:.2f} ms",

@@ -24,12 +24,12 @@ from torchtitan_cad.planning.servers import (
     direction_bytes,
 )
 from torchtitan_cad.tools.simulation.memory import (
+    cad_attention,
     in_flight,
     kept_bytes,
     kept_bytes_per_call,
     states,
     token_bytes,
-    working_bytes,
 )
 from torchtitan_cad.tools.simulation.step import Memory, Outcome, Step
 from torchtitan_cad.tools.simulation.streams import Nano, Streams
@@ -173,23 +173,19 @@ class Disaggregated:
         return Outcome(parts, self.memory(), num_bytes, self._max_over_mean())
 
     def memory(self) -> Memory:
-        """Estimate the memory of the fullest GPU; before anything is planned, without attention's working memory."""
+        """Estimate the memory of the fullest GPU; before anything is planned, without kept rows."""
         step = self.step
         nanos = self.configuration.nano_batches
-        gigabytes = self.configuration.receive_buffer_gb
         microbatches_in_flight = in_flight(step, self.configuration.schedule)
-        plans = self._plans.values()
         return Memory(
             states=states(step),
             activations=step.tokens * token_bytes(step, microbatches_in_flight, nanos),
             buffers=self._buffers,
-            attention=working_bytes(chain.from_iterable(plans), gigabytes)
-            if plans
-            else 0.0,
+            attention=cad_attention(step),
             kept=max(
                 (
                     kept_bytes(step, kinds, microbatches_in_flight, self._kept_per_call)
-                    for kinds in plans
+                    for kinds in self._plans.values()
                 ),
                 default=0.0,
             ),

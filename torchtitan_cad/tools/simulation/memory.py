@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from torchtitan_cad.planning import Plan
-from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.keeping import (
     GRADIENT_BYTES,
     KeepCapacity,
@@ -16,20 +14,15 @@ from torchtitan_cad.planning.keeping import (
     kept_by_setting,
     kept_calls,
     most_working_bytes,
+    stock_bytes,
 )
-from torchtitan_cad.planning.memory import attention_memory, stock_memory
 from torchtitan_cad.planning.model.shape import RowBytes
-from torchtitan_cad.tools.simulation.inputs import MANY_RANKS
 from torchtitan_cad.tools.simulation.step import Memory, Step
 
 STATE_BYTES = 16
 """bytes per parameter: fp32 weight, gradient and Adam's two moments."""
 ZERO1_BYTES = 12
 """bytes per parameter: the fp32 copy and the two moments, which ZeRO-1 shards."""
-
-
-COMPARED = 32
-"""ranks: of ``MANY_RANKS``, those that serve the most rows stand for all in estimates of attention's working memory."""
 
 
 def in_flight(step: Step, schedule: str = "1F1B") -> int:
@@ -87,32 +80,15 @@ def memory_without_cad(
 
 def stock_attention(step: Step, queries: float, keys: float, documents: int) -> float:
     """Return the bytes of working memory of varlen attention on a GPU, without CAD."""
-    return max(stock_memory(step.costs.shape, round(queries), round(keys), documents))
+    return stock_bytes(step.costs.shape, round(queries), round(keys), documents)
 
 
-def working_bytes(
-    plans: Iterable[list[Plan]], receive_buffer_gb: float | None
-) -> float:
-    """Return the bytes of working memory of attention by those halves' plans that give a server the most rows."""
-    fullest = max(
-        plans,
-        key=lambda halves: max(_served_rows(plan).max(initial=0) for plan in halves),
+def cad_attention(step: Step) -> float:
+    """Return the bytes of working memory of attention on a GPU with CAD, at most."""
+    documents = len(step.batch.lengths) // (step.ranks * step.microbatches)
+    return most_working_bytes(
+        step.costs.shape, round(step.tokens), step.batch.row_tokens, documents
     )
-    ranks = None
-    if fullest[0].layout.num_ranks > MANY_RANKS:
-        rows = sum(_served_rows(plan) + plan.layout.tokens_per_rank for plan in fullest)
-        ranks = np.argsort(-np.asarray(rows), kind="stable")[:COMPARED].tolist()
-    memory = attention_memory(fullest, receive_buffer_gb=receive_buffer_gb, ranks=ranks)
-    return max(memory.forward, memory.backward)
-
-
-def _served_rows(plan: Plan) -> FloatArray:
-    """Return rows of queries and keys, [ranks], of every server's tasks."""
-    tasks = plan.tasks
-    rows = tasks["q_end"] - tasks["q_start"] + tasks["kv_end"] - tasks["kv_start"]
-    return np.bincount(
-        tasks["server"], weights=rows, minlength=plan.layout.num_ranks
-    ).astype(np.float64)
 
 
 def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
@@ -124,16 +100,12 @@ def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
         return kept
     microbatches_in_flight = in_flight(step, configuration.schedule)
     activations = step.tokens * token_bytes(step, microbatches_in_flight, nano_batches)
-    documents = len(step.batch.lengths) // (step.ranks * step.microbatches)
-    attention = most_working_bytes(
-        step.costs.shape, round(step.tokens), step.batch.row_tokens, documents
-    )
     calls = kept_calls(
         step.layers, microbatches_in_flight, nano_batches, configuration.checkpointing
     )
     return KeepCapacity(
         step.costs.cluster.memory,
-        states(step) + activations + buffers + attention,
+        states(step) + activations + buffers + cad_attention(step),
         calls,
     ).bytes_per_call
 

@@ -73,7 +73,7 @@ class Memory:
     buffers: float = 0.0
     """Receive buffers of exchanges."""
     attention: float = 0.0
-    """Working memory of one layer's attention, planning/memory.py; taken to be there beside all else."""
+    """Working memory of one layer's attention, with CAD at most; taken to be there beside all else."""
     kept: float = 0.0
     """Received queries, keys and values that servers keep for backward."""
 
