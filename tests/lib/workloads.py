@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan_cad.planning import AttentionShape, TokenLayout
-from torchtitan_cad.tools.simulation.batches import named_lengths
-from torchtitan_cad.tools.simulation.corpora import CORPORA
+from torchtitan_cad.tools.simulation.batches import CORPORA, named_lengths
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 """A layer of Llama 3 8B in bf16."""

@@ -4,8 +4,11 @@
 import pytest
 
 from torchtitan_cad.tools.options import Options, read_inputs
-from torchtitan_cad.tools.simulation.batches import named_lengths
-from torchtitan_cad.tools.simulation.corpora import CORPORA, corpus_source
+from torchtitan_cad.tools.simulation.batches import (
+    CORPORA,
+    named_lengths,
+    read_corpus,
+)
 
 
 def test_the_corpora_are_found():
@@ -14,7 +17,7 @@ def test_the_corpora_are_found():
 
 @pytest.mark.parametrize("name", CORPORA)
 def test_every_corpus_says_where_it_is_from(name):
-    source = corpus_source(name)
+    source = read_corpus(name)["source"]
     assert "github.com/" in source or "pip install" in source
     asked = Options(model="llama-8b", ranks=8, documents=name)  # type: ignore[call-arg]
     inputs, notes, _ = read_inputs(None, (), asked)

@@ -23,8 +23,12 @@ from torchtitan_cad.tools.recorded_documents import (
     read_record,
 )
 from torchtitan_cad.tools.shared import check_job
-from torchtitan_cad.tools.simulation.batches import DEFAULT, named_lengths
-from torchtitan_cad.tools.simulation.corpora import CORPORA, corpus_source
+from torchtitan_cad.tools.simulation.batches import (
+    CORPORA,
+    DEFAULT,
+    named_lengths,
+    read_corpus,
+)
 from torchtitan_cad.tools.simulation.inputs import (
     MANY_RANKS,
     MODELS,
@@ -227,7 +231,7 @@ def _documents(
             f"{lengths.max():,} at most; what is over a row begins the next"
         )
         if options.documents in CORPORA:
-            notes.append(f"documents: {corpus_source(options.documents)}")
+            notes.append(f"documents: {read_corpus(options.documents)['source']}")
     elif titan is not None:
         lengths = titan.lengths
     else:

@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.work import causal_pairs
-from torchtitan_cad.tools.simulation.corpora import CORPORA, corpus_lengths
 from torchtitan_cad.tools.simulation.inputs import Documents
 
 SAMPLES = 20_000
+_FILES = sorted(Path(__file__).with_name("lengths").glob("*.json"))
+CORPORA = {path.stem: path for path in _FILES}
+"""Named corpora: a file has the documents' ``lengths`` in tokens, to draw from, and says where they are from."""
 MOST = 2.0**31 - 1
 """tokens of a document"""
 
@@ -94,8 +99,13 @@ def draw_batches(documents: Documents) -> list[Batch]:
     return batches
 
 
+def read_corpus(name: str) -> dict[str, Any]:
+    """Return a corpus' ``lengths``, and the sentence ``source`` that says where they are from."""
+    return json.loads(CORPORA[name].read_text())
+
+
 def named_lengths(spec: str) -> IntArray:
-    """Return the samples of a corpus such as "codealpaca" (corpora.py), or of a distribution such as
+    """Return the samples of a corpus such as "codealpaca", or of a distribution such as
     "lognormal:median=4096,sigma=1.5,max=262144".
 
     ``pretrain``: the lengths of arXiv 2510.18121, ``scale`` times as long; ``long`` is the share of tokens in
@@ -108,7 +118,7 @@ def named_lengths(spec: str) -> IntArray:
         ValueError: the spec has a kind or an option that is not known, twice there, or out of its bounds.
     """
     if spec in CORPORA:
-        return _in_tokens(corpus_lengths(spec, SAMPLES))
+        return np.array(read_corpus(spec)["lengths"], dtype=np.int64)
     kind, _, rest = spec.partition(":")
     if kind not in _OPTIONS:
         raise ValueError(
@@ -125,11 +135,7 @@ def named_lengths(spec: str) -> IntArray:
         drawn = _sample(kind, options)
     except ValueError as error:
         raise ValueError(f"documents = {spec[:80]!r}: {error}") from None
-    return _in_tokens(drawn)
-
-
-def _in_tokens(lengths: FloatArray) -> IntArray:
-    return np.clip(np.rint(lengths), 1, MOST).astype(np.int64)
+    return np.clip(np.rint(drawn), 1, MOST).astype(np.int64)
 
 
 def _given_options(kind: str, spec: str, items: str) -> dict[str, float]:
