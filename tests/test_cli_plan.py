@@ -211,7 +211,7 @@ def test_place_assigns_the_tokens_anew(plan, tmp_path, capsys):
 
 
 def test_plot_shows_the_plan(plan, tmp_path, drawn):
-    """A triangle with a patch per task, its moved tasks numbered; bars of the ranks' loads and bytes."""
+    """A triangle with a patch per task, its moved tasks numbered; outlines of the ranks' loads and bytes."""
     found = plan(f"--plot={tmp_path / 'x.png'}")
     triangle, loads, volume = drawn[0].axes
     tasks = found.tasks[found.tasks["doc"] == 0]
@@ -222,9 +222,9 @@ def test_plot_shows_the_plan(plan, tmp_path, drawn):
     stats = found.stats
     wanted = [stats.loads_before / stats.mean_load, stats.loads / stats.mean_load]
     wanted += [stats.bytes_in / 1e6, -stats.bytes_out / 1e6]
-    bars = [*loads.containers[:2], *volume.containers[:2]]
-    for container, heights in zip(bars, wanted, strict=True):
-        assert [bar.get_height() for bar in container] == heights.tolist()
+    outlines = [*loads.patches, *volume.patches]
+    for outline, heights in zip(outlines, wanted, strict=True):
+        assert outline.get_data().values.tolist() == heights.tolist()
 
 
 def test_plot_without_matplotlib(layout_file, monkeypatch, refused):

@@ -111,34 +111,6 @@ def test_outputs_are_tried_before_the_work(command, make, tmp_path, refused):
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("linked", [None, os.symlink, os.link])
-@pytest.mark.parametrize(
-    "command",
-    [
-        "plan {input} --output",
-        "plan {input} --plot",
-        f"plan {EXAMPLE} --profile={{input}} --output",
-        f"plan {EXAMPLE} --output={{input}} --plot",
-        f"{SIMULATED} --documents={{input}} --output",
-        f"{SIMULATED} --profile={{input}} --plot",
-        f"{SIMULATED} --output={{input}} --plot",
-    ],
-    ids=lambda command: command.replace(f"{ROOT}/", ""),
-)
-def test_no_output_takes_the_place_of_an_input_or_another(
-    command, linked, tmp_path, refused
-):
-    path = target = tmp_path / "same.png"
-    content = EXAMPLE.read_text()
-    path.write_text(content)
-    if linked:
-        target = tmp_path / "other.png"
-        linked(path, target)
-    *words, option = command.format(input=path).split()
-    assert f"{option} {target}: " in refused(*words, f"{option}={target}")
-    assert path.read_text() == content
-
-
 def test_what_was_there_stays_until_it_is_written(tmp_path, refused):
     output = tmp_path / "plan.json"
     output.write_text("before")

@@ -29,28 +29,18 @@ def one_line_instead() -> Iterator[None]:
 
 def say_error(box: str) -> str:
     """Return what tyro's box says of an error, and the nearest option if it knows one; without options' help."""
-    paragraphs = _paragraphs(box)
-    if "╭" not in box:  # Drawn in ASCII, the title is the first paragraph.
-        paragraphs = paragraphs[1:]
-    first, *others = paragraphs or [[box]]
-    said = " ".join(first)
-    what = re.split(r"\s*(?:Argument helptext:|For full helptext)", said)[0]
+    paragraphs: list[list[str]] = [[]]
+    for line in box.splitlines()[1:]:  # behind the title
+        text = line.strip("│╰╯─ ")
+        if not text.strip("-"):
+            paragraphs.append([])
+        elif not line[2:].startswith(HELP_INDENT):
+            paragraphs[-1].append(text)
+    first, *others = filter(None, [*paragraphs, [box]])
     # Of options in a dataclass, tyro names a parameter of its own.
-    what = re.sub(r"^Error parsing (?:\S*__tyro\S*: |--)", "", what)
+    what = re.sub(r"^Error parsing (?:\S*__tyro\S*: |--)", "", " ".join(first))
     what = what.rstrip(". ")
     for title, *options in others:
-        if title == "Perhaps you meant:" and options:
+        if title == "Perhaps you meant:":
             return f"{what}; perhaps you meant {options[0]}"
     return what
-
-
-def _paragraphs(box: str) -> list[list[str]]:
-    """Divide the lines of a box at its rules and empty lines."""
-    paragraphs: list[list[str]] = [[]]
-    for line in box.splitlines():
-        text = line.strip("│╭╮╰╯─ ")
-        if not text or set(text) == {"-"}:
-            paragraphs.append([])
-        elif not line.startswith("╭") and not line[2:].startswith(HELP_INDENT):
-            paragraphs[-1].append(text)
-    return [lines for lines in paragraphs if lines]

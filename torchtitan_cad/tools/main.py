@@ -9,17 +9,16 @@ they are slow. A user's mistake is a ValueError or OSError and becomes a one-lin
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from importlib import import_module
-from io import StringIO
 from typing import Any
+from unittest.mock import patch
 
 from torchtitan_cad import __version__
 from torchtitan_cad.planning.text import printable
 from torchtitan_cad.tools.shared import NO_RECIPES
-from torchtitan_cad.tyro_errors import say_error
+from torchtitan_cad.tyro_errors import one_line_instead
 
 COMMANDS = (
     "plan",
@@ -37,6 +36,7 @@ USER_ERROR = 2
 INTERRUPTED = 130
 
 LEAST_COLUMNS = 20
+"""of a terminal: in a narrower one tyro wraps help for ever"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,23 +81,19 @@ def _main(argv: Sequence[str]) -> int:
         app.command(name=name)(
             _deferred(import_module(f"torchtitan_cad.tools.{name}").run)
         )
-    box = StringIO()
+    columns = max(shutil.get_terminal_size().columns, LEAST_COLUMNS)
     try:
-        # Parses only: what is wrong with the arguments comes as a box of many lines.
-        with redirect_stderr(box), _least_columns():
+        with one_line_instead(), patch.dict(os.environ, COLUMNS=str(columns)):
             command: Callable[[], int | None] = app.cli(
                 prog="torchtitan-cad",
                 description=f"Core attention disaggregation for torchtitan, version {__version__} (--version).",
                 args=argv,
                 sort_subcommands=False,
-                config=(
-                    tyro.conf.OmitArgPrefixes,
-                ),  # options in a dataclass are options of the command
+                # options in a dataclass are options of the command
+                config=(tyro.conf.OmitArgPrefixes,),
             )
-    except SystemExit as stopped:
-        if not stopped.code:  # --help
-            return 0
-        return _fail(f"{say_error(box.getvalue())}; see --help")
+    except SystemExit:  # of --help
+        return 0
     return command() or 0
 
 
@@ -131,22 +127,6 @@ def _deferred(run: Callable[..., int | None]) -> Callable[..., Any]:
         return partial(run, *args, **kwargs)
 
     return call
-
-
-@contextmanager
-def _least_columns() -> Iterator[None]:
-    """Let tyro, which wraps help for ever in a narrow terminal, find one of ``LEAST_COLUMNS``."""
-    if shutil.get_terminal_size().columns >= LEAST_COLUMNS:
-        yield
-        return
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = str(LEAST_COLUMNS)
-    try:
-        yield
-    finally:
-        del os.environ["COLUMNS"]
-        if before is not None:
-            os.environ["COLUMNS"] = before
 
 
 def _fail(message: str) -> int:

@@ -4,7 +4,6 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,67 +40,30 @@ def check_job(path: Path) -> None:
     enable_cpu()
 
 
-def check_outputs(
-    outputs: Mapping[str, Path | None], *inputs: str | Path | None
-) -> None:
-    """Open what a command will write, before its work, and leave it as it is.
+def check_output(option: str, path: Path | None) -> None:
+    """Open a file to write, if one is named, and leave it as it is.
 
-    Args:
-        outputs: by option, the files to write; None for none.
-        inputs: files that the command reads; None for none.
-
-    Raises:
-        ValueError: a file cannot be written, is read too, or is written by two options; names option, path and remedy.
+    Raises ValueError naming option, path and remedy.
     """
-    taken = {
-        _place(path): "the command reads this file"
-        for path in inputs
-        if path is not None
-    }
-    for option, path in outputs.items():
-        if path is None:
-            continue
-        check_output(option, path)
-        if reason := taken.get(_place(path)):
-            raise ValueError(f"{option} {path}: {reason}, too; name another one")
-        taken[_place(path)] = f"{option} writes this file"
-
-
-def check_output(option: str, path: Path) -> None:
-    """Open a file to write, and leave it as it is. Raises ValueError naming option, path and remedy."""
-    if os.path.isdir(path):
-        raise ValueError(
-            f"{option} {path}: this is a folder; name a file, such as {path / 'output'}"
-        )
-    if not os.path.isdir(path.absolute().parent):
-        raise ValueError(
-            f"{option} {path}: there is no folder {path.parent}; make it first"
-        )
+    if path is None:
+        return
     try:
-        place = os.path.realpath(path)
-        is_new = not os.path.lexists(place)
+        # where links lead to
+        place = Path(os.path.realpath(path))
+        is_new = not place.exists()
         # opening a pipe waits for who reads it
-        kind = None if is_new else kind_of(os.stat(place).st_mode)
+        kind = None if is_new else kind_of(place.stat().st_mode)
         if kind:
             raise ValueError(f"this is {kind}")
-        with open(place, "ab"):
+        with place.open("ab"):
             pass
         if is_new:
-            os.unlink(place)
+            place.unlink()
     except (OSError, ValueError) as error:  # ValueError also for a null character
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
             f"{option} {path}: {reason}; name a file that can be written"
         ) from None
-
-
-def _place(path: str | Path) -> tuple[int, int] | str:
-    """Return what two names of one file have in common."""
-    try:
-        found = os.stat(path)
-        return found.st_dev, found.st_ino
-    except (OSError, ValueError):
-        return os.path.realpath(path) if "\0" not in str(path) else str(path)
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
@@ -126,16 +88,19 @@ def check_folder(option: str, path: Path) -> None:
         ) from error
 
 
-def check_picture(option: str, path: Path) -> None:
-    """Raise ValueError for a name that no picture can have, or without matplotlib."""
+def check_picture(option: str, path: Path | None) -> None:
+    """Check as ``check_output``. Raises ValueError also for a name that no picture can have, or without matplotlib."""
+    if path is None:
+        return
     if path.suffix.lower() not in PICTURES:
         raise ValueError(
-            f"{option} {path}: name a file that ends in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
+            f"{option} {path}: name a file that ends in {' or '.join(PICTURES)}"
         )
     if find_spec("matplotlib") is None:
         raise ValueError(
             f"{option} {path}: matplotlib is not installed; `pip install matplotlib`, or leave it out"
         )
+    check_output(option, path)
 
 
 def load_planner(placement: bool = False) -> None:
@@ -149,7 +114,7 @@ def load_planner(placement: bool = False) -> None:
 
 def byte_unit(largest: float) -> tuple[float, str]:
     """Return (bytes of a unit, its name) in which ``largest`` is at least 1: GB, MB, kB or B."""
-    units = {1e9: "GB", 1e6: "MB", 1e3: "kB"}
-    return next(
-        ((scale, name) for scale, name in units.items() if largest >= scale), (1.0, "B")
-    )
+    for scale, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if largest >= scale:
+            return scale, name
+    return 1.0, "B"

@@ -12,12 +12,11 @@ import tyro
 from torchtitan_cad.tools.options import (
     CommandOptions,
     Options,
-    documents_file,
     read_inputs,
 )
 from torchtitan_cad.tools.shared import (
     Overrides,
-    check_outputs,
+    check_output,
     check_picture,
     load_planner,
     say_written,
@@ -49,14 +48,8 @@ def run(
         output: Write everything to this JSON file.
         plot: Draw the parts of a step to this file (png, pdf or svg; needs matplotlib).
     """
-    if plot is not None:
-        check_picture("--plot", plot)
-    check_outputs(
-        {"--output": output, "--plot": plot},
-        job,
-        options.profile,
-        documents_file(options.documents),
-    )
+    check_output("--output", output)
+    check_picture("--plot", plot)
     inputs, notes, titan = read_inputs(job, overrides, options)
     if inputs.cluster.is_large:
         notes += _notes_of_large(inputs.cluster.ranks // inputs.cluster.tp)

@@ -19,7 +19,7 @@ from torchtitan_cad.planning.serialize import read_layout
 from torchtitan_cad.planning.text import printable
 from torchtitan_cad.tools.shared import (
     byte_unit,
-    check_outputs,
+    check_output,
     check_picture,
     load_planner,
     say_written,
@@ -53,9 +53,8 @@ def run(
         raise ValueError(
             f"--planner {config.planner}: choose one of {', '.join(planner_names())}"
         )
-    if plot is not None:
-        check_picture("--plot", plot)
-    check_outputs({"--output": output, "--plot": plot}, layout, profile)
+    check_output("--output", output)
+    check_picture("--plot", plot)
     tokens, shape = read_layout(layout)
     measured = None if profile is None else Profile.read(profile)
     try:
@@ -76,7 +75,7 @@ def run(
     if plot is not None:
         from torchtitan_cad.tools.plan.plot import draw_plan
 
-        draw_plan(plan, plot, given_plan)
+        draw_plan(plan, plot)
         say_written(plot)
     rows = _figures(plan, given_plan)
     width = max(map(len, rows))
