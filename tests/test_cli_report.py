@@ -10,11 +10,10 @@ import matplotlib.image
 import pytest
 
 from tests.lib.profiles import linear, make_profile
-from tests.lib.refusals import refusal
 from torchtitan_cad.integration.report.steps_file import (
     STEPS_NAME,
-    new_steps_file,
-    to_json,
+    StepsFile,
+    new_path,
 )
 from torchtitan_cad.planning import AttentionShape, Plan, Profile
 from torchtitan_cad.tools.main import main
@@ -45,10 +44,11 @@ THIRD = FIRST | {"step": 3, "imbalance_before": 2.0, "plan_seconds": 0.002, "los
 
 
 def write(folder: Path, *rows: dict) -> Path:
-    steps_file = new_steps_file(folder)
+    path = new_path(str(folder))
+    steps_file = StepsFile(lambda: path, "report")
     for row in rows:
-        steps_file.append(to_json(row))
-    return steps_file.path
+        steps_file.append(row)
+    return path
 
 
 def summary_beside(path: Path) -> dict:
@@ -144,15 +144,17 @@ def test_what_cannot_be_reported_is_one_line(tmp_path, refused):
 @pytest.mark.skipif(
     not Path("/dev/full").exists(), reason="needs a device that is always full"
 )
-def test_a_full_disk_leaves_whole_lines(tmp_path):
-    steps_file = new_steps_file(tmp_path)
-    steps_file.append(to_json(FIRST))
-    path = steps_file.path
+def test_a_full_disk_leaves_whole_lines(tmp_path, caplog):
+    path = new_path(str(tmp_path))
+    steps_file = StepsFile(lambda: path, "report")
+    steps_file.append(FIRST)
     steps_file.path = Path("/dev/full")
-    with refusal(error=OSError):
-        steps_file.append(to_json(SECOND))
+    steps_file.append(SECOND)
+    steps_file.append(SECOND)
+    (warning,) = [line for line in caplog.records if line.levelname == "WARNING"]
+    assert "tries again" in warning.message
     steps_file.path = path
-    steps_file.append(to_json(SECOND))
+    steps_file.append(SECOND)
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert (first["loss"], second["step"], second["loss"]) == (8.0, 2, None)
 

@@ -13,7 +13,6 @@ from tests.lib.jobs.compositions import (
     HALVES,
     TP2,
     Composition,
-    cad_summary,
     global_batch,
     name_of,
     pp2,
@@ -93,8 +92,5 @@ MATRIX = [
 )
 def test_trains_like_its_reference(case):
     result = check(case, AUTO)
-    worst = cad_summary(result)["placed_worst"]
-    # In jobs this small the loader's homes may be as good as any.
-    assert worst < 1 if case in SHORT else worst <= 1
     if case in [*SHORT, *OVER_STEPS]:
         assert re.search(r"[1-9]\d* documents change their microbatch", result.logs[0])

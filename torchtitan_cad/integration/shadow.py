@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``cad.shadow``: a job trains without CAD, and the documents of all its steps are recorded."""
 
-import json
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,16 +11,15 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchtitan_cad.integration.gathering import gather_objects
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.loader import Batch, Loader
 from torchtitan_cad.integration.report.steps_file import (
     DOCUMENTS_NAME,
     DOCUMENTS_VERSION,
-    LinesFile,
+    StepsFile,
 )
 from torchtitan_cad.planning.model.kind import attention_work
-
-logger = logging.getLogger(__name__)
 
 Rows = list[list[int]]
 """Tokens of the documents of every row, in order."""
@@ -47,8 +44,11 @@ class Shadow(Stateful):
     _microbatches: list[Rows] = field(default_factory=list, init=False)
     _row_tokens: int = field(default=0, init=False)
     _imbalances: list[float] = field(default_factory=list, init=False)
-    _file: LinesFile | None = field(default=None, init=False)
-    _write_failed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._file = StepsFile(
+            lambda: Path(self.dump_folder, DOCUMENTS_NAME), "simulate"
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         for inputs, labels in self.loader:
@@ -70,27 +70,20 @@ class Shadow(Stateful):
         """Record the documents of the batches since the last call. All ranks of the group must call it together."""
         topology = self.job.topology
         microbatches = self._microbatches
-        own = None
         self._microbatches = []
-        if self.rank % topology.cp == 0:  # the others have the same rows
-            tile = self.job.cad.planner_config().cost_tile
-            own = (
-                microbatches,
-                [attention_work(rows, self.job.kinds, tile) for rows in microbatches],
-            )
-        gathered = [own] * topology.group_size
-        if self.group is not None:
-            dist.gather_object(
-                own, gathered if self.rank == 0 else None, group=self.group, group_dst=0
-            )
-        if self.rank == 0:
-            rows_of_ranks, work_of_ranks = zip(*gathered[:: topology.cp], strict=True)
-            work = np.array(work_of_ranks)  # [ranks, microbatches]
-            self._imbalances.append(
-                float((work.max(axis=0) / work.mean(axis=0)).mean())
-            )
-            if dist.get_rank() == 0:
-                self._write(step, list(zip(*rows_of_ranks, strict=True)))
+        tile = self.job.cad.planner_config().cost_tile
+        own_work = [attention_work(rows, self.job.kinds, tile) for rows in microbatches]
+        own = (microbatches, own_work)
+        gathered = gather_objects(own, self.group, "recording documents")
+        if self.rank > 0:
+            return
+        # context-parallel ranks have the same rows
+        rows_of_ranks, work_of_ranks = zip(*gathered[:: topology.cp], strict=True)
+        work = np.array(work_of_ranks)  # [ranks, microbatches]
+        imbalance = (work.max(axis=0) / work.mean(axis=0)).mean()
+        self._imbalances.append(float(imbalance))
+        if dist.get_rank() == 0:
+            self._write(step, list(zip(*rows_of_ranks, strict=True)))
 
     def drain_imbalances(self) -> list[float]:
         """Return the imbalance of every step since the last call, on the first rank of the group; elsewhere none.
@@ -109,19 +102,7 @@ class Shadow(Stateful):
             "row_tokens": self._row_tokens,
             "microbatches": microbatches,
         }
-        try:
-            if self._file is None:
-                self._file = LinesFile(Path(self.dump_folder, DOCUMENTS_NAME))
-                logger.info(
-                    f"cad.shadow records documents in {self._file.path}, for `torchtitan-cad simulate`"
-                )
-            self._file.append(json.dumps(line, separators=(",", ":")))
-        except OSError as error:  # a full disk is no reason to stop training
-            if not self._write_failed:
-                logger.warning(
-                    f"cad.shadow cannot record this step, and tries again at every step: {error}"
-                )
-            self._write_failed = True
+        self._file.append(line)
 
 
 def open_shadow(loader: Loader, job: Job, dump_folder: str) -> Shadow:

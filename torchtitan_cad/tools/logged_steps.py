@@ -24,8 +24,6 @@ MEANS = {
     "imbalance_after": ("attention imbalance (max/mean), after", 1),
     "bytes_per_rank_mean": ("sent per rank and layer forward (MB)", 1e-6),
     "bytes_per_rank_max": ("sent by the busiest rank (MB)", 1e-6),
-    "placed_total": ("bytes, over those with the loader's homes", 1),
-    "placed_worst": ("the worst rank's, over those", 1),
     "tasks_moved": ("tasks moved per microbatch", 1),
     "exposed_percent": ("exposed wait (% of the time)", 1),
 }

@@ -7,11 +7,7 @@ import threading
 import time
 from typing import Any
 
-from torchtitan_cad.integration.report.steps_file import (
-    LinesFile,
-    new_steps_file,
-    to_json,
-)
+from torchtitan_cad.integration.report.steps_file import StepsFile, new_path
 from torchtitan_cad.integration.session import current_session
 from torchtitan_cad.integration.shadow import Shadow
 
@@ -26,19 +22,13 @@ TAGS: dict[str, tuple[str, float]] = {
     "cad/sent/mean(MB)": ("bytes_per_rank_mean", 1e-6),
     "cad/sent/max(MB)": ("bytes_per_rank_max", 1e-6),
     "cad/hosts/sent(MB)": ("bytes_between_hosts", 1e-6),
-    "cad/hosts/link(Gbit_s)": ("link_between_hosts", 1),
-    "cad/copied(MB)": ("bytes_copied", 1e-6),
     "cad/tasks/all": ("tasks", 1),
     "cad/tasks/moved": ("tasks_moved", 1),
     "cad/servers/share(%)": ("served_share", 100),
     "cad/plan/time(s)": ("plan_seconds", 1),
     "cad/plan/tolerance": ("tolerance", 1),
-    "cad/placement/total(%)": ("placed_total", 100),
-    "cad/placement/worst(%)": ("placed_worst", 100),
 }
 """Tags of scalars, with the figure that each shows and the factor to its unit."""
-MOST_LOAD_SCALARS = 16
-"""Ranks of a group whose loads are scalars; the steps file has the loads of all groups."""
 
 
 class CadMetrics:
@@ -61,8 +51,7 @@ class CadMetrics:
         """
         self._last_step: int | None = None
         """The step of this process's last log line; before the first, the step before the process's own first one."""
-        self._steps_file: LinesFile | None = None
-        self._write_failed = False
+        self._steps_file = StepsFile(lambda: new_path(self.run_folder()), "report")
         # a signal closes from another thread, perhaps in the middle of a step's log
         self._writing = threading.Lock()
         self._closed = False
@@ -101,10 +90,8 @@ class CadMetrics:
             figures |= self._utilisation(
                 session.job.flops_beside_rows(figures["pairs_per_token"]), elapsed
             )
-        if "bytes_between_hosts" in figures and session.link_between_hosts:
-            figures["link_between_hosts"] = session.link_between_hosts
         self._last_step = step
-        scalars = scalars_of(figures, session.ranks)
+        scalars = scalars_of(figures)
         with self._writing:
             if self._closed:
                 return
@@ -113,9 +100,8 @@ class CadMetrics:
             if "imbalance_before" in figures:
                 logger.info(_log_line(figures))
                 if self._writes_steps:
-                    self._write_step(
-                        {"step": step, "loss": float(global_avg_loss), **figures}
-                    )
+                    line = {"step": step, "loss": float(global_avg_loss), **figures}
+                    self._steps_file.append(line)
 
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
@@ -149,21 +135,6 @@ class CadMetrics:
             "mfu_percent": 100 * flops * speed / self.gpu_peak_flops,
         }
 
-    def _write_step(self, figures: dict[str, Any]) -> None:
-        try:
-            if self._steps_file is None:
-                self._steps_file = new_steps_file(self.run_folder())
-                logger.info(
-                    f"CAD writes figures to {self._steps_file.path}, which `torchtitan-cad report` sums up"
-                )
-            self._steps_file.append(to_json(figures))
-        except OSError as error:  # a full disk is no reason to stop training
-            if not self._write_failed:
-                logger.warning(
-                    f"CAD cannot write the figures of this step, and tries again at every log line: {error}"
-                )
-            self._write_failed = True
-
 
 class ShadowMetrics:
     """What a job with ``cad.shadow`` adds to torchtitan's metrics: the imbalance as loaded; used as ``CadMetrics``."""
@@ -189,46 +160,30 @@ class ShadowMetrics:
             logger.info(f"cad.shadow: imbalance {imbalance:.3f} as loaded")
 
 
-def scalars_of(figures: dict[str, Any], ranks: list[int]) -> dict[str, float]:
-    """Return the scalars of docs/operations.md by tag; ``ranks`` are the global ranks of the CAD group."""
-    scalars = {
+def scalars_of(figures: dict[str, Any]) -> dict[str, float]:
+    """Return the scalars of docs/operations.md by tag."""
+    return {
         tag: unit * figures[name]
         for tag, (name, unit) in TAGS.items()
         if name in figures
     }
-    if "imbalance_before" in figures and len(ranks) <= MOST_LOAD_SCALARS:
-        for when in ("before", "after"):
-            loads = figures[f"loads_{when}"]
-            mean = sum(loads) / len(loads) or 1.0
-            scalars |= {
-                f"cad/load/{when}/rank{rank}": load / mean
-                for rank, load in zip(ranks, loads, strict=True)
-            }
-    return scalars
 
 
 def _log_line(figures: dict[str, Any]) -> str:
-    exposed = placed = hosts = served = used = ""
-    if "mfu_percent" in figures:
-        used = f"  mfu {figures['mfu_percent']:.2f}% by documents"
+    served = hosts = exposed = used = ""
     if "served_share" in figures:
         served = f", {100 * figures['served_share']:.0f}% of attention by servers"
-    if "placed_total" in figures:
-        total, worst = (
-            100 * figures[name] for name in ("placed_total", "placed_worst")
-        )
-        placed = f"; {total:.0f}% of what the loader's homes would move, worst rank {worst:.0f}%"
     if "bytes_between_hosts" in figures:
         hosts = f"; {figures['bytes_between_hosts'] / 1e6:.2f} MB between hosts"
-        if "link_between_hosts" in figures:
-            hosts += f" at {figures['link_between_hosts']:.3g} Gbit/s a rank"
     if "exposed_percent" in figures:
         exposed = f" (exposed wait {figures['exposed_percent']:.1f}% of the step)"
+    if "mfu_percent" in figures:
+        used = f"  mfu {figures['mfu_percent']:.2f}% by documents"
     return (
         f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  "
         f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks{served}, "
         f"{figures['bytes_per_rank_mean'] / 1e6:.2f} MB per rank and forward layer "
-        f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f}{placed}{hosts})  "
+        f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f}{hosts})  "
         f"plan {figures['plan_seconds'] * 1e3:.1f} ms  "
         f"exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}{used}"
     )

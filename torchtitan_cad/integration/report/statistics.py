@@ -19,18 +19,26 @@ PER = {
         "tolerance",
         "ranked_before",
         "ranked_after",
+        "served_share",
     ),
-    "microbatches": ("bytes_per_rank_mean", "bytes_copied", "tasks", "tasks_moved"),
+    "microbatches": (
+        "bytes_per_rank_mean",
+        "bytes_between_hosts",
+        "tasks",
+        "tasks_moved",
+    ),
     "batches": ("plan_seconds",),
     "queries": ("pairs_per_token",),
 }
-"""The counts over which figures are means."""
+"""The counts over which figures are means; a figure that no batch has is left out."""
 SUMMED = {
     "imbalance_before": "max_over_mean_before",
     "imbalance_after": "max_over_mean",
     "bytes_per_rank_mean": "mean_rank_bytes",
     "tasks": "num_tasks",
     "tasks_moved": "tasks_moved",
+    "loads_before": "loads_before",
+    "loads_after": "loads",
 }
 """Figures that add up a number of every plan's ``PlanStats``."""
 
@@ -42,19 +50,13 @@ class StepStatistics:
     layers differ in their kinds of attention, averaged over their work. Bytes are those of the mean layer's forward,
     per rank, averaged over microbatches (their maximum for the worst rank), tasks likewise; those of two nano-batches
     are added up. ``tolerance`` is the mean of what the plans were made with. Seconds of planning are those of one
-    batch. ``bytes_copied`` is what this rank's kernel calls copy in one layer's forward, because they need ranges of
-    rows in order. ``ranked_before`` and ``ranked_after`` are the ranks' times over the mean, from the busiest of a plan
+    batch. ``ranked_before`` and ``ranked_after`` are the ranks' times over the mean, from the busiest of a plan
     to the least busy, averaged over plans; the first is the imbalance.
 
     ``pairs_per_token`` are the keys that the mean query attends to, in a layer of every kind.
 
     ``served_share`` is the part of attention that joined servers compute, averaged over plans and layers, if there are
-    any.
-
-    ``bytes_between_hosts``: of all ranks together, in a layer's forward, averaged over microbatches; on several hosts.
-
-    With placement: ``placed_total`` and ``placed_worst`` are bytes of all ranks, and of the worst, over those with the
-    loader's homes.
+    any. ``bytes_between_hosts`` are those of all ranks together, where plans know that several share a host.
     """
 
     def __init__(self) -> None:
@@ -66,6 +68,7 @@ class StepStatistics:
         by_kind = planned.by_kind
         layers = planned.layers
         nanos = planned.nano_batches
+        first_kind = planned.plans
         stats = [
             mean_stats([plan.stats for plan in plans], layers) for plans in by_kind
         ]
@@ -73,27 +76,22 @@ class StepStatistics:
             figure: sum(getattr(of_plan, name) for of_plan in stats)
             for figure, name in SUMMED.items()
         }
-        sums |= dict(
-            batches=1,
-            microbatches=len(stats) // nanos,
-            plans=len(stats),
-            plan_seconds=planned.seconds,
-            tolerance=sum(plan.config.tolerance for plan in planned.plans),
-            bytes_copied=sum(planned.copied_bytes),
-            loads_before=np.sum([of_plan.loads_before for of_plan in stats], axis=0),
-            loads_after=np.sum([of_plan.loads for of_plan in stats], axis=0),
-            ranked_before=sum(
-                _ranked(plans, layers, "loads_before") for plans in by_kind
-            ),
-            ranked_after=sum(_ranked(plans, layers, "loads") for plans in by_kind),
-        )
         sums |= _attended(by_kind)
-        if any(plan.stand_ins for plan in planned.plans):
-            sums["served"] = sum(_served_share(plans, layers) for plans in by_kind)
-        if planned.home_bytes is not None:
-            sums["home_bytes"] = planned.home_bytes
-        if planned.between_hosts:
-            sums["between_hosts"] = sum(planned.between_hosts)
+        sums["batches"] = 1
+        sums["microbatches"] = len(stats) // nanos
+        sums["plans"] = len(stats)
+        sums["plan_seconds"] = planned.seconds
+        sums["tolerance"] = sum(plan.config.tolerance for plan in first_kind)
+        for when, loads in (("before", "loads_before"), ("after", "loads")):
+            ranked = [_ranked(plans, layers, loads) for plans in by_kind]
+            sums[f"ranked_{when}"] = sum(ranked)
+        if any(plan.stand_ins for plan in first_kind):
+            shares = [_served_share(plans, layers) for plans in by_kind]
+            sums["served_share"] = sum(shares)
+        if first_kind[0].config.ranks_per_node is not None:
+            sums["bytes_between_hosts"] = sum(
+                of_plan.inter_node_bytes for of_plan in stats
+            )
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value
         self._most_bytes = max(self._most_bytes, *_worst_rank_bytes(stats, nanos))
@@ -103,26 +101,11 @@ class StepStatistics:
         sums = self._sums
         if not sums["plans"]:
             return {}
-        figures = dict[str, Any]()
+        figures = {name: sums[name] for name in ("loads_before", "loads_after")}
+        figures["bytes_per_rank_max"] = float(self._most_bytes)
         for per, names in PER.items():
-            figures |= {name: sums[name] / sums[per] for name in names}
-        figures |= {
-            "loads_before": sums["loads_before"],
-            "loads_after": sums["loads_after"],
-            "bytes_per_rank_max": float(self._most_bytes),
-        }
-        if "home_bytes" in sums:
-            # no bytes are no more than no bytes
-            loaded, placed = np.maximum(sums["home_bytes"], 1)
-            figures["placed_total"], figures["placed_worst"] = (
-                placed / loaded
-            ).tolist()
-        if "served" in sums:
-            figures["served_share"] = sums["served"] / sums["plans"]
-        if "between_hosts" in sums:
-            figures["bytes_between_hosts"] = (
-                sums["between_hosts"] / sums["microbatches"]
-            )
+            known = [name for name in names if name in sums]
+            figures |= {name: sums[name] / sums[per] for name in known}
         self._sums = defaultdict(float)
         self._most_bytes = 0.0
         return {

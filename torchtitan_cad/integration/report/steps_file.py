@@ -4,10 +4,13 @@
 import contextlib
 import itertools
 import json
-import math
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 STEPS_NAME = "cad_steps.jsonl"
 """Figures of a run's logged steps, which `torchtitan-cad report` reads."""
@@ -17,65 +20,74 @@ DOCUMENTS_VERSION = 1
 """Version of the lines of ``DOCUMENTS_NAME``."""
 
 
-class LinesFile:
+class StepsFile:
     """Appends lines to a file, after those of earlier runs; a last line that a kill has cut is removed.
 
-    Raises OSError if the file, or its folder, cannot be written to.
+    A file that cannot be written to is no reason to stop training: it is one warning.
+
+    Args:
+        find_path: gives the path, at the first step. May raise OSError.
+        reader: command that reads the file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        with path.open("r+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
-            if size and file.read() != b"\n":
-                file.truncate(path.read_bytes().rfind(b"\n") + 1)
+    def __init__(self, find_path: Callable[[], Path], reader: str) -> None:
+        self.path: Path | None = None
+        self._find_path = find_path
+        self._reader = reader
+        self._has_failed = False
 
-    def append(self, text: str) -> None:
-        """Write a line. Raises OSError if it cannot be written; what was written before stays whole."""
-        line = f"{text}\n".encode()
-        with self.path.open("ab", buffering=0) as file:
-            begin = file.tell()
-            try:
-                if file.write(line) < len(line):
-                    raise OSError(f"{self.path}: the disk has no room for another line")
-            except OSError:
-                with contextlib.suppress(OSError):
-                    file.truncate(begin)
-                raise
+    def append(self, step: dict[str, Any]) -> None:
+        """Write the line of a step; what was written before stays whole."""
+        try:
+            if self.path is None:
+                self.path = self._find_path()
+                _open_after_last_line(self.path)
+                logger.info(
+                    f"CAD writes steps to {self.path}, which `torchtitan-cad {self._reader}` reads"
+                )
+            _append_line(self.path, to_json(step))
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning(
+                    f"CAD cannot write this step, and tries again with every other: {error}"
+                )
+            self._has_failed = True
 
 
-def new_steps_file(folder: str | os.PathLike[str]) -> LinesFile:
-    """Make the file for the figures of a run in its ``folder``, or in ``folder-2`` (or -3, ...) if an earlier run has
-    left its figures there.
+def _open_after_last_line(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        if size and file.read() != b"\n":
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
-    Raises OSError if that cannot be written to.
-    """
-    for number in itertools.count(1):
-        path = Path(
-            f"{os.fspath(folder)}-{number}" if number > 1 else folder, STEPS_NAME
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            path.touch(exist_ok=False)
-            break
-    return LinesFile(path)
+
+def _append_line(path: Path, text: str) -> None:
+    line = f"{text}\n".encode()
+    with path.open("ab", buffering=0) as file:
+        begin = file.tell()
+        try:
+            if file.write(line) < len(line):
+                raise OSError(f"{path}: the disk has no room for another line")
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(begin)
+            raise
+
+
+def new_path(folder: str) -> Path:
+    """Return where the figures of a run go: to its ``folder``, or to ``folder-2`` (or -3, ...) if an earlier run has
+    left its figures there."""
+    names = itertools.chain(
+        [folder], (f"{folder}-{number}" for number in itertools.count(2))
+    )
+    paths = (Path(name, STEPS_NAME) for name in names)
+    return next(path for path in paths if not path.exists())
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Write JSON, in which null stands for nan and infinity (a loss, say, of a run that diverged)."""
-    return json.dumps(_without_nan(value), indent=indent, allow_nan=False)
-
-
-def _without_nan(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key: _without_nan(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_without_nan(item) for item in value]
-        case float() if not math.isfinite(value):
-            return None
-        case _:
-            return value
+    plain = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    return json.dumps(plain, indent=indent)

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gathering what the ranks of a gloo group know: in set-up, and in the planning thread beside training."""
+
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from torchtitan_cad.runtime.errors import PeerError
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None, doing: str) -> list[T]:
+    """Return the ``value`` of every rank in the order of the group, all of which must call it together.
+
+    Args:
+        value: that pickle can copy.
+        group: None for this rank alone.
+        doing: what a rank that is gone has made fail, as "planning".
+
+    Raises:
+        PeerError: a peer is gone.
+    """
+    if group is None:
+        return [value]
+    values = [value] * group.size()
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        raise PeerError(f"{doing} failed: {error}") from error
+    return values
