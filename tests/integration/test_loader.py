@@ -234,9 +234,7 @@ def planner_of(tp: int) -> BatchPlanner:
     config = PlannerConfig()
     rules = PlanRules(config, (), nano_batches=2)
     topology = Topology(pp=1, dp=1, cp=1, tp=tp)
-    return BatchPlanner(
-        None, [0], topology, rules=rules, engines=[], keys=(0, 2), placement=None
-    )
+    return BatchPlanner(None, [0], topology, rules=rules, engines=[])
 
 
 def test_a_step_without_enough_data_is_not_begun():
@@ -248,7 +246,7 @@ def test_a_step_without_enough_data_is_not_begun():
 
 def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed():
     loader, planned = planning_loader(CountingLoader(10), 2, rows_per_microbatch=2)
-    (engine,) = loader.planner()._engines
+    (engine,) = loader.planner().engines
     previous: list[int] = []
     for number, (inputs, _) in enumerate(loader, start=1):
         keys = inputs[PLAN_KEYS]

@@ -101,9 +101,7 @@ def tear(planner: BatchPlanner, where: str) -> None:
         redistribution = TornRedistribution(**vars(parcel.redistribution))
         return replace(parcel, redistribution=redistribution)
 
-    if where == "describe":
-        planner._engines[0].plan = torn  # type: ignore[method-assign]
-    elif where == "pack":
+    if where == "pack":
         placement._per_peer = torn
     elif where == "unpack":
         placement.pack = pack_torn
@@ -121,7 +119,6 @@ MAGIC = PlannerConfig(planner="magic")
         ("state", {"inner": FailingLoader("state")}, SystemExit("no w"), (2, 1)),
         ("planner", {"config": MAGIC}, ValueError("magic"), (0, 0)),
         ("engine", {"transport": None}, ValueError("give the engine a tra"), (0, 0)),
-        ("describe", {}, ValueError("torn"), (0, 0)),
         ("pack", {}, ValueError("torn"), (0, 0)),
         # What fails after tokens have come is announced in the next step, which the peers plan ahead.
         ("unpack", {}, ValueError("torn"), (1, 0)),
@@ -161,7 +158,7 @@ PIXELS = {"pixels": torch.zeros(4, 8)}
     [
         ([{}, {}, {}], True, 0),
         ([OWN_POSITIONS] * 3, True, 0),
-        ([OWN_POSITIONS, OWN_POSITIONS, {}], False, 0),
+        ([OWN_POSITIONS, OWN_POSITIONS, {}], True, 0),
         ([{}, PIXELS, {}], False, 1),
     ],
     ids=["none", "positions", "positions on some", "pixels on one"],

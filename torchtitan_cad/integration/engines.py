@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan_cad.integration.gathering import gather_objects
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.keeping import KeepCapacity, kept_by_setting
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.tick_engine import TickEngine
-from torchtitan_cad.runtime.transport.base import gather
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def kept_bytes(
     kept = kept_by_setting(backward, in_ticks=in_ticks)
     if kept is not None:
         return kept
-    rooms = [room] if group is None else list(gather(room, group).values())
+    rooms = gather_objects(room, group, "set-up")
     least = min(rooms, key=lambda room: room.bytes_per_call)
     logger.info(f"cad.backward = 'auto': {least.describe()}")
     return least.bytes_per_call

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_cad.integration.config import Cad
+from torchtitan_cad.integration.gathering import gather_objects
 from torchtitan_cad.planning import LayerTimes, Profile
 from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.timing import device_name
@@ -80,13 +81,12 @@ def check_same_profile(
     profile: Profile | None,
 ) -> None:
     """Raise ValueError, on all ``ranks`` of the group, unless all of them have read the same profile, or none."""
-    fingerprint = torch.tensor([int(profile.fingerprint()[:15], 16) if profile else 0])
-    every = [torch.empty_like(fingerprint) for _ in ranks]
-    dist.all_gather(every, fingerprint, group=group)
+    own = profile.fingerprint() if profile else None
+    fingerprints = gather_objects(own, group, "comparing profiles")
     differing = [
         rank
-        for rank, other in zip(ranks, every, strict=True)
-        if not torch.equal(other, every[0])
+        for rank, fingerprint in zip(ranks, fingerprints, strict=True)
+        if fingerprint != fingerprints[0]
     ]
     if differing:
         raise ValueError(

@@ -5,13 +5,14 @@ torchtitan calls the hooks of a TrainSpec one by one and passes nothing between 
 Trainer per process, hence one session.
 """
 
+import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -25,9 +26,11 @@ from torchtitan_cad.integration.engines import (
     kept_bytes,
     kernel_shape,
 )
+from torchtitan_cad.integration.gathering import gather_objects
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.batch_planner import (
+    KEY_STEP,
     BatchPlanner,
     PlannedBatch,
     PlanRules,
@@ -42,7 +45,6 @@ from torchtitan_cad.integration.machine import (
     other_device,
     ranks_per_host,
 )
-from torchtitan_cad.integration.pipeline.planner import KEY_STEP, TickPlanner
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.servers import open_to_servers
 from torchtitan_cad.integration.topology import Topology
@@ -218,10 +220,8 @@ class CadSession:
                 if self.topology.group_rank(rank) == self.group_rank
             ]
         )
-        if (
-            replicas is not None
-            and len({*gather(self._config.ranks_per_node, replicas).values()}) > 1
-        ):
+        nodes = gather_objects(self._config.ranks_per_node, replicas, "set-up")
+        if len({*nodes}) > 1:
             # stages lie on hosts differently
             self._config = replace(self._config, ranks_per_node=None)
         return Placement(
@@ -299,20 +299,17 @@ class CadSession:
             self._cost,
             nano_batches=nano_batches,
             times=self.times,
-            hosts=self.hosts,
         )
-        planner: Callable[..., BatchPlanner] = BatchPlanner
-        if program is not None:
-            planner = partial(TickPlanner, program)
-        return planner(
+        return BatchPlanner(
             group,
             self.ranks,
             self.topology,
             rules=rules,
             engines=self._engines,
-            keys=(key, KEY_STEP * nano_batches),
+            keys=itertools.count(key, KEY_STEP * nano_batches),
             placement=placement,
             servers=servers,
+            pools=() if program is None else program.pools,
         )
 
     def _measure_times(
@@ -354,9 +351,7 @@ class CadSession:
     def _agreed(self, times: LayerTimes) -> LayerTimes:
         """Return the times of the first of all groups that choose the same homes. Collective over these groups."""
         replicas = None if self._placement is None else self._placement.replicas
-        return (
-            times if replicas is None else next(iter(gather(times, replicas).values()))
-        )
+        return gather_objects(times, replicas, "set-up")[0]
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
         if triton.runs_on(self.device):
@@ -403,15 +398,6 @@ class CadSession:
             and len(self.ranks) > 1
         ):
             _set_timeout(self._mesh.get_group(), self.job.step_timeout_s)
-
-    @property
-    def link_between_hosts(self) -> float | None:
-        """Gbit/s of a rank between hosts, as measured; None for one host, or without measured rates."""
-        return (
-            8e-9 * self.times.between_hosts
-            if self.times is not None and any(self.hosts)
-            else None
-        )
 
     def rows_per_microbatch(self, rows: int) -> int:
         """Count the rows, of a batch of ``rows``, that go through the model together."""

@@ -24,7 +24,7 @@ from torchtitan_cad.integration.loading.batch_planner import (
     PlannedBatch,
 )
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, DocumentRule
-from torchtitan_cad.integration.loading.redistribution import Batch, columns_of
+from torchtitan_cad.integration.loading.redistribution import Batch
 from torchtitan_cad.integration.run_state import run_state
 from torchtitan_cad.planning.model.batch import BatchShape
 
@@ -310,10 +310,6 @@ class PlanningLoader(Stateful):
                     and placement.can_redistribute(inputs, labels)
                 )
                 starts.append(number * rows * seq_len + begun)
-            can_redistribute = (
-                can_redistribute
-                and len({len(columns_of(*batch)) for batch in batches}) == 1
-            )
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch or rows)
         to_redistribute = batches if can_redistribute else None
         planned, parcel = planner.plan(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_cad.integration.gathering import gather_objects
 from torchtitan_cad.integration.loading.redistribution import (
     POSITIONS,
     Batch,
@@ -33,7 +34,6 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, slots_of_nano_batches
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.planning.plan import moved_by
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Parcel:
     """What a rank sends of the batches of a step that it has loaded, and how it makes batches of what comes.
 
     Attributes:
-        rows: [B * S, 2 or 3] ids, labels and maybe positions in the order in which they are sent.
+        rows: [B * S, 3] ids, labels and positions in the order in which they are sent.
         send_counts, receive_counts: [ranks of the group] how many of them go to each rank, and come from it.
         batches: number of batches.
         shape: of their tokens, one batch below the other.
@@ -63,22 +63,11 @@ class Parcel:
 
     def unpack(self, came: Tensor) -> list[Batch]:
         """Return the batches that this rank trains on, from what ``Placement.exchange`` has returned."""
-        ids, targets, *own = (
-            column.reshape(self.shape)
-            for column in self.redistribution.scatter(came).unbind(1)
-        )
-        positions = (
-            own[0].to(torch.int32)
-            if own
-            else self.redistribution.positions(self.shape[1])
-        )
-        per_batch = zip(
-            *(tensor.chunk(self.batches) for tensor in (ids, positions, targets)),
-            strict=True,
-        )
+        columns = self.redistribution.scatter(came).unbind(1)
+        of_batches = [column.view(self.shape).chunk(self.batches) for column in columns]
         return [
-            ({"input": ids, POSITIONS: positions}, targets)
-            for ids, positions, targets in per_batch
+            ({"input": ids, POSITIONS: positions.to(torch.int32)}, targets)
+            for ids, targets, positions in zip(*of_batches, strict=True)
         ]
 
 
@@ -163,7 +152,7 @@ class Placement:
             placed: what ``choose`` returned; None if some rank cannot redistribute its part of the step, which then
                 stays where it was loaded.
             shape: of all the step's rows.
-            batches: of one step and one shape, as ``check_redistributable`` takes them, all with the same columns.
+            batches: of one step and one shape, as ``check_redistributable`` takes them.
 
         Raises PeerError if a replica is gone, PlanMismatchError if one chose other homes.
         """
@@ -175,10 +164,9 @@ class Placement:
         by_column = zip(*(columns_of(*batch) for batch in batches), strict=True)
         columns = [torch.cat(column) for column in by_column]
         rows = torch.stack([column.flatten() for column in columns], dim=1)
-        source = redistribution.source if self.group is None else redistribution.sent
         return Parcel(
             redistribution=redistribution,
-            rows=rows[source],
+            rows=rows[redistribution.sent],
             send_counts=self._per_peer(redistribution.send_counts),
             receive_counts=self._per_peer(redistribution.receive_counts),
             batches=len(batches),
@@ -237,50 +225,20 @@ class Placement:
 
     def _compare(self, layouts: Layouts) -> None:
         """Raise PlanMismatchError unless the replicas have chosen the same homes."""
-        if self.replicas is None:
-            return
-        digest = hashlib.blake2b(digest_size=7)
+        digest = hashlib.sha256()
         for layout in chain.from_iterable(layouts):
-            digest.update(
-                np.stack(
-                    [
-                        layout.seg_rank,
-                        layout.seg_doc,
-                        layout.seg_start,
-                        layout.seg_length,
-                    ]
-                ).tobytes()
-            )
-        fingerprint = torch.tensor([int.from_bytes(digest.digest())])
-        every = [torch.empty_like(fingerprint) for _ in range(self.replicas.size())]
-        try:
-            dist.all_gather(every, fingerprint, group=self.replicas)
-        except RuntimeError as error:
-            raise PeerError(
-                f"comparing homes of stages and tensor-parallel ranks failed: {error}"
-            ) from error
-        if any(not torch.equal(other, fingerprint) for other in every):
+            segments = (layout.seg_rank, layout.seg_doc, layout.seg_start)
+            digest.update(np.stack([*segments, layout.seg_length]).tobytes())
+        fingerprints = gather_objects(
+            digest.hexdigest(),
+            self.replicas,
+            "comparing homes of stages and tensor-parallel ranks",
+        )
+        if len({*fingerprints}) > 1:
             raise PlanMismatchError(
                 "pipeline stages or tensor-parallel ranks redistribute a batch's tokens to different homes: all ranks "
                 "must run the same version of torchtitan_cad and numpy with the same [cad] table, and load equal rows"
             )
-
-
-def moved_bytes(
-    microbatches: PlannedMicrobatches, kinds: Sequence[AttentionKind]
-) -> np.ndarray:
-    """[2, 2] bytes of the mean layer's forward, as ``Moved`` counts them, summed over layouts.
-
-    Those of all ranks and of the worst, first with the loader's homes and then with the new ones.
-    """
-    moved = np.zeros((2, 2), dtype=np.int64)
-    for microbatch in microbatches:
-        for kind, given_plans, plans in zip(
-            kinds, microbatch.given_plans, microbatch.plans, strict=True
-        ):
-            for given_plan, plan in zip(given_plans, plans, strict=True):
-                moved += kind.layers * np.array([moved_by(given_plan), moved_by(plan)])
-    return moved // sum(kind.layers for kind in kinds)
 
 
 def _of_one_stage(config: PlannerConfig, num_ranks: int) -> PlannerConfig:

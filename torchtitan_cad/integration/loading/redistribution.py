@@ -2,8 +2,8 @@
 """Redistributing the tokens of an optimizer step to the homes that ``plan_step`` has found for them
 (``cad.placement``).
 
-All ranks of a CAD group know the homes that the loader gave and those that the tokens get, so only ids and labels
-travel: who sends what to whom, and every token's position for RoPE, follow from the layouts.
+All ranks of a CAD group know the homes that the loader gave and those that the tokens get, from which follows who sends
+what to whom: ids, labels and every token's position for RoPE.
 
 Ranks of one data-parallel coordinate load the same rows, which torchtitan cuts among context-parallel ranks afterwards.
 Tokens are therefore redistributed between data-parallel ranks, whole rows each, among ranks that agree in all other
@@ -40,24 +40,18 @@ class Redistribution:
         send_counts: [dp] how many go to each data-parallel rank.
         received: [B * S] flat positions of what comes, in the order in which it comes.
         receive_counts: [dp] how many come from each.
-        source: [B * S] flat positions of what comes, in the rows of the rank that loaded it.
     """
 
     sent: Tensor
     send_counts: list[int]
     received: Tensor
     receive_counts: list[int]
-    source: Tensor
 
     def scatter(self, came: Tensor) -> Tensor:
         """Reorder ``came`` [B * S, ...] from the order of arrival to that of the rows."""
         redistributed = torch.empty_like(came)
         redistributed[self.received] = came
         return redistributed
-
-    def positions(self, seq_len: int) -> Tensor:
-        """Give the positions [B, S] of the rows; see ``POSITIONS``."""
-        return self.scatter((self.source % seq_len).to(torch.int32)).view(-1, seq_len)
 
 
 def make_redistribution(
@@ -87,14 +81,12 @@ def make_redistribution(
             layout.seg_length[own],
         )
         run = np.searchsorted(other.run_start, token, side="right") - 1
-        part, rank = np.divmod(other.run_rank[run], num_ranks)
-        peer, cut = np.divmod(rank, slices)
-        there = slot[part, cut, other.run_row[run] + token - other.run_start[run]]
-        ways.append(_in_order(peer, token, slot.ravel(), there, num_ranks // slices))
-    (out, _, out_counts), (into, source, into_counts) = ways
-    return Redistribution(
-        out, out_counts, into, receive_counts=into_counts, source=source
-    )
+        peer = other.run_rank[run] % num_ranks // slices
+        order = np.lexsort((token, peer))
+        counts = np.bincount(peer, minlength=num_ranks // slices).tolist()
+        ways.append((torch.from_numpy(slot.ravel()[order]), counts))
+    (sent, send_counts), (received, receive_counts) = ways
+    return Redistribution(sent, send_counts, received, receive_counts=receive_counts)
 
 
 def _joined(parts: Sequence[TokenLayout]) -> TokenLayout:
@@ -117,26 +109,14 @@ def _joined(parts: Sequence[TokenLayout]) -> TokenLayout:
     )
 
 
-def _in_order(
-    peer: np.ndarray,
-    token: np.ndarray,
-    here: np.ndarray,
-    there: np.ndarray,
-    num_peers: int,
-) -> tuple[Tensor, Tensor, list[int]]:
-    """Give flat positions here and there by peer and token, and tokens per peer."""
-    order = np.lexsort((token, peer))
-    counts = np.bincount(peer, minlength=num_peers).tolist()
-    return torch.from_numpy(here[order]), torch.from_numpy(there[order]), counts
-
-
 def columns_of(inputs: Mapping[str, Tensor], labels: Tensor) -> list[Tensor]:
-    """Return what travels with the tokens of a batch: ids, labels and, where it has some, positions, all [B, S]."""
-    return [
-        inputs["input"],
-        labels,
-        *([inputs[OWN_POSITIONS]] if OWN_POSITIONS in inputs else []),
-    ]
+    """Return what travels of a batch: ids, labels and positions, all [B, S]; by default these are columns."""
+    tokens = inputs["input"]
+    positions = inputs.get(OWN_POSITIONS)
+    if positions is None:
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = columns.expand_as(tokens)
+    return [tokens, labels, positions]
 
 
 def check_redistributable(inputs: Mapping[str, Tensor], labels: Tensor) -> None:
@@ -147,7 +127,7 @@ def check_redistributable(inputs: Mapping[str, Tensor], labels: Tensor) -> None:
             f"cad.placement cannot redistribute batch key {unknown[0]!r} with the tokens{remedy}"
         )
     tokens, *others = columns_of(inputs, labels)
-    for name, column in zip(("labels", OWN_POSITIONS), others, strict=False):
+    for name, column in zip(("labels", OWN_POSITIONS), others, strict=True):
         if (
             column.shape != tokens.shape
             or tokens.is_floating_point()

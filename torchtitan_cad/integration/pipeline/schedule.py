@@ -31,7 +31,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from torchtitan_cad.integration.pipeline.planner import pool_keys
+from torchtitan_cad.integration.loading.batch_planner import KEY_STEP
 from torchtitan_cad.planning.pipeline.program import TickProgram
 from torchtitan_cad.planning.pipeline.ticks import Tick
 from torchtitan_cad.runtime.tick_engine import TickCall, TickEngine
@@ -131,6 +131,12 @@ class TickSchedule(_PipelineScheduleRuntime):
 
     def _end_tick(self, action: _Action, context: _PipelineContext) -> None:
         self._engine.end_tick()
+
+
+def pool_keys(first: int, pool: int, nano_batches: int) -> tuple[int, ...]:
+    """Return the keys of a pool's plans, one per nano-batch, in a batch whose first plan has key ``first``."""
+    key = first + pool * KEY_STEP * nano_batches
+    return tuple(range(key, key + nano_batches))
 
 
 def _action(tick: Tick, rank: int) -> _Action | None:
