@@ -34,8 +34,8 @@ def measure() -> str:
     from torchtitan_cad.runtime.call import Saved
     from torchtitan_cad.runtime.engine import CoreAttentionEngine
     from torchtitan_cad.runtime.kernels import varlen
-    from torchtitan_cad.runtime.transport import SymmetricTransport
     from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
+    from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
     torch.set_num_threads(1)
     triton.runs_on = lambda device: True  # type: ignore[assignment]

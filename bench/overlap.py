@@ -53,13 +53,8 @@ from torchtitan_cad.planning import (  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs  # noqa: E402
 from torchtitan_cad.runtime.packing import RowFormat  # noqa: E402
-from torchtitan_cad.runtime.transport import (  # noqa: E402
-    CollectiveTransport,
-    Pending,
-    Route,
-    Routes,
-    Transport,
-)
+from torchtitan_cad.runtime.transport.base import Pending, Route, Routes, Transport  # noqa: E402
+from torchtitan_cad.runtime.transport.collective import CollectiveTransport  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, dtype_bytes=4)

@@ -32,8 +32,8 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.planning.timed import link_seconds
 from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionCall, Direction
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels import AttentionKernel, get_kernel
-from torchtitan_cad.runtime.kernels.base import compute_dtype
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.timing import device_name, median_milliseconds
 

@@ -18,9 +18,9 @@ from torchtitan_cad.planning import (
     make_plan,
 )
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
-from torchtitan_cad.runtime.kernels import get_kernel
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.ops import core_attention
-from torchtitan_cad.runtime.transport import CollectiveTransport
+from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 
 DOCUMENTS = [[2048], [512, 512, 1024]]
 """Tokens of the documents of each rank."""

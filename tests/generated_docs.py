@@ -61,15 +61,17 @@ def _default(value: ast.expr) -> str:
 def api() -> str:
     """Names, parameters and first paragraphs of what can be imported."""
     from torchtitan_cad import planning
-    from torchtitan_cad.runtime import engine, ops, transport
+    from torchtitan_cad.runtime import engine, ops
+    from torchtitan_cad.runtime.transport import base, build
 
     parts = [("torchtitan_cad.planning", planning, planning.__all__)]
     parts += [
-        (f"torchtitan_cad.runtime.{module.__name__.rsplit('.', 1)[1]}", module, names)
+        (module.__name__, module, names)
         for module, names in (
             (ops, OPERATORS[:2]),
             (engine, OPERATORS[2:]),
-            (transport, TRANSPORTS),
+            (base, TRANSPORTS[:3]),
+            (build, TRANSPORTS[3:]),
         )
     ]
     return "\n".join(_module(*part) for part in parts)

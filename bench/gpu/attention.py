@@ -23,8 +23,13 @@ from tests.lib.workloads import SHAPE
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.attend import RowSpace
 from torchtitan_cad.runtime.combine import Combination
-from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs, get_kernel
-from torchtitan_cad.runtime.kernels.base import Merged, row_delta
+from torchtitan_cad.runtime.kernels.base import (
+    AttentionKernel,
+    Merged,
+    VarlenArgs,
+    row_delta,
+)
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.timing import median_milliseconds
 
 

@@ -20,7 +20,7 @@ from torchtitan_cad.planning import (
     TokenLayout,
 )
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
-from torchtitan_cad.runtime.kernels import get_kernel
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.ops import core_attention
 from torchtitan_cad.runtime.timing import median_milliseconds
 

@@ -23,11 +23,12 @@ from bench.gpu.putting import Putting, programs
 from tests.lib.workloads import SHAPE
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, aligned
-from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
-from torchtitan_cad.runtime.transport import SymmetricTransport
+from torchtitan_cad.runtime.kernels.base import VarlenArgs
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.transport.base import Route, Routes
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, sending_stream
 from torchtitan_cad.runtime.transport.memory import Message
+from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 from torchtitan_cad.runtime.triton import put
 
 GATE_CYCLES = 20_000_000

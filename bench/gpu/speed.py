@@ -15,7 +15,10 @@ from bench.gpu.parts import Emit
 from bench.record import Record
 from tests.lib.workloads import SHAPE
 from torchtitan_cad.planning import AttentionShape, Profile, warm_up
-from torchtitan_cad.runtime.kernels import get_kernel, select
+from torchtitan_cad.runtime.kernels import select
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs
+from torchtitan_cad.runtime.kernels.select import get_kernel
+from torchtitan_cad.runtime.rates import time_attention
 
 TOY_REPLAY = replay.Options(
     "cpu",
@@ -38,25 +41,25 @@ def warm_planner(device: str, emit: Emit) -> None:
 
 
 def kernels(device: str, emit: Emit) -> None:
-    """Milliseconds of every kernel that cad.kernel = "auto" chooses from, or why it is out."""
+    """Milliseconds of every kernel that cad.kernel = "auto" chooses from, both passes, and why others are out."""
+    where = torch.device(device)
+    shape = AttentionShape(2, 1, 16, 2)
+    tokens = 256
+    found: dict[str, AttentionKernel] = {"cpu": get_kernel("cpu", where)}
     if device == "cuda":
-        outcomes, reasons = select.compare_kernels(torch.device(device, 0), SHAPE)
-        trial = select.Trial(outcomes[0][0], torch.device(device, 0), SHAPE)
+        shape = SHAPE
+        tokens = 16_384
+        found, reasons = select.usable_kernels("auto", where, shape)
         emit("others", reasons)
-    else:
-        outcomes = [(get_kernel("cpu", device), 0.0)]
-        trial = select.Trial(
-            outcomes[0][0], torch.device(device), AttentionShape(2, 1, 16, 2), rows=256
-        )
-    if len(outcomes) == 1:  # which is not tried where there is no choice
-        outcomes = [(kernel, trial.outcome(kernel)) for kernel, _ in outcomes]
-    emit(
-        "kernels",
-        [
-            {"name": str(kernel), "milliseconds": outcome}
-            for kernel, outcome in outcomes
-        ],
+    call = VarlenArgs.from_numpy(
+        [0, tokens], [0, tokens], causal=True, scale=0.1, device=where
     )
+    rows: list[Record] = []
+    for name, kernel in found.items():
+        passes = time_attention(kernel, shape, torch.bfloat16, call, repeats=3)
+        milliseconds = sum(timing.milliseconds for timing in passes)
+        rows.append({"name": name, "milliseconds": milliseconds})
+    emit("kernels", rows)
 
 
 def balanced(device: str, emit: Emit) -> None:

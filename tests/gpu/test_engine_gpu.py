@@ -24,7 +24,8 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels import AttentionKernel, get_kernel
+from torchtitan_cad.runtime.kernels.base import AttentionKernel
+from torchtitan_cad.runtime.kernels.select import get_kernel
 
 pytestmark = ON_GPU
 

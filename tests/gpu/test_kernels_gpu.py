@@ -15,8 +15,7 @@ from tests.lib.kernels_reference import (
     random_qkv,
 )
 from tests.runtime.test_combine import compare_with_torch
-from torchtitan_cad.runtime.kernels import VarlenArgs, select
-from torchtitan_cad.runtime.kernels.base import Merged
+from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs
 
 pytestmark = ON_GPU
 
@@ -43,6 +42,8 @@ def error(result: Tensor, reference: Tensor) -> float:
     ("len_q", "len_k", "causal", "window"),
     [
         ([1, 77, 333], [1, 77, 333], True, None),
+        # FlashAttention-4 has code of its own for more than 256 tasks
+        ([5] * 300, [5] * 300, True, None),
         ([130, 1, 128], [517, 300, 128], True, None),
         ([40, 200], [7, 0], True, None),
         ([130, 1, 300], [257, 700, 0], False, None),
@@ -59,7 +60,7 @@ def test_against_dense(kernel, len_q, len_k, causal, window, dim, heads, dtype):
             "cuDNN takes tasks with keys, and squares only where they are causal"
         )
     if dim == 16 and "FlashAttention-4" in str(kernel):
-        pytest.skip("its gradients of such heads are wrong on Hopper: trials refuse it")
+        pytest.skip("its gradients of such heads are wrong on Hopper: it refuses them")
     cu_q = offsets(len_q)
     cu_k = offsets(len_k)
     options = {"causal": causal, "scale": dim**-0.5, "window": window}
@@ -95,12 +96,6 @@ def test_cuts_at_tile_boundaries_keep_the_bits(kernel):
     seen_k, seen_v = (torch.cat([x[:end] for end in ends]) for x in (k, v))
     results = kernel.forward(q, seen_k, seen_v, pieces)
     assert all(map(torch.equal, results, kernel.forward(q, k, v, whole)))
-
-
-def test_every_kernel_passes_its_trial():
-    trial = select.Trial(KERNELS["varlen"], torch.device("cuda"), select._SHAPE)
-    outcomes = {name: trial.outcome(kernel) for name, kernel in KERNELS.items()}
-    assert all(isinstance(outcome, float) for outcome in outcomes.values()), outcomes
 
 
 def test_delta_and_surrogate_on_the_device():

@@ -9,8 +9,8 @@ from tests.lib.device import ON_GPU
 from tests.lib.kernels_reference import offsets, random_qkv
 from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.planning.model.tasks import make_tasks
-from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
-from torchtitan_cad.runtime.kernels.base import Merged, row_delta
+from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, row_delta
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.timing import median_milliseconds
 from torchtitan_cad.tools.profiling import ProfileGrid, measure_profile
 

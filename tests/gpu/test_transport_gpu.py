@@ -13,7 +13,8 @@ from tests.lib.exchanges import ONE_EACH, exchange_at_random, make_route, start
 from tests.lib.processes import run_processes, values
 from tests.lib.sets import needs_triton
 from torchtitan_cad.runtime.errors import PeerError
-from torchtitan_cad.runtime.transport import Routes, build_transport
+from torchtitan_cad.runtime.transport.base import Routes
+from torchtitan_cad.runtime.transport.build import build_transport
 
 pytestmark = [*ON_GPU, needs_triton]
 

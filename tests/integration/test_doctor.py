@@ -292,7 +292,7 @@ def test_on_gpus(good, monkeypatch):
     findings = report(good, ranks_per_host=4)
     assert failed(findings) == []
     assert_says(findings, "device", "^4 x NVIDIA H100; torch ")
-    text = r"^varlen \(cad.kernel = 'auto': no other can be used.* compute capability 9.0 can do: install"
+    text = r"^varlen \(cad.kernel = 'auto': FlashAttention-4 .* compute capability 9.0 can do: install"
     assert_says(findings, "kernel", text, "note")
     text = r"^expected: symm_mem \(cad.transport = 'auto': .* 2 receive buffers of 325.0 MB"
     assert_says(findings, "transport", text)

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from torchtitan_cad.runtime.kernels import AttentionKernel, get_kernel, select
+from torchtitan_cad.runtime.kernels import select
+from torchtitan_cad.runtime.kernels.base import AttentionKernel
+from torchtitan_cad.runtime.kernels.select import get_kernel
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -16,11 +18,11 @@ ON_GPU = [
 
 
 def cuda_kernels() -> dict[str, AttentionKernel]:
-    """By name: varlen, cudnn, and flash_attn with every package that is installed."""
+    """By title: varlen, cudnn, and flash_attn with every package that is installed."""
     if not torch.cuda.is_available():
         return {"varlen": get_kernel("varlen", "cuda")}
-    compared, _ = select.compare_kernels(torch.device("cuda"), select._SHAPE)
-    return {str(kernel): kernel for kernel, _ in compared}
+    kernels, _ = select.usable_kernels("auto", torch.device("cuda"), select._SHAPE)
+    return kernels
 
 
 @contextmanager

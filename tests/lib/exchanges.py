@@ -14,15 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import (
-    BUFFERS_PER_CALL,
-    Pending,
-    Route,
-    Routes,
-    Transport,
-    build_transport,
-)
+from torchtitan_cad.runtime.transport.base import Pending, Route, Routes, Transport
+from torchtitan_cad.runtime.transport.build import build_transport
 
 CPU = torch.device("cpu")
 BUFFER_BYTES = 2**20

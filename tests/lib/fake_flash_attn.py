@@ -16,9 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime.kernels import VarlenArgs
 from torchtitan_cad.runtime.kernels import varlen as kernels_varlen
-from torchtitan_cad.runtime.kernels.base import Merged, compute_dtype, row_delta
+from torchtitan_cad.runtime.kernels.base import (
+    Merged,
+    VarlenArgs,
+    compute_dtype,
+    row_delta,
+)
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 NAMES = {

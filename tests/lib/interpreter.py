@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_cad.runtime import triton
-from torchtitan_cad.runtime.transport import SymmetricTransport
 from torchtitan_cad.runtime.transport.far import FarRanks, transfer_over
 from torchtitan_cad.runtime.transport.memory import CpuMemory, NearRanks
+from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 
 def interpreted_memory(num_bytes: int, group: Any) -> Any:

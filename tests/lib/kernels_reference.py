@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from tests.lib.accuracy import assert_as_exact
-from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs
-from torchtitan_cad.runtime.kernels.base import Merged, row_delta
+from torchtitan_cad.runtime.kernels.base import (
+    AttentionKernel,
+    Merged,
+    VarlenArgs,
+    row_delta,
+)
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dshared")

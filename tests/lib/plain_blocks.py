@@ -24,7 +24,7 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
-from torchtitan_cad.runtime.kernels import get_kernel
+from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.ops import core_attention
 
 WHOLE = "plain_blocks whole"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.runtime import transport  # noqa: F401  imported by the server, once
+from torchtitan_cad.runtime.transport import build  # noqa: F401  imported by the server, once
 
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])

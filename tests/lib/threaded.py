@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import Routes, SymmetricTransport
+from torchtitan_cad.runtime.transport.base import Routes
 from torchtitan_cad.runtime.transport.far import FarRanks, Part, Works
 from torchtitan_cad.runtime.transport.memory import CpuMemory
+from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 T = TypeVar("T")
 TIMEOUT_S = 60

@@ -26,7 +26,7 @@ from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.tables import PlanTables
-from torchtitan_cad.runtime.transport import build_transport
+from torchtitan_cad.runtime.transport.build import build_transport
 
 SHAPE = AttentionShape(4, 2, 16, 4)
 

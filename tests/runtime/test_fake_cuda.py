@@ -24,8 +24,9 @@ from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import cudnn, varlen
-from torchtitan_cad.runtime.transport import SymmetricTransport, cuda_memory
 from torchtitan_cad.runtime.transport import base as transport_base
+from torchtitan_cad.runtime.transport import cuda_memory
+from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 DEVICE = torch.device("cuda", 0)
 SHAPE = AttentionShape(32, 8, 128, 2)
@@ -99,11 +100,14 @@ def allocate(num_bytes: int) -> cuda_memory.DeviceMemory:
     [
         (varlen.VarlenKernel, 0, 0.0, SHAPE),
         (varlen.VarlenKernel, 1, math.inf, LATENT),
-        pytest.param(cudnn.CudnnKernel, 1, 0.0, SHAPE, marks=needs_cudnn),
+        pytest.param(
+            lambda: cudnn.CudnnKernel(DEVICE), 1, 0.0, SHAPE, marks=needs_cudnn
+        ),
     ],
     ids=["varlen", "latent", "cudnn"],
 )
-def test_layer(launches, make_kernel, rank, kept_bytes, shape):
+def test_layer(launches, monkeypatch, make_kernel, rank, kept_bytes, shape):
+    monkeypatch.setattr(stock, "_should_use_cudnn", lambda index: True)
     plan = two_rank_plan(16_384, shape)
     engine = CoreAttentionEngine(
         make_kernel(),

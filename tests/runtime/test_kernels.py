@@ -22,10 +22,10 @@ from tests.lib.kernels_reference import (
 from tests.lib.refusals import refusal
 from tests.lib.sets import params
 from torchtitan_cad.integration.cpu_varlen import register_cpu_varlen
-from torchtitan_cad.runtime.kernels import VarlenArgs, get_kernel
-from torchtitan_cad.runtime.kernels.base import Merged
+from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.merge import merge_partials
+from torchtitan_cad.runtime.kernels.select import get_kernel
 
 KERNEL = CpuKernel()
 

@@ -15,10 +15,9 @@ from tests.lib.refusals import refusal
 from tests.lib.rows import CPU
 from torchtitan_cad.planning import AttentionShape, TileAreaCost
 from torchtitan_cad.runtime import rates
-from torchtitan_cad.runtime.kernels import VarlenArgs
-from torchtitan_cad.runtime.kernels.base import Merged
+from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs
 from torchtitan_cad.runtime.timing import WARM_UP
-from torchtitan_cad.runtime.transport import build_transport
+from torchtitan_cad.runtime.transport.build import build_transport
 from torchtitan_cad.tools.profiling import (
     MOST_RETRIES,
     ProfileGrid,

@@ -29,8 +29,8 @@ from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.transport import Transport, symmetric
-from torchtitan_cad.runtime.transport.base import all_to_all
+from torchtitan_cad.runtime.transport import symmetric
+from torchtitan_cad.runtime.transport.base import Transport, all_to_all
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 from torchtitan_cad.runtime.transport.far import FarRows
 

@@ -23,13 +23,11 @@ from tests.lib.processes import run_processes, values
 from tests.lib.refusals import refusal
 from tests.lib.sets import matrix, params
 from tests.lib.threaded import needs_linux
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
-from torchtitan_cad.runtime.transport import (
-    BUFFERS_PER_CALL,
-    Routes,
-    memory,
-)
+from torchtitan_cad.runtime.transport import memory
+from torchtitan_cad.runtime.transport.base import Routes
 
 
 @pytest.mark.parametrize("num_ranks", params([3, 4, 8], [3]))

@@ -18,7 +18,8 @@ from tests.lib.processes import run_processes, values
 from tests.lib.refusals import refusal
 from tests.lib.threaded import needs_linux
 from torchtitan_cad.runtime import hosts
-from torchtitan_cad.runtime.transport import build, build_transport, expected_transport
+from torchtitan_cad.runtime.transport import build
+from torchtitan_cad.runtime.transport.build import build_transport, expected_transport
 from torchtitan_cad.runtime.transport.memory import CpuMemory, NearRanks
 
 

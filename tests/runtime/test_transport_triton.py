@@ -21,7 +21,7 @@ from tests.lib.rows import CPU
 from tests.lib.sets import needs_triton
 from tests.lib.threaded import needs_linux
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import Route, Routes
+from torchtitan_cad.runtime.transport.base import Route, Routes
 
 pytestmark = needs_triton
 

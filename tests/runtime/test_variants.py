@@ -26,7 +26,7 @@ from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import varlen
-from torchtitan_cad.runtime.transport import SymmetricTransport
+from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 pytestmark = needs_triton
 

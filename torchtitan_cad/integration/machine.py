@@ -13,7 +13,7 @@ from torchtitan_cad.integration.gathering import gather_objects
 from torchtitan_cad.planning import LayerTimes, Profile
 from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.timing import device_name
-from torchtitan_cad.runtime.transport import Transport
+from torchtitan_cad.runtime.transport.base import Transport
 
 
 def device_bytes(device: torch.device, ranks_of_host: int) -> float:

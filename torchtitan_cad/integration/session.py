@@ -60,8 +60,8 @@ from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor, store_of_attempt
 from torchtitan_cad.runtime.servers.client import ServerPool
-from torchtitan_cad.runtime.transport import Transport, build_transport
-from torchtitan_cad.runtime.transport.base import gather
+from torchtitan_cad.runtime.transport.base import Transport, gather
+from torchtitan_cad.runtime.transport.build import build_transport
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,6 @@ class CadSession:
             self.device,
             kernel_shape(self.job.kinds),
             group=self._train_group,
-            timed=not self.job.deterministic,
         )
         for shape in (kind.shape for kind in self.job.kinds):
             kernel.check(self.job.dtype, shape.head_dim, shape.out_dim, shape.window)
@@ -472,7 +471,7 @@ def open_session(job: Job) -> CadSession:
     if job.deterministic:
         logger.info(
             f"debug.deterministic = true: plans depend on the batch alone (cad.tolerance = {job.cad.tolerance}), not "
-            "on measured rates, and cad.kernel = 'auto' is the first kernel that is right, not the fastest"
+            "on measured rates"
         )
     logger.info(
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.kernel}, "

@@ -28,8 +28,7 @@ from torchtitan_cad.runtime.servers.client import OwedAnswer, ServerPool, take_a
 from torchtitan_cad.runtime.servers.request import Request
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.traces import named
-from torchtitan_cad.runtime.transport import Transport
-from torchtitan_cad.runtime.transport.base import Kind, Routes
+from torchtitan_cad.runtime.transport.base import Kind, Routes, Transport
 
 Step = Literal["start", "attend"]
 """the steps that start exchanges"""

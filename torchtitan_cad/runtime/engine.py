@@ -38,8 +38,7 @@ from torchtitan_cad.runtime.kernels.base import (
 )
 from torchtitan_cad.runtime.servers.client import ServerPool
 from torchtitan_cad.runtime.tables import PlanTables
-from torchtitan_cad.runtime.transport import Transport
-from torchtitan_cad.runtime.transport.base import Kind
+from torchtitan_cad.runtime.transport.base import Kind, Transport
 
 
 class CoreAttentionEngine:

@@ -62,7 +62,7 @@ def run(output: Path, *, measurement: Options = DEFAULTS) -> None:
 
     from torchtitan_cad.planning import AttentionShape
     from torchtitan_cad.planning.model.profile import DTYPE_BYTES
-    from torchtitan_cad.runtime.kernels import get_kernel
+    from torchtitan_cad.runtime.kernels.select import get_kernel
     from torchtitan_cad.tools.profiling import ProfileGrid, measure_profile
 
     check_output("--output", output)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from torchtitan_cad.planning import AttentionShape, Profile
-from torchtitan_cad.runtime.kernels import AttentionKernel, VarlenArgs
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, VarlenArgs
 from torchtitan_cad.runtime.kernels.cpu import QUERY_TILE
 from torchtitan_cad.runtime.rates import time_attention
 from torchtitan_cad.runtime.timing import Timing, device_name

@@ -31,7 +31,7 @@ from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig, w
 from torchtitan_cad.planning.model.kind import AttentionKind  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
 from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402
-from torchtitan_cad.runtime.transport import Transport  # noqa: E402
+from torchtitan_cad.runtime.transport.base import Transport  # noqa: E402
 
 EOS = 9
 CPU = torch.device("cpu")

@@ -56,7 +56,7 @@ from torchtitan_cad.planning import (  # noqa: E402
     TokenLayout,
     register_planner,
 )
-from torchtitan_cad.runtime.kernels import VarlenArgs  # noqa: E402
+from torchtitan_cad.runtime.kernels.base import VarlenArgs  # noqa: E402
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 

@@ -40,7 +40,7 @@ from torchtitan_cad.runtime import steps, traced
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
 from torchtitan_cad.runtime.ops import core_attention
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport import Route, Routes
+from torchtitan_cad.runtime.transport.base import Route, Routes
 
 SHAPE = AttentionShape(2, 1, 16, 4)
 TOKENS = 64

@@ -24,6 +24,9 @@ class CudnnKernel(FusedKernel):
 
     Its causal mask is top-left, so causal tasks must be squares. It builds and keeps a graph for every new combination
     of bounds, tasks and rows, in some 40 ms. The backward's workspace grows with tasks x longest task.
+
+    Raises:
+        ValueError: torch, cuDNN or the device is too old; then stock varlen attention is not cuDNN's, either.
     """
 
     name = "cudnn"
@@ -31,8 +34,19 @@ class CudnnKernel(FusedKernel):
     squares_only = True
     max_head_dim = 128
 
-    def __init__(self) -> None:
-        from torch.nn.attention import varlen  # noqa: F401  registers the operators; it imports triton
+    def __init__(self, device: torch.device) -> None:
+        from torch.nn.attention import (
+            varlen,  # registers the operators; it imports triton
+        )
+
+        if not hasattr(varlen, "_CUDNN_ATTENTION_BACKEND"):
+            raise ValueError(f"cudnn needs torch 2.15, here is {torch.__version__}")
+        if not varlen._should_use_cudnn(device.index or 0):
+            major, minor = torch.cuda.get_device_capability(device)
+            raise ValueError(
+                "cudnn needs cuDNN 9.18 and compute capability 9 or 10, here are cuDNN "
+                f"{torch.backends.cudnn.version()} and {major}.{minor}"
+            )
 
     def check(
         self,
@@ -72,19 +86,6 @@ class CudnnKernel(FusedKernel):
             *inputs, *_shared(call), call.cu_q, **options, **_BACKEND
         )
         return dq, dk, dv
-
-
-def lacking(device: torch.device) -> str | None:
-    """Return what a CUDA device lacks for this kernel; None if nothing, and stock varlen attention is cuDNN's, too."""
-    from torch.nn.attention import varlen
-
-    if not hasattr(varlen, "_CUDNN_ATTENTION_BACKEND"):
-        return f"needs torch 2.15, here is {torch.__version__}"
-    if varlen._should_use_cudnn(device.index or 0):
-        return None
-    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    found = f"here are cuDNN {torch.backends.cudnn.version()} and {capability}"
-    return f"needs cuDNN 9.18 and compute capability 9 or 10, {found}"
 
 
 def _shared(call: VarlenArgs) -> tuple[Tensor, Tensor, int, int, bool]:

@@ -35,7 +35,7 @@ class Library:
         lse, causal: the backward's names of these arguments.
         makes_gradients: True if the backward returns dq, dk and dv; otherwise it fills given tensors.
         empty_lse: log-sum-exp of a row without keys.
-        unequal: as ``FusedKernel.unequal``; FlashAttention-4 takes none of them on compute capability 9.
+        unequal: as ``FusedKernel.unequal``.
     """
 
     generation: int
@@ -54,59 +54,6 @@ class Library:
     def __str__(self) -> str:
         return f"FlashAttention-{self.generation} ({self.module})"
 
-    def forward_arguments(
-        self, tensors: Sequence[Tensor | None], call: VarlenArgs
-    ) -> dict[str, Any]:
-        """Return the arguments of the forward for q, k and v."""
-        options = {**self.forward_options, **_window(call)}
-        return {
-            **dict(zip("qkv", tensors, strict=True)),
-            **_lengths(call, "causal"),
-            **options,
-        }
-
-    def backward_arguments(
-        self, tensors: Sequence[Tensor | None], call: VarlenArgs
-    ) -> dict[str, Any]:
-        """Return the arguments of the backward for dout, q, k, v, out, lse [Hq, Tq] and gradients to fill."""
-        names = (
-            "dout",
-            "q",
-            "k",
-            "v",
-            "out",
-            self.lse,
-            *(() if self.makes_gradients else ("dq", "dk", "dv")),
-        )
-        options = {
-            **self.backward_options,
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-        }
-        return {
-            **dict(zip(names, tensors, strict=False)),
-            **_lengths(call, self.causal),
-            **options,
-            **_window(call),
-        }
-
-    def load(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Import the forward and the backward.
-
-        Raises:
-            ImportError, OSError, RuntimeError: the package cannot be imported.
-            AttributeError, TypeError: a function is missing, or has other arguments in the installed version.
-        """
-        module = importlib.import_module(self.module)
-        nothing = VarlenArgs.from_numpy([0], [0], causal=True, scale=1.0)
-        return (
-            _function(
-                module, self.forward, self.forward_arguments([None] * 3, nothing)
-            ),
-            _function(
-                module, self.backward, self.backward_arguments([None] * 9, nothing)
-            ),
-        )
-
 
 _PLAIN = {
     "dropout_p": 0.0,
@@ -120,129 +67,140 @@ _UNPACKED = {"pack_gqa": False}
 """option: a tile never holds several query heads, so that tiles do not depend on lengths."""
 LIBRARIES = (
     Library(
-        *(
-            3,
-            "flash_attn_interface",
-            (9,),
-            "_flash_attn_forward",
-            "_flash_attn_backward",
-            _UNPACKED,
-        ),
-        causal="is_causal",
-        unequal=(range(136, 193, 8), range(104, 129, 8)),
-    ),
-    Library(
-        *(
-            4,
-            "flash_attn.cute.interface",
-            (9, 10, 11),
-            "_flash_attn_fwd",
-            "_flash_attn_bwd",
-        ),
+        generation=4,
+        module="flash_attn.cute.interface",
+        capabilities=(9, 10, 11),
+        forward="_flash_attn_fwd",
+        backward="_flash_attn_bwd",
         forward_options={**_UNPACKED, "return_lse": True},
         lse="lse",
         makes_gradients=True,
         unequal=(range(192, 193), range(128, 129)),
     ),
     Library(
-        *(2, "flash_attn.flash_attn_interface", (8, 9, 10, 11, 12)),
-        *("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
+        generation=3,
+        module="flash_attn_interface",
+        capabilities=(9,),
+        forward="_flash_attn_forward",
+        backward="_flash_attn_backward",
+        forward_options=_UNPACKED,
+        causal="is_causal",
+        unequal=(range(136, 193, 8), range(104, 129, 8)),
+    ),
+    Library(
+        generation=2,
+        module="flash_attn.flash_attn_interface",
+        capabilities=(8, 9, 10, 11, 12),
+        forward="_flash_attn_varlen_forward",
+        backward="_flash_attn_varlen_backward",
         forward_options={**_PLAIN, "return_softmax": False},
         backward_options=_PLAIN,
         empty_lse=torch.inf,
     ),
 )
-"""libraries that are looked for"""
+"""libraries that are looked for, the newest first"""
 
 
 class FlashAttnKernel(FusedKernel):
-    """A FlashAttention package on packed rows. Tasks may have no keys. Raises the errors of ``Library.load``."""
+    """A FlashAttention package on packed rows. Tasks may have no keys.
+
+    Raises:
+        ValueError: the package is not installed, of another version, or not made for the device.
+    """
 
     name = "flash_attn"
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, device: torch.device) -> None:
         self.library = library
         self.empty_lse = library.empty_lse
-        self._forward, self._backward = library.load()
+        self.unequal = library.unequal
+        major, minor = torch.cuda.get_device_capability(device)
+        if major not in library.capabilities:
+            raise ValueError(
+                f"{library} is not made for compute capability {major}.{minor}"
+            )
+        if library.generation == 4 and major == 9:
+            self.unequal = FusedKernel.unequal
+            self.min_head_dim = 64  # gradients of heads of 16 are wrong there
+        elif library.generation == 4:
+            self.max_head_dim = 128
+        try:
+            self._load()
+        except (ImportError, AttributeError, TypeError, OSError, RuntimeError) as error:
+            raise ValueError(f"{library} cannot be used: {error}") from error
 
     def __str__(self) -> str:
         return f"flash_attn, {self.library}"
+
+    def _load(self) -> None:
+        """Import the package's functions, and check that they take the arguments of this module."""
+        module = importlib.import_module(self.library.module)
+        self._forward = getattr(module, self.library.forward)
+        self._backward = getattr(module, self.library.backward)
+        nothing = VarlenArgs.from_numpy([0], [0], causal=True, scale=1.0)
+        forward_arguments = self._forward_arguments([None] * 3, nothing)
+        backward_arguments = self._backward_arguments([None] * 9, nothing)
+        _signature(self._forward).bind(**forward_arguments)
+        _signature(self._backward).bind(**backward_arguments)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor]:
         """Run the package's forward."""
-        out, lse, *_ = self._forward(**self.library.forward_arguments((q, k, v), call))
+        out, lse, *_ = self._forward(**self._forward_arguments((q, k, v), call))
         return out, lse
 
     def run_backward(
         self, inputs: BackwardInputs, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the package's backward."""
-        gradients = tuple[Tensor, ...]()
-        if not self.library.makes_gradients:
-            gradients = tuple(map(torch.empty_like, (inputs.q, inputs.k, inputs.v)))
-        arguments = self.library.backward_arguments((*inputs, *gradients), call)
-        made = self._backward(**arguments)
-        dq, dk, dv = gradients or made
+        to_fill = [torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)]
+        arguments = self._backward_arguments((*inputs, *to_fill), call)
+        returned = self._backward(**arguments)
+        dq, dk, dv = returned if self.library.makes_gradients else to_fill
         return dq, dk, dv
 
+    def _forward_arguments(
+        self, tensors: Sequence[Tensor | None], call: VarlenArgs
+    ) -> dict[str, Any]:
+        """Return the arguments of the forward for q, k and v."""
+        named = dict(zip("qkv", tensors, strict=True))
+        options = self.library.forward_options
+        return {**named, **options, **_call_arguments(call), "causal": call.causal}
 
-def find_kernels(device: torch.device) -> tuple[list[FlashAttnKernel], list[str]]:
-    """Return the usable kernels on ``device``, and the reasons why others are not usable."""
-    kernels = []
-    reasons = []
-    for library in LIBRARIES:
-        try:
-            kernel = FlashAttnKernel(library)
-        except (ImportError, AttributeError, TypeError, OSError, RuntimeError) as error:
-            reasons.append(f"flash_attention_{library.generation}: {error}")
-            continue
-        major, minor = torch.cuda.get_device_capability(device)
-        if major in library.capabilities:
-            kernel.max_head_dim = 128 if library.generation == 4 and major > 9 else 256
-            kernel.unequal = (
-                FusedKernel.unequal
-                if library.generation == 4 and major == 9
-                else library.unequal
-            )
-            kernels.append(kernel)
-        else:
-            reasons.append(
-                f"{library} is not made for compute capability {major}.{minor}"
-            )
-    return kernels, reasons
+    def _backward_arguments(
+        self, tensors: Sequence[Tensor | None], call: VarlenArgs
+    ) -> dict[str, Any]:
+        """Return the arguments of the backward for dout, q, k, v, out, lse [Hq, Tq] and gradients to fill."""
+        library = self.library
+        names = ["dout", "q", "k", "v", "out", library.lse]
+        if not library.makes_gradients:
+            names += ["dq", "dk", "dv"]
+        named = dict(zip(names, tensors, strict=False))
+        options = {
+            **library.backward_options,
+            library.causal: call.causal,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+        return {**named, **options, **_call_arguments(call)}
 
 
-def _lengths(call: VarlenArgs, causal: str) -> dict[str, Any]:
-    return {
+def _call_arguments(call: VarlenArgs) -> dict[str, Any]:
+    """Return the arguments of a call that all functions name alike."""
+    arguments = {
         "cu_seqlens_q": call.cu_q,
         "cu_seqlens_k": call.cu_k,
         "max_seqlen_q": max(call.max_q, _MIN_BOUND),
         "max_seqlen_k": max(call.max_k, _MIN_BOUND),
         "softmax_scale": call.scale,
-        causal: call.causal,
     }
+    if call.window is not None:
+        # keys to the left and to the right of a query's own position
+        arguments["window_size_left"] = call.window - 1
+        arguments["window_size_right"] = 0
+    return arguments
 
 
-def _window(call: VarlenArgs) -> dict[str, int]:
-    """Return the arguments of a call with a window: keys to the left and to the right of a query's own position."""
-    return (
-        {}
-        if call.window is None
-        else {"window_size_left": call.window - 1, "window_size_right": 0}
-    )
-
-
-def _function(module: Any, name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Return ``module.name``. Raises TypeError unless it takes ``arguments``."""
-    function = getattr(module, name)
-    # the function inside a torch.library.custom_op
-    plain = getattr(function, "_init_fn", function)
-    try:
-        inspect.signature(plain).bind(**arguments)
-    except TypeError as error:
-        raise TypeError(
-            f"{module.__name__}.{name} of another version is needed: {error}"
-        ) from None
-    return function
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, also of one inside a torch.library.custom_op."""
+    return inspect.signature(getattr(function, "_init_fn", function))

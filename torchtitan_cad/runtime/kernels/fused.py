@@ -32,12 +32,13 @@ class FusedKernel(AttentionKernel, Protocol):
     Attributes:
         library: name of the library, for messages.
         remedy: advice in the message for a head dim that the library does not take.
-        max_head_dim: largest head dim.
+        min_head_dim, max_head_dim: smallest and largest head dim.
         unequal: head dims of keys, and of values, that the library takes although they differ.
         empty_lse: log-sum-exp of a row without keys in backward.
     """
 
     library: object
+    min_head_dim: int = 8
     max_head_dim: int = 256
     unequal: tuple[range, range] = range(0), range(0)
     empty_lse: float = torch.inf
@@ -82,10 +83,11 @@ class FusedKernel(AttentionKernel, Protocol):
         value_dim = head_dim if value_dim is None else value_dim
         if head_dim != value_dim and self.common_dim(head_dim, value_dim) is None:
             return
-        if (largest := max(head_dim, value_dim)) % 8 or largest > self.max_head_dim:
+        largest = max(head_dim, value_dim)
+        if largest % 8 or not self.min_head_dim <= largest <= self.max_head_dim:
             raise ValueError(
-                f"{title} takes head dims that are multiples of 8, at most {self.max_head_dim} on this device, "
-                f"got {largest}; {self.remedy}"
+                f"{title} takes head dims that are multiples of 8, at least {self.min_head_dim} and at most "
+                f"{self.max_head_dim} on this device, got {largest}; {self.remedy}"
             )
 
     def forward(

@@ -48,7 +48,7 @@ from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.runtime.kernels.select import choose_kernel, slower_than_possible
-from torchtitan_cad.runtime.transport import expected_transport
+from torchtitan_cad.runtime.transport.build import expected_transport
 from torchtitan_cad.runtime.triton.nvshmem_library import lacks_between_hosts
 from torchtitan_cad.tools.doctor.sample import first_batch
 from torchtitan_cad.tools.simulated_job import build_on_meta, model_args
@@ -305,9 +305,7 @@ def _check_kernel(job: Job) -> Answer:
     dtype = attention_dtype(job.config, job.topology)
     debug = job.config.debug
     with _deterministic_as(debug):
-        kernel, reason = choose_kernel(
-            name, job.device, shape, timed=not debug.deterministic
-        )
+        kernel, reason = choose_kernel(name, job.device, shape)
         kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
     job.kernel = kernel
     heads = f"{shape.num_heads} query and {shape.num_kv_heads} key heads of {shape.head_dim} a rank"
