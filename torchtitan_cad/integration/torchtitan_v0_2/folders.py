@@ -10,25 +10,17 @@ from pathlib import Path
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig
 
-from torchtitan_cad.integration.torchtitan_v0_2.job_checks import launched_ranks
-from torchtitan_cad.integration.torchtitan_v0_2.resume import METADATA, check_resumed
 from torchtitan_cad.integration.torchtitan_v0_2.rules import read_key
 
+METADATA = ".metadata"
+"""File that torch writes when a checkpoint is complete."""
 
-def check_folders(config: JobConfig, world_size: int | None = None) -> None:
-    """Raise ValueError if the job cannot write where it says, or go on from the checkpoint that it names.
 
-    ``world_size`` is by default the launcher's.
-    """
+def check_folders(config: JobConfig) -> None:
+    """Raise ValueError if the job cannot write where it says, or there is no checkpoint where it is to go on."""
     if config.checkpoint.enable:
         _check_writable(config, "checkpoint.folder")
-        start = resumed_from(config)
-        if start is not None:
-            check_resumed(
-                config,
-                start,
-                launched_ranks(config) if world_size is None else world_size,
-            )
+        resumed_from(config)
     _check_writable(config, "job.dump_folder")
     for key, is_used in _FOLDERS.items():
         if is_used(config):

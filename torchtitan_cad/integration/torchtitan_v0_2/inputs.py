@@ -19,7 +19,6 @@ from torchtitan.tools.logging import logger
 from torchtitan_cad.integration.choices import DEMO_TEXTS
 from torchtitan_cad.integration.errors import is_first_of_node
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
-from torchtitan_cad.integration.torchtitan_v0_2.resume import check_workers_when_loaded
 from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
@@ -139,13 +138,6 @@ def open_dataset(
     # torchtitan would look for the first one for ever
     if isinstance(documents, Dataset) and len(documents) == 0:
         raise ValueError(too_few)
-    return loader
-
-
-def open_training_data(build: Callable[..., Any], **options: Any) -> Any:
-    """Return ``open_dataset`` of training; the loader refuses the state of another number of worker processes."""
-    loader = open_dataset("training", build, **options)
-    check_workers_when_loaded(loader)
     return loader
 
 

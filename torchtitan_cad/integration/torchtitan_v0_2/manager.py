@@ -5,18 +5,19 @@ what is wrong with a file or an option.
 
 import contextlib
 import difflib
+import inspect
 import itertools
 import logging
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 from unittest import mock
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config import job_config as titan_config
+from typeguard import TypeCheckError, check_type
 
 from torchtitan_cad.integration.errors import TRACEBACK_OPTION
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin
@@ -120,8 +121,14 @@ def check_keys(config_cls: Any, table: dict[str, Any], args: list[str]) -> None:
         if name not in kinds:
             raise ValueError(f"{name}: no such key; {_nearest(name, kinds)}")
     for name, value in entries:
-        if not _fits(value, kinds[name]):
-            raise ValueError(f"{name} = {value!r}: set {_words(kinds[name])}")
+        kind = kinds[name]
+        try:
+            check_type(value, kind)
+        except TypeCheckError:
+            wanted = inspect.formatannotation(kind)
+            raise ValueError(
+                f"{name} = {value!r}: set a value of type {wanted}"
+            ) from None
 
 
 def job_keys(config_cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -145,39 +152,6 @@ def _entries(
             yield from _entries(value, kinds, f"{name}.")
         else:
             yield name, value
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    origin = get_origin(kind)
-    args = get_args(kind)
-    if origin is Literal:
-        return value in args
-    if origin in (Union, UnionType):
-        return any(_fits(value, other) for other in args)
-    if origin in (list, tuple):
-        return isinstance(value, list) and all(_fits(item, args[0]) for item in value)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind) if kind in (bool, str, dict, NoneType) else True
-
-
-def _words(kind: Any) -> str:
-    origin = get_origin(kind)
-    args = get_args(kind)
-    if origin is Literal:
-        return f"{'one of ' * (len(args) > 1)}{', '.join(map(repr, args))}"
-    if origin in (Union, UnionType):
-        return " or ".join(_words(other) for other in args if other is not NoneType)
-    if origin in (list, tuple):
-        return f"a list, of which each is {_words(args[0])}"
-    return {
-        bool: "true or false",
-        int: "an integer",
-        float: "a number",
-        str: "a text",
-    }.get(kind, "a table")
 
 
 def _option_keys(args: list[str], known: Collection[str]) -> Iterator[str]:

@@ -58,7 +58,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.inputs import (
     check_known,
     import_custom,
     load_tokenizer,
-    open_training_data,
+    open_dataset,
     training_loader,
     without_document_ids,
 )
@@ -280,7 +280,8 @@ def _build_dataloader(
     """Open the session of a job whose model has these args, and build the loader that plans its batches."""
     eos_id = tokenizer.eos_id if tokenizer else None
     session = open_session(read_job(job_config, args, eos_id))
-    loader = open_training_data(
+    loader = open_dataset(
+        "training",
         spec.build_dataloader_fn,
         tokenizer=tokenizer,
         job_config=job_config,

@@ -14,7 +14,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 from torchtitan_cad.integration.compile_caches import separate_compile_caches
 from torchtitan_cad.integration.shadow import Shadow, open_shadow
-from torchtitan_cad.integration.torchtitan_v0_2.inputs import open_training_data
+from torchtitan_cad.integration.torchtitan_v0_2.inputs import open_dataset
 from torchtitan_cad.integration.torchtitan_v0_2.job import read_job
 from torchtitan_cad.integration.torchtitan_v0_2.metrics import ShadowMetricsProcessor
 
@@ -27,7 +27,8 @@ def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         *, tokenizer: Any, job_config: JobConfig, **kwargs: Any
     ) -> BaseDataLoader:
         nonlocal shadow
-        loader = open_training_data(
+        loader = open_dataset(
+            "training",
             spec.build_dataloader_fn,
             tokenizer=tokenizer,
             job_config=job_config,

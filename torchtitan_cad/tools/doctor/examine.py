@@ -406,7 +406,7 @@ def _check_profile(job: Job) -> Answer:
 def _check_checkpoint(job: Job) -> Answer:
     config = job.config
     checkpoint = config.checkpoint
-    check_folders(config, job.world_size if job.is_valid else None)
+    check_folders(config)
     if not checkpoint.enable:
         return "note", "checkpoint.enable is false: nothing is saved, nothing resumed"
     folder = checkpoint_folder(config)
