@@ -30,7 +30,8 @@ from torchtitan_cad.planning import (
     make_plan,
 )
 from torchtitan_cad.planning.timed import link_seconds
-from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionCall, Direction
+from torchtitan_cad.runtime.call import AttentionCall
+from torchtitan_cad.runtime.directions import BACKWARD, FORWARD, Direction
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype
 from torchtitan_cad.runtime.kernels.select import get_kernel

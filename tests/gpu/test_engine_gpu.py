@@ -62,8 +62,8 @@ def random_plans(count: int) -> list[Plan]:
 
 def run(engine: CoreAttentionEngine, tensors: Tensors, key: int) -> list[torch.Tensor]:
     *qkv, dout = tensors.of_rank(0)
-    saved = Saved(*qkv, *engine.forward(*qkv, key))
-    return [saved.out, saved.lse, *engine.backward(dout, saved, key)]
+    saved = Saved(*qkv, *engine.begin_forward(*qkv, key).run())
+    return [saved.out, saved.lse, *engine.begin_backward(dout, saved, key).run()]
 
 
 def random_tensors(dtype: torch.dtype) -> Tensors:

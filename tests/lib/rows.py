@@ -184,8 +184,10 @@ def execute(
             tensors.of_rank(rank),
             tensors.shared_of_rank(rank),
         )
-        saved = Saved(q, k, v, *engine.forward(q, k, v, 7, shared), shared=shared)  # type: ignore[misc]
-        return [saved.out, saved.lse, *engine.backward(dout, saved, 8, *dlse)]
+        results = engine.begin_forward(q, k, v, 7, shared).run()
+        saved = Saved(q, k, v, *results, shared=shared)  # type: ignore[misc]
+        gradients = engine.begin_backward(dout, saved, 8, *dlse).run()
+        return [saved.out, saved.lse, *gradients]
 
     return run_ranks(num_ranks, body)
 

@@ -150,12 +150,12 @@ def test_errors_name_the_plan():
     )
     q = torch.zeros(3, 4, 16)
     with refusal(error=RuntimeError):
-        engine.forward(q, q, q, 5)
+        engine.begin_forward(q, q, q, 5).run()
     engine.add_plan(
         5, make_plan(TokenLayout.from_segments([[(0, 0, 2)]]), SHAPES["mha"])
     )
     with refusal():
-        engine.forward(q, q, q, 5)
+        engine.begin_forward(q, q, q, 5).run()
 
 
 def test_rows_are_kept_by_plans_that_bring_few():
@@ -236,12 +236,12 @@ HALVES = tuple(x.bfloat16() for x in ROWS)
 def test_what_falls_out_of_step_is_an_error():
     engine = tick_engine()
     with refusal(error=RuntimeError):
-        engine.forward(*ROWS, 5)
+        engine.begin_forward(*ROWS, 5).run()
     engine.begin_tick(one_call(forward=True), microbatch=6)
     for step in (
         lambda: engine.begin_tick(one_call(forward=True), microbatch=6),
-        lambda: engine.forward(*ROWS, 5),
-        lambda: engine.forward(*HALVES, 6),
+        lambda: engine.begin_forward(*ROWS, 5).run(),
+        lambda: engine.begin_forward(*HALVES, 6).run(),
         engine.end_tick,
     ):
         with refusal(error=RuntimeError):
@@ -249,4 +249,4 @@ def test_what_falls_out_of_step_is_an_error():
     engine = tick_engine()
     engine.begin_tick(one_call(forward=False), microbatch=6)
     with refusal(error=RuntimeError):
-        engine.forward(*ROWS, 6)
+        engine.begin_forward(*ROWS, 6).run()

@@ -120,12 +120,12 @@ def test_layer(launches, monkeypatch, make_kernel, rank, kept_bytes, shape):
     engine.add_plan(0, plan)
     tokens = int(plan.layout.tokens_per_rank[rank])
     q, k, v, dout, shared = empty_rows(tokens, shape, DEVICE)
-    results = engine.forward(q, k, v, 0, shared)
+    results = engine.begin_forward(q, k, v, 0, shared).run()
     assert_like(results[:2], (dout, torch.empty(q.shape[:2], device=DEVICE)))
     exchanging = {"_put_rows", "_gather_rows"}
     forward = Counter(launches)
     assert {"_merge_rows", "_post", "_wait", *exchanging} <= set(forward)
     saved = Saved(q, k, v, *results, shared=shared)
-    assert_like(engine.backward(dout, saved, 0), saved.arguments)
+    assert_like(engine.begin_backward(dout, saved, 0).run(), saved.arguments)
     combining = {"_sum_rows", "_row_delta", "_prepare_statistics"}
     assert combining | exchanging <= set(launches - forward)

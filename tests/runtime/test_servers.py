@@ -36,6 +36,7 @@ from tests.lib.waiting import eventually
 from torchtitan_cad import __version__
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.servers import JoinedServer, assign_to_servers
+from torchtitan_cad.runtime.directions import FORWARD
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.servers import client, server
@@ -180,7 +181,7 @@ def request_of(tokens: int = 64) -> Request:
     args = VarlenArgs.from_numpy([0, tokens], [0, tokens], causal=True, scale=0.25)
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     rows = [torch.randn(tokens, count, shape.head_dim) for count in heads]
-    return Request(server.FORWARD, rows, args)
+    return Request(FORWARD, rows, args)
 
 
 # Servers that fail ----------------------------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ def run_layer(engine: CoreAttentionEngine, number: int, plan: Plan) -> None:
     engine.add_plan(number, plan)
     tokens = int(plan.layout.tokens_per_rank[0])
     q, k, v, dout, shared = empty_rows(tokens, plan.shape)
-    results = engine.forward(q, k, v, number, shared)
-    engine.backward(dout, Saved(q, k, v, *results, shared=shared), number)
+    results = engine.begin_forward(q, k, v, number, shared).run()
+    engine.begin_backward(dout, Saved(q, k, v, *results, shared=shared), number).run()
     engine.drop_plan(number)
 
 

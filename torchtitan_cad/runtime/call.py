@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One call of core attention, step by step, and what differs between its two directions."""
+"""One call of core attention, step by step."""
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -15,13 +15,9 @@ from torch import Tensor
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.attend import RowSpace, TaskRunner
 from torchtitan_cad.runtime.combine import Combination
+from torchtitan_cad.runtime.directions import BACKWARD, FORWARD, Direction
 from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming
-from torchtitan_cad.runtime.kernels.base import (
-    AttentionKernel,
-    Merged,
-    VarlenArgs,
-    compute_dtype,
-)
+from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
 from torchtitan_cad.runtime.row_tables import Chunk
 from torchtitan_cad.runtime.servers.client import OwedAnswer, ServerPool, take_answer
@@ -35,7 +31,7 @@ Step = Literal["start", "attend"]
 
 
 class Saved(NamedTuple):
-    """Tensors that backward needs: the arguments and the results of ``CoreAttentionEngine.forward``."""
+    """Tensors that backward needs: the arguments and the results of a forward call."""
 
     q: Tensor
     k: Tensor
@@ -53,125 +49,27 @@ class Saved(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Direction:
-    """The differences between forward and backward.
-
-    Attributes:
-        results_name: name of the results that travel home.
-        results: returns tensors like the results, by kind of rows, from such tensors like the rows.
-        compute: runs a kernel call on rows of queries and keys. The flag is ``PlanTables.is_plain``.
-        combine: combines the partials of each result into one tensor.
-        results_like: returns the shapes of the results of a kernel call on rows of queries and keys.
-    """
-
-    name: str
-    results_name: str
-    results: Callable[[dict[Kind, list[Tensor]]], dict[Kind, list[Tensor]]]
-    compute: Callable[
-        [AttentionKernel, bool, Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]
-    ]
-    combine: Callable[
-        [Combination, Sequence[Sequence[Tensor]], Sequence[Tensor]], list[Tensor]
-    ]
-    results_like: Callable[[Sequence[Tensor]], list[torch.Size]]
-
-
-def _forward(
-    kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], args: VarlenArgs
-) -> tuple[Tensor, ...]:
-    q, *keys = rows
-    return kernel.forward(q, *_join(*keys), args)
-
-
-def _backward(
-    kernel: AttentionKernel, is_plain: bool, rows: Sequence[Tensor], args: VarlenArgs
-) -> tuple[Tensor, ...]:
-    dout, lse, delta, q, *keys = rows
-    merged = Merged(lse, out=delta) if delta.dim() == dout.dim() else Merged(lse, delta)
-    dq, dk, dv = kernel.backward(dout, q, *_join(*keys), merged, args)
-    gradients = dq, *_split(dk, dv, *keys)
-    return tuple(x.to(q.dtype) for x in gradients) if is_plain else gradients
-
-
-def _join(k: Tensor, v: Tensor, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return k [T, Hkv, D], to whose heads the ``shared`` part [T, 1, D'] is appended, and v."""
-    return k if shared is None else torch.cat(
-        (k, shared.expand(-1, k.shape[1], -1)), -1
-    ), v
-
-
-def _split(
-    dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, shared: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """Return the gradients of k, v and ``shared`` from those of the results of ``_join``."""
-    if shared is None:
-        return dk, dv
-    of_shared = dk[..., k.shape[2] :].sum(
-        1, keepdim=True, dtype=compute_dtype(dk.dtype)
-    )
-    return dk[..., : k.shape[2]].contiguous(), dv, of_shared.to(dk.dtype)
-
-
-def _outputs(rows: dict[Kind, list[Tensor]]) -> dict[Kind, list[Tensor]]:
-    (q,) = rows["queries"]
-    _, v, *_ = rows["keys"]
-    return {
-        "queries": [q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1])]
-    }
-
-
-FORWARD = Direction(
-    "forward",
-    "outputs",
-    _outputs,
-    _forward,
-    lambda index, partials, like: index.merge(partials, like[0]),
-    lambda rows: [
-        torch.Size([*rows[0].shape[:2], rows[2].shape[2]]),
-        rows[0].shape[:2],
-    ],
-)
-"""query rows: q; key rows: k, v and the part that all heads of keys share, if any; results: out, lse"""
-
-BACKWARD = Direction(
-    "backward",
-    "gradients",
-    lambda rows: {"queries": rows["queries"][-1:], "keys": rows["keys"]},
-    _backward,
-    lambda index, partials, like: index.add(partials, like),
-    lambda rows: [x.shape for x in rows[3:]],
-)
-"""query rows: dout, lse, delta (or out, if ``PlanTables.is_plain``), q; key rows as forward; results: dq; those of key
-rows"""
-
-
-@dataclasses.dataclass(frozen=True)
 class Like:
-    """Tensors without rows that are like those of a call, by kind of rows. The calls of all layers share them.
+    """Tensors without rows that are like the results of a call, by kind of rows. The calls of all layers share them.
 
     Attributes:
-        rows: like the rows.
         results: like the results.
         precise_results: like the results in fp32 (fp64).
     """
 
-    rows: dict[Kind, list[Tensor]]
     results: dict[Kind, list[Tensor]]
     precise_results: dict[Kind, list[Tensor]]
 
     @classmethod
-    def of(cls, direction: Direction, rows: dict[Kind, list[Tensor]]) -> "Like":
-        """Return tensors like ``rows``, and like the results of a call in this direction."""
-        rows_like = {
-            kind: [x.new_empty(0, *x.shape[1:]) for x in tensors]
-            for kind, tensors in rows.items()
-        }
-        results = direction.results(rows_like)
+    def of(cls, direction: Direction, rows: Sequence[Tensor]) -> "Like":
+        """Return tensors like the results of a call on ``rows`` in this direction."""
+        nothing = [x.new_empty(0, *x.shape[1:]) for x in rows]
+        results = direction.results_like(nothing)
         precise_results = {
             kind: [x.to(compute_dtype(x.dtype)) for x in tensors]
             for kind, tensors in results.items()
         }
-        return cls(rows_like, results, precise_results)
+        return cls(results, precise_results)
 
 
 class Engine(Protocol):
@@ -237,7 +135,7 @@ class AttentionCall:
         formats = [RowFormat.of(tensors) for tensors in rows.values()]
         key_of_like = direction.name, *formats
         if key_of_like not in plan.likes:
-            plan.likes[key_of_like] = Like.of(direction, rows)
+            plan.likes[key_of_like] = Like.of(direction, [*chain(*rows.values())])
         self._like: Like = plan.likes[key_of_like]
 
     def run(self) -> tuple[Tensor, ...]:
@@ -318,9 +216,7 @@ class AttentionCall:
 
     def _traced(self) -> AbstractContextManager[object]:
         """Return a context that names the computation in traces."""
-        return named(
-            "cad/attention" if self.direction is FORWARD else "cad/attention backward"
-        )
+        return named(self.direction.trace_name)
 
     def begin_tasks(self, received: dict[Kind, list[Tensor]]) -> TaskRunner:
         """Return the kernel calls over rows at home and ``received`` rows. The call then holds no rows at home."""
@@ -330,9 +226,7 @@ class AttentionCall:
             RowSpace(rows, received.get(kind) or [x[:0] for x in rows])
             for kind, rows in at_home.items()
         )
-        compute = partial(
-            self.direction.compute, self.engine.kernel, self._plan.is_plain
-        )
+        compute = partial(self.direction.compute, self.engine.kernel)
         return TaskRunner(self._plan, queries, keys, compute, self._release)
 
     def _receive(self) -> dict[Kind, list[Tensor]]:
@@ -345,8 +239,8 @@ class AttentionCall:
         if self._has_kept_rows:
             kept_q, kept_kv = self._kept
             self._kept = ()
-            format_q = RowFormat.of(self._like.rows["queries"][-1:])
-            format_kv = RowFormat.of(self._like.rows["keys"])
+            format_q = RowFormat.of(self._rows["queries"][-1:])
+            format_kv = RowFormat.of(self._rows["keys"])
             received["queries"] += format_q.reveal(
                 kept_q, self._plan.queries.num_remote
             )
@@ -478,8 +372,12 @@ class AttentionCall:
                 self.combine(
                     kind, getattr(self._plan, kind).home[0].combination, is_last=True
                 )
-        of_kinds = chain(*self._results.values())
-        results = [rows.contiguous() for (rows,) in of_kinds]
+        of_kinds = zip(
+            chain(*self._results.values()),
+            chain(*self._like.results.values()),
+            strict=True,
+        )
+        results = [rows.to(like.dtype).contiguous() for (rows,), like in of_kinds]
         if self.direction is FORWARD:
             nothing = [results[0].new_empty(0, dtype=torch.uint8) for _ in range(2)]
             results += self._kept or nothing

@@ -22,14 +22,8 @@ from torch import Tensor
 from torchtitan_cad.planning import Plan
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.call import (
-    BACKWARD,
-    FORWARD,
-    AttentionCall,
-    Direction,
-    Saved,
-    Step,
-)
+from torchtitan_cad.runtime.call import AttentionCall, Saved, Step
+from torchtitan_cad.runtime.directions import BACKWARD, FORWARD, Direction
 from torchtitan_cad.runtime.exchange import ExchangeClock
 from torchtitan_cad.runtime.kernels.base import (
     AttentionKernel,
@@ -132,10 +126,14 @@ class CoreAttentionEngine:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def forward(
+    def begin_forward(
         self, q: Tensor, k: Tensor, v: Tensor, key: int, shared: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """Compute core attention of this rank's tokens, all steps at once.
+    ) -> AttentionCall:
+        """Begin core attention of this rank's tokens; ``run`` makes all steps of the call.
+
+        The call returns out [Tq, Hq, Dv] in q's dtype; lse [Tq, Hq] natural log, fp32 (fp64 for fp64 inputs); and, if
+        servers keep them, the received messages of Q and of K and V with hidden storage (see ``packing``), otherwise
+        empty tensors. ``begin_backward`` takes ``Saved(q, k, v, *results, shared)``.
 
         Args:
             q: [Tq, Hq, D], this rank's queries in layout order.
@@ -144,30 +142,9 @@ class CoreAttentionEngine:
             key: the plan's key.
             shared: [T, 1, D'], the last elements of all heads of keys, if they share them; k is [T, Hkv, D - D'] then.
 
-        Returns:
-            out [Tq, Hq, Dv] in q's dtype; lse [Tq, Hq] natural log, fp32 (fp64 for fp64 inputs); and, if servers keep
-            them, the received messages of Q and of K and V with hidden storage (see ``packing``), otherwise empty
-            tensors. ``backward`` takes ``Saved(q, k, v, *results, shared)``.
+        Raises:
+            ValueError: another number of rows than the plan has.
         """
-        return self.begin_forward(q, k, v, key, shared).run()
-
-    def backward(
-        self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """Compute the gradients of ``Saved.arguments``, in their shapes and dtype.
-
-        Args:
-            dout: [Tq, Hq, Dv], the gradient of out.
-            saved: the tensors of ``Saved``.
-            key: the plan's key.
-            dlse: [Tq, Hq], the gradient of lse, if it has one.
-        """
-        return self.begin_backward(dout, saved, key, dlse).run()
-
-    def begin_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key: int, shared: Tensor | None = None
-    ) -> AttentionCall:
-        """Begin a forward call, with the arguments of ``forward``. Raises ValueError for a wrong number of rows."""
         key = self.enter("start", FORWARD, key, q)
         plan = self.plan(key)
         if (q.shape[0], k.shape[0]) != (plan.queries.num_local, plan.keys.num_local):
@@ -175,30 +152,33 @@ class CoreAttentionEngine:
                 f"plan {key} is for {plan.queries.num_local} local queries and {plan.keys.num_local} local tokens, "
                 f"got {q.shape[0]} and {k.shape[0]}"
             )
-        keys = [k, v, *([] if shared is None else [shared])]
+        keys = [k, v] if shared is None else [k, v, shared]
         return AttentionCall(self, FORWARD, key, plan, {"queries": [q], "keys": keys})
 
     def begin_backward(
         self, dout: Tensor, saved: Sequence[Any], key: int, dlse: Tensor | None = None
     ) -> AttentionCall:
-        """Begin a backward call, with the arguments of ``backward``."""
+        """Begin to compute the gradients of ``Saved.arguments``, in their shapes and dtype; ``run`` makes all steps.
+
+        Args:
+            dout: [Tq, Hq, Dv], the gradient of out.
+            saved: the tensors of ``Saved``.
+            key: the plan's key.
+            dlse: [Tq, Hq], the gradient of lse, if it has one.
+        """
         state = Saved(*saved)
         q, *keys = state.arguments
         key = self.enter("start", BACKWARD, key, q)
         plan = self.plan(key)
         dout = dout.contiguous()
-        delta = (
-            state.out if plan.is_plain and dlse is None else row_delta(dout, state.out)
-        )
+        takes_output = plan.is_plain and dlse is None
+        delta = state.out if takes_output else row_delta(dout, state.out)
         if dlse is not None:
             dout, delta = subtract_lse_gradient(dout, delta, dlse)
-        rows: dict[Kind, list[Tensor]] = {
-            "queries": [dout, state.lse, delta, q],
-            "keys": keys,
-        }
-        return AttentionCall(
-            self, BACKWARD, key, plan, rows, [state.kept_q, state.kept_kv]
-        )
+        queries = [dout, state.lse, delta, q]
+        rows: dict[Kind, list[Tensor]] = {"queries": queries, "keys": keys}
+        kept = [state.kept_q, state.kept_kv]
+        return AttentionCall(self, BACKWARD, key, plan, rows, kept)
 
     def enter(
         self, step: Step, direction: Direction, key: int, rows: Tensor | None = None

@@ -19,9 +19,9 @@ from torchtitan_cad.runtime.kernels.base import compute_dtype
 Remembered = tuple[Sequence[Tensor], Sequence[Any]]
 """tensors and other values that an operator's backward needs of its arguments and results"""
 QKV = "Tensor q, Tensor k, Tensor v, Tensor? shared"
-"""schema of this rank's tokens in layout order: arguments of ``CoreAttentionEngine.forward``"""
+"""schema of this rank's tokens in layout order: arguments of ``CoreAttentionEngine.begin_forward``"""
 RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
-"""schema of the results of ``CoreAttentionEngine.forward``"""
+"""schema of the results of a forward call"""
 
 
 def define(
@@ -84,7 +84,7 @@ def define(
 
 
 def results_like(q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors of the shapes and dtypes of ``CoreAttentionEngine.forward``'s results."""
+    """Return tensors of the shapes and dtypes of a forward call's results."""
     kept = q.new_empty(0, dtype=torch.uint8)
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     return (
@@ -109,7 +109,7 @@ def gradients_of_qkv(gradients: Sequence[Tensor]) -> list[Tensor | None]:
 def backward_arguments(
     of_results: Sequence[Tensor | None], saved: Sequence[Tensor]
 ) -> tuple[Any, ...]:
-    """Return dout, saved and dlse as ``CoreAttentionEngine.backward`` takes them; one of ``RESULTS`` has a gradient."""
+    """Return dout, saved and dlse as ``begin_backward`` takes them; one of ``RESULTS`` has a gradient."""
     dout, dlse, *_ = of_results
     return torch.zeros_like(Saved(*saved).out) if dout is None else dout, saved, dlse
 
@@ -117,13 +117,15 @@ def backward_arguments(
 _core_attention_backward = define(
     "core_attention_backward(Tensor dout, Tensor[] saved, Tensor? dlse) -> Tensor[]",
     lambda engine, key, dout, saved, dlse: list(
-        engine.backward(dout, saved, key, dlse)
+        engine.begin_backward(dout, saved, key, dlse).run()
     ),
     lambda dout, saved, dlse: [x.new_empty(x.shape) for x in Saved(*saved).arguments],
 )
 _core_attention = define(
     f"core_attention({QKV}) -> {RESULTS}",
-    lambda engine, key, q, k, v, shared: engine.forward(q, k, v, key, shared),
+    lambda engine, key, q, k, v, shared: engine.begin_forward(
+        q, k, v, key, shared
+    ).run(),
     lambda q, k, v, shared: results_like(q, v),
     lambda of_results, saved, *call: gradients_of_qkv(
         _core_attention_backward(*backward_arguments(of_results, saved), *call)

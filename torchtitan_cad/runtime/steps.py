@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.call import BACKWARD, FORWARD, AttentionCall, Direction
+from torchtitan_cad.runtime.call import AttentionCall
+from torchtitan_cad.runtime.directions import BACKWARD, FORWARD, Direction
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.ops import (
     QKV,
@@ -272,6 +273,6 @@ def _define_close(
 
 dispatch, combine, combine_with_lse = define_ends("steps", on_streams=False)
 """dispatch(q, k, v): send the rows that other ranks serve; returns a token for ``step``. The arguments are those of
-``CoreAttentionEngine.forward``; the option ``shared`` goes to dispatch and to combine.
+``CoreAttentionEngine.begin_forward``; the option ``shared`` goes to dispatch and to combine.
 combine(token, q, k, v): wait for the outputs of other ranks; returns [Tq, Hq, Dv] in q's dtype. Gradients flow to q, k,
 v and shared through dispatch. combine_with_lse(token, q, k, v): the same, and the log-sum-exp [Tq, Hq]."""

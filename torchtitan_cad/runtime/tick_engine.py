@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.call import FORWARD, AttentionCall, Direction, Saved, Step
+from torchtitan_cad.runtime.call import AttentionCall, Saved, Step
+from torchtitan_cad.runtime.directions import FORWARD, Direction
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import compute_dtype
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime import steps
-from torchtitan_cad.runtime.call import BACKWARD, FORWARD, Direction
+from torchtitan_cad.runtime.directions import BACKWARD, FORWARD, Direction
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.ops import define
 from torchtitan_cad.runtime.steps import step, token_like, two_tokens_like  # noqa: F401  one of the operators

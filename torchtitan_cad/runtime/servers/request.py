@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A kernel call that a joined server, or the rank that asks for it, can compute: rows, tasks, and a direction."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from torchtitan_cad.runtime.directions import BACKWARD, FORWARD, Direction
 from torchtitan_cad.runtime.kernels.base import (
     AttentionKernel,
     VarlenArgs,
@@ -15,28 +16,7 @@ from torchtitan_cad.runtime.kernels.base import (
 )
 from torchtitan_cad.runtime.servers.wire import ASK, ServerMessage
 
-
-class Computes(Protocol):
-    """What a request needs of a direction, ``runtime.call.Direction``."""
-
-    @property
-    def name(self) -> str:
-        """Forward or backward."""
-        ...
-
-    @property
-    def compute(
-        self,
-    ) -> Callable[
-        [AttentionKernel, bool, Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]
-    ]:
-        """Run a kernel call on rows of queries and keys."""
-        ...
-
-    @property
-    def results_like(self) -> Callable[[Sequence[Tensor]], list[torch.Size]]:
-        """Give the shapes of the results of a kernel call on such rows."""
-        ...
+_DIRECTIONS = {direction.name: direction for direction in (FORWARD, BACKWARD)}
 
 
 @dataclass(frozen=True)
@@ -45,26 +25,27 @@ class Request:
 
     Attributes:
         direction: forward or backward.
-        rows: of queries and keys, as the direction's ``compute`` takes them.
+        rows: of queries and keys, as in ``directions``.
         args: tasks of the call.
     """
 
-    direction: Computes
+    direction: Direction
     rows: Sequence[Tensor]
     args: VarlenArgs
 
     def compute(self, kernel: AttentionKernel) -> tuple[Tensor, ...]:
         """Return the results of the call."""
-        return self.direction.compute(kernel, False, self.rows, self.args)
+        return self.direction.compute(kernel, self.rows, self.args)
 
     def accepts(self, results: Sequence[Tensor]) -> bool:
         """Tell whether ``results`` have the shapes of this call's results, and a dtype in which kernels return them."""
-        wanted = self.direction.results_like(self.rows)
+        only_shapes = [x.to("meta") for x in self.rows]
+        wanted = chain(*self.direction.results_like(only_shapes).values())
         dtype = self.rows[0].dtype
         dtypes = {dtype, compute_dtype(dtype)}
-        return [x.shape for x in results] == wanted and all(
-            x.dtype in dtypes for x in results
-        )
+        if [x.shape for x in results] != [x.shape for x in wanted]:
+            return False
+        return all(x.dtype in dtypes for x in results)
 
     def message(self, number: int, rows_on_host: Sequence[Tensor]) -> ServerMessage:
         """Return the request as a message."""
@@ -84,7 +65,6 @@ class Request:
     def of(
         cls,
         message: ServerMessage,
-        directions: Sequence[Computes],
         dtype: torch.dtype,
         device: torch.device,
     ) -> "Request":
@@ -95,9 +75,8 @@ class Request:
         """
         description = dict(message.description)
         name = description.pop("direction", None)
-        known = {direction.name: direction for direction in directions}
-        if name not in known:
-            raise ValueError(f"a request for {name!r}: ask for one of {[*known]}")
+        if name not in _DIRECTIONS:
+            raise ValueError(f"a request for {name!r}: ask for one of {[*_DIRECTIONS]}")
         try:
             args = VarlenArgs.from_numpy(device=device, **description)
         except TypeError as error:
@@ -108,4 +87,4 @@ class Request:
         num_rows = {x.shape[0] for x in rows}
         if not num_rows <= {int(args.cu_q_host[-1]), int(args.cu_k_host[-1])}:
             raise ValueError(f"tasks that do not fit {num_rows} rows")
-        return cls(known[name], rows, args)
+        return cls(_DIRECTIONS[name], rows, args)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cad.planning import TileAreaCost
-from torchtitan_cad.runtime.call import BACKWARD, FORWARD
 from torchtitan_cad.runtime.errors import first_sentence
 from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
@@ -315,9 +314,7 @@ class _Registration:
         try:
             if message.kind != ASK:
                 raise ValueError(f"a message of kind {message.kind}: send a request")
-            request = Request.of(
-                message, (FORWARD, BACKWARD), self._dtype, self._server.device
-            )
+            request = Request.of(message, self._dtype, self._server.device)
             results = self._server.compute(self._kernel, request)
         except Exception as error:  # the rank computes it itself, whatever is wrong
             reason = f"{type(error).__name__}: {first_sentence(error)}"

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What differs between the forward and the backward of core attention.
+
+A call's ``rows`` are tensors of query rows, followed by those of key rows: k, v and, if all heads of keys share a part,
+that part. Its results are those of query rows, followed by those of key rows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torchtitan_cad.runtime.combine import Combination
+from torchtitan_cad.runtime.kernels.base import (
+    AttentionKernel,
+    Merged,
+    VarlenArgs,
+    compute_dtype,
+)
+from torchtitan_cad.runtime.transport.base import Kind
+
+
+class Direction(ABC):
+    """A direction of core attention.
+
+    Attributes:
+        name: "forward" or "backward".
+        results_name: name of the results that travel home.
+        trace_name: name of the kernel calls in traces.
+    """
+
+    name: ClassVar[str]
+    results_name: ClassVar[str]
+    trace_name: ClassVar[str]
+
+    @abstractmethod
+    def compute(
+        self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs
+    ) -> tuple[Tensor, ...]:
+        """Run a kernel call, and return its results."""
+
+    @abstractmethod
+    def results_like(self, rows: Sequence[Tensor]) -> dict[Kind, list[Tensor]]:
+        """Return tensors like the results of a call on ``rows``, by the kind of rows that they belong to."""
+
+    @abstractmethod
+    def combine(
+        self,
+        combination: Combination,
+        partials: Sequence[Sequence[Tensor]],
+        like: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Combine the partials of each result of one kind into one tensor, in the dtype of ``like``."""
+
+
+class _Forward(Direction):
+    """Query rows: q. Results: out and its log-sum-exp, lse."""
+
+    name = "forward"
+    results_name = "outputs"
+    trace_name = "cad/attention"
+
+    def compute(
+        self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs
+    ) -> tuple[Tensor, ...]:
+        q, *keys = rows
+        k, v = _join(*keys)
+        return kernel.forward(q, k, v, args)
+
+    def results_like(self, rows: Sequence[Tensor]) -> dict[Kind, list[Tensor]]:
+        q, _, v, *_ = rows
+        num_rows, heads, _ = q.shape
+        out = q.new_empty(num_rows, heads, v.shape[2])
+        lse = q.new_empty(num_rows, heads, dtype=compute_dtype(q.dtype))
+        return {"queries": [out, lse]}
+
+    def combine(
+        self,
+        combination: Combination,
+        partials: Sequence[Sequence[Tensor]],
+        like: Sequence[Tensor],
+    ) -> list[Tensor]:
+        return combination.merge(partials, like[0])
+
+
+class _Backward(Direction):
+    """Query rows: dout, lse, delta (or out, by a plan of one plain kernel call), q. Results: gradients of q, k, v."""
+
+    name = "backward"
+    results_name = "gradients"
+    trace_name = "cad/attention backward"
+
+    def compute(
+        self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs
+    ) -> tuple[Tensor, ...]:
+        dout, lse, delta, q, *keys = rows
+        is_output = delta.dim() == dout.dim()
+        merged = Merged(lse, out=delta) if is_output else Merged(lse, delta)
+        k, v = _join(*keys)
+        dq, dk, dv = kernel.backward(dout, q, k, v, merged, args)
+        return dq, *_split(dk, dv, *keys)
+
+    def results_like(self, rows: Sequence[Tensor]) -> dict[Kind, list[Tensor]]:
+        _, _, _, q, *keys = rows
+        return {"queries": [q], "keys": keys}
+
+    def combine(
+        self,
+        combination: Combination,
+        partials: Sequence[Sequence[Tensor]],
+        like: Sequence[Tensor],
+    ) -> list[Tensor]:
+        return combination.add(partials, like)
+
+
+def _join(k: Tensor, v: Tensor, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return k [T, Hkv, D], to whose heads the ``shared`` part [T, 1, D'] is appended, and v."""
+    if shared is None:
+        return k, v
+    of_heads = shared.expand(-1, k.shape[1], -1)
+    return torch.cat((k, of_heads), -1), v
+
+
+def _split(
+    dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, shared: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return the gradients of k, v and ``shared`` from those of the results of ``_join``."""
+    if shared is None:
+        return dk, dv
+    own = dk[..., : k.shape[2]].contiguous()
+    of_heads = dk[..., k.shape[2] :]
+    of_shared = of_heads.sum(1, keepdim=True, dtype=compute_dtype(dk.dtype))
+    return own, dv, of_shared.to(dk.dtype)
+
+
+FORWARD = _Forward()
+BACKWARD = _Backward()
