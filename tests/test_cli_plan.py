@@ -12,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import torchtitan_cad
+from tests.lib.plans import written_plan
 from torchtitan_cad.planning import Plan, PlannerConfig, make_plan
 from torchtitan_cad.planning.serialize import layout_from_dict
 from torchtitan_cad.tools.main import USER_ERROR, main, separate_overrides
@@ -49,7 +50,7 @@ def plan(layout_file, tmp_path):
         output = tmp_path / "plan.json"
         written = [f"--output={output}", "--validate"]
         assert main(["plan", layout_file, *options, *written]) == 0
-        return Plan.from_json(output.read_text())
+        return written_plan(output.read_text())
 
     return run
 
@@ -152,7 +153,7 @@ def test_console_script_into_a_closed_pipe(layout_file, plan, tmp_path):
         process.stdout.close()
         assert _without_progress(process.stderr.read()) == b""
     assert process.returncode == 0
-    of_script = Plan.from_json(output.read_text())
+    of_script = written_plan(output.read_text())
     assert of_script.fingerprint() == plan("--place").fingerprint()
 
 

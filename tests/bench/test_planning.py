@@ -52,7 +52,6 @@ def test_results_can_be_read_again(results):
     [
         ("greedy", "max_over_mean", 2.0, "exceeds the guaranteed"),
         ("local_search", "total_bytes", 0.1, "is below bound_bytes"),
-        ("local_search", "rank_bytes", 0.01, "is below forced_export_bytes"),
         ("local_search", "rank_bytes", 10, "of the greedy's"),
     ],
 )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Layouts and plans for tests: not only those a planner would make."""
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -8,13 +9,34 @@ import numpy as np
 from torchtitan_cad.planning import (
     TASK_DTYPE,
     AttentionShape,
+    CostModel,
     Plan,
     PlannerConfig,
     TokenLayout,
 )
-from torchtitan_cad.planning.model.tasks import TaskArray, canonical
+from torchtitan_cad.planning.model.tasks import TASK_FIELDS, TaskArray, canonical
+from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 
 TILE = 128
+
+
+def written_plan(text: str, cost: CostModel | None = None) -> Plan:
+    """The plan of what ``Plan.to_json`` returned, compared with its fingerprint and statistics."""
+    data = json.loads(text)
+    records = [tuple(task[name] for name in TASK_FIELDS) for task in data["tasks"]]
+    plan = Plan.from_tasks(
+        layout_from_dict(data),
+        shape_from_dict(data),
+        PlannerConfig(**data["config"]),
+        np.array(records, dtype=TASK_DTYPE),
+        cost,
+    )
+    assert plan.fingerprint() == data["fingerprint"]
+    assert {**plan.stats.to_dict(), "plan_seconds": 0} == {
+        **data["stats"],
+        "plan_seconds": 0,
+    }
+    return plan
 
 
 def random_layout(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.lib.costs import cost_of
 from tests.lib.layouts import LLAMA, cases, shapes
 from tests.lib.reference import (
-    check_bounds,
+    check_bound,
     check_cuts,
     check_exchanges,
     check_guarantee,
@@ -79,7 +79,7 @@ def test_every_layout(problem, shape):
     home = make_plan(layout, shape, at_home, cost)
     for made in (plan, home):
         validate_plan(made)
-        check_bounds(made)
+        check_bound(made)
         assert merge_queries(made.tasks).tolist() == made.tasks.tolist()
     assert home.stats.query_rows_moved == home.stats.tasks_moved == 0
     if cost is None:

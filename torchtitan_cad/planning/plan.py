@@ -9,9 +9,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -35,26 +34,17 @@ from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import CostModel, cost_model
-from torchtitan_cad.planning.model.layout import WIDEST, TokenLayout
-from torchtitan_cad.planning.model.limits import Speeds
+from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import (
     TASK_FIELDS,
     StandIns,
     TaskArray,
     canonical,
-    make_tasks,
 )
 from torchtitan_cad.planning.planners import get_planner
-from torchtitan_cad.planning.serialize import (
-    layout_from_dict,
-    layout_to_dict,
-    refuse_unknown,
-    require,
-    shape_from_dict,
-)
+from torchtitan_cad.planning.serialize import layout_to_dict
 from torchtitan_cad.planning.stats import PlanStats, compute_stats
-from torchtitan_cad.planning.text import brief, is_integer, parse_json
 
 FINGERPRINT_VERSION = b"torchtitan_cad plan 1"
 
@@ -221,48 +211,6 @@ class Plan:
             allow_nan=False,
         )
 
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Read the result of :meth:`to_json`. The tasks are checked by their fingerprint only, see ``validate_plan``.
-
-        The plan's cost is that of tiles, whatever cost it was made with; its stats are those that were written.
-
-        Raises:
-            ValueError: the text is not such a JSON object, or its fingerprint does not fit its layout and tasks.
-        """
-        data: Any = parse_json(text)
-        records = require(data, "tasks", list)
-        for number, record in enumerate(records):
-            for name in TASK_FIELDS:
-                if not is_integer(require(record, name, int), -WIDEST, WIDEST):
-                    raise ValueError(
-                        f"tasks[{number}].{name} = {brief(record[name])} does not fit in 62 bits"
-                    )
-        columns = [
-            np.array([record[name] for record in records], dtype=np.int64)
-            for name in TASK_FIELDS
-        ]
-        config = _config_from_dict(require(data, "config", dict))
-        shape = shape_from_dict(data)
-        plan = cls(
-            layout=layout_from_dict(data),
-            shape=shape,
-            config=config,
-            tasks=canonical(make_tasks(*columns)),
-            cost=cost_model(None, config.cost_tile, shape.window),
-        )
-        if data.get("fingerprint") != plan.fingerprint():
-            written = brief(data.get("fingerprint"))
-            raise ValueError(
-                f"plan has fingerprint {written} but its content {plan.fingerprint()}"
-            )
-        num_ranks = plan.layout.num_ranks
-        Speeds.of(config, num_ranks)
-        plan.__dict__["stats"] = PlanStats.from_dict(
-            require(data, "stats", dict), num_ranks
-        )
-        return plan
-
 
 def make_plan(
     layout: TokenLayout,
@@ -301,11 +249,6 @@ def bytes_by_rank(plan: Plan) -> IntArray:
     return measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node).weighted(
         *prices
     )
-
-
-def _config_from_dict(values: dict[str, Any]) -> PlannerConfig:
-    refuse_unknown(values, [field.name for field in fields(PlannerConfig)], "'config'")
-    return PlannerConfig(**values)
 
 
 _logger = logging.getLogger(__name__)

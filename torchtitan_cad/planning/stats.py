@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.planning.bound import Bounds, lower_bounds
+from torchtitan_cad.planning.bound import lower_bound
 from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
 from torchtitan_cad.planning.intervals import IntArray, begins_group
@@ -20,7 +20,6 @@ from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import load_limits, server_loads
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TaskArray, home_tasks
-from torchtitan_cad.planning.text import brief, is_integer, is_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,81 +69,26 @@ class PlanStats:
     """(token, server) pairs of keys used away from home."""
     plan_seconds: float
     """Wall-clock time of planning, without exchange tables and statistics."""
-    bounds: Callable[[], Bounds] = field(repr=False)
-    """Returns the lower bounds, computed at the first call; training never calls it."""
+    bound: Callable[[], int] = field(repr=False)
+    """Returns the lower bound, computed at the first call; training never calls it."""
 
     @property
     def lower_bound_bytes(self) -> int:
         """Lower bound on ``total_bytes`` of any plan with loads within ``load_limits`` or, if larger, within what the
         ranks can do in this plan's time."""
-        return self.bounds().total
-
-    @property
-    def lower_bound_rank_bytes(self) -> int:
-        """Lower bound on ``max_rank_bytes`` of any such plan."""
-        return self.bounds().rank
-
-    @property
-    def forced_export_bytes(self) -> int:
-        """Bytes that the rank with the most work of its own must send in any such plan (docs/proofs.md)."""
-        return self.bounds().forced
+        return self.bound()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the statistics and bounds for JSON; arrays become lists."""
-        values = {name: getattr(self, name) for name in (*_STORED, *_BOUNDS)}
+        """Return the statistics and the bound for JSON; arrays become lists."""
+        values = {name: getattr(self, name) for name in (*_STORED, "lower_bound_bytes")}
         return {
             key: value.tolist() if isinstance(value, np.ndarray) else value
             for key, value in values.items()
         }
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any], num_ranks: int) -> PlanStats:
-        """Read the result of :meth:`to_dict`; other keys are ignored.
 
-        Raises:
-            ValueError: a key is missing, or its value is not a number or a list of ``num_ranks`` integers.
-        """
-        missing = [name for name in (*_STORED, *_BOUNDS) if name not in values]
-        if missing:
-            raise ValueError(f"plan statistics lack {', '.join(missing)}")
-        stored = {
-            name: _parsed(name, kind, values[name], num_ranks)
-            for name, kind in _STORED.items()
-        }
-        bounds = Bounds(
-            *(_parsed(name, "int", values[name], num_ranks) for name in _BOUNDS)
-        )
-        return cls(**stored, bounds=lambda: bounds)
-
-
-_STORED = {
-    field.name: str(field.type) for field in fields(PlanStats) if field.name != "bounds"
-}
-"""Fields of PlanStats in the JSON form, with their annotations."""
-
-_BOUNDS = ("lower_bound_bytes", "lower_bound_rank_bytes", "forced_export_bytes")
-
-
-def _parsed(name: str, kind: str, value: Any, num_ranks: int) -> Any:
-    """Return a value of the JSON form, checked against the field's annotation ``kind``."""
-    largest = int(np.iinfo(np.int64).max)
-    match kind:
-        case "float":
-            wanted = "a finite number"
-            valid = is_number(value)
-        case "int":
-            wanted = "an integer of 63 bits"
-            valid = is_integer(value, -largest, largest)
-        case _:
-            wanted = f"a list of {num_ranks} integers"
-            valid = isinstance(value, list) and len(value) == num_ranks
-            valid = valid and all(
-                is_integer(entry, -largest, largest) for entry in value
-            )
-            value = np.array(value, dtype=np.int64) if valid else value
-    if not valid:
-        raise ValueError(f"stats.{name} = {brief(value)}: must be {wanted}")
-    return value
+_STORED = [field.name for field in fields(PlanStats) if field.name != "bound"]
+"""Fields of PlanStats in the JSON form."""
 
 
 def compute_stats(
@@ -189,8 +133,8 @@ def compute_stats(
         query_rows_moved=int(queries.rows_in.sum()),
         kv_rows_moved=int(keys.rows_in.sum()),
         plan_seconds=plan_seconds,
-        bounds=cache(
-            lambda: lower_bounds(
+        bound=cache(
+            lambda: lower_bound(
                 layout, shape, _max_pairs(layout, cost, limits.with_slowest(loads))
             )
         ),
@@ -215,8 +159,8 @@ def mean_stats(kinds: Sequence[PlanStats], layers: Sequence[int]) -> PlanStats:
             for weight, kind in zip(weights, kinds, strict=True)
         )
 
-    bounds = cache(lambda: Bounds(*(int(mean(name)) for name in _BOUNDS)))
-    return PlanStats(**{name: mean(name) for name in _STORED}, bounds=bounds)
+    means = {name: mean(name) for name in _STORED}
+    return PlanStats(**means, bound=lambda: int(mean("lower_bound_bytes")))
 
 
 def _max_pairs(layout: TokenLayout, cost: CostModel, loads: IntArray) -> IntArray:

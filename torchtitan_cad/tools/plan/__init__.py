@@ -102,8 +102,6 @@ def _figures(plan: Plan, given_plan: Plan | None) -> dict[str, str]:
         "total bytes": _bytes(stats.total_bytes),
         "lower bound on total bytes": _bytes(stats.lower_bound_bytes),
         "worst rank bytes": _bytes(stats.max_rank_bytes),
-        "lower bound on worst rank bytes": _bytes(stats.lower_bound_rank_bytes),
-        "forced export of the heaviest rank": _bytes(stats.forced_export_bytes),
         "mean rank bytes": _bytes(stats.mean_rank_bytes),
     }
     if plan.config.ranks_per_node is not None:
