@@ -23,7 +23,6 @@ ALLOWED = {
     ("plan", "tolerance", "0"): "perfect balance",
     ("compare", "warmup", "0"): "all steps count",
     ("simulate", "latency", "0"): "an exchange takes what its bytes take",
-    ("simulate", "seconds_per_step", "0"): "the default",
     ("simulate", "seed", "0"): "the default",
     ("simulate", "tolerance", "0"): "perfect balance",
 }

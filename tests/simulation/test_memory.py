@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.lib.simulation_cases import MODEL, cad, configuration
+from torchtitan_cad.planning.keeping import CHECKPOINTING
 from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
-from torchtitan_cad.tools.simulation.inputs import CHECKPOINTING
 from torchtitan_cad.tools.simulation.memory import stock_attention
 
 LONG = (300, 700, 1500, 4000, 16384)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -107,7 +106,11 @@ def read_inputs(
 ) -> tuple[Inputs, list[str], SimulatedJob | None]:
     """Return the inputs of the simulation, a line for every number that was assumed, and the job if there is one."""
     chosen = {key: value for key, value in vars(options).items() if value is not None}
-    _check(chosen)  # before a job is read, which takes seconds
+    for option in ("row_tokens", "tokens_per_rank", "microbatches", "batches"):
+        if chosen.get(option, 1) < 1:
+            raise ValueError(
+                f"{_flag(option)} {chosen[option]}: set a positive whole number"
+            )
     record = _record(options)
     if record is not None:
         chosen.setdefault("ranks", record.ranks)
@@ -123,10 +126,9 @@ def read_inputs(
     if profile := options.profile or (titan and titan.config.cad.profile):
         rates = dataclasses.replace(rates, profile=Profile.read(profile))
     configuration, open_fields = _configuration(chosen, titan, record)
-    if record is None:
-        documents = _documents(options, titan, cluster, configuration.pp, notes)
-    else:
-        documents = _recorded_documents(options, record, cluster, notes=notes)
+    documents = _documents(
+        options, titan, record, cluster=cluster, pp=configuration.pp, notes=notes
+    )
     notes += _assumed(chosen, model, cluster, rates=rates)
     inputs = Inputs(
         model=model,
@@ -137,6 +139,10 @@ def read_inputs(
         open=open_fields,
     )
     return inputs, notes, titan
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
 
 
 def _configuration(
@@ -155,17 +161,6 @@ def _configuration(
     configuration = dataclasses.replace(configuration, microbatches=record.microbatches)
     # of a job with its record everything is known
     return configuration, frozenset() if titan else open_fields - {"microbatches"}
-
-
-def _check(chosen: dict[str, Any]) -> None:
-    """Raise ValueError for the value of an option that it cannot have."""
-    for kind in (Model, Cluster, Rates, Documents):
-        kind.check(chosen)
-    for option in ("row_tokens", "tokens_per_rank", "microbatches"):
-        if chosen.get(option, 1) < 1:
-            raise ValueError(
-                f"--{option.replace('_', '-')} {chosen[option]}: set a positive whole number"
-            )
 
 
 def _made(kind: type, chosen: dict[str, Any], base: Any = None) -> Any:
@@ -190,7 +185,7 @@ def _model(
     for field in dataclasses.fields(Model) if base is None else ():
         if field.default is dataclasses.MISSING and field.name not in chosen:
             raise ValueError(
-                f"--{field.name.replace('_', '-')}: set it, or --model, or name a job's TOML file"
+                f"{_flag(field.name)}: set it, or --model, or name a job's TOML file"
             )
     return _made(Model, chosen, base)
 
@@ -212,31 +207,37 @@ def _count(options: Options, cluster: Cluster, notes: list[str]) -> int:
 def _documents(
     options: Options,
     titan: SimulatedJob | None,
+    record: RecordedDocuments | None,
+    *,
     cluster: Cluster,
     pp: int,
     notes: list[str],
 ) -> Documents:
-    if options.documents is not None:
-        name = printable(options.documents)
-        values = _values(options.documents)
-        if isinstance(values, list) and isinstance(values[0], list):
-            batches = values if isinstance(values[0][0], list) else [values]
-            notes.append(
-                f"documents: {name}, {len(batches)} batches of rows, as they are"
-            )
-            return _given_documents(options.documents, batches)
-        lengths = np.array(values, dtype=np.int64)
+    """Return the documents of the option, of the job, or the default."""
+    spec = options.documents
+    lengths = titan.lengths if titan else named_lengths(DEFAULT)
+    batches: list[list[list[int]]] = []
+    if record is not None:
+        batches = record.batches[-_count(options, cluster, notes) :]
+    elif spec is not None:
+        lengths, batches = _read_documents(spec)
+    if batches:
         notes.append(
-            f"documents: {name}, {len(lengths):,} lengths of {lengths.mean():,.0f} tokens on average, "
+            f"documents: {printable(str(spec))}, {len(batches)} batches of rows, as they are"
+        )
+        try:
+            return Documents.of_rows(batches)
+        except ValueError as error:
+            raise ValueError(f"--documents {spec}: {error}") from None
+    if spec is not None:
+        notes.append(
+            f"documents: {printable(spec)}, {len(lengths):,} lengths of {lengths.mean():,.0f} tokens on average, "
             f"{lengths.max():,} at most; what is over a row begins the next"
         )
-        if options.documents in CORPORA:
-            notes.append(f"documents: {read_corpus(options.documents)['source']}")
-    elif titan is not None:
-        lengths = titan.lengths
-    else:
-        lengths = named_lengths(DEFAULT)
+    elif titan is None:
         notes.append(f"documents: {DEFAULT} (default)")
+    if spec in CORPORA:
+        notes.append(f"documents: {read_corpus(spec)['source']}")
     ranks, rest = divmod(cluster.ranks, cluster.tp * pp)
     if rest:
         raise ValueError(
@@ -251,45 +252,22 @@ def _tokens(
     options: Options, titan: SimulatedJob | None, ranks: int
 ) -> tuple[int, int]:
     """Return the tokens of a row, and of a step over this many data- and context-parallel ranks."""
-    of_rank = TOKENS_PER_RANK
-    microbatches = 1
-    if titan is not None:
-        microbatches = titan.configuration.microbatches
-        of_rank = titan.step_tokens // (microbatches * ranks)
-    of_rank = options.tokens_per_rank or of_rank
-    step = of_rank * (options.microbatches or microbatches) * ranks
     if titan is None:
-        row = of_rank
+        row = options.tokens_per_rank or TOKENS_PER_RANK
+        step = row * (options.microbatches or 1) * ranks
     else:
         row = titan.row_tokens
-        if options.tokens_per_rank is None and options.microbatches is None:
-            step = titan.step_tokens
+        step = titan.step_tokens
+        if options.tokens_per_rank or options.microbatches:
+            microbatches = titan.configuration.microbatches
+            of_rank = options.tokens_per_rank or step // (microbatches * ranks)
+            step = of_rank * (options.microbatches or microbatches) * ranks
     row = options.row_tokens or row
     if step % row:
         raise ValueError(
             f"--row-tokens {row}: set a divisor of the {step} tokens of a step, or other --tokens-per-rank"
         )
     return row, step
-
-
-def _recorded_documents(
-    options: Options, record: RecordedDocuments, cluster: Cluster, notes: list[str]
-) -> Documents:
-    count = _count(options, cluster, notes)
-    documents = _given_documents(options.documents, record.batches[-count:])
-    notes.append(
-        f"documents: {printable(options.documents)}, {documents.batches} steps up to {record.last_step}"
-    )
-    return documents
-
-
-def _given_documents(
-    spec: str | None, batches: Sequence[Sequence[Sequence[int]]]
-) -> Documents:
-    try:
-        return Documents.of_rows(batches)
-    except ValueError as error:
-        raise ValueError(f"--documents {spec}: {error}") from None
 
 
 def _record(options: Options) -> RecordedDocuments | None:
@@ -345,41 +323,46 @@ def documents_file(spec: str | None) -> Path | None:
     return path if is_file or path.suffix == ".json" else None
 
 
-def _are_lists(values: Any) -> bool:
-    return (
-        isinstance(values, list)
-        and bool(values)
-        and all(isinstance(value, list) and value for value in values)
-    )
-
-
-def _values(spec: str) -> Any:
-    """Return lengths in tokens, rows of them or batches of rows, from a file, or a distribution's."""
+def _read_documents(spec: str) -> tuple[np.ndarray, list[list[list[int]]]]:
+    """Return int64 lengths in tokens, from a file or of a distribution, and the batches of rows that a file has."""
     path = documents_file(spec)
     if path is None:
-        if os.path.isdir(spec):
-            records = sorted(Path(spec).glob(f"*/{DOCUMENTS_NAME}"))
-            any_dump = "the dump folder of a job with cad.shadow = true"
-            folder = printable(records[-1].parents[1]) if records else any_dump
-            raise ValueError(
-                f"--documents {printable(spec)}: this folder has no {DOCUMENTS_NAME}; name {folder}"
-            )
-        return named_lengths(spec)
+        _check_folder(spec)
+        return named_lengths(spec), []
     try:
         values = read_json(path)
     except ValueError as error:
         raise ValueError(f"--documents {error}") from None
-    found = values
-    for _ in range(2):  # batches, rows
-        if _are_lists(found):
-            found = list(chain.from_iterable(found))
-    if not isinstance(found, list) or not found:
+    lengths = values
+    depth = 0
+    while _are_lists(lengths):
+        lengths = list(chain.from_iterable(lengths))
+        depth += 1
+    if not isinstance(lengths, list) or not lengths or depth > 2:
         raise ValueError(
             f"--documents {path}: write a JSON list of lengths in tokens, one or more"
         )
-    for value in found:
+    for value in lengths:
         if type(value) is not int or not 0 < value < 2**31:
             raise ValueError(
                 f"--documents {path}: {str(value)[:40]!r} is no length; write positive whole numbers of tokens"
             )
-    return values
+    batches = [[], [values], values][depth]
+    return np.array(lengths, dtype=np.int64), batches
+
+
+def _are_lists(values: Any) -> bool:
+    if not isinstance(values, list) or not values:
+        return False
+    return all(isinstance(value, list) for value in values)
+
+
+def _check_folder(spec: str) -> None:
+    """Raise ValueError for a folder that holds no record."""
+    if os.path.isdir(spec):
+        records = sorted(Path(spec).glob(f"*/{DOCUMENTS_NAME}"))
+        any_dump = "the dump folder of a job with cad.shadow = true"
+        folder = printable(records[-1].parents[1]) if records else any_dump
+        raise ValueError(
+            f"--documents {printable(spec)}: this folder has no {DOCUMENTS_NAME}; name {folder}"
+        )

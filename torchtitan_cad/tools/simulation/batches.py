@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.work import causal_pairs
 from torchtitan_cad.tools.simulation.inputs import Documents
@@ -33,12 +33,14 @@ _PRETRAIN = {
 
 _OPTIONS = {
     "lognormal": {"median": 4096.0, "sigma": 1.5, "max": MOST},
-    "pretrain": {"scale": 1.0, "long": 0.0, "from": 65536.0, "max": MOST},
+    "pretrain": {"scale": 1.0, "long": 0.0, "max": MOST},
     "uniform": {"min": 128.0, "max": 65536.0},
     "fixed": {"length": 4096.0},
 }
 """Kinds with their options and what these are if left out."""
 
+_LONG = 65536
+"""tokens: least of the documents that ``long`` is the share of"""
 _BOUNDS = {"sigma": (0.0, 20.0), "long": (0.0, 0.99), "scale": (1e-5, 1e5)}
 """Least and most of the options that are no tokens, of which there are 1 to ``MOST``."""
 
@@ -109,7 +111,7 @@ def named_lengths(spec: str) -> IntArray:
     "lognormal:median=4096,sigma=1.5,max=262144".
 
     ``pretrain``: the lengths of arXiv 2510.18121, ``scale`` times as long; ``long`` is the share of tokens in
-    documents of ``from`` tokens and more, which are drawn more often to reach it (0: as often as they come).
+    documents of 64K tokens and more, which are drawn more often to reach it (0: as often as they come).
 
     Returns:
         int64 lengths, the same in every call; of a distribution ``SAMPLES``.
@@ -119,85 +121,70 @@ def named_lengths(spec: str) -> IntArray:
     """
     if spec in CORPORA:
         return np.array(read_corpus(spec)["lengths"], dtype=np.int64)
-    kind, _, rest = spec.partition(":")
-    if kind not in _OPTIONS:
-        raise ValueError(
-            f"documents = {spec[:80]!r}: set a JSON file of lengths, or one of {', '.join((*_OPTIONS, *CORPORA))}"
-        )
-    options = {**_OPTIONS[kind], **_given_options(kind, spec, rest)}
-    low = {"uniform": "min", "pretrain": "from"}.get(kind, "")
-    if options.get(low, 0) > options.get("max", MOST) and options.get("long", 1) > 0:
-        raise ValueError(
-            f"documents = {spec[:80]!r}: {low} = {options[low]:.10g} is above max = {options['max']:.10g}; set max to "
-            f"{low} or more"
-        )
+    kind, _, items = spec.partition(":")
     try:
-        drawn = _sample(kind, options)
+        if kind not in _OPTIONS:
+            known = ", ".join((*_OPTIONS, *CORPORA))
+            raise ValueError(f"set a JSON file of lengths, or one of {known}")
+        lengths = _sample(kind, _options(kind, items))
     except ValueError as error:
         raise ValueError(f"documents = {spec[:80]!r}: {error}") from None
-    return np.clip(np.rint(drawn), 1, MOST).astype(np.int64)
+    return np.clip(np.rint(lengths), 1, MOST).astype(np.int64)
 
 
-def _given_options(kind: str, spec: str, items: str) -> dict[str, float]:
-    """Return the options that the spec sets. Raises ValueError for others than those of the kind, naming the spec."""
+def _options(kind: str, items: str) -> dict[str, float]:
+    """Return the options of a kind, with defaults. Raises ValueError for items that are none, or out of bounds."""
     options = dict[str, float]()
     for item in filter(None, items.split(",")):
         key, _, text = item.partition("=")
         if key not in _OPTIONS[kind] or key in options:
             known = ",".join(f"{name}=..." for name in _OPTIONS[kind])
             raise ValueError(
-                f"documents = {spec[:80]!r}: {item[:40]!r} is none of {kind}:{known}, each of them once"
+                f"{item[:40]!r} is none of {kind}:{known}, each of them once"
             )
-        least, most = _BOUNDS.get(key, (1.0, MOST))
+        least, most = _BOUNDS.get(key, (1, MOST))
         try:
-            options[key] = float(text)
+            value = float(text)
         except ValueError:
-            options[key] = float("nan")
-        if not least <= options[key] <= most:
+            value = np.nan
+        if not least <= value <= most:
             raise ValueError(
-                f"documents = {spec[:80]!r}: {item[:40]!r} must be a number, {least:g} to {most:.10g}"
+                f"{item[:40]!r} must be a number, {least:g} to {most:.10g}"
             )
-    return options
+        options[key] = value
+    return {**_OPTIONS[kind], **options}
 
 
-def _sample(kind: str, options: dict[str, float]) -> np.ndarray:
+def _sample(kind: str, options: dict[str, float]) -> FloatArray:
+    """Draw from a distribution. Raises ValueError for options that contradict each other."""
     share = (np.arange(SAMPLES) + 0.5) / SAMPLES
-    match kind:
-        case "lognormal":
-            normal = np.random.default_rng(0).standard_normal(SAMPLES)
-            drawn = options["median"] * np.exp(options["sigma"] * normal)
-        case "pretrain":
-            drawn = np.exp(
-                np.interp(
-                    100 * share, list(_PRETRAIN), np.log(list(_PRETRAIN.values()))
-                )
-            )
-            drawn = _more_long(
-                drawn * options["scale"], options["long"], options["from"]
-            )
-        case "uniform":
-            drawn = options["min"] + share * (options["max"] - options["min"])
-        case _:
-            return np.full(SAMPLES, options["length"])
-    return np.minimum(drawn, options["max"])
+    if kind == "fixed":
+        return np.full(SAMPLES, options["length"])
+    most = options["max"]
+    if kind == "uniform":
+        least = options["min"]
+        if least > most:
+            raise ValueError(f"min = {least:.10g} is above max; set max to it or more")
+        return least + share * (most - least)
+    if kind == "lognormal":
+        normal = np.random.default_rng(0).standard_normal(SAMPLES)
+        lengths = options["median"] * np.exp(options["sigma"] * normal)
+    else:
+        logarithms = np.log(list(_PRETRAIN.values()))
+        lengths = np.exp(np.interp(100 * share, list(_PRETRAIN), logarithms))
+        lengths = _more_long(lengths * options["scale"], options["long"])
+        if options["long"] and min(most, lengths.max()) < _LONG:
+            raise ValueError(f"none has {_LONG} tokens; set a larger scale and max")
+    return np.minimum(lengths, most)
 
 
-def _more_long(lengths: np.ndarray, share: float, least: float) -> np.ndarray:
-    """As many samples, of which those from ``least`` tokens on hold ``share`` of the tokens if they held less.
-
-    Raises:
-        ValueError: a share is wanted of documents of which there are none.
-    """
-    long = lengths >= least
+def _more_long(lengths: FloatArray, share: float) -> FloatArray:
+    """As many samples, of which those from 64K tokens on hold ``share`` of the tokens if they held less, but some."""
+    long = lengths >= _LONG
     tokens = lengths[long].sum()
-    if share and not tokens:
-        raise ValueError(
-            f"from = {least:.10g} is above all lengths; set from to {lengths.max():.0f} or less"
-        )
-    if tokens >= share * lengths.sum():
+    if not 0 < tokens < share * lengths.sum():
         return lengths
     weight = np.where(long, share * lengths[~long].sum() / ((1 - share) * tokens), 1.0)
     ends = np.cumsum(weight) / weight.sum()
-    return lengths[
-        np.searchsorted(ends, (np.arange(len(lengths)) + 0.5) / len(lengths))
-    ]
+    sample = (np.arange(len(lengths)) + 0.5) / len(lengths)
+    return lengths[np.searchsorted(ends, sample)]

@@ -92,9 +92,6 @@ class Costs:
         self.model = model
         self.cluster = cluster
         self.rates = rates
-        self._segments: dict[
-            tuple[float, bool, Checkpointing, bool], tuple[float, float]
-        ] = {}
         self.kinds = model.kinds(cluster.tp)
         self.shape: AttentionShape = self.kinds[0].shape
         self.parameters = np.array(
@@ -174,16 +171,6 @@ class Costs:
 
         ``tp`` False leaves out tensor parallelism's collectives.
         """
-        key = (tokens, forward, checkpointing, tp)
-        if key not in self._segments:
-            self._segments[key] = self._segment_seconds(
-                tokens, forward, checkpointing, tp
-            )
-        return self._segments[key]
-
-    def _segment_seconds(
-        self, tokens: float, forward: bool, checkpointing: Checkpointing, tp: bool
-    ) -> tuple[float, float]:
         model = self.model
         again = (
             0.0

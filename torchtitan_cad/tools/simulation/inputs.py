@@ -7,7 +7,8 @@ Bytes are of one GPU's link in one direction, times are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
@@ -17,7 +18,7 @@ import numpy as np
 
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.planning import AttentionShape, Profile
-from torchtitan_cad.planning.keeping import CHECKPOINTING, Checkpointing
+from torchtitan_cad.planning.keeping import Checkpointing
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
 from torchtitan_cad.planning.model.work import STEP_OVER_FORWARD, attention_flops
@@ -36,13 +37,15 @@ MANY_RANKS = 256
 """GPUs of one TP coordinate: of more, fewer steps are simulated and less is tried, as a step takes long."""
 LEAST = 1e5
 """unit of a rate or a size: values below it lack a power of ten."""
+COUNT = "whole number"
 
 
 def about(
     help: str,
-    unit: str | tuple | None,
+    unit: str = "",
     default: Any = MISSING,
     *,
+    least: float = 1,
     most: float = MAX_TOKENS,
     source: str = "",
 ) -> Any:
@@ -50,14 +53,24 @@ def about(
 
     Args:
         help: on the command line; none: this is no option.
-        unit: "count" for positive integers up to ``most``, "share" for positive numbers, "s" for seconds below it, the
-            unit of a rate or size, or the values that the field can have; None: not checked.
+        unit: ``COUNT``, or that of a number, which is from ``least`` to ``most``; none: not checked.
         source: of the default.
     """
     return field(
         default=default,
-        metadata={"help": help, "unit": unit, "most": most, "source": source},
+        metadata={
+            "help": help,
+            "unit": unit,
+            "least": least,
+            "most": most,
+            "source": source,
+        },
     )
+
+
+def rate(help: str, unit: str, default: float, source: str = "") -> Any:
+    """Describe a rate or a size."""
+    return about(help, unit, default, least=LEAST, most=math.inf, source=source)
 
 
 def is_option(attribute: Field[Any]) -> bool:
@@ -69,82 +82,59 @@ class Checked:
     """A dataclass whose described fields are checked. Raises ValueError naming key, value and remedy."""
 
     def __post_init__(self) -> None:
-        self.check(vars(self))
-
-    @classmethod
-    def check(cls, values: Mapping[str, Any]) -> None:
-        """Raise ValueError for a value that the described field of that name cannot have; other names are left."""
-        for attribute in fields(cls):  # type: ignore[arg-type]
-            if not attribute.metadata.get("unit") or attribute.name not in values:
-                continue
-            value = values[attribute.name]
-            if (value, attribute.default) != (None, None):
-                _check(
-                    f"{cls.__name__.lower()} {attribute.name}",
-                    value,
-                    attribute.default,
-                    **attribute.metadata,
-                )
+        for attribute in fields(self):  # type: ignore[arg-type]
+            unit = attribute.metadata.get("unit")
+            value = getattr(self, attribute.name)
+            is_left_out = value is None and attribute.default is None
+            if unit and not is_left_out:
+                key = f"{type(self).__name__.lower()} {attribute.name}"
+                _check(key, value, attribute)
 
 
-def _check(
-    key: str, value: Any, default: Any, unit: str | tuple, most: Any, **rest: str
-) -> None:
+def _check(key: str, value: Any, attribute: Field[Any]) -> None:
     """Raise ValueError for a value that a described field cannot have."""
-    if isinstance(unit, tuple):
-        if value not in unit:
-            raise ValueError(
-                f"{key} = {brief(value)}: set one of {', '.join(map(str, unit))}"
-            )
-    elif unit == "count":
-        if not is_integer(value, 1, most):
-            raise ValueError(
-                f"{key} = {brief(value)}: set a positive integer, at most {most}"
-            )
-    elif unit == "share":
-        if not is_number(value) or value <= 0:
-            raise ValueError(f"{key} = {brief(value)}: set a positive number")
-    elif unit == "s":
-        if not is_number(value) or value < 0:
-            raise ValueError(f"{key} = {brief(value)}: set seconds, 0 or more")
-        if value >= most:
-            raise ValueError(f"{key} = {value:g} s: did you mean {value:g}e-6?")
-    else:
-        if not is_number(value) or value <= 0:
-            raise ValueError(
-                f"{key} = {brief(value)}: set a positive number of {unit}, such as {default:g}"
-            )
-        if value < LEAST:
-            power = "e12" if default >= 1e12 else "e9"
-            raise ValueError(
-                f"{key} = {value:g} {unit}: did you mean {value:g}{power}?"
-            )
+    described = attribute.metadata
+    least = described["least"]
+    most = described["most"]
+    is_right = is_integer if described["unit"] == COUNT else is_within
+    if not is_right(value, least, most):
+        default = attribute.default
+        example = "" if default in (None, MISSING, 0) else f", such as {default:g}"
+        at_most = "" if most == math.inf else f", at most {most:g}"
+        raise ValueError(
+            f"{key} = {brief(value)}: set a {described['unit']}, at least {least:g}{at_most}{example}"
+        )
+
+
+def is_within(value: object, least: float, most: float) -> bool:
+    """Tell whether the value is a finite number in [least, most]."""
+    return is_number(value) and least <= value <= most  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
 class Model(Checked):
     """A decoder with gated MLPs, or equally busy experts. Raises ValueError also for heads that do not fit."""
 
-    layers: int = about("Layers.", "count")
-    hidden: int = about("Width of the hidden state.", "count")
-    heads: int = about("Query heads.", "count")
-    kv_heads: int = about("Key heads.", "count")
-    head_dim: int = about("Elements per head.", "count")
+    layers: int = about("Layers.", COUNT)
+    hidden: int = about("Width of the hidden state.", COUNT)
+    heads: int = about("Query heads.", COUNT)
+    kv_heads: int = about("Key heads.", COUNT)
+    head_dim: int = about("Elements per head.", COUNT)
     ffn: int = about(
         "Width of the gated MLP, or of the experts that a token passes through.",
-        "count",
+        COUNT,
     )
-    vocabulary: int = about("Tokens of the vocabulary.", "count")
-    dtype_bytes: int = about("Bytes of an element.", "count", 2)
-    shared_ffn: int = about("", None, 0)
+    vocabulary: int = about("Tokens of the vocabulary.", COUNT)
+    dtype_bytes: int = about("Bytes of an element.", COUNT, 2)
+    shared_ffn: int = 0
     """The part of ``ffn`` that every token passes through, beside routed experts."""
-    idle_ffn: int = about("", None, 0)
+    idle_ffn: int = 0
     """Width of a layer's routed experts that a token does not pass through."""
-    expert_ranks: float = about("", None, 1)
+    expert_ranks: float = 1
     """Ranks that a layer's routed experts are divided among, over those of TP."""
-    query_rank: int = about("", None, 0)
+    query_rank: int = 0
     """Width of the latent from which queries are made; 0: they are made from the hidden state."""
-    key_rank: int = about("", None, 0)
+    key_rank: int = 0
     """The same for keys and values."""
     attention: tuple[AttentionKind, ...] = ()
     """Kinds of attention, in which alone layers differ, with the heads above; none: all layers attend in full."""
@@ -243,54 +233,54 @@ MODELS = {
 class Cluster(Checked):
     """GPUs and how they are connected. Ranks are ordered [pp, dp, cp, tp], tp fastest."""
 
-    ranks: int = about("GPUs.", "count", most=MAX_RANKS)
-    ranks_per_node: int = about("GPUs of a node.", "count", 8, most=MAX_RANKS)
-    tp: int = about("Tensor-parallel ranks.", "count", 1, most=MAX_RANKS)
-    net: float = about(
+    ranks: int = about("GPUs.", COUNT, most=MAX_RANKS)
+    ranks_per_node: int = about("GPUs of a node.", COUNT, 8, most=MAX_RANKS)
+    tp: int = about("Tensor-parallel ranks.", COUNT, 1, most=MAX_RANKS)
+    net: float = rate(
         "Bytes per second of a GPU between nodes.",
-        "B/s",
+        "number of B/s",
         40e9,
         source="all-to-alls over 400 Gb/s InfiniBand: assumed",
     )
-    node: float = about(
+    node: float = rate(
         "Bytes per second of a GPU inside a node.",
-        "B/s",
+        "number of B/s",
         350e9,
         source="all-reduces of H100s: third-party, inferred",
     )
     latency: float = about(
         "Seconds of one exchange without bytes.",
-        "s",
+        "number of seconds",
         20e-6,
-        most=1.0,
+        least=0,
+        most=1,
         source="starting and waiting: assumed",
     )
-    memory: float = about(
+    memory: float = rate(
         "Bytes of a GPU that a job can fill.",
-        "B",
+        "number of bytes",
         76.5e9,
         source="nine tenths of the 85e9 bytes that an H100 of 80 GB has, as cad.backward takes them",
     )
     fsdp: bool = about(
         "Parameters are sharded as by FSDP2 (True), or the optimizer's state alone (False).",
-        (True, False),
-        True,
+        default=True,
     )
     servers: int | None = about(
         "Attention servers that join the job (cad.servers).",
-        "count",
+        COUNT,
         None,
         most=MAX_RANKS,
     )
     server_speed: float = about(
-        "Speed of a server's attention, of a GPU's.", "share", 1.0
+        "Speed of a server's attention, of a GPU's.", "number", 1.0, least=1e-3
     )
-    server_net: float = about(
+    server_net: float = rate(
         "Bytes per second of a server's link, of both directions together.",
-        "B/s",
+        "number of B/s",
         50e9,
     )
-    replicas: int = about("", "count", 1, most=MAX_RANKS)
+    replicas: int = about("", COUNT, 1, most=MAX_RANKS)
     """Data-parallel ranks between which nothing is sharded (HSDP)."""
 
     @property
@@ -308,40 +298,35 @@ class Cluster(Checked):
 class Rates(Checked):
     """Speed of one GPU. ``profile`` replaces both attention rates."""
 
-    linear_flops: float = about(
+    linear_flops: float = rate(
         "Operations per second of matrix products.",
-        "FLOP/s",
+        "number of FLOP/s",
         640e12,
         source="H100, bf16: third-party",
     )
-    attention_flops: float = about(
+    attention_flops: float = rate(
         "Operations per second of attention forward.",
-        "FLOP/s",
+        "number of FLOP/s",
         340e12,
         source="FlashAttention-2 on H100, head dim 128, 64K tokens: third-party",
     )
-    backward_flops: float = about(
+    backward_flops: float = rate(
         "Operations per second of attention backward, which has 2.5 times those of its forward.",
-        "FLOP/s",
+        "number of FLOP/s",
         340e12,
         source="the forward rate: assumed",
     )
-    memory_bandwidth: float = about(
+    memory_bandwidth: float = rate(
         "Bytes per second of a GPU's memory, which norms, rotary embedding, activation and loss wait for.",
-        "B/s",
+        "number of B/s",
         2.7e12,
         source="eight tenths of an H100's 3.35 TB/s: assumed",
     )
-    peak_flops: float = about(
+    peak_flops: float = rate(
         "Operations per second by which mfu is counted.",
-        "FLOP/s",
+        "number of FLOP/s",
         989e12,
         source="H100, bf16: NVIDIA's data sheet",
-    )
-    seconds_per_step: float = about(
-        "Seconds of a step that do not grow with its tokens, such as the optimizer's.",
-        "s",
-        0.0,
     )
     profile: Profile | None = None
 
@@ -365,10 +350,10 @@ class Documents(Checked):
     """
 
     lengths: np.ndarray = field(repr=False)
-    row_tokens: int = about("", "count")
-    step_tokens: int = about("", "count", most=MAX_STEP_TOKENS)
-    batches: int = about("", "count", 10, most=1000)
-    seed: int = 0
+    row_tokens: int = about("", COUNT)
+    step_tokens: int = about("", COUNT, most=MAX_STEP_TOKENS)
+    batches: int = about("", COUNT, 10, most=1000)
+    seed: int = about("", COUNT, 0, least=0, most=2**62)
     given_batches: tuple[tuple[np.ndarray, ...], ...] = field(default=(), repr=False)
 
     @classmethod
@@ -396,39 +381,11 @@ class Documents(Checked):
         )
 
     def __post_init__(self) -> None:
-        lengths = np.asarray(self.lengths)
-        if (
-            lengths.ndim != 1
-            or not lengths.size
-            or lengths.dtype.kind not in "iu"
-            or lengths.min() < 1
-        ):
-            raise ValueError(
-                f"documents lengths = {brief(self.lengths)}: set positive integers, tokens of documents"
-            )
         super().__post_init__()
-        if not is_integer(self.seed, 0, 2**62):
-            raise ValueError(
-                f"documents seed = {brief(self.seed)}: set an integer, 0 or more"
-            )
         if self.step_tokens % self.row_tokens:
             raise ValueError(
                 f"documents step_tokens = {self.step_tokens}: set a multiple of row_tokens = {self.row_tokens}"
             )
-
-    def described(self) -> dict[str, Any]:
-        """Turn them into values that JSON can hold."""
-        return {
-            "row_tokens": self.row_tokens,
-            "step_tokens": self.step_tokens,
-            "batches": self.batches,
-            "seed": self.seed,
-            "lengths": {
-                "median": float(np.median(self.lengths)),
-                "mean": float(self.lengths.mean()),
-                "longest": int(self.lengths.max()),
-            },
-        }
 
 
 @dataclass(unsafe_hash=True)
@@ -441,50 +398,39 @@ class Configuration(Checked, Cad):
 
     pp: int = about(
         "Pipeline ranks; without a job, every system takes its best.",
-        "count",
+        COUNT,
         1,
         most=MAX_RANKS,
     )
     cp: int = about(
         "Ranks that share a row; without a job, as many as rows need.",
-        "count",
+        COUNT,
         1,
         most=MAX_RANKS,
     )
-    microbatches: int = about("", "count", 1)
+    microbatches: int = about("", COUNT, 1)
     checkpointing: Checkpointing = about(  # noqa: RUF009
         "Activation checkpointing: of nothing, every second matrix product, all but core attention, or whole layers. "
         "Without a job, every system takes its best.",
-        CHECKPOINTING,
-        "none",
+        default="none",
     )
     nano_batches: Literal[1, 2] = about(
         "Halves of a microbatch that take turns; by default the better of 1 and 2.",
-        (1, 2),
-        Cad.nano_batches,
+        default=Cad.nano_batches,
     )
-    schedule: Schedule = about("", SCHEDULES, "1F1B")  # noqa: RUF009
+    schedule: Schedule = "1F1B"
     tolerance: float | Literal["auto"] = about(
         "Imbalance that plans may leave; auto: of every plan the one by which a layer takes the least time.",
-        None,
-        Cad.tolerance,
+        default=Cad.tolerance,
     )
     backward: Literal["auto", "resend", "keep"] = about(
         "Queries, keys and values travel again for backward, or servers keep what they received; auto: where the "
         "memory has room for it.",
-        ("auto", "resend", "keep"),
-        Cad.backward,
+        default=Cad.backward,
     )
     placement: Placement = about(  # noqa: RUF009
         "Ranks hold what their loaders gave them, or tokens are distributed anew.",
-        PLACEMENTS,
-        "balanced",
-    )
-    packing_cp: int | None = about(
-        "Ranks over which packing_cp divides documents; by default the best number.",
-        "count",
-        None,
-        most=MAX_RANKS,
+        default="balanced",
     )
 
     def __post_init__(self) -> None:
@@ -505,25 +451,10 @@ class Configuration(Checked, Cad):
             if value != getattr(other, key)
         }
 
-    def described(self) -> dict[str, Any]:
-        """Turn the fields that the simulation knows into values that JSON can hold."""
-        found = {name: getattr(self, name) for name in SIMULATED}
-        return {**found, "planner": asdict(self.planner_config())}
-
 
 DIVISION = ("pp", "cp", "microbatches", "checkpointing")
 OPEN = frozenset({*DIVISION, "nano_batches", "schedule", "placement"})
 """Fields of a configuration of which every system may take its best; ``DIVISION`` also those without CAD."""
-SIMULATED = (
-    *DIVISION,
-    "nano_batches",
-    "schedule",
-    "tolerance",
-    "backward",
-    "placement",
-    "packing_cp",
-    "receive_buffer_gb",
-)
 
 
 @dataclass(frozen=True)
@@ -539,12 +470,22 @@ class Inputs:
 
     def described(self) -> dict[str, Any]:
         """Turn the inputs into values that JSON can hold."""
+        documents = self.documents
+        lengths = documents.lengths
         profile = self.rates.profile
         return {
             "model": asdict(self.model),
             "cluster": asdict(self.cluster),
-            "documents": self.documents.described(),
-            "configuration": self.configuration.described(),
+            "documents": {
+                "row_tokens": documents.row_tokens,
+                "step_tokens": documents.step_tokens,
+                "batches": documents.batches,
+                "seed": documents.seed,
+                "median": float(np.median(lengths)),
+                "mean": float(lengths.mean()),
+                "longest": int(lengths.max()),
+            },
+            "configuration": vars(self.configuration),
             "open": sorted(self.open),
             "rates": {
                 **vars(self.rates),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from torchtitan_cad.planning.keeping import CHECKPOINTING
 from torchtitan_cad.tools.simulation.baselines import (
     packed,
     packing_cp,
@@ -22,7 +23,6 @@ from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.disaggregated import Disaggregated, obstacle
 from torchtitan_cad.tools.simulation.dynamic_cp import dynamic_cp
 from torchtitan_cad.tools.simulation.inputs import (
-    CHECKPOINTING,
     PLACEMENTS,
     SCHEDULES,
     Configuration,
@@ -331,8 +331,7 @@ class Search:
         elif system == "packing_cp":
             for cp in divisors:
                 bins = configuration.microbatches * (ranks // cp)
-                is_asked = configuration.packing_cp in (None, cp)
-                if is_asked and bins <= len(self.batches[0].lengths):
+                if bins <= len(self.batches[0].lengths):
                     yield replace(configuration, cp=cp, backward="resend")
                     if cp > 1:
                         yield replace(configuration, cp=cp, backward="keep")

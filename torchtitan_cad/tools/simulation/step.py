@@ -37,7 +37,7 @@ class Parts:
         exchange: rows of queries, keys and outputs on their way, as far as nothing hides it.
         tp: gathers and scatters of tensor parallelism.
         bubble: of a pipeline with equal microbatches.
-        synchronisation: parameters and gradients, as far as nothing hides them, and ``seconds_per_step``.
+        synchronisation: parameters and gradients, as far as nothing hides them.
     """
 
     linear: float
@@ -266,14 +266,11 @@ class Step:
 
     @property
     def final(self) -> float:
-        """Seconds at the step's end: what FSDP2 does not do in every layer, and what does not grow with the tokens."""
+        """Seconds at the step's end: what FSDP2 does not do in every layer."""
+        if self.lockstep:
+            return 0.0
         parameters = self.costs.model.held_parameters / self.pp
-        extra = self.costs.rates.seconds_per_step
-        return extra + (
-            0.0
-            if self.lockstep
-            else self.costs.parameter_seconds(parameters, self.ranks, gradients=True)
-        )
+        return self.costs.parameter_seconds(parameters, self.ranks, gradients=True)
 
     def even(self, schedule: str) -> Parts:
         """Return the step if every phase were balanced and nothing were exchanged for attention.
