@@ -267,7 +267,7 @@ def test_recorded_steps_are_simulated_as_they_were(most, count, tmp_path):
 def test_what_is_no_record_is_one_line(change, tmp_path, refused):
     dump = recorded(tmp_path, {**STEP, **change})
     error = refused("simulate", *SMALL, f"--documents={dump}")
-    assert f"--documents {dump / DOCUMENTS_NAME} " in error
+    assert f"--documents {dump / DOCUMENTS_NAME}: " in error
 
 
 def test_folders_without_a_record(tmp_path, refused):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Reading the documents that a job with ``cad.shadow`` has recorded."""
 
-import json
-import os
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,8 +10,8 @@ from torchtitan_cad.integration.report.steps_file import (
     DOCUMENTS_NAME,
     DOCUMENTS_VERSION,
 )
-from torchtitan_cad.planning.files import read_lines
-from torchtitan_cad.planning.text import brief, is_integer, parse_json, printable
+from torchtitan_cad.planning.text import is_integer, printable
+from torchtitan_cad.tools.steps import integer, read_steps
 
 MOST = 2**31 - 1
 """largest number of a line"""
@@ -40,7 +38,7 @@ class RecordedDocuments:
 def find_record(path: Path) -> Path | None:
     """Return the record that is named, or in a dump folder; None for another file, or a folder without one."""
     inside = path / DOCUMENTS_NAME
-    if os.path.isfile(inside):
+    if inside.is_file():
         return inside
     return path if path.suffix == ".jsonl" else None
 
@@ -51,63 +49,47 @@ def read_record(path: Path, count: int) -> RecordedDocuments:
     Raises:
         ValueError: no step is there, or a line does not hold a step's documents; names file, line, and what is wrong.
     """
-    name = printable(path)
-    lines = list[tuple[int, str]]()
-    for number, text in read_lines(path):
-        try:
-            step = _check_line(parse_json(text))
-        except ValueError as error:
-            raise ValueError(
-                f"{name} does not hold recorded documents: line {number}: {error}"
-            ) from None
-        while lines and lines[-1][0] >= step:
-            lines.pop()
-        lines.append((step, text))
-    if not lines:
-        raise ValueError(
-            f"{name}: no step has been recorded; name the dump folder of a job with cad.shadow = true"
-        )
-    rows = [json.loads(text) for _, text in lines[-count:]]
+    steps = read_steps(path, KEYS)[-count:]
     batches = []
-    for line in rows:
-        parts = chain.from_iterable(zip(*line["microbatches"], strict=True))
-        batches.append(list(chain.from_iterable(parts)))
-    last = rows[-1]
+    for step in steps:
+        rows = _rows(step["microbatches"])
+        if any(sum(row) != step["row_tokens"] for row in rows):
+            raise ValueError(
+                f"{printable(path)}: step {step['step']}: documents of a row do not add up to row_tokens = "
+                f"{step['row_tokens']}; record them anew"
+            )
+        batches.append(rows)
+    last = steps[-1]
     return RecordedDocuments(
         batches, last["ranks"], len(last["microbatches"]), last_step=last["step"]
     )
 
 
-def _check_line(line: Any) -> int:
-    """Return a line's step. Raises ValueError for anything but a step's documents."""
-    if not isinstance(line, dict) or line.get("version") != DOCUMENTS_VERSION:
-        raise ValueError(
-            f"{brief(line)} must be an object with version = {DOCUMENTS_VERSION}"
-        )
-    for key in ("step", "ranks", "row_tokens"):
-        if not is_integer(line.get(key), 1, MOST):
-            raise ValueError(
-                f"{key} = {brief(line.get(key))}: must be a positive integer"
-            )
-    microbatches: Any = line.get("microbatches")
-    rows = [microbatches]
-    for _ in range(3):  # microbatches, ranks, rows
-        if not all(isinstance(part, list) and part for part in rows):
-            raise ValueError(
-                f"microbatches = {brief(microbatches)}: must be lists of ranks of rows of lengths"
-            )
-        rows = list(chain.from_iterable(rows))
-    if len({len(ranks) for ranks in microbatches}) > 1:
-        raise ValueError("microbatches: must have as many ranks each")
-    for row in rows:
-        if not isinstance(row, list) or not all(
-            is_integer(length, 1, MOST) for length in row
-        ):
-            raise ValueError(
-                f"microbatches: a row is {brief(row)}: must be a list of positive integers"
-            )
-        if sum(row) != line["row_tokens"]:
-            raise ValueError(
-                f"microbatches: a row is {brief(row)}: must add up to row_tokens = {line['row_tokens']}"
-            )
-    return line["step"]
+def _rows(microbatches: list[list[list[list[int]]]]) -> list[list[int]]:
+    """Return the rows of [microbatches, ranks], those of a rank together."""
+    by_rank = zip(*microbatches, strict=True)
+    return list(chain.from_iterable(chain.from_iterable(by_rank)))
+
+
+def _are_microbatches(value: Any) -> bool:
+    """Tell whether the value is lists, none of them empty, of as many ranks each, of rows, of lengths."""
+    level = [value]
+    for _ in ("microbatches", "ranks", "rows", "lengths"):
+        if not all(isinstance(part, list) and part for part in level):
+            return False
+        level = list(chain.from_iterable(level))
+    return len(set(map(len, value))) == 1 and all(
+        is_integer(length, 1, MOST) for length in level
+    )
+
+
+KEYS = {
+    "version": integer(DOCUMENTS_VERSION, DOCUMENTS_VERSION),
+    "step": integer(1, MOST),
+    "ranks": integer(1, MOST),
+    "row_tokens": integer(1, MOST),
+    "microbatches": (
+        _are_microbatches,
+        "lists of as many ranks each, of rows, of lengths in tokens",
+    ),
+}

@@ -3,27 +3,63 @@
 
 from __future__ import annotations
 
+import glob
 import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
 
-from torchtitan_cad.integration.report.steps_file import to_json
-from torchtitan_cad.planning.text import printable
-from torchtitan_cad.tools.logged_steps import MEANS, MEDIANS, find_steps, read_steps
+from torchtitan_cad.integration.report.steps_file import STEPS_NAME, to_json
+from torchtitan_cad.planning.text import is_number, printable
 from torchtitan_cad.tools.shared import check_output
+from torchtitan_cad.tools.steps import Key, integer, read_steps
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-STYLES = {
-    "before": {"color": "#8793a0", "label": "before: attention where the tokens are"},
-    "after": {"color": "#1f77b4", "label": "after: core attention disaggregation"},
+MOST = 1e30
+"""largest number of a line, of whose sums none overflows"""
+RANKED = {"ranked_before": ("before", "#8793a0"), "ranked_after": ("after", "#1f77b4")}
+"""Keys of every line, the ranks' work over the mean, the busiest first; their words and colors in the picture."""
+MEANS = {
+    "imbalance_before": ("attention imbalance (max/mean), before", 1),
+    "imbalance_after": ("attention imbalance (max/mean), after", 1),
+    "bytes_per_rank_mean": ("sent per rank and layer forward (MB)", 1e-6),
+    "bytes_per_rank_max": ("sent by the busiest rank (MB)", 1e-6),
+    "tasks_moved": ("tasks moved per microbatch", 1),
+    "exposed_percent": ("exposed wait (% of the time)", 1),
 }
+MEDIANS = {
+    "tokens_per_second": ("tokens per second and GPU (median)", 1),
+    "mfu_percent": ("mfu (%, median), by the documents' pairs", 1),
+    "plan_seconds": ("planning (ms, median)", 1e3),
+    "exchange_seconds": ("exchange (ms, median)", 1e3),
+}
+"""Both: keys that are summed up, with words and the factor for their unit; any may be missing or null in a line."""
+LOSSES = {"loss_first": ("loss, first step", 1), "loss_last": ("loss, last step", 1)}
+
+
+def _is_figure(value: Any) -> bool:
+    return is_number(value) and abs(value) <= MOST
+
+
+def _is_optional_figure(value: Any) -> bool:
+    return value is None or _is_figure(value)
+
+
+def _are_figures(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_figure, value))
+
+
+KEYS: dict[str, Key] = {
+    "step": integer(0),
+    **dict.fromkeys(RANKED, (_are_figures, "a list of finite numbers, one a rank")),
+    **dict.fromkeys(
+        (*MEANS, *MEDIANS, "loss"),
+        (_is_optional_figure, f"a finite number, at most {MOST:g}"),
+    ),
+}
+"""Keys of a logged step."""
 
 
 def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -36,48 +72,59 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
         folder: The job's dump folder, of whose runs the newest is taken, or a cad_steps.jsonl, or its folder.
     """
     steps_file = find_steps(folder)
-    rows = read_steps(steps_file, say=lambda text: print(text, file=sys.stderr))
-    summary_file, picture_file = (
-        steps_file.with_name(name) for name in ("cad_summary.json", "imbalance.png")
-    )
-    for path in (summary_file, picture_file):
-        if path.is_symlink():
-            raise ValueError(
-                f"report {path}: this is a link to another file; remove it"
-            )
+    rows = read_steps(steps_file, KEYS)
+    _check_ranks(rows, steps_file)
     summary = summarize(rows)
     print(
         f"Core attention disaggregation in a CAD group of {summary['ranks']} ranks, logged steps: {summary['steps']}"
     )
-    labels = {
-        **MEANS,
-        **MEDIANS,
-        "loss_first": ("loss, first step", 1),
-        "loss_last": ("loss, last step", 1),
-    }
-    for name, (label, factor) in labels.items():
+    for name, (label, factor) in {**MEANS, **MEDIANS, **LOSSES}.items():
         if summary.get(name) is not None:
             print(f"  {label:42}{factor * summary[name]:z9.3f}")
     if rows[-1].get("loss", 0.0) is None:
         print(f"  {'loss, last step':42}not finite")
-    try:
-        check_output("report", summary_file)
-        check_output("report", picture_file)
-    except ValueError as error:
-        reason, _, _ = str(error).partition(";")
-        print(f"wrote nothing: {reason}")
-        return
+    summary_file = steps_file.with_name("cad_summary.json")
+    picture_file = steps_file.with_name("imbalance.png")
+    check_output("report", summary_file)
+    check_output("report", picture_file)
     summary_file.write_text(f"{to_json(summary, indent=2)}\n")
-    if draws := find_spec("matplotlib") is not None:
+    picture = "(imbalance.png needs the extra [plots])"
+    if find_spec("matplotlib") is not None:
         draw(rows, picture_file)
-    picture = (
-        "and imbalance.png" if draws else "(imbalance.png needs the extra [plots])"
-    )
+        picture = "and imbalance.png"
     print(f"wrote cad_summary.json {picture} in {printable(steps_file.parent)}")
     for trace in folder.glob("**/iteration_*/rank*_trace.json*"):
         link = trace.with_name(trace.name.replace("_trace.json", ".pt.trace.json"))
         if not os.path.lexists(link):
             link.symlink_to(trace.name)
+
+
+def find_steps(path: Path) -> Path:
+    """Return the steps file that is named, or in a folder, or else the newest below it, also behind links of folders.
+
+    Raises ValueError if there is none.
+    """
+    for named in (path, path / STEPS_NAME):
+        if named.name == STEPS_NAME and named.exists() and not named.is_dir():
+            return named
+    below = glob.glob(f"**/{STEPS_NAME}", root_dir=path, recursive=True)
+    found = [path / name for name in below if (path / name).is_file()]
+    if not found:
+        raise ValueError(
+            f"{printable(path)}: there is no {STEPS_NAME}; name the dump folder of a job with parallelism.cad"
+        )
+    return max(found, key=lambda file: file.stat().st_mtime_ns)
+
+
+def _check_ranks(rows: list[dict[str, Any]], path: Path) -> None:
+    ranks = len(rows[0]["ranked_before"])
+    for row in rows:
+        for key in RANKED:
+            if len(row[key]) != ranks:
+                raise ValueError(
+                    f"{printable(path)}: step {row['step']}: {key} has {len(row[key])} ranks, the first step {ranks}: "
+                    "leave the lines of one run in it"
+                )
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -89,59 +136,33 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "ranks": len(last["ranked_after"]),
     }
     for name in (*MEANS, *MEDIANS):
-        if values := [row[name] for row in rows if row.get(name) is not None]:
-            summary[name] = float((np.median if name in MEDIANS else np.mean)(values))
+        values = [row[name] for row in rows if row.get(name) is not None]
+        average = np.median if name in MEDIANS else np.mean
+        if values:
+            summary[name] = float(average(values))
     losses = {"loss_first": rows[0].get("loss"), "loss_last": last.get("loss")}
     return summary | losses
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw every plan's ranks in the order of their work, as who is busiest changes, and the busiest one by step."""
+    """Draw the mean and the range over plans of their ranks' work, in its order, as who is busiest changes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    by_rank, by_step = figure.subplots(1, 2)
-    steps = [row["step"] for row in rows]
-    marks = "o-" if len(steps) <= 64 else "-"
-    for when, style in STYLES.items():
-        ranked = np.array([row[f"ranked_{when}"] for row in rows])
-        _draw_ranks(by_rank, ranked, style)
-        by_step.plot(steps, ranked[:, 0], marks, markersize=3, **style)
-    by_rank.set_title("Ranks of every plan by their work: mean and range")
-    by_rank.set_xlabel("rank, the busiest first")
-    by_step.set_title("The busiest rank of every plan, step by step")
-    by_step.set_xlabel("step")
-    by_step.set_xlim(steps[0] - 1, steps[-1] + 1)
-    for axes in (by_rank, by_step):
-        axes.margins(y=0.1)
-        axes.set_ylabel("attention work over the mean rank's")
-        axes.axhline(
-            1.0, color="black", linewidth=1, linestyle="--", label="perfect balance"
-        )
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(
-        *by_step.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=3,
-        frameon=False,
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    for key, (label, color) in RANKED.items():
+        ranked = np.array([row[key] for row in rows])
+        places = 1 + np.arange(ranked.shape[1])
+        low = ranked.min(axis=0)
+        high = ranked.max(axis=0)
+        axes.plot(places, ranked.mean(axis=0), "o-", color=color, label=label)
+        axes.fill_between(places, low, high, color=color, alpha=0.25)
+    axes.set(
+        title=f"Core attention on {ranked.shape[1]} ranks, logged steps: {len(rows)}; mean and range",
+        xlabel="rank, the busiest first",
+        ylabel="attention work over the mean rank's",
     )
-    figure.suptitle(
-        f"Core attention on {ranked.shape[1]} ranks, logged steps: {len(steps)}",
-        fontweight="bold",
-    )
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=100)
-
-
-def _draw_ranks(axes: Axes, ranked: np.ndarray, style: dict[str, Any]) -> None:
-    """Draw the mean and the range over plans, [plans, ranks], of every rank's work."""
-    places = 1 + np.arange(ranked.shape[1])
-    axes.plot(places, ranked.mean(axis=0), "o-", markersize=3, **style)
-    axes.fill_between(
-        places,
-        ranked.min(axis=0),
-        ranked.max(axis=0),
-        color=style["color"],
-        alpha=0.25,
-        linewidth=0,
-    )

@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from tests.lib.jobs.harness import RunResult, gradient_errors, run
 from tests.lib.jobs.patched import torchtitan_with
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
-from torchtitan_cad.tools.report import find_steps, read_steps, summarize
+from torchtitan_cad.tools.report import KEYS, find_steps, read_steps, summarize
 
 DEFAULTS = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
 """All of [cad] as it is by default."""
@@ -408,7 +408,7 @@ def assert_not_recompiled(result: RunResult) -> None:
 
 def cad_steps(result: RunResult) -> list[dict[str, Any]]:
     """The figures of every logged step."""
-    return read_steps(find_steps(result.dump_folder))
+    return read_steps(find_steps(result.dump_folder), KEYS)
 
 
 def cad_summary(result: RunResult) -> dict:
