@@ -122,7 +122,7 @@ def test_a_parts_own_forward_is_not_replaced(own, tmp_path, monkeypatch):
     part = {"block": block, "attention": attention, "inner_attention": inner}[own]
     check_forwards(model, halves=True)
     monkeypatch.setattr(type(part), "forward", own_forward)
-    is_replaced_by_one = part is inner
+    is_replaced_by_one = part is not block
     if not is_replaced_by_one:
         check_forwards(model, halves=False)
     with refusal():

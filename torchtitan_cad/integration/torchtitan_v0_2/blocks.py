@@ -1,88 +1,64 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attention of torchtitan 0.2.2's models as CAD runs it, and the blocks of its llama3 and qwen3 as ping-pong sees
-them (integration/pingpong/block.py).
+"""The attention and blocks of torchtitan 0.2.2's models as CAD runs them, whole or as ping-pong sees them
+(integration/pingpong/block.py).
 
-The code of blocks follows ``TransformerBlock`` and ``Attention`` of torchtitan.models.llama3.model and
-torchtitan.models.qwen3.model, which differ only in the norms of queries and keys, and in qwen3's experts.
+The code of blocks follows ``TransformerBlock``, which the models differ in only by their MLPs or experts.
 """
 
 import dataclasses
-import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ParallelStyle
 from torchtitan.config import JobConfig
 from torchtitan.models.attention import VarlenMetadata
 
 from torchtitan_cad.integration.pingpong.loop import PingPong
-from torchtitan_cad.runtime.ops import core_attention
-
-_TORCHTITANS = (
-    "torchtitan.models.attention",
-    "torchtitan.models.llama3.",
-    "torchtitan.models.qwen3.",
-    "torchtitan.models.deepseek_v3.",
-    "torchtitan.models.llama4.",
-    "torchtitan.models.gpt_oss.",
+from torchtitan_cad.integration.torchtitan_v0_2.models import (
+    Adapter,
+    Projected,
+    feed_sinks,
 )
-"""how modules of code begin that CAD stands in for; a fork may have models of its own beside them"""
+from torchtitan_cad.runtime.ops import core_attention, core_attention_with_lse
 
 
-class CoreAttentionParallel(ParallelStyle):
-    """Executes a module's attention through a core-attention engine.
+def replace_attention(
+    attention: Any, adapter: Adapter, engine: str, scale: float
+) -> None:
+    """Make an attention module attend through the registered ``engine``, which was built with ``scale``.
 
-    The module keeps its class and has no parameters; only its ``forward`` is replaced. It is called as torchtitan
-    0.2.2 calls varlen attention (models/llama3/model/model.py): xq, xk, xv [B, H, S, D] and a ``VarlenMetadata``, here
-    one whose ``cu_seq_q`` is the plan's key. Inputs may be plain tensors (llama3) or DTensors sharded over heads
-    (qwen3 under TP); the output is of the same kind, [B, S, H, D].
-
-    Args:
-        engine: name of the registered ``CoreAttentionEngine`` of the CAD mesh.
-        scale: the engine's factor on the scores; a module that asks for another one is an error.
+    Its masks [B, S] are a ``VarlenMetadata`` whose ``cu_seq_q`` is the plan's key. The module keeps its class, its
+    parameters and the hooks that tensor parallelism sets.
     """
+    own = getattr(attention, "softmax_scale", scale)
+    if abs(own - scale) > 1e-6 * scale:
+        raise ValueError(
+            f"attention scale {own} differs from {scale}, with which CAD was built"
+        )
 
-    def __init__(self, engine: str, scale: float) -> None:
-        super().__init__()
-        self.engine = engine
-        self.scale = scale
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        engine = self.engine
-        engine_scale = self.scale
-
-        def forward(
-            self: nn.Module,
-            xq: Tensor,
-            xk: Tensor,
-            xv: Tensor,
-            attention_masks: VarlenMetadata,
-            scale: float | None = None,
-        ) -> Tensor:
-            if scale is not None and abs(scale - engine_scale) > 1e-6 * engine_scale:
-                raise ValueError(
-                    f"attention scale {scale} differs from {engine_scale}, with which CAD was built"
-                )
-            # autocast leaves norms of queries and keys in fp32
-            q, k, v = (
-                rows(local(x).transpose(1, 2).to(xv.dtype)) for x in (xq, xk, xv)
+    def forward(
+        self: Any,
+        x: Tensor,
+        rope: Tensor,
+        masks: VarlenMetadata,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        q, k, v, *others = adapter.project(self, x, rope, positions)
+        shared = others[0] if others else None
+        if adapter.has_sinks:
+            attended, lse = core_attention_with_lse(
+                q, k, v, plan_key=masks.cu_seq_q, engine=engine, shared=shared
             )
+            out = feed_sinks(self, attended, lse)
+        else:
             out = core_attention(
-                q, k, v, plan_key=attention_masks.cu_seq_q, engine=engine
+                q, k, v, plan_key=masks.cu_seq_q, engine=engine, shared=shared
             )
-            out = out.view(xq.shape[0], xq.shape[2], *out.shape[1:])
-            if isinstance(xq, DTensor):
-                out = DTensor.from_local(
-                    out, xq.device_mesh, [Shard(2)], run_check=False
-                )
-            return out
+        return self.wo(out.reshape(*x.shape[:2], -1))
 
-        module.forward = types.MethodType(forward, module)
-        return module
+    attention.forward = types.MethodType(forward, attention)
 
 
 class TitanBlock(nn.Module):
@@ -94,32 +70,44 @@ class TitanBlock(nn.Module):
     Args:
         block: before tensor parallelism, activation checkpointing, compile and FSDP2; ``fully_shard`` makes an FSDP
             module of it in place, so it stays the same object.
+        adapter: of the block's model.
+        engine: name of the engine of the block's kind of attention.
     """
 
-    engine = ""
     rescale: Callable[[Tensor, Tensor], Tensor] | None = None
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, adapter: Adapter, engine: str) -> None:
         super().__init__()
         self.block: Any = block
+        self.adapter = adapter
+        self.engine = engine
         self.traceable = not getattr(block, "moe_enabled", False)
         self.graphs: tuple[str, ...] = (
             "project",
             "finish" if self.traceable else "add_attention",
         )
-        self.take_core()
+        attention: Any = block.attention
+        if adapter.has_sinks:
+            self.rescale = partial(feed_sinks, attention)
 
-    def take_core(self) -> None:
-        """Make the attention module return what core attention takes."""
-        attention: Any = self.block.attention
-        module = sys.modules[type(attention).forward.__module__]
-        attention.rotate = module.apply_rotary_emb
-        attention.forward = types.MethodType(_project, attention)
+        def forward(
+            self: Any,
+            x: Tensor,
+            rope: Tensor,
+            masks: None,
+            positions: Tensor | None = None,
+        ) -> Projected:
+            return adapter.project(self, x, rope, positions)
+
+        attention.forward = types.MethodType(forward, attention)
 
     def project(
         self, x: Tensor, rope: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, ...]:
-        return self.block.attention(self.block.attention_norm(x), rope, None, positions)
+        normed = self.block.attention_norm(x)
+        if self.adapter.takes_positions:
+            return self.block.attention(normed, rope, None, positions)
+        return self.block.attention(normed, rows_of_table(rope, positions), None)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         h, normed = self.add_attention(x, attended)
@@ -135,39 +123,9 @@ class TitanBlock(nn.Module):
         return h, self.block.ffn_norm(h)
 
 
-def is_torchtitans(forward: Any) -> bool:
-    """Tell whether a module's ``forward`` is code that CAD stands in for, and none of a user's own."""
-    return forward.__module__.startswith(_TORCHTITANS)
-
-
-def _project(
-    self: Any,
-    x: Tensor,
-    rope: Tensor,
-    attention_masks: None,
-    positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Project x to q, k and v rows, in place of ``Attention.forward``."""
-    projected = (linear(x) for linear in (self.wq, self.wk, self.wv))
-    q, k, v = (y.view(*y.shape[:2], -1, self.head_dim) for y in projected)
-    if getattr(self, "q_norm", None) is not None:  # of qwen3, with k_norm
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-    if not isinstance(rope, DTensor):
-        q = local(q)
-        k = local(k)
-    q, k = self.rotate(q, k, rope, positions=positions)
-    # autocast leaves norms of queries and keys in fp32
-    return rows(q.to(v.dtype)), rows(k.to(v.dtype)), rows(v)
-
-
-def rows(x: Tensor) -> Tensor:
-    """[B, S, H, D], possibly a DTensor sharded over H, to this rank's [B * S, H_local, D]."""
-    return local(x).flatten(0, 1)
-
-
-def local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+def rows_of_table(rope: Tensor, positions: Tensor | None) -> Tensor:
+    """Return the rotations of [B, S] positions, for blocks that take none; all where no token has moved."""
+    return rope if positions is None else rope[positions]
 
 
 def checkpointing(config: JobConfig) -> Any:

@@ -12,7 +12,7 @@ from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of
+from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of, key_heads
 from torchtitan_cad.planning.model.kind import AttentionKind
 
 
@@ -84,7 +84,7 @@ def attention_kinds(
     assert adapter is not None, "the config has been checked"
     for name, heads in (
         ("query", model_args.n_heads),
-        ("key/value", adapter.key_heads(model_args)),
+        ("key/value", key_heads(model_args)),
     ):
         if heads % tp:
             raise ValueError(

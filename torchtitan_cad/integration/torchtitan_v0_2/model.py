@@ -21,6 +21,7 @@ from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.room import blocks_of
 from torchtitan_cad.integration.session import current_session
 from torchtitan_cad.integration.torchtitan_v0_2 import upstream
+from torchtitan_cad.integration.torchtitan_v0_2.blocks import rows_of_table
 from torchtitan_cad.integration.torchtitan_v0_2.models import Adapter
 from torchtitan_cad.integration.torchtitan_v0_2.room import read_room
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -35,9 +36,8 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
         """Runs the blocks when there are two nano-batches."""
 
         def __init__(self, model_args: Any) -> None:
-            # To the trainer attention is varlen; modules that do not know that are built as for sdpa.
-            attn_type = "sdpa" if adapter.replaces_forward else model_args.attn_type
-            with mock.patch.object(model_args, "attn_type", attn_type):
+            # To the trainer attention is varlen; modules, not all of which know that, are built as for sdpa.
+            with mock.patch.object(model_args, "attn_type", "sdpa"):
                 super().__init__(model_args)
 
         def init_weights(self, *args: Any, **options: Any) -> None:
@@ -78,7 +78,7 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
             if isinstance(keys, HostTensor):
                 keys = keys.unwrap()
             masks = VarlenMetadata(keys, keys, keys, keys)
-            if self.pingpong is None and not adapter.runs_blocks:
+            if self.pingpong is None and adapter.takes_positions:
                 return super().forward(tokens, masks, positions)
             return _run(self, tokens, masks, positions)
 
@@ -93,13 +93,14 @@ def _run(
     masks: VarlenMetadata,
     positions: Tensor | None,
 ) -> Tensor:
-    """Run a model, or its part of a pipeline, whose blocks the ping-pong loop or the adapter runs."""
+    """Run a model, or its part of a pipeline, whose blocks the ping-pong loop runs, or that gives them no positions."""
     h = tokens if model.tok_embeddings is None else model.tok_embeddings(tokens)
     # qwen3, gpt_oss
     rope = model.freqs_cis if hasattr(model, "freqs_cis") else model.rope_cache
     if model.pingpong is None:
-        blocks = model.layers.values()
-        h = model.adapter.run_blocks(blocks, h, rope, masks=masks, positions=positions)
+        by_name = dict.fromkeys(("basic_mask", "sliding_window_mask"), masks)
+        for block in model.layers.values():
+            h = block(h, rows_of_table(rope, positions), by_name)
     else:
         key = int(masks.cu_seq_q.reshape(-1)[0])
         h = model.pingpong(h, rope, positions, key)

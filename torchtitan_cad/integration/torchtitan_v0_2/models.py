@@ -1,55 +1,192 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How each model of torchtitan 0.2.2 attends: its kinds of attention, and where its queries, keys and values are.
 
-llama3 and qwen3 hand them to ``inner_attention``, which CAD replaces. The other models use masks of their own, so CAD
-replaces ``Attention.forward``: by a projection that follows the model's code up to core attention, core attention, and
-the projection of its output.
+CAD replaces every ``Attention.forward``: by a projection that follows the model's code up to core attention, core
+attention, and the projection of its output. ``ADAPTERS`` is the table of what models differ in.
 """
 
 import math
-import types
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.parallel import parallelize_module
-from torchtitan.models.attention import VarlenMetadata
 from torchtitan.models.deepseek_v3.model import model as deepseek_v3
 from torchtitan.models.gpt_oss.model import model as gpt_oss
+from torchtitan.models.llama3.model import model as llama3
 from torchtitan.models.llama4.model import model as llama4
+from torchtitan.models.qwen3.model import model as qwen3
 from torchtitan.protocols.train_spec import get_train_spec
 
-from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
-    CoreAttentionParallel,
-    TitanBlock,
-    is_torchtitans,
-    local,
-    rows,
-)
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.runtime.ops import core_attention, core_attention_with_lse
 
 Kind = Literal["full", "chunked", "window"]
 
-Projected = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""q [T, Hq, D], k [T, Hkv, D - shared], v [T, Hkv, Dv] and what all heads of keys share [T, 1, shared], if anything"""
+Projected = tuple[Tensor, ...]
+"""q [T, Hq, D], k [T, Hkv, D - shared], v [T, Hkv, Dv], and what all heads of keys share [T, 1, shared] if anything"""
+
+_KINDS: tuple[Kind, ...] = ("full", "chunked", "window")
+_TORCHTITANS = (
+    "torchtitan.models.attention",
+    "torchtitan.models.llama3.",
+    "torchtitan.models.qwen3.",
+    "torchtitan.models.deepseek_v3.",
+    "torchtitan.models.llama4.",
+    "torchtitan.models.gpt_oss.",
+)
+"""how modules of code begin that CAD stands in for; a fork may have models of its own beside them"""
 
 
+def _attend_in_full(args: Any, layer: int, seq_len: int) -> Kind:
+    return "full"
+
+
+def _attend_in_chunks(args: Any, layer: int, seq_len: int) -> Kind:
+    """Layers with rotary positions attend within blocks of the row, those without to all of the document before."""
+    period = args.every_n_layers_nope
+    is_full = period is None or layer % period == 0
+    return "full" if is_full or seq_len <= args.fixed_attn_block_size else "chunked"
+
+
+def _attend_in_windows(args: Any, layer: int, seq_len: int) -> Kind:
+    """Every other layer sees a sliding window."""
+    is_full = layer % 2 == 1 or seq_len <= args.sliding_window_size
+    return "full" if is_full else "window"
+
+
+def _shape_of_heads(args: Any, tp: int, dtype_bytes: int) -> AttentionShape:
+    head_dim = getattr(args, "head_dim", None) or args.dim // args.n_heads
+    return AttentionShape(
+        args.n_heads // tp, key_heads(args) // tp, head_dim, dtype_bytes=dtype_bytes
+    )
+
+
+def _shape_of_latents(args: Any, tp: int, dtype_bytes: int) -> AttentionShape:
+    """Values have other sizes than keys, whose rotary part all heads share."""
+    heads = args.n_heads // tp
+    return AttentionShape(
+        heads,
+        heads,
+        args.qk_nope_head_dim + args.qk_rope_head_dim,
+        dtype_bytes=dtype_bytes,
+        value_dim=args.v_head_dim,
+        shared_dim=args.qk_rope_head_dim,
+    )
+
+
+def _plain_scale(args: Any, seq_len: int) -> None:
+    """Leave the scale to the engine: 1 / sqrt(head_dim)."""
+
+
+def _scale_of_latents(args: Any, seq_len: int) -> float:
+    mscale = 1.0
+    if seq_len > args.original_seq_len:
+        mscale = 0.1 * args.mscale * math.log(args.rope_factor) + 1.0
+    return _shape_of_latents(args, 1, 1).head_dim ** -0.5 * mscale * mscale
+
+
+def _project(
+    attention: Any,
+    x: Tensor,
+    rope: Tensor,
+    positions: Tensor | None,
+    rotate: Callable[..., tuple[Tensor, Tensor]],
+) -> Projected:
+    """Project x by ``wq``, ``wk`` and ``wv``, with qwen3's norms of queries and keys; ``rotate`` is the model's."""
+    linears = (attention.wq, attention.wk, attention.wv)
+    q, k, v = (
+        linear(x).view(*x.shape[:2], -1, attention.head_dim) for linear in linears
+    )
+    if getattr(attention, "q_norm", None) is not None:
+        q = attention.q_norm(q)
+        k = attention.k_norm(k)
+    q = local(q)
+    k = local(k)
+    if getattr(attention, "use_rope", True):  # llama4's layers may have none
+        q, k = rotate(q, k, local(rope), local(positions))
+    # autocast leaves norms of queries and keys in fp32
+    return rows(q.to(v.dtype)), rows(k.to(v.dtype)), rows(v)
+
+
+def _rotate_gpt_oss(
+    q: Tensor, k: Tensor, rope: Tensor, positions: None
+) -> tuple[Tensor, Tensor]:
+    """Rotate by a table of all positions [S, 2 D] or by rows that were taken for tokens [B, S, 2 D]."""
+    rope = rope[: q.shape[1]] if rope.ndim == 2 else rope
+    cos, sin = rope.to(q.dtype).unsqueeze(-2).chunk(2, dim=-1)
+    q, k = (heads * cos + gpt_oss.rotate_half(heads) * sin for heads in (q, k))
+    return q, k
+
+
+def _project_latents(
+    attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None
+) -> Projected:
+    """Project x through deepseek_v3's latents."""
+    rotate = deepseek_v3.apply_rotary_emb
+    nope = attention.qk_nope_head_dim
+    rotary = attention.qk_rope_head_dim
+    value = attention.v_head_dim
+    q = (
+        attention.wq(x)
+        if attention.q_lora_rank == 0
+        else attention.wq_b(attention.q_norm(attention.wq_a(x)))
+    )
+    q = q.view(*x.shape[:2], -1, nope + rotary)
+    q, q_rotary = q.split([nope, rotary], dim=-1)
+    q = torch.cat((q, rotate(q_rotary, rope, positions)), dim=-1)
+    latent, k_rotary = attention.wkv_a(x).split(
+        [attention.kv_lora_rank, rotary], dim=-1
+    )
+    shared = rotate(k_rotary.unsqueeze(2), rope, positions)
+    # every TP rank adds what its heads contribute to the gradient
+    if isinstance(shared, DTensor):
+        shared = shared.to_local(grad_placements=[Partial()])
+    kv = attention.wkv_b(attention.kv_norm(latent))
+    kv = kv.view(*x.shape[:2], -1, nope + value)
+    k, v = kv.split([nope, value], dim=-1)
+    return rows(q), rows(k), rows(v), shared.flatten(0, 1)
+
+
+def feed_sinks(attention: Any, out: Tensor, lse: Tensor) -> Tensor:
+    """Return core attention's output [T, Hq, D] less what gpt_oss's sinks take, for its log-sum-exp [T, Hq]."""
+    return out * torch.sigmoid(lse - local(attention.sinks)).unsqueeze(-1).to(out.dtype)
+
+
+def rows(x: Tensor) -> Tensor:
+    """[B, S, H, D], possibly a DTensor sharded over H, to this rank's [B * S, H_local, D]."""
+    return local(x).flatten(0, 1)
+
+
+def local(x: Any) -> Any:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@dataclass(frozen=True)
 class Adapter:
-    """llama3 and qwen3, and what other models have in common with them."""
+    """What CAD knows of a model.
 
-    replaces_forward = False
-    """Whether CAD replaces ``Attention.forward``, of a model that knows no varlen attention."""
-    runs_blocks = False
-    """Whether ``run_blocks`` calls the blocks, in place of the model's ``forward``."""
+    Attributes:
+        project: projects x [B, S, dim] in an attention module to rows of queries, keys and values, rotated.
+        kind_of: names the kind of attention of a layer, on rows of so many tokens.
+        shape: of a TP rank, without a window.
+        scale: factor on the scores of a model built for so many positions; None: 1 / sqrt(head_dim).
+        has_sinks: whether a learned sink takes part of every head's attention.
+        takes_positions: whether blocks take positions, and one mask; else they take rows of the table of rotations, and
+            masks by name.
+    """
+
+    project: Callable[[Any, Tensor, Tensor, Tensor | None], Projected]
+    kind_of: Callable[[Any, int, int], Kind] = _attend_in_full
+    shape: Callable[[Any, int, int], AttentionShape] = _shape_of_heads
+    scale: Callable[[Any, int], float | None] = _plain_scale
+    has_sinks: bool = False
+    takes_positions: bool = True
 
     def kinds(
         self, args: Any, seq_len: int, tp: int, dtype_bytes: int
@@ -58,281 +195,43 @@ class Adapter:
         layers = Counter(
             self.kind_of(args, layer, seq_len) for layer in range(args.n_layers)
         )
-        shape = self.shape(args, tp, dtype_bytes)
         scale = self.scale(args, seq_len)
-        names: tuple[Kind, ...] = ("full", "chunked", "window")
-
-        def kind(name: Kind) -> AttentionKind:
-            of_kind = (
-                replace(shape, window=args.sliding_window_size)
-                if name == "window"
-                else shape
-            )
+        kinds = []
+        for name in _KINDS:
+            if name not in layers:
+                continue
+            shape = self.shape(args, tp, dtype_bytes)
+            if name == "window":
+                shape = replace(shape, window=args.sliding_window_size)
             block = args.fixed_attn_block_size if name == "chunked" else None
-            return AttentionKind(name, layers[name], of_kind, block=block, scale=scale)
-
-        return tuple(kind(name) for name in names if layers[name])
-
-    def kind_of(self, args: Any, layer: int, seq_len: int) -> Kind:
-        """Name the kind of attention of a layer, on rows of ``seq_len`` tokens."""
-        return "full"
-
-    def shape(self, args: Any, tp: int, dtype_bytes: int) -> AttentionShape:
-        """Return the attention shape of a TP rank without a window."""
-        head_dim = getattr(args, "head_dim", None) or args.dim // args.n_heads
-        return AttentionShape(
-            args.n_heads // tp,
-            self.key_heads(args) // tp,
-            head_dim,
-            dtype_bytes=dtype_bytes,
-        )
-
-    def key_heads(self, args: Any) -> int:
-        """Return the number of key heads of the whole model."""
-        return getattr(args, "n_kv_heads", None) or args.n_heads
-
-    def scale(self, args: Any, seq_len: int) -> float | None:
-        """Return the factor on the scores of a model built for ``seq_len`` positions; None: 1 / sqrt(head_dim)."""
-        return None
-
-    def run_blocks(
-        self,
-        blocks: Iterable[Any],
-        h: Tensor,
-        rope: Tensor,
-        masks: VarlenMetadata,
-        positions: Tensor | None,
-    ) -> Tensor:
-        """Compute the last block's output from the first one's input ``h`` [B, S, dim]."""
-        raise NotImplementedError
-
-    def replace_attention(
-        self, block: Any, mesh: DeviceMesh, engine: str, scale: float
-    ) -> None:
-        """Make ``block`` attend through the registered ``engine``, with the ``scale`` that it was built for."""
-        parallelize_module(
-            block.attention.inner_attention, mesh, CoreAttentionParallel(engine, scale)
-        )
-
-    def view(self, block: Any, engine: str) -> TitanBlock:
-        """Return the block as ping-pong runs it."""
-        return TitanBlock(block)
-
-
-class _ByProjection(Adapter):
-    replaces_forward = True
-    has_sinks = False
-    """Whether a learned sink takes part of every head's attention."""
-
-    def project(
-        self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None
-    ) -> Projected:
-        """Project x [B, S, dim] to rows of queries, keys and values, rotated."""
-        raise NotImplementedError
-
-    def replace_attention(
-        self, block: Any, mesh: DeviceMesh, engine: str, scale: float
-    ) -> None:
-        attention = block.attention
-        adapter = self
-        own = getattr(attention, "softmax_scale", scale)
-        if abs(own - scale) > 1e-6 * scale:
-            raise ValueError(
-                f"attention scale {own} differs from {scale}, with which CAD was built"
+            kinds.append(
+                AttentionKind(name, layers[name], shape, block=block, scale=scale)
             )
-
-        def forward(
-            self: Any,
-            x: Tensor,
-            rope: Tensor,
-            masks: VarlenMetadata,
-            positions: Tensor | None = None,
-        ) -> Tensor:
-            q, k, v, shared = adapter.project(self, x, rope, positions)
-            if adapter.has_sinks:
-                out = _feed_sinks(
-                    self,
-                    *core_attention_with_lse(
-                        q, k, v, plan_key=masks.cu_seq_q, engine=engine, shared=shared
-                    ),
-                )
-            else:
-                out = core_attention(
-                    q, k, v, plan_key=masks.cu_seq_q, engine=engine, shared=shared
-                )
-            return self.wo(out.reshape(*x.shape[:2], -1))
-
-        attention.forward = types.MethodType(forward, attention)
-
-    def view(self, block: Any, engine: str) -> TitanBlock:
-        return _ProjectedBlock(block, self, engine)
-
-
-def _feed_sinks(attention: Any, out: Tensor, lse: Tensor) -> Tensor:
-    """Return core attention's output [T, Hq, D] less what the sinks take, for its log-sum-exp [T, Hq]."""
-    return out * torch.sigmoid(lse - local(attention.sinks)).unsqueeze(-1).to(out.dtype)
-
-
-class _ProjectedBlock(TitanBlock):
-    """A ``BlockView`` of a block whose adapter projects."""
-
-    def __init__(self, block: Any, adapter: _ByProjection, engine: str) -> None:
-        super().__init__(block)
-        self.adapter = adapter
-        self.engine = engine
-        if adapter.has_sinks:
-            self.rescale = partial(_feed_sinks, block.attention)
-
-        def forward(
-            self: Any,
-            x: Tensor,
-            rope: Tensor,
-            masks: None,
-            positions: Tensor | None = None,
-        ) -> Projected:
-            return adapter.project(self, x, rope, positions)
-
-        block.attention.forward = types.MethodType(forward, block.attention)
-
-    def take_core(self) -> None:
-        """Leave the attention module to the constructor."""
-
-    def project(
-        self, x: Tensor, rope: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        normed = self.block.attention_norm(x)
-        if self.adapter.runs_blocks:  # attention takes no positions
-            return self.block.attention(
-                normed, rope if positions is None else rope[positions], None
-            )
-        return self.block.attention(normed, rope, None, positions)
-
-
-class DeepSeekV3(_ByProjection):
-    """Multi-head latent attention: values have other sizes than keys, whose rotary part all heads share."""
-
-    def shape(self, args: Any, tp: int, dtype_bytes: int) -> AttentionShape:
-        heads = args.n_heads // tp
-        key_dim = args.qk_nope_head_dim + args.qk_rope_head_dim
-        return AttentionShape(
-            heads,
-            heads,
-            key_dim,
-            dtype_bytes=dtype_bytes,
-            value_dim=args.v_head_dim,
-            shared_dim=args.qk_rope_head_dim,
-        )
-
-    def scale(self, args: Any, seq_len: int) -> float:
-        mscale = (
-            0.1 * args.mscale * math.log(args.rope_factor) + 1.0
-            if seq_len > args.original_seq_len
-            else 1.0
-        )
-        return self.shape(args, 1, 1).head_dim ** -0.5 * mscale * mscale
-
-    def project(
-        self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None
-    ) -> Projected:
-        rotate = deepseek_v3.apply_rotary_emb
-        nope = attention.qk_nope_head_dim
-        rotary = attention.qk_rope_head_dim
-        value = attention.v_head_dim
-        q = (
-            attention.wq(x)
-            if attention.q_lora_rank == 0
-            else attention.wq_b(attention.q_norm(attention.wq_a(x)))
-        )
-        q = q.view(*x.shape[:2], -1, nope + rotary)
-        q, q_rotary = q.split([nope, rotary], dim=-1)
-        q = torch.cat((q, rotate(q_rotary, rope, positions)), dim=-1)
-        latent, k_rotary = attention.wkv_a(x).split(
-            [attention.kv_lora_rank, rotary], dim=-1
-        )
-        shared = rotate(k_rotary.unsqueeze(2), rope, positions)
-        # every TP rank adds what its heads contribute to the gradient
-        if isinstance(shared, DTensor):
-            shared = shared.to_local(grad_placements=[Partial()])
-        kv = attention.wkv_b(attention.kv_norm(latent))
-        kv = kv.view(*x.shape[:2], -1, nope + value)
-        k, v = kv.split([nope, value], dim=-1)
-        return rows(q), rows(k), rows(v), shared.flatten(0, 1)
-
-
-class Llama4(_ByProjection):
-    """Layers with rotary positions attend within blocks of the row, those without to all of the document before."""
-
-    def kind_of(self, args: Any, layer: int, seq_len: int) -> Kind:
-        period = args.every_n_layers_nope
-        block = args.fixed_attn_block_size
-        return (
-            "full"
-            if period is None or layer % period == 0 or seq_len <= block
-            else "chunked"
-        )
-
-    def project(
-        self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None
-    ) -> Projected:
-        linears = attention.wq, attention.wk, attention.wv
-        q, k, v = (
-            linear(x).view(*x.shape[:2], -1, attention.head_dim) for linear in linears
-        )
-        if attention.use_rope:
-            q, k = llama4.apply_rotary_emb(q, k, freqs_cis=rope, positions=positions)
-        return rows(q), rows(k), rows(v), None
-
-
-class GptOss(_ByProjection):
-    """Every other layer sees a sliding window; a learned sink takes part of every head's attention."""
-
-    has_sinks = runs_blocks = True
-
-    def kind_of(self, args: Any, layer: int, seq_len: int) -> Kind:
-        return (
-            "full"
-            if layer % 2 == 1 or seq_len <= args.sliding_window_size
-            else "window"
-        )
-
-    def run_blocks(
-        self,
-        blocks: Iterable[Any],
-        h: Tensor,
-        rope: Tensor,
-        masks: VarlenMetadata,
-        positions: Tensor | None,
-    ) -> Tensor:
-        # blocks take no positions
-        rope = rope if positions is None else rope[positions]
-        by_name = dict.fromkeys(("basic_mask", "sliding_window_mask"), masks)
-        for block in blocks:
-            h = block(h, rope, by_name)
-        return h
-
-    def project(
-        self, attention: Any, x: Tensor, rope: Tensor, positions: Tensor | None
-    ) -> Projected:
-        linears = (attention.wq, attention.wk, attention.wv)
-        rope = local(rope)
-        q, k, v = (
-            local(linear(x)).view(*x.shape[:2], -1, attention.head_dim)
-            for linear in linears
-        )
-        rope = rope[: x.shape[1]] if rope.ndim == 2 else rope
-        cos, sin = rope.to(q.dtype).unsqueeze(-2).chunk(2, dim=-1)
-        q, k = (heads * cos + gpt_oss.rotate_half(heads) * sin for heads in (q, k))
-        return rows(q), rows(k), rows(v), None
+        return tuple(kinds)
 
 
 ADAPTERS: dict[str, Adapter] = {
-    "llama3": Adapter(),
-    "qwen3": Adapter(),
-    "deepseek_v3": DeepSeekV3(),
-    "llama4": Llama4(),
-    "gpt_oss": GptOss(),
+    "llama3": Adapter(partial(_project, rotate=llama3.apply_rotary_emb)),
+    "qwen3": Adapter(partial(_project, rotate=qwen3.apply_rotary_emb)),
+    "deepseek_v3": Adapter(
+        _project_latents, shape=_shape_of_latents, scale=_scale_of_latents
+    ),
+    "llama4": Adapter(
+        partial(_project, rotate=llama4.apply_rotary_emb), kind_of=_attend_in_chunks
+    ),
+    "gpt_oss": Adapter(
+        partial(_project, rotate=_rotate_gpt_oss),
+        kind_of=_attend_in_windows,
+        has_sinks=True,
+        takes_positions=False,
+    ),
 }
 """What CAD knows of torchtitan's models, by ``model.name``."""
+
+
+def key_heads(args: Any) -> int:
+    """Return the number of key heads of the whole model."""
+    return getattr(args, "n_kv_heads", None) or args.n_heads
 
 
 def adapter_of(name: str) -> Adapter | None:
@@ -361,28 +260,24 @@ def check_forwards(model: Any, *, halves: bool) -> None:
         model: an instance of ``cad_model_class``.
         halves: whether there are two nano-batches.
     """
-    adapter = model.adapter
     blocks = list(model.layers.values())
     own_cls: Any = type(model).__mro__[1]
     of_model = [own_cls.forward]
-    of_blocks = [block.forward for block in blocks]
-    of_attention = [block.attention.forward for block in blocks]
-    replaced = [block.attention.inner_attention.forward for block in blocks]
+    replaced = [block.attention.forward for block in blocks]
+    replaced += [block.attention.inner_attention.forward for block in blocks]
     if "forward" in vars(model):  # it would hide that of CAD's class
         replaced.append(model.forward)
-    if adapter.runs_blocks:
+    if not model.adapter.takes_positions:
         replaced += of_model
-    if adapter.replaces_forward:
-        replaced += of_attention
     _refuse_own(replaced, "parallelism.cad to false")
     if halves:
-        by_halves = [*of_model, *of_blocks, *of_attention]
-        _refuse_own(by_halves, "cad.nano_batches to 1")
+        of_blocks = [block.forward for block in blocks]
+        _refuse_own([*of_model, *of_blocks], "cad.nano_batches to 1")
 
 
 def _refuse_own(forwards: Iterable[Any], remedy: str) -> None:
     for forward in forwards:
-        if not is_torchtitans(forward):
+        if not forward.__module__.startswith(_TORCHTITANS):
             name = getattr(forward, "__qualname__", type(forward).__name__)
             raise ValueError(
                 f"{name} is a model's own, and CAD would replace it by that of torchtitan's model; "

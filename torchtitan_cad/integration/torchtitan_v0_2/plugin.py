@@ -44,9 +44,11 @@ from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.integration.torchtitan_v0_2 import upstream
 from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
+    TitanBlock,
     apply_ac,
     apply_compile,
     checkpointing,
+    replace_attention,
     selects_operators,
 )
 from torchtitan_cad.integration.torchtitan_v0_2.checks import choose_streams, validate
@@ -390,14 +392,14 @@ def apply_cad(
                 "cad.streams = 'traced' has not run on GPUs yet; if it fails, set cad.streams to 'opaque'"
             )
         model.pingpong = PingPong(  # type: ignore[assignment]
-            [adapter.view(block, engine) for block, engine in blocks],
+            [TitanBlock(block, adapter, engine) for block, engine in blocks],
             ENGINE,
             traced_on=session.job.device if traced else None,
         )
     else:
         for (block, engine), name in zip(blocks, names, strict=True):
-            adapter.replace_attention(
-                block, mesh, engine, scale=by_name[name].score_scale
+            replace_attention(
+                block.attention, adapter, engine, scale=by_name[name].score_scale
             )
     logger.info(
         f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
