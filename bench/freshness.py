@@ -38,7 +38,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "long_run.json": (PLANNING, RUNTIME, "bench/long_run.py"),
     "network.json": (RUNTIME, "bench/network.py"),
     "overlap.json": (RUNTIME, PINGPONG, "bench/overlap.py"),
-    "profile_h200.json": (f"{RUNTIME}/kernels", "torchtitan_cad/tools/profiling.py"),
+    "profile_h200.json": (f"{RUNTIME}/kernels",),
     "servers.json": (
         f"{PLANNING}/servers.py",
         f"{RUNTIME}/servers",

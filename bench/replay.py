@@ -25,7 +25,6 @@ from torchtitan_cad.planning import (
     AttentionShape,
     Plan,
     PlannerConfig,
-    Profile,
     TokenLayout,
     make_plan,
 )
@@ -36,7 +35,7 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.tables import PlanTables
-from torchtitan_cad.runtime.timing import device_name, median_milliseconds
+from torchtitan_cad.runtime.timing import median_milliseconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +56,6 @@ class Options:
     heads: tuple[int, int] = (32, 8)
     head_dim: int = 128
     tolerance: float = 0.02
-    profile: Path | None = None
-    """File of `torchtitan-cad profile`: replay a plan that is balanced by its times, too."""
     repeats: int = 5
     gigabytes_per_second: float = 50.0
     """bandwidth of a rank's network, each way: of a NIC of 400 Gbit/s; NVLink inside a node has nine times as much"""
@@ -190,8 +187,15 @@ def replay(
     return figures
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU; for a CPU the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"
+
+
 def measure(num_ranks: int, options: Options) -> Record:
-    """The home plan and the planned one of one layout; with a profile also the plan that is balanced by it."""
+    """The home plan and the planned one of one layout."""
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     shape = AttentionShape(*options.heads, options.head_dim, dtype.itemsize)
     kernel = get_kernel(options.kernel, options.device, shape)
@@ -201,9 +205,6 @@ def measure(num_ranks: int, options: Options) -> Record:
         "home": make_plan(layout, shape, PlannerConfig(planner="home")),
         "planned": make_plan(layout, shape, config),
     }
-    if options.profile:
-        cost = Profile.read(options.profile).cost_model("both", shape)
-        plans["by profile"] = make_plan(layout, shape, config, cost)
     row: Record = {
         "ranks": num_ranks,
         "documents": len(layout.docs),

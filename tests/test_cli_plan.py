@@ -118,7 +118,6 @@ def test_mistakes_in_commands_are_one_line(layout_file, tmp_path, refused):
         "--rank-speeds 1e300 1e-300 1",
         "--output /no/such/directory/plan.json",
         "--plot plan.docx",
-        "--profile none.json",
         "--tolerance two",
         "--tolerance -1",
         "--to 1",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`torchtitan-cad report`, whatever became of a run; and `torchtitan-cad profile`, with plans by what it measured."""
+"""`torchtitan-cad report`, whatever became of a run."""
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -9,16 +8,12 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from tests.lib.plans import written_plan
-from tests.lib.profiles import linear, make_profile
 from torchtitan_cad.integration.report.steps_file import (
     STEPS_NAME,
     StepsFile,
     new_path,
 )
-from torchtitan_cad.planning import AttentionShape, Profile
 from torchtitan_cad.tools.main import main
-from torchtitan_cad.tools.profile import report
 
 FIRST = {
     "step": 1,
@@ -157,78 +152,3 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, caplog):
     steps_file.append(SECOND)
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert (first["loss"], second["step"], second["loss"]) == (8.0, 2, None)
-
-
-SMALL = "--num-heads 4 --num-kv-heads 2 --head-dim 16 --device cpu --repeats 2"
-GRID = "--q-lengths 64 128 --kv-lengths 128 256 640"
-LAYOUT = {
-    "attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype_bytes": 4},
-    "ranks": [
-        [{"doc": 0, "start": 0, "length": 8192}],
-        [{"doc": 1, "start": 0, "length": 3000}],
-        [],
-    ],
-}
-
-
-def test_from_measuring_to_a_plan(tmp_path, capsys, monkeypatch):
-    # short calls: what they take is not asked
-    monkeypatch.setattr("torchtitan_cad.tools.profiling.CPU_ROWS", 1024)
-    output = tmp_path / "profile.json"
-    assert main(["profile", f"--output={output}", *SMALL.split(), *GRID.split()]) == 0
-    profile = Profile.read(output)
-    assert (profile.kernel, profile.dtype, profile.repeats) == ("cpu", "float32", 2)
-    assert (profile.q_lengths, profile.kv_lengths) == ((64, 128), (128, 256, 640))
-    printed = capsys.readouterr().out
-    assert report(profile) in printed
-    assert printed.count("FLOP/s") == printed.count("saturated from") == 2
-
-    layout = tmp_path / "layout.json"
-    layout.write_text(json.dumps(LAYOUT))
-    plan_file = tmp_path / "plan.json"
-    options = [f"--profile={output}", f"--output={plan_file}", "--validate"]
-    assert main(["plan", str(layout), *options]) == 0
-    cost = profile.cost_model("forward", AttentionShape(**LAYOUT["attention"]))
-    plan = written_plan(plan_file.read_text(), cost)
-    loads = cost.cost(plan.tasks)
-    assert plan.stats.loads.sum() == loads.sum()
-    assert plan.stats.max_over_mean < plan.stats.max_over_mean_before
-    # Half the measured heads: the whole document takes half the sum of the measured rows.
-    measured = profile.cost_model("forward", AttentionShape(4, 2, 16, 4))
-    whole = measured.prefix_cost(8192)[-1]
-    assert plan.stats.loads_before[0] == pytest.approx(whole / 2, rel=1e-6)
-
-
-def test_the_table_shows_where_throughput_saturates():
-    """In the artificial profile tasks below 512 queries take a tenth longer."""
-    table = report(make_profile(forward=linear(0.001))).splitlines()
-    operations = 4 * 128 * 128 * 128 * 32 / 1e-6 / 1e12
-    assert table[5].split()[2:] == [f"{operations:.1f}"] * 3
-    assert table[6].split() == ["saturated", "from", "512", "512", "512"]
-
-
-def test_mistakes_are_found_before_measuring(tmp_path, refused):
-    output = tmp_path / "profile.json"
-    for mistake in (
-        "--kv-lengths=256",
-        "--repeats=0",
-        "--kernel=warp",
-        "--kernel=varlen",
-    ):
-        refused("profile", f"--output={output}", *SMALL.split(), mistake)
-    assert not output.exists()
-
-
-def test_noisy_cells_are_marked(tmp_path, monkeypatch, capsys):
-    spread = ((0.0, 0.1, 0.0), (0.0, 0.9, 0.0), (0.0, 0.0, 0.0))
-    noisy = dataclasses.replace(make_profile(), forward_spread=spread)
-    monkeypatch.setattr(
-        "torchtitan_cad.tools.profiling.measure_profile", lambda *_, **__: noisy
-    )
-    output = f"--output={tmp_path / 'profile.json'}"
-    assert main(["profile", output, *SMALL.split(), *GRID.split()]) == 0
-    captured = capsys.readouterr()
-    warning = captured.err.splitlines()[-1]
-    assert "warning: 1 of 6 cells, marked by ?, stayed noisy; " in warning
-    assert warning.endswith("measure again, with --repeats 4")
-    assert "?" in captured.out

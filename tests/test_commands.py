@@ -40,7 +40,7 @@ PROGRAM = re.compile(
 JOB = "train_configs/llama3_debug_cpu.toml"
 """Takes the place of a reader's own train.toml."""
 LONG = re.compile(
-    r"torchtitan-cad (compare|profile|simulate|serve|\w+$|report)|make (?!train)|pytest|(launch|torchrun)$"
+    r"torchtitan-cad (compare|simulate|serve|\w+$|report)|make (?!train)|pytest|(launch|torchrun)$"
     r"|torchtitan\.train|--module |bench\.(by_commit|gpu|long_run|memory|network|overlap|paper|pipeline|placement)"
     r"|bench\.(planner|servers|tolerance|trace)|\$|FOLDER|^--|patches/"
 )

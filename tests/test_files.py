@@ -9,7 +9,6 @@ import pytest
 
 from tests.lib.refusals import refusal
 from torchtitan_cad.demo.synthetic import parse_lengths
-from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.report.steps_file import STEPS_NAME
 from torchtitan_cad.planning.files import MAX_BYTES, MAX_BYTES_OF_LINES
 from torchtitan_cad.tools import main as cli
@@ -54,8 +53,6 @@ every_kind = pytest.mark.parametrize(
 )
 READERS = {
     "layout": "plan {file}",
-    "profile": f"plan {EXAMPLE} --profile={{file}}",
-    "simulated profile": f"{SIMULATED} --profile={{file}}",
     "documents": f"{SIMULATED} --documents={{file}}",
     "steps": "report {file}",
 }
@@ -73,8 +70,6 @@ def test_kinds_of_files(reader, make, tmp_path, refused):
 def test_training_reads_by_the_same_reader(make, tmp_path):
     path = tmp_path / "file.json"
     make(path)
-    with refusal(str(path)):
-        Cad(profile=str(path)).read_profile()
     with refusal(str(path)):
         parse_lengths(f"histogram:{path}")
 
@@ -97,7 +92,6 @@ def test_training_reads_by_the_same_reader(make, tmp_path):
         f"plan {EXAMPLE} --plot",
         f"{SIMULATED} --output",
         f"{SIMULATED} --plot",
-        "profile --output",
     ],
     ids=lambda command: command.replace(f"{ROOT}/", ""),
 )
@@ -113,7 +107,7 @@ def test_outputs_are_tried_before_the_work(command, make, tmp_path, refused):
 def test_what_was_there_stays_until_it_is_written(tmp_path, refused):
     output = tmp_path / "plan.json"
     output.write_text("before")
-    refused("plan", str(EXAMPLE), f"--output={output}", "--profile=none.json")
+    refused("plan", str(EXAMPLE), f"--output={output}", "--plot=none.docx")
     assert output.read_text() == "before"
 
 

@@ -30,7 +30,6 @@ ALLOWED = {
 
 BEGINNINGS = {
     "plan": f"plan {EXAMPLE}",
-    "profile": "profile --output={folder}/profile.json --device=cpu",
     "prepare": "prepare --output={folder}/assets --sources={folder}",
     "doctor": f"doctor {JOB}",
     "compare": f"compare {JOB} --output={{folder}}/compare",
@@ -69,7 +68,6 @@ def test_the_tables_are_found():
     assert BEGINNINGS.keys() == set(cli.COMMANDS) - {"report"}
     assert ("simulate", "tokens_per_rank") in CASES
     assert ("plan", "rank_speeds") in CASES
-    assert ("profile", "q_lengths") in CASES
 
 
 @pytest.fixture

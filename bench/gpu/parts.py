@@ -211,23 +211,6 @@ PARTS = (
         needs=("triton",),
         run=2,
     ),
-    _test("profiling", 40, timed=True, run=2),
-    Part(
-        "profile",
-        "torchtitan-cad profile",
-        "bench.gpu.speed:profile",
-        25,
-        needs=("tqdm",),
-        run=2,
-    ),
-    Part(
-        "balance",
-        "Plans by a measured profile, and by tiles",
-        "bench.gpu.speed:balanced",
-        60,
-        needs=("tqdm",),
-        run=2,
-    ),
     Part(
         "replay",
         "All ranks of a plan, one after another",

@@ -19,7 +19,6 @@ from tests.lib.jobs.compositions import (
     dp,
     schedule,
 )
-from tests.lib.profiles import make_profile
 from tests.lib.sets import CONFIGS
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools.main import main
@@ -28,7 +27,6 @@ enable_cpu()
 
 import torchtitan.protocols.train_spec as titan_specs  # noqa: E402
 
-from torchtitan_cad.planning import AttentionShape  # noqa: E402
 from torchtitan_cad.runtime.transport import build  # noqa: E402
 from torchtitan_cad.tools.doctor import examine as doctor  # noqa: E402
 from torchtitan_cad.tools.doctor import sample  # noqa: E402
@@ -239,24 +237,6 @@ def test_where_training_resumes(good, dump):
     assert_says(report([*good, CHECKPOINT]), "checkpoint", f"resumes from {step}")
 
 
-@pytest.mark.parametrize(
-    ("shape", "level", "text"),
-    [
-        (AttentionShape(32, 8, 128, 2), "FAIL", "measured for head_dim = 128, not 16"),
-        (
-            AttentionShape(16, 16, 16, 2),
-            "note",
-            "was measured on 'paper', this is 'cpu, ",
-        ),
-    ],
-    ids=["other heads", "another device"],
-)
-def test_a_profile_of_another_job(good, tmp_path, shape, level, text):
-    path = tmp_path / "profile.json"
-    path.write_text(make_profile(shape).to_json())
-    assert_says(report([*good, f"--cad.profile={path}"]), "profile", text, level)
-
-
 @pytest.fixture
 def gpus(monkeypatch) -> None:
     """Let the examination find four GPUs."""
@@ -346,7 +326,7 @@ def test_without_cad_only_what_is_torchtitans_own_is_checked(good):
     findings = report(job)
     assert failed(findings) == []
     assert findings["cad"].level == "note"
-    for check in ("kernel", "transport", "planner", "profile"):
+    for check in ("kernel", "transport", "planner"):
         assert findings[check].level == "skip"
     assert failed(report([*job, "--parallelism.tensor_parallel_degree=3"])) == [
         "config"

@@ -5,12 +5,10 @@ Ranks are threads with a gloo group of their own, connected through real sockets
 """
 
 import itertools
-import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -32,13 +30,12 @@ from tests.lib.jobs.loaders import (
     groups,
     on_all,
 )
-from tests.lib.profiles import make_profile
 from tests.lib.threaded import thread_transports
 from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
 from torchtitan_cad.integration.loading.loader import PlanningLoader
 from torchtitan_cad.integration.loading.placement import Parcel, Placement
 from torchtitan_cad.integration.loading.redistribution import POSITIONS, Redistribution
-from torchtitan_cad.integration.machine import check_same_profile, measure_times
+from torchtitan_cad.integration.machine import measure_times
 from torchtitan_cad.planning import LayerTimes, PlannerConfig
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
@@ -304,25 +301,6 @@ def test_closing_waits_no_longer_than_told_for_a_peer_that_never_plans():
         numbers, error = waiting.result(AT_ONCE_S)
     assert numbers == []
     assert isinstance(error, RuntimeError)
-
-
-@pytest.mark.parametrize(
-    ("third", "is_refused"),
-    [(make_profile(), False), (make_profile(kernel="other"), True), (None, True)],
-    ids=["same", "another", "none"],
-)
-def test_ranks_must_read_the_same_profile(third, is_refused):
-    profiles = [make_profile(), make_profile(), third]
-    group_of = groups()
-    message = "cad.profile = 'profile.json': ranks [8] read another profile than rank 4; set it to one file"
-
-    def check(group_rank: int) -> None:
-        group = group_of(group_rank)
-        expected = pytest.raises(ValueError, match=f"^{re.escape(message)}")
-        with expected if is_refused else nullcontext():
-            check_same_profile(group, RANKS, "profile.json", profiles[group_rank])
-
-    on_all(range(len(RANKS)), check)
 
 
 def test_all_ranks_plan_by_the_times_of_the_slowest():

@@ -97,7 +97,6 @@ OPTIONS = [
     "--parallelism.pipeline_parallel_microbatch_size=0",
     "--training.seq_len=1023",
     "--training.global_batch_size=5",
-    "--cad.profile=none.json",
     "--cad.kernel=warp",
     "--cad.kernel=flash_attn",
     "--cad.transport=rdma",

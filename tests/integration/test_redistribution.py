@@ -112,7 +112,7 @@ def test_replicas_with_other_homes_are_an_error_on_all(length):
 
     def pack(rank: int) -> None:
         replicas = group_of(rank)
-        placement = Placement(replicas, replicas, TWO_RANKS, rank, config, KINDS, None)
+        placement = Placement(replicas, replicas, TWO_RANKS, rank, config, KINDS)
         starts = np.arange(0, 64, (4, length or 4)[rank])
         loaded = [[group_layout([np.array([0]), starts], shape, 0, 1)]]
         placed = None

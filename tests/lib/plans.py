@@ -9,7 +9,6 @@ import numpy as np
 from torchtitan_cad.planning import (
     TASK_DTYPE,
     AttentionShape,
-    CostModel,
     Plan,
     PlannerConfig,
     TokenLayout,
@@ -20,7 +19,7 @@ from torchtitan_cad.planning.serialize import layout_from_dict, shape_from_dict
 TILE = 128
 
 
-def written_plan(text: str, cost: CostModel | None = None) -> Plan:
+def written_plan(text: str) -> Plan:
     """The plan of what ``Plan.to_json`` returned, compared with its fingerprint and statistics."""
     data = json.loads(text)
     records = [tuple(task[name] for name in TASK_FIELDS) for task in data["tasks"]]
@@ -29,7 +28,6 @@ def written_plan(text: str, cost: CostModel | None = None) -> Plan:
         shape_from_dict(data),
         PlannerConfig(**data["config"]),
         np.array(records, dtype=TASK_DTYPE),
-        cost,
     )
     assert plan.fingerprint() == data["fingerprint"]
     assert {**plan.stats.to_dict(), "plan_seconds": 0} == {

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.lib.costs import models
 from tests.lib.layouts import LLAMA, cases, shapes
 from tests.lib.plans import random_tasks
 from tests.lib.reference import check_bound
@@ -20,16 +19,18 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.planning.bound import lower_bound
 
 
-@given(case=cases, shape=shapes, seed=st.integers(0, 2**32 - 1), cost=models)
-def test_below_random_plans(case, shape, seed, cost):
+@given(
+    case=cases, shape=shapes, seed=st.integers(0, 2**32 - 1), tile=st.integers(1, 24)
+)
+def test_below_random_plans(case, shape, seed, tile):
     """The limits are the loads that any cuts and servers lead to: of every rank by itself, and of the busiest.
 
-    Under any cost model, too, whose tiles the cuts do not respect.
+    Of tiles, too, that the cuts do not respect.
     """
     layout = case.small(4, 40).layout()
     tasks = random_tasks(np.random.default_rng(seed), layout)
-    config = PlannerConfig(min_shard=cost.granularity)
-    check_bound(Plan.from_tasks(layout, LLAMA, config, tasks, cost))
+    config = PlannerConfig(min_shard=tile, tile=tile)
+    check_bound(Plan.from_tasks(layout, LLAMA, config, tasks))
     plan = Plan.from_tasks(layout, shape, PlannerConfig(tile=1, min_shard=1), tasks)
     check_bound(plan)
     stats = plan.stats

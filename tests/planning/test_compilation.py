@@ -16,7 +16,6 @@ from tests.lib.waiting import eventually
 from tests.planning.test_properties import problems
 from torchtitan_cad.planning import (
     AttentionShape,
-    CostModel,
     PlannerConfig,
     TokenLayout,
     compile_once,
@@ -40,10 +39,10 @@ def test_nothing_compiles_after_warm_up():
     before = [list(entry.signatures) for entry in jit.entry_points()]
 
     @given(problem=problems())
-    def plan(problem: tuple[TokenLayout, PlannerConfig, CostModel | None]) -> None:
-        layout, config, cost = problem
-        make_plan(layout, SHAPE, config, cost).exchange(0)
-        place_and_plan(layout, SHAPE, config, cost)
+    def plan(problem: tuple[TokenLayout, PlannerConfig]) -> None:
+        layout, config = problem
+        make_plan(layout, SHAPE, config).exchange(0)
+        place_and_plan(layout, SHAPE, config)
 
     plan()
     assert [list(entry.signatures) for entry in jit.entry_points()] == before

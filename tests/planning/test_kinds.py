@@ -30,7 +30,7 @@ from torchtitan_cad.planning import (
     plan_step,
     validate_plan,
 )
-from torchtitan_cad.planning.model.cost import cost_model
+from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.kind import (
     AttentionKind,
     attention_work,
@@ -154,7 +154,7 @@ def test_windows_move_their_keys_alone(case, window):
 def test_windows_cost_the_tiles_that_they_touch(start, length, window, tile):
     end = start + length
     first = max(0, start - window + 1)
-    cost = cost_model(None, tile, window)
+    cost = TileAreaCost(tile, window)
     touched = 0
     for row in range(start // tile, -(-end // tile)):
         first_seen = max(first, row * tile - window + 1)

@@ -36,16 +36,16 @@ def check_homes(layout: TokenLayout, placed: TokenLayout) -> None:
 @settings(max_examples=settings.default.max_examples // 3)
 @given(problem=problems())
 def test_every_layout(problem):
-    layout, config, cost = problem
-    plan, given_plan = place_and_plan(layout, LLAMA, config, cost)
+    layout, config = problem
+    plan, given_plan = place_and_plan(layout, LLAMA, config)
     check_homes(layout, plan.layout)
     assert given_plan.layout is layout
     assert (plan is given_plan) == (plan.layout is layout)
-    before = make_plan(layout, LLAMA, config, cost)
-    after = make_plan(plan.layout, LLAMA, config, cost)
+    before = make_plan(layout, LLAMA, config)
+    after = make_plan(plan.layout, LLAMA, config)
     assert after.fingerprint() == plan.fingerprint()
     assert before.fingerprint() == given_plan.fingerprint()
-    again, _ = place_and_plan(layout, LLAMA, config, cost)
+    again, _ = place_and_plan(layout, LLAMA, config)
     assert again.fingerprint() == plan.fingerprint()
     validate_plan(plan)
     assert plan.stats.max_over_mean <= plan.stats.guaranteed_over_mean

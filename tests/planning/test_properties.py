@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Properties of every plan, on drawn layouts: some with queries left out, unequal ranks, nodes and any cost model."""
+"""Properties of every plan, on drawn layouts: some with queries left out, unequal ranks and nodes."""
 
 import dataclasses
 
@@ -7,7 +7,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lib.costs import cost_of
 from tests.lib.layouts import LLAMA, cases, shapes
 from tests.lib.reference import (
     check_bound,
@@ -19,7 +18,6 @@ from tests.lib.reference import (
     covers_exactly,
 )
 from torchtitan_cad.planning import (
-    CostModel,
     Plan,
     PlannerConfig,
     TokenLayout,
@@ -49,14 +47,9 @@ def some_attend(layout: TokenLayout, share: float, seed: int) -> TokenLayout:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig, CostModel | None]:
-    """A layout to plan, the options, and the cost model."""
+def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig]:
+    """A layout to plan, and the options."""
     case = draw(cases)
-    cost = None
-    kind = draw(st.sampled_from(["tiles", "tiles", "concave", "noisy", "profile"]))
-    if kind != "tiles":
-        case = dataclasses.replace(case, tile=64, min_shard=128 * (1 + case.seed % 2))
-        cost = cost_of(kind, case.seed, case.config.cost_tile)
     layout = some_attend(case.layout(), draw(SHARES), case.seed)
     ranks = layout.num_ranks
     speeds = st.lists(SPEEDS, min_size=ranks, max_size=ranks).map(tuple)
@@ -68,27 +61,26 @@ def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig, CostModel | N
         inter_node_weight=draw(st.sampled_from([1, 1.5, 4.0])),
         rank_speeds=draw(st.none() | speeds),
     )
-    return layout, config, cost
+    return layout, config
 
 
 @given(problem=problems(), shape=shapes)
 def test_every_layout(problem, shape):
-    layout, config, cost = problem
-    plan = make_plan(layout, shape, config, cost)
+    layout, config = problem
+    plan = make_plan(layout, shape, config)
     at_home = dataclasses.replace(config, planner="home")
-    home = make_plan(layout, shape, at_home, cost)
+    home = make_plan(layout, shape, at_home)
     for made in (plan, home):
         validate_plan(made)
         check_bound(made)
         assert merge_queries(made.tasks).tolist() == made.tasks.tolist()
     assert home.stats.query_rows_moved == home.stats.tasks_moved == 0
-    if cost is None:
-        check_loads(plan)
+    check_loads(plan)
     check_guarantee(plan, home)
     check_cuts(plan, home)
     assert plan.stats.max_over_mean_before == home.stats.max_over_mean
     # a shard is long on a slow rank
-    if cost is None and config.ranks_per_node is None and config.rank_speeds is None:
+    if config.ranks_per_node is None and config.rank_speeds is None:
         assert plan.stats.max_over_mean <= home.stats.max_over_mean
     check_nodes(plan)
 

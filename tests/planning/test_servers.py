@@ -48,8 +48,8 @@ joined = st.lists(
 @settings(max_examples=settings.default.max_examples // 2)
 @given(problem=problems(), shape=shapes, servers=joined)
 def test_every_layout(problem, shape, servers):
-    layout, config, cost = problem
-    plan = make_plan(layout, shape, config, cost)
+    layout, config = problem
+    plan = make_plan(layout, shape, config)
     shared = assign_to_servers(plan, servers, UNIT)
     validate_plan(shared)
     assert shared.stats.loads.tolist() == plan.stats.loads.tolist()

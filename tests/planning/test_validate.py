@@ -21,7 +21,6 @@ from torchtitan_cad.planning import (
     validate_exchanges,
     validate_plan,
 )
-from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.tasks import (
     TASK_FIELDS,
     canonical,
@@ -59,7 +58,7 @@ def test_verdict_is_that_of_brute_force(case, seed, data):
         tasks = np.append(tasks, tasks[i : i + 1])
     else:
         tasks[change][i] += data.draw(st.sampled_from([-7, -2, -1, 1, 2, 7]))
-    plan = Plan(layout, LLAMA, SMALL, canonical(tasks), TileAreaCost(SMALL.cost_tile))
+    plan = Plan(layout, LLAMA, SMALL, canonical(tasks))
     if covers_exactly(layout, tasks):
         assert change in ("server", "doc")
         validate_plan(plan)

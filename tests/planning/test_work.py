@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from torchtitan_cad.planning import AttentionShape, TokenLayout
+from torchtitan_cad.planning.intervals import causal_pairs
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.work import (
     attention_flops,
-    causal_pairs,
     layout_pairs,
 )
 

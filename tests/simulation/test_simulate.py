@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from bench import replay
 from bench.gpu import results
-from tests.lib.profiles import make_profile
 from tests.lib.refusals import refusal
 from tests.lib.simulation_cases import (
     FAST,
@@ -291,16 +290,6 @@ def test_agrees_with_what_a_replay_measured():
         parts = cad(batch, model=model, cp=row["ranks"]).outcome().parts
         predicted = 1 + parts.imbalance / parts.attention
         assert predicted == pytest.approx(row["planned_over_mean"], rel=0.05)
-
-
-def test_a_profile_replaces_the_rates():
-    profile = make_profile(SHAPE)
-    costs = Costs(MODEL, cluster(), Rates(profile=profile))
-    wanted = profile.cost_model("forward", SHAPE).prefix_cost(4096)[-1] * 1e-12
-    found = costs.document_seconds(np.array([4096]), True)
-    assert found[0] == pytest.approx(wanted)
-    report = run(profile=profile)
-    assert report.share_of_perfect("cad") > report.share_of_perfect("packed")
 
 
 def test_packing_keeps_what_it_gathered_where_that_fits():

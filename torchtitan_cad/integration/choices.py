@@ -45,5 +45,4 @@ def check_values(cad: Cad) -> None:
             f"cad.servers_port = {cad.servers_port}: set a TCP port, such as 29600, or 0 for any that is free"
         )
     cad.planner_config()
-    cad.read_profile()
     _ = cad.buffer_bytes

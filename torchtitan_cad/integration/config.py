@@ -6,10 +6,7 @@ from typing import Literal
 
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import (
-    AttentionShape,
-    CostModel,
     PlannerConfig,
-    Profile,
     get_planner,
 )
 from torchtitan_cad.planning.exchange.messages import buffer_bytes
@@ -42,12 +39,6 @@ class Cad:
     labels, ahead of training, such that no rank has much to send or receive (docs/planning.md). Losses and gradients
     stay those of the same global batch. "auto" does so too, but skips what it cannot redistribute, such as batches with
     keys of their own, which end the job with "balanced". "loader" leaves every rank what its loader gave it.
-    """
-
-    profile: str | None = None
-    """
-    File written by `torchtitan-cad profile` on this kind of device: balance measured kernel times. By default tiles
-    are balanced, all of which count the same.
     """
 
     rank_speeds: list[float] | None = None
@@ -221,53 +212,3 @@ class Cad:
             return buffer_bytes(self.receive_buffer_gb, self.nano_batches)
         except ValueError as error:
             raise ValueError(f"cad.{error}") from None
-
-    def read_profile(self) -> Profile | None:
-        """Read the measured profile; None without one.
-
-        Raises:
-            ValueError: a file that cannot be read or planned with; names key, value and remedy.
-        """
-        if self.profile is None:
-            return None
-        try:
-            profile = Profile.read(self.profile)
-        except ValueError as error:
-            raise ValueError(
-                f"cad.profile = {self.profile!r}: {error}; or leave cad.profile out"
-            ) from None
-        if self.min_shard % profile.tile:
-            raise ValueError(
-                f"cad.min_shard = {self.min_shard} is not a multiple of {profile.tile}, the tile of cad.profile = "
-                f"{self.profile!r}; set cad.min_shard to {-(-self.min_shard // profile.tile) * profile.tile}"
-            )
-        return profile
-
-    def profile_of(self, kernel: str) -> Profile | None:
-        """Read the measured profile; None without one.
-
-        Raises:
-            ValueError: it cannot be read, or was measured with another kernel; names key, value and remedy.
-        """
-        profile = self.read_profile()
-        if profile is not None and profile.kernel != kernel:
-            raise ValueError(
-                f"cad.profile = {self.profile!r} was measured with kernel {profile.kernel!r}, but the job runs "
-                f"{kernel!r}; measure again with `torchtitan-cad profile --kernel {kernel}`, or set cad.kernel = "
-                f"{profile.kernel!r}"
-            )
-        return profile
-
-    def plan_cost(self, shape: AttentionShape, kernel: str) -> CostModel | None:
-        """Make the cost that planners balance: forward and backward times of the profile, added up; None without one.
-
-        Raises:
-            ValueError: the profile was measured for something else; names key, value and remedy.
-        """
-        profile = self.profile_of(kernel)
-        if profile is None:
-            return None
-        try:
-            return profile.cost_model("both", shape)
-        except ValueError as error:
-            raise ValueError(f"cad.profile = {self.profile!r}: {error}") from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where a job's ranks run, how fast the links between them are, and whether its profile is of these devices."""
+"""Where a job's ranks run, and how fast the links between them are."""
 
 import os
 from collections.abc import Sequence
@@ -8,11 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.integration.config import Cad
-from torchtitan_cad.integration.gathering import gather_objects
-from torchtitan_cad.planning import LayerTimes, Profile
+from torchtitan_cad.planning import LayerTimes
 from torchtitan_cad.runtime import rates
-from torchtitan_cad.runtime.timing import device_name
 from torchtitan_cad.runtime.transport.base import Transport
 
 
@@ -71,35 +68,4 @@ def measure_times(
         exchange=seconds,
         overlaps=overlaps,
         hosts=hosts,
-    )
-
-
-def check_same_profile(
-    group: dist.ProcessGroup,
-    ranks: list[int],
-    path: str | None,
-    profile: Profile | None,
-) -> None:
-    """Raise ValueError, on all ``ranks`` of the group, unless all of them have read the same profile, or none."""
-    own = profile.fingerprint() if profile else None
-    fingerprints = gather_objects(own, group, "comparing profiles")
-    differing = [
-        rank
-        for rank, fingerprint in zip(ranks, fingerprints, strict=True)
-        if fingerprint != fingerprints[0]
-    ]
-    if differing:
-        raise ValueError(
-            f"cad.profile = {path!r}: ranks {differing} read another profile than rank {ranks[0]}; "
-            "set it to one file that all ranks see, or copy the same file to every node"
-        )
-
-
-def other_device(cad: Cad, profile: Profile, device: torch.device) -> str | None:
-    """Say that the profile was measured on another device than this; None if it was not."""
-    if profile.device == device_name(device):
-        return None
-    return (
-        f"cad.profile = {cad.profile!r} was measured on {profile.device!r}, this is {device_name(device)!r}: "
-        "balance depends on how alike they are"
     )

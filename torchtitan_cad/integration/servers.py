@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchtitan_cad import __version__
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.job import Job
-from torchtitan_cad.planning import CostModel, TileAreaCost
+from torchtitan_cad.planning import TileAreaCost
 from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.errors import first_sentence
 from torchtitan_cad.runtime.kernels.base import AttentionKernel
@@ -30,7 +30,7 @@ def open_to_servers(
     job: Job,
     ranks: Sequence[int],
     kernel: AttentionKernel,
-    cost: CostModel,
+    cost: TileAreaCost,
     group: dist.ProcessGroup | None,
 ) -> ServerPool:
     """Publish the job for attention servers, in a store that rank 0 hosts, and log how they join.

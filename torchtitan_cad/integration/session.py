@@ -39,16 +39,14 @@ from torchtitan_cad.integration.loading.documents import OWN_POSITIONS
 from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLoader
 from torchtitan_cad.integration.loading.placement import Placement
 from torchtitan_cad.integration.machine import (
-    check_same_profile,
     device_bytes,
     measure_times,
-    other_device,
     ranks_per_host,
 )
 from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.servers import open_to_servers
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import CostModel, LayerTimes, TileAreaCost, warm_up
+from torchtitan_cad.planning import LayerTimes, TileAreaCost, warm_up
 from torchtitan_cad.planning.keeping import KeepCapacity
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.pipeline.program import TickProgram
@@ -102,7 +100,6 @@ class CadSession:
             nodes = ranks_per_host(self.hosts)
             self._config = replace(self._config, ranks_per_node=nodes)
         self.kernel = self._choose_kernel()
-        self._cost = self._plan_cost()
         self._servers = self._open_to_servers()
         if self.redistributes:
             self._placement = self._build_placement()
@@ -189,23 +186,10 @@ class CadSession:
             kernel.check(self.job.dtype, shape.head_dim, shape.out_dim, shape.window)
         return kernel
 
-    def _plan_cost(self) -> CostModel | None:
-        """Cost model for the planners; the same on all ranks of the group."""
-        profile = self.cad.read_profile()
-        if self._train_group is not None:
-            check_same_profile(
-                self._train_group, self.ranks, self.cad.profile, profile=profile
-            )
-        if profile is not None:
-            remark = other_device(self.cad, profile, self.device)
-            if remark:
-                logger.warning(remark)
-        return self.cad.plan_cost(self.shape, self.kernel.name)
-
     def _open_to_servers(self) -> ServerPool | None:
         if not self.cad.servers:
             return None
-        cost = self._cost or TileAreaCost(self._config.cost_tile)
+        cost = TileAreaCost(self._config.cost_tile)
         return open_to_servers(
             self.job, self.ranks, self.kernel, cost=cost, group=self._train_group
         )
@@ -230,7 +214,6 @@ class CadSession:
             rank=self.group_rank,
             config=self._config,
             kinds=self.job.kinds,
-            cost=self._cost,
             strict=self.cad.placement == "balanced",
         )
 
@@ -295,7 +278,6 @@ class CadSession:
         rules = PlanRules(
             self._config,
             self.job.kinds,
-            self._cost,
             nano_batches=nano_batches,
             times=self.times,
         )
@@ -319,7 +301,7 @@ class CadSession:
         A pipeline stage without blocks counts on the linear work of the others.
         """
         assert self._train_group is not None
-        cost = self._cost or TileAreaCost(self._config.cost_tile)
+        cost = TileAreaCost(self._config.cost_tile)
         of_blocks = chain(*(block.parameters() for block in blocks))
         parameters = [parameter for parameter in of_blocks if parameter.ndim > 1]
         active: float = 0
@@ -476,12 +458,7 @@ def open_session(job: Job) -> CadSession:
     logger.info(
         f"CAD session: group of {len(_session.ranks)} ranks, kernel {_session.kernel}, "
         f"planner {_session.cad.planner}, tolerance {_session.cad.tolerance}, "
-        f"placement {_session.cad.placement if _session.redistributes else 'loader'}, "
-        + (
-            f"balancing times of {_session.cad.profile}"
-            if _session.cad.profile
-            else "balancing tiles"
-        )
+        f"placement {_session.cad.placement if _session.redistributes else 'loader'}"
     )
     return _session
 

@@ -7,10 +7,9 @@ keys) and ``Plan.exchange`` into the tables that carry it out.
 
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel, ProfileCost, TileAreaCost
+from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.profile import Profile
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TASK_DTYPE
 from torchtitan_cad.planning.placement.microbatch import PlannedMicrobatch
@@ -36,7 +35,6 @@ __all__ = [
     "AttentionKind",
     "AttentionShape",
     "CallTable",
-    "CostModel",
     "LayerTimes",
     "Plan",
     "PlanError",
@@ -44,8 +42,6 @@ __all__ = [
     "PlannedMicrobatch",
     "Planner",
     "PlannerConfig",
-    "Profile",
-    "ProfileCost",
     "RankExchange",
     "TileAreaCost",
     "TokenLayout",

@@ -9,9 +9,9 @@ from itertools import chain
 import numpy as np
 
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel, cost_model
+from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.planning.model.layout import MAX_TOKENS, TokenLayout
+from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import Speeds, require_plannable
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.text import brief, is_integer
@@ -24,27 +24,14 @@ def complete(
     layout: TokenLayout,
     shape: AttentionShape,
     config: PlannerConfig | None,
-    cost: CostModel | None,
-) -> tuple[PlannerConfig, CostModel]:
-    """Check the arguments of ``make_plan``; return the config, for the shape's window, and the cost, or the defaults.
+) -> tuple[PlannerConfig, TileAreaCost]:
+    """Check the arguments of ``make_plan``; return the config, for the shape's window, and the cost of tasks.
 
     Raises ValueError as ``make_plan`` says.
     """
     _of_type("layout", layout, TokenLayout)
     config = complete_config(shape, config)
-    if cost is not None and not hasattr(cost, "granularity"):
-        raise ValueError(
-            f"cost = {brief(cost)}: give a cost model, or None for tile area"
-        )
-    cost = cost_model(cost, config.cost_tile, shape.window)
-    if not is_integer(cost.granularity, 1, MAX_TOKENS):
-        raise ValueError(
-            f"cost.granularity = {brief(cost.granularity)}: set a positive number of tokens"
-        )
-    if config.min_shard % cost.granularity:
-        raise ValueError(
-            f"min_shard = {config.min_shard}: set a multiple of the cost model's {cost.granularity} tokens"
-        )
+    cost = TileAreaCost(config.cost_tile, shape.window)
     Speeds.of(config, layout.num_ranks)
     require_plannable(layout, cost)
     return config, cost

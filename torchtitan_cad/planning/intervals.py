@@ -48,6 +48,20 @@ def begins_group(*columns: npt.NDArray) -> BoolArray:
     return begins
 
 
+def causal_pairs(queries: npt.ArrayLike, window: int | None = None) -> IntArray:
+    """Return the pairs of a document's first queries, each with the keys up to itself, of a window the last ones."""
+    count = np.asarray(queries, dtype=np.int64)
+    if window is None:
+        return _triangle(count)
+    first = np.minimum(count, window)
+    others = count - first
+    return _triangle(first) + others * window
+
+
+def _triangle(side: IntArray) -> IntArray:
+    return side * (side + 1) // 2
+
+
 def union_by_group(
     group: IntArray,
     start: IntArray,

@@ -33,7 +33,7 @@ from torchtitan_cad.planning.exchange.traffic import Moved, measure_traffic, nod
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel, cost_model
+from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import (
@@ -56,7 +56,6 @@ class Plan:
     Attributes:
         tasks: structured array [num_tasks] of int64 fields doc, q_start, q_end, kv_start, kv_end, server, sorted by
             (doc, q_start, kv_start).
-        cost: the cost model of the loads.
         plan_seconds: wall-clock time of planning, without exchange tables and statistics.
         stand_ins: tasks that joined servers compute for their homes (``servers.py``), if any.
     """
@@ -65,7 +64,6 @@ class Plan:
     shape: AttentionShape
     config: PlannerConfig
     tasks: TaskArray
-    cost: CostModel
     plan_seconds: float = 0.0
     stand_ins: StandIns | None = None
 
@@ -76,10 +74,9 @@ class Plan:
         shape: AttentionShape,
         config: PlannerConfig,
         tasks: TaskArray,
-        cost: CostModel | None = None,
         begin: float | None = None,
     ) -> Plan:
-        """Make a plan of tasks in any order; ``validate_plan`` checks it. ``cost`` defaults to tile area.
+        """Make a plan of tasks in any order; ``validate_plan`` checks it.
 
         ``plan_seconds`` counts from ``begin``, a ``time.perf_counter()``, by default now.
 
@@ -95,8 +92,12 @@ class Plan:
             )
         tasks = canonical(tasks)
         layout.doc_index(tasks["doc"])
-        cost = cost_model(cost, config.cost_tile, shape.window)
-        return cls(layout, shape, config, tasks, cost, time.perf_counter() - begin)
+        return cls(layout, shape, config, tasks, time.perf_counter() - begin)
+
+    @property
+    def cost(self) -> TileAreaCost:
+        """Cost of tasks, in the units of loads."""
+        return TileAreaCost(self.config.cost_tile, self.shape.window)
 
     @cached_property
     def stats(self) -> PlanStats:
@@ -216,23 +217,21 @@ def make_plan(
     layout: TokenLayout,
     shape: AttentionShape,
     config: PlannerConfig | None = None,
-    cost: CostModel | None = None,
 ) -> Plan:
     """Plan a batch: deterministic, so every rank computes the same plan from the same layout.
 
-    With attention in a window all queries stay at home, whatever the planner. ``cost`` defaults to tile area; its
-    granularity must divide ``config.min_shard``. The first plan of a process waits for the planner's compiled code, see
-    :func:`warm_up`.
+    With attention in a window all queries stay at home, whatever the planner. The first plan of a process waits for the
+    planner's compiled code, see :func:`warm_up`.
 
     Raises:
-        ValueError: unknown planner, a cost model whose granularity does not fit, speeds of another number of ranks, a
-            document too long for the tiles in which its cost is counted, or an argument of another type.
+        ValueError: unknown planner, speeds of another number of ranks, a document too long for the tiles in which its
+            cost is counted, or an argument of another type.
     """
     warm_up()
     begin = time.perf_counter()
-    config, cost = complete(layout, shape, config, cost)
+    config, cost = complete(layout, shape, config)
     tasks = get_planner(config.planner)(layout, shape, config, cost)
-    return Plan.from_tasks(layout, shape, config, tasks, cost, begin)
+    return Plan.from_tasks(layout, shape, config, tasks, begin)
 
 
 def moved_by(*plans: Plan) -> Moved:

@@ -15,7 +15,7 @@ from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
 from torchtitan_cad.planning.intervals import IntArray, begins_group
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel
+from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import load_limits, server_loads
 from torchtitan_cad.planning.model.shape import AttentionShape
@@ -95,7 +95,7 @@ def compute_stats(
     layout: TokenLayout,
     shape: AttentionShape,
     config: PlannerConfig,
-    cost: CostModel,
+    cost: TileAreaCost,
     tasks: TaskArray,
     needs: tuple[RowNeeds, RowNeeds],
     plan_seconds: float,
@@ -163,7 +163,7 @@ def mean_stats(kinds: Sequence[PlanStats], layers: Sequence[int]) -> PlanStats:
     return PlanStats(**means, bound=lambda: int(mean("lower_bound_bytes")))
 
 
-def _max_pairs(layout: TokenLayout, cost: CostModel, loads: IntArray) -> IntArray:
+def _max_pairs(layout: TokenLayout, cost: TileAreaCost, loads: IntArray) -> IntArray:
     """int64 [num_ranks] most pairs that each rank can compute within its load, limited to the layout's pairs."""
     every = int((layout.doc_lengths * (layout.doc_lengths + 1) // 2).sum())
     distinct, index = np.unique(loads, return_inverse=True)

@@ -5,14 +5,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_cad.planning import AttentionShape, CostModel
+from torchtitan_cad.planning import AttentionShape, TileAreaCost
 from torchtitan_cad.runtime.kernels.base import (
     AttentionKernel,
     Merged,
     VarlenArgs,
     random_rows,
 )
-from torchtitan_cad.runtime.timing import Timing, median_milliseconds, time_calls
+from torchtitan_cad.runtime.timing import median_milliseconds
 from torchtitan_cad.runtime.transport.base import Transport, all_to_all
 
 _REPEATS = 5
@@ -34,15 +34,14 @@ def attention_seconds(
     shape: AttentionShape,
     dtype: torch.dtype,
     device: torch.device,
-    cost: CostModel,
+    cost: TileAreaCost,
 ) -> float:
     """Return the seconds of attention per unit of ``cost``, forward and backward, measured on one causal document."""
     tokens = _TOKENS[device.type]
     call = VarlenArgs.from_numpy(
         [0, tokens], [0, tokens], causal=True, scale=shape.head_dim**-0.5, device=device
     )
-    forward, backward = time_attention(kernel, shape, dtype, call, _REPEATS)
-    seconds = 1e-3 * (forward.milliseconds + backward.milliseconds)
+    seconds = 1e-3 * time_attention(kernel, shape, dtype, call, repeats=_REPEATS)
     return seconds / int(cost.prefix_cost(tokens)[-1])
 
 
@@ -52,16 +51,19 @@ def time_attention(
     dtype: torch.dtype,
     call: VarlenArgs,
     repeats: int,
-) -> tuple[Timing, Timing]:
-    """Time the forward and the backward of a call with random rows."""
+) -> float:
+    """Return the milliseconds of the forward and the backward of a call with random rows."""
     q, k, v, dout = random_rows(shape, dtype, call)
+    device = q.device
     lse = kernel.forward(q, k, v, call)[1].contiguous()
     merged = Merged(lse, torch.zeros_like(lse))
-    device = q.device
-    forward = time_calls(lambda: kernel.forward(q, k, v, call), device, repeats)
-    return forward, time_calls(
+    forward = median_milliseconds(
+        lambda: kernel.forward(q, k, v, call), device, repeats
+    )
+    backward = median_milliseconds(
         lambda: kernel.backward(dout, q, k, v, merged, call), device, repeats
     )
+    return forward + backward
 
 
 def linear_seconds(

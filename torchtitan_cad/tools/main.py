@@ -22,7 +22,6 @@ from torchtitan_cad.tyro_errors import one_line_instead
 
 COMMANDS = (
     "plan",
-    "profile",
     "prepare",
     "report",
     "doctor",

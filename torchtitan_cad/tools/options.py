@@ -13,7 +13,6 @@ import numpy as np
 import tyro
 
 from torchtitan_cad.integration.report.steps_file import DOCUMENTS_NAME
-from torchtitan_cad.planning import Profile
 from torchtitan_cad.planning.files import read_json
 from torchtitan_cad.planning.text import printable
 from torchtitan_cad.tools.recorded_documents import (
@@ -58,8 +57,6 @@ class _Own:
 
     model: str | None = None
     """llama-8b or llama-34b."""
-    profile: Path | None = None
-    """Times of attention measured by `torchtitan-cad profile`; instead of the two rates."""
     documents: str | None = None
     """JSON list of lengths in tokens (lengths.json, or as in a job histogram:lengths.json), a corpus: codealpaca, pypi,
     prolong-64k, prolong-512k; or a distribution: lognormal:median=4096,sigma=1.5,max=65536;
@@ -123,8 +120,6 @@ def read_inputs(
     model = _model(options.model, chosen, titan)
     cluster = _made(Cluster, chosen, titan.cluster if titan else None)
     rates = _made(Rates, chosen)
-    if profile := options.profile or (titan and titan.config.cad.profile):
-        rates = dataclasses.replace(rates, profile=Profile.read(profile))
     configuration, open_fields = _configuration(chosen, titan, record)
     documents = _documents(
         options, titan, record, cluster=cluster, pp=configuration.pp, notes=notes
@@ -287,15 +282,9 @@ def _assumed(
     chosen: dict[str, Any], model: Model, cluster: Cluster, rates: Rates
 ) -> list[str]:
     """Write a line for every number that nobody gave, with its source."""
-    measured = set[str]()
     notes = list[str]()
-    if rates.profile is not None:
-        measured = {"attention_flops", "backward_flops"}
-        notes.append(
-            f"attention: measured on {rates.profile.device} with kernel {rates.profile.kernel}"
-        )
     for key, source in SOURCES.items():
-        if key not in chosen and key not in measured:
+        if key not in chosen:
             value = getattr(rates if hasattr(rates, key) else cluster, key)
             notes.append(f"{key}: {value:g} (default): {source}")
     if model.dtype_bytes != 2:

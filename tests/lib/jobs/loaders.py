@@ -176,7 +176,6 @@ def connect(
                 group_rank,
                 CONFIG,
                 kinds,
-                None,
                 strict=rank.placement == "balanced",
             )
         rules = PlanRules(rank.config, kinds, times=rank.times)

@@ -33,7 +33,6 @@ from torchtitan_cad.integration.loading.placement import (
 from torchtitan_cad.integration.loading.redistribution import Batch
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import (
-    CostModel,
     LayerTimes,
     Plan,
     PlannerConfig,
@@ -130,14 +129,12 @@ class PlanRules:
     Attributes:
         config: of the planner.
         kinds: of the model's attention, with the heads of a rank.
-        cost: of forward and backward together, by a profile; None: tile area.
         nano_batches: parts of every microbatch, each with a plan of its own.
         times: rates of this machine, by which tolerances are chosen; None: the config's is taken.
     """
 
     config: PlannerConfig
     kinds: Sequence[AttentionKind]
-    cost: CostModel | None = None
     nano_batches: int = 1
     times: LayerTimes | None = None
 
@@ -286,7 +283,6 @@ class BatchPlanner:
                 rules.kinds,
                 rules.config,
                 times=rules.times,
-                cost=rules.cost,
                 columns=columns,
                 place=False,
             )

@@ -24,7 +24,6 @@ from torchtitan_cad.integration.loading.redistribution import (
 )
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import (
-    CostModel,
     LayerTimes,
     PlannedMicrobatch,
     PlannerConfig,
@@ -79,7 +78,6 @@ class Placement:
         group: gloo group of the CAD group; None for a group of one.
         replicas: gloo group of the ranks with this position in every CAD group, which load the same rows; None for one.
         rank: this one's position in the group.
-        cost: of forward and backward together, by a profile; None: tile area.
         strict: refuse batches that cannot be redistributed.
     """
 
@@ -89,7 +87,6 @@ class Placement:
     rank: int
     config: PlannerConfig
     kinds: Sequence[AttentionKind]
-    cost: CostModel | None
     _: KW_ONLY
     strict: bool = False
     _warned: bool = field(default=False, init=False)
@@ -133,7 +130,6 @@ class Placement:
             self.kinds,
             self.config,
             times=times,
-            cost=self.cost,
             columns=columns,
             stages=stages,
         )

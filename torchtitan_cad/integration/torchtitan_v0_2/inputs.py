@@ -66,14 +66,14 @@ def training_loader(config: JobConfig, build: Callable[..., Any]) -> Callable[..
 
 
 def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
-    """Check before process groups exist: names of datasets, that there is a tokenizer, on CPU kernel and profile.
+    """Check before process groups exist: names of datasets, that there is a tokenizer, on CPU the kernel.
 
     Raises ValueError that names the TOML key, the value, and what to set instead.
     """
     # on CUDA the session looks, once the rank has its device
     attends = has_cad(config) and not config.cad.shadow
     if attends and utils.device_type == "cpu":
-        config.cad.profile_of(get_kernel(config.cad.kernel, "cpu").name)
+        get_kernel(config.cad.kernel, "cpu")
     check_known(config, spec)
     folder = Path(config.model.hf_assets_path)
     readable = any((folder / name).is_file() for name in _TOKENIZER_FILES)

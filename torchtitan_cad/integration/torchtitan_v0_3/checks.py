@@ -119,7 +119,7 @@ def _check_values(config: Trainer.Config) -> None:
                 f"{name} = {value!r}: {reason}; set it to {only!r}, or train without cad"
             )
     if utils.device_type == "cpu":
-        cad.profile_of(get_kernel(cad.kernel, "cpu").name)
+        get_kernel(cad.kernel, "cpu")
 
 
 def _check_model(config: Trainer.Config) -> None:

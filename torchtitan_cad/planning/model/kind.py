@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray, concat_ranges, exclusive_cumsum
-from torchtitan_cad.planning.model.cost import cost_model
+from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import MAX_TOKENS, TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.text import brief, is_integer, is_number
@@ -97,7 +97,7 @@ def spread(kinds: Sequence[AttentionKind], layers: int) -> IntArray:
 def attention_work(
     rows: Sequence[Sequence[int]], kinds: Sequence[AttentionKind], tile: int
 ) -> float:
-    """Return the attention of a model's mean layer to some rows, in tiles of ``tile`` x ``tile`` as ``TileAreaCost``.
+    """Return the attention of a model's mean layer to some rows, in tiles of ``tile`` x ``tile``.
 
     Args:
         rows: tokens of the documents of every row, one after the other.
@@ -105,9 +105,8 @@ def attention_work(
     work = 0
     for kind in kinds:
         lengths = np.concatenate([kind.cut(np.array(row)) for row in rows])
-        of_length = cost_model(None, tile, kind.shape.window).prefix_cost(
-            int(lengths.max())
-        )
+        cost = TileAreaCost(tile, kind.shape.window)
+        of_length = cost.prefix_cost(int(lengths.max()))
         work += kind.layers * int(of_length[-(-lengths // tile)].sum())
     return work / sum(kind.layers for kind in kinds)
 

@@ -28,15 +28,13 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray, sum_by_index
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import LARGEST, SMALLER, CostModel
+from torchtitan_cad.planning.model.cost import LARGEST, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.tasks import TaskArray, make_tasks
 
 MAX_TILE_ROWS = 2**24
-"""rows of tiles: maximum of a document, as planners keep an array of their cumulative cost."""
-
-MAX_LOAD = 2**60
-"""units of the cost model: maximum work of a layout, estimated from above; int64 holds sums of several."""
+"""rows of tiles: maximum of a document, as planners keep an array of their cumulative cost; int64 holds sums of the
+costs of layouts of such documents."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +113,7 @@ class LoadLimits:
         )
 
 
-def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> int:
+def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: TileAreaCost) -> int:
     """Return the cost of the last min_shard query rows of the longest document with all keys; 0 without tokens."""
     longest = int(layout.doc_lengths.max(initial=0))
     if longest == 0:
@@ -127,7 +125,7 @@ def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: CostModel) -> i
 
 
 def load_limits(
-    layout: TokenLayout, config: PlannerConfig, cost: CostModel, loads: IntArray
+    layout: TokenLayout, config: PlannerConfig, cost: TileAreaCost, loads: IntArray
 ) -> LoadLimits:
     """Return the limits for a layout, given the loads [num_ranks] of its home plan.
 
@@ -148,13 +146,13 @@ def load_limits(
     )
 
 
-def server_loads(tasks: TaskArray, cost: CostModel, num_ranks: int) -> IntArray:
+def server_loads(tasks: TaskArray, cost: TileAreaCost, num_ranks: int) -> IntArray:
     """Return int64 [num_ranks] cost of the tasks of each server."""
     return sum_by_index(tasks["server"], cost.cost(tasks), num_ranks)
 
 
-def require_plannable(layout: TokenLayout, cost: CostModel) -> None:
-    """Raise ValueError, naming the remedy, for work above ``MAX_TILE_ROWS`` or ``MAX_LOAD``."""
+def require_plannable(layout: TokenLayout, cost: TileAreaCost) -> None:
+    """Raise ValueError, naming the remedy, for a document of more than ``MAX_TILE_ROWS``."""
     rows = -(-layout.doc_lengths // cost.granularity)
     most = int(rows.max(initial=0))
     if most > MAX_TILE_ROWS:
@@ -164,16 +162,3 @@ def require_plannable(layout: TokenLayout, cost: CostModel) -> None:
             f"{cost.granularity}, more than {MAX_TILE_ROWS}: set min_shard and tile to multiples of a larger number, "
             f"such as 128, or plan shorter documents"
         )
-    every = int(rows.sum()) + len(layout.seg_rank)
-    width = 1
-    while most:
-        # longer rows one by one, so that no overflow is missed
-        row = int(cost.row_cost(np.array([width]))[0])
-        if not 0 <= row * every <= MAX_LOAD:
-            raise ValueError(
-                f"{every} rows of tiles against up to {most} tiles of keys cost more than {MAX_LOAD} units of the cost "
-                f"model: {SMALLER}"
-            )
-        if width == most:
-            return
-        width = min(most, 2 * width)

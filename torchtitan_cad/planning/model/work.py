@@ -5,30 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from torchtitan_cad.planning.intervals import IntArray
+from torchtitan_cad.planning.intervals import causal_pairs
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 
 STEP_OVER_FORWARD = 3
 """A step over its forward: backward has twice the operations; what backward computes again is no model FLOP."""
-
-
-def causal_pairs(queries: npt.ArrayLike, window: int | None = None) -> IntArray:
-    """Return the pairs of a document's first queries, each with the keys up to itself, of a window the last ones."""
-    count = np.asarray(queries, dtype=np.int64)
-    if window is None:
-        return _triangle(count)
-    first = np.minimum(count, window)
-    others = count - first
-    return _triangle(first) + others * window
-
-
-def _triangle(side: IntArray) -> IntArray:
-    return side * (side + 1) // 2
 
 
 def layout_pairs(layout: TokenLayout, window: int | None = None) -> int:

@@ -16,7 +16,7 @@ from torchtitan_cad.planning.intervals import (
     end_to_end,
 )
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel
+from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
@@ -91,7 +91,7 @@ class HomeSearch:
         layout: TokenLayout,
         shape: AttentionShape,
         config: PlannerConfig,
-        cost: CostModel,
+        cost: TileAreaCost,
         weights: Weights,
     ) -> None:
         num_ranks = layout.num_ranks

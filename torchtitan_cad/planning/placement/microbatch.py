@@ -18,7 +18,6 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray, end_to_end
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.place import place_and_plan
@@ -54,10 +53,9 @@ def plan_in_place(
     layouts: Sequence[TokenLayout],
     shape: AttentionShape,
     config: PlannerConfig,
-    cost: CostModel | None = None,
 ) -> PlannedMicrobatch:
     """Plan the nano-batches for the homes that they have."""
-    plans = [make_plan(layout, shape, config, cost) for layout in layouts]
+    plans = [make_plan(layout, shape, config) for layout in layouts]
     return PlannedMicrobatch([plans], [plans])
 
 
@@ -65,17 +63,15 @@ def stay_home(
     layouts: Sequence[TokenLayout],
     shape: AttentionShape,
     config: PlannerConfig,
-    cost: CostModel | None = None,
 ) -> PlannedMicrobatch:
     """Plan the nano-batches such that every query is served at home."""
-    return plan_in_place(layouts, shape, replace(config, planner="home"), cost)
+    return plan_in_place(layouts, shape, replace(config, planner="home"))
 
 
 def place_microbatch(
     layouts: Sequence[TokenLayout],
     shape: AttentionShape,
     config: PlannerConfig,
-    cost: CostModel | None = None,
 ) -> PlannedMicrobatch:
     """Place and plan a microbatch: one nano-batch, two by rows, or two of which the later attends to the earlier.
 
@@ -91,8 +87,8 @@ def place_microbatch(
         ValueError: as ``make_plan``.
     """
     if not layouts[-1].seg_attends.all():
-        return _place_nano_batches(layouts[0], layouts[1], shape, config, cost)
-    pairs = [place_and_plan(layout, shape, config, cost) for layout in layouts]
+        return _place_nano_batches(layouts[0], layouts[1], shape, config)
+    pairs = [place_and_plan(layout, shape, config) for layout in layouts]
     return PlannedMicrobatch(
         [[plan for plan, _ in pairs]], [[given_plan for _, given_plan in pairs]]
     )
@@ -103,7 +99,6 @@ def plan_by_time(
     shape: AttentionShape,
     config: PlannerConfig,
     times: LayerTimes,
-    cost: CostModel | None = None,
     *,
     place: bool = False,
     home: PlannedMicrobatch | None = None,
@@ -117,7 +112,7 @@ def plan_by_time(
     Raises:
         ValueError: as ``make_plan``.
     """
-    home = home or stay_home(layouts, shape, config, cost)
+    home = home or stay_home(layouts, shape, config)
     (home_plans,) = home.plans
     balanced_seconds = sum(times.best_seconds(plan) for plan in home_plans)
     best = home
@@ -126,7 +121,7 @@ def plan_by_time(
         return home
     make = place_microbatch if place else plan_in_place
     for tolerance in TOLERANCES:
-        candidate = make(layouts, shape, replace(config, tolerance=tolerance), cost)
+        candidate = make(layouts, shape, replace(config, tolerance=tolerance))
         (plans,) = candidate.plans
         seconds = times.microbatch_seconds(plans)
         if seconds < best_seconds:
@@ -142,7 +137,6 @@ def _place_nano_batches(
     every: TokenLayout,
     shape: AttentionShape,
     config: PlannerConfig,
-    cost: CostModel | None,
 ) -> PlannedMicrobatch:
     """Place and plan two nano-batches of which the later attends to the earlier; ``every`` holds the tokens of both."""
     earlier_capacities = earlier.tokens_per_rank
@@ -152,23 +146,23 @@ def _place_nano_batches(
     second_given = _lay_out(
         every.docs, every.doc_lengths - begun, every.queries_per_rank
     )
-    first, _ = place_and_plan(first_given, shape, config, cost)
-    second, _ = place_and_plan(second_given, shape, config, cost)
+    first, _ = place_and_plan(first_given, shape, config)
+    second, _ = place_and_plan(second_given, shape, config)
     shift = begun[every.doc_index(second.layout.seg_doc)]
     new = [
         first,
-        make_plan(_joined(first.layout, second.layout, shift), shape, config, cost),
+        make_plan(_joined(first.layout, second.layout, shift), shape, config),
     ]
-    old = [make_plan(layout, shape, config, cost) for layout in (earlier, every)]
+    old = [make_plan(layout, shape, config) for layout in (earlier, every)]
     before = moved_by(*old)
     is_better = before.worst and moved_by(*new).score(before) < before.score(before)
     return PlannedMicrobatch([new if is_better else old], [old])
 
 
-def with_earlier_keys(first: Plan, second: Plan, cost: CostModel | None = None) -> Plan:
+def with_earlier_keys(first: Plan, second: Plan) -> Plan:
     """Plan the later of two nano-batches, which share no document, with the earlier one's tokens as keys."""
     layout = _joined(first.layout, second.layout, np.zeros_like(second.layout.seg_doc))
-    return make_plan(layout, second.shape, second.config, cost)
+    return make_plan(layout, second.shape, second.config)
 
 
 def divide_documents(lengths: IntArray, capacity: int) -> IntArray:

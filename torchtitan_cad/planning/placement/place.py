@@ -12,7 +12,7 @@ from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel, TileAreaCost
+from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TaskArray
@@ -39,7 +39,6 @@ def place_and_plan(
     layout: TokenLayout,
     shape: AttentionShape,
     config: PlannerConfig | None = None,
-    cost: CostModel | None = None,
 ) -> tuple[Plan, Plan]:
     """Choose new homes for the tokens, for which the plan moves fewer bytes, above all on the worst rank.
 
@@ -56,8 +55,7 @@ def place_and_plan(
     """
     begin = time.perf_counter()
     config = config or PlannerConfig()
-    cost = TileAreaCost(config.cost_tile) if cost is None else cost
-    given_plan = make_plan(layout, shape, config, cost)
+    given_plan = make_plan(layout, shape, config)
     before = moved_by(given_plan)
     if (
         layout.num_ranks == 1
@@ -68,14 +66,14 @@ def place_and_plan(
         return given_plan, given_plan
     num_searches = max(1, SEARCHES // max(8, layout.num_ranks))
     searches = [
-        HomeSearch(layout, shape, config, cost, weights)
+        HomeSearch(layout, shape, config, given_plan.cost, weights)
         for weights in WEIGHTS[:num_searches]
     ]
     least_score = before.score(before)
     best: tuple[TokenLayout, Callable[[], TaskArray]] | None = None
     for seed in range(num_searches):
         homes = searches[seed % len(searches)].find(seed)
-        by_rank, make_tasks = _try(homes, shape, config, cost)
+        by_rank, make_tasks = _try(homes, shape, config)
         score = Moved.of(by_rank).score(before)
         if score < least_score:
             best = homes, make_tasks
@@ -83,16 +81,16 @@ def place_and_plan(
     if best is None:
         return given_plan, given_plan
     homes, make_tasks = best
-    return Plan.from_tasks(homes, shape, config, make_tasks(), cost, begin), given_plan
+    return Plan.from_tasks(homes, shape, config, make_tasks(), begin), given_plan
 
 
 def _try(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig
 ) -> tuple[IntArray, Callable[[], TaskArray]]:
     """Return what ``search`` does, for a layout whose tokens all attend."""
     if config.planner == "local_search":
-        return search(layout, shape, config, cost)
-    plan = make_plan(layout, shape, config, cost)
+        return search(layout, shape, config, TileAreaCost(config.cost_tile))
+    plan = make_plan(layout, shape, config)
     return bytes_by_rank(plan), lambda: plan.tasks
 
 

@@ -21,7 +21,6 @@ from torchtitan_cad.planning.arguments import check_step, complete_config, holde
 from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
@@ -58,7 +57,6 @@ def plan_step(
     kinds: Sequence[AttentionKind],
     config: PlannerConfig | None = None,
     times: LayerTimes | None = None,
-    cost: CostModel | None = None,
     *,
     columns: IntArray | None = None,
     place: bool = True,
@@ -92,12 +90,12 @@ def plan_step(
             [kind.layout(layout, columns) for layout in nanos] for nanos in homes
         ]
         return _StepPlanner(
-            kind.shape, complete_config(kind.shape, config), times, cost, False, 1
+            kind.shape, complete_config(kind.shape, config), times, False, 1
         ).plan(layouts)
 
     shape = kinds[0].shape
     first = _StepPlanner(
-        shape, complete_config(shape, config), times, cost, place, stages
+        shape, complete_config(shape, config), times, place, stages
     ).plan(microbatches)
     if len(kinds) == 1:
         return first
@@ -185,7 +183,6 @@ class _StepPlanner:
     shape: AttentionShape
     config: PlannerConfig
     times: LayerTimes | None
-    cost: CostModel | None
     place: bool
     stages: int
 
@@ -206,10 +203,7 @@ class _StepPlanner:
         return self._reordered(step, np.array(work), float(np.mean(work)))
 
     def _by_bytes(self, microbatches: Microbatches) -> Step:
-        stay = [
-            plan_in_place(nanos, self.shape, self.config, self.cost)
-            for nanos in microbatches
-        ]
+        stay = [plan_in_place(nanos, self.shape, self.config) for nanos in microbatches]
         before = _moved(stay)
         may_gain = before.worst or self.stages > 1
         if not self.place or self.config.planner == "home" or not may_gain:
@@ -285,13 +279,10 @@ class _StepPlanner:
         return [self._finished(step, microbatches, given_plans)]
 
     def _stay_home(self, microbatches: Microbatches) -> Step:
-        return [
-            stay_home(nanos, self.shape, self.config, self.cost)
-            for nanos in microbatches
-        ]
+        return [stay_home(nanos, self.shape, self.config) for nanos in microbatches]
 
     def _place(self, nanos: Sequence[TokenLayout]) -> PlannedMicrobatch:
-        return place_microbatch(nanos, self.shape, self.config, self.cost)
+        return place_microbatch(nanos, self.shape, self.config)
 
     def _fastest(
         self,
@@ -304,7 +295,6 @@ class _StepPlanner:
             self.shape,
             self.config,
             times,
-            self.cost,
             place=self.place,
             home=home,
         )
@@ -312,10 +302,7 @@ class _StepPlanner:
     def _as(self, nanos: Sequence[TokenLayout], plans: Sequence[Plan]) -> list[Plan]:
         """Plan layouts with the options of ``plans``."""
         pairs = zip(nanos, plans, strict=True)
-        return [
-            make_plan(layout, self.shape, plan.config, self.cost)
-            for layout, plan in pairs
-        ]
+        return [make_plan(layout, self.shape, plan.config) for layout, plan in pairs]
 
     def _seconds(self, step: Step, times: LayerTimes) -> float:
         attention, linear = _attention_and_linear(step, times)
@@ -351,7 +338,7 @@ class _StepPlanner:
         ):
             plans = list(microbatch.plans[0])
             if not layouts[-1].seg_attends.all():
-                plans[1] = with_earlier_keys(plans[0], plans[1], self.cost)
+                plans[1] = with_earlier_keys(plans[0], plans[1])
             step.append(PlannedMicrobatch([plans], [old]))
         return step
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel
+from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TaskArray
@@ -26,7 +26,7 @@ class Planner(Protocol):
         layout: TokenLayout,
         shape: AttentionShape,
         config: PlannerConfig,
-        cost: CostModel,
+        cost: TileAreaCost,
     ) -> TaskArray: ...
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from torchtitan_cad.planning.intervals import FloatArray, IntArray, begins_group
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel
+from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import load_limits, server_loads
 from torchtitan_cad.planning.model.shape import AttentionShape
@@ -50,7 +50,10 @@ GRAIN, STEP, PER_QUERY, PER_KEY = range(4)
 
 @register_planner("greedy")
 def plan_greedy(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+    layout: TokenLayout,
+    shape: AttentionShape,
+    config: PlannerConfig,
+    cost: TileAreaCost,
 ) -> TaskArray:
     """Return full-prefix tasks within the guaranteed load, in time ~ servers x items x log(longest document)."""
     search = _Search(layout, shape, config, cost)
@@ -71,7 +74,7 @@ class _Search:
         layout: TokenLayout,
         shape: AttentionShape,
         config: PlannerConfig,
-        cost: CostModel,
+        cost: TileAreaCost,
     ) -> None:
         home = home_tasks(layout)
         self.items = task_table(layout, home)

@@ -24,7 +24,6 @@ from torchtitan.tools import utils
 
 from torchtitan_cad.integration.engines import kernel_shape
 from torchtitan_cad.integration.loading.documents import DocumentRule
-from torchtitan_cad.integration.machine import other_device
 from torchtitan_cad.integration.topology import Topology, degrees_of
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin
 from torchtitan_cad.integration.torchtitan_v0_2.checks import choose_streams
@@ -389,20 +388,6 @@ def _check_planner(job: Job) -> Answer:
     )
 
 
-def _check_profile(job: Job) -> Answer:
-    cad = job.config.cad
-    profile = cad.read_profile()
-    if profile is None:
-        return "none: plans balance tiles of the causal triangle"
-    if job.kernel is None:
-        return "skip", "needs a kernel without errors"
-    cad.plan_cost(job.kinds(job.model)[0].shape, job.kernel.name)
-    remark = other_device(cad, profile, job.device)
-    if remark:
-        return "note", remark
-    return f"{cad.profile}: plans balance times measured on {profile.device!r} with kernel {profile.kernel!r}"
-
-
 def _check_checkpoint(job: Job) -> Answer:
     config = job.config
     checkpoint = config.checkpoint
@@ -448,7 +433,6 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     "transport": (_check_transport, CAD, VALID),
     "environment": (_check_environment, CAD, VALID),
     "planner": (_check_planner, CAD, VALID),
-    "profile": (_check_profile, CAD, VALID, MODEL),
     "checkpoint": (_check_checkpoint,),
 }
 """Checks in the order of the report, each with the attributes of ``Job`` that it needs and why it is else left out."""

@@ -9,7 +9,6 @@ import tyro
 from torchtitan_cad.planning import (
     Plan,
     PlannerConfig,
-    Profile,
     make_plan,
     place_and_plan,
     planner_names,
@@ -33,7 +32,6 @@ def run(
     output: Path | None = None,
     *,
     config: PlannerConfig = DEFAULTS,
-    profile: Path | None = None,
     place: bool = False,
     validate: bool = False,
     plot: Path | None = None,
@@ -44,7 +42,6 @@ def run(
         layout: JSON file {"attention": {num_heads, num_kv_heads, head_dim, dtype_bytes}, "ranks": [[{doc, start,
             length}, ...], ...]}, one list of segments per rank.
         output: Write the plan to this JSON file: {"tasks": [...], "stats": {...}, ...}.
-        profile: Balance the forward times of this profile (see `torchtitan-cad profile`) instead of counting tiles.
         place: Deal the tokens to ranks anew first, as many to each, so that the busiest moves fewer bytes.
         validate: Prove the plan and its exchange tables right before writing them.
         plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
@@ -56,14 +53,12 @@ def run(
     check_output("--output", output)
     check_picture("--plot", plot)
     tokens, shape = read_layout(layout)
-    measured = None if profile is None else Profile.read(profile)
     try:
-        cost = None if measured is None else measured.cost_model("forward", shape)
         load_planner()
         if place:
-            plan, given_plan = place_and_plan(tokens, shape, config, cost=cost)
+            plan, given_plan = place_and_plan(tokens, shape, config)
         else:
-            plan = make_plan(tokens, shape, config, cost=cost)
+            plan = make_plan(tokens, shape, config)
             given_plan = None
     except ValueError as error:
         raise ValueError(f"{printable(layout)}: {error}") from error

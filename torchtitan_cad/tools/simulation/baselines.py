@@ -371,7 +371,7 @@ def packed_documents(step: Step, cp: int | IntArray) -> FloatArray:
     are gathered, and how many of its parts a rank has: two of a document that is divided, and of others its share.
     """
     lengths = step.batch.lengths
-    tile = step.costs.models[0].granularity
+    tile = step.costs.cost.granularity
     parts = 2 * cp
     of_parts = parts * tile
     shared = np.asarray(cp) > 1

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.intervals import FloatArray, IntArray, causal_pairs
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.planning.model.work import causal_pairs
 from torchtitan_cad.tools.simulation.inputs import Documents
 
 SAMPLES = 20_000

@@ -8,7 +8,7 @@ collectives are, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,6 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.keeping import GRADIENT_BYTES, LOGIT_BYTES, Checkpointing
-from torchtitan_cad.planning.model.cost import PICOSECONDS, CostModel, cost_model
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.pipeline.one_f_one_b import BACKWARD_LINEAR
 from torchtitan_cad.planning.timed import link_seconds
@@ -76,10 +75,10 @@ class Transfer:
 
 
 class Costs:
-    """Costs of one model on one cluster: ``models`` of attention forward and backward, and ``unit_seconds`` of each.
+    """Costs of one model on one cluster: ``cost`` of attention, and ``unit_seconds`` of it, forward and backward.
 
-    Plans balance ``plan_cost``, forward and backward together. ``parameters``, [2], are those of a layer's products
-    before and after attention. Raises ValueError for heads that TP does not divide, or another attention's profile.
+    ``parameters``, [2], are those of a layer's products before and after attention. Raises ValueError for heads that TP
+    does not divide.
     """
 
     def __init__(
@@ -97,39 +96,24 @@ class Costs:
         self.parameters = np.array(
             [model.pre_parameters(cluster.tp), model.post_parameters]
         )
-        self.models: tuple[CostModel, CostModel]
-        self.plan_cost: CostModel
-        if (profile := rates.profile) is None:
-            self.plan_cost = TileAreaCost(tile)
-            self.models = self.plan_cost, self.plan_cost
-            keys = self.shape.head_dim
-            values = self.shape.out_dim
-            pairs = self.plan_cost.granularity**2
-            unit_flops = [
-                pairs * self.shape.num_heads * flops
-                for flops in (2 * (keys + values), 6 * keys + 4 * values)
-            ]
-            self.unit_seconds = (
-                unit_flops[0] / rates.attention_flops,
-                unit_flops[1] / rates.backward_flops,
-            )
-        else:
-            self.plan_cost = profile.cost_model("both", self.shape)
-            self.models = (
-                profile.cost_model("forward", self.shape),
-                profile.cost_model("backward", self.shape),
-            )
-            self.unit_seconds = 1 / PICOSECONDS, 1 / PICOSECONDS
+        self.cost = TileAreaCost(tile)
+        keys = self.shape.head_dim
+        values = self.shape.out_dim
+        heads = self.cost.max_pairs(1) * self.shape.num_heads
+        self.unit_seconds = (
+            heads * 2 * (keys + values) / rates.attention_flops,
+            heads * (6 * keys + 4 * values) / rates.backward_flops,
+        )
 
     def layer_times(self, ranks: int, overlaps: bool, kept_bytes: float) -> LayerTimes:
         """Predict the rates that a job with ``tolerance = "auto"`` measures when it starts, in groups of ``ranks``."""
-        tokens = PROBE_TOKENS * self.models[0].granularity
+        tokens = PROBE_TOKENS * self.cost.granularity
         seconds = sum(
             float(self.document_seconds(np.array([tokens]), forward)[0])
             for forward in (True, False)
         )
         return LayerTimes(
-            unit=seconds / int(self.plan_cost.prefix_cost(tokens)[-1]),
+            unit=seconds / int(self.cost.prefix_cost(tokens)[-1]),
             linear=(1 + BACKWARD_LINEAR)
             * self._product_seconds(int(self.parameters.sum())),
             bytes_per_second=self.cluster.node,
@@ -141,23 +125,19 @@ class Costs:
         )
 
     def attention_seconds(self, loads: npt.ArrayLike, forward: bool) -> FloatArray:
-        """Return the seconds of loads in units of ``models``."""
+        """Return the seconds of loads in units of ``cost``."""
         return (
             np.asarray(loads, dtype=np.float64) * self.unit_seconds[0 if forward else 1]
         )
-
-    def attention_model(self, forward: bool, window: int | None) -> CostModel:
-        """Return the cost model of attention with this window."""
-        base = self.models[0 if forward else 1]
-        return cost_model(base, base.granularity, window)
 
     def document_seconds(
         self, lengths: IntArray, forward: bool, window: int | None = None
     ) -> FloatArray:
         """Return the seconds, [documents], of one layer's attention of whole documents of these lengths."""
-        model = self.attention_model(forward, window)
-        rows = -(-np.asarray(lengths) // model.granularity)
-        prefix = model.prefix_cost(int(rows.max(initial=0)) * model.granularity)
+        tile = self.cost.granularity
+        rows = -(-np.asarray(lengths) // tile)
+        cost = replace(self.cost, window=window)
+        prefix = cost.prefix_cost(int(rows.max(initial=0)) * tile)
         return self.attention_seconds(prefix[rows], forward)
 
     def segments(

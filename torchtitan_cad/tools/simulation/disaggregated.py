@@ -108,9 +108,7 @@ class Disaggregated:
         costs = step.costs
         kinds = costs.kinds[:1]
         config = self._config(step.ranks)
-        placed = plan_step(
-            self.layouts, kinds, config, cost=costs.plan_cost, stages=step.pp
-        )
+        placed = plan_step(self.layouts, kinds, config, stages=step.pp)
         return [microbatch.layouts for microbatch in placed]
 
     def plans(self, pool: PoolKey) -> list[list[Plan]]:
@@ -141,7 +139,6 @@ class Disaggregated:
                 costs.kinds,
                 self._config(ranks),
                 times=times,
-                cost=costs.plan_cost,
                 columns=columns,
                 place=place,
                 stages=stages,
@@ -278,8 +275,7 @@ class Disaggregated:
         return self._known[key]
 
     def _nano(self, plan: Plan, forward: bool, exchange: bool) -> Nano:
-        model = self.step.costs.attention_model(forward, plan.shape.window)
-        loads = server_loads(plan.tasks, model, plan.layout.num_ranks)
+        loads = server_loads(plan.tasks, plan.cost, plan.layout.num_ranks)
         attention = self.step.costs.attention_seconds(loads, forward)
         if self._with_servers:
             attention = self._attention_with_servers(plan, forward)
@@ -300,8 +296,7 @@ class Disaggregated:
         ]
         unit = costs.layer_times(plan.layout.num_ranks, False, 0.0).unit
         plan = assign_to_servers(plan, joined, unit, 1 / groups)
-        model = costs.attention_model(forward, plan.shape.window)
-        cost = model.cost(plan.tasks)
+        cost = plan.cost.cost(plan.tasks)
         num_bytes = direction_bytes(plan.shape, plan.tasks, forward)
         home = plan.tasks["server"]
         ranks = plan.layout.num_ranks

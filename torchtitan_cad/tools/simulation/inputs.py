@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torchtitan_cad.integration.config import Cad
-from torchtitan_cad.planning import AttentionShape, Profile
+from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.keeping import Checkpointing
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
@@ -296,7 +296,7 @@ class Cluster(Checked):
 
 @dataclass(frozen=True)
 class Rates(Checked):
-    """Speed of one GPU. ``profile`` replaces both attention rates."""
+    """Speed of one GPU."""
 
     linear_flops: float = rate(
         "Operations per second of matrix products.",
@@ -328,7 +328,6 @@ class Rates(Checked):
         989e12,
         source="H100, bf16: NVIDIA's data sheet",
     )
-    profile: Profile | None = None
 
 
 SOURCES = {
@@ -472,7 +471,6 @@ class Inputs:
         """Turn the inputs into values that JSON can hold."""
         documents = self.documents
         lengths = documents.lengths
-        profile = self.rates.profile
         return {
             "model": asdict(self.model),
             "cluster": asdict(self.cluster),
@@ -487,8 +485,5 @@ class Inputs:
             },
             "configuration": vars(self.configuration),
             "open": sorted(self.open),
-            "rates": {
-                **vars(self.rates),
-                "profile": profile.fingerprint() if profile else None,
-            },
+            "rates": vars(self.rates),
         }

@@ -9,7 +9,7 @@ from torchtitan_cad.planning.exchange.traffic import node_prices
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import LARGEST, CostModel
+from torchtitan_cad.planning.model.cost import LARGEST, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import SERVER, TASK_COLUMNS
@@ -93,7 +93,7 @@ class LocalSearch:
         layout: TokenLayout,
         shape: AttentionShape,
         config: PlannerConfig,
-        cost: CostModel,
+        cost: TileAreaCost,
         chosen: IntArray,
     ) -> None:
         number = np.full(len(layout.docs), -1)

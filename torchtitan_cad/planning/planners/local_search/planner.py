@@ -14,7 +14,7 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import BoolArray, IntArray, sum_by_index
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import CostModel
+from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import load_limits
 from torchtitan_cad.planning.model.shape import AttentionShape
@@ -41,7 +41,10 @@ Searched = tuple[IntArray, Callable[[], TaskArray]]
 
 @register_planner("local_search")
 def plan_local_search(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig, cost: CostModel
+    layout: TokenLayout,
+    shape: AttentionShape,
+    config: PlannerConfig,
+    cost: TileAreaCost,
 ) -> TaskArray:
     """Return diagonals and rectangles within the guaranteed loads, and within the tolerated loads where possible."""
     return search(layout, shape, config, cost)[1]()
@@ -51,7 +54,7 @@ def search(
     layout: TokenLayout,
     shape: AttentionShape,
     config: PlannerConfig,
-    cost: CostModel,
+    cost: TileAreaCost,
     effort: float = 1.0,
 ) -> Searched:
     """Return a plan of few bytes within the guaranteed loads, and within the tolerated loads where possible.

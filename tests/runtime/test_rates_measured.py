@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measuring, on a clock of the test's own: kernels for a profile, and the rates that a job measures when it starts."""
+"""The rates that a job measures when it starts, on a clock of the test's own."""
 
-import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,18 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.lib.processes import run_processes, values
-from tests.lib.refusals import refusal
 from tests.lib.rows import CPU
 from torchtitan_cad.planning import AttentionShape, TileAreaCost
 from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs
-from torchtitan_cad.runtime.timing import WARM_UP
 from torchtitan_cad.runtime.transport.build import build_transport
-from torchtitan_cad.tools.profiling import (
-    MOST_RETRIES,
-    ProfileGrid,
-    measure_profile,
-)
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=4)
 
@@ -39,23 +31,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 class ClockedKernel:
     """A kernel that takes a millisecond a task and key tile, and twice that backward."""
 
-    name = "clocked"
-
     def __init__(self, clock: SimpleNamespace) -> None:
         self.clock = clock
-        self.calls = []
-
-    def check(self, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
-        if dtype != torch.float32:
-            raise ValueError(f"clocked takes no {dtype}")
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor]:
         assert q.shape == (call.cu_q_host[-1], 4, 8)
         assert k.shape == v.shape == (call.cu_k_host[-1], 2, 8)
-        assert call.causal or (call.q_start >= call.max_k).all()
-        self.calls.append((call.max_q, call.max_k, call.causal))
+        assert call.causal
         self.clock.now += 1e-3 * len(call.q_start) * call.max_k / 128
         return q, q.new_empty(q.shape[:2])
 
@@ -70,62 +54,6 @@ class ClockedKernel:
 @pytest.fixture
 def kernel(clock: SimpleNamespace) -> ClockedKernel:
     return ClockedKernel(clock)
-
-
-def test_times_are_those_of_a_task(kernel):
-    grid = ProfileGrid((32, 256), (128, 256, 1024), repeats=3)
-    cells = []
-    profile = measure_profile(
-        kernel, SHAPE, torch.float32, CPU, grid, lambda: cells.append(len(kernel.calls))
-    )
-    want = np.array([[1.0, 2.0, 8.0]] * 2)
-    np.testing.assert_allclose(profile.forward_ms, want)
-    np.testing.assert_allclose(profile.backward_ms, 2 * want)
-    calls = 1 + WARM_UP + grid.repeats
-    assert cells == [calls * (i + 1) for i in range(grid.num_cells)]
-    lengths = itertools.product(grid.q_lengths, grid.kv_lengths)
-    assert kernel.calls[::calls] == [(*pair, False) for pair in lengths]
-
-
-@pytest.mark.parametrize(
-    ("disturbed", "measured_again", "noisy"),
-    [(1, 1, []), (100, MOST_RETRIES, [(128, 256)])],
-)
-def test_noisy_cells_are_measured_again(kernel, disturbed, measured_again, noisy):
-    """A disturbance of one cell's repeats is gone the second time; one that stays is kept, after two more rounds."""
-    undisturbed = kernel.forward
-    grid = ProfileGrid((128,), (128, 256, 512), repeats=4)
-    calls = 1 + WARM_UP + grid.repeats
-    seen = 0
-
-    def forward(*rows_and_call):
-        nonlocal seen
-        if rows_and_call[-1].max_k == 256:
-            seen += 1
-            measurement, index = divmod(seen, calls)
-            kernel.clock.now += 1.0 * (measurement < disturbed) * (index % 2)
-        return undisturbed(*rows_and_call)
-
-    kernel.forward = forward  # type: ignore[method-assign]
-    profile = measure_profile(kernel, SHAPE, torch.float32, CPU, grid)
-    assert len(kernel.calls) == (grid.num_cells + measured_again) * calls
-    assert profile.noisy_cells() == noisy
-    assert profile.forward_ms[0][1] == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "keys", "named"),
-    [
-        (torch.float32, 2**30, ()),  # cells larger than the memory
-        (torch.float32, 100, ("grid.kv_lengths", "[100]")),
-        (torch.float64, 128, ()),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_first(kernel, dtype, keys, named):
-    grid = ProfileGrid((128,), (128, keys) if keys > 128 else (keys,), repeats=1)
-    with refusal(*named):
-        measure_profile(kernel, SHAPE, dtype, CPU, grid)
-    assert not kernel.calls
 
 
 def test_attention_is_timed_forward_and_backward_per_unit_of_cost(kernel):
