@@ -28,8 +28,8 @@ from torchtitan_cad.runtime.errors import PeerError, first_sentence
 enable_cpu()
 
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin, rules  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.checks import choose_streams  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.streams import choose_streams  # noqa: E402
 
 STOCK = """
 [model]

@@ -16,12 +16,11 @@ from torchtitan_cad.demo.synthetic import parse_lengths
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin
-from torchtitan_cad.integration.torchtitan_v0_2.checks import SUPPORTED_MODELS
 from torchtitan_cad.integration.torchtitan_v0_2.inputs import SYNTHETIC
 from torchtitan_cad.integration.torchtitan_v0_2.job import cad_table
 from torchtitan_cad.integration.torchtitan_v0_2.manager import quiet, read_config
 from torchtitan_cad.integration.torchtitan_v0_2.model import update_without_cp
-from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of
+from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS, adapter_of
 from torchtitan_cad.integration.torchtitan_v0_2.room import checkpointing_kind
 from torchtitan_cad.planning.keeping import Checkpointing
 from torchtitan_cad.tools.simulation.batches import DEFAULT, named_lengths
@@ -139,7 +138,7 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
         ranks = _ranks(config, degrees, notes)
     if adapter_of(name) is None:
         raise ValueError(
-            f"model.name = {name!r}: set it to one of {', '.join(SUPPORTED_MODELS)}, which cad knows"
+            f"model.name = {name!r}: set it to one of {', '.join(ADAPTERS)}, which cad knows"
         )
     plugin.check(config, ranks)
     dp = ranks // degrees

@@ -212,7 +212,7 @@ class PingPong:
         dynamo: Any = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
         if self.traced_on is not None:
-            assert not self.units, "see torchtitan_v0_2/checks.py"
+            assert not self.units, "see torchtitan_v0_2/streams.py"
             self.graphs = compile_graphs(self.segments, self.engine, self.traced_on)
             return
 

@@ -33,6 +33,7 @@ from torchtitan.models.attention import VarlenMetadata
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
+from torchtitan_cad.integration.choices import check_values
 from torchtitan_cad.integration.compile_caches import separate_compile_caches
 from torchtitan_cad.integration.engines import ENGINE, engine_name
 from torchtitan_cad.integration.failure import name_dead_peers
@@ -41,7 +42,7 @@ from torchtitan_cad.integration.pingpong.fsdp_hooks import adopt_hooks
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.run_state import begin_run
 from torchtitan_cad.integration.session import current_session, open_session
-from torchtitan_cad.integration.topology import TICK_SCHEDULES
+from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology, check_degrees
 from torchtitan_cad.integration.torchtitan_v0_2 import upstream
 from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
     TitanBlock,
@@ -51,8 +52,6 @@ from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
     replace_attention,
     selects_operators,
 )
-from torchtitan_cad.integration.torchtitan_v0_2.checks import choose_streams, validate
-from torchtitan_cad.integration.torchtitan_v0_2.experts import check_experts
 from torchtitan_cad.integration.torchtitan_v0_2.folders import check_folders
 from torchtitan_cad.integration.torchtitan_v0_2.inputs import (
     add_demo,
@@ -65,7 +64,6 @@ from torchtitan_cad.integration.torchtitan_v0_2.inputs import (
     without_document_ids,
 )
 from torchtitan_cad.integration.torchtitan_v0_2.job import read_job
-from torchtitan_cad.integration.torchtitan_v0_2.job_checks import launched_ranks
 from torchtitan_cad.integration.torchtitan_v0_2.metrics import CadMetricsProcessor
 from torchtitan_cad.integration.torchtitan_v0_2.model import (
     build_engine,
@@ -82,9 +80,21 @@ from torchtitan_cad.integration.torchtitan_v0_2.models import (
     has_experts,
 )
 from torchtitan_cad.integration.torchtitan_v0_2.pipeline import pipeline_in_ticks
-from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
+from torchtitan_cad.integration.torchtitan_v0_2.rules import (
+    RULES,
+    RULES_OF_EXPERTS,
+    RULES_OF_JOBS,
+    Checked,
+    has_cad,
+    launched_ranks,
+)
+from torchtitan_cad.integration.torchtitan_v0_2.rules import check as check_rules
 from torchtitan_cad.integration.torchtitan_v0_2.shadowed import shadow_train_spec
 from torchtitan_cad.integration.torchtitan_v0_2.stages import stage_modules
+from torchtitan_cad.integration.torchtitan_v0_2.streams import (
+    check_streams,
+    choose_streams,
+)
 from torchtitan_cad.integration.torchtitan_v0_2.validation import plan_validation
 from torchtitan_cad.planning.model.batch import divides_by_row
 from torchtitan_cad.runtime import ops
@@ -186,12 +196,26 @@ def check_start(config: JobConfig) -> TrainSpec:
 
 
 def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
-    """Check a config, with CAD or without, as far as possible before process groups exist; see ``validate``.
+    """Check a config, with CAD or without, as far as possible before process groups exist.
 
-    Returns the model's TrainSpec, without CAD.
+    ``world_size`` is by default the launcher's WORLD_SIZE, or the NGPU of torchtitan's dry runs; what depends on it is
+    skipped if that is not set. Returns the model's TrainSpec, without CAD. Raises ValueError that names the TOML key,
+    the value, and what to set instead.
     """
     import_custom(config)
-    validate(config, world_size)
+    if world_size is None:
+        world_size = launched_ranks(config)
+    job = Checked(config, world_size)
+    check_rules(job, RULES)
+    if world_size is not None:
+        check_degrees(config.parallelism, world_size)
+    check_rules(job, RULES_OF_JOBS)
+    if has_cad(config):
+        check_values(config.cad)
+        config.cad.check_eos_id()
+        check_streams(config)
+        if world_size is not None:
+            config.cad.check_groups(Topology.from_job(config.parallelism, world_size))
     name = config.model.name
     parallelism = config.parallelism
     optimizer = config.optimizer.name
@@ -226,11 +250,8 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
             f"optimizer.name = {optimizer!r}: set optimizer.name to one of: {', '.join(_OPTIMIZERS)}"
         )
     if has_experts(model_args):
-        check_experts(
-            config,
-            model_args,
-            launched_ranks(config) if world_size is None else world_size,
-        )
+        experts = model_args.moe_args.num_experts
+        check_rules(Checked(config, world_size, experts), RULES_OF_EXPERTS)
     if parallelism.pipeline_parallel_degree > 1 and (
         has_cad(config) or spec.pipelining_fn is pipeline_llm
     ):

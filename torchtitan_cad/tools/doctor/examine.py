@@ -26,7 +26,6 @@ from torchtitan_cad.integration.engines import kernel_shape
 from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.topology import Topology, degrees_of
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin
-from torchtitan_cad.integration.torchtitan_v0_2.checks import choose_streams
 from torchtitan_cad.integration.torchtitan_v0_2.folders import (
     check_folders,
     checkpoint_folder,
@@ -42,6 +41,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.job import (
 )
 from torchtitan_cad.integration.torchtitan_v0_2.manager import quiet, read_config
 from torchtitan_cad.integration.torchtitan_v0_2.models import adapter_of, has_experts
+from torchtitan_cad.integration.torchtitan_v0_2.streams import choose_streams
 from torchtitan_cad.planning.compile_once import is_compiled
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.planning.jit import is_plain_python
