@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 from tests.lib.accuracy import assert_as_exact
 from tests.lib.ledger import load
 from torchtitan_cad.integration.pingpong import segment_graph
+from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.planning import (
     AttentionShape,
     PlannerConfig,
@@ -362,7 +363,9 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
     register_engine(ENGINE, engine)
     torch.manual_seed(0)
     blocks = [new_block() for _ in range(job.blocks)]
-    views: list[Any] = [types.SimpleNamespace(block=block) for block in blocks]
+    views: list[Any] = [
+        types.SimpleNamespace(block=block, traceable=True) for block in blocks
+    ]
     doubles = [copy.deepcopy(block).double() for block in blocks]
     segments: list[Any] = [
         BlockSegment(before, after)
@@ -385,6 +388,8 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
         from tests.lib.ledger import inductor  # noqa: F401
 
         compiled = segment_graph.compile_graphs(segments, ENGINE, device)
+    loop = PingPong(views, ENGINE)
+    loop.graphs = compiled
 
     def whole(
         blocks: list[nn.Module], xs: list[Tensor], keys: list[Tensor]
@@ -407,9 +412,11 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
 
     def in_graphs(xs: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
         nothing: Any = [None, None]
-        return segment_graph.run_graphs(
-            compiled, views, xs, nothing, nothing, keys, job.in_rows
+        nano_batches = loop.nano_batches(
+            xs, nothing, nothing, int(keys[0]), job.in_rows
         )
+        loop.run_blocks(nano_batches, job.in_rows)
+        return [nano_batch.x for nano_batch in nano_batches]
 
     outcome = Outcome()
     for run in range(job.runs):

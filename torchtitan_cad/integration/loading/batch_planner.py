@@ -83,6 +83,16 @@ class _Loaded:
     can_redistribute: bool
     servers: int
 
+    @property
+    def of_step(self) -> BatchShape:
+        """The shape of all batches, one below the other."""
+        return replace(self.shape, rows=self.batches * self.shape.rows)
+
+    @property
+    def columns(self) -> IntArray:
+        """The column of each document's first token."""
+        return self.starts % self.shape.seq_len
+
 
 @dataclass(frozen=True)
 class PlannedBatch:
@@ -213,7 +223,7 @@ class BatchPlanner:
         loaded = self._gather(own)
         self._check_alike(loaded)
         try:
-            planned, parcel = self._plan_step(loaded, shape, to_redistribute)
+            planned, parcel = self._plan_step(own, loaded, to_redistribute)
         except Exception:
             self.announce_failure("planning a batch")
             raise
@@ -222,24 +232,24 @@ class BatchPlanner:
 
     def _plan_step(
         self,
+        own: _Loaded,
         loaded: Sequence[_Loaded],
-        shape: BatchShape,
         to_redistribute: Sequence[Batch] | None,
     ) -> tuple[list[PlannedBatch], Parcel | None]:
-        """Plan what all ranks have loaded; ``shape`` is that of this rank's batches."""
+        """Plan what all ranks have loaded, this one its ``own``."""
         begin = time.perf_counter()  # without waits for peers
         cp = self.topology.cp
-        batches = loaded[0].batches
+        shape = own.shape
         of_rows = loaded[: self.topology.dp * cp : cp]
         if self.servers is not None:
             self.servers.take_list(loaded[0].servers)
         layouts = step_layouts(
             [part.starts for part in of_rows],
-            [replace(part.shape, rows=batches * part.shape.rows) for part in of_rows],
+            [part.of_step for part in of_rows],
             cp,
             nano_batches=self.rules.nano_batches,
         )
-        columns = np.concatenate([part.starts % part.shape.seq_len for part in of_rows])
+        columns = np.concatenate([part.columns for part in of_rows])
         placed = None
         may_move = all(part.can_redistribute and part.shape == shape for part in loaded)
         if self.placement is not None and may_move:
@@ -251,12 +261,11 @@ class BatchPlanner:
             microbatches = self._plan_batch(layouts[part], columns, of_batch)
             planned.append(self._make_executable(microbatches, shape))
         self._say_that_it_stays([plan for batch in planned for plan in batch.plans])
-        seconds = (time.perf_counter() - begin) / batches
+        seconds = (time.perf_counter() - begin) / own.batches
         parcel = None
         if self.placement is not None:
-            of_step = replace(shape, rows=batches * shape.rows)
             parcel = self.placement.pack(
-                layouts, placed, of_step, to_redistribute or ()
+                layouts, placed, own.of_step, to_redistribute or ()
             )
         return [replace(batch, seconds=seconds) for batch in planned], parcel
 
@@ -302,7 +311,7 @@ class BatchPlanner:
     ) -> PlannedBatch:
         """Give the engines the plans of a batch, those of a microbatch under a key and the next ones."""
         keys = []
-        engine_keys = []
+        engine_keys = list[int]()
         for microbatch in microbatches:
             key = next(self.keys)
             keys.append(key)

@@ -33,13 +33,8 @@ def open_block(block: Any, *tensors: Tensor | None) -> tuple[Any, ...]:
             args, _ = hook(block, args, {})
         else:
             result = hook(block, args)
-            args = (
-                args
-                if result is None
-                else result
-                if isinstance(result, tuple)
-                else (result,)
-            )
+            if result is not None:
+                args = result if isinstance(result, tuple) else (result,)
     return args
 
 

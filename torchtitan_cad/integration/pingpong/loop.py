@@ -30,8 +30,9 @@ from torch.profiler import record_function
 
 from torchtitan_cad.integration.pingpong.block import BlockSegment, BlockView
 from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
-from torchtitan_cad.integration.pingpong.segment_graph import compile_graphs, run_graphs
+from torchtitan_cad.integration.pingpong.segment_graph import compile_graphs
 from torchtitan_cad.planning.model.batch import divides_by_row
+from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.steps import combine, combine_with_lse, dispatch, step
 
 NAMES = ("nano_batch_0", "nano_batch_1")
@@ -46,7 +47,8 @@ class _NanoBatch:
     """A nano-batch on its way through the blocks.
 
     ``x``, ``rope``, ``positions`` are what the next block would get; ``earlier`` is the nano-batch whose keys this one
-    attends to as well, if rows are halved in the middle.
+    attends to as well, if rows are halved in the middle. ``token`` and ``rows`` are its core attention in flight: q, k,
+    v and what heads share, or what a graph carries to the next (segment_graph.py).
     """
 
     name: str
@@ -56,28 +58,25 @@ class _NanoBatch:
     rope: Tensor
     positions: Tensor | None
     earlier: "_NanoBatch | None"
+    token: Any = None
+    rows: Any = None
+    block: Any = None
 
     def __post_init__(self) -> None:
         self.plan_key = torch.tensor(self.key, device="cpu")
-        self._token: Any = None
-        self._block: Any = None
-        self._rows: Any = None
-        """With the token, core attention in flight, from ``send`` until ``receive``: its block, q, k, v and shared."""
-        self._attended: Any = None
-        """Core attention's output [B, S, heads * head_dim], from ``receive`` until a segment has used it."""
 
     def open(self, block: nn.Module, second: "_NanoBatch") -> None:
         """Run the pre-hooks of ``block``, which this nano-batch and the ``second`` one enter (see fsdp_hooks.py)."""
-        self.x, self._attended, self.rope, second.rope = open_block(
-            block, self.x, self._attended, self.rope, second.rope
+        self.x, self.token, self.rope, second.rope = open_block(
+            block, self.x, self.token, self.rope, second.rope
         )
 
     def close(self, block: nn.Module) -> None:
-        """Run the hooks of ``block`` on its result: what core attention of the next block begins with, or ``x``."""
-        if self._token is None:
+        """Run the hooks of ``block`` on its result: core attention of the next block, or ``x``."""
+        if self.token is None:
             self.x = close_block(block, self.x)
         else:
-            self._token = close_block(block, self._token)
+            self.token = close_block(block, self.token)
 
     def run(self, name: str, work: Callable[..., Any], *args: Any) -> Any:
         """Call ``work(*args)`` under its name in traces."""
@@ -93,34 +92,28 @@ class _NanoBatch:
         shared: Tensor | None = None,
     ) -> None:
         if self.earlier is not None:
-            _, first_k, first_v, first_shared = self.earlier._rows
+            _, first_k, first_v, first_shared = self.earlier.rows
             k = torch.cat((first_k, k))
             v = torch.cat((first_v, v))
             shared = None if shared is None else torch.cat((first_shared, shared))
         self.engine = block.engine or self.engine
-        self._token = dispatch(q, k, v, self.plan_key, self.engine, shared=shared)
-        self._block = block
-        self._rows = (q, k, v, shared)
+        self.token = dispatch(q, k, v, self.plan_key, self.engine, shared=shared)
+        self.block = block
+        self.rows = (q, k, v, shared)
 
     def attend(self) -> None:
-        self._token = step(self._token, "attend", self.plan_key, self.engine)
+        self.token = step(self.token, "attend", self.plan_key, self.engine)
 
-    def receive(self) -> None:
-        *qkv, shared = self._rows
-        rescale = self._block.rescale
+    def receive(self) -> Tensor:
+        """Return core attention's output [B, S, heads * head_dim]."""
+        *qkv, shared = self.rows
+        rescale = self.block.rescale
         end: Callable[..., Any] = combine if rescale is None else combine_with_lse
-        result = end(self._token, *qkv, self.plan_key, self.engine, shared=shared)
+        result = end(self.token, *qkv, self.plan_key, self.engine, shared=shared)
         out = result if rescale is None else rescale(*result)
-        self._token = self._block = self._rows = None
-        self._attended = out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
-
-    def take_attended(self) -> Tensor:
-        """Give core attention's output away: the nano-batch no longer holds it."""
-        if self._attended is None:
-            self.receive()
-        attended = self._attended
-        self._attended = None
-        return attended
+        self.token = None
+        self.rows = None
+        return out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])
 
 
 class _Unit(nn.Module):
@@ -144,15 +137,11 @@ class _Unit(nn.Module):
         in_rows: bool,
     ) -> tuple:
         """Compute the next block's inputs of both nano-batches from this one's, ``xs`` [B, S, dim]."""
-        schedule = self.schedule
         nano_batches = self.schedule.nano_batches(xs, ropes, positions, key, in_rows)
-        schedule.run_segment(
-            self.start, nano_batches, self.index, before=False, after=True
-        )
-        schedule.attend(nano_batches)
-        schedule.run_segment(
-            self.end, nano_batches, self.index + 1, before=True, after=False
-        )
+        self.schedule.run_segment(self.start, nano_batches, begins=self.index)
+        for nano_batch in nano_batches:
+            nano_batch.attend()
+        self.schedule.run_segment(self.end, nano_batches, ends=self.index)
         return tuple(nano_batch.x for nano_batch in nano_batches)
 
 
@@ -244,108 +233,121 @@ class PingPong:
             ropes = [rope[:middle], rope[middle : 2 * middle]]
         halved = (None, None) if positions is None else positions.chunk(2, dim)
         xs: Sequence[Tensor] = x.chunk(2, dim)
-        if self.graphs:
-            keys = [torch.tensor(key + i, device="cpu") for i in range(2)]
-            outputs = run_graphs(
-                self.graphs, self.blocks, xs, ropes, halved, keys, in_rows
-            )
-        elif self.units:
-            outputs = self._run_units(xs, ropes, halved, key, in_rows)
-        else:
-            outputs = self._run_segments(
-                self.nano_batches(xs, ropes, halved, key, in_rows)
-            )
-        return torch.cat(outputs, dim)
+        nano_batches = self.nano_batches(xs, ropes, halved, key, in_rows)
+        self.run_blocks(nano_batches, in_rows)
+        return torch.cat([nano_batch.x for nano_batch in nano_batches], dim)
 
-    def _run_segments(self, nano_batches: list[_NanoBatch]) -> list[Tensor]:
+    def run_blocks(self, nano_batches: list[_NanoBatch], in_rows: bool) -> None:
+        """Run what ``checkpoint`` and ``compile`` have made of the blocks, with the blocks' hooks around."""
         first, second = nano_batches
-        ends = zip(
-            self.segments, [None, *self.blocks], [*self.blocks, None], strict=True
-        )
-        for i, (segment, before, after) in enumerate(ends):
-            if before is not None:
-                first.receive()
+        if self.graphs:
+            streams.forget_objects_of_graphs(first.x.device)
+        ends: list[Any] = [None, *self.blocks]
+        begins: list[Any] = [*self.blocks, None]
+        parts: Sequence[Any] = self.graphs or self.segments
+        if self.units:
+            ends = begins = self.blocks
+            parts = self.units
+        for i, (part, before, after) in enumerate(
+            zip(parts, ends, begins, strict=True)
+        ):
             if after is not None:
                 first.open(after.block, second)
-            self.run_segment(
-                segment,
-                nano_batches,
-                i,
-                before=before is not None,
-                after=after is not None,
-            )
+            if self.units:
+                _run_unit(part, nano_batches, in_rows)
+            elif self.graphs:
+                _run_graph(part, nano_batches, i, in_rows, begins=after is not None)
+            else:
+                self.run_segment(
+                    part,
+                    nano_batches,
+                    ends=None if before is None else i - 1,
+                    begins=None if after is None else i,
+                )
             if before is not None:
                 second.close(before.block)
-            if after is not None:
-                self.attend(nano_batches)
-        return [first.x, second.x]
-
-    def _run_units(
-        self,
-        xs: Sequence[Tensor],
-        ropes: Sequence[Tensor],
-        positions: Sequence[Tensor | None],
-        key: int,
-        in_rows: bool,
-    ) -> list[Tensor]:
-        first, second = xs
-        for block, unit in zip(self.blocks, self.units, strict=True):
-            first, *ropes = open_block(block.block, first, *ropes)
-            first, second = unit(
-                (first, second), tuple(ropes), tuple(positions), key, in_rows
-            )
-            second = close_block(block.block, second)
-        return [first, second]
+            if parts is self.segments and after is not None:
+                for nano_batch in nano_batches:
+                    nano_batch.attend()
 
     def run_segment(
         self,
         segment: Any,
         nano_batches: list[_NanoBatch],
-        index: int,
         *,
-        before: bool,
-        after: bool,
+        ends: int | None = None,
+        begins: int | None = None,
     ) -> None:
-        """Advance both nano-batches by the segment before the attention of block ``index``; ``attend`` follows.
-
-        ``before`` and ``after`` tell whether a block ends there, and whether one begins.
-        """
-        name = " ".join([f"post {index - 1}"] * before + [f"pre {index}"] * after)
+        """Advance both nano-batches by the segment in which a block ``ends`` and one ``begins``, given by number."""
+        names = []
+        if ends is not None:
+            names.append(f"post {ends}")
+        if begins is not None:
+            names.append(f"pre {begins}")
         for nano_batch in nano_batches:
-            attended = nano_batch.take_attended() if before else None
+            attended = None if ends is None else nano_batch.receive()
             nano_batch.x, *qkv = nano_batch.run(
-                name,
+                " ".join(names),
                 segment,
                 nano_batch.x,
                 attended,
                 nano_batch.rope,
                 nano_batch.positions,
             )
-            if after:
-                nano_batch.send(self.blocks[index], *qkv)
-
-    def attend(self, nano_batches: list[_NanoBatch]) -> None:
-        """Run core attention between two segments."""
-        for nano_batch in nano_batches:
-            nano_batch.attend()
+            if begins is not None:
+                nano_batch.send(self.blocks[begins], *qkv)
 
     def nano_batches(
         self, xs: Any, ropes: Any, positions: Any, key: int, in_rows: bool
     ) -> list[_NanoBatch]:
         """Make the microbatch's nano-batches; ``in_rows``: the second one's queries attend to the first one's keys."""
-        nano_batches: list[_NanoBatch] = []
-        for i, (name, x, rope, position) in enumerate(
-            zip(NAMES, xs, ropes, positions, strict=True)
-        ):
-            nano_batches.append(
-                _NanoBatch(
-                    name,
-                    key + i,
-                    self.engine,
-                    x,
-                    rope,
-                    position,
-                    nano_batches[0] if in_rows and i else None,
-                )
+        first, second = (
+            _NanoBatch(name, key + i, self.engine, *tensors, earlier=None)
+            for i, (name, *tensors) in enumerate(
+                zip(NAMES, xs, ropes, positions, strict=True)
             )
-        return nano_batches
+        )
+        if in_rows:
+            second.earlier = first
+        return [first, second]
+
+
+def _run_unit(unit: nn.Module, nano_batches: list[_NanoBatch], in_rows: bool) -> None:
+    first, second = nano_batches
+    first.x, second.x = unit(
+        (first.x, second.x),
+        (first.rope, second.rope),
+        (first.positions, second.positions),
+        first.key,
+        in_rows,
+    )
+
+
+def _run_graph(
+    graph: Callable[..., Any],
+    nano_batches: list[_NanoBatch],
+    index: int,
+    in_rows: bool,
+    *,
+    begins: bool,
+) -> None:
+    """Run the graph of a segment on both nano-batches; arguments as in ``SegmentGraph``."""
+    pending = [
+        (part.token, *part.rows) for part in nano_batches if part.token is not None
+    ]
+    with record_function(f"cad/segments {index}"):
+        xs, pending = graph(
+            [part.x for part in nano_batches],
+            pending,
+            [part.rope if begins else None for part in nano_batches],
+            [part.positions for part in nano_batches],
+            [part.plan_key for part in nano_batches],
+            in_rows,
+        )
+    for part, x in zip(nano_batches, xs, strict=True):
+        part.x = x
+        part.token = None
+    if begins:
+        for part, (token, *rows) in zip(nano_batches, pending, strict=True):
+            part.token = token
+            part.rows = rows

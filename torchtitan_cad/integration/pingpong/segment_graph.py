@@ -10,15 +10,12 @@ flight at its end, by the same events. On CPU there are no streams, and the host
 Backward of a graph is one autograd node, so a block's gradients are reduced once those of both nano-batches are known.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
-from torchtitan_cad.integration.pingpong.block import BlockView
-from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_block
 from torchtitan_cad.runtime import streams, traced
 
 FIRST_TORCH = "2.14.1"
@@ -197,36 +194,3 @@ def compile_graphs(
         )
         graphs.append(torch.compile(graph, fullgraph=True, options=options))
     return graphs
-
-
-def run_graphs(
-    graphs: Iterable[Callable[..., Any]],
-    blocks: Sequence[BlockView],
-    xs: Sequence[Tensor],
-    ropes: Sequence[Tensor],
-    positions: Sequence[Tensor | None],
-    keys: Sequence[Tensor],
-    in_rows: bool,
-) -> list[Tensor]:
-    """Run the blocks on both nano-batches, for their outputs [B, S, dim]; arguments as in ``SegmentGraph``."""
-    streams.forget_objects_of_graphs(xs[0].device)
-    first, second = xs
-    pending: list[Any] = []
-    for i, (graph, before, after) in enumerate(
-        zip(graphs, [None, *blocks], [*blocks, None], strict=True)
-    ):
-        if after is not None:
-            token, *rest = pending[0] if pending else (None,)
-            first, token, *ropes = open_block(after.block, first, token, *ropes)
-            pending[:1] = [(token, *rest)] if pending else []
-        with record_function(f"cad/segments {i}"):
-            begun = [None, None] if after is None else ropes
-            (first, second), pending = graph(
-                [first, second], pending, begun, positions, keys, in_rows
-            )
-        if before is not None and after is not None:
-            token, *rest = pending[1]
-            pending[1] = (close_block(before.block, token), *rest)
-        elif before is not None:
-            second = close_block(before.block, second)
-    return [first, second]
