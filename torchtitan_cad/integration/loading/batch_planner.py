@@ -50,7 +50,7 @@ from torchtitan_cad.planning.pipeline.program import AttentionPool
 from torchtitan_cad.planning.placement.microbatch import LEAST_GAIN
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
-from torchtitan_cad.runtime.servers.client import ServerPool
+from torchtitan_cad.runtime.servers.client import ListedServer, ServerPool
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +74,14 @@ class _Loaded:
         shape: of every batch.
         batches: that are planned together.
         can_redistribute: whether tokens may get other homes.
-        servers: the list of joined servers that the plans use, if this is the group's first rank.
+        servers: that have joined and that the plans may use, if this is the group's first rank.
     """
 
     starts: np.ndarray
     shape: BatchShape
     batches: int
     can_redistribute: bool
-    servers: int
+    servers: list[ListedServer]
 
     @property
     def of_step(self) -> BatchShape:
@@ -218,7 +218,7 @@ class BatchPlanner:
             shape,
             batches,
             can_redistribute=to_redistribute is not None,
-            servers=self._list_servers(),
+            servers=self._look_for_servers(),
         )
         loaded = self._gather(own)
         self._check_alike(loaded)
@@ -336,12 +336,12 @@ class BatchPlanner:
             for key in planned.engine_keys:
                 engine.drop_plan(key)
 
-    def _list_servers(self) -> int:
-        """Return the number of the list of joined servers, which the group's first rank makes; 0 on other ranks."""
+    def _look_for_servers(self) -> list[ListedServer]:
+        """Return the joined servers that the step's plans may use, on the group's first rank."""
         if self.servers is None:
-            return 0
+            return []
         try:
-            return self.servers.make_list()
+            return self.servers.look()
         except Exception:
             self.announce_failure("looking for attention servers")
             raise

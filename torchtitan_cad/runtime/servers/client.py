@@ -3,7 +3,7 @@
 
 A server that is late, gone or wrong is struck off by the rank that sees it, at once: the rank computes what it has
 asked for itself, asks it nothing more, and says so in the servers' store. Other ranks learn of it from the next list.
-The first rank of every CAD group makes that group's lists, one for each step that is planned.
+The first rank of every CAD group looks which servers there are for each step that is planned, and tells the others.
 """
 
 import contextlib
@@ -46,6 +46,8 @@ _GOODBYE_S = 1.0
 
 OwedAnswer = Future[Sequence[Tensor] | None]
 """results on the host that a server owes; None if they did not come, as the server is struck off"""
+ListedServer = tuple[ServerCard, JoinedServer]
+"""a server that plans use, as it announced itself and as planning sees it"""
 
 
 def take_answer(request: Request, answer: OwedAnswer | None) -> Sequence[Tensor] | None:
@@ -181,7 +183,6 @@ class ServerPool:
         self._links: dict[int, _Link] = {}
         self._known = set[int]()
         """Numbers of all servers that this rank has ever connected to, or tried to."""
-        self._version = 0
         self.listed: list[JoinedServer] = []
         """The servers of the last list."""
 
@@ -226,13 +227,13 @@ class ServerPool:
 
     # Lists ------------------------------------------------------------------------------------------------------------
 
-    def make_list(self) -> int:
-        """Publish which servers the next plans may use, if that has changed; returns the number of the list.
+    def look(self) -> list[ListedServer]:
+        """Return the servers that the next plans may use, and begin to connect to new ones.
 
-        Only the first rank of a group makes lists, before a step is planned; all ranks ``take_list`` with the result.
+        Only the first rank of a group looks, before a step is planned; all its ranks ``take_list``. Others return [].
         """
         if self._rank != self._group:
-            return 0
+            return []
         for card in self._registry.servers(self._job, self._known):
             self._connect(card)
         before = {server.number: server for server in self.listed}
@@ -243,23 +244,19 @@ class ServerPool:
                 logger.info(f"CAD uses {link.card.name} no longer: {reason}")
                 self._close(number)
             elif link.rate is not None:
-                listed.append(before.get(number) or self._joined(link.card, link.rate))
-        if listed != self.listed:
-            self._version += 1
-            self.listed = listed
-            self._registry.put_list(self._job, self._group, self._version, listed)
-        return self._version
+                joined = before.get(number) or self._joined(link.card, link.rate)
+                listed.append((link.card, joined))
+        return listed
 
-    def take_list(self, version: int) -> None:
+    def take_list(self, listed: Sequence[ListedServer]) -> None:
         """Use the servers of a list from now on, and begin to connect to those that are new."""
-        if version != self._version:
-            self.listed = self._registry.get_list(self._job, self._group, version)
-            self._version = version
-        listed = {server.number for server in self.listed}
-        for number in listed - self._known:
-            self._connect(self._registry.card(self._job, number))
+        self.listed = [joined for _, joined in listed]
+        numbers = {card.number for card, _ in listed}
+        for card, _ in listed:
+            if card.number not in self._known:
+                self._connect(card)
         if self._rank != self._group:
-            for number in self._links.keys() - listed:
+            for number in self._links.keys() - numbers:
                 self._close(number)
 
     def assign(self, plan: Plan) -> Plan:

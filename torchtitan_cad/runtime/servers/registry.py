@@ -3,26 +3,23 @@
 
 Keys, below a prefix:
     job                 what the job is, in JSON: its number, version, dtype, heads, and the digest of its token
-    servers             how many servers have announced themselves
-    server/N            announcement of server N, in JSON
-    gone/N              why server N takes no more work: it left, or a rank struck it off
-    list/G/V            servers that plans of the group whose first rank is G use, by the number V of the list
-    invitations/N       how many ranks have invited server N to a connection
-    invitation/N/I      name of the I-th connection
+    servers             announcements of servers, one a line, by whose order they have numbers: a signature, and JSON
+    gone                why servers take no more work, one a line: a number, and that it left or a rank struck it off
+    invitations/N       ranks that have invited server N to a connection, one a line
 """
 
 import hashlib
 import hmac
 import json
 import math
-from collections.abc import Container, Sequence
+import secrets
+from collections.abc import Container
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch.distributed as dist
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.planning.servers import JoinedServer
 
 PREFIX = "torchtitan_cad/servers"
 
@@ -117,84 +114,80 @@ class Registry:
 
     def announce(self, job: int, place: str, kernel: str, seconds: float) -> ServerCard:
         """Announce a server and return its card."""
-        number = self._store.add(f"{job}/servers", 1) - 1
-        card = ServerCard(number, place, kernel, seconds)
-        text = json.dumps(asdict(card))
-        self._store.set(f"{job}/server/{number}", f"{self._sign(text)} {text}")
-        return card
+        values = {"place": place, "kernel": kernel, "seconds_per_tile": seconds}
+        # No other line is equal, so that the server finds its own.
+        text = json.dumps({**values, "nonce": secrets.token_hex(8)})
+        line = f"{self._sign(text)} {text}"
+        self._append(f"{job}/servers", line)
+        number = self._lines(f"{job}/servers").index(line)
+        return ServerCard(number, place, kernel, seconds)
 
     def servers(self, job: int, known: Container[int]) -> list[ServerCard]:
         """Return the servers that have announced themselves, but for the ``known``, in order.
 
-        A server that has a number but no card yet is left out. One whose announcement cannot be used is struck off.
+        One whose announcement cannot be used is struck off.
         """
         cards = list[ServerCard]()
-        for number in range(self._store.add(f"{job}/servers", 0)):
-            if number in known or not self._store.check([f"{job}/server/{number}"]):
+        for number, line in enumerate(self._lines(f"{job}/servers")):
+            if number in known:
                 continue
             try:
-                card = self.card(job, number)
-            except (ValueError, TypeError, RecursionError) as error:
+                card = self._card(number, line)
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
                 self.strike(job, number, f"its announcement {error}")
                 card = ServerCard(number, "of an unknown place", "", 1.0)
             cards.append(card)
         return cards
 
-    def card(self, job: int, number: int) -> ServerCard:
-        """Return the card of a server that has announced itself. Raises ValueError if it is not signed or is wrong."""
-        announcement = self._store.get(f"{job}/server/{number}").decode()
-        signature, _, text = announcement.partition(" ")
-        if not hmac.compare_digest(signature, self._sign(text)):
+    def _card(self, number: int, line: str) -> ServerCard:
+        """Return the card of an announcement. Raises ValueError if it is not signed or has no speed."""
+        signature, _, text = line.partition(" ")
+        if not hmac.compare_digest(signature.encode(), self._sign(text).encode()):
             raise ValueError("is not signed with the token")
-        card = ServerCard(**json.loads(text))
-        if card.number != number or not 0 < card.seconds_per_tile < math.inf:
-            raise ValueError("has another number, or no speed")
-        return card
+        values = json.loads(text)
+        seconds = values["seconds_per_tile"]
+        if not 0 < seconds < math.inf:
+            raise ValueError("has no speed")
+        return ServerCard(number, values["place"], values["kernel"], seconds)
 
     def strike(self, job: int, number: int, reason: str) -> None:
         """Note why a server takes no more work."""
-        self._store.set(f"{job}/gone/{number}", reason)
+        self._append(f"{job}/gone", f"{number} {reason}")
 
     def reason_gone(self, job: int, number: int) -> str | None:
         """Return why a server takes no more work; None while it does."""
-        key = f"{job}/gone/{number}"
-        if not self._store.check([key]):
-            return None
-        return self._store.get(key).decode()
-
-    # Lists ------------------------------------------------------------------------------------------------------------
-
-    def put_list(
-        self, job: int, group: int, version: int, servers: Sequence[JoinedServer]
-    ) -> None:
-        """Publish the servers that the plans of a CAD group use; ``group`` is its first rank."""
-        text = json.dumps([asdict(server) for server in servers])
-        self._store.set(f"{job}/list/{group}/{version}", text)
-
-    def get_list(self, job: int, group: int, version: int) -> list[JoinedServer]:
-        """Return the servers of ``put_list``."""
-        text = self._store.get(f"{job}/list/{group}/{version}")
-        return [JoinedServer(**values) for values in json.loads(text)]
+        for line in self._lines(f"{job}/gone"):
+            gone, _, reason = line.partition(" ")
+            if gone == str(number):
+                return reason
+        return None
 
     # Connections ------------------------------------------------------------------------------------------------------
 
     def invite(self, job: int, number: int, rank: int) -> dist.Store:
-        """Invite a server to a connection with a rank; returns the connection's part of the store."""
-        index = self._store.add(f"{job}/invitations/{number}", 1) - 1
-        name = f"{job}/connection/{number}/{rank}"
-        self._store.set(f"{job}/invitation/{number}/{index}", name)
-        return dist.PrefixStore(name, self._store)
+        """Invite a server to a connection with a rank, once; returns the connection's part of the store."""
+        self._append(f"{job}/invitations/{number}", str(rank))
+        return self._connection(job, number, str(rank))
 
     def invitations(self, job: int, number: int, known: int) -> list[dist.Store]:
         """Return the connections to which a server has been invited after the first ``known``."""
-        connections = list[dist.Store]()
-        for index in range(known, self._store.add(f"{job}/invitations/{number}", 0)):
-            key = f"{job}/invitation/{number}/{index}"
-            if not self._store.check([key]):
-                break
-            name = self._store.get(key).decode()
-            connections.append(dist.PrefixStore(name, self._store))
-        return connections
+        ranks = self._lines(f"{job}/invitations/{number}")
+        return [self._connection(job, number, rank) for rank in ranks[known:]]
+
+    def _connection(self, job: int, number: int, rank: str) -> dist.Store:
+        return dist.PrefixStore(f"{job}/connection/{number}/{rank}", self._store)
+
+    # Lines ------------------------------------------------------------------------------------------------------------
+
+    def _append(self, key: str, line: str) -> None:
+        self._store.append(key, " ".join(line.splitlines()) + "\n")
+
+    def _lines(self, key: str) -> list[str]:
+        """Return the lines that have been appended to a key."""
+        if not self._store.check([key]):
+            return []
+        *lines, _ = self._store.get(key).decode(errors="replace").split("\n")
+        return lines
 
     def _sign(self, text: str) -> str:
         return hmac.new(self._token.encode(), text.encode(), "sha256").hexdigest()

@@ -10,10 +10,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from torchtitan_cad.runtime.rates import attention_seconds
 from torchtitan_cad.runtime.servers.registry import (
     JobCard,
     Registry,
-    ServerCard,
     digest_of,
 )
 from torchtitan_cad.runtime.servers.request import Request
@@ -58,21 +57,6 @@ _LEAVE_S = 10.0
 """seconds in which ranks plan without a server that leaves"""
 
 
-@dataclass
-class ServedWork:
-    """What a server has computed since the last report."""
-
-    tasks: int = 0
-    busy_s: float = 0.0
-    num_bytes: int = 0
-
-    def add(self, request: Request, seconds: float) -> None:
-        """Count a request."""
-        self.tasks += len(request.args.cu_q_host) - 1
-        self.busy_s += seconds
-        self.num_bytes += sum(x.nbytes for x in request.rows)
-
-
 class AttentionServer:
     """Serves the job at an endpoint, and the next one there when it ends.
 
@@ -101,9 +85,11 @@ class AttentionServer:
         self._kernel_name = kernel
         self._leaving = threading.Event()
         self._compute_lock = threading.Lock()
-        self._work_lock = threading.Lock()
-        self._work = ServedWork()
-        self._reported = time.monotonic()
+        self._threads: list[threading.Thread] = []
+        """Each answers a rank."""
+        self._num_tasks = 0
+        self._busy_s = 0.0
+        self._report_due = time.monotonic() + REPORT_S
 
     def leave(self) -> None:
         """End when the tasks under way are done; may be called by a signal handler."""
@@ -135,13 +121,12 @@ class AttentionServer:
         waiting = f"waiting for a job at {self._name_of_endpoint}"
         logger.info(waiting)
         while not self._leaving.wait(POLL_S):
-            registry = self._find_registry()
-            card = None if registry is None else self._find_job(registry)
-            if registry is None or card is None:
+            found = self._find_job()
+            if found is None:
                 self._leaving.wait(RETRY_S)
                 continue
             try:
-                self._serve_job(registry, card)
+                self._serve_job(*found)
             except RuntimeError as error:
                 logger.info(
                     f"the job or the link to it has ended: {first_sentence(error)}"
@@ -154,23 +139,20 @@ class AttentionServer:
         host, port = self._endpoint
         return f"{host}:{port}"
 
-    def _find_registry(self) -> Registry | None:
+    def _find_job(self) -> tuple[Registry, JobCard] | None:
+        """Return the job at the endpoint; None if there is none yet."""
+        host, port = self._endpoint
+        timeout = timedelta(seconds=_STORE_TIMEOUT_S)
         try:
             socket.create_connection(self._endpoint, RETRY_S).close()
-            timeout = timedelta(seconds=_STORE_TIMEOUT_S)
-            host, port = self._endpoint
             store = dist.TCPStore(
                 host, port, is_master=False, wait_for_workers=False, timeout=timeout
             )
+            registry = Registry(store, self._token)
+            job = registry.job()
         except (OSError, RuntimeError):
             return None
-        return Registry(store, self._token)
-
-    def _find_job(self, registry: Registry) -> JobCard | None:
-        try:
-            return registry.job()
-        except RuntimeError:  # the store has just ended
-            return None
+        return None if job is None else (registry, job)
 
     # A job ------------------------------------------------------------------------------------------------------------
 
@@ -196,8 +178,8 @@ class AttentionServer:
                 f"joined a job of {job.ranks} ranks as {card.name}: kernel {kernel.name} on {self.device}, "
                 f"{1e6 * seconds:.3g} us a tile of 128 x 128 forward and backward"
             )
-            registration = _Registration(self, registry, job, card, kernel, dtype)
-            reason = registration.serve(self._leaving)
+            answer = partial(self._answer_rank, job.job, kernel, dtype)
+            reason = self._serve_ranks(registry, job.job, card.number, answer)
             if reason is None:
                 return
             pause_s = min(MOST_PAUSE_S, max(RETRY_S, 2 * pause_s))
@@ -220,110 +202,84 @@ class AttentionServer:
             begin = time.monotonic()
             with torch.no_grad():
                 results = [x.cpu() for x in request.compute(kernel)]
-            seconds = time.monotonic() - begin
-        with self._work_lock:
-            self._work.add(request, seconds)
+            self._busy_s += time.monotonic() - begin
+            self._num_tasks += len(request.args.cu_q_host) - 1
         return results
 
-    def report(self, *, ranks: int) -> None:
-        """Log what was computed, once a minute."""
-        elapsed = time.monotonic() - self._reported
-        if elapsed < REPORT_S:
-            return
-        with self._work_lock:
-            work = self._work
-            self._work = ServedWork()
-        self._reported = time.monotonic()
-        logger.info(
-            f"{work.tasks} tasks for {ranks} ranks in {elapsed:.0f} s, {1e-6 * work.num_bytes:.0f} MB received, "
-            f"busy {100 * work.busy_s / elapsed:.0f} % of the time"
-        )
+    # Ranks ------------------------------------------------------------------------------------------------------------
 
-
-class _Registration:
-    """One registration of a server in a job, until it ends or is struck off."""
-
-    def __init__(
+    def _serve_ranks(
         self,
-        server: AttentionServer,
         registry: Registry,
-        job: JobCard,
-        card: ServerCard,
-        kernel: AttentionKernel,
-        dtype: torch.dtype,
-    ) -> None:
-        self._server = server
-        self._registry = registry
-        self._job = job
-        self._card = card
-        self._kernel = kernel
-        self._dtype = dtype
-        self._threads: list[threading.Thread] = []
+        job: int,
+        number: int,
+        answer: Callable[[dist.Store], None],
+    ) -> str | None:
+        """Answer ranks until the job ends or this server leaves; if it is struck off before, return the reason.
 
-    def serve(self, leaving: threading.Event) -> str | None:
-        """Answer ranks until the server leaves, or is struck off: then return the reason."""
-        number = self._card.number
-        job = self._job.job
+        Args:
+            number: of this registration.
+            answer: answers one rank until it has no more requests.
+        """
         num_invited = 0
-        while not leaving.wait(POLL_S):
-            for store in self._registry.invitations(job, number, num_invited):
+        while not self._leaving.wait(POLL_S):
+            for store in registry.invitations(job, number, num_invited):
                 num_invited += 1
-                self._start(store)
+                thread = threading.Thread(target=answer, args=(store,), daemon=True)
+                thread.start()
+                self._threads.append(thread)
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-            self._server.report(ranks=len(self._threads))
-            reason = self._registry.reason_gone(job, number)
+            self._report()
+            reason = registry.reason_gone(job, number)
             if reason is not None:
                 return reason
-            current = self._registry.job()
+            current = registry.job()
             if current is not None and current.job != job:
                 return None
-        self._registry.strike(job, number, "it leaves")
-        self._wait_for_ranks()
-        return None
-
-    def _wait_for_ranks(self) -> None:
+        registry.strike(job, number, "it leaves")
         deadline = time.monotonic() + _LEAVE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        return None
 
-    def _start(self, store: dist.Store) -> None:
-        name = "answers a rank"
-        thread = threading.Thread(
-            target=self._answer_rank, args=(store,), name=name, daemon=True
+    def _report(self) -> None:
+        """Log what was computed so far, once a minute."""
+        if time.monotonic() < self._report_due:
+            return
+        self._report_due = time.monotonic() + REPORT_S
+        logger.info(
+            f"{self._num_tasks} tasks so far in {self._busy_s:.0f} s, now for {len(self._threads)} ranks"
         )
-        thread.start()
-        self._threads.append(thread)
 
-    def _answer_rank(self, store: dist.Store) -> None:
+    def _answer_rank(
+        self, job: int, kernel: AttentionKernel, dtype: torch.dtype, store: dist.Store
+    ) -> None:
+        """Answer a rank until it has no more requests."""
         try:
             connection = Connection(
                 store,
-                self._job.job,
+                job,
                 is_server=True,
                 timeout_s=_CONNECT_S,
-                pinned=self._server.device.type == "cuda",
+                pinned=self.device.type == "cuda",
             )
-            for message in _requests(connection):
-                connection.send(self._answer(message), _SEND_S)
+            while (message := connection.receive(_IDLE_S)).kind != END:
+                connection.send(self._answer(kernel, dtype, message), _SEND_S)
         except WireError as error:
             logger.info(f"a connection to a rank has ended: {error}")
 
-    def _answer(self, message: ServerMessage) -> ServerMessage:
+    def _answer(
+        self, kernel: AttentionKernel, dtype: torch.dtype, message: ServerMessage
+    ) -> ServerMessage:
         if message.kind == ECHO:
             return message
         try:
             if message.kind != ASK:
                 raise ValueError(f"a message of kind {message.kind}: send a request")
-            request = Request.of(message, self._dtype, self._server.device)
-            results = self._server.compute(self._kernel, request)
+            request = Request.of(message, dtype, self.device)
+            results = self.compute(kernel, request)
         except Exception as error:  # the rank computes it itself, whatever is wrong
             reason = f"{type(error).__name__}: {first_sentence(error)}"
             logger.warning(f"refuses a request: {reason}")
             return ServerMessage(REFUSAL, message.number, {"reason": reason})
         return ServerMessage(ANSWER, message.number, {}, results)
-
-
-def _requests(connection: Connection) -> Iterator[ServerMessage]:
-    """Yield messages until the rank has no more."""
-    while (message := connection.receive(_IDLE_S)).kind != END:
-        yield message
