@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.lib.plans import random_plan
+from tests.lib.tables import check_plan
 from tests.lib.threaded import run_ranks
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.planning import (
@@ -20,7 +21,6 @@ from torchtitan_cad.planning import (
     PlannerConfig,
     TokenLayout,
     make_plan,
-    validate_plan,
 )
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
@@ -229,5 +229,5 @@ def _any_plan(
             shape,
             PlannerConfig(tolerance=0.0, min_shard=int(rng.choice([1, 4])), tile=1),
         )
-    validate_plan(plan)
+    check_plan(plan)
     return plan

@@ -20,6 +20,7 @@ from tests.lib.reference import (
 )
 from tests.lib.refusals import refusal
 from tests.lib.steps import TIMES, fingerprints
+from tests.lib.tables import check_plan
 from tests.planning.test_properties import SHARES, some_attend
 from torchtitan_cad.planning import (
     Plan,
@@ -28,7 +29,6 @@ from torchtitan_cad.planning import (
     make_plan,
     place_and_plan,
     plan_step,
-    validate_plan,
 )
 from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.kind import (
@@ -101,7 +101,7 @@ def test_every_pair_of_the_mask_once(case, kind, share):
     rng = np.random.default_rng(case.seed)
     columns = rng.integers(0, 100, size=len(layout.docs))
     plan = make_plan(kind.layout(layout, columns), kind.shape, small.config)
-    validate_plan(plan)
+    check_plan(plan)
     check_pairs(plan, layout, kind, columns)
     check_bound(plan)
     check_exchanges(plan)
@@ -135,7 +135,7 @@ def test_windows_move_their_keys_alone(case, window):
     layout = case.layout()
     kind = kind_of(None, window)
     plan = make_plan(layout, kind.shape, case.config)
-    validate_plan(plan)
+    check_plan(plan)
     assert plan.config.planner == "home"
     assert plan.stats.query_rows_moved == 0
     starts = len(plan.tasks) - len(np.unique(plan.tasks["doc"]))

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 
 from tests.lib.layouts import LLAMA
+from tests.lib.tables import check_plan
 from tests.lib.workloads import document_lengths, spanning_layout
 from tests.planning.test_properties import problems
 from torchtitan_cad.planning import (
     TokenLayout,
     make_plan,
     place_and_plan,
-    validate_plan,
 )
 from torchtitan_cad.planning.plan import moved_by
 
@@ -47,7 +47,7 @@ def test_every_layout(problem):
     assert before.fingerprint() == given_plan.fingerprint()
     again, _ = place_and_plan(layout, LLAMA, config)
     assert again.fingerprint() == plan.fingerprint()
-    validate_plan(plan)
+    check_plan(plan)
     assert plan.stats.max_over_mean <= plan.stats.guaranteed_over_mean
     moved = moved_by(before)
     assert moved_by(after) == moved or moved_by(after).score(moved) < moved.score(moved)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.lib.layouts import LLAMA, lengths_summing_to
 from tests.lib.refusals import refusal
 from tests.lib.steps import TIMES, batch_of_rows, fingerprints, plans_of, seconds
+from tests.lib.tables import check_plan
 from tests.lib.workloads import document_lengths, spanning_layout
 from tests.planning.test_kinds import check_pairs, kinds
 from torchtitan_cad.planning import (
@@ -25,7 +26,6 @@ from torchtitan_cad.planning import (
     TokenLayout,
     place_and_plan,
     plan_step,
-    validate_plan,
 )
 from torchtitan_cad.planning.arguments import holders
 from torchtitan_cad.planning.exchange.traffic import Moved
@@ -125,7 +125,7 @@ def test_every_form_of_microbatch(
     for number, kind in enumerate(every):
         assert fingerprints(step, number) == fingerprints(again, number)
         for planned, home in zip(plans_of(step, number), homes, strict=True):
-            validate_plan(planned)
+            check_plan(planned)
             check_pairs(planned, home, kind, columns)
     stay = plan(place=False)
     numbers = range(len(every))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.lib.layouts import LLAMA, cases
 from tests.lib.refusals import refusal
+from tests.lib.tables import check_plan
 from tests.lib.workloads import workload_layout
 from torchtitan_cad.planning import (
     Plan,
@@ -19,7 +20,6 @@ from torchtitan_cad.planning import (
     TokenLayout,
     make_plan,
     register_planner,
-    validate_plan,
 )
 from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.model.limits import server_loads
@@ -167,7 +167,7 @@ def test_any_plan_it_returns_covers_the_layout_within_the_loads(
     tasks = from_table(layout.docs, table)
     plan = Plan.from_tasks(layout, LLAMA, config, tasks)
     assert Moved.of(bytes_by_rank) == moved_by(plan)
-    validate_plan(plan)
+    check_plan(plan)
     assert (server_loads(tasks, cost, layout.num_ranks) <= 1.1 * limits).all()
     if not split_kv:
         assert is_diagonal(tasks).all()

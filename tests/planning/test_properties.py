@@ -17,12 +17,12 @@ from tests.lib.reference import (
     check_loads,
     covers_exactly,
 )
+from tests.lib.tables import check_plan
 from torchtitan_cad.planning import (
     Plan,
     PlannerConfig,
     TokenLayout,
     make_plan,
-    validate_plan,
 )
 from torchtitan_cad.planning.model.tasks import merge_queries
 
@@ -71,7 +71,7 @@ def test_every_layout(problem, shape):
     at_home = dataclasses.replace(config, planner="home")
     home = make_plan(layout, shape, at_home)
     for made in (plan, home):
-        validate_plan(made)
+        check_plan(made)
         check_bound(made)
         assert merge_queries(made.tasks).tolist() == made.tasks.tolist()
     assert home.stats.query_rows_moved == home.stats.tasks_moved == 0

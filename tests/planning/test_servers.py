@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.lib.layouts import shapes
 from tests.lib.refusals import refusal
+from tests.lib.tables import check_plan
 from tests.planning.test_properties import problems
 from torchtitan_cad.planning import (
     AttentionShape,
@@ -17,7 +18,6 @@ from torchtitan_cad.planning import (
     PlannerConfig,
     TokenLayout,
     make_plan,
-    validate_plan,
 )
 from torchtitan_cad.planning.model.tasks import HOME
 from torchtitan_cad.planning.servers import (
@@ -51,7 +51,7 @@ def test_every_layout(problem, shape, servers):
     layout, config = problem
     plan = make_plan(layout, shape, config)
     shared = assign_to_servers(plan, servers, UNIT)
-    validate_plan(shared)
+    check_plan(shared)
     assert shared.stats.loads.tolist() == plan.stats.loads.tolist()
     assert shared.stats.total_bytes == plan.stats.total_bytes
     if shared.stand_ins is None:

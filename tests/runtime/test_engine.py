@@ -23,6 +23,7 @@ from tests.lib.rows import (
     undivided,
 )
 from tests.lib.sets import params, seeds
+from tests.lib.tables import check_plan
 from tests.lib.threaded import BUFFER_BYTES, needs_linux, thread_transports
 from torchtitan_cad.planning import (
     AttentionShape,
@@ -30,7 +31,6 @@ from torchtitan_cad.planning import (
     PlannerConfig,
     TokenLayout,
     make_plan,
-    validate_plan,
 )
 from torchtitan_cad.planning.exchange import calls
 from torchtitan_cad.planning.exchange.messages import RowBytes
@@ -78,7 +78,7 @@ def test_any_plan_is_as_exact_as_undivided_attention(seed):
     keep, with_dlse, symmetric = rng.random(3) < 0.5
     layout = random_layout(rng, num_ranks=int(rng.integers(1, 5)))
     plan, other = random_plans(rng, layout, shape)
-    validate_plan(plan)
+    check_plan(plan)
     stays = rng.random()
     if stays < 0.2:
         plan = make_plan(layout, shape, HOME)
@@ -102,7 +102,7 @@ def test_windows_are_as_exact_as_undivided_attention(window):
     shape = dataclasses.replace(SHAPE, window=window)
     layout = random_layout(rng, num_ranks=4, max_length=400)
     plan = make_plan(layout, shape)
-    validate_plan(plan)
+    check_plan(plan)
     tensors = Tensors.random(layout, shape, with_dlse=True)
     check_exactness(plan, tensors, {"keep": window == 20})
 

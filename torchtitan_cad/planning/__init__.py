@@ -24,11 +24,7 @@ from torchtitan_cad.planning.planners import (
 )
 from torchtitan_cad.planning.stats import PlanStats
 from torchtitan_cad.planning.timed import LayerTimes
-from torchtitan_cad.planning.validate import (
-    PlanError,
-    validate_exchanges,
-    validate_plan,
-)
+from torchtitan_cad.planning.validate import PlanError, validate_plan
 
 __all__ = [
     "TASK_DTYPE",
@@ -51,7 +47,6 @@ __all__ = [
     "plan_step",
     "planner_names",
     "register_planner",
-    "validate_exchanges",
     "validate_plan",
     "warm_up",
 ]

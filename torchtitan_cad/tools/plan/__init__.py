@@ -43,7 +43,7 @@ def run(
             length}, ...], ...]}, one list of segments per rank.
         output: Write the plan to this JSON file: {"tasks": [...], "stats": {...}, ...}.
         place: Deal the tokens to ranks anew first, as many to each, so that the busiest moves fewer bytes.
-        validate: Prove the plan and its exchange tables right before writing them.
+        validate: Prove the plan right before writing it.
         plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
     """
     if config.planner not in planner_names():
