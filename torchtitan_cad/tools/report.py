@@ -162,7 +162,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         xlabel="rank, the busiest first",
         ylabel="attention work over the mean rank's",
     )
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=100)

@@ -151,7 +151,7 @@ def _draw_ranks(axes: Axes, heights: np.ndarray, color: str, label: str) -> None
     edges = np.arange(len(heights) + 1) - 0.5
     axes.stairs(heights, edges, fill=True, color=color, label=label)
     axes.set_xlabel("rank")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.spines[["top", "right"]].set_visible(False)
     # room for the legend
     axes.margins(y=0.2)

@@ -15,7 +15,7 @@ def run(
 ) -> None:
     """Write a tokenizer for model.hf_assets_path, trained on Python sources.
 
-    Nothing is downloaded, and what is there already is kept if it was made with the same settings.
+    Nothing is downloaded. A tokenizer that is there already is replaced if it was made by this command.
 
     Args:
         output: Folder to write tokenizer.json and tokenizer_config.json to.

@@ -5,13 +5,11 @@ torchtitan's loader asks for a BOS and an EOS around every document. The tokeniz
 one token, the EOS, separates two documents.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
@@ -23,10 +21,23 @@ EOS_TOKEN = "<|end_of_text|>"
 NUM_BYTE_TOKENS = 256 + 1  # every byte, and EOS
 MAX_VOCAB_SIZE = 2**20  # four times the largest vocabularies in use
 _CONFIG = "tokenizer_config.json"
-_TOKENIZER = "tokenizer.json"
-_OF_TOKENIZERS = (_TOKENIZER, _CONFIG, "tokenizer.model", "vocab.json", "vocab.txt")
+_OF_TOKENIZERS = (
+    "tokenizer.json",
+    _CONFIG,
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
 _OURS = "torchtitan_cad"
-"""key of tokenizer_config.json: what the tokenizer is made of"""
+"""key of tokenizer_config.json, by which a tokenizer that was made here is known"""
+_SETTINGS = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": EOS_TOKEN,
+    "add_bos_token": False,
+    "add_eos_token": False,
+    "clean_up_tokenization_spaces": False,
+    _OURS: True,
+}
 
 
 def prepare_tokenizer(
@@ -36,7 +47,7 @@ def prepare_tokenizer(
     texts: Sequence[str] | None = None,
     show_progress: bool = False,
 ) -> Path:
-    """Write tokenizer.json and tokenizer_config.json to `output_dir`, unless the same ones are there already.
+    """Write tokenizer.json and tokenizer_config.json to `output_dir`, and return it.
 
     The files depend on the arguments alone. EOS has id 0.
 
@@ -48,21 +59,15 @@ def prepare_tokenizer(
         show_progress: show a progress bar while training.
 
     Raises:
-        ValueError: an unknown `kind`, or a `vocab_size` that cannot hold all bytes and EOS or exceeds
-            `MAX_VOCAB_SIZE`, or the folder has a tokenizer of another origin.
+        ValueError: a `vocab_size` that cannot hold all bytes and EOS or exceeds `MAX_VOCAB_SIZE`, or the folder has a
+            tokenizer of another origin.
     """
-    if kind not in ("bpe", "bytes"):
+    if not NUM_BYTE_TOKENS <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(
-            f'kind = "{kind}" is not a kind of tokenizer; use "bpe" or "bytes"'
+            f"vocab_size = {vocab_size}: use {NUM_BYTE_TOKENS}, for every byte and EOS, to {MAX_VOCAB_SIZE}"
         )
-    if vocab_size < NUM_BYTE_TOKENS:
-        raise ValueError(
-            f"vocab_size = {vocab_size} cannot hold every byte and EOS; use {NUM_BYTE_TOKENS} or more"
-        )
-    if vocab_size > MAX_VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size = {vocab_size} is larger than any model's; use {MAX_VOCAB_SIZE} or less"
-        )
+    folder = Path(output_dir)
+    _check_is_ours(folder)
     if kind == "bytes":
         vocab_size = NUM_BYTE_TOKENS
         texts = []
@@ -70,55 +75,25 @@ def prepare_tokenizer(
         from torchtitan_cad.demo.datasets import read_sources
 
         texts = training_sample(read_sources())
-
-    folder = Path(output_dir)
-    digest = hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
-    made_of = {"kind": kind, "vocab_size": vocab_size, "texts_sha256": digest}
-    files = folder / _TOKENIZER, folder / _CONFIG
-    is_there = all(file.is_file() for file in files)
-    if not is_there or files[1].read_bytes() != _config(files[0].read_bytes(), made_of):
-        _check_is_ours(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = (
-            train_tokenizer(texts, vocab_size, show_progress)
-            .to_str(pretty=True)
-            .encode()
-        )
-        # first what tells whose tokenizer it is, should this be interrupted
-        _write(files[1], _config(tokenizer, made_of))
-        _write(files[0], tokenizer)
+    tokenizer = train_tokenizer(texts, vocab_size, show_progress)
+    folder.mkdir(parents=True, exist_ok=True)
+    # first what tells whose tokenizer it is, should this be interrupted
+    _write(folder / _CONFIG, json.dumps(_SETTINGS, indent=2))
+    _write(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     return folder
 
 
 def _check_is_ours(folder: Path) -> None:
     """Raise ValueError for a folder with a tokenizer that was not made here."""
-    with suppress(OSError, ValueError):
-        settings = json.loads((folder / _CONFIG).read_bytes())
-        if isinstance(settings, dict) and _OURS in settings:
-            return
+    config = folder / _CONFIG
+    if config.is_file() and f'"{_OURS}"' in config.read_text(errors="replace"):
+        return
     for name in _OF_TOKENIZERS:
         if (folder / name).exists():
             raise ValueError(
                 f"{folder / name} may be a tokenizer of another origin, which would be lost; name another folder, or "
                 "remove it"
             )
-
-
-def _config(tokenizer: bytes, made_of: dict[str, Any]) -> bytes:
-    """Return tokenizer_config.json beside the tokenizer.json ``tokenizer``, which it names by a hash.
-
-    A run that was interrupted between both files, or another program, may have left another tokenizer beside it.
-    """
-    digest = hashlib.sha256(tokenizer).hexdigest()
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": EOS_TOKEN,
-        "add_bos_token": False,
-        "add_eos_token": False,
-        "clean_up_tokenization_spaces": False,
-        _OURS: {**made_of, "tokenizer_sha256": digest},
-    }
-    return f"{json.dumps(settings, indent=2)}\n".encode()
 
 
 def training_sample(texts: Sequence[str]) -> Sequence[str]:
@@ -150,8 +125,8 @@ def train_tokenizer(
     return tokenizer
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: str) -> None:
     """Write the whole file or nothing, so that an interrupted run leaves no half of one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
+    temporary.write_text(content + "\n")
     temporary.replace(path)
