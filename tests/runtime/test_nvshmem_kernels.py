@@ -5,8 +5,6 @@ import ast
 import os
 import pkgutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import torch.utils._triton as torch_triton
 
 import torchtitan_cad.runtime.triton
 from tests.lib.processes import run_processes, values
-from tests.lib.refusals import refusal
 from tests.lib.rows import CPU
 from tests.lib.sets import needs_triton
 from torchtitan_cad.runtime.triton import nvshmem_library
@@ -95,75 +92,22 @@ def test_the_newest_file_that_the_device_can_run(folder, capability, found):
     """These files are NVSHMEM 3.7.2's, which comes with torch 2.15.0; torch's wrappers then take the same."""
     for made_for in (75, 80, 89, 90):
         (folder / f"libnvshmem_device_sm_{made_for}.bc").touch()
-    assert find_device_library(capability).name == f"libnvshmem_device_sm_{found}.bc"
-    assert pkgutil.resolve_name(FINDER).find_device_library() == str(
-        find_device_library(capability)
-    )
+    library = find_device_library(capability)
+    assert Path(library).name == f"libnvshmem_device_sm_{found}.bc"
+    assert pkgutil.resolve_name(FINDER).find_device_library() == library
 
 
 @pytest.mark.parametrize("capability", [(7, 0), None])
 def test_no_file_is_said(folder, capability):
     if capability is not None:
         (folder / "libnvshmem_device_sm_80.bc").touch()
-    with refusal(error=RuntimeError):
+    with pytest.raises(RuntimeError, match="not found"):
         find_device_library(capability)
 
 
-class HostLibrary:
-    """NVSHMEM's host library, as far as it tells its version."""
-
-    def __init__(self, *version: int) -> None:
-        self.version = version
-
-    def nvshmemx_vendor_get_version_info(self, *numbers: Any) -> None:
-        for number, value in zip(numbers, self.version, strict=True):
-            number._obj.value = value
-
-
-@pytest.fixture
-def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The device library of an installed package of version 3.4.5."""
-    library = tmp_path / "nvidia/nvshmem/lib/libnvshmem_device.bc"
-    package = SimpleNamespace(
-        name="nvidia-nvshmem-cu13", version="3.4.5", locate_file=tmp_path.joinpath
-    )
-    monkeypatch.setattr(
-        nvshmem_library.importlib.metadata, "distributions", lambda: [package]
-    )
-    return library
-
-
-def test_libraries_of_one_version_go_together(packaged, monkeypatch):
-    host = HostLibrary(3, 4, 5)
-    monkeypatch.setattr(nvshmem_library.ctypes, "CDLL", lambda name: host)
-    nvshmem_library.check_host_library(packaged)
-    host.version = 3, 3, 9
-    with refusal(error=RuntimeError):
-        nvshmem_library.check_host_library(packaged)
-    # of no package: nobody knows
-    nvshmem_library.check_host_library(Path("/opt/nvshmem/libnvshmem_device.bc"))
-
-
-def test_the_installed_libraries_are_of_one_version():
-    """Those of a CUDA build of torch; asking for the version needs no GPU."""
-    try:
-        library = find_device_library((9, 0))
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    nvshmem_library.check_host_library(library)
-
-
-@pytest.mark.parametrize(
-    ("size", "enough"),
-    [(None, True), ("2G", True), ("1500M", True), ("1e9", False), ("1G", False)],
-)
-def test_the_heap_has_room(monkeypatch, size, enough):
+def test_the_heap_has_room(monkeypatch):
+    """Unless the user has set its size."""
     monkeypatch.delenv("NVSHMEM_SYMMETRIC_SIZE", raising=False)
-    if size is not None:
-        monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", size)
-    if not enough:
-        with refusal(error=RuntimeError):
-            nvshmem_library.reserve_heap(1_500_000_000)
-        return
     nvshmem_library.reserve_heap(1_500_000_000)
-    assert os.environ["NVSHMEM_SYMMETRIC_SIZE"] == (size or "1875000000")
+    nvshmem_library.reserve_heap(2_000_000_000)
+    assert os.environ["NVSHMEM_SYMMETRIC_SIZE"] == "1875000000"

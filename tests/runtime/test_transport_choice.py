@@ -2,8 +2,6 @@
 """Which transport a job gets: by name, by what works on all ranks, and why not another."""
 
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,7 +18,7 @@ from tests.lib.threaded import needs_linux
 from torchtitan_cad.runtime import hosts
 from torchtitan_cad.runtime.transport import build
 from torchtitan_cad.runtime.transport.build import build_transport, expected_transport
-from torchtitan_cad.runtime.transport.memory import CpuMemory, NearRanks
+from torchtitan_cad.runtime.transport.memory import CpuMemory
 
 
 def choose_where_one_rank_cannot(group: dist.ProcessGroup) -> list[str]:
@@ -73,13 +71,6 @@ AUTO = {
         "such as set_symm_mem_for_comm of FSDP2",
     ),
     "async tensor parallelism": (CUDA, 2, {"backend": "CUDA"}, BETWEEN, TRIAL),
-    "a long folder": (
-        CUDA,
-        1,
-        {"folder": "/" + 100 * "x"},
-        "collective",
-        "set the environment variable TMPDIR to a shorter one",
-    ),
     "CPU ranks": (CPU, 2, {}, "collective", "for ranks on CPU it serves tests"),
 }
 """Device, hosts, what a machine has, and what ``auto`` then means, and why."""
@@ -93,14 +84,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         triton: object = True,
         backend: str | None = None,
         nvshmem: bool = False,
-        folder: str = "/tmp",
     ) -> None:
-        monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: triton)
         monkeypatch.setattr(symm_mem, "get_backend", lambda device: backend)
         monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: nvshmem)
         monkeypatch.setattr(build, "find_device_library", lambda capability: "library")
-        monkeypatch.setattr(build, "check_host_library", lambda library: None)
 
     return set_up
 
@@ -169,21 +157,6 @@ def agree_over_another_group(group: dist.ProcessGroup) -> None:
 @needs_linux
 def test_ranks_agree_over_the_group_they_are_given():
     values(run_processes(2, agree_over_another_group))
-
-
-def put_sockets_into(group: dist.ProcessGroup, folders: list[str]) -> str:
-    os.environ["TMPDIR"] = folders[group.rank()]
-    try:
-        build._check_sockets(NearRanks(group, [0, 1], 2))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_of_a_host_put_torchs_sockets_into_one_folder(tmp_path):
-    folders = [tempfile.mkdtemp(dir=tmp_path) for _ in range(2)]
-    for told in values(run_processes(2, put_sockets_into, folders)):
-        assert told.endswith("set the environment variable TMPDIR alike")
 
 
 def differ_in_hosts(group: dist.ProcessGroup) -> list[str]:

@@ -13,10 +13,8 @@ from collections import Counter
 
 import pytest
 import torch
-from filelock import FileLock
 
 from tests.lib.processes import run_processes, values
-from tests.lib.refusals import refusal
 from tests.lib.rows import empty_rows
 from tests.lib.sets import matrix, needs_triton, params
 from tests.lib.workloads import workload_layout
@@ -149,30 +147,6 @@ def compile_for(group: object, capability: int, folder: str) -> None:
     assert "st.release.sys.global.b64" in code["_post"]
     assert "sys.acquire" in code["_wait"]
     assert "globaltimer" in code["_wait"]
-
-
-def test_locks_lie_in_the_users_cache_and_are_not_waited_for_without_end(
-    tmp_path, monkeypatch, caplog
-):
-    from torchtitan_cad.runtime.triton import warm_up
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_up, "LOCK_S", 0.05)
-    with warm_up.locked(0), warm_up.locked(1):
-        pass
-    path, _ = sorted((tmp_path / "cache").iterdir())
-    with (
-        FileLock(path),
-        refusal(error=TimeoutError),
-        warm_up.locked(0),
-    ):
-        pass
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/none")
-    with warm_up.locked(0):  # where nothing can be written
-        pass
-    assert (
-        "compiles a Triton kernel in this process, not once per machine" in caplog.text
-    )
 
 
 @pytest.mark.parametrize("capability", params([80, 90, 100], [90]))

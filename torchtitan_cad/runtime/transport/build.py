@@ -30,17 +30,12 @@ from torchtitan_cad.runtime.transport.memory import (
     SymmetricMemory,
 )
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
-from torchtitan_cad.runtime.triton.nvshmem_library import (
-    check_host_library,
-    find_device_library,
-)
+from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
 
 TRANSPORTS = ("auto", "symm_mem", "collective", "nvshmem")
 _PROBE_TIMEOUT_S = 20.0
 _START_TIMEOUT_S = 120.0
 """seconds: NVSHMEM's own start waits for all ranks of the job without a bound"""
-_LONGEST_FOLDER = 90
-"""characters: a Unix socket's name has 107 at most, of which "/symm_mem-" and a process number are up to 17"""
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
@@ -169,8 +164,6 @@ def _symmetric(request: _Request) -> SymmetricTransport:
     _agree(lambda: None, agreement)  # ranks that start late have more time for it
     near = _agree(lambda: _near_ranks(request), agreement)
     _agree(lambda: _check(device), agreement)
-    if device.type != "cpu":
-        _agree(lambda: _check_sockets(near), agreement)
     far = None
     description = "symm_mem"
     if request.num_hosts > 1:
@@ -305,35 +298,11 @@ def _check(device: torch.device) -> None:
             )
         return
     _check_device(device)
-    if len(os.fsencode(_socket_folder())) > _LONGEST_FOLDER:
-        raise RuntimeError(
-            f"torch's symmetric memory opens sockets in {_socket_folder()}, and the folder may have {_LONGEST_FOLDER} "
-            "characters; set the environment variable TMPDIR to a shorter one"
-        )
     if (backend := symm_mem.get_backend(device)) not in (None, "CUDA"):
         raise RuntimeError(
             f"torch's symmetric memory has the backend {backend}, and a process has one; inside a host CUDA is "
             "needed: unset the environment variable TORCH_SYMMMEM, or do without what else sets that backend, such "
             "as set_symm_mem_for_comm of FSDP2"
-        )
-
-
-def _socket_folder() -> str:
-    """Return the folder in which torch opens the sockets by which ranks show each other a CUDA device's memory."""
-    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # as torch looks for it
-    return next((os.environ[name] for name in names if name in os.environ), "/tmp")
-
-
-def _check_sockets(near: NearRanks) -> None:
-    """Raise RuntimeError unless this host's ranks have one folder for sockets; torch would wait without a bound."""
-    inode = None
-    with contextlib.suppress(OSError):
-        status = os.stat(_socket_folder())
-        inode = (status.st_dev, status.st_ino)
-    if len({*gather(inode, near.group).values()}) > 1:
-        raise RuntimeError(
-            f"torch's symmetric memory opens sockets in {_socket_folder()}, which is another folder on other ranks of "
-            "the host; set the environment variable TMPDIR alike"
         )
 
 
@@ -352,7 +321,7 @@ def _check_nvshmem(device: torch.device) -> None:
     capability = (
         torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
     )
-    check_host_library(find_device_library(capability))
+    find_device_library(capability)
 
 
 def _try_out(

@@ -28,7 +28,12 @@ from torchtitan_cad.runtime.transport.memory import (
 from torchtitan_cad.runtime.triton import put, signals
 
 _RENDEZVOUS_TIMEOUT_S = 60.0
-_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+_RENDEZVOUS = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TMPDIR": "/tmp"}
+"""environment variables while ranks map each other's memory; torch has no other switches.
+
+No kernel here uses NVLink's multicast, it fails on some devices (H20, workstations), and its driver calls wait for
+peers without a bound. Torch opens sockets in TMPDIR, which must be short and the same on all ranks of the host.
+"""
 
 
 class DeviceMemory(SymmetricMemory):
@@ -82,7 +87,7 @@ class DeviceMemory(SymmetricMemory):
         handle = None
         addresses[near.rank] = own.data_ptr()
         if len(near.ranks) > 1:
-            with bounded_waits(near.group), _without_multicast():
+            with bounded_waits(near.group), _environment(_RENDEZVOUS):
                 handle = symm_mem.rendezvous(own, near.group)
             for rank, address in zip(near.ranks, handle.buffer_ptrs, strict=True):
                 if rank == near.rank and address != own.data_ptr():
@@ -162,20 +167,17 @@ def sending_stream(device: torch.device) -> "torch.cuda.Stream":
 
 
 @contextmanager
-def _without_multicast() -> Iterator[None]:
-    """Let torch map memory without NVLink's multicast.
-
-    No kernel here uses it, it fails on some devices (H20, workstations), and its driver calls wait for peers without
-    a bound. torch has no other switch.
-    """
-    before = os.environ.get(_NO_MULTICAST)
-    os.environ[_NO_MULTICAST] = "1"
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables inside the context."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        del os.environ[_NO_MULTICAST]
-        if before is not None:
-            os.environ[_NO_MULTICAST] = before
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -4,14 +4,10 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
-import triton
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from torchtitan_cad.planning import AttentionShape
@@ -24,9 +20,6 @@ from torchtitan_cad.runtime.triton.rows import COUNTS
 
 _logger = logging.getLogger(__name__)
 
-LOCK_S = 600.0
-"""seconds: longest wait for another process that compiles a kernel"""
-
 
 def warm_up(
     shape: AttentionShape,
@@ -36,8 +29,8 @@ def warm_up(
 ) -> None:
     """Launch every kernel on a row or two.
 
-    The processes of a machine share Triton's cache. Each begins with a different kernel; one process compiles a kernel,
-    and the others wait and load it.
+    The processes of a machine share Triton's cache, whose files appear whole. Each begins with a different kernel, so
+    that it loads most of what others have compiled.
 
     Args:
         shape: heads of this rank.
@@ -51,44 +44,12 @@ def warm_up(
     )
     for number in range(len(launches)):
         index = (first + number) % len(launches)
-        with locked(index):
-            launches[index]()
+        launches[index]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     _logger.info(
         f"CAD's Triton kernels are ready after {time.perf_counter() - begin:.1f} s"
     )
-
-
-@contextmanager
-def locked(index: int) -> Iterator[None]:
-    """Hold the lock of a kernel, which other processes compile meanwhile; without one where the cache is read-only.
-
-    Raises TimeoutError that names the lock if another process does not release it in ``LOCK_S``.
-    """
-    path = _lock_path(index)
-    lock = FileLock(path, timeout=LOCK_S)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise TimeoutError(
-            f"{path}: another process has held this lock for {LOCK_S:.0f} s, for which CAD waits to compile a Triton "
-            "kernel; end that process, or set TRITON_CACHE_DIR to another folder"
-        ) from None
-    except (OSError, NotImplementedError) as error:
-        _logger.warning(
-            f"CAD compiles a Triton kernel in this process, not once per machine: {error}"
-        )
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _lock_path(index: int) -> Path:
-    """Return a file in the folder of Triton's cache, which is this user's own."""
-    return Path(triton.knobs.cache.dir) / f"torchtitan_cad_kernel_{index}.lock"
 
 
 Launch = Callable[[], object]
