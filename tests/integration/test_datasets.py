@@ -82,15 +82,6 @@ def take(batches: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([batch["input"] for batch in inputs]), torch.stack(labels)
 
 
-def test_folders_are_documents(sources):
-    files = sorted(sources.rglob("*.py"))
-    expected = []
-    for folder in {file.parent for file in files}:
-        texts = [file.read_text() for file in files if file.parent == folder]
-        expected.append("\n".join(texts))
-    assert sorted(read_sources(sources, unit="folder")) == sorted(expected)
-
-
 def test_what_is_left_out_of_sources(tmp_path):
     for name, content in {
         "kept.py": b"kept",
@@ -108,19 +99,19 @@ def test_what_is_left_out_of_sources(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("folder", "split", "unit"),
+    ("folder", "split"),
     [
-        ("nowhere", "train", "file"),
-        ("empty", "train", "file"),
-        ("", "validation", "file"),
+        ("nowhere", "train"),
+        ("empty", "train"),
+        ("", "validation"),
     ],
 )
-def test_errors_of_sources_name_the_key(folder, split, unit, tmp_path):
+def test_errors_of_sources_name_the_key(folder, split, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "one.py").write_text("one")
     key = "training" if split == "train" else "validation"
     with refusal(f"{key}.dataset_path"):
-        read_sources(tmp_path / folder, split, unit)
+        read_sources(tmp_path / folder, split)
 
 
 def test_one_eos_between_documents(tokenizer, sources):

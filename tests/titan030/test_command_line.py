@@ -85,19 +85,19 @@ def test_stock_attention_without_gradients_on_cpu() -> None:
 def test_a_recipe_names_a_dataset_of_the_demo(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(DATASETS, "python_packages", raising=False)
+    monkeypatch.delitem(DATASETS, "python_stdlib", raising=False)
     config = llama3.llama3_debugmodel()
     add_demo_texts(config)
-    assert "python_packages" not in DATASETS
+    assert "python_stdlib" not in DATASETS
     loader = getattr(config, part)
     loader = getattr(loader, "dataloader", loader)
-    loader.dataset = "python_packages"
+    loader.dataset = "python_stdlib"
     add_demo_texts(config)
-    assert "python_packages" in DATASETS
+    assert "python_stdlib" in DATASETS
 
 
 def test_a_command_names_a_dataset_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(DATASETS, "python_packages", raising=False)
+    monkeypatch.delitem(DATASETS, "python_stdlib", raising=False)
     varlen = ("--module=llama3", "--config=llama3_debugmodel_varlen_attn")
-    read_job(*varlen, "--dataloader.dataset=python_packages")
-    assert "python_packages" in DATASETS
+    read_job(*varlen, "--dataloader.dataset=python_stdlib")
+    assert "python_stdlib" in DATASETS

@@ -21,8 +21,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 DEMO_TEXTS = (
     "python_stdlib",
     "python_stdlib_validation",
-    "python_packages",
-    "python_packages_validation",
 )
 """Datasets of texts, by which a job is known to need the demo before that is imported."""
 

@@ -11,7 +11,7 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
-from torchtitan_cad.demo.datasets import UNITS, read_sources
+from torchtitan_cad.demo.datasets import STDLIB_DATASET, read_sources
 from torchtitan_cad.demo.synthetic import parse_lengths
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
@@ -35,7 +35,7 @@ RANKS = 64
 """Taken where neither the job nor the caller says how many there are."""
 DRAWN = 5000
 """Documents drawn from a synthetic dataset."""
-CHARACTERS_PER_TOKEN = {"file": 3.0, "folder": 2.7}
+CHARACTERS_PER_TOKEN = 3.0
 """characters / token: of the demo's datasets with the tokenizer of `torchtitan-cad prepare` (2048 tokens)."""
 
 
@@ -314,14 +314,12 @@ def _lengths(config: JobConfig, notes: list[str]) -> np.ndarray:
             drawn.draw(i, np.random.default_rng((drawn.seed, i))) for i in range(DRAWN)
         ]
         return np.array(lengths, dtype=np.int64)
-    unit = UNITS.get(training.dataset)
-    if unit is not None and not own:
-        characters = CHARACTERS_PER_TOKEN[unit]
+    if training.dataset == STDLIB_DATASET and not own:
         notes.append(
-            f"documents: the dataset's {unit}s, {characters} characters a token (approximate)"
+            f"documents: the dataset's files, {CHARACTERS_PER_TOKEN} characters a token (approximate)"
         )
-        texts = read_sources(training.dataset_path, unit=unit)
-        return np.array([1 + round(len(text) / characters) for text in texts])
+        texts = read_sources(training.dataset_path)
+        return np.array([1 + round(len(text) / CHARACTERS_PER_TOKEN) for text in texts])
     notes.append(
         f"documents: {DEFAULT} (default), as the lengths of training.dataset = {training.dataset!r} are not known "
         "without reading it (--documents)"
