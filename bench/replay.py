@@ -34,6 +34,7 @@ from torchtitan_cad.runtime.directions import BACKWARD, FORWARD, Direction
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype
 from torchtitan_cad.runtime.kernels.select import get_kernel
+from torchtitan_cad.runtime.row_tables import RowTables
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.timing import median_milliseconds
 
@@ -138,6 +139,24 @@ def replay_rank(
     return times[0], times[1]
 
 
+def copied_bytes(tables: PlanTables, shape: AttentionShape) -> int:
+    """Return the bytes of rows that a forward copies because they are not in order for its kernel calls."""
+    queries = sum(_num_copied(call.q_rows, tables.queries) for call in tables.calls)
+    keys = sum(_num_copied(call.kv_rows, tables.keys) for call in tables.calls)
+    of_keys = shape.num_kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
+    return (
+        queries * shape.num_heads * shape.head_dim + keys * of_keys
+    ) * shape.dtype_bytes
+
+
+def _num_copied(rows: Tensor | slice | None, tables: RowTables) -> int:
+    if isinstance(rows, Tensor):
+        return len(rows)
+    if rows is None and tables.num_remote:
+        return tables.num_local + tables.num_remote
+    return 0
+
+
 def milliseconds(
     run: Callable[[], object], device: torch.device, repeats: int
 ) -> float:
@@ -164,7 +183,7 @@ def replay(
             plan.exchange(rank), plan.moves_rows, device, plan.shape.head_dim**-0.5
         )
         times.append(replay_rank(tables, kernel, plan.shape, dtype, options))
-        copied.append(tables.copied_bytes(plan.shape))
+        copied.append(copied_bytes(tables, plan.shape))
     figures: Record = {"max_over_mean_planned": plan.stats.max_over_mean}
     for name, column in (("forward", 0), ("backward", 1)):
         of_ranks = [rank_times[column] for rank_times in times]

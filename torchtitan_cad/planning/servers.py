@@ -62,7 +62,7 @@ def assign_to_servers(
     rank_ends = unit * plan.stats.loads / speeds
     slowest = rank_ends.max()
     num_bytes = link_bytes(plan.shape, tasks)
-    of_servers = [_seconds(server, unit * cost, num_bytes) for server in servers]
+    of_servers = [_seconds(server, unit, cost, num_bytes) for server in servers]
     index, server_ends = _give_away(
         _heaviest_first(plan, cost),
         rank_ends,
@@ -117,10 +117,10 @@ def _give_away(
 
 
 def _seconds(
-    server: JoinedServer, rank_seconds: FloatArray, num_bytes: FloatArray
+    server: JoinedServer, unit: float, cost: IntArray, num_bytes: FloatArray
 ) -> FloatArray:
-    """Return [n] seconds of tasks on a server, rows included, from those on a rank of speed 1."""
-    return rank_seconds / server.speed + num_bytes / server.bytes_per_second
+    """Return [n] seconds of tasks on a server, rows included; ``unit`` is that of a rank of speed 1."""
+    return unit / server.speed * cost + num_bytes / server.bytes_per_second
 
 
 def _heaviest_first(plan: Plan, cost: IntArray) -> list[Iterator[int]]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_cad.planning import AttentionShape, CallTable, RankExchange
+from torchtitan_cad.planning import CallTable, RankExchange
 from torchtitan_cad.planning.exchange.calls import (
     MAX_CALLS,
     Calls,
@@ -187,17 +187,6 @@ class PlanTables:
             and self.calls[0].kv_rows is None
         )
 
-    def copied_bytes(self, shape: AttentionShape) -> int:
-        """Return the bytes of rows that a forward copies because they are not in order for its kernel calls."""
-        queries = sum(_num_copied(call.q_rows, self.queries) for call in self.calls)
-        keys = sum(_num_copied(call.kv_rows, self.keys) for call in self.calls)
-        of_keys = (
-            shape.num_kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
-        )
-        return (
-            queries * shape.num_heads * shape.head_dim + keys * of_keys
-        ) * shape.dtype_bytes
-
 
 def _calls_of_servers(
     exchange: RankExchange, *, squares_only: bool
@@ -233,11 +222,3 @@ def _rows_of_call(
         if rows[-1] < tables.num_local:
             return slice(int(rows[0]), int(rows[-1]) + 1)
     return rows_to_device(rows, device)
-
-
-def _num_copied(rows: Tensor | slice | None, tables: RowTables) -> int:
-    if isinstance(rows, Tensor):
-        return len(rows)
-    if rows is None and tables.num_remote:
-        return tables.num_local + tables.num_remote
-    return 0

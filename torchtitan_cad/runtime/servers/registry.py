@@ -87,7 +87,7 @@ class Registry:
 
     def __init__(self, store: dist.Store, token: str) -> None:
         self._whole_store: Any = store
-        self._store = dist.PrefixStore(PREFIX, store)
+        self._store: Any = dist.PrefixStore(PREFIX, store)
         self._token = token
 
     def clone(self) -> "Registry":
