@@ -76,7 +76,7 @@ def test_writes_the_plan_and_prints_its_figures(plan, capsys):
 def test_options_reach_the_planner(plan):
     options = (
         "--planner greedy --tolerance 0.05 --min-shard 256 --no-split-kv --tile 64 "
-        "--rank-speeds 1 0.5 0.75 --ranks-per-node 2 --inter-node-weight 3"
+        "--ranks-per-node 2 --inter-node-weight 3"
     )
     assert plan(*options.split()).config == PlannerConfig(
         planner="greedy",
@@ -84,7 +84,6 @@ def test_options_reach_the_planner(plan):
         min_shard=256,
         split_kv=False,
         tile=64,
-        rank_speeds=(1.0, 0.5, 0.75),
         ranks_per_node=2,
         inter_node_weight=3.0,
     )
@@ -115,7 +114,6 @@ def test_bad_layouts_are_one_line(tmp_path, refused):
 def test_mistakes_in_commands_are_one_line(layout_file, tmp_path, refused):
     (tmp_path / "job.toml").write_text("a = " + "[" * 100_000)
     for options in (
-        "--rank-speeds 1e300 1e-300 1",
         "--output /no/such/directory/plan.json",
         "--plot plan.docx",
         "--tolerance two",

@@ -67,7 +67,6 @@ def test_the_tables_are_found():
     assert {command for command, _ in CASES} == BEGINNINGS.keys()
     assert BEGINNINGS.keys() == set(cli.COMMANDS) - {"report"}
     assert ("simulate", "tokens_per_rank") in CASES
-    assert ("plan", "rank_speeds") in CASES
 
 
 @pytest.fixture

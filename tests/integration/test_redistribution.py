@@ -126,7 +126,7 @@ def test_replicas_with_other_homes_are_an_error_on_all(length):
 
 
 def test_speeds_and_nodes_of_a_whole_pipeline_say_nothing_of_a_stage():
-    config = PlannerConfig(rank_speeds=(1.0, 2.0, *[1.0] * 10), ranks_per_node=4)
+    config = PlannerConfig(ranks_per_node=4)
     assert _of_one_stage(config, 6) == PlannerConfig()
     assert _of_one_stage(config, 4) == PlannerConfig(ranks_per_node=4)
 

@@ -166,16 +166,15 @@ def check_guarantee(plan: Plan, home: Plan) -> None:
     first = max(0, longest - config.min_shard)
     shard = make_tasks([0], first, longest, 0, longest, 0)
     shard_cost = int(cost.cost(shard)[0]) if longest else 0
-    speeds = [Fraction(speed) for speed in config.rank_speeds or [1] * layout.num_ranks]
     limits = plan.stats.load_limits.tolist()
-    for load, limit, speed in zip(loads.tolist(), limits, speeds, strict=True):
-        share = total * speed / sum(speeds)
+    share = Fraction(total, layout.num_ranks)
+    for load, limit in zip(loads.tolist(), limits, strict=True):
         tolerated = (1 + Fraction(config.tolerance)) * share
         assert load <= limit <= max(tolerated, share + shard_cost)
 
 
 def check_loads(plan: Plan) -> None:
-    """Loads are the tiles that tasks touch, counted row by row of tiles; the maximum is theirs, over speeds."""
+    """Loads are the tiles that tasks touch, counted row by row of tiles; the maximum is theirs."""
     tile = plan.cost.granularity
     loads = [0] * plan.layout.num_ranks
     columns = ("q_start", "q_end", "kv_start", "kv_end", "server")
@@ -186,11 +185,8 @@ def check_loads(plan: Plan) -> None:
             last_key = min(last_query, kv_end - 1)  # no later one is attended to
             loads[server] += last_key // tile - kv_start // tile + 1
     assert plan.stats.loads.tolist() == loads
-    speeds = [Fraction(speed) for speed in plan.config.rank_speeds or [1] * len(loads)]
-    most = 0.0
-    for load, speed in zip(loads, speeds, strict=True):
-        even = plan.stats.mean_load * float(speed * len(loads) / sum(speeds))
-        most = max(most, load / even if even else 1.0)
+    mean = plan.stats.mean_load
+    most = max(loads) / mean if mean else 1.0
     assert abs(plan.stats.max_over_mean - most) <= 1e-9 * most
 
 

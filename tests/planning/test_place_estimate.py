@@ -45,7 +45,6 @@ def state_of(lengths: list[int], num_ranks: int, longest: int) -> State:
     state = make_state(
         3 * cells + num_ranks,
         limit=np.full(num_ranks, 1.02 * mean),
-        speed=np.ones(num_ranks),
         prefix=prefix,
         sizes=np.array([128, 128, 256]),
         prices=np.array([*bytes_and_time, 0.0, 0.0, 0.0, 0.3, 0.4]),

@@ -73,12 +73,9 @@ def test_bad_options():
         ("split_kv", "yes"),
         ("planner", None),
         ("inter_node_weight", 0.5),
-        ("rank_speeds", (1.0, 0.0)),
     ):
         with refusal(key, "="):
             PlannerConfig(**{key: value})
-    with refusal("rank_speeds", 2):
-        make_plan(LAYOUT, LLAMA, PlannerConfig(rank_speeds=(1.0, 1.0)))
 
 
 def test_fingerprint_depends_on_layout_and_tasks_only():

@@ -28,7 +28,6 @@ from torchtitan_cad.planning.model.tasks import merge_queries
 
 SHARES = st.sampled_from([1.0, 1.0, 1.0, 0.9, 0.5, 0.2, 0.0])
 """Parts of the runs that attend."""
-SPEEDS = st.sampled_from([1.0, 1.0, 0.9, 0.5, 2, 1e-3])
 
 
 def some_attend(layout: TokenLayout, share: float, seed: int) -> TokenLayout:
@@ -51,15 +50,12 @@ def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig]:
     """A layout to plan, and the options."""
     case = draw(cases)
     layout = some_attend(case.layout(), draw(SHARES), case.seed)
-    ranks = layout.num_ranks
-    speeds = st.lists(SPEEDS, min_size=ranks, max_size=ranks).map(tuple)
     config = dataclasses.replace(
         case.config,
         planner=draw(st.sampled_from(["greedy", "local_search", "local_search"])),
         split_kv=draw(st.booleans()),
         ranks_per_node=draw(st.sampled_from([None, None, 1, 2, 5])),
         inter_node_weight=draw(st.sampled_from([1, 1.5, 4.0])),
-        rank_speeds=draw(st.none() | speeds),
     )
     return layout, config
 
@@ -80,7 +76,7 @@ def test_every_layout(problem, shape):
     check_cuts(plan, home)
     assert plan.stats.max_over_mean_before == home.stats.max_over_mean
     # a shard is long on a slow rank
-    if config.ranks_per_node is None and config.rank_speeds is None:
+    if config.ranks_per_node is None:
         assert plan.stats.max_over_mean <= home.stats.max_over_mean
     check_nodes(plan)
 

@@ -178,11 +178,6 @@ def check_types(config: Any) -> None:
         ({"kernel": "fast"}, None, "cad.kernel = 'fast': set cad.kernel to one of"),
         ({"tolerance": -1.0}, None, "cad.tolerance"),
         ({"heartbeat_seconds": 0.0}, None, "cad.heartbeat_seconds = 0.0"),
-        (
-            {"rank_speeds": [1.0]},
-            None,
-            "cad.rank_speeds has 1 entries for CAD groups of 2 ranks",
-        ),
         ({}, set_schedule, "pipeline_parallel_schedule = 'CAD1F1B'.*'1F1B'"),
         ({}, set_tensor_parallel, "tensor_parallel_degree = 3 does not divide"),
         ({}, set_context_parallel, "spmd_backend = 'partial_dtensor'"),

@@ -41,13 +41,6 @@ class Cad:
     keys of their own, which end the job with "balanced". "loader" leaves every rank what its loader gave it.
     """
 
-    rank_speeds: list[float] | None = None
-    """
-    Relative speed of each rank of a CAD group, in the order of (pipeline stage, if the schedule is one of CAD's;
-    data-parallel rank; context-parallel rank), the last changing first. A rank of speed 0.5 gets half the attention
-    work of one of speed 1. By default all are equal.
-    """
-
     receive_buffer_gb: float | None = None
     """
     GB that a GPU's receive buffers take with transport = "symm_mem", allocated once, in equal parts for the
@@ -186,24 +179,10 @@ class Cad:
                 else self.tolerance,
                 min_shard=self.min_shard,
                 planner=self.planner,
-                rank_speeds=None
-                if self.rank_speeds is None
-                else tuple(self.rank_speeds),
                 ranks_per_node=ranks_per_node,
             )
         except ValueError as error:
             raise ValueError(f"cad.{error}") from None
-
-    def check_groups(self, topology: Topology) -> None:
-        """Raise ValueError, naming key, value and remedy, for what the CAD groups of ``topology`` cannot have."""
-        self.planner_config(topology)
-        if self.rank_speeds is None or len(self.rank_speeds) == topology.group_size:
-            return
-        stages = f"pipeline parallel {topology.pp} x " if topology.across_stages else ""
-        raise ValueError(
-            f"cad.rank_speeds has {len(self.rank_speeds)} entries for CAD groups of {topology.group_size} ranks "
-            f"({stages}data parallel {topology.dp} x context parallel {topology.cp}): set one per rank, or leave it out"
-        )
 
     @property
     def buffer_bytes(self) -> int:

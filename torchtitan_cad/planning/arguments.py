@@ -12,7 +12,7 @@ from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.limits import Speeds, require_plannable
+from torchtitan_cad.planning.model.limits import require_plannable
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.text import brief, is_integer
 
@@ -32,7 +32,6 @@ def complete(
     _of_type("layout", layout, TokenLayout)
     config = complete_config(shape, config)
     cost = TileAreaCost(config.cost_tile, shape.window)
-    Speeds.of(config, layout.num_ranks)
     require_plannable(layout, cost)
     return config, cost
 

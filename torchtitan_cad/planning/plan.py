@@ -224,7 +224,7 @@ def make_plan(
     planner's compiled code, see :func:`warm_up`.
 
     Raises:
-        ValueError: unknown planner, speeds of another number of ranks, a document too long for the tiles in which its
+        ValueError: unknown planner, a document too long for the tiles in which its
             cost is counted, or an argument of another type.
     """
     warm_up()

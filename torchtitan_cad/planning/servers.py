@@ -32,7 +32,7 @@ class JoinedServer:
 
     Attributes:
         number: of its registration, distinct over the job.
-        speed: of its attention, relative to a rank of speed 1.
+        speed: of its attention, relative to a rank.
         bytes_per_second: of the link to it, shared by both directions.
     """
 
@@ -51,22 +51,21 @@ def assign_to_servers(
 
     Args:
         servers: in the same order on all ranks.
-        unit: seconds of attention of a rank of speed 1 per unit of the cost model, forward and backward.
+        unit: seconds of attention of a rank per unit of the cost model, forward and backward.
         share: of the servers' time and links that this plan may use, where several groups plan for themselves.
     """
     if not servers or plan.shape.window is not None:
         return plan
     tasks = plan.tasks
     cost = plan.cost.cost(tasks)
-    speeds = np.array(plan.config.rank_speeds or [1.0] * plan.layout.num_ranks)
-    rank_ends = unit * plan.stats.loads / speeds
+    rank_ends = unit * plan.stats.loads
     slowest = rank_ends.max()
     num_bytes = link_bytes(plan.shape, tasks)
     of_servers = [_seconds(server, unit, cost, num_bytes) for server in servers]
     index, server_ends = _give_away(
         _heaviest_first(plan, cost),
         rank_ends,
-        unit * cost / speeds[tasks["server"]],
+        unit * cost,
         on_servers=np.stack(of_servers) / share,
     )
     is_given = index >= 0

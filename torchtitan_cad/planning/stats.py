@@ -32,8 +32,7 @@ class PlanStats:
     """
 
     max_over_mean: float
-    """Time of the slowest rank over the mean, where time is load over relative speed; without ``rank_speeds`` the
-    largest load over ``mean_load``. 1.0 without any load."""
+    """The largest load over ``mean_load``. 1.0 without any load."""
     max_over_mean_before: float
     """``max_over_mean`` of the home plan."""
     guaranteed_over_mean: float
@@ -135,7 +134,7 @@ def compute_stats(
         plan_seconds=plan_seconds,
         bound=cache(
             lambda: lower_bound(
-                layout, shape, _max_pairs(layout, cost, limits.with_slowest(loads))
+                layout, shape, _max_pairs(layout, cost, limits.with_busiest(loads))
             )
         ),
     )

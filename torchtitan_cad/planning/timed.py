@@ -131,12 +131,7 @@ class LayerTimes:
         """Return a layer's seconds for all nano-batches, between which ranks meet only if rows move."""
         if any(plan.moves_rows for plan in plans):
             return sum(self.layer_seconds(plan) for plan in plans)
-        speeds = plans[0].config.rank_speeds or (1.0,)
-        loads = (
-            np.sum([plan.stats.loads for plan in plans], axis=0)
-            * np.mean(speeds)
-            / speeds
-        )
+        loads = np.sum([plan.stats.loads for plan in plans], axis=0)
         return sum(
             self.linear_seconds(plan.layout) for plan in plans
         ) + self.unit * float(loads.max())

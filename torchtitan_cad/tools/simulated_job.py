@@ -185,8 +185,6 @@ def _configuration(
         notes.append(
             f"tolerance: {cad.tolerance}, as without debug.deterministic, with which it is {fixed}"
         )
-    if cad.rank_speeds is not None:
-        notes.append("not simulated: cad.rank_speeds")
     if pp > 1 and schedule not in ("1F1B", "CAD1F1B"):
         notes.append(f"schedule: {schedule} is simulated as {simulated}")
     if kind == "selective" and (
@@ -200,7 +198,6 @@ def _configuration(
             "gradient accumulation: simulated as one pipeline, without a bubble between its parts"
         )
     table = {field.name: getattr(cad, field.name) for field in dataclasses.fields(Cad)}
-    table["rank_speeds"] = None
     if cad.placement == "auto":
         table["placement"] = "balanced"
     return Configuration(

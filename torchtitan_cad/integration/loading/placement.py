@@ -238,13 +238,9 @@ class Placement:
 
 
 def _of_one_stage(config: PlannerConfig, num_ranks: int) -> PlannerConfig:
-    """Return what holds for homes on the ``num_ranks`` ranks of each stage in a group.
-
-    All stages have the same homes, so that the speeds of their ranks say nothing.
-    """
+    """Return what holds for homes on the ``num_ranks`` ranks of each stage in a group."""
     node = config.ranks_per_node
     return dataclasses.replace(
         config,
-        rank_speeds=None,
         ranks_per_node=None if node and num_ranks % node else node,
     )

@@ -148,9 +148,6 @@ def _ranked(kinds: Sequence[Plan], layers: Sequence[int], loads: str) -> np.ndar
         return np.ones(len(kinds[0].stats.loads))
     ranked = np.zeros(len(kinds[0].stats.loads))
     for plan, of_kind in zip(kinds, work, strict=True):
-        speeds = plan.config.rank_speeds
         relative = getattr(plan.stats, loads) / (plan.stats.mean_load or 1)
-        if speeds is not None:
-            relative *= np.mean(speeds) / np.array(speeds)
         ranked += of_kind / sum(work) * -np.sort(-relative)
     return ranked

@@ -215,7 +215,7 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
         config.cad.check_eos_id()
         check_streams(config)
         if world_size is not None:
-            config.cad.check_groups(Topology.from_job(config.parallelism, world_size))
+            config.cad.planner_config(Topology.from_job(config.parallelism, world_size))
     name = config.model.name
     parallelism = config.parallelism
     optimizer = config.optimizer.name

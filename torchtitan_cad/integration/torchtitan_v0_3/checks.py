@@ -61,7 +61,7 @@ def check_recipe(config: Trainer.Config) -> None:
     ranks = os.environ.get("WORLD_SIZE")
     if ranks is not None:
         check_degrees(config.parallelism, int(ranks))
-        config.cad.check_groups(Topology.from_job(config.parallelism, int(ranks)))
+        config.cad.planner_config(Topology.from_job(config.parallelism, int(ranks)))
 
 
 def check_gradients(config: Trainer.Config) -> None:

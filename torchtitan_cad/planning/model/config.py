@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
 from torchtitan_cad.planning.text import brief, is_integer, is_number
 
-MAX_SPEED_RATIO = 10**6
-"""speed of the fastest rank / speed of the slowest, maximum: loads in proportion to it fit in int64."""
-
 MAX_NODE_WEIGHT = 1000
 """largest ``inter_node_weight``; networks between nodes are some 4 to 50 times slower than those inside."""
 
@@ -34,10 +31,6 @@ class PlannerConfig:
     tile: int = 128
     """Tokens. Kernel tile of the default cost model. Tiles are counted in units of gcd(tile, min_shard), so that cuts
     never add cost; 1 balances exact (query, key) pairs."""
-    rank_speeds: tuple[float, ...] | None = None
-    """Relative speed of each rank, positive; None where all are equal. Work is divided such that all ranks finish
-    together: a rank of speed 0.5 gets half as much as one of speed 1. The fastest rank has at most ``MAX_SPEED_RATIO``
-    times the speed of the slowest."""
     ranks_per_node: int | None = None
     """Ranks of a node: ranks 0 to n - 1 are the first node, and so on. None: bytes cost the same between all ranks."""
     inter_node_weight: float = 4.0
@@ -68,8 +61,6 @@ class PlannerConfig:
             raise ValueError(
                 f"planner = {brief(self.planner)}: set the name of a planner, such as 'local_search'"
             )
-        if self.rank_speeds is not None:
-            object.__setattr__(self, "rank_speeds", _speeds(self.rank_speeds))
         weight = self.inter_node_weight
         if not is_number(weight) or not 1 <= weight <= MAX_NODE_WEIGHT:
             raise ValueError(
@@ -85,22 +76,3 @@ class PlannerConfig:
     def cost_tile(self) -> int:
         """Tile edge, in tokens, at which costs are counted: every allowed cut lies on its grid."""
         return math.gcd(self.tile, self.min_shard)
-
-
-def _speeds(speeds: object) -> tuple[float, ...]:
-    """Return the speeds as a tuple. Raises ValueError naming the first that is not a positive finite number."""
-    if not isinstance(speeds, (tuple, list)):
-        raise ValueError(
-            f"rank_speeds = {brief(speeds)}: set one positive number per rank, such as [1.0, 0.9]"
-        )
-    for rank, speed in enumerate(speeds):
-        if not is_number(speed) or speed <= 0:
-            raise ValueError(
-                f"rank_speeds[{rank}] = {brief(speed)}: set a positive finite number, such as 1.0"
-            )
-    if speeds and max(speeds) > MAX_SPEED_RATIO * min(speeds):
-        raise ValueError(
-            f"rank_speeds = {brief(speeds)}: set speeds of which the largest is at most {MAX_SPEED_RATIO} times the "
-            "smallest"
-        )
-    return tuple(speeds)

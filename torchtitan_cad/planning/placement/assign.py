@@ -93,7 +93,7 @@ def assign_chunks(
 
     Args:
         heap: [num_ranks] scratch.
-        time: [num_ranks] load / speed of every rank, updated.
+        time: [num_ranks] load of every rank, updated.
     """
     grid = state.sizes[GRID]
     size = 0
@@ -110,7 +110,7 @@ def assign_chunks(
                 continue
             resize(state, i, start, start + part)
             give(state, i, rank)
-            time[rank] = state.reals[rank, LOAD] / state.speed[rank]
+            time[rank] = state.reals[rank, LOAD]
             if state.ints[rank, COUNT] < MOST_CHUNKS:
                 size = push(heap, size, time, rank)
             if part == length:
@@ -140,5 +140,5 @@ def assign_short(
                 work = work_of(state.prefix, state.sizes[TILE], 0, lengths[number])
                 home[number] = rank
                 state.ints[rank, CAPACITY] -= lengths[number]
-                time[rank] += work / state.speed[rank]
+                time[rank] += work
                 size = push(heap, size, time, rank)

@@ -18,7 +18,6 @@ from torchtitan_cad.planning.intervals import (
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.limits import Speeds
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.placement.assign import assign_short, by_work, cut_long
 from torchtitan_cad.planning.placement.search import begin_search, improve
@@ -115,11 +114,9 @@ class HomeSearch:
         prices = _prices(shape, config, num_ranks, weights=weights)
         prices[PER_PAIR] = total_work / pairs
         prices[PER_TOKEN] = work[whole].sum() / max(1, lengths[whole].sum())
-        speed = _relative_speeds(config, num_ranks)
         self._state = make_state(
             self._most_chunks(shortest),
-            limit=(1 + config.tolerance) * mean_work * speed,
-            speed=speed,
+            limit=np.full(num_ranks, (1 + config.tolerance) * mean_work),
             prefix=prefix,
             sizes=np.array([cost.granularity, grid, shortest]),
             prices=prices,
@@ -178,7 +175,7 @@ class HomeSearch:
         state = self._state
         ranks = slice(self._layout.num_ranks)
         expected = state.prices[PER_TOKEN] * state.ints[ranks, CAPACITY]
-        time = (state.reals[ranks, LOAD] - expected) / state.speed
+        time = state.reals[ranks, LOAD] - expected
         home = np.empty_like(self._short)
         heap = np.empty_like(self._layout.tokens_per_rank)
         lengths = self._layout.doc_lengths[self._short]
@@ -198,7 +195,7 @@ class HomeSearch:
             shortest,
             longest,
         )
-        time = state.reals[: len(capacity), LOAD] / state.speed
+        time = state.reals[: len(capacity), LOAD].copy()
         return begin_search(state, by_work(state), np.empty_like(capacity), time)
 
 
@@ -220,12 +217,6 @@ def _prices(
     prices[WORST_WEIGHT] = weights.worst_weight
     prices[SPARE] = weights.spare
     return prices
-
-
-def _relative_speeds(config: PlannerConfig, num_ranks: int) -> FloatArray:
-    """Return [num_ranks] the speeds of ranks, of mean 1."""
-    speeds = Speeds.of(config, num_ranks)
-    return np.array([float(value) for value in speeds.values])[speeds.index]
 
 
 def _chunk_bounds(

@@ -85,7 +85,7 @@ class State(NamedTuple):
         touched: [rows] the rows that the current move has touched.
         stamp: [rows] number of the move that touched a row last.
         counters: [2].
-        limit, speed: [num_ranks] limit of the work and relative speed of each rank.
+        limit: [num_ranks] limit of the work of each rank.
         prefix: prefix[i] is the work of the first i rows of tiles of a document.
         sizes, prices: [3] and [8].
     """
@@ -98,7 +98,6 @@ class State(NamedTuple):
     stamp: IntArray
     counters: IntArray
     limit: FloatArray
-    speed: FloatArray
     prefix: FloatArray
     sizes: IntArray
     prices: FloatArray
@@ -107,7 +106,6 @@ class State(NamedTuple):
 def make_state(
     chunks: int,
     limit: FloatArray,
-    speed: FloatArray,
     prefix: FloatArray,
     sizes: IntArray,
     prices: FloatArray,
@@ -126,7 +124,6 @@ def make_state(
         stamp=stamp,
         counters=np.zeros(2, dtype=np.int64),
         limit=limit,
-        speed=speed,
         prefix=prefix,
         sizes=sizes,
         prices=prices,
