@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gathering what the ranks of a gloo group know: in set-up, and in the planning thread beside training."""
+"""Groups of ranks on the host, and gathering what they know: in set-up, and in the planning thread beside training."""
 
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -8,6 +9,18 @@ import torch.distributed as dist
 from torchtitan_cad.runtime.errors import PeerError
 
 T = TypeVar("T")
+
+
+def new_host_group(ranks: list[int], seconds: float) -> dist.ProcessGroup | None:
+    """Return a gloo group of these ranks, this one among them; None if there are no others to talk to.
+
+    Every wait in it is bounded by these ``seconds``. All of the ranks must call it together.
+    """
+    if len(ranks) == 1:
+        return None
+    return dist.new_group(
+        ranks, timedelta(seconds=seconds), "gloo", use_local_synchronization=True
+    )
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None, doing: str) -> list[T]:

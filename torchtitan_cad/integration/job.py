@@ -69,6 +69,11 @@ class Job:
         return self.topology.tp * attention_flops(self.kinds, beside)
 
     @property
+    def planning_timeout_s(self) -> float:
+        """Bound of a gather of the planning thread, which waits for the slowest rank's training as well."""
+        return self.start_timeout_s + self.step_timeout_s
+
+    @property
     def shape(self) -> AttentionShape:
         """Heads of the first kind."""
         return self.kinds[0].shape

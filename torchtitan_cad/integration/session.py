@@ -26,7 +26,7 @@ from torchtitan_cad.integration.engines import (
     kept_bytes,
     kernel_shape,
 )
-from torchtitan_cad.integration.gathering import gather_objects
+from torchtitan_cad.integration.gathering import gather_objects, new_host_group
 from torchtitan_cad.integration.host_tensor import HostTensor
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.batch_planner import (
@@ -94,7 +94,7 @@ class CadSession:
             self.device, host_names.count(host_names[self.rank])
         )
         self.monitor = self._start_monitor(host_names)
-        self._train_group = self._planning_group(self.ranks)
+        self._train_group = new_host_group(self.ranks, job.planning_timeout_s)
         self._config = self.cad.planner_config(self.topology)
         if self._config.ranks_per_node is None:
             nodes = ranks_per_host(self.hosts)
@@ -137,7 +137,7 @@ class CadSession:
     @cached_property
     def validation(self) -> BatchPlanner:
         """Plans on the fly. Only jobs that validate have its group, as one of gloo wakes a thread every 10 ms."""
-        group = self._planning_group(self.ranks)
+        group = new_host_group(self.ranks, self.job.planning_timeout_s)
         return self._planner(
             group,
             self.cad.nano_batches,
@@ -164,16 +164,6 @@ class CadSession:
             stall_s=self.job.step_timeout_s / 2,
         )
 
-    def _planning_group(self, ranks: list[int]) -> dist.ProcessGroup | None:
-        """Return a gloo group of these ranks, this one among them; None if there are no others to talk to."""
-        if len(ranks) == 1:
-            return None
-        # Planning waits for the slowest rank's training, so its bound is wider than training's own.
-        timeout = timedelta(seconds=self.job.start_timeout_s + self.job.step_timeout_s)
-        return dist.new_group(
-            ranks, timeout, backend="gloo", use_local_synchronization=True
-        )
-
     def _choose_kernel(self) -> AttentionKernel:
         """Return the kernel of all kinds of attention; the same on all ranks of the group."""
         kernel = get_kernel(
@@ -196,13 +186,10 @@ class CadSession:
 
     def _build_placement(self) -> Placement:
         world = range(dist.get_world_size())
-        replicas = self._planning_group(
-            [
-                rank
-                for rank in world
-                if self.topology.group_rank(rank) == self.group_rank
-            ]
-        )
+        same_place = [
+            rank for rank in world if self.topology.group_rank(rank) == self.group_rank
+        ]
+        replicas = new_host_group(same_place, self.job.planning_timeout_s)
         nodes = gather_objects(self._config.ranks_per_node, replicas, "set-up")
         if len({*nodes}) > 1:
             # stages lie on hosts differently

@@ -3,7 +3,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan_cad.integration.gathering import gather_objects
+from torchtitan_cad.integration.gathering import gather_objects, new_host_group
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.loader import Batch, Loader
 from torchtitan_cad.integration.report.steps_file import (
@@ -108,11 +107,6 @@ class Shadow(Stateful):
 def open_shadow(loader: Loader, job: Job, dump_folder: str) -> Shadow:
     """Wrap a training loader; collective over the ranks of each CAD group."""
     rank = dist.get_rank()
-    group = None
     ranks = job.topology.group_ranks(rank)
-    if len(ranks) > 1:
-        timeout = timedelta(seconds=job.start_timeout_s + job.step_timeout_s)
-        group = dist.new_group(
-            ranks, timeout, backend="gloo", use_local_synchronization=True
-        )
+    group = new_host_group(ranks, job.planning_timeout_s)
     return Shadow(loader, job, dump_folder, group, job.topology.group_rank(rank))
