@@ -57,7 +57,7 @@ class _NanoBatch:
     x: Tensor
     rope: Tensor
     positions: Tensor | None
-    earlier: "_NanoBatch | None"
+    earlier: "_NanoBatch | None" = None
     token: Any = None
     rows: Any = None
     block: Any = None
@@ -302,8 +302,8 @@ class PingPong:
     ) -> list[_NanoBatch]:
         """Make the microbatch's nano-batches; ``in_rows``: the second one's queries attend to the first one's keys."""
         first, second = (
-            _NanoBatch(name, key + i, self.engine, *tensors, earlier=None)
-            for i, (name, *tensors) in enumerate(
+            _NanoBatch(name, key + i, self.engine, x, rope=rope, positions=position)
+            for i, (name, x, rope, position) in enumerate(
                 zip(NAMES, xs, ropes, positions, strict=True)
             )
         )

@@ -118,17 +118,9 @@ def as_toml(value: Any) -> str:
 
 
 def launched_ranks(config: JobConfig) -> int | None:
-    """Return the launcher's number of ranks, or that of the job that a dry run plays; None if it is not set."""
-    if config.comm.mode == "default":
-        ranks = os.environ.get("WORLD_SIZE", "")
-        return int(ranks) if ranks else None
-    ranks = os.environ.get("NGPU", "")
-    if not ranks.isdecimal():
-        raise ValueError(
-            f"comm.mode = {config.comm.mode!r} plays one rank of a larger job: set the environment variable NGPU "
-            f"(it is {ranks!r}) to its number of ranks, or comm.mode to 'default'"
-        )
-    return int(ranks)
+    """Return the launcher's number of ranks; None if it is not set, or a dry run plays a job of another number."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    return int(ranks) if ranks and config.comm.mode == "default" else None
 
 
 def has_cad(config: JobConfig) -> bool:
@@ -477,6 +469,12 @@ RULES = (
         "set it to one that torch knows, such as 'inductor'",
         applies=lambda job: job.config.compile.enable,
     ),
+    Rule(
+        "comm.mode",
+        lambda mode, _: mode != "default",
+        "a dry run cannot play CAD's exchanges; set it to 'default', or parallelism.cad to false",
+        applies=_cad,
+    ),
     seconds("comm.init_timeout_seconds"),
     seconds("comm.train_timeout_seconds"),
     installed("fault_tolerance.enable", "torchft", lambda job: not _cad(job)),
@@ -580,12 +578,6 @@ RULES_OF_JOBS = (
         "needs checkpoint.enable = true and a job of one rank; set those, or it to false",
     ),
     # Pipelines.
-    Rule(
-        "parallelism.pipeline_parallel_degree",
-        lambda degree, job: job.config.comm.mode != "default",
-        "dry runs (comm.mode) cannot play a pipeline, whose stages ask each other for shapes; set it to 1",
-        applies=_pipelined,
-    ),
     Rule(
         "parallelism.pipeline_parallel_schedule",
         _lacks_schedule,
@@ -756,13 +748,6 @@ RULES_OF_EXPERTS = (
         "parallelism.expert_parallel_degree",
         lambda degree, job: job.experts % degree != 0,
         "set it to a divisor of the experts of a layer",
-    ),
-    # torchtitan's own dry runs end with an error inside torch
-    Rule(
-        "parallelism.expert_parallel_degree",
-        lambda degree, job: degree > 1 and job.config.comm.mode == "fake_backend",
-        "comm.mode = 'fake_backend' cannot play expert parallelism, whose ranks tell each other counts of tokens; set "
-        "it to 1",
     ),
     Rule(
         "parallelism.expert_parallel_degree",
