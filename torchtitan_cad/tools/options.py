@@ -301,20 +301,16 @@ def _read_job(job: Path, overrides: tuple[str, ...], ranks: int | None) -> Simul
     return read_simulated_job([f"--job.config_file={job}", *overrides], ranks)
 
 
-def documents_file(spec: str | None) -> Path | None:
-    """Return the file that the option --documents names; None if it names a distribution, or nothing."""
-    if spec is None:
-        return None
+def _documents_file(spec: str) -> Path | None:
+    """Return the file that the option --documents names; None if it names a distribution."""
     path = Path(spec.removeprefix("histogram:"))
-    if record := find_record(path):
-        return record
     is_file = os.path.exists(path) and not os.path.isdir(path)
     return path if is_file or path.suffix == ".json" else None
 
 
 def _read_documents(spec: str) -> tuple[np.ndarray, list[list[list[int]]]]:
     """Return int64 lengths in tokens, from a file or of a distribution, and the batches of rows that a file has."""
-    path = documents_file(spec)
+    path = _documents_file(spec)
     if path is None:
         _check_folder(spec)
         return named_lengths(spec), []

@@ -233,8 +233,6 @@ def _of_ranks(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> Float
 
     Rows begin behind each other, and a rank has an early and a late one of a row's ``2 * cp`` chunks.
     """
-    if cp == 1:
-        return _of_whole_rows(costs, batch, kind)[:, :, None]
     lengths = batch.pieces(kind)
     window = kind.shape.window
     ends = np.cumsum(lengths)
@@ -258,20 +256,6 @@ def _of_ranks(costs: Costs, batch: Batch, kind: AttentionKind, cp: int) -> Float
         return seconds.astype(np.float64).reshape(-1, cp)
 
     return both_ways(of_ranks)
-
-
-def _of_whole_rows(costs: Costs, batch: Batch, kind: AttentionKind) -> FloatArray:
-    """[2, rows] seconds of one layer's attention of rows that no ranks share."""
-    lengths = batch.pieces(kind)
-    window = kind.shape.window
-    seconds = both_ways(
-        lambda forward: costs.document_seconds(lengths, forward, window)
-    )
-    row_ends = batch.row_tokens * np.arange(1, len(batch.rows))
-    ends = np.cumsum(lengths)
-    rows = np.searchsorted(ends, row_ends, side="right")
-    documents_of_rows = np.split(seconds, rows, axis=1)
-    return np.stack([row.sum(axis=1) for row in documents_of_rows], axis=1)
 
 
 def packing_cp(step: Step) -> Outcome | None:
@@ -320,25 +304,46 @@ def _packed_outcome(step: Step, distributed: FloatArray) -> Outcome | None:
     cp = step.configuration.cp
     seconds = distributed[0].sum(axis=1)
     ordered = distributed[:, best_order(seconds, step.pp)]
-    _, tokens, forward, backward, gathered, counts = ordered.transpose(0, 2, 1)
-    keys = tokens + gathered * (1 - 1 / cp)
+    of_replicas = ordered.transpose(0, 2, 1)
+    tokens = of_replicas[1]
+    gathered = of_replicas[4]
+    keep = step.configuration.backward == "keep"
+    return with_documents(
+        step,
+        of_replicas,
+        keys=tokens + gathered * (1 - 1 / cp),
+        gathered_bytes=gathered * _packed_key_bytes(step),
+        exchange=gathers(step, gathered, cp, keep),
+    )
+
+
+def with_documents(
+    step: Step,
+    documents: FloatArray,
+    *,
+    keys: FloatArray,
+    gathered_bytes: FloatArray,
+    exchange: KeyExchange,
+) -> Outcome | None:
+    """Time the step with documents dealt to replicas or ranks and microbatches; None if it does not fit.
+
+    Args:
+        documents: what ``packed_documents`` add up to in each, [6, replicas, microbatches].
+        keys: for which each has queries, [replicas, microbatches].
+        gathered_bytes: of keys that each has of others, [replicas, microbatches].
+    """
+    _, tokens, forward, backward, _, counts = documents
     memory = memory_without_cad(
         step,
         tokens=float(tokens.max()),
-        keys=keys.max(),
+        keys=float(keys.max()),
         documents=math.ceil(counts.max()),
-        gathered=float(gathered.max()) * _packed_key_bytes(step),
+        gathered=float(gathered_bytes.max()),
     )
     if memory.total > step.costs.cluster.memory:
         return None
-    keep = step.configuration.backward == "keep"
-    return in_sequence(
-        step,
-        memory,
-        tokens,
-        attention=np.stack([forward, backward]),
-        keys=gathers(step, gathered, cp, keep),
-    )
+    attention = np.stack([forward, backward])
+    return in_sequence(step, memory, tokens, attention=attention, keys=exchange)
 
 
 def add_up(documents: FloatArray, parts: IntArray, num_parts: int) -> FloatArray:

@@ -126,9 +126,8 @@ class Costs:
 
     def attention_seconds(self, loads: npt.ArrayLike, forward: bool) -> FloatArray:
         """Return the seconds of loads in units of ``cost``."""
-        return (
-            np.asarray(loads, dtype=np.float64) * self.unit_seconds[0 if forward else 1]
-        )
+        unit = self.unit_seconds[0 if forward else 1]
+        return np.asarray(loads, dtype=np.float64) * unit
 
     def document_seconds(
         self, lengths: IntArray, forward: bool, window: int | None = None
@@ -152,11 +151,8 @@ class Costs:
         ``tp`` False leaves out tensor parallelism's collectives.
         """
         model = self.model
-        again = (
-            0.0
-            if forward
-            else {"selective": 0.5, "linear": 1.0}.get(checkpointing, 0.0)
-        )
+        repeated = {} if forward else {"selective": 0.5, "linear": 1.0}
+        again = repeated.get(checkpointing, 0.0)
         products = self._product_seconds(self.parameters)
         elements = elementwise_elements(model, forward)
         if again:  # selective checkpointing, too, saves products alone
@@ -166,9 +162,8 @@ class Costs:
             products * factor + self._memory_seconds(elements * model.dtype_bytes)
         )
         if tp:
-            seconds += (
-                TP_COLLECTIVES * self.tp_seconds(tokens) * (2 if again == 1 else 1)
-            )
+            times = 2 if again == 1 else 1
+            seconds += times * TP_COLLECTIVES * self.tp_seconds(tokens)
         return float(seconds[0]), float(seconds[1])
 
     def _product_seconds(self, parameters: Any) -> Any:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 
 import numpy as np
@@ -13,9 +12,9 @@ from torchtitan_cad.planning.pipeline.one_f_one_b import best_order
 from torchtitan_cad.tools.simulation.baselines import (
     add_up,
     gathers,
-    in_sequence,
     packed_documents,
     ring,
+    with_documents,
 )
 from torchtitan_cad.tools.simulation.memory import memory_without_cad
 from torchtitan_cad.tools.simulation.row_orders import distribute_under_cap
@@ -82,31 +81,26 @@ def _fastest_way(step: Step, of_ranks: FloatArray, sharing: IntArray) -> Outcome
         of_ranks: what ``packed_documents`` of every rank and microbatch add up to, [6, ranks, microbatches].
         sharing: ranks that share documents with each.
     """
-    _, tokens, forward, backward, gathered, counts = of_ranks
+    _, tokens, forward, backward, gathered, _ = of_ranks
     attention = np.stack([forward, backward])
     of_others = gathered * (1 - 1 / sharing)
-    all_keys = tokens + of_others
-    # a ring has the keys of two ranks at a time
-    own_share = gathered / sharing
-    held = 2 * own_share
-    by_ring = ring(step, gathered, sharing, attention)
-    by_gathers = gathers(step, gathered, sharing)
-    ways = [
-        (by_ring, tokens, held),
-        (by_gathers, all_keys, gathered),
-    ]
-    fitting = list[Outcome]()
-    for key_exchange, keys, others in ways:
-        memory = memory_without_cad(
-            step,
-            tokens=float(tokens.max()),
-            keys=float(keys.max()),
-            documents=math.ceil(counts.max()),
-            gathered=float(others.max()) * step.costs.shape.kv_bytes,
-        )
-        if memory.total <= step.costs.cluster.memory:
-            outcome = in_sequence(step, memory, tokens, attention, key_exchange)
-            fitting.append(outcome)
+    kv_bytes = step.costs.shape.kv_bytes
+    by_ring = with_documents(
+        step,
+        of_ranks,
+        keys=tokens,
+        # a ring has the keys of two ranks at a time
+        gathered_bytes=2 * (gathered / sharing) * kv_bytes,
+        exchange=ring(step, gathered, sharing, attention),
+    )
+    by_gathers = with_documents(
+        step,
+        of_ranks,
+        keys=tokens + of_others,
+        gathered_bytes=gathered * kv_bytes,
+        exchange=gathers(step, gathered, sharing),
+    )
+    fitting = [outcome for outcome in (by_ring, by_gathers) if outcome is not None]
     return min(fitting, key=lambda outcome: outcome.seconds, default=None)
 
 
