@@ -15,7 +15,7 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
-from torchtitan_cad.planning.placement.moves import random
+from torchtitan_cad.planning.placement.home_search import random
 
 BACKWARD_LINEAR = 2.0
 BACKWARD_ATTENTION = 2.5

@@ -1,248 +1,175 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""An estimate of the bytes of the plan that an assignment of chunks leads to, updated while chunks move.
+"""An estimate of the bytes of the plan that the homes of chunks lead to.
 
 Every rank keeps its own work up to its limit, keys nearest the diagonal first. The work above the limit goes to ranks
 with capacity: either all rows of a chunk against early keys, which the rank then need not import, or the chunk's last
 rows against as many keys as make the best rectangle. A rank with capacity takes blocks of the best shape, which may
-join rows of several chunks, and does not read the keys that it holds itself.
-
-A move takes chunks out of the lists of their documents (``detach``), changes the chunks and their ranks, chooses anew
-what both ranks offload (``choose``) and puts the chunks back (``attach``). Each step updates the sums of the ranks.
+join rows of several chunks.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from torchtitan_cad.planning.jit import jit_inner
-from torchtitan_cad.planning.placement.offload import offload
-from torchtitan_cad.planning.placement.state import (
-    BEFORE,
-    BEHIND,
-    BYTES,
-    HELP,
-    HELPERS_IN,
-    KEY_BYTES,
-    KEYS_IN,
-    KEYS_OFFLOADED,
-    KEYS_OUT,
-    KEYS_SHARED,
-    LENGTH,
-    LOAD,
-    NEXT_CHUNK,
-    NUM_TOUCHED,
-    OLD_KEYS_OFFLOADED,
-    OLD_STRIPS,
-    POWER,
-    QUERIES_OUT,
-    RANK,
-    START,
-    STRIPS,
-    WORST_WEIGHT,
-    State,
-    link,
-    touch,
-    unlink,
-)
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
+from torchtitan_cad.planning.jit import jit, jit_inner
+from torchtitan_cad.planning.placement.chunks import Chunks
+
+
+class Prices(NamedTuple):
+    """What the estimate is made of.
+
+    Attributes:
+        limit: work that a rank keeps.
+        per_pair: work of a (query, key) pair.
+        query_bytes, key_bytes: bytes of a query and of a key.
+        typical: work that fits on a typical rank with capacity.
+        help: [1] bytes into a rank for work that others offload / square root of the work that fits on it; updated.
+        worst_weight: weight of the worst rank in the objective.
+        spare: helpers added to those side by side, as blocks do not fill capacities exactly.
+    """
+
+    limit: float
+    per_pair: float
+    query_bytes: float
+    key_bytes: float
+    typical: float
+    help: FloatArray
+    worst_weight: float
+    spare: float
 
 
 @jit_inner
-def _read(
-    state: State, i: int, j: int, keys: float, strips: float
+def _beside(
+    excess: float, rows: float, keys: float, prices: Prices
 ) -> tuple[float, float]:
-    """Count the keys of chunk ``j`` that are read for the work that chunk ``i`` offloads, and that it keeps."""
-    start = float(state.ints[j, START])
-    end = float(state.ints[j, START] + state.ints[j, LENGTH])
-    offloaded = strips * max(0.0, min(end, abs(keys)) - start)
-    return offloaded, max(0.0, end - max(start, keys)) if state.ints[
-        j, RANK
-    ] != state.ints[i, RANK] else 0.0
+    """Return the (helpers side by side, strips) in which a block of ``rows`` x ``keys`` costs the fewest bytes.
+
+    There is less than one strip if rows of other chunks join the block, so that its keys are read once for all.
+    """
+    helpers = max(1.0, excess / prices.typical)
+    best = np.sqrt(helpers * keys * prices.key_bytes / (rows * prices.query_bytes))
+    return max(1.0, best + prices.spare), helpers / max(1.0, best)
 
 
 @jit_inner
-def read_by(state: State, i: int, sign: float, keys: float, strips: float) -> None:
-    """Add ``sign`` times the bytes of the keys read for chunk ``i``, which offloads ``keys`` in ``strips``."""
-    rank = state.ints[i, RANK]
-    into = 0.0
-    j = i
-    end = len(state.ints) - 1
-    key_bytes = sign * state.prices[KEY_BYTES]
-    while j != end:
-        home = state.ints[j, RANK]
-        offloaded, kept = _read(state, i, j, keys, strips)
-        touch(state, home)
-        state.reals[home, KEYS_SHARED] += offloaded * key_bytes
-        state.reals[home, KEYS_OUT] += (offloaded + kept) * key_bytes
-        into += kept
-        j = state.ints[j, BEFORE]
-    touch(state, rank)
-    state.reals[rank, KEYS_IN] += into * key_bytes
+def offload(
+    start: float, rows: float, excess: float, prices: Prices
+) -> tuple[float, float, float, float]:
+    """Return (work, bytes of queries out, bytes into helpers, keys not imported) of the best block.
+
+    The block has at most the work ``excess``. It belongs to a chunk of ``rows`` rows from row ``start`` of a document.
+    """
+    pairs = excess / prices.per_pair
+    best = (0.0, 0.0, 0.0, 0.0)
+    least = np.inf
+    for all_rows in (True, False):
+        if all_rows:
+            width = min(start, pairs / rows)
+            height = rows
+            spared = width
+        else:
+            square = np.sqrt(pairs * prices.key_bytes / prices.query_bytes)
+            height = min(rows, max(1.0, square))
+            reach = start + rows
+            # more rows, up to the middle of the triangle
+            if height * (reach - height) < pairs:
+                root = reach * reach / 4 - pairs
+                height = min(rows, reach / 2 - np.sqrt(root) if root > 0 else reach / 2)
+            width = min(pairs / height, reach - height)
+            spared = 0.0
+        if width <= 0:
+            continue
+        offloaded = height * width * prices.per_pair
+        beside, strips = _beside(offloaded, height, width, prices)
+        queries = height * beside * prices.query_bytes
+        into = queries + width * strips * prices.key_bytes
+        value = (into - spared * prices.key_bytes) / offloaded
+        if offloaded < 0.98 * excess:
+            value *= 2
+        if value < least:
+            least = value
+            best = (offloaded, queries, into, spared)
+    return best
 
 
 @jit_inner
-def _read_of(state: State, j: int, sign: float) -> None:
-    """Add ``sign`` times the bytes of the keys of chunk ``j`` that are read for the chunks behind it."""
-    home = state.ints[j, RANK]
-    k = state.ints[j, BEHIND]
-    end = len(state.ints) - 1
-    shared = 0.0
-    out = 0.0
-    key_bytes = sign * state.prices[KEY_BYTES]
-    while k != end:
-        offloaded, kept = _read(
-            state, k, j, state.reals[k, KEYS_OFFLOADED], state.reals[k, STRIPS]
-        )
-        shared += offloaded
-        out += offloaded + kept
-        if kept > 0:
-            touch(state, state.ints[k, RANK])
-            state.reals[state.ints[k, RANK], KEYS_IN] += kept * key_bytes
-        k = state.ints[k, BEHIND]
-    touch(state, home)
-    state.reals[home, KEYS_SHARED] += shared * key_bytes
-    state.reals[home, KEYS_OUT] += out * key_bytes
+def _keys(chunks: Chunks, rank: int) -> tuple[float, float]:
+    """Return the keys that chunks of a rank read from other ranks, and that other ranks read from it."""
+    count = chunks.count[rank]
+    into = 0
+    out = 0
+    for one in range(count):
+        i = chunks.members[rank, one]
+        reads = chunks.start[i]
+        readers = chunks.behind[i]
+        for other in range(count):
+            j = chunks.members[rank, other]
+            if chunks.doc[j] == chunks.doc[i]:
+                if j > i:
+                    readers -= 1
+                    reads = 0
+                elif j < i and reads > 0:
+                    reads -= chunks.length[j]
+        into += max(0, reads)
+        out += readers * chunks.length[i]
+    return float(into), float(out)
 
 
 @jit_inner
-def detach(state: State, i: int) -> None:
-    """Take a chunk out of the list of its document, and the keys read for it and of it out of the sums."""
-    read_by(state, i, -1.0, state.reals[i, KEYS_OFFLOADED], state.reals[i, STRIPS])
-    _read_of(state, i, -1.0)
-    unlink(state, i)
-
-
-@jit_inner
-def attach(state: State, i: int) -> None:
-    """Put a chunk back into the list of its document and into the sums: the inverse of ``detach``."""
-    link(state, i)
-    read_by(state, i, 1.0, state.reals[i, KEYS_OFFLOADED], state.reals[i, STRIPS])
-    _read_of(state, i, 1.0)
-
-
-@jit_inner
-def choose(state: State, rank: int, one: int, other: int) -> None:
-    """Choose what the rank offloads, chunk by chunk; ``one`` and ``other`` are the detached chunks, -1 for none."""
-    reals = state.reals
-    _begin_choice(state, rank)
+def estimate_rank(chunks: Chunks, prices: Prices, rank: int) -> None:
+    """Estimate the bytes of a rank anew."""
+    keys_in, keys_out = _keys(chunks, rank)
     queries = 0.0
     helped = 0.0
-    excess = reals[rank, LOAD] - state.limit[rank]
-    while excess > 1e-9 * reals[rank, LOAD]:
-        chosen, best = _best_offer(state, rank, excess)
+    offloading = 0
+    excess = chunks.load[rank] - prices.limit
+    while excess > 1e-9 * prices.limit:
+        least = np.inf
+        chosen = -1
+        best = (0.0, 0.0, 0.0, 0.0)
+        for at in range(chunks.count[rank]):
+            if offloading >> at & 1:
+                continue
+            i = chunks.members[rank, at]
+            block = offload(
+                float(chunks.start[i]), float(chunks.length[i]), excess, prices
+            )
+            if block[0] <= 0:
+                continue
+            num_bytes = block[2] - block[3] * prices.key_bytes
+            value = num_bytes / block[0] * (2 - block[0] / excess)
+            if value < least:
+                least = value
+                chosen = at
+                best = block
         if chosen < 0:
             break
-        work, queries_out, bytes_in, spared, keys, strips = best
-        excess -= work
-        queries += queries_out
-        helped += bytes_in
-        # A negative number of keys: the rank imports them all the same.
-        reals[chosen, KEYS_OFFLOADED] = keys if spared > 0 else -keys
-        reals[chosen, STRIPS] = strips
-    _read_anew(state, rank, one, other)
-    touch(state, rank)
-    reals[rank, QUERIES_OUT] = queries
-    reals[rank, HELPERS_IN] = helped
-
-
-@jit_inner
-def _begin_choice(state: State, rank: int) -> None:
-    """Let the chunks of a rank offload nothing, and keep what they have offloaded before."""
-    reals = state.reals
-    k = state.ints[rank, NEXT_CHUNK]
-    while k != len(state.ints) - 1:
-        touch(state, k)
-        reals[k, OLD_KEYS_OFFLOADED] = reals[k, KEYS_OFFLOADED]
-        reals[k, OLD_STRIPS] = reals[k, STRIPS]
-        reals[k, KEYS_OFFLOADED] = 0.0
-        reals[k, STRIPS] = 0.0
-        k = state.ints[k, NEXT_CHUNK]
-
-
-@jit_inner
-def _best_offer(
-    state: State, rank: int, excess: float
-) -> tuple[int, tuple[float, ...]]:
-    """Return the chunk, of those that offload nothing yet, whose block costs the fewest bytes for its work, and the
-    block; -1 if there is none."""
-    ints = state.ints
-    key_bytes = state.prices[KEY_BYTES]
-    chosen = -1
-    least = np.inf
-    best = (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
-    i = ints[rank, NEXT_CHUNK]
-    while i != len(ints) - 1:
-        if state.reals[i, STRIPS] == 0:
-            block = offload(
-                float(ints[i, START]), float(ints[i, LENGTH]), excess, state.prices
-            )
-            if block[0] > 0:
-                value = (
-                    (block[2] - block[3] * key_bytes)
-                    / block[0]
-                    * (2 - block[0] / excess)
-                )
-                if value < least:
-                    chosen = i
-                    least = value
-                    best = block
-        i = ints[i, NEXT_CHUNK]
-    return chosen, best
-
-
-@jit_inner
-def _read_anew(state: State, rank: int, one: int, other: int) -> None:
-    """Update the sums for attached chunks of a rank that offload other keys than before."""
-    reals = state.reals
-    k = state.ints[rank, NEXT_CHUNK]
-    while k != len(state.ints) - 1:
-        changes = (
-            reals[k, KEYS_OFFLOADED] != reals[k, OLD_KEYS_OFFLOADED]
-            or reals[k, STRIPS] != reals[k, OLD_STRIPS]
-        )
-        if changes and k not in (one, other):
-            read_by(state, k, -1.0, reals[k, OLD_KEYS_OFFLOADED], reals[k, OLD_STRIPS])
-            read_by(state, k, 1.0, reals[k, KEYS_OFFLOADED], reals[k, STRIPS])
-        k = state.ints[k, NEXT_CHUNK]
-
-
-@jit_inner
-def rank_bytes(state: State, rank: int) -> tuple[float, float, float]:
-    """Return the bytes into and out of a rank, and the bytes of keys that it holds of those are offloaded with work."""
-    reals = state.reals
-    # A rank with capacity gets as many bytes of queries as of keys, and already holds some of the keys.
-    helps = state.prices[HELP] * np.sqrt(
-        max(0.0, state.limit[rank] - reals[rank, LOAD])
-    )
-    held = min(helps / 2, reals[rank, KEYS_SHARED])
-    return (
-        reals[rank, KEYS_IN] + helps - held,
-        reals[rank, KEYS_OUT] + reals[rank, QUERIES_OUT] - held,
-        held,
+        offloading |= 1 << chosen
+        excess -= best[0]
+        queries += best[1]
+        helped += best[2]
+        keys_in = max(0.0, keys_in - best[3])
+    # A rank with capacity gets as many bytes of queries as of keys.
+    helps = prices.help[0] * np.sqrt(max(0.0, prices.limit - chunks.load[rank]))
+    bytes_in = keys_in * prices.key_bytes
+    bytes_out = keys_out * prices.key_bytes
+    held = min(helps / 2, 1.0 * bytes_out)
+    chunks.helped[rank] = helped
+    chunks.num_bytes[rank] = bytes_in + helped - held
+    chunks.power[rank] = _power(bytes_in + helps - held) + _power(
+        bytes_out + queries - held
     )
 
 
 @jit_inner
-def estimate(state: State) -> float:
-    """Return the objective after the move: total bytes + WORST_WEIGHT x number of ranks x worst rank's bytes.
-
-    A power mean of order 8 over the bytes in and out of all ranks stands for the worst rank's bytes.
-    """
-    reals = state.reals
-    prices = state.prices
-    end = len(state.ints) - 1
-    touch(state, end)
-    for at in range(state.counters[NUM_TOUCHED]):
-        rank = state.touched[at]
-        if rank < len(state.limit):
-            into, out, held = rank_bytes(state, rank)
-            reals[rank, BYTES] = reals[rank, KEYS_IN] + reals[rank, HELPERS_IN] - held
-            reals[rank, POWER] = _power(into) + _power(out)
-            reals[end, BYTES] += reals[rank, BYTES] - state.reals_before[at, BYTES]
-            reals[end, POWER] += reals[rank, POWER] - state.reals_before[at, POWER]
-    worst = np.sqrt(
-        np.sqrt(np.sqrt(max(0.0, reals[end, POWER]) / (2 * len(state.limit))))
-    )
-    return reals[end, BYTES] + prices[WORST_WEIGHT] * len(state.limit) * worst
+def estimate_ranks(chunks: Chunks, prices: Prices, homes: IntArray) -> None:
+    """Estimate the bytes of the ranks in ``homes`` [2, 2, 3] of (rank, start, length) anew."""
+    for row in range(2):
+        estimate_rank(chunks, prices, homes[row, 0, 0])
+        estimate_rank(chunks, prices, homes[row, 1, 0])
 
 
 @jit_inner
@@ -252,10 +179,31 @@ def _power(value: float) -> float:
 
 
 @jit_inner
-def worst_rank(state: State) -> int:
-    """Return the rank with the largest POWER."""
-    found = 0
-    for rank in range(1, len(state.limit)):
-        if state.reals[rank, POWER] > state.reals[found, POWER]:
-            found = rank
-    return found
+def objective(chunks: Chunks, prices: Prices) -> float:
+    """Return total bytes + worst_weight x number of ranks x worst rank's bytes.
+
+    A power mean of order 8 over the bytes in and out of all ranks stands for the worst rank's bytes.
+    """
+    num_ranks = len(chunks.count)
+    total = 0.0
+    power = 0.0
+    for rank in range(num_ranks):
+        total += chunks.num_bytes[rank]
+        power += chunks.power[rank]
+    worst = np.sqrt(np.sqrt(np.sqrt(power / (2 * num_ranks))))
+    return total + prices.worst_weight * num_ranks * worst
+
+
+@jit
+def estimate(chunks: Chunks, prices: Prices) -> float:
+    """Estimate the bytes of all ranks anew and return the objective; updates the price ``help`` before."""
+    helped = 0.0
+    roots = 0.0
+    for rank in range(len(chunks.count)):
+        estimate_rank(chunks, prices, rank)
+        helped += chunks.helped[rank]
+        roots += np.sqrt(max(0.0, prices.limit - chunks.load[rank]))
+    prices.help[0] = helped / max(1e-9, roots)
+    for rank in range(len(chunks.count)):
+        estimate_rank(chunks, prices, rank)
+    return objective(chunks, prices)
