@@ -77,7 +77,7 @@ def test_moves_keep_tokens_and_figures(cells, num_ranks, longest, seed):
     assert (is_first[1:] | (chunks.start[1:] == ends[:-1])).all()
     assert np.bincount(chunks.doc, chunks.length).tolist() == lengths.tolist()
     assert (chunks.free >= 0).all()
-    assert (chunks.count <= MOST_CHUNKS).all()
+    assert (chunks.num_held <= MOST_CHUNKS).all()
     check_figures(chunks, make_chunks(again, capacities, work), prices)
     assert estimate(chunks, prices) <= 1.01 * before  # the price of help changes
 
@@ -86,9 +86,9 @@ def check_figures(chunks: Chunks, anew: Chunks, prices: Prices) -> None:
     """The figures of moved chunks are those of the same chunks counted anew."""
     assert chunks.free.tolist() == anew.free.tolist()
     assert chunks.load == pytest.approx(anew.load)
-    for rank in range(len(anew.count)):
-        count = anew.count[rank]
-        members = chunks.members[rank, : chunks.count[rank]]
+    for rank in range(len(anew.num_held)):
+        count = anew.num_held[rank]
+        members = chunks.members[rank, : chunks.num_held[rank]]
         assert sorted(members) == sorted(anew.members[rank, :count])
         estimate_rank(anew, prices, rank)
     assert chunks.num_bytes == pytest.approx(anew.num_bytes)

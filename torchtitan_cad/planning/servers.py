@@ -58,14 +58,14 @@ def assign_to_servers(
         return plan
     tasks = plan.tasks
     cost = plan.cost.cost(tasks)
-    rank_ends = unit * plan.stats.loads
+    rank_ends = (unit * plan.stats.loads).astype(np.float64)
     slowest = rank_ends.max()
     num_bytes = link_bytes(plan.shape, tasks)
     of_servers = [_seconds(server, unit, cost, num_bytes) for server in servers]
     index, server_ends = _give_away(
         _heaviest_first(plan, cost),
         rank_ends,
-        unit * cost,
+        (unit * cost).astype(np.float64),
         on_servers=np.stack(of_servers) / share,
     )
     is_given = index >= 0

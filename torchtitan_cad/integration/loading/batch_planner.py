@@ -260,7 +260,7 @@ class BatchPlanner:
             of_batch = None if placed is None else placed[part]
             microbatches = self._plan_batch(layouts[part], columns, of_batch)
             planned.append(self._make_executable(microbatches, shape))
-        self._say_that_it_stays([plan for batch in planned for plan in batch.plans])
+        self._say_that_it_stays([*chain(*(batch.plans for batch in planned))])
         seconds = (time.perf_counter() - begin) / own.batches
         parcel = None
         if self.placement is not None:

@@ -39,7 +39,7 @@ class Chunks(NamedTuple):
         behind: [chunks] number of chunks behind it in its document.
         rank: [chunks] the rank that holds it.
         members: [ranks, MOST_CHUNKS + 2] the chunks of every rank; a move that is undone may make one or two too many.
-        count: [ranks] number of the rank's chunks.
+        num_held: [ranks] number of the rank's chunks.
         free: [ranks] tokens that still fit.
         load: [ranks] work, that of the short documents expected in the free tokens included.
         num_bytes: [ranks] what the rank adds to the estimated bytes of all ranks.
@@ -53,7 +53,7 @@ class Chunks(NamedTuple):
     behind: IntArray
     rank: IntArray
     members: IntArray
-    count: IntArray
+    num_held: IntArray
     free: IntArray
     load: FloatArray
     num_bytes: FloatArray
@@ -77,9 +77,9 @@ def make_chunks(segments: IntArray, capacities: IntArray, work: Work) -> Chunks:
         behind=last - np.arange(len(doc)),
         rank=rank,
         members=np.zeros((num_ranks, MOST_CHUNKS + 2), dtype=np.int64),
-        count=np.zeros(num_ranks, dtype=np.int64),
+        num_held=np.zeros(num_ranks, dtype=np.int64),
         free=capacities.copy(),
-        load=work.per_token * capacities,
+        load=(work.per_token * capacities).astype(np.float64),
         num_bytes=num_bytes,
         power=power,
         helped=helped,
@@ -111,13 +111,13 @@ def _count_in(chunks: Chunks, work: Work, i: int, sign: int) -> None:
     chunks.free[rank] -= sign * tokens
     chunks.load[rank] += sign * extra
     if sign > 0:
-        chunks.members[rank, chunks.count[rank]] = i
+        chunks.members[rank, chunks.num_held[rank]] = i
     else:
         at = 0
         while chunks.members[rank, at] != i:
             at += 1
-        chunks.members[rank, at] = chunks.members[rank, chunks.count[rank] - 1]
-    chunks.count[rank] += sign
+        chunks.members[rank, at] = chunks.members[rank, chunks.num_held[rank] - 1]
+    chunks.num_held[rank] += sign
 
 
 @jit_inner
@@ -137,7 +137,7 @@ def has_room(chunks: Chunks, ranks: IntArray) -> bool:
     """Tell whether ranks [n] can hold their chunks."""
     has = True
     for rank in ranks:
-        has &= chunks.free[rank] >= 0 and chunks.count[rank] <= MOST_CHUNKS
+        has &= chunks.free[rank] >= 0 and chunks.num_held[rank] <= MOST_CHUNKS
     return has
 
 

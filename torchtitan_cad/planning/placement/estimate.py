@@ -98,7 +98,7 @@ def offload(
 @jit_inner
 def _keys(chunks: Chunks, rank: int) -> tuple[float, float]:
     """Return the keys that chunks of a rank read from other ranks, and that other ranks read from it."""
-    count = chunks.count[rank]
+    count = chunks.num_held[rank]
     into = 0
     out = 0
     for one in range(count):
@@ -130,7 +130,7 @@ def estimate_rank(chunks: Chunks, prices: Prices, rank: int) -> None:
         least = np.inf
         chosen = -1
         best = (0.0, 0.0, 0.0, 0.0)
-        for at in range(chunks.count[rank]):
+        for at in range(chunks.num_held[rank]):
             if offloading >> at & 1:
                 continue
             i = chunks.members[rank, at]
@@ -184,7 +184,7 @@ def objective(chunks: Chunks, prices: Prices) -> float:
 
     A power mean of order 8 over the bytes in and out of all ranks stands for the worst rank's bytes.
     """
-    num_ranks = len(chunks.count)
+    num_ranks = len(chunks.num_held)
     total = 0.0
     power = 0.0
     for rank in range(num_ranks):
@@ -199,11 +199,11 @@ def estimate(chunks: Chunks, prices: Prices) -> float:
     """Estimate the bytes of all ranks anew and return the objective; updates the price ``help`` before."""
     helped = 0.0
     roots = 0.0
-    for rank in range(len(chunks.count)):
+    for rank in range(len(chunks.num_held)):
         estimate_rank(chunks, prices, rank)
         helped += chunks.helped[rank]
         roots += np.sqrt(max(0.0, prices.limit - chunks.load[rank]))
     prices.help[0] = helped / max(1e-9, roots)
-    for rank in range(len(chunks.count)):
+    for rank in range(len(chunks.num_held)):
         estimate_rank(chunks, prices, rank)
     return objective(chunks, prices)

@@ -102,22 +102,10 @@ class HomeSearch:
             per_token=work[short].sum() / max(1, lengths[short].sum()),
         )
         self._most_work = MOST_WORK * mean_work
-        self._prices = Prices(
-            limit=(1 + config.tolerance) * mean_work,
-            per_pair=self._work.per_pair,
-            query_bytes=float(shape.query_bytes),
-            key_bytes=float(shape.kv_bytes),
-            typical=1.0,
-            help=np.zeros(1),
-            worst_weight=weights.worst_weight,
-            spare=weights.spare,
-        )
-        rows = np.sqrt(pairs / layout.num_ranks * shape.kv_bytes / shape.query_bytes)
-        bounds = (np.array([SHORTEST, LONGEST]) * rows).astype(np.int64) // grid * grid
-        fewest = max(grid, longest // FEWEST // grid * grid)
-        shortest, most = np.clip(bounds, fewest, longest).tolist()
-        pairs_of_bounds = sorted(set(product(shortest, most)))
-        candidates = [self._assign_long(*bounds) for bounds in pairs_of_bounds]
+        limit = (1 + config.tolerance) * mean_work
+        self._prices = _prices(shape, weights, limit, per_pair=self._work.per_pair)
+        bounds = _chunk_bounds(pairs / layout.num_ranks, shape, grid, most=longest)
+        candidates = [self._assign_long(*lengths) for lengths in bounds]
         _, self._segments = min(candidates, key=lambda candidate: candidate[0])
 
     def find(self, seed: int) -> TokenLayout:
@@ -249,7 +237,7 @@ def _draw(chunks: Chunks, numbers: IntArray, grid: int, i: int, homes: IntArray)
         homes[1, 0] = chunks.rank[i]
         return j
     if kind <= 2:
-        homes[0, 0] = random(numbers, len(chunks.count))
+        homes[0, 0] = random(numbers, len(chunks.num_held))
         return j
     cells = (random(numbers, 33) - 16) * max(1, chunks.length[i] // (40 * grid))
     shifted = cells * grid
@@ -293,8 +281,8 @@ def improve(
     rise *= best
     for number in range(tries):
         i = random(numbers, len(chunks.doc))
-        if number % 2 == 0 and chunks.count[worst] > 0:
-            i = chunks.members[worst, random(numbers, chunks.count[worst])]
+        if number % 2 == 0 and chunks.num_held[worst] > 0:
+            i = chunks.members[worst, random(numbers, chunks.num_held[worst])]
         j = _draw(chunks, numbers, grid, i, after)
         if j == i:
             continue
@@ -309,11 +297,38 @@ def improve(
             best = value
             worst = _worst_rank(chunks)
             accepted += 1
-            if accepted % len(chunks.count) == 0:
+            if accepted % len(chunks.num_held) == 0:
                 best = estimate(chunks, prices)
         else:
             _apply(chunks, work, i, j, before)
             estimate_ranks(chunks, prices, scratch)
+
+
+def _prices(
+    shape: AttentionShape, weights: Weights, limit: float, per_pair: float
+) -> Prices:
+    """Return the prices of a search, without those that depend on chunks."""
+    return Prices(
+        limit=limit,
+        per_pair=per_pair,
+        query_bytes=float(shape.query_bytes),
+        key_bytes=float(shape.kv_bytes),
+        typical=1.0,
+        help=np.zeros(1),
+        worst_weight=weights.worst_weight,
+        spare=weights.spare,
+    )
+
+
+def _chunk_bounds(
+    mean_pairs: float, shape: AttentionShape, grid: int, most: int
+) -> list[tuple[int, int]]:
+    """Return the pairs of shortest and longest chunks that are tried, of ``most`` tokens; see ``SHORTEST``."""
+    best_rows = np.sqrt(mean_pairs * shape.kv_bytes / shape.query_bytes)
+    rows = (np.array([SHORTEST, LONGEST]) * best_rows).astype(np.int64) // grid * grid
+    fewest = max(grid, most // FEWEST // grid * grid)
+    shortest, longest = np.clip(rows, fewest, most).tolist()
+    return sorted(set(product(shortest, longest)))
 
 
 def _num_moves(num_ranks: int) -> int:

@@ -112,7 +112,13 @@ class Registry:
 
     # Servers ----------------------------------------------------------------------------------------------------------
 
-    def announce(self, job: int, place: str, kernel: str, seconds: float) -> ServerCard:
+    def announce(
+        self,
+        job: int,
+        place: str,
+        kernel: str,
+        seconds: float,
+    ) -> ServerCard:
         """Announce a server and return its card."""
         values = {"place": place, "kernel": kernel, "seconds_per_tile": seconds}
         # No other line is equal, so that the server finds its own.

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from torchtitan_cad.runtime.triton import delta, gather, put, signals
 from torchtitan_cad.runtime.triton.rows import COUNTS
 
 _logger = logging.getLogger(__name__)
+
+
+Launch = Callable[[], object]
 
 
 def warm_up(
@@ -52,11 +56,10 @@ def warm_up(
     )
 
 
-Launch = Callable[[], object]
-
-
 def _launches(
-    shape: AttentionShape, dtype: torch.dtype, device: torch.device
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[Launch]:
     """Return a launch of every kernel, on two rows of tensors like those of the job."""
 
@@ -71,16 +74,19 @@ def _launches(
     gradients = [q, k, v, shared]
     precise = compute_dtype(dtype)
     lse = torch.zeros(2, shape.num_heads, dtype=precise, device=device)
-    return [
-        *_combinations(out, lse, gradients),
-        *_moves_of_rows(q, lse),
-        *_statistics(q, out, lse),
-        *_signals(device),
-    ]
+    launches = chain(
+        _combinations(out, lse, gradients),
+        _moves_of_rows(q, lse),
+        _statistics(q, out, lse),
+        _signals(device),
+    )
+    return list(launches)
 
 
 def _combinations(
-    out: Tensor, lse: Tensor, gradients: list[Tensor]
+    out: Tensor,
+    lse: Tensor,
+    gradients: list[Tensor],
 ) -> Iterator[Launch]:
     """Yield merges and sums of every number of partials that kernels are compiled for."""
     sources = rows_to_device(np.zeros(2), out.device, np.int32)
@@ -115,7 +121,10 @@ def _moves_of_rows(q: Tensor, lse: Tensor) -> Iterator[Launch]:
 
 
 def _put(
-    sent: Sequence[put.Message], blocks: put.Blocks, memory: Tensor, failed: Tensor
+    sent: Sequence[put.Message],
+    blocks: put.Blocks,
+    memory: Tensor,
+    failed: Tensor,
 ) -> None:
     put.put_rows(sent, blocks, [0], _address(memory), failed)
 
@@ -125,7 +134,11 @@ def _address(memory: Tensor) -> Tensor:
     return torch.tensor([memory.data_ptr()], dtype=torch.int64).to(memory.device)
 
 
-def _statistics(q: Tensor, out: Tensor, lse: Tensor) -> Iterator[Launch]:
+def _statistics(
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> Iterator[Launch]:
     """Yield what computes the statistics that kernels' backwards take."""
     yield partial(delta.row_delta, out, out, lse.dtype)
     yield partial(delta.prepare_statistics, out, lse, lse, empty_lse=0.0)

@@ -78,25 +78,22 @@ def draw_batches(documents: Documents) -> list[Batch]:
     if documents.given_batches:
         return [Batch(rows, row) for rows in documents.given_batches]
     rng = np.random.default_rng(documents.seed)
+    step_tokens = documents.step_tokens
+    ends_of_rows = np.arange(row, step_tokens + 1, row)
     batches = []
     for _ in range(documents.batches):
         ends = []
         last = 0
-        while last < documents.step_tokens:
-            drawn = rng.choice(
-                documents.lengths, size=max(64, documents.step_tokens // 4096)
-            )
+        while last < step_tokens:
+            drawn = rng.choice(documents.lengths, size=max(64, step_tokens // 4096))
             ends.append(last + np.cumsum(drawn))
             last = int(ends[-1][-1])
-        cuts = np.union1d(
-            np.concatenate(ends), np.arange(row, documents.step_tokens + 1, row)
-        )
-        cuts = cuts[cuts <= documents.step_tokens]
+        cuts = np.union1d(np.concatenate(ends), ends_of_rows)
+        cuts = cuts[cuts <= step_tokens]
         lengths = np.diff(cuts, prepend=0)
         of_row = (cuts - 1) // row
-        batches.append(
-            Batch(tuple(np.split(lengths, np.flatnonzero(np.diff(of_row)) + 1)), row)
-        )
+        first_of_rows = np.flatnonzero(np.diff(of_row)) + 1
+        batches.append(Batch(tuple(np.split(lengths, first_of_rows)), row))
     return batches
 
 
