@@ -76,7 +76,7 @@ def test_writes_the_plan_and_prints_its_figures(plan, capsys):
 def test_options_reach_the_planner(plan):
     options = (
         "--planner greedy --tolerance 0.05 --min-shard 256 --no-split-kv --tile 64 "
-        "--ranks-per-node 2 --inter-node-weight 3"
+        "--ranks-per-node 2"
     )
     assert plan(*options.split()).config == PlannerConfig(
         planner="greedy",
@@ -85,7 +85,6 @@ def test_options_reach_the_planner(plan):
         split_kv=False,
         tile=64,
         ranks_per_node=2,
-        inter_node_weight=3.0,
     )
 
 

@@ -96,8 +96,7 @@ def test_shapes():
 
 def test_planner_options():
     no_numbers = (True, "no", "128", -1, 10**400, [[]], {}, float("nan"), float("inf"))
-    numbers = "min_shard tile ranks_per_node inter_node_weight"
-    for field in ("tolerance", *numbers.split()):
+    for field in ("tolerance", "min_shard", "tile", "ranks_per_node"):
         no_counts = () if field == "tolerance" else (0, 2**70)
         for value in (*no_numbers, *no_counts):
             with refusal(field, "="):

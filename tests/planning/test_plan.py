@@ -72,7 +72,6 @@ def test_bad_options():
     for key, value in (
         ("split_kv", "yes"),
         ("planner", None),
-        ("inter_node_weight", 0.5),
     ):
         with refusal(key, "="):
             PlannerConfig(**{key: value})

@@ -55,7 +55,6 @@ def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig]:
         planner=draw(st.sampled_from(["greedy", "local_search", "local_search"])),
         split_kv=draw(st.booleans()),
         ranks_per_node=draw(st.sampled_from([None, None, 1, 2, 5])),
-        inter_node_weight=draw(st.sampled_from([1, 1.5, 4.0])),
     )
     return layout, config
 

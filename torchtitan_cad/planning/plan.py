@@ -29,7 +29,11 @@ from torchtitan_cad.planning.exchange.tables import (
     build_exchange,
     most_rows,
 )
-from torchtitan_cad.planning.exchange.traffic import Moved, measure_traffic, node_prices
+from torchtitan_cad.planning.exchange.traffic import (
+    Moved,
+    measure_traffic,
+    node_of_ranks,
+)
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
@@ -244,10 +248,9 @@ def moved_by(*plans: Plan) -> Moved:
 
 def bytes_by_rank(plan: Plan) -> IntArray:
     """Return int64 [2, num_ranks] bytes into and out of every rank, weighted as in ``Moved``."""
-    node, *prices = node_prices(plan.config, plan.layout.num_ranks)
-    return measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node).weighted(
-        *prices
-    )
+    node = node_of_ranks(plan.config, plan.layout.num_ranks)
+    traffic = measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node)
+    return traffic.weighted()
 
 
 _logger = logging.getLogger(__name__)

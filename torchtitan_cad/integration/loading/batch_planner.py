@@ -223,6 +223,8 @@ class BatchPlanner:
         loaded = self._gather(own)
         self._check_alike(loaded)
         try:
+            if self.servers is not None:
+                self.servers.take_list(loaded[0].servers)
             planned, parcel = self._plan_step(own, loaded, to_redistribute)
         except Exception:
             self.announce_failure("planning a batch")
@@ -241,8 +243,6 @@ class BatchPlanner:
         cp = self.topology.cp
         shape = own.shape
         of_rows = loaded[: self.topology.dp * cp : cp]
-        if self.servers is not None:
-            self.servers.take_list(loaded[0].servers)
         layouts = step_layouts(
             [part.starts for part in of_rows],
             [part.of_step for part in of_rows],

@@ -17,6 +17,10 @@ from torchtitan_cad.planning.model.shape import AttentionShape
 WORST_WEIGHT = 2
 """score = total / total_given + WORST_WEIGHT x worst / worst_given"""
 
+BETWEEN_NODES = 4
+"""Price of a byte between nodes over one inside a node: about the ratio of what all-to-alls reach on nodes with NVLink
+4 (some 150 GB/s per GPU) and 400 Gb/s InfiniBand (some 40 GB/s)."""
+
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
@@ -27,17 +31,15 @@ class Traffic:
     inter_in: IntArray
     inter_out: IntArray
 
-    def weighted(self, inside: int, between: int) -> IntArray:
-        """Return int64 [2, num_ranks] bytes into and out of every rank, at the prices of ``node_prices``."""
+    def weighted(self) -> IntArray:
+        """Return int64 [2, num_ranks] bytes into and out of every rank, those between nodes ``BETWEEN_NODES`` times."""
+        total = np.stack([self.bytes_in, self.bytes_out])
         inter = np.stack([self.inter_in, self.inter_out])
-        return (
-            inside * np.stack([self.bytes_in, self.bytes_out])
-            + (between - inside) * inter
-        )
+        return total + (BETWEEN_NODES - 1) * inter
 
 
 class Moved(NamedTuple):
-    """Bytes of all ranks, and of the worst rank in or out; a byte between nodes counts ``inter_node_weight`` times."""
+    """Bytes of all ranks, and of the worst rank in or out; a byte between nodes counts ``BETWEEN_NODES`` times."""
 
     total: int
     worst: int
@@ -59,17 +61,6 @@ def node_of_ranks(config: PlannerConfig, num_ranks: int) -> IntArray:
     return np.arange(num_ranks, dtype=np.int64) // (
         config.ranks_per_node or max(1, num_ranks)
     )
-
-
-def node_prices(config: PlannerConfig, num_ranks: int) -> tuple[IntArray, int, int]:
-    """Return int64 [num_ranks] nodes, and integer prices of a byte inside a node and between nodes."""
-    node = node_of_ranks(config, num_ranks)
-    weight = (
-        Fraction(config.inter_node_weight).limit_denominator(1000)
-        if num_ranks and node[-1]
-        else Fraction(1)
-    )
-    return node, weight.denominator, weight.numerator
 
 
 def measure_traffic(

@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
 from torchtitan_cad.planning.text import brief, is_integer, is_number
 
-MAX_NODE_WEIGHT = 1000
-"""largest ``inter_node_weight``; networks between nodes are some 4 to 50 times slower than those inside."""
-
 
 @dataclass(frozen=True)
 class PlannerConfig:
@@ -32,11 +29,8 @@ class PlannerConfig:
     """Tokens. Kernel tile of the default cost model. Tiles are counted in units of gcd(tile, min_shard), so that cuts
     never add cost; 1 balances exact (query, key) pairs."""
     ranks_per_node: int | None = None
-    """Ranks of a node: ranks 0 to n - 1 are the first node, and so on. None: bytes cost the same between all ranks."""
-    inter_node_weight: float = 4.0
-    """Price of a byte between nodes over one inside a node, where ranks_per_node is set. 4 is about the ratio of
-    what all-to-alls reach on nodes with NVLink 4 (some 150 GB/s per GPU) and 400 Gb/s InfiniBand (some 40 GB/s); from 1
-    to ``MAX_NODE_WEIGHT``."""
+    """Ranks of a node: ranks 0 to n - 1 are the first node, and so on. None: bytes cost the same between all ranks,
+    else bytes between nodes ``BETWEEN_NODES`` times as much."""
 
     def __post_init__(self) -> None:
         if not is_number(self.tolerance) or self.tolerance < 0:
@@ -60,12 +54,6 @@ class PlannerConfig:
         if not isinstance(self.planner, str):
             raise ValueError(
                 f"planner = {brief(self.planner)}: set the name of a planner, such as 'local_search'"
-            )
-        weight = self.inter_node_weight
-        if not is_number(weight) or not 1 <= weight <= MAX_NODE_WEIGHT:
-            raise ValueError(
-                f"inter_node_weight = {brief(weight)}: set a number of at least 1 and at most {MAX_NODE_WEIGHT}, "
-                "such as 4.0"
             )
 
     def for_window(self, window: int | None) -> PlannerConfig:

@@ -44,7 +44,7 @@ def place_and_plan(
 
     Every rank keeps its number of tokens, in document order. Equal inputs give equal homes on every rank. The given
     layout is kept if it leaves queries out, if queries see a window only, whose work is even, or if no layout with a
-    lower ``score`` is found. Bytes between nodes count ``inter_node_weight`` times.
+    lower ``score`` is found. Bytes between nodes count ``BETWEEN_NODES`` times.
 
     Returns:
         The plan for the chosen homes, which are its ``layout`` and whose search its ``plan_seconds`` count, and the

@@ -7,7 +7,7 @@ determine the change of bytes. Cuts lie at multiples of the cell.
 
 The objective, to be minimised, is ``total / total_0 + weight / 8 sum_r ((in_r / worst)^8 + (out_r / worst)^8)``. The
 sum stands for the worst rank, and also tells moves apart where several ranks are nearly the worst. A row that travels
-between nodes counts ``inter_node_weight`` times.
+between nodes counts ``BETWEEN_NODES`` times.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchtitan_cad.planning.exchange.traffic import node_prices
+from torchtitan_cad.planning.exchange.traffic import BETWEEN_NODES, node_of_ranks
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.model.config import PlannerConfig
@@ -108,8 +108,8 @@ class LocalSearch:
         self._docs[:, FIRST_RUN] = np.searchsorted(
             doc[doc >= 0], np.arange(len(chosen) + 1)
         )
-        self._node, inside, between = node_prices(config, layout.num_ranks)
-        prices = np.outer([shape.query_bytes, shape.kv_bytes], [inside, between])
+        self._node = node_of_ranks(config, layout.num_ranks)
+        prices = np.outer([shape.query_bytes, shape.kv_bytes], [1, BETWEEN_NODES])
         prefix = np.ascontiguousarray(
             cost.prefix_cost(int(layout.doc_lengths[chosen].max(initial=0)))
         )
