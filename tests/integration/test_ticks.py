@@ -48,7 +48,7 @@ from tests.lib.jobs.compositions import (
     reference,
     schedule,
 )
-from tests.lib.jobs.harness import RunResult, parse_job, run
+from tests.lib.jobs.harness import RunResult, run
 from tests.lib.sets import params, slow
 from tests.lib.threaded import needs_linux
 from torchtitan_cad.integration.pipeline.schedule import (
@@ -282,15 +282,6 @@ def test_messages_that_queue_hold_up_no_tick(pp, chunks, by_pair, trains):
     assert not any(rows.values())
     assert not any(queues.values())
     assert len(arrived) == (1 + trains) * microbatches * (stages - 1)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_one_microbatch_is_worth_a_warning(count, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    parse_job(tmp_path, *ticks(2), *rows(count))
-    warnings = [line for line in caplog.messages if "is one microbatch" in line]
-    assert len(warnings) == (count == 1)
-    assert all("set it to 4 or more" in warning for warning in warnings)
 
 
 @functools.cache

@@ -53,7 +53,7 @@ def test_equal_documents_gain_nothing():
 def test_attention_servers_pay_where_links_are_fast():
     """Ranks and servers share attention in proportion to their speed; on slow links everything stays with the ranks."""
     servers = cluster().ranks // 2
-    fast = run(lengths=(256,), servers=servers, server_net=FAST)
+    fast = run(lengths=(16384,), servers=servers, server_net=FAST)
     alone = fast.systems["cad"]
     served = fast.systems["servers"]
     saved = alone.seconds - served.seconds
@@ -61,7 +61,7 @@ def test_attention_servers_pay_where_links_are_fast():
     assert saved == pytest.approx(attention / 3, rel=0.15)
     assert served.part("attention") == pytest.approx(attention - saved, rel=1e-6)
     assert " pay: " in fast.table()
-    slow = run(lengths=(256,), servers=servers, server_net=1e6)
+    slow = run(lengths=(16384,), servers=servers, server_net=1e6)
     assert slow.systems["servers"].seconds == slow.systems["cad"].seconds
     assert "do not pay" in slow.table()
     assert "servers" not in run(lengths=(16384,)).systems

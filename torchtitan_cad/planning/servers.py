@@ -15,13 +15,21 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import FloatArray, IntArray, begins_group
 from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
-from torchtitan_cad.planning.model.tasks import HOME, StandIns, TaskArray
+from torchtitan_cad.planning.model.tasks import (
+    HOME,
+    ORDER_FIELDS,
+    StandIns,
+    TaskArray,
+    is_diagonal,
+)
 from torchtitan_cad.planning.plan import Plan
 
 MOST_SERVERS = 4
 """Servers that stand in for one rank in a plan; the results of all its kernel calls are combined at once."""
 LEAST_SHORTENING = 0.01
 """A plan keeps its tasks on the ranks if servers would shorten attention by less than this share."""
+PARTS = 64
+"""Tasks are given away in parts of about a rank's mean load / PARTS."""
 FORWARD_PART = 2 / 7
 """The part of forward in a kernel's time: backward has 2.5 times its operations."""
 
@@ -46,8 +54,9 @@ def assign_to_servers(
 ) -> Plan:
     """Return a plan of the same exchanges in which joined servers take part, for the least time of the slowest.
 
-    The slowest rank gives away its heaviest task that lies at home, to the server that would end first, if that ends
-    before this rank would; and so on, until the slowest rank has nothing to give. Every task is looked at once.
+    The slowest rank gives away the heaviest part of its tasks that lie at home, to the server that would end first, if
+    that ends before this rank would; and so on, until the slowest rank has nothing to give. Every part is looked at
+    once.
 
     Args:
         servers: in the same order on all ranks.
@@ -56,14 +65,14 @@ def assign_to_servers(
     """
     if not servers or plan.shape.window is not None:
         return plan
-    tasks = plan.tasks
+    tasks, source = _cut_evenly(plan)
     cost = plan.cost.cost(tasks)
     rank_ends = (unit * plan.stats.loads).astype(np.float64)
     slowest = rank_ends.max()
     num_bytes = link_bytes(plan.shape, tasks)
     of_servers = [_seconds(server, unit, cost, num_bytes) for server in servers]
     index, server_ends = _give_away(
-        _heaviest_first(plan, cost),
+        _heaviest_first(plan, tasks, cost),
         rank_ends,
         (unit * cost).astype(np.float64),
         on_servers=np.stack(of_servers) / share,
@@ -75,9 +84,58 @@ def assign_to_servers(
     numbers = np.array([server.number for server in servers])
     assigned = np.where(is_given, numbers[index], HOME)
     given_share = float(cost[is_given].sum() / cost.sum())
-    pairs = zip(numbers.tolist(), server_ends.tolist(), strict=True)
-    seconds = {number: end for number, end in pairs if end}
-    return replace(plan, stand_ins=StandIns(assigned, given_share, seconds))
+    tasks, assigned = _joined(tasks, source, assigned)
+    shared = replace(plan, tasks=tasks)
+    seconds = {}
+    for server in servers:
+        of_server = _seconds_of(shared, tasks[assigned == server.number], server, unit)
+        if of_server > 0:
+            seconds[server.number] = of_server / share
+    return replace(shared, stand_ins=StandIns(assigned, given_share, seconds))
+
+
+def _seconds_of(
+    plan: Plan, tasks: TaskArray, server: JoinedServer, unit: float
+) -> float:
+    """Return the seconds of tasks on a server, rows included."""
+    num_bytes = link_bytes(plan.shape, tasks)
+    return float(_seconds(server, unit, plan.cost.cost(tasks), num_bytes).sum())
+
+
+def _cut_evenly(plan: Plan) -> tuple[TaskArray, IntArray]:
+    """Return the plan's tasks, cut along their queries into parts of about a rank's mean load / PARTS, and [n] the
+    index of the task that a part is of."""
+    shard = plan.config.min_shard
+    part_cost = max(1.0, plan.stats.mean_load / PARTS)
+    counts = np.ceil(plan.cost.cost(plan.tasks) / part_cost).astype(np.int64)
+    source = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    parts = plan.tasks[source]
+    start = parts["q_start"]
+    end = parts["q_end"]
+    cuts = start + (end - start) * number // counts[source]
+    cuts = np.maximum(start, cuts // shard * shard)
+    is_last = number == counts[source] - 1
+    ends = np.where(is_last, end, np.roll(cuts, -1))
+    parts["kv_end"] = np.where(is_diagonal(parts), ends, parts["kv_end"])
+    parts["q_start"] = cuts
+    parts["q_end"] = ends
+    is_used = ends > cuts
+    return parts[is_used], source[is_used]
+
+
+def _joined(
+    parts: TaskArray, source: IntArray, assigned: IntArray
+) -> tuple[TaskArray, IntArray]:
+    """Join neighbouring parts of a task that one server, or its home, computes; returns tasks and their servers."""
+    first = np.flatnonzero(begins_group(source, assigned))
+    last = np.append(first[1:], len(parts)) - 1
+    tasks = parts[first]
+    tasks["q_end"] = parts["q_end"][last]
+    tasks["kv_end"] = parts["kv_end"][last]
+    keys = [tasks[name] for name in ORDER_FIELDS[::-1]]
+    order = np.lexsort(keys)
+    return tasks[order], assigned[first][order]
 
 
 def _give_away(
@@ -122,11 +180,13 @@ def _seconds(
     return unit / server.speed * cost + num_bytes / server.bytes_per_second
 
 
-def _heaviest_first(plan: Plan, cost: IntArray) -> list[Iterator[int]]:
+def _heaviest_first(
+    plan: Plan, tasks: TaskArray, cost: IntArray
+) -> list[Iterator[int]]:
     """Return, by rank, the indices of its tasks that lie at home, the heaviest first."""
-    local = np.flatnonzero(_lies_at_home(plan))
+    local = np.flatnonzero(_lies_at_home(plan, tasks))
     local = local[np.argsort(-cost[local], kind="stable")]
-    ranks = plan.tasks["server"][local]
+    ranks = tasks["server"][local]
     return [
         iter(local[ranks == rank].tolist()) for rank in range(plan.layout.num_ranks)
     ]
@@ -156,10 +216,9 @@ def direction_bytes(shape: AttentionShape, tasks: TaskArray, forward: bool) -> I
     return num_queries * query_bytes + num_keys * key_bytes
 
 
-def _lies_at_home(plan: Plan) -> np.ndarray:
+def _lies_at_home(plan: Plan, tasks: TaskArray) -> np.ndarray:
     """Return bool [num_tasks] whether the server of a task is the home of all its queries and keys."""
     layout = plan.layout
-    tasks = plan.tasks
     home = layout.run_rank
     run_end = layout.run_start + layout.seg_length[layout.run_order]
     # Runs of one home that follow each other make one stretch.
