@@ -28,8 +28,8 @@ from torchtitan_cad.planning.placement.place import warm_up_placement
 WORKLOADS = ("lognormal", "pretrain", "pretrain x4", "one big")
 LIMITS = {8: (0.67, 0.39), 64: (0.90, 0.38), 512: (0.97, 0.42)}
 """Ratios of bytes, in total and of the worst rank, at most, by number of ranks, on average."""
-CASE_LIMITS = (1.03, 0.8)
-"""The same for a single case."""
+CASE_LIMITS = (1.06, 0.8)
+"""The same for a single case. The worst rank counts twice in the score by which homes are chosen."""
 HUGE = 512
 """ranks: beyond them there is one seed"""
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
+from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
 
 Checkpointing = Literal["none", "selective", "linear", "full"]
 """Activation checkpointing: of nothing, every second matrix product, all but core attention, or whole layers."""
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
+
+_Count = TypeVar("_Count", int, IntArray)
 
 FILLED = 0.9
 """of a device's memory: what a job can fill, beside the allocator's gaps and communicators."""
@@ -79,8 +82,12 @@ def most_working_bytes(
     return float(max(_WORKING * of_tokens, _WORKING_OF_ROW * of_row))
 
 
-def stock_bytes(shape: AttentionShape, queries: int, keys: int, documents: int) -> int:
+def stock_bytes(
+    shape: AttentionShape, queries: _Count, keys: _Count, documents: _Count
+) -> _Count:
     """Return the bytes of working memory of FlashAttention-2's backward in one call, without CAD.
+
+    Counts of rows and documents are numbers, or arrays of equal shape.
 
     They are the gradients, dQ in fp32 with its row sums and, if query heads share keys, dK and dV of every query head.
     Where heads of values are narrower than those of keys, all rows are copied as wide as the wider.
@@ -90,10 +97,10 @@ def stock_bytes(shape: AttentionShape, queries: int, keys: int, documents: int) 
     gradients = queries * rows.query_gradients + keys * rows.key_gradients
     fp32_row = heads * (shape.head_dim + 1) * max(_FP32_BYTES, shape.dtype_bytes)
     accumulated = (queries + _TASK_ROWS * documents) * fp32_row
-    expanded = 0
+    expanded = 0 * keys
     if heads > shape.num_kv_heads:
         expanded = keys * heads * (shape.head_dim + shape.out_dim) * shape.dtype_bytes
-    padded = 0
+    padded = 0 * keys
     if shape.out_dim != shape.head_dim:
         padded_rows = queries * heads + keys * shape.num_kv_heads
         widest = max(shape.head_dim, shape.out_dim) * shape.dtype_bytes

@@ -24,12 +24,12 @@ from torchtitan_cad.planning.servers import (
     direction_bytes,
 )
 from torchtitan_cad.tools.simulation.memory import (
-    cad_attention,
     in_flight,
     kept_bytes,
     kept_bytes_per_call,
     states,
     token_bytes,
+    working_bytes,
 )
 from torchtitan_cad.tools.simulation.step import Memory, Outcome, Step
 from torchtitan_cad.tools.simulation.streams import Nano, Streams
@@ -170,7 +170,7 @@ class Disaggregated:
         return Outcome(parts, self.memory(), num_bytes, self._max_over_mean())
 
     def memory(self) -> Memory:
-        """Estimate the memory of the fullest GPU; before anything is planned, without kept rows."""
+        """Estimate the memory of the fullest GPU; before anything is planned, without attention's working memory."""
         step = self.step
         nanos = self.configuration.nano_batches
         microbatches_in_flight = in_flight(step, self.configuration.schedule)
@@ -178,7 +178,7 @@ class Disaggregated:
             states=states(step),
             activations=step.tokens * token_bytes(step, microbatches_in_flight, nanos),
             buffers=self._buffers,
-            attention=cad_attention(step),
+            attention=max(map(working_bytes, self._plans.values()), default=0.0),
             kept=max(
                 (
                     kept_bytes(step, kinds, microbatches_in_flight, self._kept_per_call)

@@ -83,12 +83,24 @@ def stock_attention(step: Step, queries: float, keys: float, documents: int) -> 
     return stock_bytes(step.costs.shape, round(queries), round(keys), documents)
 
 
-def cad_attention(step: Step) -> float:
-    """Return the bytes of working memory of attention on a GPU with CAD, at most."""
-    documents = len(step.batch.lengths) // (step.ranks * step.microbatches)
-    return most_working_bytes(
-        step.costs.shape, round(step.tokens), step.batch.row_tokens, documents
-    )
+def working_bytes(kinds: list[list[Plan]]) -> float:
+    """Return the bytes of working memory of attention on the fullest GPU, at most, by the plans of one microbatch.
+
+    It is taken as that of one call per nano-batch over all rows of a rank, of which copies are made.
+    """
+    by_kind = [np.sum([*map(_rows_and_copies, plans)], axis=0) for plans in kinds]
+    return float(np.max(by_kind))
+
+
+def _rows_and_copies(plan: Plan) -> IntArray:
+    """Return int64 [ranks] bytes of stock attention over local and received rows, and of copies of them."""
+    tokens = plan.layout.tokens_per_rank
+    queries = tokens + plan.query_needs.rows_in
+    keys = tokens + plan.key_needs.rows_in
+    rows = RowBytes.of(plan.shape)
+    tasks = np.bincount(plan.tasks["server"], minlength=len(tokens))
+    copies = queries * (rows.forward_queries + rows.backward_queries) + keys * rows.keys
+    return stock_bytes(plan.shape, queries, keys, tasks) + copies
 
 
 def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
@@ -100,12 +112,16 @@ def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
         return kept
     microbatches_in_flight = in_flight(step, configuration.schedule)
     activations = step.tokens * token_bytes(step, microbatches_in_flight, nano_batches)
+    documents = len(step.batch.lengths) // (step.ranks * step.microbatches)
+    attention = most_working_bytes(
+        step.costs.shape, round(step.tokens), step.batch.row_tokens, documents
+    )
     calls = kept_calls(
         step.layers, microbatches_in_flight, nano_batches, configuration.checkpointing
     )
     return KeepCapacity(
         step.costs.cluster.memory,
-        states(step) + activations + buffers + cad_attention(step),
+        states(step) + activations + buffers + attention,
         calls,
     ).bytes_per_call
 
