@@ -56,6 +56,20 @@ def test_the_first_that_can_run_is_taken(
     assert f"cad.kernel = 'auto': {wanted}; " in caplog.text
 
 
+def test_a_kernel_that_fails_is_left_out(monkeypatch):
+    """As one whose compiler, or whose backward, cannot serve this device."""
+    install(monkeypatch, *modules(3, 4), capability=(9, 0))
+
+    def launch(kernel: object, *_: object) -> None:
+        if str(kernel) == FA4:
+            raise AssertionError("not on this device")
+
+    monkeypatch.setattr(select, "_launch", launch)
+    kernel, reason = select.choose_kernel("auto", "cuda", SHAPE)
+    assert str(kernel) == FA3
+    assert "flash_attn failed: AssertionError: not on this device" in reason
+
+
 @pytest.mark.parametrize(
     ("capability", "remark"),
     [

@@ -69,13 +69,16 @@ def assign_to_servers(
     cost = plan.cost.cost(tasks)
     rank_ends = (unit * plan.stats.loads).astype(np.float64)
     slowest = rank_ends.max()
-    num_bytes = link_bytes(plan.shape, tasks)
-    of_servers = [_seconds(server, unit, cost, num_bytes) for server in servers]
+    of_parts, of_keys = _seconds_on(
+        servers, plan.shape, tasks, unit_cost=(unit * cost).astype(np.float64)
+    )
     index, server_ends = _give_away(
         _heaviest_first(plan, tasks, cost),
         rank_ends,
         (unit * cost).astype(np.float64),
-        on_servers=np.stack(of_servers) / share,
+        on_servers=of_parts / share,
+        for_keys=of_keys / share,
+        source=source,
     )
     is_given = index >= 0
     last = max(rank_ends.max(), server_ends.max())
@@ -98,8 +101,9 @@ def _seconds_of(
     plan: Plan, tasks: TaskArray, server: JoinedServer, unit: float
 ) -> float:
     """Return the seconds of tasks on a server, rows included."""
-    num_bytes = link_bytes(plan.shape, tasks)
-    return float(_seconds(server, unit, plan.cost.cost(tasks), num_bytes).sum())
+    unit_cost = (unit * plan.cost.cost(tasks)).astype(np.float64)
+    of_tasks, of_keys = _seconds_on([server], plan.shape, tasks, unit_cost=unit_cost)
+    return float(of_tasks.sum() + of_keys.sum())
 
 
 def _cut_evenly(plan: Plan) -> tuple[TaskArray, IntArray]:
@@ -143,6 +147,8 @@ def _give_away(
     rank_ends: FloatArray,
     on_rank: FloatArray,
     on_servers: FloatArray,
+    for_keys: FloatArray,
+    source: IntArray,
 ) -> tuple[IntArray, FloatArray]:
     """Return the index of the server of every task, or -1, and when servers end; ``rank_ends`` become earlier.
 
@@ -150,18 +156,22 @@ def _give_away(
         candidates: by rank, the tasks that it may give away, in order.
         rank_ends: seconds of all tasks of every rank.
         on_rank: [n] seconds of every task on its rank.
-        on_servers: [servers, n] seconds of every task on every server.
+        on_servers: [servers, n] seconds of every task on every server, but for its keys.
+        for_keys: [servers, n] seconds of the keys; a server that has the last part of a task has those of the others.
+        source: [n] the tasks that these are parts of.
     """
     num_servers, num_tasks = on_servers.shape
     server_ends = np.zeros(num_servers)
     is_used = np.zeros((len(rank_ends), num_servers), dtype=bool)
+    has_keys = np.zeros((num_servers, int(source.max(initial=0)) + 1), dtype=bool)
     index = np.full(num_tasks, -1)
     while True:
         rank = int(rank_ends.argmax())
         task = next(candidates[rank], None)
         if task is None:
             return index, server_ends
-        ends = server_ends + on_servers[:, task]
+        keys = np.where(has_keys[:, source[task]], 0.0, for_keys[:, task])
+        ends = server_ends + on_servers[:, task] + keys
         if is_used[rank].sum() == MOST_SERVERS:
             ends[~is_used[rank]] = np.inf
         server = int(ends.argmin())
@@ -169,15 +179,32 @@ def _give_away(
             continue
         index[task] = server
         is_used[rank, server] = True
+        has_keys[server, source[task]] = True
         server_ends[server] = ends[server]
         rank_ends[rank] -= on_rank[task]
 
 
-def _seconds(
-    server: JoinedServer, unit: float, cost: IntArray, num_bytes: FloatArray
-) -> FloatArray:
-    """Return [n] seconds of tasks on a server, rows included; ``unit`` is that of a rank of speed 1."""
-    return unit / server.speed * cost + num_bytes / server.bytes_per_second
+def _seconds_on(
+    servers: Sequence[JoinedServer],
+    shape: AttentionShape,
+    tasks: TaskArray,
+    unit_cost: FloatArray,
+) -> tuple[FloatArray, FloatArray]:
+    """Return [servers, n] seconds of tasks on servers without their keys, and of the keys.
+
+    ``unit_cost`` [n] are their seconds on a rank.
+    """
+    without_keys = tasks.copy()
+    without_keys["kv_end"] = without_keys["kv_start"]
+    query_bytes = link_bytes(shape, without_keys)
+    key_bytes = link_bytes(shape, tasks) - query_bytes
+    of_tasks = []
+    of_keys = []
+    for server in servers:
+        compute = unit_cost / server.speed
+        of_tasks.append(compute + query_bytes / server.bytes_per_second)
+        of_keys.append(key_bytes / server.bytes_per_second)
+    return np.stack(of_tasks), np.stack(of_keys)
 
 
 def _heaviest_first(

@@ -159,7 +159,8 @@ class Placement:
             return None
         by_column = zip(*(columns_of(*batch) for batch in batches), strict=True)
         columns = [torch.cat(column) for column in by_column]
-        rows = torch.stack([column.flatten() for column in columns], dim=1)
+        # int64 whatever a rank has loaded, as all ranks send rows of the same bytes
+        rows = torch.stack([column.flatten().long() for column in columns], dim=1)
         return Parcel(
             redistribution=redistribution,
             rows=rows[redistribution.sent],

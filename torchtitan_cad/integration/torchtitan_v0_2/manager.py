@@ -17,7 +17,7 @@ from unittest import mock
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config import job_config as titan_config
-from typeguard import TypeCheckError, check_type
+from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from torchtitan_cad.integration.errors import TRACEBACK_OPTION
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin
@@ -123,7 +123,11 @@ def check_keys(config_cls: Any, table: dict[str, Any], args: list[str]) -> None:
     for name, value in entries:
         kind = kinds[name]
         try:
-            check_type(value, kind)
+            check_type(
+                value,
+                kind,
+                collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS,
+            )
         except TypeCheckError:
             wanted = inspect.formatannotation(kind)
             raise ValueError(

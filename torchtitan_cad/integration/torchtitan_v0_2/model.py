@@ -164,7 +164,7 @@ def update_without_cp(
 
 
 def cad_model_args(args: Any) -> Any:
-    """Return a copy of a flavor's model args that selects torchtitan's varlen call of ``inner_attention``."""
+    """Return a copy of a flavor's model args whose modules are built as for sdpa; CAD replaces their attention."""
     args_cls = type(args)
 
     class CadModelArgs(args_cls):  # type: ignore[misc, valid-type]

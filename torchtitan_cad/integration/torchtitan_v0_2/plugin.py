@@ -198,8 +198,8 @@ def check_start(config: JobConfig) -> TrainSpec:
 def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
     """Check a config, with CAD or without, as far as possible before process groups exist.
 
-    ``world_size`` is by default the launcher's WORLD_SIZE, or the NGPU of torchtitan's dry runs; what depends on it is
-    skipped if that is not set. Returns the model's TrainSpec, without CAD. Raises ValueError that names the TOML key,
+    ``world_size`` is by default the launcher's WORLD_SIZE; what depends on it is skipped if that is not set.
+    Returns the model's TrainSpec, without CAD. Raises ValueError that names the TOML key,
     the value, and what to set instead.
     """
     import_custom(config)

@@ -263,11 +263,12 @@ def positive(key: str, applies: Condition = always) -> Rule:
     )
 
 
-def positive_if_set(key: str) -> Rule:
+def positive_if_set(key: str, applies: Condition = always) -> Rule:
     return Rule(
         key,
         lambda number, _: number is not None and number <= 0,
         "set a positive integer, or leave it out",
+        applies=applies,
     )
 
 
@@ -296,11 +297,12 @@ def below_one(key: str) -> Rule:
     )
 
 
-def fraction(key: str) -> Rule:
+def fraction(key: str, applies: Condition = always) -> Rule:
     return Rule(
         key,
         lambda number, _: number is not None and not 0 <= number <= 1,
         "set a number from 0 to 1",
+        applies=applies,
     )
 
 
@@ -387,7 +389,10 @@ RULES = (
     ),
     false_on_cpu("training.gc_debug"),
     not_negative("training.dataloader.num_workers"),
-    positive_if_set("training.dataloader.prefetch_factor"),
+    positive_if_set(
+        "training.dataloader.prefetch_factor",
+        lambda job: job.config.training.dataloader.num_workers > 0,
+    ),
     Rule(
         "parallelism.data_parallel_shard_degree",
         lambda degree, _: degree != -1 and degree <= 0,
@@ -395,11 +400,14 @@ RULES = (
     ),
     not_negative("parallelism.pipeline_parallel_first_stage_less_layers", _pipelined),
     not_negative("parallelism.pipeline_parallel_last_stage_less_layers", _pipelined),
-    positive_if_set("parallelism.pipeline_parallel_layers_per_stage"),
+    positive_if_set("parallelism.pipeline_parallel_layers_per_stage", _pipelined),
     Rule(
         "parallelism.context_parallel_load_balancer",
-        lambda name, job: not _cad(job) and name not in ("headtail", "ptrr", None),
+        lambda name, _: name not in ("headtail", "ptrr", None),
         "set it to 'headtail' or 'ptrr', or leave it out",
+        applies=lambda job: (
+            not _cad(job) and job.config.parallelism.context_parallel_degree > 1
+        ),
     ),
     Rule(
         "parallelism.expert_parallel_comm_backend",
@@ -462,7 +470,10 @@ RULES = (
             job.config.activation_checkpoint.mode in ("full", "selective")
         ),
     ),
-    fraction("activation_checkpoint.memory_budget"),
+    fraction(
+        "activation_checkpoint.memory_budget",
+        lambda job: job.config.activation_checkpoint.mode == "memory_budget",
+    ),
     Rule(
         "compile.backend",
         lambda name, _: name not in torch._dynamo.list_backends(exclude_tags=()),
@@ -487,7 +498,12 @@ RULES = (
         "set a positive integer, or -1 for the whole dataset",
     ),
     not_negative("validation.dataloader.num_workers", _validates),
-    positive_if_set("validation.dataloader.prefetch_factor"),
+    positive_if_set(
+        "validation.dataloader.prefetch_factor",
+        lambda job: (
+            _validates(job) and job.config.validation.dataloader.num_workers > 0
+        ),
+    ),
 )
 """Rules that every key follows by itself, in the order in which they are checked."""
 

@@ -214,7 +214,7 @@ def assign(
             size -= 1
             start = segments[i, 2]
             length = segments[i, 3]
-            part = min(length, free[rank] // grid * grid)
+            part = length if length <= free[rank] else free[rank] // grid * grid
             if part <= 0:
                 continue
             segments[i, 0] = rank

@@ -154,10 +154,11 @@ class FlashAttnKernel(FusedKernel):
         self, inputs: BackwardInputs, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the package's backward."""
-        to_fill = [torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)]
-        arguments = self._backward_arguments((*inputs, *to_fill), call)
-        returned = self._backward(**arguments)
-        dq, dk, dv = returned if self.library.makes_gradients else to_fill
+        if self.library.makes_gradients:
+            return self._backward(**self._backward_arguments(inputs, call))
+        gradients = [torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)]
+        self._backward(**self._backward_arguments((*inputs, *gradients), call))
+        dq, dk, dv = gradients
         return dq, dk, dv
 
     def _forward_arguments(

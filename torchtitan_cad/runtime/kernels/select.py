@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_cad.planning import AttentionShape
-from torchtitan_cad.runtime.kernels.base import AttentionKernel
+from torchtitan_cad.runtime.kernels.base import (
+    AttentionKernel,
+    Merged,
+    VarlenArgs,
+    random_rows,
+    row_delta,
+)
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.cudnn import CudnnKernel
 from torchtitan_cad.runtime.kernels.flash_attn import LIBRARIES, FlashAttnKernel
@@ -18,6 +24,9 @@ from torchtitan_cad.runtime.transport.base import gather
 
 KERNELS = ("auto", "varlen", "flash_attn", "cudnn", "cpu")
 """values of ``cad.kernel``"""
+
+ROWS = 128
+"""rows of the call by which a kernel is tried"""
 
 _SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 
@@ -100,11 +109,32 @@ def usable_kernels(
         try:
             kernel = make()
             kernel.check(torch.bfloat16, shape.head_dim, shape.out_dim, shape.window)
+            _launch(kernel, shape, device)
         except ValueError as error:
             reasons.append(str(error))
+        except Exception as error:
+            # packages and their compilers have exceptions of their own
+            reasons.append(f"{kernel_name} failed: {type(error).__name__}: {error}")
         else:
             usable[str(kernel)] = kernel
     return usable, reasons
+
+
+def _launch(
+    kernel: AttentionKernel, shape: AttentionShape, device: torch.device
+) -> None:
+    """Run a forward and a backward over few rows, to see whether the kernel runs on this device."""
+    call = VarlenArgs.from_numpy(
+        [0, ROWS],
+        [0, ROWS],
+        causal=True,
+        scale=shape.head_dim**-0.5,
+        window=shape.window,
+        device=device,
+    )
+    q, k, v, dout = random_rows(shape, torch.bfloat16, call)
+    out, lse = kernel.forward(q, k, v, call)
+    kernel.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call)
 
 
 def _makers(device: torch.device) -> list[tuple[str, Callable[[], AttentionKernel]]]:

@@ -186,14 +186,15 @@ class Registry:
     # Lines ------------------------------------------------------------------------------------------------------------
 
     def _append(self, key: str, line: str) -> None:
-        self._store.append(key, " ".join(line.splitlines()) + "\n")
+        # whatever stands before it, a line begins anew
+        self._store.append(key, "\n" + " ".join(line.splitlines()) + "\n")
 
     def _lines(self, key: str) -> list[str]:
         """Return the lines that have been appended to a key."""
         if not self._store.check([key]):
             return []
-        *lines, _ = self._store.get(key).decode(errors="replace").split("\n")
-        return lines
+        lines = self._store.get(key).decode(errors="replace").split("\n")
+        return [line for line in lines if line]
 
     def _sign(self, text: str) -> str:
         return hmac.new(self._token.encode(), text.encode(), "sha256").hexdigest()

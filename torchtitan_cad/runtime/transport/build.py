@@ -164,6 +164,8 @@ def _symmetric(request: _Request) -> SymmetricTransport:
     _agree(lambda: None, agreement)  # ranks that start late have more time for it
     near = _agree(lambda: _near_ranks(request), agreement)
     _agree(lambda: _check(device), agreement)
+    if device.type == "cuda":
+        _agree(lambda: _check_sockets(near), agreement)
     far = None
     description = "symm_mem"
     if request.num_hosts > 1:
@@ -303,6 +305,19 @@ def _check(device: torch.device) -> None:
             f"torch's symmetric memory has the backend {backend}, and a process has one; inside a host CUDA is "
             "needed: unset the environment variable TORCH_SYMMMEM, or do without what else sets that backend, such "
             "as set_symm_mem_for_comm of FSDP2"
+        )
+
+
+def _check_sockets(near: NearRanks) -> None:
+    """Raise RuntimeError unless this host's ranks have one /tmp, for sockets; torch would wait without a bound."""
+    folder = None
+    with contextlib.suppress(OSError):
+        status = os.stat("/tmp")
+        folder = (status.st_dev, status.st_ino)
+    if len({*gather(folder, near.group).values()}) > 1:
+        raise RuntimeError(
+            "torch's symmetric memory opens sockets in /tmp, which is another folder on other ranks of the host; "
+            "let its containers share /tmp"
         )
 
 

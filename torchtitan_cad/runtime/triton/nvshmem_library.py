@@ -9,6 +9,7 @@ wrappers have other numbers.
 
 import importlib
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def find_device_library(capability: tuple[int, int] | None) -> str:
     fitting: dict[int, Path] = {}
     for folder in _folders():
         for file in folder.glob("libnvshmem_device_sm_*.bc"):
-            made_for = int(file.stem.rpartition("_")[2])
+            made_for = int(re.findall(r"\d+", file.stem)[-1])
             if made_for <= most:
                 fitting[made_for] = file
     if fitting:
@@ -47,14 +48,16 @@ def find_device_library(capability: tuple[int, int] | None) -> str:
 
 
 def _folders() -> list[Path]:
-    """Return the folders that may have a device's file: the user's, or that of the package."""
+    """Return the folders that may have a device's file: the user's, or those of the package and the system."""
     if "NVSHMEM_LIB_DIR" in os.environ:
         return [Path(os.environ["NVSHMEM_LIB_DIR"])]
+    system = ["/usr/local/lib", "/usr/lib", "/opt/nvidia/nvshmem/lib"]
     try:
         package = importlib.import_module("nvidia.nvshmem")
     except ImportError:
-        return []
-    return [Path(folder) / "lib" for folder in package.__path__]
+        return [*map(Path, system)]
+    wheels = [Path(folder) / "lib" for folder in package.__path__]
+    return [*wheels, *map(Path, system)]
 
 
 def lacks_between_hosts(system: Path = Path("/sys")) -> list[str]:
