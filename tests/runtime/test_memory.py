@@ -18,6 +18,7 @@ from torchtitan_cad.runtime import attend, engine, row_tables
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.tools.simulation import working_memory
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=16, dtype_bytes=2)
@@ -177,6 +178,8 @@ def test_the_engine_allocates_and_keeps_what_is_taken_into_account(
         lambda dout, _: dout.new_empty(dout.shape[:2], dtype=torch.float32),
     )
     monkeypatch.setattr(attend.RowSpace, "take", take)
+    for part in ("temporary", "surrogate", "padding"):
+        monkeypatch.setattr(working_memory._Bytes, part, lambda *_: 0)
     layout = TokenLayout.from_segments(
         [[(0, 0, 3000)], [(1, 0, 700), (2, 0, 300)], [(3, 0, 1000)], []]
     )
@@ -186,6 +189,10 @@ def test_the_engine_allocates_and_keeps_what_is_taken_into_account(
     for rank in range(layout.num_ranks):
         allocated, kept_bytes = measured(plan, rank, keep=keep)
         most_kept = max(most_kept, kept_bytes)
+        if not keep and not shape.shared_dim:
+            passes = working_memory.working_memory(plan, rank, 2**24)
+            formula = max(passes.forward.most, passes.backward.most)
+            assert allocated == pytest.approx(formula, rel=0.02), f"rank {rank}"
         working = most_working_bytes(shape, 3000, 3000, documents=2)
         assert allocated <= working + kept_bytes, f"rank {rank}"
     limit = plan.most_rows.kept_bytes(RowBytes.of(shape))

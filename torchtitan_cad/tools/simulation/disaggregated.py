@@ -178,7 +178,13 @@ class Disaggregated:
             states=states(step),
             activations=step.tokens * token_bytes(step, microbatches_in_flight, nanos),
             buffers=self._buffers,
-            attention=max(map(working_bytes, self._plans.values()), default=0.0),
+            attention=max(
+                (
+                    working_bytes(kinds, self.configuration.receive_buffer_gb)
+                    for kinds in self._plans.values()
+                ),
+                default=0.0,
+            ),
             kept=max(
                 (
                     kept_bytes(step, kinds, microbatches_in_flight, self._kept_per_call)

@@ -18,7 +18,10 @@ from torchtitan_cad.planning.keeping import (
 )
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.tools.simulation.step import Memory, Step
+from torchtitan_cad.tools.simulation.working_memory import attention_bytes
 
+COMPARED = 16
+"""ranks, those with most rows, whose working memory is compared"""
 STATE_BYTES = 16
 """bytes per parameter: fp32 weight, gradient and Adam's two moments."""
 ZERO1_BYTES = 12
@@ -83,24 +86,25 @@ def stock_attention(step: Step, queries: float, keys: float, documents: int) -> 
     return stock_bytes(step.costs.shape, round(queries), round(keys), documents)
 
 
-def working_bytes(kinds: list[list[Plan]]) -> float:
-    """Return the bytes of working memory of attention on the fullest GPU, at most, by the plans of one microbatch.
+def working_bytes(kinds: list[list[Plan]], receive_buffer_gb: float | None) -> float:
+    """Return the bytes of working memory of attention on the fullest GPU, by the plans of one microbatch.
 
-    It is taken as that of one call per nano-batch over all rows of a rank, of which copies are made.
+    They are those of the plans that give a server the most rows. Of many ranks those with most rows are compared.
     """
-    by_kind = [np.sum([*map(_rows_and_copies, plans)], axis=0) for plans in kinds]
-    return float(np.max(by_kind))
+    plans = max(kinds, key=lambda plans: _rows(plans).max())
+    fullest = np.argsort(-_rows(plans), kind="stable")[:COMPARED]
+    return attention_bytes(plans, receive_buffer_gb, fullest.tolist())
 
 
-def _rows_and_copies(plan: Plan) -> IntArray:
-    """Return int64 [ranks] bytes of stock attention over local and received rows, and of copies of them."""
-    tokens = plan.layout.tokens_per_rank
-    queries = tokens + plan.query_needs.rows_in
-    keys = tokens + plan.key_needs.rows_in
-    rows = RowBytes.of(plan.shape)
-    tasks = np.bincount(plan.tasks["server"], minlength=len(tokens))
-    copies = queries * (rows.forward_queries + rows.backward_queries) + keys * rows.keys
-    return stock_bytes(plan.shape, queries, keys, tasks) + copies
+def _rows(plans: list[Plan]) -> IntArray:
+    """Return int64 [ranks] local and received rows of queries and keys."""
+    rows = [
+        2 * plan.layout.tokens_per_rank
+        + plan.query_needs.rows_in
+        + plan.key_needs.rows_in
+        for plan in plans
+    ]
+    return np.sum(rows, axis=0)
 
 
 def kept_bytes_per_call(step: Step, buffers: float, in_ticks: bool) -> float:
