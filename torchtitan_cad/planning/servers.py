@@ -157,20 +157,23 @@ def _give_away(
         rank_ends: seconds of all tasks of every rank.
         on_rank: [n] seconds of every task on its rank.
         on_servers: [servers, n] seconds of every task on every server, but for its keys.
-        for_keys: [servers, n] seconds of the keys; a server that has the last part of a task has those of the others.
+        for_keys: [servers, n] seconds of the keys; a server that has a neighbouring part has those of this one.
         source: [n] the tasks that these are parts of.
     """
     num_servers, num_tasks = on_servers.shape
     server_ends = np.zeros(num_servers)
     is_used = np.zeros((len(rank_ends), num_servers), dtype=bool)
-    has_keys = np.zeros((num_servers, int(source.max(initial=0)) + 1), dtype=bool)
     index = np.full(num_tasks, -1)
     while True:
         rank = int(rank_ends.argmax())
         task = next(candidates[rank], None)
         if task is None:
             return index, server_ends
-        keys = np.where(has_keys[:, source[task]], 0.0, for_keys[:, task])
+        has_keys = np.zeros(num_servers, dtype=bool)
+        for neighbour in (max(0, task - 1), min(task + 1, num_tasks - 1)):
+            if source[neighbour] == source[task] and index[neighbour] >= 0:
+                has_keys[index[neighbour]] = True
+        keys = np.where(has_keys, 0.0, for_keys[:, task])
         ends = server_ends + on_servers[:, task] + keys
         if is_used[rank].sum() == MOST_SERVERS:
             ends[~is_used[rank]] = np.inf
@@ -179,7 +182,6 @@ def _give_away(
             continue
         index[task] = server
         is_used[rank, server] = True
-        has_keys[server, source[task]] = True
         server_ends[server] = ends[server]
         rank_ends[rank] -= on_rank[task]
 
