@@ -80,13 +80,18 @@ def dense_in_fp32(
 ) -> Results:
     """A kernel's results, computed otherwise and in fp32; out is rounded if the inputs are fp16 or bf16.
 
-    Kernels take delta = rowsum(dout * out) of the rounded out. What it differs by is a gradient of the log-sum-exp.
+    Kernels take delta = rowsum(dout * out) of the rounded out, and sum it in another order than the product of dout and
+    v, from which it is subtracted. Autograd's two agree to the bit where a row sees one key. What a kernel's delta
+    differs by, summed here one head dim after another, is a gradient of the log-sum-exp.
     """
     dtype = torch.float32 if q.dtype == torch.float64 else q.dtype
     leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
     out, lse = dense_attention(*leaves, call)
     rounded = out.detach().to(dtype)
-    dlse = (dout * (out.detach() - rounded.float())).sum(-1)
+    exact_delta = (dout.double() * out.detach().double()).sum(-1)
+    products = dout.float() * rounded.float()
+    delta = sum(products.unbind(-1), torch.zeros_like(lse))
+    dlse = (exact_delta - delta).float()
     return rounded, lse.detach(), *gradients(leaves, (out, lse), dout, dlse)
 
 

@@ -44,8 +44,12 @@ def check_results(
     assert_results_as_exact(results, independent, dense_in_fp64(q, k, v, dout, call))
 
 
+# The gradient of one of a few keys would outweigh all others, and its error is that of a single sum.
+NUM_KEYS = st.just(0) | st.integers(32, 300)
+
+
 @given(
-    tasks=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 300)), max_size=2),
+    tasks=st.lists(st.tuples(st.integers(0, 200), NUM_KEYS), max_size=2),
     heads=st.sampled_from([(2, 2), (4, 1), (6, 2)]),
     dims=st.sampled_from([(16, 16), (64, 64), (24, 8), (16, 40), (192, 128)]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -62,6 +66,25 @@ def test_any_call_is_as_exact_as_a_dense_one(tasks, heads, dims, dtype, causal, 
     call = VarlenArgs.from_numpy(cu_q, cu_k, **options)
     rows = random_qkv(cu_q[-1], cu_k[-1], heads, dim, dtype, value_dim=value_dim)
     check_results(call, *rows)
+
+
+@pytest.mark.parametrize("num_q", [1, 16, 200])
+def test_one_key(num_q):
+    """All queries take its value; dq and dk are differences of two equal products, and their error that of these."""
+    dim, scale = 64, 0.125
+    call = VarlenArgs.from_numpy([0, num_q], [0, 1], causal=False, scale=scale)
+    q, k, v, dout = random_qkv(num_q, 1, (1, 1), dim, torch.float32)
+    out, lse, dq, dk, dv = attend(KERNEL, q, k, v, dout, call)
+    eps = torch.finfo(torch.float32).eps
+    assert torch.allclose(out, v.expand_as(out), rtol=4 * eps, atol=0)
+    assert torch.allclose(
+        lse, scale * (q * k).sum(-1), rtol=0, atol=dim * eps * (q * k).abs().sum()
+    )
+    # A sum of n terms errs at most by n roundings of the sum of their sizes.
+    error = scale * 2 * (dim + 4) * eps * (dout * v).abs().sum(-1, keepdim=True)
+    assert (dq.abs() <= error * k.abs()).all()
+    assert (dk.abs() <= (error * q.abs()).sum(0)).all()
+    assert ((dv - dout.sum(0)).abs() <= 2 * num_q * eps * dout.abs().sum(0)).all()
 
 
 def test_a_call_without_queries():
