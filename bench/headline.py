@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -168,41 +168,56 @@ def run(options: Options) -> list[Record]:
 
 
 def short_table(result: Record) -> list[str]:
-    """README's: systems at their best, a row per job and kernel, a cell's figures by microbatches."""
-    rows: dict[tuple[str, str], Record] = {}
-    for case in result["cases"]:
-        if case["settings"] != "best" or case["documents"] != LOGNORMAL:
-            continue
-        names = _names(case)
-        del names["microbatches"]
-        gains = _gains(case)
-        row = rows.setdefault((case["job"], case["kernel"]), names)
-        for name, gain in gains.items():
-            row[name] = f"{row[name]}, {gain}" if name in row else gain
-    return [*markdown_table(list(rows.values())), *_measured(result)]
+    """README's: lognormal documents, every system at its best."""
+    cases = [
+        case
+        for case in result["cases"]
+        if case["settings"] == "best" and case["documents"] == LOGNORMAL
+    ]
+    rows = _rows(cases, _long_names, _gains)
+    return [*markdown_table(rows), *_measured(result)]
 
 
 def full_table(result: Record) -> list[str]:
     """All cases, with CAD's speed."""
-    rows = [
-        {
-            **_names(case),
-            "documents": case["documents"].partition(":")[0],
+
+    def names(case: Record) -> Record:
+        documents = case["documents"].partition(":")[0]
+        return {
+            "job": f"`{case['job']}`",
+            "attention": case["kernel"],
+            "documents": documents,
             "settings": case["settings"],
-            **_gains(case),
+        }
+
+    def figures(case: Record) -> Record:
+        return _gains(case) | {
             "tokens/s/GPU": _figure(case, "tokens_per_second_per_gpu", "{:,.0f}"),
             "mfu": _figure(case, "mfu", "{:.3f}"),
         }
-        for case in result["cases"]
-    ]
-    return [*markdown_table(rows), *_measured(result)]
+
+    return [*markdown_table(_rows(result["cases"], names, figures)), *_measured(result)]
 
 
-def _names(case: Record) -> Record:
+def _rows(
+    cases: Iterable[Record],
+    names: Callable[[Record], Record],
+    figures: Callable[[Record], Record],
+) -> list[Record]:
+    """A row for all cases of the same names. Its cells have a figure for every number of microbatches."""
+    rows: dict[tuple[str, ...], Record] = {}
+    for case in cases:
+        name_cells = names(case)
+        row = rows.setdefault(tuple(name_cells.values()), name_cells)
+        for column, figure in figures(case).items():
+            row[column] = f"{row[column]}; {figure}" if column in row else figure
+    return list(rows.values())
+
+
+def _long_names(case: Record) -> Record:
     return {
         "job": f"`{case['job']}`, {JOBS[case['job']]}",
         "attention": f"{case['kernel']}, {KERNELS[case['kernel']] / 1e12:.0f} TFLOP/s",
-        "microbatches": str(case["microbatches"]),
     }
 
 
