@@ -3,6 +3,7 @@
 
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,10 +21,10 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.model.tasks import HOME
 from torchtitan_cad.planning.servers import (
+    DIRECTIONS,
     MOST_SERVERS,
     JoinedServer,
     assign_to_servers,
-    link_bytes,
 )
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
@@ -67,13 +68,15 @@ def check_ends(plan: Plan, shared: Plan, servers: list[JoinedServer]) -> None:
     stand_ins = shared.stand_ins
     slowest = (UNIT * plan.stats.loads).max()
     cost = shared.cost.cost(shared.tasks)
-    num_bytes = link_bytes(plan.shape, shared.tasks)
+    tasks = shared.tasks
+    num_bytes = plan.shape.query_bytes * (tasks["q_end"] - tasks["q_start"])
+    num_bytes += plan.shape.kv_bytes * (tasks["kv_end"] - tasks["kv_start"])
     for server in servers:
         is_its = stand_ins.server == server.number
         seconds = UNIT / server.speed * cost[is_its].sum()
-        seconds += num_bytes[is_its].sum() / server.bytes_per_second
-        assert seconds <= slowest
-        assert seconds == pytest.approx(stand_ins.seconds.get(server.number, 0.0))
+        seconds += DIRECTIONS * num_bytes[is_its].sum() / server.bytes_per_second
+        predicted = stand_ins.seconds.get(server.number, 0.0)
+        assert seconds * (1 - 1e-9) <= predicted <= slowest
     for rank in range(plan.layout.num_ranks):
         of_rank = stand_ins.server[shared.tasks["server"] == rank]
         assert len({*of_rank.tolist()} - {HOME}) <= MOST_SERVERS
@@ -100,7 +103,7 @@ def test_thousands_of_short_tasks_are_given_away_in_time():
     shared = assign_to_servers(plan, servers, UNIT)
     # 0.1 s; 5 s where tasks are given away one by one
     assert time.process_time() - begin < 1
-    assert shared.stand_ins.num_tasks > 4000
+    assert np.count_nonzero(shared.stand_ins.server != HOME) > 4000
     check_ends(plan, shared, servers)
 
 

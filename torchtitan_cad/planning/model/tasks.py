@@ -41,11 +41,6 @@ class StandIns:
     share: float
     seconds: dict[int, float]
 
-    @property
-    def num_tasks(self) -> int:
-        """Tasks that servers compute."""
-        return int(np.count_nonzero(self.server != HOME))
-
 
 def make_tasks(
     doc: Any, q_start: Any, q_end: Any, kv_start: Any, kv_end: Any, server: Any

@@ -21,7 +21,6 @@ from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 from torchtitan_cad.planning.servers import (
     JoinedServer,
     assign_to_servers,
-    direction_bytes,
 )
 from torchtitan_cad.tools.simulation.memory import (
     in_flight,
@@ -303,7 +302,10 @@ class Disaggregated:
         unit = costs.layer_times(plan.layout.num_ranks, False, 0.0).unit
         plan = assign_to_servers(plan, joined, unit, 1 / groups)
         cost = plan.cost.cost(plan.tasks)
-        num_bytes = direction_bytes(plan.shape, plan.tasks, forward)
+        shape = plan.shape if forward else plan.shape.for_backward()
+        num_queries = plan.tasks["q_end"] - plan.tasks["q_start"]
+        num_keys = plan.tasks["kv_end"] - plan.tasks["kv_start"]
+        num_bytes = num_queries * shape.query_bytes + num_keys * shape.kv_bytes
         home = plan.tasks["server"]
         ranks = plan.layout.num_ranks
         if plan.stand_ins is None:
