@@ -180,9 +180,7 @@ class CadSession:
         if not self.cad.servers:
             return None
         cost = TileAreaCost(self._config.cost_tile)
-        return open_to_servers(
-            self.job, self.ranks, self.kernel, cost=cost, group=self._train_group
-        )
+        return open_to_servers(self.job, self.kernel, cost, group=self._train_group)
 
     def _build_placement(self) -> Placement:
         world = range(dist.get_world_size())

@@ -21,7 +21,6 @@ def run(
     token_file: Path | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
     threads: int | None = None,
-    kernel: str = "auto",
 ) -> None:
     """Compute attention for a training job with cad.servers, and for the next one at the same place, until SIGTERM.
 
@@ -33,7 +32,6 @@ def run(
         token_file: A file with the token, which the command line then does not show.
         device: Where to compute.
         threads: Threads of a CPU server. By default as many as cores.
-        kernel: As cad.kernel.
     """
     host, port = _endpoint(join)
     text = _token(token, token_file)
@@ -56,12 +54,11 @@ def run(
         port,
         text,
         device=torch.device(device),
-        kernel=kernel,
         version=__version__,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.leave())
-    server.run_in_thread()
+    server.run()
     logger.info("ended")
 
 

@@ -48,9 +48,10 @@ from torchtitan_cad.planning.model.batch import (
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.pipeline.program import AttentionPool
 from torchtitan_cad.planning.placement.microbatch import LEAST_GAIN
+from torchtitan_cad.planning.servers import JoinedServer
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
-from torchtitan_cad.runtime.servers.client import ListedServer, ServerPool
+from torchtitan_cad.runtime.servers.client import ServerPool
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +75,14 @@ class _Loaded:
         shape: of every batch.
         batches: that are planned together.
         can_redistribute: whether tokens may get other homes.
-        servers: that have joined and that the plans may use, if this is the group's first rank.
+        servers: that have joined and that this rank is connected to.
     """
 
     starts: np.ndarray
     shape: BatchShape
     batches: int
     can_redistribute: bool
-    servers: list[ListedServer]
+    servers: list[JoinedServer]
 
     @property
     def of_step(self) -> BatchShape:
@@ -224,7 +225,7 @@ class BatchPlanner:
         self._check_alike(loaded)
         try:
             if self.servers is not None:
-                self.servers.take_list(loaded[0].servers)
+                self.servers.take_lists([part.servers for part in loaded])
             planned, parcel = self._plan_step(own, loaded, to_redistribute)
         except Exception:
             self.announce_failure("planning a batch")
@@ -336,8 +337,8 @@ class BatchPlanner:
             for key in planned.engine_keys:
                 engine.drop_plan(key)
 
-    def _look_for_servers(self) -> list[ListedServer]:
-        """Return the joined servers that the step's plans may use, on the group's first rank."""
+    def _look_for_servers(self) -> list[JoinedServer]:
+        """Return the joined servers that this rank is connected to."""
         if self.servers is None:
             return []
         try:

@@ -14,7 +14,7 @@ from torchtitan_cad.runtime.kernels.base import (
     VarlenArgs,
     compute_dtype,
 )
-from torchtitan_cad.runtime.servers.wire import ASK, ServerMessage
+from torchtitan_cad.runtime.servers.wire import ServerMessage
 
 _DIRECTIONS = {direction.name: direction for direction in (FORWARD, BACKWARD)}
 
@@ -40,14 +40,13 @@ class Request:
     def accepts(self, results: Sequence[Tensor]) -> bool:
         """Tell whether ``results`` have the shapes of this call's results, and a dtype in which kernels return them."""
         only_shapes = [x.to("meta") for x in self.rows]
-        wanted = chain(*self.direction.results_like(only_shapes).values())
+        expected = chain(*self.direction.results_like(only_shapes).values())
         dtype = self.rows[0].dtype
         dtypes = {dtype, compute_dtype(dtype)}
-        if [x.shape for x in results] != [x.shape for x in wanted]:
-            return False
-        return all(x.dtype in dtypes for x in results)
+        has_shapes = [x.shape for x in results] == [x.shape for x in expected]
+        return has_shapes and all(x.dtype in dtypes for x in results)
 
-    def message(self, number: int, rows_on_host: Sequence[Tensor]) -> ServerMessage:
+    def message(self, rows_on_host: Sequence[Tensor]) -> ServerMessage:
         """Return the request as a message."""
         args = self.args
         description = {
@@ -57,34 +56,20 @@ class Request:
             "q_start": args.q_start.tolist(),
             "causal": args.causal,
             "scale": args.scale,
-            "window": args.window,
         }
-        return ServerMessage(ASK, number, description, rows_on_host)
+        return ServerMessage("request", description, rows_on_host)
 
     @classmethod
-    def of(
-        cls,
-        message: ServerMessage,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> "Request":
+    def of(cls, message: ServerMessage, device: torch.device) -> "Request":
         """Return the request in a message, with its rows on ``device``.
 
-        Raises:
-            ValueError: it is not one that this side can compute.
+        Raises ValueError for rows that do not fit its tasks.
         """
         description = dict(message.description)
-        name = description.pop("direction", None)
-        if name not in _DIRECTIONS:
-            raise ValueError(f"a request for {name!r}: ask for one of {[*_DIRECTIONS]}")
-        try:
-            args = VarlenArgs.from_numpy(device=device, **description)
-        except TypeError as error:
-            raise ValueError(f"a request that cannot be read: {error}") from None
-        if not message.tensors or message.tensors[0].dtype != dtype:
-            raise ValueError(f"rows of another dtype than the job's {dtype}")
+        direction = _DIRECTIONS[description.pop("direction")]
+        args = VarlenArgs.from_numpy(device=device, **description)
         rows = [x.to(device, non_blocking=True) for x in message.tensors]
         num_rows = {x.shape[0] for x in rows}
         if not num_rows <= {int(args.cu_q_host[-1]), int(args.cu_k_host[-1])}:
             raise ValueError(f"tasks that do not fit {num_rows} rows")
-        return cls(_DIRECTIONS[name], rows, args)
+        return cls(direction, rows, args)

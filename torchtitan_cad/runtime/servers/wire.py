@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Messages between a rank and a joined server, over a gloo group of these two.
 
-A message is a head of int64 numbers and a body of bytes. The body holds a description in JSON and tensors, one after
-the other. Heads are checked before a body is received, and the body's sum before it is read, so that a peer of another
-job or version, or one that is broken, is refused with the reason.
+A message is a head of int64 numbers, a text in JSON, and the bytes of tensors. The head has the text's sum, and the
+text that of the tensors: a peer of another job, or one that is broken, is refused with the reason.
 """
 
 import json
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,21 +19,15 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.errors import first_sentence
 
-VERSION = 1
-"""of the format of messages"""
-ASK, ANSWER, REFUSAL, ECHO, END = range(5)
-"""what a message is: a request, its results, a reason in words, bytes to return, and that the sender has no more"""
-_HEAD = 7
-"""numbers of a head: version, job, kind, number of the request, bytes of description, bytes of the body, sum"""
-MAX_BODY_BYTES = 2**36
-_ALIGNMENT = 16
-_RANK = 0
-_SERVER = 1
+_HEAD = 3
+"""numbers of a head: job, bytes of text, sum of text"""
+RANK = 0
+SERVER = 1
 _TAG = 0
 
 
 class WireError(RuntimeError):
-    """A message did not come, or is not one of this job and version."""
+    """A message did not come, or is not one of this job."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +35,12 @@ class ServerMessage:
     """What one side sends to the other.
 
     Attributes:
-        kind: one of the constants above.
-        number: of the request that this belongs to.
+        kind: a request, its results, a reason in words not to compute them, or bytes to return.
         description: values that JSON can hold.
         tensors: on the host.
     """
 
-    kind: int
-    number: int
+    kind: Literal["request", "results", "refusal", "echo"]
     description: dict[str, Any]
     tensors: Sequence[Tensor] = ()
 
@@ -59,71 +51,62 @@ class Connection:
     Args:
         store: the part of the servers' store that belongs to this connection alone.
         job: number of the job, which every head carries.
-        is_server: True on the server.
+        member: of the group, ``RANK`` or ``SERVER``.
         timeout_s: for the other side to come.
-        pinned: True if tensors that arrive are copied to a GPU.
 
     Raises:
-        WireError: the other side does not come in time.
+        RuntimeError: the other side does not come in time.
     """
 
     def __init__(
         self,
         store: dist.Store,
         job: int,
-        *,
-        is_server: bool,
+        member: int,
         timeout_s: float,
-        pinned: bool = False,
     ) -> None:
         self._job = job
-        self._pinned = pinned
-        self._peer = _RANK if is_server else _SERVER
-        own_number = _SERVER if is_server else _RANK
+        self._peer = 1 - member
         timeout = timedelta(seconds=timeout_s)
-        try:
-            self._group: Any = dist.ProcessGroupGloo(store, own_number, 2, timeout)
-        except RuntimeError as error:
-            raise WireError(first_sentence(error)) from error
+        self._group: Any = dist.ProcessGroupGloo(store, member, 2, timeout)
 
     def send(self, message: ServerMessage, timeout_s: float) -> None:
         """Send a message. Raises WireError if the other side has not taken it in time."""
-        text, body = _pack(message, pinned=self._pinned)
-        words = [
-            VERSION,
-            self._job,
-            message.kind,
-            message.number,
-            text,
-            len(body),
-            _sum_of(body),
-        ]
         deadline = time.monotonic() + timeout_s
-        self._transfer(self._group.send, torch.tensor(words), deadline)
-        self._transfer(self._group.send, body, deadline)
+        formats = [
+            (str(x.dtype).removeprefix("torch."), x.shape) for x in message.tensors
+        ]
+        bodies = [_bytes_of(x.contiguous()) for x in message.tensors]
+        values = [message.kind, message.description, formats, _sum_of(bodies)]
+        text = torch.frombuffer(
+            bytearray(json.dumps(values).encode()), dtype=torch.uint8
+        )
+        head = torch.tensor([self._job, len(text), _sum_of([text])])
+        for part in (head, text, *bodies):
+            self._transfer(self._group.send, part, deadline)
 
     def receive(self, timeout_s: float) -> ServerMessage:
-        """Return the next message. Raises WireError if none comes in time, or it is not one of this job and version."""
+        """Return the next message. Raises WireError if none comes in time, or it is not one of this job."""
         deadline = time.monotonic() + timeout_s
         head = torch.empty(_HEAD, dtype=torch.int64)
         self._transfer(self._group.recv, head, deadline)
-        version, job, kind, number, text, num_bytes, total = head.tolist()
-        if version != VERSION:
-            raise WireError(
-                f"a message of version {version}, but this side speaks version {VERSION}"
-            )
+        job, length, text_sum = head.tolist()
         if job != self._job:
             raise WireError("a message of another job")
-        if not 0 <= text <= num_bytes <= MAX_BODY_BYTES or num_bytes % _ALIGNMENT:
-            raise WireError(f"a message of {num_bytes} bytes, {text} of description")
-        try:
-            body = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        except RuntimeError as error:
-            raise WireError(f"no memory for {num_bytes} bytes") from error
-        self._transfer(self._group.recv, body, deadline)
-        if _sum_of(body) != total:
-            raise WireError("a message whose sum is not that of its bytes")
-        return _unpack(kind, number, text, body)
+        text = torch.empty(length, dtype=torch.uint8)
+        self._transfer(self._group.recv, text, deadline)
+        _check_sum([text], text_sum)
+        kind, description, formats, body_sum = json.loads(text.numpy().tobytes())
+        is_copied = torch.cuda.is_initialized()  # to a GPU
+        tensors = [
+            torch.empty(shape, dtype=getattr(torch, name), pin_memory=is_copied)
+            for name, shape in formats
+        ]
+        bodies = [_bytes_of(x) for x in tensors]
+        for body in bodies:
+            self._transfer(self._group.recv, body, deadline)
+        _check_sum(bodies, body_sum)
+        return ServerMessage(kind, description, tensors)
 
     def _transfer(
         self, start: Callable[..., Any], tensor: Tensor, deadline: float
@@ -138,44 +121,19 @@ class Connection:
             raise WireError(reason) from error
 
 
-def _pack(message: ServerMessage, *, pinned: bool) -> tuple[int, Tensor]:
-    """Return the bytes of the description, and the body."""
-    formats = [
-        (str(x.dtype).removeprefix("torch."), list(x.shape)) for x in message.tensors
-    ]
-    text = json.dumps({**message.description, "tensors": formats}).encode()
-    sizes = [len(text), *(x.nbytes for x in message.tensors)]
-    body = torch.zeros(sum(map(_aligned, sizes)), dtype=torch.uint8, pin_memory=pinned)
-    body[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    begin = _aligned(len(text))
-    for tensor in message.tensors:
-        end = begin + tensor.nbytes
-        body[begin:end] = tensor.contiguous().reshape(-1).view(torch.uint8)
-        begin = _aligned(end)
-    return len(text), body
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, in its memory."""
+    return tensor.view(-1).view(torch.uint8)
 
 
-def _unpack(kind: int, number: int, text: int, body: Tensor) -> ServerMessage:
-    """Return the message of a body; its tensors share the body's memory."""
-    try:
-        description = json.loads(body[:text].numpy().tobytes())
-        tensors = list[Tensor]()
-        begin = _aligned(text)
-        for name, shape in description.pop("tensors"):
-            dtype = getattr(torch, name)
-            count = int(torch.Size(shape).numel())
-            end = begin + count * dtype.itemsize
-            tensors.append(body[begin:end].view(dtype).view(shape))
-            begin = _aligned(end)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise WireError(f"a message that cannot be read: {error}") from error
-    return ServerMessage(kind, number, description, tensors)
+def _sum_of(parts: Sequence[Tensor]) -> int:
+    """Return the CRC of all bytes; it detects garbage, not intent."""
+    total = 0
+    for part in parts:
+        total = zlib.crc32(part.numpy().data, total)
+    return total
 
 
-def _sum_of(body: Tensor) -> int:
-    """Return the sum of a body's bytes, eight at a time, modulo 2^64; it detects garbage, not intent."""
-    return int(body.view(torch.int64).sum()) if len(body) else 0
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def _check_sum(parts: Sequence[Tensor], expected: int) -> None:
+    if _sum_of(parts) != expected:
+        raise WireError("a message whose sum is not that of its bytes")
