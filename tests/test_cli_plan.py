@@ -75,11 +75,11 @@ def test_writes_the_plan_and_prints_its_figures(plan, capsys):
 
 def test_options_reach_the_planner(plan):
     options = (
-        "--planner greedy --tolerance 0.05 --min-shard 256 --no-split-kv --tile 64 "
+        "--planner home --tolerance 0.05 --min-shard 256 --no-split-kv --tile 64 "
         "--ranks-per-node 2"
     )
     assert plan(*options.split()).config == PlannerConfig(
-        planner="greedy",
+        planner="home",
         tolerance=0.05,
         min_shard=256,
         split_kv=False,
@@ -129,7 +129,7 @@ def test_an_unknown_planner_is_told_the_known_ones(layout_file, capsys):
     """Benches register more, so that the line is not always the same."""
     assert main(["plan", layout_file, "--planner=magic"]) == USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--planner magic: choose one of greedy, home, local_search" in line
+    assert "--planner magic: choose one of " in line
 
 
 def _without_progress(text: bytes) -> bytes:

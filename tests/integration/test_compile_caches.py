@@ -124,7 +124,7 @@ BESIDE_ANOTHER = {
     "other_plans": (
         2,
         COMPILE,
-        (*COMPILE, "--cad.placement=auto", "--cad.planner=greedy"),
+        (*COMPILE, "--cad.placement=auto", "--cad.min_shard=64"),
     ),
     "resend": (2, COMPILE, (*COMPILE, *RESEND)),
     "ac_op": (2, COMPILE, (*COMPILE, *OP)),

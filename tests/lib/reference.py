@@ -215,6 +215,6 @@ def check_cuts(plan: Plan, home: Plan) -> None:
     assert (tasks["kv_start"] % grid == 0).all()
     diagonal = tasks["kv_end"] == tasks["q_end"]
     assert (diagonal | (tasks["kv_end"] % grid == 0)).all()
-    if plan.config.planner == "greedy" or not plan.config.split_kv:
+    if not plan.config.split_kv:
         assert (tasks["kv_start"] == 0).all()
         assert diagonal.all()

@@ -32,10 +32,9 @@ from torchtitan_cad.planning.placement.place import warm_up_placement
 def test_nothing_compiles_after_warm_up():
     warm_up()
     assert compile_once.is_compiled()
-    # Placement's and the greedy planner's are loaded where they are first used.
+    # Placement's are loaded where they are first used.
     assert {len(entry.signatures) for entry in jit.entry_points()} <= {0, 1}
     place_and_plan(LAYOUT, SHAPE)
-    make_plan(LAYOUT, SHAPE, PlannerConfig(planner="greedy"))
     before = [list(entry.signatures) for entry in jit.entry_points()]
 
     @given(problem=problems())
@@ -61,8 +60,8 @@ SHAPE = AttentionShape(8, 2, 64, 2)
 
 def fingerprints() -> list[str]:
     plans = [
-        make_plan(LAYOUT, SHAPE, PlannerConfig(planner=planner))
-        for planner in ("local_search", "greedy")
+        make_plan(LAYOUT, SHAPE, PlannerConfig(split_kv=split_kv))
+        for split_kv in (True, False)
     ]
     assert all(plan.moves_rows for plan in plans)
     return [plan.fingerprint() for plan in plans]

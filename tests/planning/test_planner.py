@@ -30,7 +30,7 @@ from torchtitan_cad.planning.model.tasks import (
     task_table,
 )
 from torchtitan_cad.planning.plan import moved_by
-from torchtitan_cad.planning.planners import greedy
+from torchtitan_cad.planning.planners import plan_home
 from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
 
 ROOT = Path(__file__).parents[2]
@@ -84,28 +84,17 @@ def test_fewer_bytes_between_nodes():
     assert plan.stats.total_bytes <= 1.15 * flat.stats.total_bytes
 
 
-def test_moved_range_has_the_shape_of_the_closed_form():
-    """A document far longer than what must move gives the piece [a, b) with a / b = c_q / (c_q + c_kv)."""
-    lengths = [40960, 20480, 20480]
-    layout = TokenLayout.from_segments([[(i, 0, n)] for i, n in enumerate(lengths)])
-    tasks = plan_of(layout, "greedy").tasks
-    moved = tasks[(tasks["doc"] == 0) & (tasks["server"] != 0)][0]
-    assert 0 < moved["q_end"] < 40960
-    ratio = LLAMA.query_bytes / (LLAMA.query_bytes + LLAMA.kv_bytes)
-    assert moved["q_start"] / moved["q_end"] == pytest.approx(ratio, abs=0.02)
-
-
-@pytest.mark.parametrize(("most", "moved"), [(1020, 0), (1021, 1)])
+@pytest.mark.parametrize(("most", "moved"), [(1020, False), (1021, True)])
 def test_just_inside_and_just_outside_the_tolerance(most, moved):
     """1020 small documents over a mean of 1000 is within 2 %, 1021 is not."""
     runs = [(doc, 0, 100) for doc in range(2000)]
     layout = TokenLayout.from_segments([runs[:most], runs[most:]])
-    assert plan_of(layout, "greedy").stats.tasks_moved == moved
+    assert (plan_of(layout).stats.tasks_moved > 0) == moved
 
 
 def test_a_name_is_registered_once():
     with refusal():
-        register_planner("greedy")(greedy.plan_greedy)
+        register_planner("home")(plan_home)
 
 
 # Local search ---------------------------------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig]:
     layout = some_attend(case.layout(), draw(SHARES), case.seed)
     config = dataclasses.replace(
         case.config,
-        planner=draw(st.sampled_from(["greedy", "local_search", "local_search"])),
         split_kv=draw(st.booleans()),
         ranks_per_node=draw(st.sampled_from([None, None, 1, 2, 5])),
     )

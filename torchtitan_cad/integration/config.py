@@ -29,8 +29,7 @@ class Cad:
 
     planner: str = PlannerConfig.planner
     """
-    Which planner assigns tasks to ranks: "local_search"; "greedy", the paper's, whose tasks all see their full key
-    prefix; or "home" (nothing moves; for measurements).
+    Which planner assigns tasks to ranks: "local_search", or "home" (nothing moves; for measurements).
     """
 
     placement: str = "auto"

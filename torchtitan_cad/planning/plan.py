@@ -277,7 +277,7 @@ def warm_up(report: Report = _logger.info) -> None:
 
 
 def _plan_small_batches() -> None:
-    """Call the entry points of compiled code that plans need; the greedy planner, a baseline, is left out."""
+    """Call the entry points of compiled code that plans need."""
     layout = TokenLayout.from_segments([[(0, 0, 4096)], [(1, 0, 300), (2, 0, 200)]])
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
     make_plan(layout, shape, PlannerConfig()).exchange(0)

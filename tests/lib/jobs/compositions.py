@@ -224,14 +224,8 @@ COMPOSITIONS = [
         shared=SDPA_GQA,
         dp=1,
     ),
-    # One document over four ranks, cut finely: the default planner splits keys, the greedy one does not.
+    # One document over four ranks, cut finely.
     Composition("split_kv_cp4", args=ROWS_CP4, shared=SDPA_GQA, dp=1),
-    Composition(
-        "whole_keys_cp4",
-        args=(*ROWS_CP4, "--cad.planner=greedy"),
-        shared=SDPA_GQA,
-        dp=1,
-    ),
     Composition("validation", shared=VALIDATE_OFTEN),
     pp2("validation_pp2", shared=VALIDATE_OFTEN),
 ]

@@ -7,14 +7,12 @@ from torchtitan_cad.planning.planners.base import (
     planner_names,
     register_planner,
 )
-from torchtitan_cad.planning.planners.greedy import plan_greedy
 from torchtitan_cad.planning.planners.home import plan_home
 from torchtitan_cad.planning.planners.local_search.planner import plan_local_search
 
 __all__ = [
     "Planner",
     "get_planner",
-    "plan_greedy",
     "plan_home",
     "plan_local_search",
     "planner_names",

@@ -8,8 +8,8 @@ work that is needed, and where it is cut is chosen for bytes: the range [a, b) o
 ``a = b c_q / (c_q + c_kv)``.
 
 Unlike the paper's, this greedy only sheds what exceeds (1 + tolerance) x mean, fills receivers to the same level,
-counts keys a receiver already holds as free, and bounds the maximum load (``limits.py``): where shards are too coarse
-for the tolerance, the level rises in steps to the guaranteed one, at which a shard always fits somewhere.
+counts keys a receiver already holds as free, and bounds the maximum load (planning/model/limits.py): where shards are
+too coarse for the tolerance, the level rises in steps to the guaranteed one, at which a shard always fits somewhere.
 
 All tasks are full-prefix diagonals. Bytes are those of queries and keys; the worst rank's share is not considered.
 """
@@ -38,7 +38,6 @@ from torchtitan_cad.planning.model.tasks import (
     home_tasks,
     task_table,
 )
-from torchtitan_cad.planning.planners.base import register_planner
 from torchtitan_cad.planning.sorting import comes_before, pop, push
 
 LEVELS = 8
@@ -48,7 +47,6 @@ LEVELS = 8
 GRAIN, STEP, PER_QUERY, PER_KEY = range(4)
 
 
-@register_planner("greedy")
 def plan_greedy(
     layout: TokenLayout,
     shape: AttentionShape,
