@@ -172,8 +172,8 @@ FAILING: list[tuple[list[str], dict[str, str]]] = [
             "--checkpoint.folder=new",
         ],
         {
-            "config": "layers_per_stage = 1 makes 8 stages.*needs exactly 2",
-            "checkpoint": r"checkpoint\.initial_load_path = 'none': there is no such folder",
+            "config": "layers_per_stage = 1: 8 stages.*needs exactly 2",
+            "checkpoint": r"checkpoint\.initial_load_path = 'none': there is no .metadata",
         },
     ),
     # Heads over ranks, and checkpoints into a folder.

@@ -227,11 +227,10 @@ def test_lines_of_a_job_that_cannot_start(key, value, tmp_path):
     assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize("key", ["last_save_in_hf", "initial_load_in_hf"])
-def test_checkpoints_of_hugging_face_need_a_package(key, tmp_path, monkeypatch):
-    monkeypatch.setattr(rules, "find_spec", lambda name: None)
-    with refusal(f"checkpoint.{key}", "true"):
-        parse_job(tmp_path, "--checkpoint.enable", f"--checkpoint.{key}")
+def test_a_rule_of_a_misspelt_key_is_an_error():
+    config = CadConfigManager().config
+    with pytest.raises(AttributeError, match="sead"):
+        rules.read_key(config, "debug.sead")
 
 
 def test_mistake_where_only_ascii_can_be_written(tmp_path, capsys):

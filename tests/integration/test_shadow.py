@@ -155,12 +155,6 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     assert "Not a directory" in warning.message
 
 
-def test_it_needs_cad_switched_on_and_none_of_its_kernels(
-    tmp_path, monkeypatch, caplog
-):
+def test_it_needs_none_of_the_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    useless = "does nothing without parallelism.cad = true"
     parse_job(tmp_path, "--cad.shadow", "--cad.kernel=flash_attn")
-    assert useless not in caplog.text
-    parse_job(tmp_path, "--cad.shadow", "--parallelism.no-cad")
-    assert useless in caplog.text

@@ -24,19 +24,12 @@ from torchtitan_cad.integration.torchtitan_v0_2.models import (
 from torchtitan_cad.runtime.ops import core_attention, core_attention_with_lse
 
 
-def replace_attention(
-    attention: Any, adapter: Adapter, engine: str, scale: float
-) -> None:
-    """Make an attention module attend through the registered ``engine``, which was built with ``scale``.
+def replace_attention(attention: Any, adapter: Adapter, engine: str) -> None:
+    """Make an attention module attend through the registered ``engine``.
 
     Its masks [B, S] are a ``VarlenMetadata`` whose ``cu_seq_q`` is the plan's key. The module keeps its class, its
     parameters and the hooks that tensor parallelism sets.
     """
-    own = getattr(attention, "softmax_scale", scale)
-    if abs(own - scale) > 1e-6 * scale:
-        raise ValueError(
-            f"attention scale {own} differs from {scale}, with which CAD was built"
-        )
 
     def forward(
         self: Any,

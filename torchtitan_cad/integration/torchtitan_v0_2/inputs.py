@@ -14,10 +14,8 @@ from torchtitan.config import JobConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
 
 from torchtitan_cad.integration.choices import DEMO_TEXTS
-from torchtitan_cad.integration.errors import is_first_of_node
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
 from torchtitan_cad.runtime.kernels.select import get_kernel
@@ -164,23 +162,17 @@ def load_tokenizer(
 
 
 def without_document_ids(process: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``post_dataloading_process`` of torchtitan's Trainer or Validator: its models take no ``document_ids``."""
+    """Wrap ``post_dataloading_process`` of torchtitan's Trainer or Validator: its models take no ``document_ids``.
+
+    Their masks are torchtitan's own.
+    """
 
     @functools.wraps(process)
     def process_others(self: Any, input_dict: dict[str, Any], *rest: Any) -> Any:
-        if input_dict.pop(DOCUMENT_IDS, None) is not None and is_first_of_node():
-            _warn_of_other_masks()
+        input_dict.pop(DOCUMENT_IDS, None)
         return process(self, input_dict, *rest)
 
     return process_others
-
-
-@functools.cache
-def _warn_of_other_masks() -> None:
-    logger.warning(
-        f"without CAD the batch key {DOCUMENT_IDS!r} is left out, and masks are torchtitan's own; set parallelism.cad "
-        "to true and cad.shadow to false for masks by that key"
-    )
 
 
 def _prepare(vocab_size: int = _DEMO_VOCAB_SIZE) -> str:

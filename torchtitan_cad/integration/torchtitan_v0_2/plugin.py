@@ -8,7 +8,6 @@ the model's own name, and repairs what ``upstream`` lists.
 """
 
 import dataclasses
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,10 +20,6 @@ import torchtitan.distributed.context_parallel as titan_cp
 import torchtitan.protocols.train_spec as titan_specs
 from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.optimizer import (
-    build_optimizers,
-    build_optimizers_with_moe_load_balancing,
-)
 from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -42,8 +37,8 @@ from torchtitan_cad.integration.pingpong.fsdp_hooks import adopt_hooks
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.integration.run_state import begin_run
 from torchtitan_cad.integration.session import current_session, open_session
-from torchtitan_cad.integration.topology import TICK_SCHEDULES, Topology, check_degrees
-from torchtitan_cad.integration.torchtitan_v0_2 import upstream
+from torchtitan_cad.integration.topology import Topology, check_degrees
+from torchtitan_cad.integration.torchtitan_v0_2 import rules, upstream
 from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
     TitanBlock,
     apply_ac,
@@ -56,7 +51,6 @@ from torchtitan_cad.integration.torchtitan_v0_2.folders import check_folders
 from torchtitan_cad.integration.torchtitan_v0_2.inputs import (
     add_demo,
     check_inputs,
-    check_known,
     import_custom,
     load_tokenizer,
     open_dataset,
@@ -73,22 +67,13 @@ from torchtitan_cad.integration.torchtitan_v0_2.model import (
     positions_of,
 )
 from torchtitan_cad.integration.torchtitan_v0_2.models import (
-    ADAPTERS,
     Adapter,
     adapter_of,
     check_forwards,
     has_experts,
 )
 from torchtitan_cad.integration.torchtitan_v0_2.pipeline import pipeline_in_ticks
-from torchtitan_cad.integration.torchtitan_v0_2.rules import (
-    RULES,
-    RULES_OF_EXPERTS,
-    RULES_OF_JOBS,
-    Checked,
-    has_cad,
-    launched_ranks,
-)
-from torchtitan_cad.integration.torchtitan_v0_2.rules import check as check_rules
+from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
 from torchtitan_cad.integration.torchtitan_v0_2.shadowed import shadow_train_spec
 from torchtitan_cad.integration.torchtitan_v0_2.stages import stage_modules
 from torchtitan_cad.integration.torchtitan_v0_2.streams import (
@@ -121,55 +106,42 @@ def on_config(config: JobConfig) -> None:
     """
     restore()
     begin_run()
-    import_custom(config)
     name = config.model.name
-    schedule = config.parallelism.pipeline_parallel_schedule
+    flavor = config.model.flavor
     if not has_cad(config):
-        if (
-            schedule in TICK_SCHEDULES
-            and config.parallelism.pipeline_parallel_degree > 1
-        ):
-            raise ValueError(
-                f"parallelism.pipeline_parallel_schedule = {schedule!r} needs parallelism.cad = true; set that, or the "
-                "schedule to one of torchtitan's, such as '1F1B'"
-            )
-        if hasattr(config, "cad") and config.cad.shadow:
-            logger.warning(
-                "cad.shadow = true does nothing without parallelism.cad = true"
-            )
-        if hasattr(config, "cad"):
-            _leave_out_document_ids()
-        spec = registered_spec(name)
-        check_known(config, spec)
-        if (
-            build := training_loader(config, spec.build_dataloader_fn)
-        ) is not spec.build_dataloader_fn:
-            _override(name, dataclasses.replace(spec, build_dataloader_fn=build))
+        _prepare_stock(config)
         return
     spec = check_start(config)
-    _undo.callback(
-        setattr,
-        torch.compiler.config,
-        "cache_key_tag",
-        torch.compiler.config.cache_key_tag,
-    )
+    tag = torch.compiler.config.cache_key_tag
+    _undo.callback(setattr, torch.compiler.config, "cache_key_tag", tag)
     if config.cad.shadow:
         _leave_out_document_ids()
-        _override(name, shadow_train_spec(spec, config.model.flavor))
+        _override(name, shadow_train_spec(spec, flavor))
         return
     adapter = adapter_of(name)
     assert adapter is not None, "the config has been checked"
-    _override(name, cad_train_spec(spec, adapter, config.model.flavor))
-    _undo.enter_context(
-        mock.patch.object(titan_cp, "cp_shard", _contiguous_for_cad(titan_cp.cp_shard))
-    )
+    _override(name, cad_train_spec(spec, adapter, flavor))
+    _patch(titan_cp, cp_shard=_contiguous_for_cad(titan_cp.cp_shard))
     for trainer_cls in _trainer_classes():
-        for method in ("forward_backward_step", "train", "close"):
-            _undo.enter_context(
-                mock.patch.object(trainer_cls, method, getattr(trainer_cls, method))
-            )
+        _patch(
+            trainer_cls,
+            forward_backward_step=trainer_cls.forward_backward_step,
+            train=trainer_cls.train,
+            close=trainer_cls.close,
+        )
         upstream.normalize_pipeline_gradients(trainer_cls)
         name_dead_peers(trainer_cls)
+
+
+def _prepare_stock(config: JobConfig) -> None:
+    import_custom(config)
+    _leave_out_document_ids()
+    spec = registered_spec(config.model.name)
+    build = training_loader(config, spec.build_dataloader_fn)
+    if build is not spec.build_dataloader_fn:
+        _override(
+            config.model.name, dataclasses.replace(spec, build_dataloader_fn=build)
+        )
 
 
 def restore() -> None:
@@ -203,93 +175,52 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
     the value, and what to set instead.
     """
     import_custom(config)
-    if world_size is None:
-        world_size = launched_ranks(config)
-    job = Checked(config, world_size)
-    check_rules(job, RULES)
-    if world_size is not None:
-        check_degrees(config.parallelism, world_size)
-    check_rules(job, RULES_OF_JOBS)
+    parallelism = config.parallelism
+    ranks = rules.launched_ranks(config) if world_size is None else world_size
+    rules.check_bounds(config)
+    if ranks is not None:
+        check_degrees(parallelism, ranks)
+    rules.check(config, rules.of_any_job(config, ranks))
     if has_cad(config):
+        rules.check(config, rules.of_cad(config, ranks))
         check_values(config.cad)
         config.cad.check_eos_id()
         check_streams(config)
-        if world_size is not None:
-            config.cad.planner_config(Topology.from_job(config.parallelism, world_size))
-    name = config.model.name
-    parallelism = config.parallelism
-    optimizer = config.optimizer.name
-    spec = registered_spec(name)
-    if config.model.flavor not in spec.model_args:
-        raise ValueError(
-            f"model.flavor = {config.model.flavor!r} is not a flavor of {name}; "
-            f"set model.flavor to one of {', '.join(spec.model_args)}"
-        )
-    model_args = spec.model_args[config.model.flavor]
-    if (
-        has_cad(config)
-        and name not in ADAPTERS
-        and not spec.parallelize_fn.__module__.startswith("torchtitan.models.")
-    ):
-        raise ValueError(
-            f"model.name = {name!r}: CAD changes what torchtitan's parallelize functions call; its TrainSpec has one "
-            f"of {spec.parallelize_fn.__module__}, give it the parallelize_fn of the model that its class derives from"
-        )
-    if config.validation.enable and spec.build_validator_fn is None:
-        raise ValueError(
-            f"validation.enable = true: torchtitan has no validation for model.name = {name!r}; "
-            "set validation.enable to false"
-        )
-    if parallelism.pipeline_parallel_degree > 1 and spec.pipelining_fn is None:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}: torchtitan has no "
-            f"pipelines for model.name = {name!r}; set it to 1"
-        )
-    if spec.build_optimizers_fn in _OPTIMIZER_BUILDERS and optimizer not in _OPTIMIZERS:
-        raise ValueError(
-            f"optimizer.name = {optimizer!r}: set optimizer.name to one of: {', '.join(_OPTIMIZERS)}"
-        )
-    if has_experts(model_args):
-        experts = model_args.moe_args.num_experts
-        check_rules(Checked(config, world_size, experts), RULES_OF_EXPERTS)
-    if parallelism.pipeline_parallel_degree > 1 and (
-        has_cad(config) or spec.pipelining_fn is pipeline_llm
-    ):
-        stage_modules(parallelism, model_args.n_layers)
+    if has_cad(config) and ranks is not None:
+        config.cad.planner_config(Topology.from_job(parallelism, ranks))
+    spec = registered_spec(config.model.name)
+    rules.check(config, rules.of_model(config, spec, ranks))
+    is_checked = has_cad(config) or spec.pipelining_fn is pipeline_llm
+    if parallelism.pipeline_parallel_degree > 1 and is_checked:
+        stage_modules(parallelism, spec.model_args[config.model.flavor].n_layers)
     return spec
 
-
-_OPTIMIZERS = ("Adam", "AdamW")
-_OPTIMIZER_BUILDERS = (build_optimizers, build_optimizers_with_moe_load_balancing)
-"""torchtitan's own, which know these."""
 
 _undo = ExitStack()
 """Takes back what ``on_config`` did last."""
 
 
+def _patch(target: Any, **replaced: Any) -> None:
+    """Set attributes until the next config is parsed, which gives them back their values of now."""
+    _undo.enter_context(mock.patch.multiple(target, **replaced))
+
+
 def _override(name: str, spec: TrainSpec) -> None:
     """Register ``spec`` under ``name``, before torchtitan's built-in one and in place of a user's."""
     specs = titan_specs._extra_train_specs
-    if name in specs:
-        _undo.callback(specs.update, {name: specs[name]})
-    else:
-        _undo.callback(specs.pop, name)
-    specs[name] = spec
+    _undo.enter_context(mock.patch.dict(specs, {name: spec}))
 
 
 def _leave_out_document_ids() -> None:
     for cls in (*_trainer_classes(), Validator):
         processed = without_document_ids(cls.post_dataloading_process)
-        _undo.enter_context(
-            mock.patch.object(cls, "post_dataloading_process", processed)
-        )
+        _patch(cls, post_dataloading_process=processed)
 
 
-def _trainer_classes() -> list[Any]:
+def _trainer_classes() -> set[Any]:
     """torchtitan's Trainer: twice under `-m torchtitan.train`, where the running module is ``__main__``."""
     modules = (sys.modules.get(name) for name in ("torchtitan.train", "__main__"))
-    classes = (getattr(module, "Trainer", None) for module in modules)
-    return list(dict.fromkeys(cls for cls in classes if cls is not None))
+    return {getattr(module, "Trainer", None) for module in modules} - {None}
 
 
 def _build_dataloader(
@@ -389,39 +320,28 @@ def apply_cad(
     """Replace the attention of every block by core attention on the CAD mesh."""
     session = current_session()
     mesh = session.build_mesh(parallel_dims.world_mesh)
-    check_forwards(model, halves=session.cad.nano_batches == 2)
-    adapter = cast(Adapter, model.adapter)
+    halves = session.cad.nano_batches == 2
+    check_forwards(model, halves=halves)
     layers = cast(nn.ModuleDict, model.layers)
-    by_name = {kind.name: kind for kind in session.job.kinds}
-    names = [
-        adapter.kind_of(model.model_args, int(layer), job_config.training.seq_len)
-        for layer in layers
-    ]
-    blocks = [
-        (block, engine_name(session.job.kinds, name))
-        for block, name in zip(layers.values(), names, strict=True)
-    ]
-    if session.cad.nano_batches == 2:
-        traced, why = choose_streams(
-            job_config, session.job.device, has_experts(model.model_args)
+    adapter = cast(Adapter, model.adapter)
+    views = []
+    for layer, block in layers.items():
+        kind = adapter.kind_of(
+            model.model_args, int(layer), job_config.training.seq_len
         )
+        engine = engine_name(session.job.kinds, kind)
+        if halves:
+            views.append(TitanBlock(block, adapter, engine))
+        else:
+            replace_attention(block.attention, adapter, engine)
+    if halves:
+        device = session.job.device
+        traced, why = choose_streams(job_config, device, has_experts(model.model_args))
         logger.info(
             f"Streams of nano-batches: {'traced' if traced else 'opaque'} ({why})"
         )
-        if traced and session.job.device.type != "cpu":
-            logger.warning(
-                "cad.streams = 'traced' has not run on GPUs yet; if it fails, set cad.streams to 'opaque'"
-            )
-        model.pingpong = PingPong(  # type: ignore[assignment]
-            [TitanBlock(block, adapter, engine) for block, engine in blocks],
-            ENGINE,
-            traced_on=session.job.device if traced else None,
-        )
-    else:
-        for (block, engine), name in zip(blocks, names, strict=True):
-            replace_attention(
-                block.attention, adapter, engine, scale=by_name[name].score_scale
-            )
+        traced_on = device if traced else None
+        model.pingpong = PingPong(views, ENGINE, traced_on=traced_on)  # type: ignore[assignment]
     logger.info(
         f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
         f"nano-batches: {session.cad.nano_batches}"
@@ -454,7 +374,12 @@ def _left_to_cad(
             apply_ac(pingpong, original_ac, section, **options)
 
     def with_positions(apply: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: apply(*args, **{**options, "cp_enabled": True})
+        def apply_to(*args: Any, **options: Any) -> Any:
+            if "cp_enabled" in options:
+                options["cp_enabled"] = True
+            return apply(*args, **options)
+
+        return apply_to
 
     replaced: dict[str, Any] = {"apply_ac": checkpoint}
     if hasattr(module, "apply_cp_to_attention_module"):
@@ -464,15 +389,8 @@ def _left_to_cad(
             apply_compile, pingpong, module.apply_compile
         )
     if has_positions():
-        appliers = {
-            name: getattr(module, name, None)
-            for name in ("apply_tp", "apply_non_moe_tp")
-        }
-        replaced |= {
-            name: with_positions(apply)
-            for name, apply in appliers.items()
-            if apply is not None and "cp_enabled" in inspect.signature(apply).parameters
-        }
+        for name in {"apply_tp", "apply_non_moe_tp"} & vars(module).keys():
+            replaced[name] = with_positions(getattr(module, name))
     with (
         mock.patch.multiple(module, **replaced),
         mock.patch.object(model.model_args, "attn_type", "sdpa"),
