@@ -26,10 +26,7 @@ from tqdm import tqdm
 
 from tests.lib.jobs import rank_server, tiny_models
 from torchtitan_cad import train
-from torchtitan_cad.integration.torchtitan_v0_2.manager import (
-    CadConfigManager,
-    job_keys,
-)
+from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager
 from torchtitan_cad.planning import warm_up
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.tools.doctor.examine import examine
@@ -143,6 +140,15 @@ def draw_value(rng: Random, kind: Any) -> Any:
         str: TEXTS,
     }
     return rng.choice(choices[kind])
+
+
+def job_keys(config_cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key with its type."""
+    for field in dataclasses.fields(config_cls):
+        if dataclasses.is_dataclass(field.type):
+            yield from job_keys(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field.type
 
 
 def changeable_keys() -> Iterator[tuple[str, Any]]:

@@ -252,13 +252,19 @@ def test_late_call_is_refused(monkeypatch):
 def test_users_own_config_module_is_merged(tmp_path, monkeypatch):
     (tmp_path / "own_config.py").write_text(
         "from dataclasses import dataclass, field\n"
+        "from pathlib import Path\n"
         "@dataclass\nclass Training:\n    sauce: int = 1\n"
+        "@dataclass\nclass Own:\n    place: Path | None = None\n    pair: tuple[int, int] = (1, 2)\n"
         "@dataclass\nclass JobConfig:\n    training: Training = field(default_factory=Training)\n"
+        "    own: Own = field(default_factory=Own)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     options = "--job.custom_config_module=own_config", "--training.sauce=7"
-    config = parse(tmp_path, *options)
+    own = "[own]\nplace = 'here'\npair = [3, 4]\n"
+    config = parse(tmp_path, *options, toml=own)
     assert config.training.sauce == 7
+    # TOML has neither paths nor tuples: torchtitan leaves its values to the module
+    assert (str(config.own.place), list(config.own.pair)) == ("here", [3, 4])
     assert config.cad.tolerance == "auto"
 
 

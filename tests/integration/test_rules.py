@@ -21,7 +21,6 @@ BROKEN = [
     "activation_checkpoint.mode=memory_budget",
     "parallelism.expert_tensor_parallel_degree=0",
     "parallelism.data_parallel_shard_degree=-2",
-    "validation.steps=0",
     "model.name=x",
     "optimizer.name=x",
 ]

@@ -6,25 +6,21 @@ what is wrong with a file or an option.
 import contextlib
 import difflib
 import inspect
-import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
-from unittest import mock
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.config import job_config as titan_config
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from torchtitan_cad.integration.errors import TRACEBACK_OPTION
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin
 from torchtitan_cad.integration.torchtitan_v0_2.rules import has_cad
 from torchtitan_cad.tyro_errors import one_line_instead
-
-_LISTED_KEYS = 12
 
 
 @contextlib.contextmanager
@@ -45,7 +41,7 @@ class CadConfigManager(ConfigManager):
 
     def parse_args(self, args: list[str] = sys.argv[1:]) -> JobConfig:
         """Return the parsed config. Raises ValueError that names what cannot be read, and the nearest right one."""
-        with one_line_instead(), _left_to_rules():
+        with one_line_instead():
             config = super().parse_args(
                 [arg for arg in args if arg != TRACEBACK_OPTION]
             )
@@ -55,25 +51,16 @@ class CadConfigManager(ConfigManager):
         return config
 
     def _maybe_load_toml(self, args: list[str]) -> dict[str, Any] | None:
-        files = _config_files(args)
-        if len(files) > 1:  # torchtitan reads the first and does not say so
-            listed = " and ".join(map(repr, files))
-            raise ValueError(
-                f"job.config_file is given {len(files)} times, as {listed}; give it once"
-            )
         try:
             with quiet():  # torchtitan logs a traceback, and raises as well
                 return super()._maybe_load_toml(args)
-        except (OSError, ValueError) as error:
-            path = getattr(error, "filename", None) or files[0]
-            if isinstance(error, OSError):
-                reason = error.strerror
-                remedy = "set it to a TOML file that can be read"
-            else:
-                reason = str(error)
-                remedy = "correct that line; every [table] may appear once, with all of its keys"
+        except OSError as error:
             raise ValueError(
-                f"job.config_file = {path!r}: {reason}; {remedy}"
+                f"job.config_file = {error.filename!r}: {error.strerror}; set it to a TOML file that can be read"
+            ) from error
+        except ValueError as error:
+            raise ValueError(
+                f"job.config_file: {error}; correct that line; every [table] may appear once, with all of its keys"
             ) from error
 
     def _maybe_add_custom_config(
@@ -90,7 +77,7 @@ class CadConfigManager(ConfigManager):
             from torchtitan_cad import job_config
 
             config_cls = self._merge_configs(config_cls, job_config.JobConfig)
-        check_keys(config_cls, toml_values or {}, args)
+        check_table(toml_values or {}, config_cls)
         return config_cls
 
 
@@ -110,106 +97,40 @@ def read_config(args: Sequence[str]) -> JobConfig:
     return manager.config
 
 
-def check_keys(config_cls: Any, table: dict[str, Any], args: list[str]) -> None:
-    """Check the keys of a TOML file and their types, and the names of options, whose values are tyro's to check.
+def check_table(table: dict[str, Any], config_cls: Any, prefix: str = "") -> None:
+    """Check the keys of a TOML table, and the types of values that TOML can have.
 
     Raises ValueError that names the key and the nearest right one, or its value and what to set.
     """
-    kinds = dict(job_keys(config_cls))
-    entries = list(_entries(table, kinds))
-    for name in [*(name for name, _ in entries), *_option_keys(args, kinds)]:
-        if name not in kinds:
-            raise ValueError(f"{name}: no such key; {_nearest(name, kinds)}")
-    for name, value in entries:
-        kind = kinds[name]
-        try:
-            check_type(
-                value,
-                kind,
-                collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS,
-            )
-        except TypeCheckError:
-            wanted = inspect.formatannotation(kind)
-            raise ValueError(
-                f"{name} = {value!r}: set a value of type {wanted}"
-            ) from None
-
-
-def job_keys(config_cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key with its type."""
-    for field in fields(config_cls):
-        if is_dataclass(field.type):
-            yield from job_keys(field.type, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, field.type
-
-
-def _entries(
-    table: dict[str, Any], kinds: Collection[str], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Yield every key of a TOML file with its value."""
+    kinds = {field.name: field.type for field in fields(config_cls)}
     for key, value in table.items():
         name = prefix + key
-        if isinstance(value, dict) and any(
-            kind.startswith(f"{name}.") for kind in kinds
-        ):
-            yield from _entries(value, kinds, f"{name}.")
-        else:
-            yield name, value
+        if key not in kinds:
+            close = difflib.get_close_matches(key, kinds, 1)
+            listed = f"set one of {', '.join(kinds)}"
+            remedy = f"did you mean {prefix}{close[0]}?" if close else listed
+            raise ValueError(f"{name}: no such key or table; {remedy}")
+        kind = kinds[key]
+        if is_dataclass(kind):
+            if not isinstance(value, dict):
+                raise ValueError(f"{name} = {value!r}: write a table [{name}]")
+            check_table(value, kind, f"{name}.")
+        elif _is_of_toml(kind):
+            _check_type(name, value, kind)
 
 
-def _option_keys(args: list[str], known: Collection[str]) -> Iterator[str]:
-    for arg in args:
-        name = arg.removeprefix("--").split("=")[0].replace("-", "_")
-        # a value, or an option of tyro's own
-        if not arg.startswith("--") or "." not in name:
-            continue
-        table, _, key = name.rpartition(".")
-        positive = f"{table}.{key.removeprefix('no_')}"
-        yield positive if positive in known else name
+def _is_of_toml(kind: Any) -> bool:
+    """Tell whether TOML has all values of a type; it lacks those of a user's own keys, such as Path or tuple."""
+    origin = get_origin(kind)
+    if origin in (list, Union, UnionType):
+        return all(map(_is_of_toml, get_args(kind)))
+    return origin is Literal or kind in (bool, int, float, str, NoneType)
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
-    table, _, key = name.rpartition(".")
-    siblings = sorted(
-        other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == table
-    )
-    if close := difflib.get_close_matches(key, siblings, 1):
-        return f"did you mean {table}.{close[0]}?"
-    if elsewhere := sorted(other for other in known if other.rpartition(".")[2] == key):
-        return f"did you mean {' or '.join(elsewhere)}?"
-    tables = sorted({other.rpartition(".")[0] for other in known})
-    if name in tables:
-        return f"it is a table: write its keys below [{name}]"
-    close = difflib.get_close_matches(table or key, tables, 1)
-    if close and not siblings:
-        return f"did you mean the table [{close[0]}]?"
-    if not table or not siblings:
-        return f"the tables are {', '.join(tables)}"
-    listed = ", ".join(siblings[:_LISTED_KEYS]) + (
-        ", ..." if len(siblings) > _LISTED_KEYS else ""
-    )
-    return f"set one of [{table}]: {listed}"
-
-
-def _config_files(args: list[str]) -> list[str]:
-    """Return all values of ``--job.config_file``, in either form."""
-    options = (
-        arg.split("=", 1) if "=" in arg else (arg, after)
-        for arg, after in itertools.pairwise([*args, ""])
-    )
-    return [
-        value
-        for name, value in options
-        if name.replace("-", "_") == "__job.config_file"
-    ]
-
-
-@contextlib.contextmanager
-def _left_to_rules() -> Iterator[None]:
-    """Keep torchtitan from asserting what values are while it makes its tables: ``rules`` names the key as well."""
-    with (
-        mock.patch.object(titan_config.Validation, "__post_init__", return_value=None),
-        mock.patch.object(titan_config.Parallelism, "__post_init__", return_value=None),
-    ):
-        yield
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    items = CollectionCheckStrategy.ALL_ITEMS
+    try:
+        check_type(value, kind, collection_check_strategy=items)
+    except TypeCheckError:
+        wanted = inspect.formatannotation(kind)
+        raise ValueError(f"{name} = {value!r}: set a value of type {wanted}") from None
