@@ -90,10 +90,9 @@ def test_validation_of_a_whole_set_ends_on_all_ranks_and_begins_anew(caplog):
     loaders = validation(-1, [2, 4, 3])
     for _ in range(2):
         assert on_all(loaders, batches_of) == [[(0, 4), (1, 4)]] * 3
-    (said,) = caplog.messages
     assert (
         "validation.steps = -1 ends after 2 batches, with the data of rank 4: other ranks have more"
-        in said
+        in caplog.messages[0]
     )
 
 

@@ -31,6 +31,8 @@ def replace_attention(attention: Any, adapter: Adapter, engine: str) -> None:
     parameters and the hooks that tensor parallelism sets.
     """
 
+    attend: Any = core_attention_with_lse if adapter.has_sinks else core_attention
+
     def forward(
         self: Any,
         x: Tensor,
@@ -40,15 +42,9 @@ def replace_attention(attention: Any, adapter: Adapter, engine: str) -> None:
     ) -> Tensor:
         q, k, v, *others = adapter.project(self, x, rope, positions)
         shared = others[0] if others else None
+        out = attend(q, k, v, plan_key=masks.cu_seq_q, engine=engine, shared=shared)
         if adapter.has_sinks:
-            attended, lse = core_attention_with_lse(
-                q, k, v, plan_key=masks.cu_seq_q, engine=engine, shared=shared
-            )
-            out = feed_sinks(self, attended, lse)
-        else:
-            out = core_attention(
-                q, k, v, plan_key=masks.cu_seq_q, engine=engine, shared=shared
-            )
+            out = feed_sinks(self, *out)
         return self.wo(out.reshape(*x.shape[:2], -1))
 
     attention.forward = types.MethodType(forward, attention)
@@ -137,6 +133,13 @@ def selects_operators(config: Any) -> bool:
     return config.mode == "selective" and config.selective_ac_option == "op"
 
 
+def _model_of(layers: dict[str, nn.Module]) -> Any:
+    """Return what torchtitan's functions take for a model with these layers."""
+    model = nn.Module()
+    model.layers = nn.ModuleDict(layers)
+    return model
+
+
 def apply_compile(
     pingpong: PingPong,
     apply: Callable[..., None],
@@ -145,16 +148,15 @@ def apply_compile(
     *options: Any,
 ) -> None:
     """Compile what the loop runs, and of experts what torchtitan's ``apply`` compiles."""
-    stand_in = nn.Module()
-    stand_in.layers = nn.ModuleDict()
+    experts: dict[str, nn.Module] = {}
     for i, view in enumerate(pingpong.blocks):
         if not view.traceable:
             layer: Any = nn.Module()
             layer.moe_enabled = True
             layer.moe = view.block.moe
-            stand_in.layers[str(i)] = layer
-    if stand_in.layers:
-        apply(stand_in, config, *options)
+            experts[str(i)] = layer
+    if experts:
+        apply(_model_of(experts), config, *options)
     pingpong.compile(config.backend)
 
 
@@ -164,10 +166,7 @@ def apply_ac(
     """Apply torchtitan's activation checkpointing ``apply(model, config, **options)`` to what the loop runs."""
 
     def wrap(modules: list[nn.Module]) -> list[nn.Module]:
-        stand_in = nn.Module()
-        stand_in.layers = nn.ModuleDict(
-            {str(i): module for i, module in enumerate(modules)}
-        )
+        stand_in = _model_of({str(i): module for i, module in enumerate(modules)})
         apply(stand_in, config, **options)
         return list(stand_in.layers.values())
 

@@ -7,9 +7,10 @@ accelerator is available, and nothing about what is computed.
 """
 
 import sys
-from types import ModuleType
-
-import torch
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, patch
 
 from torchtitan_cad.integration import cpu
 
@@ -25,46 +26,17 @@ def enable_cpu() -> bool:
 def _replace_moe_triton_kernels() -> None:
     """`import torchtitan` reaches one Triton file, whose kernels do not run on CPU; CPU builds of torch lack triton.
 
-    Only that file is replaced: a fake `triton` module would make dynamo and Inductor believe Triton is installed.
+    That file alone is loaded with a stand-in for `triton`, which would else make dynamo and Inductor believe that
+    Triton is installed; its reference for CPU takes the place of its kernel.
     """
     name = "torchtitan.models.moe.kernels"
-    replacement = ModuleType(name)
-    replacement.generate_permute_indices = _generate_permute_indices  # type: ignore[attr-defined]
-    sys.modules[name] = replacement
-
-
-def _generate_permute_indices(
-    tokens_per_expert_group: torch.Tensor,
-    experts_per_rank: int,
-    num_ranks: int,
-    max_len: int,
-    alignment: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Order tokens that lie by rank, then by expert, into slots of their experts.
-
-    Args:
-        tokens_per_expert_group: [num_ranks * experts_per_rank] tokens of every rank for every expert.
-        max_len: slots in all.
-        alignment: slots of an expert are a multiple of it, at least one.
-
-    Returns:
-        [max_len] int32 token of every slot, -1 for none; [experts_per_rank] int32 slots of every expert and their sums.
-    """
-    experts = (
-        torch.arange(experts_per_rank)
-        .repeat(num_ranks)
-        .repeat_interleave(tokens_per_expert_group)
-    )
-    tokens = tokens_per_expert_group.view(num_ranks, experts_per_rank).sum(0)
-    sizes = (
-        tokens.clamp_min(alignment)
-        .add(alignment - 1)
-        .div(alignment, rounding_mode="floor")
-        * alignment
-    )
-    # Slots of an expert that remain empty shift what follows.
-    shifts = (sizes - tokens).cumsum(0) - (sizes - tokens)
-    slots = torch.arange(len(experts)) + shifts.repeat_interleave(tokens)
-    indices = torch.full((max_len,), -1, dtype=torch.int32)
-    indices[slots] = experts.argsort(stable=True).to(torch.int32)
-    return indices, sizes.to(torch.int32), sizes.cumsum(0).to(torch.int32)
+    torchtitan: Any = find_spec("torchtitan")
+    path = Path(torchtitan.submodule_search_locations[0], "models/moe/kernels.py")
+    spec: Any = spec_from_file_location(name, path)
+    kernels: Any = module_from_spec(spec)
+    stand_in = MagicMock()
+    triton = {"triton": stand_in, "triton.language": stand_in}
+    with patch.dict(sys.modules, triton):
+        spec.loader.exec_module(kernels)
+    kernels.fill_indices_wrapper = kernels.fill_indices_cpu
+    sys.modules[name] = kernels

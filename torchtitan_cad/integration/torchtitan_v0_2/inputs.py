@@ -66,13 +66,17 @@ def training_loader(config: JobConfig, build: Callable[..., Any]) -> Callable[..
 def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
     """Check before process groups exist: names of datasets, that there is a tokenizer, on CPU the kernel.
 
+    A user's own loader may know other datasets.
     Raises ValueError that names the TOML key, the value, and what to set instead.
     """
     # on CUDA the session looks, once the rank has its device
     attends = has_cad(config) and not config.cad.shadow
     if attends and utils.device_type == "cpu":
         get_kernel(config.cad.kernel, "cpu")
-    check_known(config, spec)
+    if spec.build_dataloader_fn is build_text_dataloader:
+        _check_name("training", config.training.dataset)
+    if config.validation.enable and spec.build_validator_fn is build_validator:
+        _check_name("validation", config.validation.dataset)
     folder = Path(config.model.hf_assets_path)
     readable = any((folder / name).is_file() for name in _TOKENIZER_FILES)
     if spec.build_tokenizer_fn is build_hf_tokenizer and not readable:
@@ -80,14 +84,6 @@ def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
         raise ValueError(
             f"model.hf_assets_path = {config.model.hf_assets_path!r}: {reason}; {_prepare()}"
         )
-
-
-def check_known(config: JobConfig, spec: TrainSpec) -> None:
-    """Raise ValueError for datasets that torchtitan's own loaders do not know; a user's loader may know others."""
-    if spec.build_dataloader_fn is build_text_dataloader:
-        _check_name("training", config.training.dataset)
-    if config.validation.enable and spec.build_validator_fn is build_validator:
-        _check_name("validation", config.validation.dataset)
 
 
 def _check_name(section: str, name: str) -> None:

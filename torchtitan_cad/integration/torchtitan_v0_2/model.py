@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torchtitan's models and model args, with document-masked attention and the plan's key handed to every block."""
 
-import dataclasses
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -135,19 +135,16 @@ def has_positions() -> bool:
 
 def _take_positions(extra_inputs: dict[str, Tensor], tokens: Tensor) -> Tensor | None:
     """Take int32 [B, S] positions out of a batch's inputs; columns where it has none and needs some."""
-    own, redistributed = (
-        extra_inputs.pop(name, None) for name in (OWN_POSITIONS, POSITIONS)
-    )
+    own = extra_inputs.pop(OWN_POSITIONS, None)
+    redistributed = extra_inputs.pop(POSITIONS, None)
     if redistributed is not None:
         return redistributed
     if own is not None:
         return own.to(torch.int32)
     if not has_positions():
         return None
-    rows, seq_len = tokens.shape
-    return torch.arange(seq_len, dtype=torch.int32, device=tokens.device).repeat(
-        rows, 1
-    )
+    columns = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    return columns.repeat(len(tokens), 1)
 
 
 def positions_of(masks: VarlenMetadata) -> Tensor | None:
@@ -179,9 +176,6 @@ def cad_model_args(args: Any) -> Any:
             self.attn_mask_type = "block_causal"
 
     CadModelArgs.__name__ = CadModelArgs.__qualname__ = f"Cad{args_cls.__name__}"
-    values = {
-        field.name: getattr(args, field.name)
-        for field in dataclasses.fields(args)
-        if field.init
-    }
-    return CadModelArgs(**values)
+    cad_args: Any = copy.copy(args)
+    cad_args.__class__ = CadModelArgs
+    return cad_args

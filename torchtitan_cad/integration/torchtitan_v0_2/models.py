@@ -7,11 +7,10 @@ attention, and the projection of its output. ``ADAPTERS`` is the table of what m
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ Kind = Literal["full", "chunked", "window"]
 Projected = tuple[Tensor, ...]
 """q [T, Hq, D], k [T, Hkv, D - shared], v [T, Hkv, Dv], and what all heads of keys share [T, 1, shared] if anything"""
 
-_KINDS: tuple[Kind, ...] = ("full", "chunked", "window")
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 _TORCHTITANS = (
     "torchtitan.models.attention",
     "torchtitan.models.llama3.",
@@ -78,10 +77,6 @@ def _shape_of_latents(args: Any, tp: int, dtype_bytes: int) -> AttentionShape:
         value_dim=args.v_head_dim,
         shared_dim=args.qk_rope_head_dim,
     )
-
-
-def _plain_scale(args: Any, seq_len: int) -> None:
-    """Leave the scale to the engine: 1 / sqrt(head_dim)."""
 
 
 def _scale_of_latents(args: Any, seq_len: int) -> float:
@@ -172,19 +167,21 @@ class Adapter:
     """What CAD knows of a model.
 
     Attributes:
+        model_cls: torchtitan's.
         project: projects x [B, S, dim] in an attention module to rows of queries, keys and values, rotated.
         kind_of: names the kind of attention of a layer, on rows of so many tokens.
         shape: of a TP rank, without a window.
-        scale: factor on the scores of a model built for so many positions; None: 1 / sqrt(head_dim).
+        scale: factor on the scores of a model built for so many positions; by default 1 / sqrt(head_dim).
         has_sinks: whether a learned sink takes part of every head's attention.
         takes_positions: whether blocks take positions, and one mask; else they take rows of the table of rotations, and
             masks by name.
     """
 
+    model_cls: Any
     project: Callable[[Any, Tensor, Tensor, Tensor | None], Projected]
     kind_of: Callable[[Any, int, int], Kind] = _attend_in_full
     shape: Callable[[Any, int, int], AttentionShape] = _shape_of_heads
-    scale: Callable[[Any, int], float | None] = _plain_scale
+    scale: Callable[[Any, int], float] | None = None
     has_sinks: bool = False
     takes_positions: bool = True
 
@@ -195,7 +192,7 @@ class Adapter:
         layers = Counter(
             self.kind_of(args, layer, seq_len) for layer in range(args.n_layers)
         )
-        scale = self.scale(args, seq_len)
+        scale = self.scale(args, seq_len) if self.scale else None
         kinds = []
         for name in _KINDS:
             if name not in layers:
@@ -211,15 +208,25 @@ class Adapter:
 
 
 ADAPTERS: dict[str, Adapter] = {
-    "llama3": Adapter(partial(_project, rotate=llama3.apply_rotary_emb)),
-    "qwen3": Adapter(partial(_project, rotate=qwen3.apply_rotary_emb)),
+    "llama3": Adapter(
+        llama3.Transformer, partial(_project, rotate=llama3.apply_rotary_emb)
+    ),
+    "qwen3": Adapter(
+        qwen3.Qwen3Model, partial(_project, rotate=qwen3.apply_rotary_emb)
+    ),
     "deepseek_v3": Adapter(
-        _project_latents, shape=_shape_of_latents, scale=_scale_of_latents
+        deepseek_v3.DeepSeekV3Model,
+        _project_latents,
+        shape=_shape_of_latents,
+        scale=_scale_of_latents,
     ),
     "llama4": Adapter(
-        partial(_project, rotate=llama4.apply_rotary_emb), kind_of=_attend_in_chunks
+        llama4.Transformer,
+        partial(_project, rotate=llama4.apply_rotary_emb),
+        kind_of=_attend_in_chunks,
     ),
     "gpt_oss": Adapter(
+        gpt_oss.GptOssModel,
         partial(_project, rotate=_rotate_gpt_oss),
         kind_of=_attend_in_windows,
         has_sinks=True,
@@ -244,12 +251,10 @@ def adapter_of(name: str) -> Adapter | None:
     adapter = getattr(model_cls, "adapter", None)
     if isinstance(adapter, Adapter):  # CAD's own class, of a job that is being built
         return adapter
-    for known, adapter in ADAPTERS.items():
-        module = import_module(f"torchtitan.models.{known}")
-        known_cls = module.get_train_spec().model_cls
-        if issubclass(model_cls, known_cls):
-            masks = model_cls.get_attention_masks
-            return adapter if masks is known_cls.get_attention_masks else None
+    for known in ADAPTERS.values():
+        if issubclass(model_cls, known.model_cls):
+            masks = known.model_cls.get_attention_masks
+            return known if model_cls.get_attention_masks is masks else None
     return None
 
 
@@ -261,27 +266,16 @@ def check_forwards(model: Any, *, halves: bool) -> None:
         halves: whether there are two nano-batches.
     """
     blocks = list(model.layers.values())
-    own_cls: Any = type(model).__mro__[1]
-    of_model = [own_cls.forward]
     replaced = [block.attention.forward for block in blocks]
     replaced += [block.attention.inner_attention.forward for block in blocks]
-    if "forward" in vars(model):  # it would hide that of CAD's class
-        replaced.append(model.forward)
-    if not model.adapter.takes_positions:
-        replaced += of_model
-    _refuse_own(replaced, "parallelism.cad to false")
-    if halves:
-        of_blocks = [block.forward for block in blocks]
-        _refuse_own([*of_model, *of_blocks], "cad.nano_batches to 1")
-
-
-def _refuse_own(forwards: Iterable[Any], remedy: str) -> None:
-    for forward in forwards:
+    if halves or not model.adapter.takes_positions:
+        own_cls: Any = type(model).__mro__[1]
+        replaced += [own_cls.forward, *(block.forward for block in blocks)]
+    for forward in replaced:
         if not forward.__module__.startswith(_TORCHTITANS):
-            name = getattr(forward, "__qualname__", type(forward).__name__)
             raise ValueError(
-                f"{name} is a model's own, and CAD would replace it by that of torchtitan's model; "
-                f"keep torchtitan's, or set {remedy}"
+                f"{forward.__qualname__} is a model's own, and CAD would replace it by that of torchtitan's model; "
+                f"keep torchtitan's, or set {'cad.nano_batches to 1, or ' * halves}parallelism.cad to false"
             )
 
 

@@ -289,7 +289,7 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         job_config: JobConfig, *, parallel_dims: ParallelDims, **kwargs: Any
     ) -> Any:
         loss_fn = spec.build_loss_fn(job_config, parallel_dims=parallel_dims, **kwargs)
-        scale = upstream.ddp_gradient_scale(_trainer_classes(), parallel_dims)
+        scale = upstream.ddp_gradient_scale(parallel_dims)
         return upstream.GradientScaledLoss(loss_fn, scale)
 
     def build_validator(*, job_config: JobConfig, **options: Any) -> Any:
@@ -407,16 +407,10 @@ def _contiguous_for_cad(cp_shard: Any) -> Any:
 
     @wraps(cp_shard)
     def shard(
-        cp_mesh: Any,
-        inputs: Any,
-        attention_masks: Any,
-        load_balancer_type: Any = None,
-        **kwargs: Any,
+        cp_mesh: Any, inputs: Any, attention_masks: Any, *load_balancer: Any
     ) -> Any:
         if not isinstance(attention_masks, VarlenMetadata):
-            return cp_shard(
-                cp_mesh, inputs, attention_masks, load_balancer_type, **kwargs
-            )
+            return cp_shard(cp_mesh, inputs, attention_masks, *load_balancer)
         session = current_session()
         positions = positions_of(attention_masks)
         if positions is not None:
@@ -427,7 +421,7 @@ def _contiguous_for_cad(cp_shard: Any) -> Any:
             inputs = tuple(
                 cut_for_nano_batches(rows, cp_mesh.size()) for rows in inputs
             )
-        inputs, _ = cp_shard(cp_mesh, inputs, None, None, **kwargs)
+        inputs, _ = cp_shard(cp_mesh, inputs, None, None)
         return inputs, attention_masks
 
     return shard

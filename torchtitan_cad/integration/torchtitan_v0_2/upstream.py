@@ -14,13 +14,13 @@
 
 import copy
 import functools
-import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torchtitan
 import torchtitan.models.llama4.infra.parallelize as titan_sharding
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,19 +29,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 
-def _has(cls: type, code: str) -> bool:
-    """Whether the source of a class of torchtitan's, or one derived from it, has some code: then it is patched."""
-    return any(
-        code in inspect.getsource(base)
-        for base in cls.__mro__
-        if _module_name(base).startswith("torchtitan.")
-    )
-
-
-def _module_name(cls: type) -> str:
-    """Return the module of a class by the name of its file, which under ``-m`` is not ``__main__``."""
-    spec = getattr(sys.modules.get(cls.__module__), "__spec__", None)
-    return spec.name if spec else cls.__module__
+def _has(file: str, code: str) -> bool:
+    """Whether a source file of torchtitan has some code: then it is patched."""
+    return code in Path(torchtitan.__path__[0], file).read_text()
 
 
 class GradientScaledLoss:
@@ -65,14 +55,10 @@ class GradientScaledLoss:
         return loss
 
 
-def ddp_gradient_scale(
-    trainer_classes: list[Any], parallel_dims: ParallelDims
-) -> float | None:
+def ddp_gradient_scale(parallel_dims: ParallelDims) -> float | None:
     """Find the factor by which the loss's gradient is too small (repair 2); None without DDP or if patched."""
     is_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled
-    is_patched = any(
-        _has(cls, "(loss * ddp_degree).backward()") for cls in trainer_classes
-    )
+    is_patched = _has("train.py", "(loss * ddp_degree).backward()")
     return float(parallel_dims.dp_replicate) if is_ddp and not is_patched else None
 
 
@@ -81,7 +67,7 @@ def normalize_pipeline_gradients(trainer_cls: Any) -> None:
 
     Needs the job's loss to be a ``GradientScaledLoss``. Does nothing to a torchtitan that is patched already.
     """
-    if _has(trainer_cls, "param.grad.div_("):
+    if _has("train.py", "param.grad.div_("):
         return
     original = trainer_cls.forward_backward_step
 
@@ -128,7 +114,7 @@ def build_validator(build: Callable[..., Any], **options: Any) -> Any:
     Leaves it as it is without context parallelism, if torchtitan is patched already, and with a loop of its own.
     """
     validator = build(**options)
-    is_patched = _has(Validator, 'parallel_dims.get_mesh("loss")')
+    is_patched = _has("components/validate.py", 'parallel_dims.get_mesh("loss")')
     is_stock = getattr(type(validator), "validate", None) is Validator.validate
     if is_stock and not is_patched and validator.parallel_dims.cp_enabled:
         # Batches are cut by a copy, which keeps the degrees as they are.
@@ -157,19 +143,13 @@ def sharding_ties_together(model: Any) -> Iterator[None]:
     original = titan_sharding.fully_shard
 
     def fully_shard(modules: Any, **options: Any) -> Any:
-        is_tied = (
-            embedding is not None
-            and output is not None
-            and embedding.weight is output.weight
-        )
-        if is_tied and modules is embedding:
+        has_both = embedding is not None and output is not None
+        if not has_both or embedding.weight is not output.weight:
+            return original(modules, **options)
+        if modules is embedding:
             return embedding
-        if (
-            is_tied
-            and isinstance(modules, list)
-            and output in modules
-            and embedding not in modules
-        ):
+        has_output = isinstance(modules, list) and output in modules
+        if has_output and embedding not in modules:
             modules = [embedding, *modules]
         return original(modules, **options)
 

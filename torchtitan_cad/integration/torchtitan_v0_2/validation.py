@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config import JobConfig
@@ -16,13 +16,13 @@ from torchtitan_cad.integration.loading.loader import (
     announced_failure,
 )
 from torchtitan_cad.integration.loading.redistribution import Batch
-from torchtitan_cad.integration.run_state import run_state
 from torchtitan_cad.integration.session import CadSession, current_session
 
 
 def plan_validation(validator: Any, config: JobConfig) -> None:
     """Make torchtitan's ``validator`` draw its batches through a ``ValidationLoader``; others plan as they compute."""
-    if (loader := getattr(validator, "validation_dataloader", None)) is not None:
+    loader = getattr(validator, "validation_dataloader", None)
+    if loader is not None:
         validator.validation_dataloader = ValidationLoader(
             loader, config, current_session()
         )
@@ -39,8 +39,6 @@ class ValidationLoader:
     inner: Loader
     config: JobConfig
     session: CadSession
-    _warned: bool = field(default=False, init=False)
-    _left_out: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         dataset: Any = getattr(self.inner, "dataset", None)
@@ -67,28 +65,20 @@ class ValidationLoader:
                 yield {**inputs, PLAN_KEYS: self.session.plan_now(inputs)}, labels
                 handed_out += 1
             # torchtitan draws one more and does not use it; the next validation begins behind it
-            self._draw_one_more(batches)
+            next(batches, None)
         except Exhausted as end:
             self._explain(end.args, handed_out)
-
-    def _draw_one_more(self, batches: Iterator[Batch]) -> None:
-        try:
-            next(batches, None)
-        except Exception as error:
-            # not announced: peers come to the next gather with the next validation
-            run_state().own_error = error
-            raise
 
     def _fits(self, rows: int) -> bool:
         """Tell whether the job can run a batch of that many rows, which may be the rest of a data set."""
         parallelism = self.config.parallelism
         wanted = self.config.validation.local_batch_size
-        fits = rows == wanted
-        if parallelism.pipeline_parallel_degree == 1:  # else buffers have one size
-            cuts_rows = self.config.cad.nano_batches == 2 and rows % 2 == 1
-            fits = fits or not cuts_rows or parallelism.tensor_parallel_degree == 1
-        if not fits and not self._left_out:
-            self._left_out = True
+        # buffers between stages have one size, and tensor parallelism does not allow halves of a row
+        in_pipeline = parallelism.pipeline_parallel_degree > 1
+        has_tp = parallelism.tensor_parallel_degree > 1
+        is_cut = has_tp and self.config.cad.nano_batches == 2 and rows % 2 == 1
+        fits = rows == wanted or not (in_pipeline or is_cut)
+        if not fits:
             logger.warning(
                 f"validation leaves out the last {rows} rows of this rank: with validation.local_batch_size = {wanted} "
                 "this job cannot run as few; set it to a divisor of the rows that each rank has"
@@ -96,7 +86,7 @@ class ValidationLoader:
         return fits
 
     def _explain(self, ended: tuple[int, ...], batches: int) -> None:
-        """Say once if ranks had more batches; raise ValueError if one had none."""
+        """Say if ranks had more batches; raise ValueError if one had none."""
         ranks = f"rank{'s' if len(ended) > 1 else ''} {', '.join(map(str, ended))}"
         name = self.config.validation.dataset
         if not batches:
@@ -104,12 +94,7 @@ class ValidationLoader:
                 f"validation.dataset = {name!r} has no batch for {ranks}; set a larger one, or "
                 "validation.local_batch_size or validation.seq_len lower"
             )
-        if (
-            len(ended) < len(self.session.ranks)
-            and not self._warned
-            and self.session.group_rank == 0
-        ):
-            self._warned = True
+        if len(ended) < len(self.session.ranks) and self.session.group_rank == 0:
             logger.warning(
                 f"validation.steps = {self.config.validation.steps} ends after {batches} batches, with the data of "
                 f"{ranks}: other ranks have more of validation.dataset = {name!r}; set it to {batches} or less, or let "
