@@ -156,8 +156,8 @@ FAILING: list[tuple[list[str], dict[str, str]]] = [
         ],
         {
             "tokenizer": "has 2100 tokens, model.flavor = 'debugmodel' only 2048",
-            "dataset": r"training\.dataset = 'c4_test' at training\.dataset_path = 'no/such/data': .*; set .*_path to",
-            "validation": r"validation\.dataset = 'c4_test' at 'tests/assets/c4_test': .*python_stdlib_validation",
+            "dataset": r"training\.dataset = 'c4_test' at no/such/data: .*; set .*_path to",
+            "validation": r"validation\.dataset = 'c4_test' at tests/assets/c4_test: .*python_stdlib_validation",
             "kernel": r"cad\.kernel = 'flash_attn' does not run on cpu tensors; set",
             "checkpoint": r"checkpoint\.load_step = 7: there is no .*step-7",
         },
@@ -185,7 +185,7 @@ FAILING: list[tuple[list[str], dict[str, str]]] = [
             "--job.dump_folder={big}/tokenizer.json/outputs",
         ],
         {
-            "model": "tensor_parallel_degree = 4 does not divide the 2 query heads",
+            "model": "tensor_parallel_degree = 4 does not divide the . key heads",
             "checkpoint": "cannot write to",
         },
     ),
@@ -225,7 +225,7 @@ def test_a_dataset_that_does_not_answer_and_too_little_space(good, monkeypatch):
 def test_fewer_documents_than_ranks_are_named(good, tmp_path):
     (tmp_path / "text.json").write_text('{"text": "a document"}\n' * 3)
     data = ["--training.dataset=c4_test", f"--training.dataset_path={tmp_path}"]
-    text = "it has fewer documents than the 4 data-parallel ranks, .*; set a larger one, or fewer ranks"
+    text = "(fewer documents than data-parallel ranks|dataset of size 3); set .*_path to where enough"
     assert_says(report([*good, *data], 4), "dataset", text, "FAIL")
 
 

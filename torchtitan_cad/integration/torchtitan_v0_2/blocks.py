@@ -100,11 +100,8 @@ class TitanBlock(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         h, normed = self.add_attention(x, attended)
-        return h + (
-            self.block.feed_forward(normed)
-            if self.traceable
-            else self.block.moe(normed)
-        )
+        mlp = self.block.feed_forward if self.traceable else self.block.moe
+        return h + mlp(normed)
 
     def add_attention(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """Do what comes before the MLP or the experts; return the residual and its norm, [B, S, dim] each."""

@@ -23,7 +23,6 @@ from torchtitan_cad.runtime.kernels.select import get_kernel
 SYNTHETIC = "synthetic"
 """Name of the demo's dataset for training that yields tokens, not text."""
 _DEMO_FLAVOR = "debugmodel_cpu"
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 _DEMO_VOCAB_SIZE = 2048
 
 
@@ -54,19 +53,10 @@ def import_custom(config: JobConfig) -> None:
         ) from error
 
 
-def training_loader(config: JobConfig, build: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``build``, of torchtitan's TrainSpec, or the demo's for synthetic data."""
-    if config.training.dataset != SYNTHETIC:
-        return build
-    from torchtitan_cad.demo.datasets import build_synthetic_dataloader
-
-    return build_synthetic_dataloader
-
-
 def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
-    """Check before process groups exist: names of datasets, that there is a tokenizer, on CPU the kernel.
+    """Check before process groups exist: names of datasets, with CAD the tokenizer, on CPU the kernel.
 
-    A user's own loader may know other datasets.
+    What loads data or tokenizers may be a user's own, and know others.
     Raises ValueError that names the TOML key, the value, and what to set instead.
     """
     # on CUDA the session looks, once the rank has its device
@@ -77,13 +67,9 @@ def check_inputs(config: JobConfig, spec: TrainSpec) -> None:
         _check_name("training", config.training.dataset)
     if config.validation.enable and spec.build_validator_fn is build_validator:
         _check_name("validation", config.validation.dataset)
-    folder = Path(config.model.hf_assets_path)
-    readable = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    if spec.build_tokenizer_fn is build_hf_tokenizer and not readable:
-        reason = "no tokenizer in it" if folder.is_dir() else "no such folder"
-        raise ValueError(
-            f"model.hf_assets_path = {config.model.hf_assets_path!r}: {reason}; {_prepare()}"
-        )
+    if has_cad(config) and spec.build_tokenizer_fn is build_hf_tokenizer:
+        vocab_size = spec.model_args[config.model.flavor].vocab_size
+        load_tokenizer(spec.build_tokenizer_fn, config, vocab_size)
 
 
 def _check_name(section: str, name: str) -> None:
@@ -105,33 +91,23 @@ def open_dataset(
     """
     name = getattr(job_config, section).dataset
     path = getattr(job_config, section).dataset_path
-    if section == "training":
-        build = training_loader(job_config, build)
-    where = f"{section}.dataset_path = {path!r}"
-    too_few = (
-        f"{section}.dataset = {name!r} at {where}: it has fewer documents than the {options.get('dp_world_size', 1)} "
-        "data-parallel ranks, each of which reads its own; set a larger one, or fewer ranks"
-    )
     try:
         loader = build(job_config=job_config, **options)
+        # torchtitan's text datasets would look for the first document for ever
+        documents = getattr(getattr(loader, "dataset", None), "_data", None)
+        if isinstance(documents, Dataset) and len(documents) == 0:
+            raise ValueError("it has fewer documents than data-parallel ranks")
     except Exception as error:  # whatever a dataset's loader raises
         if f"{section}.dataset" in str(error):
             raise
-        # of the rank's first document
-        if isinstance(error, IndexError) and "for dataset of size" in str(error):
-            raise ValueError(too_few) from error
         _check_name(section, name)
-        where = where if path else repr(DATASETS[name.lower()].path)
+        place = path or DATASETS[name.lower()].path
+        reason = " ".join(str(error).split()).rstrip(".")
         demo = DEMO_TEXTS[section == "validation"]
         raise ValueError(
-            f"{section}.dataset = {name!r} at {where}: {' '.join(str(error).split()).rstrip('.')}; set "
-            f"{section}.dataset_path to where it is, or {section}.dataset to {demo!r}, which needs no download"
+            f"{section}.dataset = {name!r} at {place}: {reason}; set {section}.dataset_path to where enough "
+            f"documents are, or {section}.dataset to {demo!r}, which needs no download"
         ) from error
-    # of torchtitan's text datasets
-    documents = getattr(getattr(loader, "dataset", None), "_data", None)
-    # torchtitan would look for the first one for ever
-    if isinstance(documents, Dataset) and len(documents) == 0:
-        raise ValueError(too_few)
     return loader
 
 
@@ -171,10 +147,9 @@ def without_document_ids(process: Callable[..., Any]) -> Callable[..., Any]:
     return process_others
 
 
-def _prepare(vocab_size: int = _DEMO_VOCAB_SIZE) -> str:
+def _prepare(vocab_size: int) -> str:
     """Say how to get a tokenizer for a model of that vocabulary."""
-    smaller = f" --vocab-size {vocab_size}" if vocab_size < _DEMO_VOCAB_SIZE else ""
     return (
-        "set it to a folder with a tokenizer.json, or make one with `torchtitan-cad prepare --output "
-        f"outputs/assets{smaller}`"
+        "set it to a folder with a tokenizer.json, or make one with `torchtitan-cad prepare --output outputs/assets "
+        f"--vocab-size {min(vocab_size, _DEMO_VOCAB_SIZE)}`"
     )

@@ -26,11 +26,7 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
     topology = Topology.from_job(parallelism, dist.get_world_size())
     dtype = attention_dtype(config, topology)
     rows = training.local_batch_size
-    steps = (
-        1
-        if training.global_batch_size < 0
-        else training.global_batch_size // (rows * topology.dp)
-    )
+    steps = training.global_batch_size // (rows * topology.dp)
     return Job(
         cad=cad_table(config),
         topology=topology,
@@ -82,15 +78,12 @@ def attention_kinds(
     adapter = adapter_of(job_config.model.name)
     tp = job_config.parallelism.tensor_parallel_degree
     assert adapter is not None, "the config has been checked"
-    for name, heads in (
-        ("query", model_args.n_heads),
-        ("key/value", key_heads(model_args)),
-    ):
-        if heads % tp:
-            raise ValueError(
-                f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} {name} heads of "
-                f"model.flavor = {job_config.model.flavor!r}; set it to a divisor of {heads}"
-            )
+    heads = key_heads(model_args)
+    if heads % tp:
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree = {tp} does not divide the {heads} key heads of model.flavor = "
+            f"{job_config.model.flavor!r}; set it to a divisor of {heads}"
+        )
     return adapter.kinds(model_args, job_config.training.seq_len, tp, dtype.itemsize)
 
 

@@ -83,7 +83,6 @@ def cad_model_class(model_cls: type[nn.Module], adapter: Adapter) -> type[nn.Mod
             return _run(self, tokens, masks, positions)
 
     CadModel.adapter = adapter
-    CadModel.__name__ = CadModel.__qualname__ = f"Cad{model_cls.__name__}"
     return CadModel
 
 
@@ -162,9 +161,8 @@ def update_without_cp(
 
 def cad_model_args(args: Any) -> Any:
     """Return a copy of a flavor's model args whose modules are built as for sdpa; CAD replaces their attention."""
-    args_cls = type(args)
 
-    class CadModelArgs(args_cls):  # type: ignore[misc, valid-type]
+    class CadModelArgs(type(args)):  # type: ignore[misc]
         def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
             update_without_cp(super().update_from_config, job_config, **kwargs)
             if args.attn_mask_type == "causal" and job_config.cad.documents != "row":
@@ -175,7 +173,6 @@ def cad_model_args(args: Any) -> Any:
             self.attn_type = "varlen"
             self.attn_mask_type = "block_causal"
 
-    CadModelArgs.__name__ = CadModelArgs.__qualname__ = f"Cad{args_cls.__name__}"
     cad_args: Any = copy.copy(args)
     cad_args.__class__ = CadModelArgs
     return cad_args

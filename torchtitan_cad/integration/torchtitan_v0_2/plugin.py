@@ -23,7 +23,6 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
@@ -49,12 +48,11 @@ from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
 )
 from torchtitan_cad.integration.torchtitan_v0_2.folders import check_folders
 from torchtitan_cad.integration.torchtitan_v0_2.inputs import (
+    SYNTHETIC,
     add_demo,
     check_inputs,
     import_custom,
-    load_tokenizer,
     open_dataset,
-    training_loader,
     without_document_ids,
 )
 from torchtitan_cad.integration.torchtitan_v0_2.job import read_job
@@ -106,20 +104,20 @@ def on_config(config: JobConfig) -> None:
     """
     restore()
     begin_run()
-    name = config.model.name
-    flavor = config.model.flavor
     if not has_cad(config):
         _prepare_stock(config)
         return
     spec = check_start(config)
-    tag = torch.compiler.config.cache_key_tag
-    _undo.callback(setattr, torch.compiler.config, "cache_key_tag", tag)
+    name = config.model.name
+    flavor = config.model.flavor
     if config.cad.shadow:
         _leave_out_document_ids()
         _override(name, shadow_train_spec(spec, flavor))
         return
     adapter = adapter_of(name)
     assert adapter is not None, "the config has been checked"
+    tag = torch.compiler.config.cache_key_tag
+    _undo.callback(setattr, torch.compiler.config, "cache_key_tag", tag)
     _override(name, cad_train_spec(spec, adapter, flavor))
     _patch(titan_cp, cp_shard=_contiguous_for_cad(titan_cp.cp_shard))
     for trainer_cls in _trainer_classes():
@@ -136,12 +134,8 @@ def on_config(config: JobConfig) -> None:
 def _prepare_stock(config: JobConfig) -> None:
     import_custom(config)
     _leave_out_document_ids()
-    spec = registered_spec(config.model.name)
-    build = training_loader(config, spec.build_dataloader_fn)
-    if build is not spec.build_dataloader_fn:
-        _override(
-            config.model.name, dataclasses.replace(spec, build_dataloader_fn=build)
-        )
+    if config.training.dataset == SYNTHETIC:
+        _override(config.model.name, registered_spec(config))
 
 
 def restore() -> None:
@@ -149,14 +143,23 @@ def restore() -> None:
     _undo.close()
 
 
-def registered_spec(name: str) -> TrainSpec:
-    """Return torchtitan's or a user's ``TrainSpec`` of a model. Raises ValueError if there is none."""
+def registered_spec(config: JobConfig) -> TrainSpec:
+    """Return torchtitan's or a user's ``TrainSpec`` of the job's model, with the demo's loader for synthetic data.
+
+    Raises ValueError if there is none.
+    """
+    name = config.model.name
     try:
-        return titan_specs.get_train_spec(name)
+        spec = titan_specs.get_train_spec(name)
     except ValueError as error:
         raise ValueError(
             f"model.name = {name!r}: torchtitan knows no such model; set it to one that it knows"
         ) from error
+    if config.training.dataset != SYNTHETIC:
+        return spec
+    from torchtitan_cad.demo.datasets import build_synthetic_dataloader
+
+    return dataclasses.replace(spec, build_dataloader_fn=build_synthetic_dataloader)
 
 
 def check_start(config: JobConfig) -> TrainSpec:
@@ -188,10 +191,9 @@ def check(config: JobConfig, world_size: int | None = None) -> TrainSpec:
         check_streams(config)
     if has_cad(config) and ranks is not None:
         config.cad.planner_config(Topology.from_job(parallelism, ranks))
-    spec = registered_spec(config.model.name)
+    spec = registered_spec(config)
     rules.check(config, rules.of_model(config, spec, ranks))
-    is_checked = has_cad(config) or spec.pipelining_fn is pipeline_llm
-    if parallelism.pipeline_parallel_degree > 1 and is_checked:
+    if has_cad(config) and parallelism.pipeline_parallel_degree > 1:
         stage_modules(parallelism, spec.model_args[config.model.flavor].n_layers)
     return spec
 
@@ -272,7 +274,6 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
     """Make a spec with core attention disaggregated; the model's name, flavors and parameters stay as they are."""
     model_args = {name: cad_model_args(args) for name, args in spec.model_args.items()}
     args = model_args[flavor]
-    tokenize = spec.build_tokenizer_fn
 
     def pipeline(
         model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, *args: Any
@@ -305,8 +306,6 @@ def cad_train_spec(spec: TrainSpec, adapter: Adapter, flavor: str) -> TrainSpec:
         model_args=model_args,
         parallelize_fn=partial(_parallelize, spec),
         pipelining_fn=spec.pipelining_fn and pipeline,
-        build_tokenizer_fn=tokenize
-        and partial(load_tokenizer, tokenize, vocab_size=args.vocab_size),
         build_dataloader_fn=partial(_build_dataloader, spec, args),
         build_loss_fn=build_loss,
         build_validator_fn=spec.build_validator_fn and build_validator,

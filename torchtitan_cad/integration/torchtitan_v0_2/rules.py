@@ -33,13 +33,10 @@ from torchtitan_cad.integration.torchtitan_v0_2.models import (
 )
 from torchtitan_cad.integration.torchtitan_v0_2.stages import V_SCHEDULES
 from torchtitan_cad.planning.model.batch import divides_by_row
-from torchtitan_cad.planning.model.layout import MAX_TOKENS
 
 Refusal = tuple[str, bool, str]
 """A key with its table, as in TOML; whether its value is wrong; and what to do, in words that follow key and value."""
 
-_MAX_SECONDS = 10**9
-"""seconds: the most that a timeout may be, which torch counts in nanoseconds"""
 _SPLIT_BACKWARD = (
     ScheduleDualPipeV,
     ScheduleInterleavedZeroBubble,
@@ -52,6 +49,8 @@ _IN_TICKS = "schedules in ticks"
 
 _COUNTS = (
     "checkpoint.interval",
+    "comm.init_timeout_seconds",
+    "comm.train_timeout_seconds",
     "lr_scheduler.total_steps",
     "metrics.log_freq",
     "parallelism.context_parallel_degree",
@@ -66,10 +65,12 @@ _COUNTS = (
     "training.dataloader.prefetch_factor",
     "training.gc_freq",
     "training.local_batch_size",
+    "training.seq_len",
     "training.steps",
     "validation.dataloader.prefetch_factor",
     "validation.freq",
     "validation.local_batch_size",
+    "validation.seq_len",
 )
 _AMOUNTS = (
     "lr_scheduler.warmup_steps",
@@ -94,8 +95,6 @@ _BOUNDS = (
     (_COUNTS, 1, math.inf),
     (_AMOUNTS, 0, math.inf),
     (_FRACTIONS, 0, 1),
-    (("training.seq_len", "validation.seq_len"), 1, MAX_TOKENS),
-    (("comm.init_timeout_seconds", "comm.train_timeout_seconds"), 1, _MAX_SECONDS),
 )
 """Keys, and the least and the most that they may be if they are set."""
 

@@ -5,14 +5,12 @@ import copy
 import dataclasses
 from typing import Any
 
-from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec
 
-from torchtitan_cad.integration.compile_caches import separate_compile_caches
 from torchtitan_cad.integration.shadow import Shadow, open_shadow
 from torchtitan_cad.integration.torchtitan_v0_2.inputs import open_dataset
 from torchtitan_cad.integration.torchtitan_v0_2.job import read_job
@@ -20,7 +18,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.metrics import ShadowMetricsProc
 
 
 def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
-    """Make a spec that trains as ``spec`` does, while a ``Shadow`` sees the batches, with compile caches as CAD's."""
+    """Make a spec that trains as ``spec`` does, while a ``Shadow`` sees the batches."""
     shadow: Shadow | None = None
 
     def build_dataloader(
@@ -46,15 +44,8 @@ def shadow_train_spec(spec: TrainSpec, flavor: str) -> TrainSpec:
         assert shadow is not None, "torchtitan builds the data loader first"
         return ShadowMetricsProcessor(job_config, parallel_dims, shadow)
 
-    def parallelize(
-        model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-    ) -> nn.Module:
-        separate_compile_caches(parallel_dims.get_all_one_dimensional_meshes())
-        return spec.parallelize_fn(model, parallel_dims, job_config)
-
     return dataclasses.replace(
         spec,
-        parallelize_fn=parallelize,
         build_dataloader_fn=build_dataloader,
         build_metrics_processor_fn=build_metrics,
     )

@@ -19,7 +19,6 @@ import torch
 from torchtitan.components.validate import build_validator
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
-from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from torchtitan_cad.integration.engines import kernel_shape
@@ -121,7 +120,7 @@ class Job:
         if self.has_cad and adapter_of(name) is None:
             return None
         with suppress(ValueError):
-            return get_train_spec(name)
+            return plugin.registered_spec(self.config)
         return None
 
     @property
