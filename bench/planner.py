@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from bench.greedy import plan_greedy
 from bench.record import Record, conclude, markdown_table
+from examples.draw_a_plan import draw_plan
 from tests.lib.workloads import (
     SEEDS,
     SHAPE,
@@ -41,7 +42,6 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.planners.base import Planner
 from torchtitan_cad.planning.planners.local_search.planner import search
-from torchtitan_cad.tools.plan.plot import draw_plan
 
 TOLERANCE = 0.02
 """At which the planners are compared and timed."""

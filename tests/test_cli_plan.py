@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 import torchtitan_cad
 from tests.lib.plans import written_plan
@@ -53,16 +52,6 @@ def plan(layout_file, tmp_path):
         return written_plan(output.read_text())
 
     return run
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that were drawn, none of which is written."""
-    figures: list[Figure] = []
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *_, **__: figures.append(figure)
-    )
-    return figures
 
 
 def test_writes_the_plan_and_prints_its_figures(plan, capsys):
@@ -114,7 +103,6 @@ def test_mistakes_in_commands_are_one_line(layout_file, tmp_path, refused):
     (tmp_path / "job.toml").write_text("a = " + "[" * 100_000)
     for options in (
         "--output /no/such/directory/plan.json",
-        "--plot plan.docx",
         "--tolerance two",
         "--tolerance -1",
         "--to 1",
@@ -205,25 +193,3 @@ def test_place_assigns_the_tokens_anew(plan, tmp_path, capsys):
     assert placed.stats.max_rank_bytes < before
     printed = capsys.readouterr().out
     assert re.search(rf"worst rank bytes with them .* {before / 1e6:.4f} MB", printed)
-
-
-def test_plot_shows_the_plan(plan, tmp_path, drawn):
-    """A triangle with a patch per task, its moved tasks numbered; outlines of the ranks' loads and bytes."""
-    found = plan(f"--plot={tmp_path / 'x.png'}")
-    triangle, loads, volume = drawn[0].axes
-    tasks = found.tasks[found.tasks["doc"] == 0]
-    # the home of the document's only run
-    assert len(triangle.patches) == len(tasks) + 1
-    numbers = {text.get_text() for text in triangle.texts}
-    assert set(map(str, tasks["server"])) <= numbers
-    stats = found.stats
-    wanted = [stats.loads_before / stats.mean_load, stats.loads / stats.mean_load]
-    wanted += [stats.bytes_in / 1e6, -stats.bytes_out / 1e6]
-    outlines = [*loads.patches, *volume.patches]
-    for outline, heights in zip(outlines, wanted, strict=True):
-        assert outline.get_data().values.tolist() == heights.tolist()
-
-
-def test_plot_without_matplotlib(layout_file, monkeypatch, refused):
-    monkeypatch.setattr("torchtitan_cad.tools.shared.find_spec", lambda name: None)
-    refused("plan", layout_file, "--plot", "plan.png")

@@ -89,14 +89,12 @@ def test_training_reads_by_the_same_reader(make, tmp_path):
     "command",
     [
         f"plan {EXAMPLE} --output",
-        f"plan {EXAMPLE} --plot",
         f"{SIMULATED} --output",
-        f"{SIMULATED} --plot",
     ],
     ids=lambda command: command.replace(f"{ROOT}/", ""),
 )
 def test_outputs_are_tried_before_the_work(command, make, tmp_path, refused):
-    path = tmp_path / "output.png"
+    path = tmp_path / "output.json"
     make(path)
     before = sorted(tmp_path.iterdir())
     *words, option = command.split()
@@ -107,7 +105,7 @@ def test_outputs_are_tried_before_the_work(command, make, tmp_path, refused):
 def test_what_was_there_stays_until_it_is_written(tmp_path, refused):
     output = tmp_path / "plan.json"
     output.write_text("before")
-    refused("plan", str(EXAMPLE), f"--output={output}", "--plot=none.docx")
+    refused("plan", str(EXAMPLE), f"--output={output}", "--planner=none")
     assert output.read_text() == "before"
 
 

@@ -198,12 +198,10 @@ def test_synthetic_documents_are_the_jobs_own():
 
 
 def test_numbers_without_a_job(tmp_path, capsys):
-    plot = tmp_path / "out.png"
-    inputs = simulate(tmp_path, *SMALL, f"--plot={plot}", "--cp=1", "--pp=1")["inputs"]
+    inputs = simulate(tmp_path, *SMALL, "--cp=1", "--pp=1")["inputs"]
     assert inputs["cluster"]["ranks"] == 8
     assert inputs["configuration"]["placement"] == "balanced"
     assert inputs["configuration"]["tolerance"] == "auto"
-    assert plot.stat().st_size > 10_000
     assert "of perfect" in capsys.readouterr().out
 
 

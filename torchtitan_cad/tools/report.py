@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import glob
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +18,6 @@ from torchtitan_cad.tools.steps import Key, integer, read_steps
 
 MOST = 1e30
 """largest number of a line, of whose sums none overflows"""
-RANKED = {"ranked_before": ("before", "#8793a0"), "ranked_after": ("after", "#1f77b4")}
-"""Keys of every line, the ranks' work over the mean, the busiest first; their words and colors in the picture."""
 MEANS = {
     "imbalance_before": ("attention imbalance (max/mean), before", 1),
     "imbalance_after": ("attention imbalance (max/mean), after", 1),
@@ -53,7 +50,7 @@ def _are_figures(value: Any) -> bool:
 
 KEYS: dict[str, Key] = {
     "step": integer(0),
-    **dict.fromkeys(RANKED, (_are_figures, "a list of finite numbers, one a rank")),
+    "ranked_after": (_are_figures, "a list of finite numbers, one a rank"),
     **dict.fromkeys(
         (*MEANS, *MEDIANS, "loss"),
         (_is_optional_figure, f"a finite number, at most {MOST:g}"),
@@ -65,15 +62,14 @@ KEYS: dict[str, Key] = {
 def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
     """Summarize a run that is going on, has finished or was killed.
 
-    Prints means over the logged steps and medians of times; writes cad_summary.json and imbalance.png beside the
-    figures of the steps. Traces of the run also get the names that TensorBoard's profile plugin looks for.
+    Prints means over the logged steps and medians of times; writes cad_summary.json beside the figures of the steps.
+    Traces of the run also get the names that TensorBoard's profile plugin looks for.
 
     Args:
         folder: The job's dump folder, of whose runs the newest is taken, or a cad_steps.jsonl, or its folder.
     """
     steps_file = find_steps(folder)
     rows = read_steps(steps_file, KEYS)
-    _check_ranks(rows, steps_file)
     summary = summarize(rows)
     print(
         f"Core attention disaggregation in a CAD group of {summary['ranks']} ranks, logged steps: {summary['steps']}"
@@ -84,15 +80,9 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
     if rows[-1].get("loss", 0.0) is None:
         print(f"  {'loss, last step':42}not finite")
     summary_file = steps_file.with_name("cad_summary.json")
-    picture_file = steps_file.with_name("imbalance.png")
     check_output("report", summary_file)
-    check_output("report", picture_file)
     summary_file.write_text(f"{to_json(summary, indent=2)}\n")
-    picture = "(imbalance.png needs the extra [plots])"
-    if find_spec("matplotlib") is not None:
-        draw(rows, picture_file)
-        picture = "and imbalance.png"
-    print(f"wrote cad_summary.json {picture} in {printable(steps_file.parent)}")
+    print(f"wrote cad_summary.json in {printable(steps_file.parent)}")
     for trace in folder.glob("**/iteration_*/rank*_trace.json*"):
         link = trace.with_name(trace.name.replace("_trace.json", ".pt.trace.json"))
         if not os.path.lexists(link):
@@ -116,17 +106,6 @@ def find_steps(path: Path) -> Path:
     return max(found, key=lambda file: file.stat().st_mtime_ns)
 
 
-def _check_ranks(rows: list[dict[str, Any]], path: Path) -> None:
-    ranks = len(rows[0]["ranked_before"])
-    for row in rows:
-        for key in RANKED:
-            if len(row[key]) != ranks:
-                raise ValueError(
-                    f"{printable(path)}: step {row['step']}: {key} has {len(row[key])} ranks, the first step {ranks}: "
-                    "leave the lines of one run in it"
-                )
-
-
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return means over steps, and medians of times: a mean would spread the first step's wait over all."""
     last = rows[-1]
@@ -142,27 +121,3 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
             summary[name] = float(average(values))
     losses = {"loss_first": rows[0].get("loss"), "loss_last": last.get("loss")}
     return summary | losses
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the mean and the range over plans of their ranks' work, in its order, as who is busiest changes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
-    axes = figure.subplots()
-    for key, (label, color) in RANKED.items():
-        ranked = np.array([row[key] for row in rows])
-        places = 1 + np.arange(ranked.shape[1])
-        low = ranked.min(axis=0)
-        high = ranked.max(axis=0)
-        axes.plot(places, ranked.mean(axis=0), "o-", color=color, label=label)
-        axes.fill_between(places, low, high, color=color, alpha=0.25)
-    axes.set(
-        title=f"Core attention on {ranked.shape[1]} ranks, logged steps: {len(rows)}; mean and range",
-        xlabel="rank, the busiest first",
-        ylabel="attention work over the mean rank's",
-    )
-    axes.locator_params(axis="x", integer=True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=100)

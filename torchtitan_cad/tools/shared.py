@@ -4,7 +4,6 @@
 import json
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,6 @@ from torchtitan_cad.titan import has_recipes
 JobFile = Annotated[Path, tyro.conf.Positional]
 Overrides = Annotated[tuple[str, ...], tyro.conf.Positional]
 """arguments of a job, behind the command's own"""
-PICTURES = (".png", ".pdf", ".svg")
 NO_RECIPES = (
     "this command reads jobs of torchtitan 0.2.2, TOML files, alone; train a recipe with --cad.shadow, and give its "
     "dump folder to simulate --model llama-8b --ranks N --documents"
@@ -86,21 +84,6 @@ def check_folder(option: str, path: Path) -> None:
         raise ValueError(
             f"{option} {path}: {reason}; name a folder that can be written to"
         ) from error
-
-
-def check_picture(option: str, path: Path | None) -> None:
-    """Check as ``check_output``. Raises ValueError also for a name that no picture can have, or without matplotlib."""
-    if path is None:
-        return
-    if path.suffix.lower() not in PICTURES:
-        raise ValueError(
-            f"{option} {path}: name a file that ends in {' or '.join(PICTURES)}"
-        )
-    if find_spec("matplotlib") is None:
-        raise ValueError(
-            f"{option} {path}: matplotlib is not installed; `pip install matplotlib`, or leave it out"
-        )
-    check_output(option, path)
 
 
 def load_planner(placement: bool = False) -> None:

@@ -17,12 +17,10 @@ from torchtitan_cad.tools.options import (
 from torchtitan_cad.tools.shared import (
     Overrides,
     check_output,
-    check_picture,
     load_planner,
-    say_written,
     write_json,
 )
-from torchtitan_cad.tools.simulation.systems import PARTS, Report, simulate
+from torchtitan_cad.tools.simulation.systems import simulate
 
 DEFAULTS = Options()
 
@@ -33,7 +31,6 @@ def run(
     *,
     options: CommandOptions = DEFAULTS,
     output: Path | None = None,
-    plot: Path | None = None,
 ) -> None:
     """Predict the time of a training step under several systems on the same documents.
 
@@ -46,10 +43,8 @@ def run(
         job: torchtitan's TOML file; without one, --ranks and a model are needed.
         overrides: Further arguments of the job, such as --training.seq_len 65536. They come last.
         output: Write everything to this JSON file.
-        plot: Draw the parts of a step to this file (png, pdf or svg; needs matplotlib).
     """
     check_output("--output", output)
-    check_picture("--plot", plot)
     inputs, notes, titan = read_inputs(job, overrides, options)
     if inputs.cluster.is_large:
         notes += _notes_of_large(inputs.cluster.ranks // inputs.cluster.tp)
@@ -73,28 +68,6 @@ def run(
             **report.to_dict(),
         }
         write_json(output, document)
-    if plot is not None:
-        _draw(report, plot)
-        say_written(plot)
-
-
-def _draw(report: Report, path: Path) -> None:
-    """Draw the parts of every system's step that fits."""
-    from torchtitan_cad.tools.plots import draw_parts
-
-    fitting = {
-        f"{name}, {report.share_of_perfect(name):.0%} of perfect": system
-        for name, system in report.systems.items()
-        if system.fits
-    }
-    draw_parts(
-        path,
-        title=f"{report.cluster.ranks} GPUs, {report.step_tokens:,} tokens per step",
-        labels=list(fitting),
-        parts={
-            part: [system.part(part) for system in fitting.values()] for part in PARTS
-        },
-    )
 
 
 def _notes_of_large(ranks: int) -> list[str]:

@@ -2,8 +2,6 @@
 """``torchtitan-cad compare``: how much faster is this job with CAD, on this machine?"""
 
 import os
-from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from torchtitan_cad.tools.shared import (
 
 MOST_RANKS = 16
 """ranks: most of a core. Each is a process that takes 0.5 GB and more."""
-LABELS = {"off": "without CAD", "on": "with CAD"}
 
 
 def run(
@@ -35,7 +32,7 @@ def run(
 
     Runs on the GPUs of this machine, or on its CPU cores, one rank a core. Prints tokens per second of both, the
     speed-up, what `simulate` predicts for the same documents, and the largest difference between the losses; writes
-    compare.json and compare.png.
+    compare.json.
 
     Args:
         job: torchtitan's TOML file.
@@ -52,7 +49,6 @@ def run(
     check_job(job)
     check_folder("--output", output)
     check_output("--output", output / "compare.json")
-    check_output("--output", output / "compare.png")
     from tqdm import tqdm
 
     from torchtitan_cad.integration.report.steps_file import to_json
@@ -89,11 +85,7 @@ def run(
     figures |= _predicted(result, simulated)
     (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
     print(text(figures))
-    picture = "(compare.png needs the extra [plots])"
-    if find_spec("matplotlib") is not None:
-        picture = "and compare.png"
-        _draw(figures, output / "compare.png")
-    print(f"wrote compare.json {picture} in {printable(output)}")
+    print(f"wrote compare.json in {printable(output)}")
 
 
 def _require(option: str, value: int, least: int) -> None:
@@ -115,23 +107,6 @@ def _predicted(result: Any, simulated: Any) -> dict[str, Any]:
         "model_flops_per_second_and_rank": flops,
         "peak_flops": _peak_flops(),
     }
-
-
-def _draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the parts of every rank's step, with and without CAD."""
-    from torchtitan_cad.tools.plots import draw_parts
-
-    seconds = figures["rank_seconds"]
-    bars = list(product(range(figures["ranks"]), LABELS))
-    draw_parts(
-        path,
-        title=f"{figures['speedup']['overall']:.2f} times as fast with CAD",
-        labels=[f"rank {rank}, {LABELS[mode]}" for rank, mode in bars],
-        parts={
-            part: [seconds[mode][part][rank] for rank, mode in bars]
-            for part in seconds["off"]
-        },
-    )
 
 
 def _peak_flops() -> float | None:

@@ -19,7 +19,6 @@ from torchtitan_cad.planning.text import printable
 from torchtitan_cad.tools.shared import (
     byte_unit,
     check_output,
-    check_picture,
     load_planner,
     say_written,
 )
@@ -34,7 +33,6 @@ def run(
     config: PlannerConfig = DEFAULTS,
     place: bool = False,
     validate: bool = False,
-    plot: Path | None = None,
 ) -> None:
     """Plan core attention for a layout and print what the plan achieves.
 
@@ -44,14 +42,12 @@ def run(
         output: Write the plan to this JSON file: {"tasks": [...], "stats": {...}, ...}.
         place: Deal the tokens to ranks anew first, as many to each, so that the busiest moves fewer bytes.
         validate: Prove the plan right before writing it.
-        plot: Draw who computes what, and every rank's load and bytes, to this file (png, pdf or svg; needs matplotlib).
     """
     if config.planner not in planner_names():
         raise ValueError(
             f"--planner {config.planner}: choose one of {', '.join(planner_names())}"
         )
     check_output("--output", output)
-    check_picture("--plot", plot)
     tokens, shape = read_layout(layout)
     try:
         load_planner()
@@ -67,11 +63,6 @@ def run(
     if output is not None:
         output.write_text(plan.to_json() + "\n")
         say_written(output)
-    if plot is not None:
-        from torchtitan_cad.tools.plan.plot import draw_plan
-
-        draw_plan(plan, plot)
-        say_written(plot)
     rows = _figures(plan, given_plan)
     width = max(map(len, rows))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))
