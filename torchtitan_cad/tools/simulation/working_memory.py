@@ -47,10 +47,7 @@ from torchtitan_cad.planning.exchange.calls import (
     lie_in_order,
     weighted_rows,
 )
-from torchtitan_cad.planning.exchange.messages import (
-    Chunks,
-    buffer_bytes,
-)
+from torchtitan_cad.planning.exchange.messages import Chunks, buffer_bytes
 from torchtitan_cad.planning.exchange.tables import CallTable, RankExchange
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.shape import AttentionShape, RowBytes
@@ -80,72 +77,89 @@ def attention_bytes(
     most = 0
     for rank in ranks:
         nanos = [working_memory(plan, rank, num_bytes) for plan in plans]
-        forward = _interleaved([passes.forward for passes in nanos])
-        backward = _interleaved([passes.backward for passes in nanos])
-        most = max(most, forward, backward)
+        forward, backward = zip(*nanos, strict=True)
+        most = max(most, _interleaved(forward), _interleaved(backward))
     return most
 
 
 @dataclass(frozen=True)
-class _Bytes:
-    """Bytes of one row, by the letters of the module's docstring."""
+class _RowSizes:
+    """Bytes of one row in a pass, by the letters of the module's docstring."""
 
-    q: int
-    o: int
-    k: int
-    a: int
-    p: int
-    b: int
-    j: int
-    repeated: int
-    """what J has more than its parts in K"""
-    lse: int
-    expanded: int
-    """dK and dV of every query head"""
-    wide_o: int
-    wide_v: int
-    """rows of O and V as wide as those of Q and K; 0 if they are"""
+    query: int
+    """of what servers receive and calls copy: Q, or Q + O + 2 L"""
+    key: int
+    query_result: int
+    """O + L, or Q"""
+    key_result: int
+    """0, or K"""
+    query_sum: int
+    """results so far: P + L, or A"""
+    key_sum: int
+    """0, or B"""
+    row_sum: int
+    """0, or L"""
+    query_of_call: int
+    key_of_call: int
+    task_of_call: int
+    """temporary memory of a call, for each of its queries, keys and tasks"""
 
-    @classmethod
-    def of(cls, shape: AttentionShape) -> _Bytes:
-        heads = shape.num_heads
-        kv_heads = shape.num_kv_heads
-        fp32 = max(_FP32_BYTES, shape.dtype_bytes)
-        rows = RowBytes.of(shape, keep=True)
-        statistic = rows.backward_queries - rows.outputs
-        output = rows.outputs - statistic
-        query = rows.forward_queries
-        wide = (
-            max(shape.head_dim, shape.out_dim) * shape.dtype_bytes
-            if shape.out_dim != shape.head_dim
-            else 0
-        )
-        return cls(
-            q=query,
-            o=output,
-            k=rows.keys,
-            a=heads * shape.head_dim * fp32,
-            p=heads * shape.out_dim * fp32,
-            b=(kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim) * fp32,
-            j=kv_heads * shape.head_dim * shape.dtype_bytes if shape.shared_dim else 0,
-            repeated=(kv_heads - 1) * shape.shared_dim * shape.dtype_bytes,
-            lse=statistic,
-            expanded=query + output if heads > kv_heads else 0,
-            wide_o=heads * wide,
-            wide_v=kv_heads * wide,
-        )
-
-    def surrogate(self, queries: int) -> int:
-        return queries * (self.o + self.lse)
-
-    def padding(self, queries: int, keys: int) -> int:
-        """Bytes that FlashAttention-2 allocates and frees in a forward call."""
-        return queries * self.wide_o + keys * self.wide_v
+    def results(self, queries: int, keys: int) -> int:
+        """Bytes of what calls return."""
+        return queries * self.query_result + keys * self.key_result
 
     def temporary(self, queries: int, keys: int, tasks: int) -> int:
-        """Bytes that FlashAttention-2 allocates and frees in a backward call."""
-        accumulated = (queries + _TASK_ROWS * tasks) * (self.a + self.lse)
-        return accumulated + keys * self.expanded + 2 * self.padding(queries, keys)
+        """Bytes that a call, or FlashAttention-2 in it, allocates and frees."""
+        of_rows = queries * self.query_of_call + keys * self.key_of_call
+        return of_rows + tasks * self.task_of_call
+
+
+def _row_sizes(shape: AttentionShape) -> tuple[_RowSizes, _RowSizes]:
+    """Return the sizes of forward and of backward."""
+    heads = shape.num_heads
+    kv_heads = shape.num_kv_heads
+    rows = RowBytes.of(shape)
+    statistic = rows.backward_queries - rows.forward_queries - rows.outputs
+    output = rows.outputs - statistic
+    fp32 = max(_FP32_BYTES, shape.dtype_bytes)
+    query_gradient = heads * shape.head_dim * fp32
+    keys_and_values = kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
+    joined = repeated = padded = expanded = 0
+    if shape.shared_dim:
+        joined = kv_heads * shape.head_dim * shape.dtype_bytes
+        # what J has more than its parts in K
+        repeated = (kv_heads - 1) * shape.shared_dim * shape.dtype_bytes
+    if shape.out_dim != shape.head_dim:
+        padded = max(shape.head_dim, shape.out_dim) * shape.dtype_bytes
+    if heads > kv_heads:
+        # dK and dV of every query head
+        expanded = rows.forward_queries + output
+    forward = _RowSizes(
+        query=rows.forward_queries,
+        key=rows.keys,
+        query_result=rows.outputs,
+        key_result=0,
+        query_sum=heads * shape.out_dim * fp32 + statistic,
+        key_sum=0,
+        row_sum=0,
+        query_of_call=heads * padded,
+        key_of_call=joined + kv_heads * padded,
+        task_of_call=0,
+    )
+    accumulated = query_gradient + statistic
+    backward = _RowSizes(
+        query=rows.backward_queries,
+        key=rows.keys,
+        query_result=rows.query_gradients,
+        key_result=rows.key_gradients,
+        query_sum=query_gradient,
+        key_sum=keys_and_values * fp32,
+        row_sum=statistic,
+        query_of_call=rows.outputs + accumulated + 2 * heads * padded,
+        key_of_call=joined + repeated + expanded + 2 * kv_heads * padded,
+        task_of_call=_TASK_ROWS * accumulated,
+    )
+    return forward, backward
 
 
 class Pass(NamedTuple):
@@ -155,14 +169,7 @@ class Pass(NamedTuple):
     travelling: int
 
 
-class Passes(NamedTuple):
-    """The passes of one nano-batch."""
-
-    forward: Pass
-    backward: Pass
-
-
-def _interleaved(nano_batches: list[Pass]) -> int:
+def _interleaved(nano_batches: Sequence[Pass]) -> int:
     """Return the maximum bytes while one nano-batch computes and the results of the others travel."""
     travelling = sum(nano_batch.travelling for nano_batch in nano_batches)
     return max(
@@ -171,183 +178,110 @@ def _interleaved(nano_batches: list[Pass]) -> int:
     )
 
 
-def working_memory(plan: Plan, rank: int, buffer_bytes: int) -> Passes:
+def working_memory(plan: Plan, rank: int, buffer_bytes: int) -> list[Pass]:
     """Return the bytes of forward and of backward on one rank, with receive buffers of ``buffer_bytes``.
 
     Raises ValueError as ``Plan.exchange``.
     """
     exchange = plan.exchange(rank)
-    size = _Bytes.of(plan.shape)
-    row_bytes = RowBytes.of(plan.shape)
-    chunks = exchange.most.chunks(row_bytes, buffer_bytes)
-    received_queries = exchange.queries.num_received
-    received_keys = exchange.keys.num_received
-    in_place = len(chunks.queries_out) == 1 and len(chunks.keys_out) == 1
-    copied_out_forward = received_queries * size.q + received_keys * size.k
-    copied_out_backward = (
-        received_queries * row_bytes.backward_queries + received_keys * size.k
-    )
+    chunks = exchange.most.chunks(RowBytes.of(plan.shape), buffer_bytes)
     calls = _calls(exchange)
-    forward, backward = _while_calls_run(
-        calls,
-        exchange,
-        size,
-        0 if in_place else copied_out_forward,
-        0 if in_place else copied_out_backward,
-    )
-    combined = _while_results_combine(plan, exchange, calls, size, chunks)
-    return Passes(
-        Pass(max(forward, combined.forward.most), combined.forward.travelling),
-        Pass(max(backward, combined.backward.most), combined.backward.travelling),
-    )
+    passes = []
+    for sizes in _row_sizes(plan.shape):
+        running = _while_calls_run(calls, exchange, sizes, chunks)
+        if _nothing_combines(plan, exchange, calls):
+            queries = exchange.queries.num_local
+            results = sizes.results(queries, exchange.keys.num_local)
+            passes.append(Pass(running, results))
+        else:
+            most, travelling = _while_results_combine(
+                calls, exchange, sizes, chunks, moves_rows=plan.moves_rows
+            )
+            passes.append(Pass(max(running, most), travelling))
+    return passes
 
 
 def _while_calls_run(
     calls: Sequence[CallTable],
     exchange: RankExchange,
-    size: _Bytes,
-    copied_out_forward: int,
-    copied_out_backward: int,
-) -> tuple[int, int]:
-    """Return the maximum bytes of forward and of backward in step 2 of the module's docstring."""
-    forward = 0
-    backward = 0
-    result_queries = 0
-    result_keys = 0
-    row_sums = exchange.queries.num_local * size.lse
+    sizes: _RowSizes,
+    chunks: Chunks,
+) -> int:
+    """Return the maximum bytes in step 2 of the module's docstring."""
+    received = 0
+    if len(chunks.queries_out) > 1 or len(chunks.keys_out) > 1:
+        received = exchange.queries.num_received * sizes.query
+        received += exchange.keys.num_received * sizes.key
+    row_sums = exchange.queries.num_local * sizes.row_sum
+    results = 0
+    most = 0
     for table in calls:
         queries = len(table.q_rows)
         keys = len(table.kv_rows)
         copied_queries = _num_copied(table.q_rows, exchange.queries.num_local)
-        copied_forward = (
-            copied_queries * size.q
-            + _num_copied(table.kv_rows, exchange.keys.num_local) * size.k
-        )
-        copied_backward = copied_forward + copied_queries * (size.o + 2 * size.lse)
-        outs = result_queries * (size.o + size.lse)
-        gradients = result_queries * size.q + result_keys * size.k
-        forward = max(forward, outs + copied_out_forward + copied_forward)
-        backward = max(
-            backward, row_sums + gradients + copied_out_backward + copied_backward
-        )
+        copied_keys = _num_copied(table.kv_rows, exchange.keys.num_local)
+        copied = copied_queries * sizes.query + copied_keys * sizes.key
+        most = max(most, row_sums + results + received + copied)
         if table is calls[-1]:  # no later call reads the rows that are copied
-            copied_out_forward = 0
-            copied_out_backward = 0
+            received = 0
             row_sums = 0 if copied_queries else row_sums
-        result_queries += queries
-        result_keys += keys
-        outs = result_queries * (size.o + size.lse)
-        gradients = result_queries * size.q + result_keys * size.k
-        joined = keys * size.j
-        padding = size.padding(queries, keys)
-        temporary = (
-            size.surrogate(queries)
-            + size.temporary(queries, keys, table.num_tasks)
-            + keys * size.repeated
-        )
-        forward = max(
-            forward, outs + copied_out_forward + copied_forward + joined + padding
-        )
-        backward = max(
-            backward,
-            row_sums
-            + gradients
-            + copied_out_backward
-            + copied_backward
-            + joined
-            + temporary,
-        )
-    return forward, backward
+        results += sizes.results(queries, keys)
+        temporary = sizes.temporary(queries, keys, table.num_tasks)
+        most = max(most, row_sums + results + received + copied + temporary)
+    return most
+
+
+def _nothing_combines(
+    plan: Plan, exchange: RankExchange, calls: Sequence[CallTable]
+) -> bool:
+    """Tell whether nothing moves, and a single call is over all local rows."""
+    if plan.moves_rows or len(calls) != 1:
+        return False
+    has_queries = len(calls[0].q_rows) == exchange.queries.num_local
+    return has_queries and len(calls[0].kv_rows) == exchange.keys.num_local
 
 
 def _while_results_combine(
-    plan: Plan,
-    exchange: RankExchange,
     calls: Sequence[CallTable],
-    size: _Bytes,
-    chunks: Chunks,
-) -> Passes:
-    """Return the maximum bytes of both passes in steps 3 and 4 of the module's docstring, and while results travel."""
-    queries = sum(len(table.q_rows) for table in calls)
-    keys = sum(len(table.kv_rows) for table in calls)
-    local_rows = [(exchange.queries.num_local, exchange.keys.num_local)]
-    if (
-        not plan.moves_rows
-        and [(len(table.q_rows), len(table.kv_rows)) for table in calls] == local_rows
-    ):
-        # A single call over all local rows has nothing to combine.
-        return Passes(
-            Pass(0, queries * (size.o + size.lse)),
-            Pass(0, queries * size.q + keys * size.k),
-        )
-    early_queries = plan.moves_rows and combine_early(
-        queries, exchange.queries.num_local
-    )
-    early_keys = plan.moves_rows and combine_early(keys, exchange.keys.num_local)
-    forward = _while_outs_combine(
-        exchange, size, queries, len(chunks.queries_home), early=early_queries
-    )
-    backward = _while_gradients_combine(
-        exchange, size, queries, keys, chunks, early_queries, early_keys
-    )
-    return Passes(forward, backward)
-
-
-def _while_outs_combine(
     exchange: RankExchange,
-    size: _Bytes,
-    result_rows: int,
-    num_chunks: int,
+    sizes: _RowSizes,
+    chunks: Chunks,
     *,
-    early: bool,
+    moves_rows: bool,
 ) -> Pass:
-    rows = exchange.queries.num_local
-    narrow = size.o + size.lse
-    wide = size.p + size.lse
-    served = exchange.queries.num_received * narrow
-    outs = result_rows * narrow
+    """Return the maximum bytes in steps 3 and 4 of the module's docstring, and while results travel."""
+    num_queries = exchange.queries.num_local
+    num_keys = exchange.keys.num_local
+    result_queries = sum(len(table.q_rows) for table in calls)
+    result_keys = sum(len(table.kv_rows) for table in calls)
+    queries = result_queries * sizes.query_result
+    keys = result_keys * sizes.key_result
+    served_queries = exchange.queries.num_received * sizes.query_result
+    served_keys = exchange.keys.num_received * sizes.key_result
     most = 0
-    if early:
-        most = outs + served + rows * wide
-        outs = rows * wide
-    most = max(most, served + _combined(outs, rows, narrow, wide, num_chunks))
-    return Pass(most, served + _so_far(outs, rows, wide, num_chunks))
-
-
-def _while_gradients_combine(
-    exchange: RankExchange,
-    size: _Bytes,
-    result_queries: int,
-    result_keys: int,
-    chunks: Chunks,
-    early_queries: bool,
-    early_keys: bool,
-) -> Pass:
-    queries = exchange.queries.num_local
-    keys = exchange.keys.num_local
-    served_dq = exchange.queries.num_received * size.q
-    served_dkv = exchange.keys.num_received * size.k
-    dq = result_queries * size.q
-    dkv = result_keys * size.k
-    most = 0
-    if early_queries:
-        most = dq + dkv + served_dq + queries * size.a
-        dq = queries * size.a
-    if early_keys:
-        most = max(most, dq + dkv + served_dq + served_dkv + keys * size.b)
-        dkv = keys * size.b
+    if moves_rows and combine_early(result_queries, num_queries):
+        summed = num_queries * sizes.query_sum
+        most = queries + keys + served_queries + summed
+        queries = summed
+    if moves_rows and combine_early(result_keys, num_keys):
+        summed = num_keys * sizes.key_sum
+        most = max(most, queries + keys + served_queries + served_keys + summed)
+        keys = summed
     q_chunks = len(chunks.queries_home)
     k_chunks = len(chunks.keys_home)
-    with_dq = (
-        served_dq + served_dkv + dkv + _combined(dq, queries, size.q, size.a, q_chunks)
+    served = served_queries + served_keys
+    combined = _combined(
+        queries, num_queries, sizes.query_result, wide=sizes.query_sum, chunks=q_chunks
     )
-    with_dkv = (
-        served_dkv + queries * size.q + _combined(dkv, keys, size.k, size.b, k_chunks)
+    with_queries = served + keys + combined
+    combined = _combined(
+        keys, num_keys, sizes.key_result, wide=sizes.key_sum, chunks=k_chunks
     )
-    dq_so_far = _so_far(dq, queries, size.a, q_chunks)
-    dkv_so_far = _so_far(dkv, keys, size.b, k_chunks)
+    with_keys = served_keys + num_queries * sizes.query_result + combined
+    queries_so_far = _so_far(queries, num_queries, sizes.query_sum, q_chunks)
+    keys_so_far = _so_far(keys, num_keys, sizes.key_sum, k_chunks)
     return Pass(
-        max(most, with_dq, with_dkv), served_dq + dq_so_far + served_dkv + dkv_so_far
+        max(most, with_queries, with_keys), served + queries_so_far + keys_so_far
     )
 
 
