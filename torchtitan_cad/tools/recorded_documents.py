@@ -10,11 +10,11 @@ from torchtitan_cad.integration.report.steps_file import (
     DOCUMENTS_NAME,
     DOCUMENTS_VERSION,
 )
-from torchtitan_cad.planning.text import is_integer, printable
-from torchtitan_cad.tools.steps import integer, read_steps
+from torchtitan_cad.planning.text import is_integer
+from torchtitan_cad.tools.steps import read_steps
 
 MOST = 2**31 - 1
-"""largest number of a line"""
+"""most ranks, and tokens of a document"""
 
 
 @dataclass(frozen=True)
@@ -49,47 +49,25 @@ def read_record(path: Path, count: int) -> RecordedDocuments:
     Raises:
         ValueError: no step is there, or a line does not hold a step's documents; names file, line, and what is wrong.
     """
-    steps = read_steps(path, KEYS)[-count:]
-    batches = []
-    for step in steps:
-        rows = _rows(step["microbatches"])
-        if any(sum(row) != step["row_tokens"] for row in rows):
-            raise ValueError(
-                f"{printable(path)}: step {step['step']}: documents of a row do not add up to row_tokens = "
-                f"{step['row_tokens']}; record them anew"
-            )
-        batches.append(rows)
+    steps = read_steps(path, _is_step)[-count:]
+    batches = [_rows(step) for step in steps]
     last = steps[-1]
     return RecordedDocuments(
         batches, last["ranks"], len(last["microbatches"]), last_step=last["step"]
     )
 
 
-def _rows(microbatches: list[list[list[list[int]]]]) -> list[list[int]]:
-    """Return the rows of [microbatches, ranks], those of a rank together."""
-    by_rank = zip(*microbatches, strict=True)
+def _rows(step: dict[str, Any]) -> list[list[int]]:
+    """Return the rows of a step's [microbatches, ranks], those of a rank together."""
+    by_rank = zip(*step["microbatches"], strict=True)
     return list(chain.from_iterable(chain.from_iterable(by_rank)))
 
 
-def _are_microbatches(value: Any) -> bool:
-    """Tell whether the value is lists, none of them empty, of as many ranks each, of rows, of lengths."""
-    level = [value]
-    for _ in ("microbatches", "ranks", "rows", "lengths"):
-        if not all(isinstance(part, list) and part for part in level):
-            return False
-        level = list(chain.from_iterable(level))
-    return len(set(map(len, value))) == 1 and all(
-        is_integer(length, 1, MOST) for length in level
-    )
-
-
-KEYS = {
-    "version": integer(DOCUMENTS_VERSION, DOCUMENTS_VERSION),
-    "step": integer(1, MOST),
-    "ranks": integer(1, MOST),
-    "row_tokens": integer(1, MOST),
-    "microbatches": (
-        _are_microbatches,
-        "lists of as many ranks each, of rows, of lengths in tokens",
-    ),
-}
+def _is_step(step: dict[str, Any]) -> bool:
+    """Tell whether the step has as many ranks in each microbatch, and rows of documents that fill them."""
+    rows = _rows(step)
+    lengths = chain.from_iterable(rows)
+    are_lengths = all(is_integer(length, 1, MOST) for length in lengths)
+    has_ranks = is_integer(step["ranks"], 1, MOST) and len(rows) > 0
+    is_filled = are_lengths and {sum(row) for row in rows} == {step["row_tokens"]}
+    return has_ranks and is_filled and step["version"] == DOCUMENTS_VERSION

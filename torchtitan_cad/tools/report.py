@@ -14,10 +14,8 @@ import tyro
 from torchtitan_cad.integration.report.steps_file import STEPS_NAME, to_json
 from torchtitan_cad.planning.text import is_number, printable
 from torchtitan_cad.tools.shared import check_output
-from torchtitan_cad.tools.steps import Key, integer, read_steps
+from torchtitan_cad.tools.steps import read_steps
 
-MOST = 1e30
-"""largest number of a line, of whose sums none overflows"""
 MEANS = {
     "imbalance_before": ("attention imbalance (max/mean), before", 1),
     "imbalance_after": ("attention imbalance (max/mean), after", 1),
@@ -36,27 +34,11 @@ MEDIANS = {
 LOSSES = {"loss_first": ("loss, first step", 1), "loss_last": ("loss, last step", 1)}
 
 
-def _is_figure(value: Any) -> bool:
-    return is_number(value) and abs(value) <= MOST
-
-
-def _is_optional_figure(value: Any) -> bool:
-    return value is None or _is_figure(value)
-
-
-def _are_figures(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_figure, value))
-
-
-KEYS: dict[str, Key] = {
-    "step": integer(0),
-    "ranked_after": (_are_figures, "a list of finite numbers, one a rank"),
-    **dict.fromkeys(
-        (*MEANS, *MEDIANS, "loss"),
-        (_is_optional_figure, f"a finite number, at most {MOST:g}"),
-    ),
-}
-"""Keys of a logged step."""
+def is_logged_step(step: dict[str, Any]) -> bool:
+    """Tell whether the figures that a step has are finite numbers."""
+    figures = [step.get(name) for name in (*MEANS, *MEDIANS, "loss")]
+    known = [figure for figure in figures if figure is not None]
+    return len(step["ranked_after"]) > 0 and all(map(is_number, known))
 
 
 def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -69,7 +51,7 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
         folder: The job's dump folder, of whose runs the newest is taken, or a cad_steps.jsonl, or its folder.
     """
     steps_file = find_steps(folder)
-    rows = read_steps(steps_file, KEYS)
+    rows = read_steps(steps_file, is_logged_step)
     summary = summarize(rows)
     print(
         f"Core attention disaggregation in a CAD group of {summary['ranks']} ranks, logged steps: {summary['steps']}"

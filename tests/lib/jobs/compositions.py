@@ -15,7 +15,12 @@ from torch.torch_version import TorchVersion
 from tests.lib.jobs.harness import RunResult, gradient_errors, run
 from tests.lib.jobs.patched import torchtitan_with
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
-from torchtitan_cad.tools.report import KEYS, find_steps, read_steps, summarize
+from torchtitan_cad.tools.report import (
+    find_steps,
+    is_logged_step,
+    read_steps,
+    summarize,
+)
 
 DEFAULTS = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
 """All of [cad] as it is by default."""
@@ -402,7 +407,7 @@ def assert_not_recompiled(result: RunResult) -> None:
 
 def cad_steps(result: RunResult) -> list[dict[str, Any]]:
     """The figures of every logged step."""
-    return read_steps(find_steps(result.dump_folder), KEYS)
+    return read_steps(find_steps(result.dump_folder), is_logged_step)
 
 
 def cad_summary(result: RunResult) -> dict:
