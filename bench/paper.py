@@ -12,12 +12,12 @@ ones taken are those of ``Options``.
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import tyro
 from tqdm import tqdm
 
 from bench.record import Record, conclude
 from torchtitan_cad.planning import warm_up
-from torchtitan_cad.tools.simulation.batches import named_lengths
 from torchtitan_cad.tools.simulation.inputs import (
     MODELS,
     OPEN,
@@ -30,6 +30,14 @@ from torchtitan_cad.tools.simulation.systems import simulate
 
 NET, MEMORY = 50e9, 135e9
 """Bytes a second and GPU between nodes; nine tenths of the 150e9 bytes of an H200."""
+SAMPLES = 20_000
+LONG = 65_536
+"""tokens: least of the documents that ``Options.long`` is the share of"""
+PRETRAIN = {
+    0: 1, 1: 63, 5: 324, 10: 646, 25: 1606, 50: 3227, 75: 4832, 90: 5784, 95: 6110, 97.5: 7482, 99: 26058,
+    99.5: 69098, 99.8: 99303, 99.9: 119794, 100: 124913,
+}  # fmt: skip
+"""Percentiles of the "Pretrain" lengths of arXiv 2510.18121, before long documents are drawn more often."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,10 @@ class Options:
         "llama-8b:256:4", "llama-8b:512:4", "llama-34b:256:4", "llama-34b:512:4",
     )  # fmt: skip
     """Model, GPUs and pipeline ranks, by default 1."""
-    documents: str = "pretrain:scale=4,long=0.5,max=524288"
+    scale: float = 4.0
+    """The documents of ``PRETRAIN`` are so many times as long."""
+    long: float = 0.5
+    """Share of tokens in documents of 64K tokens and more, which are drawn more often to reach it."""
     row_tokens: int = 524_288
     tokens_per_gpu: int = 16_384
     """tokens of a step; twice as many with pipelines"""
@@ -48,10 +59,32 @@ class Options:
     output: Path = Path("bench/results/paper.json")
 
 
+def pretrain_lengths(options: Options) -> np.ndarray:
+    """Samples of the paper's documents, int64, the same in every call."""
+    share = (np.arange(SAMPLES) + 0.5) / SAMPLES
+    logarithms = np.log(list(PRETRAIN.values()))
+    of_paper = np.exp(np.interp(100 * share, list(PRETRAIN), logarithms))
+    lengths = more_long(of_paper * options.scale, options.long)
+    lengths = np.minimum(lengths, options.row_tokens)
+    return np.clip(np.rint(lengths), 1, None).astype(np.int64)
+
+
+def more_long(lengths: np.ndarray, share: float) -> np.ndarray:
+    """As many samples, of which those from 64K tokens on hold ``share`` of the tokens if they held less, but some."""
+    long = lengths >= LONG
+    tokens = lengths[long].sum()
+    if not 0 < tokens < share * lengths.sum():
+        return lengths
+    weight = np.where(long, share * lengths[~long].sum() / ((1 - share) * tokens), 1.0)
+    ends = np.cumsum(weight) / weight.sum()
+    sample = (np.arange(len(lengths)) + 0.5) / len(lengths)
+    return lengths[np.searchsorted(ends, sample)]
+
+
 def run(options: Options) -> list[Record]:
     """One record per case."""
     warm_up()
-    lengths = named_lengths(options.documents)
+    lengths = pretrain_lengths(options)
     records = []
     for case in tqdm(options.cases, unit="case"):
         model, gpus, *pp = case.split(":")
@@ -86,11 +119,11 @@ def table(records: list[Record]) -> list[Record]:
         }
         systems = record["systems"]
         row |= {
-            f"{name}, s": system["seconds_per_step"] or "does not fit"
+            f"{name}, s": system.get("seconds_per_step", "does not fit")
             for name, system in systems.items()
         }
         cad = systems["cad"].get("speedup_over", {}).get("packing_cp") or {}
-        row["perfect / cad"] = systems["cad"]["share_of_perfect"] or "-"
+        row["perfect / cad"] = systems["cad"].get("share_of_perfect", "-")
         row["cad over packing: min, mean, max"] = [
             cad.get(key, "-") for key in ("min", "mean", "max")
         ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.refusals import refusal
-from torchtitan_cad.demo.synthetic import parse_lengths
+from torchtitan_cad.demo.lengths import parse_lengths
 from torchtitan_cad.integration.report.steps_file import STEPS_NAME
 from torchtitan_cad.planning.files import MAX_BYTES, MAX_BYTES_OF_LINES
 from torchtitan_cad.tools import main as cli

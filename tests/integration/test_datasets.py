@@ -16,7 +16,8 @@ from torchtitan_cad.demo.datasets import (
     read_sources,
     register_datasets,
 )
-from torchtitan_cad.demo.synthetic import SyntheticDataset, parse_lengths
+from torchtitan_cad.demo.lengths import parse_lengths
+from torchtitan_cad.demo.synthetic import SyntheticDataset
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools.main import main
 from torchtitan_cad.tools.prepare.tokenizer import EOS_TOKEN, prepare_tokenizer
@@ -183,7 +184,7 @@ def test_another_spec_in_the_checkpoint():
     [
         None,
         "uniform:1,2",
-        "lognormal:median=4096",
+        "lognormal:4096",
         "lognormal:median=4096,sigma=1,max=9,mean=3",
         "lognormal:median=many,sigma=1,max=9",
         "lognormal:median=nan,sigma=1,max=9",

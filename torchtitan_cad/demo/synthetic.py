@@ -4,9 +4,7 @@
 Tokens carry no meaning; the lengths are the point: what attention costs depends on nothing else.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,116 +12,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchtitan_cad.planning.files import read_json
-
-EXAMPLES = {
-    "lognormal": "lognormal:median=4096,sigma=1.5,max=262144,seed=1",
-    "histogram": "histogram:lengths.json,seed=1,scale=4",
-    "fixed": "fixed:300,200,5000",
-}
-
-
-@dataclass(frozen=True)
-class DocumentLengths:
-    """A length distribution. Lengths are in tokens and include the EOS that ends the document."""
-
-    seed: int
-    draw: Callable[[int, np.random.Generator], int]
-    """Length of a document, by its number and a generator that belongs to it alone."""
-
-
-def _lognormal(
-    document: int, rng: np.random.Generator, median: float, sigma: float, most: int
-) -> int:
-    """Draw exp(Normal(log(median), sigma)), rounded; what is longer than ``most`` is cut to that."""
-    length = np.exp(np.log(median) + sigma * rng.standard_normal())
-    return int(np.clip(np.rint(min(length, most)), 1, most))
-
-
-def _histogram(
-    document: int, rng: np.random.Generator, lengths: tuple[int, ...], scale: float
-) -> int:
-    return max(1, round(lengths[int(rng.integers(len(lengths)))] * scale))
-
-
-def _fixed(document: int, rng: np.random.Generator, lengths: tuple[int, ...]) -> int:
-    return lengths[document % len(lengths)]
-
-
-def parse_lengths(spec: str | None) -> DocumentLengths:
-    """Read a length distribution from `training.dataset_path`.
-
-    The syntax is `kind:item,item,...`, an item being a value or `option=value`; `EXAMPLES` has one line for each kind:
-    a lognormal distribution with a maximum, measured lengths that are drawn with replacement and multiplied by `scale`
-    (the file is a JSON list), and lengths that come over and over.
-
-    Raises:
-        ValueError: naming the key, its value, what is wrong with it, and an example that works.
-    """
-    kind, _, rest = (spec or "").partition(":")
-    items = [item.strip() for item in rest.split(",") if item.strip()]
-    options = dict(item.split("=", 1) for item in items if "=" in item)
-    values = [item for item in items if "=" not in item]
-    try:
-        _check(kind in EXAMPLES, f"the kind must be one of {', '.join(EXAMPLES)}")
-        seed = int(options.pop("seed", 0))
-        _check(seed >= 0, f"seed {seed} is negative")
-        return DocumentLengths(seed, _parse_kind(kind, values, options))
-    except ValueError as error:
-        examples = [EXAMPLES[kind]] if kind in EXAMPLES else list(EXAMPLES.values())
-        shown = "not set" if spec is None else f'= "{spec}"'
-        raise ValueError(
-            f'training.dataset_path {shown}, which is no length distribution for training.dataset = "synthetic": '
-            f"{error}. Write for example "
-            + " or ".join(f'"{example}"' for example in examples)
-        ) from error
-
-
-def _parse_kind(
-    kind: str, values: list[str], options: dict[str, str]
-) -> Callable[..., int]:
-    needed = ["median", "sigma", "max"] if kind == "lognormal" else []
-    known = {"lognormal": needed, "histogram": ["scale"], "fixed": []}[kind]
-    _check(not set(needed) - options.keys(), f"{', '.join(needed)} must be given")
-    _check(
-        options.keys() <= set(known), f"the options are {', '.join([*known, 'seed'])}"
-    )
-    if kind == "lognormal":
-        median = float(options["median"])
-        sigma = float(options["sigma"])
-        most = int(options["max"])
-        _check(not values, f"{values} is not of the form option=value")
-        _check(
-            1 <= median < float("inf") and most >= 1,
-            "median and max must be tokens, 1 or more",
-        )
-        _check(0 <= sigma < float("inf"), "sigma must be a number, 0 or more")
-        return partial(_lognormal, median=median, sigma=sigma, most=most)
-    if kind == "histogram":
-        _check(len(values) == 1, "exactly one file must be named")
-        scale = float(options.get("scale", 1))
-        lengths = read_json(values[0])
-        _check(0 < scale < float("inf"), "scale must be a number greater than 0")
-        return partial(_histogram, lengths=_checked(lengths), scale=scale)
-    return partial(_fixed, lengths=_checked([int(value) for value in values]))
-
-
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _checked(lengths: Any) -> tuple[int, ...]:
-    numbers = (
-        isinstance(lengths, list)
-        and lengths
-        and all(type(length) is int and length > 0 for length in lengths)
-    )
-    _check(
-        bool(numbers),
-        "lengths must be a list of whole numbers of tokens, 1 or more each (EOS included)",
-    )
-    return tuple(lengths)
+from torchtitan_cad.demo.lengths import parse_lengths
 
 
 class SyntheticDataset(IterableDataset, Stateful):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_cad.demo.lengths import MOST, read_options
 from torchtitan_cad.planning.intervals import FloatArray, IntArray, causal_pairs
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.tools.simulation.inputs import Documents
@@ -19,42 +20,14 @@ SAMPLES = 20_000
 _FILES = sorted(Path(__file__).with_name("lengths").glob("*.json"))
 CORPORA = {path.stem: path for path in _FILES}
 """Named corpora: a file has the documents' ``lengths`` in tokens, to draw from, and says where they are from."""
-MOST = 2.0**31 - 1
-"""tokens of a document"""
-
 DEFAULT = "lognormal:median=4096,sigma=1.5"
-
-_PRETRAIN = {
-    0: 1,
-    1: 63,
-    5: 324,
-    10: 646,
-    25: 1606,
-    50: 3227,
-    75: 4832,
-    90: 5784,
-    95: 6110,
-    97.5: 7482,
-    99: 26058,
-    99.5: 69098,
-    99.8: 99303,
-    99.9: 119794,
-    100: 124913,
-}
-"""Percentiles of the "Pretrain" lengths of arXiv 2510.18121, before long documents are drawn more often."""
 
 _OPTIONS = {
     "lognormal": {"median": 4096.0, "sigma": 1.5, "max": MOST},
-    "pretrain": {"scale": 1.0, "long": 0.0, "max": MOST},
     "uniform": {"min": 128.0, "max": 65536.0},
     "fixed": {"length": 4096.0},
 }
 """Kinds with their options and what these are if left out."""
-
-_LONG = 65536
-"""tokens: least of the documents that ``long`` is the share of"""
-_BOUNDS = {"sigma": (0.0, 20.0), "long": (0.0, 0.99), "scale": (1e-5, 1e5)}
-"""Least and most of the options that are no tokens, of which there are 1 to ``MOST``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +92,6 @@ def named_lengths(spec: str) -> IntArray:
     """Return the samples of a corpus such as "codealpaca", or of a distribution such as
     "lognormal:median=4096,sigma=1.5,max=262144".
 
-    ``pretrain``: the lengths of arXiv 2510.18121, ``scale`` times as long; ``long`` is the share of tokens in
-    documents of 64K tokens and more, which are drawn more often to reach it (0: as often as they come).
-
     Returns:
         int64 lengths, the same in every call; of a distribution ``SAMPLES``.
 
@@ -135,65 +105,24 @@ def named_lengths(spec: str) -> IntArray:
         if kind not in _OPTIONS:
             known = ", ".join((*_OPTIONS, *CORPORA))
             raise ValueError(f"set a JSON file of lengths, or one of {known}")
-        lengths = _sample(kind, _options(kind, items))
+        options = read_options(items.split(",") if items else [], _OPTIONS[kind])
+        lengths = _sample(kind, options)
     except ValueError as error:
         raise ValueError(f"documents = {spec[:80]!r}: {error}") from None
     return np.clip(np.rint(lengths), 1, MOST).astype(np.int64)
 
 
-def _options(kind: str, items: str) -> dict[str, float]:
-    """Return the options of a kind, with defaults. Raises ValueError for items that are none, or out of bounds."""
-    options = dict[str, float]()
-    for item in filter(None, items.split(",")):
-        key, _, text = item.partition("=")
-        if key not in _OPTIONS[kind] or key in options:
-            known = ",".join(f"{name}=..." for name in _OPTIONS[kind])
-            raise ValueError(
-                f"{item[:40]!r} is none of {kind}:{known}, each of them once"
-            )
-        least, most = _BOUNDS.get(key, (1, MOST))
-        try:
-            value = float(text)
-        except ValueError:
-            value = np.nan
-        if not least <= value <= most:
-            raise ValueError(
-                f"{item[:40]!r} must be a number, {least:g} to {most:.10g}"
-            )
-        options[key] = value
-    return {**_OPTIONS[kind], **options}
-
-
 def _sample(kind: str, options: dict[str, float]) -> FloatArray:
     """Draw from a distribution. Raises ValueError for options that contradict each other."""
-    share = (np.arange(SAMPLES) + 0.5) / SAMPLES
     if kind == "fixed":
         return np.full(SAMPLES, options["length"])
     most = options["max"]
-    if kind == "uniform":
-        least = options["min"]
-        if least > most:
-            raise ValueError(f"min = {least:.10g} is above max; set max to it or more")
-        return least + share * (most - least)
     if kind == "lognormal":
         normal = np.random.default_rng(0).standard_normal(SAMPLES)
         lengths = options["median"] * np.exp(options["sigma"] * normal)
-    else:
-        logarithms = np.log(list(_PRETRAIN.values()))
-        lengths = np.exp(np.interp(100 * share, list(_PRETRAIN), logarithms))
-        lengths = _more_long(lengths * options["scale"], options["long"])
-        if options["long"] and min(most, lengths.max()) < _LONG:
-            raise ValueError(f"none has {_LONG} tokens; set a larger scale and max")
-    return np.minimum(lengths, most)
-
-
-def _more_long(lengths: FloatArray, share: float) -> FloatArray:
-    """As many samples, of which those from 64K tokens on hold ``share`` of the tokens if they held less, but some."""
-    long = lengths >= _LONG
-    tokens = lengths[long].sum()
-    if not 0 < tokens < share * lengths.sum():
-        return lengths
-    weight = np.where(long, share * lengths[~long].sum() / ((1 - share) * tokens), 1.0)
-    ends = np.cumsum(weight) / weight.sum()
-    sample = (np.arange(len(lengths)) + 0.5) / len(lengths)
-    return lengths[np.searchsorted(ends, sample)]
+        return np.minimum(lengths, most)
+    least = options["min"]
+    if least > most:
+        raise ValueError(f"min = {least:.10g} is above max; set max to it or more")
+    share = (np.arange(SAMPLES) + 0.5) / SAMPLES
+    return least + share * (most - least)
